@@ -1,0 +1,49 @@
+# Every target makes the environment that it needs (launch/bootstrap.sh) and uses this machine's GPUs if it has any.
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-gpu test-other lint types imports format
+SHELL := /bin/bash
+
+python := .venv/bin/python
+bootstrap := @launch/bootstrap.sh
+pytest := OMP_NUM_THREADS=1 $(python) -m pytest
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
+	  while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="--train-iters 50 ..." is passed on)
+	$(bootstrap) main
+	launch/torchrun.sh recipes/pretrain_gpt.py --overlap-train $(TRAIN_ARGS)
+
+test: ## every test that needs no GPU (TEST_ARGS="-k name ..." is passed on)
+	$(bootstrap) main
+	$(pytest) tests/unit tests/protocol tests/megatron $(TEST_ARGS)
+
+test-gpu: ## the GPU tests, on 2 or 4 GPUs
+	$(bootstrap) main
+	launch/torchrun.sh -m pytest tests/gpu $(TEST_ARGS)
+
+test-other: ## the suite's fast part on the other Python and Megatron-Core
+	$(bootstrap) other
+	@if [ ! -x .venv-other/bin/python ]; then echo "make test-other: skipped, see the line above"; else \
+	  $(subst $(python),.venv-other/bin/python,$(pytest)) tests/unit tests/megatron -m "not slow" $(TEST_ARGS); fi
+
+lint: ## ruff, mypy over the public API, import-linter for the layers
+	$(bootstrap) main
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	@$(MAKE) --no-print-directory types imports
+
+types: # mypy alone
+	launch/layout.sh
+	cd build/layout && ../../$(python) -m mypy --config-file ../../pyproject.toml
+
+imports: # import-linter alone
+	launch/layout.sh
+	cd build/layout && ../../.venv/bin/lint-imports --config ../../pyproject.toml --no-logo --no-cache
+
+format: ## let ruff sort imports and format
+	$(bootstrap) main
+	$(python) -m ruff check --fix .
+	$(python) -m ruff format .

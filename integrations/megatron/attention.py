@@ -1,0 +1,121 @@
+"""Core attention through torch's scaled_dot_product_attention: flash kernels from stock torch, no TransformerEngine.
+
+Takes the place of Megatron-Core's DotProductAttention in a layer spec. The scores [b, n, s, s] are never stored, keys
+and values of grouped queries are not repeated in memory, and context parallelism, packed sequences and attention bias
+are refused as DotProductAttention refuses them, but by a ValueError that says what to do.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SDPACoreAttention(MegatronModule):
+    """softmax(scale · q kᵀ + mask) v per head, without parameters; the constructor is DotProductAttention's.
+
+    `scale` is `softmax_scale`, or 1 / sqrt(kv_channels). `config.apply_query_key_layer_scaling` divides the scores by the
+    layer number and multiplies them back inside an fp32 softmax; the scores here never leave fp32, so it changes nothing.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Raises ValueError for settings of `config` that change the attention in a way not offered here."""
+        super().__init__(config=config)
+        _refuse_unsupported(config)
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """query [sq, b, n, d], key and value [sk, b, g, d] with n a multiple of g -> context [sq, b, n·d].
+
+        `attention_mask` (bool, broadcasts to [b, n, sq, sk], True hides) decides alone where it is given, as in
+        DotProductAttention; without one a causal mask type means key j is seen by query i where j <= i.
+        Raises ValueError for packed sequences, an attention bias, or a causal mask with sq != sk.
+        """
+        _refuse_call(attention_bias, packed_seq_params)
+        mask = None if attention_mask is None else ~attention_mask
+        causal = mask is None and self._is_causal(query.size(0), key.size(0))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        with self._random_state():
+            context = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=causal,
+                scale=self.softmax_scale,
+                enable_gqa=q.size(1) != k.size(1),
+            )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _is_causal(self, queries: int, keys: int) -> bool:
+        if self.attn_mask_type != AttnMaskType.causal or queries == 1:  # one query over a cache of keys sees them all
+            return False
+        if queries != keys:
+            raise ValueError(
+                f"query and key: {queries} queries and {keys} keys with a causal mask, but the causal mask is for "
+                "self-attention, where they are as many; pass attention_mask"
+            )
+        return True
+
+    def _random_state(self):  # noqa: ANN202 - a context manager
+        """Heads are split over ranks, so dropout must differ between them; under SP the block has forked already."""
+        inactive = self.config.sequence_parallel or not self.training or self.dropout == 0.0
+        return nullcontext() if inactive else get_cuda_rng_tracker().fork()
+
+
+def _refuse_unsupported(config: TransformerConfig) -> None:
+    rules = (
+        ("context_parallel_size", 1, "one rank must hold the whole sequence"),
+        ("window_size", None, "sliding windows are not offered"),
+        ("softmax_type", "vanilla", "softmax offsets are not offered"),
+    )
+    for field, wanted, rule in rules:
+        value = getattr(config, field, wanted)
+        if value != wanted:
+            raise ValueError(
+                f"config.{field}={value!r}: {rule} by SDPACoreAttention; set it to {wanted!r} or put another core "
+                "attention into the layer spec"
+            )
+
+
+def _refuse_call(attention_bias: torch.Tensor | None, packed_seq_params: PackedSeqParams | None) -> None:
+    for name, value in (("packed_seq_params", packed_seq_params), ("attention_bias", attention_bias)):
+        if value is not None:
+            raise ValueError(
+                f"{name}={type(value).__name__}: SDPACoreAttention takes {name}=None only; use attention_mask, or "
+                "TransformerEngine's core attention in the layer spec"
+            )

@@ -1,0 +1,158 @@
+"""Run Megatron-Core on CPU processes: nothing here is used where CUDA is available.
+
+Megatron-Core names the CUDA device in its own source (`device=torch.cuda.current_device()`, `device="cuda"`) and draws
+random numbers from the CUDA generator. `run_without_cuda()` gives the modules listed in `CUDA_USERS` a stand-in for
+their global name `torch` which answers those requests with the CPU, and replaces three functions that cannot be answered
+that way. `torch` itself stays as it is, so the caller's own code sees no difference.
+
+What this does not cover: `DistributedOptimizer` and the 16-bit optimizers (they sort parameters by the string
+"torch.cuda.FloatTensor"), pipeline parallelism, experts, CUDA graphs, TransformerEngine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+# Megatron module -> what it asks CUDA for. Only modules on the path of a dense GPT are listed.
+CUDA_USERS: dict[str, str] = {
+    "megatron.core.utils": "the global memory buffer that holds gathered inputs, and the parameter-norm report",
+    "megatron.core.tensor_parallel.layers": "weights of the linears and the embedding, and the gradient buffers",
+    "megatron.core.tensor_parallel.mappings": "outputs of all-gather and reduce-scatter",
+    "megatron.core.tensor_parallel.utils": "pieces of activations split over ranks by recomputation",
+    "megatron.core.tensor_parallel.random": "the generator behind dropout, initialisation and recomputation",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": "rotary frequencies",
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": "rotary frequencies, YaRN",
+    "megatron.core.transformer.dot_product_attention": "softmax offsets",
+    "megatron.core.transformer.utils": "the default causal mask",
+    "megatron.core.distributed.param_and_grad_buffer": "the buffers behind param.main_grad, and the current stream",
+    "megatron.core.optimizer.optimizer": "the loss scale of FP32Optimizer",
+    "megatron.core.optimizer.clip_grads": "gradient norms and counts of zeros",
+    "megatron.core.pipeline_parallel.schedules": "the token count of each step",
+    "megatron.core.timers": "synchronize() around a timer, and the gathered times",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": "synchronize() before tensors are written",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel": "synchronize() after the exchange of tensors",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver": "flags agreed between the ranks that save",
+    "megatron.core.dist_checkpointing.strategies.async_utils": "synchronize() before an asynchronous save",
+}
+
+_FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "tensor", "zeros", "zeros_like")
+
+
+class _CudaOnCpu(ModuleType):
+    """Stands in for `torch.cuda`: the CPU is the current device, and its work is always complete."""
+
+    def current_device(self) -> torch.device:
+        return CPU
+
+    def synchronize(self, device: object = None) -> None:
+        """Nothing to wait for: CPU operations return when they are done."""
+
+    def current_stream(self, device: object = None) -> None:
+        """No streams; the callers only hold on to the result."""
+
+    def empty_cache(self) -> None:
+        """No caching allocator to empty."""
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _TorchOnCpu(ModuleType):
+    """Stands in for `torch`: same contents, but tensors asked for on CUDA are made on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _CudaOnCpu("torch.cuda")
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def run_without_cuda() -> bool:
+    """Let Megatron-Core run in this process without CUDA. Call before models are built; more calls change nothing.
+
+    Returns True where Megatron now runs on the CPU, False where CUDA is available and nothing was touched.
+    """
+    if torch.cuda.is_available():
+        return False
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    if isinstance(random.torch, _TorchOnCpu):
+        return True
+    stand_in = _TorchOnCpu()
+    for name in CUDA_USERS:
+        importlib.import_module(name).torch = stand_in
+    _use_cpu_generator(random)
+    # Its assertion compares a type name with "torch.cuda.FloatTensor"; no stand-in for torch can change that.
+    importlib.import_module("megatron.core.optimizer.optimizer").clip_grad_by_total_norm_fp32 = _clip_by_total_norm
+    return True
+
+
+def _use_cpu_generator(random: ModuleType) -> None:
+    """Point Megatron's random states (default, model-parallel, recomputation) at the CPU generator."""
+
+    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
+        """Megatron's tracker, without its warning that the CPU generator moved: here that is the point."""
+
+        @contextlib.contextmanager
+        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            if name not in self.states_:
+                raise ValueError(
+                    f"the random state {name!r} is not known: call model_parallel_cuda_manual_seed(seed) before layers "
+                    "are built"
+                )
+            outer = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outer)
+
+    random.CudaRNGStatesTracker = CpuRNGStatesTracker
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # A tracker that was made earlier has states of a generator that does not exist.
+    random._CUDA_RNG_STATE_TRACKER = None
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+
+
+def _clip_by_total_norm(
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    total_norm: float | torch.Tensor,
+    use_decoupled_grad: bool = False,
+) -> None:
+    """Scale gradients (fp32, in place) by max_norm / (total_norm + 1e-6) where that is below 1, as Megatron does."""
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    attribute = "decoupled_grad" if use_decoupled_grad else "grad"
+    grads = [getattr(parameter, attribute, None) for parameter in parameters]
+    scale = max_norm / (float(total_norm) + 1.0e-6)
+    if scale < 1.0:
+        for grad in grads:
+            if grad is not None:
+                grad.mul_(scale)

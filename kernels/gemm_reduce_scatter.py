@@ -1,0 +1,62 @@
+"""GEMM + ReduceScatter: the GEMM computes the peers' rows first, and its last tiles add what the peers have sent.
+
+    a         [M, K]         K is sharded over ranks, so a @ b is a partial sum
+    staging   [W, M/W, N]    partials on their way out; block `rank` stays unused
+    received  [W, M/W, N]    partials that the peers' copy engines pushed here
+    y         [M/W, N] = own partial + the peers' partials in rank order, summed in fp32
+
+Destinations are computed in the order rank+1, rank+2, ..., rank. A counter per destination tells the copy engine when its rows
+are complete. The own rows come last: their epilogue is the reduction (docs/design.md, GEMM+RS). The own partial is the first
+term because it is in the accumulator already: a second [BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread.
+"""
+
+import triton
+import triton.language as tl
+
+from .signal import announce, claim, wait_signal
+from .tiles import tile_in_shard, tile_offsets, tile_product
+
+
+@triton.jit(do_not_specialize=["rank", "tag", "limit"])
+def gemm_reduce_scatter_kernel(
+    a_ptr, b_ptr, staging_ptr, received_ptr, y_ptr,
+    m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+    rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PRECISION: tl.constexpr, TIMED: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(m_shard, BLOCK_M) * tl.cdiv(n, BLOCK_N)
+    epoch = tl.load(epoch_ptr)
+    index = claim(counter_ptr).to(tl.int32)
+    while index < tiles * WORLD:
+        target = (rank + 1 + index // tiles) % WORLD
+        tile_m, tile_n = tile_in_shard(index % tiles, m_shard, n, BLOCK_M, BLOCK_N, GROUP_M)
+        rows, cols, mask = tile_offsets(tile_m, tile_n, m_shard, n, BLOCK_M, BLOCK_N)
+        block = tl.cast(m_shard, tl.int64) * n
+        acc = tile_product(a_ptr + target.to(tl.int64) * m_shard * stride_am, b_ptr, tile_m, tile_n, m_shard, n, k,
+                           stride_am, stride_ak, stride_bk, stride_bn,
+                           BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
+        if target != rank:
+            tl.store(staging_ptr + target * block + rows * n + cols, acc.to(staging_ptr.dtype.element_ty), mask=mask)
+            announce(complete_ptr + target)
+        else:
+            for source in tl.static_range(WORLD):
+                if source != rank:
+                    arrived = wait_signal(signals_ptr + source, epoch, abort_ptr, record_ptr, tag, source, limit, TIMED)
+                    part = tl.load(received_ptr + source * block + rows * n + cols, mask=mask, other=0.0)
+                    acc += tl.where(arrived, part.to(tl.float32), float("nan"))
+            tl.store(y_ptr + rows * n + cols, acc.to(y_ptr.dtype.element_ty), mask=mask)
+        index = claim(counter_ptr).to(tl.int32)
+
+
+@triton.jit
+def reduce_partials_kernel(own_ptr, received_ptr, y_ptr, size, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """y [size] = own [size] + received [W, size] in rank order, block `rank` left out, summed in fp32."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    total = tl.load(own_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    for source in tl.static_range(WORLD):
+        if source != rank:
+            part_ptr = received_ptr + source * tl.cast(size, tl.int64)
+            total += tl.load(part_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offsets, total.to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,90 @@
+"""Signals on the device: how a tile waits for a chunk, and how a tile says that it is written.
+
+A signal is one int64 word in symmetric memory with exactly one writer. It holds the epoch of the last chunk that arrived and
+is compared with `>=`, so nothing is ever reset. Rule numbers refer to docs/design.md.
+"""
+
+import triton
+import triton.language as tl
+
+from . import signal_words as words
+
+FAULT_SET = tl.constexpr(words.FAULT_SET)
+FAULT_TAG = tl.constexpr(words.FAULT_TAG)
+FAULT_CHUNK = tl.constexpr(words.FAULT_CHUNK)
+FAULT_EXPECTED = tl.constexpr(words.FAULT_EXPECTED)
+FAULT_SEEN = tl.constexpr(words.FAULT_SEEN)
+
+
+@triton.jit
+def clock(spins, TIMED: tl.constexpr):
+    """Nanoseconds on the GPU; the number of polls where the interpreter runs the kernel, which has no device clock."""
+    if TIMED:
+        return tl.extra.cuda.globaltimer().to(tl.int64)
+    else:
+        return spins
+
+
+@triton.jit
+def wait_signal(signal_ptr, epoch, abort_ptr, record_ptr, tag, chunk, limit, TIMED: tl.constexpr):
+    """Spin until the word at `signal_ptr` is at least `epoch`; returns whether it is.
+
+    Acquires at system scope (rule 2). Bounded by `limit` (rule 5): nanoseconds if TIMED, else polls. The first wait that gives
+    up in a call raises the flag at `abort_ptr`, which ends every other wait of the rank at once, and fills the host-visible
+    record, so that the host can name what was waited for.
+    """
+    spins = tl.full((), 0, tl.int64)
+    begin = clock(spins, TIMED)
+    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+    waiting = seen < epoch
+    while waiting:
+        seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+        spins += 1
+        aborted = tl.load(abort_ptr, volatile=True) != 0
+        late = clock(spins, TIMED) - begin > limit
+        waiting = (seen < epoch) & (late == 0) & (aborted == 0)
+    arrived = seen >= epoch
+    if arrived == 0:
+        report_fault(abort_ptr, record_ptr, tag, chunk, epoch, seen)
+    return arrived
+
+
+@triton.jit
+def report_fault(abort_ptr, record_ptr, tag, chunk, expected, seen):
+    """Fill the record once: the first wait that fails is the one worth naming. The set word is written last."""
+    first = tl.atomic_cas(abort_ptr, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
+    if first == 0:
+        tl.store(record_ptr + FAULT_TAG, tag)
+        tl.store(record_ptr + FAULT_CHUNK, chunk)
+        tl.store(record_ptr + FAULT_EXPECTED, expected)
+        tl.store(record_ptr + FAULT_SEEN, seen)
+        tl.atomic_xchg(record_ptr + FAULT_SET, tl.full((), 1, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def announce(counter_ptr):
+    """Count one finished tile. All threads' stores come before the barrier, the barrier before the release (rule 1)."""
+    tl.debug_barrier()
+    tl.atomic_add(counter_ptr, tl.full((), 1, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def claim(counter_ptr):
+    """The next tile in arrival order. Dynamic, so that any one resident CTA finishes the whole grid's work (rule 4)."""
+    return tl.atomic_add(counter_ptr, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["tag", "chunk", "limit"])
+def wait_kernel(signal_ptr, epoch_ptr, abort_ptr, record_ptr, tag, chunk, limit, row_ptr, row_size,
+                TIMED: tl.constexpr, BLOCK: tl.constexpr):
+    """One CTA that holds its stream until a chunk is there: the bounded, graph-replayable wait of `chunked`.
+
+    A wait that gives up writes NaN over the chunk's first row (`row_size` elements at `row_ptr`), so that the loss shows it
+    even before the host raises.
+    """
+    arrived = wait_signal(signal_ptr, tl.load(epoch_ptr), abort_ptr, record_ptr, tag, chunk, limit, TIMED)
+    if arrived == 0:
+        for start in range(0, row_size, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            nan = tl.full((BLOCK,), float("nan"), tl.float32)
+            tl.store(row_ptr + offsets, nan.to(row_ptr.dtype.element_ty), mask=offsets < row_size)

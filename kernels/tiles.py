@@ -1,0 +1,49 @@
+"""One output tile: where it lies, and its matrix product with fp32 accumulation."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_in_shard(index, m_shard, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile `index` of a [m_shard, n] block -> (tile row, tile column), in groups of GROUP_M rows that share columns in L2."""
+    tiles_m = tl.cdiv(m_shard, BLOCK_M)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    group = index // (GROUP_M * tiles_n)
+    first_m = group * GROUP_M
+    group_m = tl.minimum(tiles_m - first_m, GROUP_M)
+    within = index % (GROUP_M * tiles_n)
+    return first_m + within % group_m, within // group_m
+
+
+@triton.jit
+def tile_offsets(tile_m, tile_n, m_shard, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Row and column indices of a tile as int64 [BLOCK_M, 1], [1, BLOCK_N], and the mask of those inside [m_shard, n]."""
+    rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < m_shard)[:, None] & (cols < n)[None, :]
+    return rows[:, None], cols[None, :], mask
+
+
+@triton.jit
+def tile_product(a_ptr, b_ptr, tile_m, tile_n, m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+    """acc [BLOCK_M, BLOCK_N] fp32 = a[rows of the tile, :] [m_shard, k] @ b[:, columns of the tile] [k, n].
+
+    Rows and columns past the edge wrap around instead of being masked: their products are never stored, and the inner loop
+    keeps full vector loads. Only the last step along k is masked.
+    """
+    rows = (tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)) % m_shard
+    cols = (tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)) % n
+    depth = tl.arange(0, BLOCK_K).to(tl.int64)
+    a_ptrs = a_ptr + rows[:, None] * stride_am + depth[None, :] * stride_ak
+    b_ptrs = b_ptr + depth[:, None] * stride_bk + cols[None, :] * stride_bn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, k, BLOCK_K):
+        left = k - start
+        a = tl.load(a_ptrs, mask=depth[None, :] < left, other=0.0)
+        b = tl.load(b_ptrs, mask=depth[:, None] < left, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+    return acc

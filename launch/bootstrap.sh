@@ -1,0 +1,179 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that the Makefile's commands run in.
+#
+#   launch/bootstrap.sh main    .venv: the torch that already sees this machine's GPUs; without one, the first tested set
+#                               whose Python is here (3.12, else 3.11)
+#   launch/bootstrap.sh other   .venv-other: the other tested set; does nothing when its Python is not here
+#
+# Does nothing while pyproject.toml and the constraints stay as they are. An interrupted set-up is started again.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=launch/python.sh
+. launch/python.sh
+
+say() { printf '[set-up] %s\n' "$*"; }
+die() {
+    printf '[set-up] error: %s\n' "$*" >&2
+    exit 1
+}
+
+main() {
+    case ${1-} in
+        main) env=.venv ;;
+        other) env=.venv-other ;;
+        *) die "usage: launch/bootstrap.sh main|other" ;;
+    esac
+    # Two commands started at once must not build one environment twice.
+    if command -v flock >/dev/null; then
+        exec 9>"$env.lock"
+        flock 9
+    fi
+    if is_complete; then return; fi
+    if ! "choose_$1"; then return; fi
+    started=$SECONDS
+    create
+    if [ "$tested" = system ]; then install_beside_system; else install_tested; fi
+    fingerprint >"$env/complete"
+    say "$env is ready after $((SECONDS - started)) s"
+}
+
+# What decides the contents of an environment; its file "complete" holds this once the set-up has ended well.
+fingerprint() {
+    cksum pyproject.toml constraints/*.txt launch/bootstrap.sh
+    if has_gpu; then echo "with GPUs"; fi
+    pwd # an editable install remembers its folder
+}
+
+is_complete() { "$env/bin/python" -V >/dev/null 2>&1 && [ "$(cat "$env/complete" 2>/dev/null)" = "$(fingerprint)" ]; }
+
+# choose_main, choose_other: set python (an interpreter) and tested (a file of constraints/, or "system" for the torch
+# that is already there).
+choose_main() {
+    if python=$(gpu_python); then
+        tested=system
+    elif python=$(find_python 3.12); then
+        tested=py312
+    elif python=$(find_python 3.11); then
+        tested=py311
+    else
+        die "needs Python 3.12 or 3.11 with its venv module; looked on PATH, in pyenv, uv, /usr/local and /opt"
+    fi
+}
+
+choose_other() {
+    tested=py311 # .venv has the Python 3.12 set where there is a 3.12
+    if gpu_python >/dev/null; then
+        say "no second environment: this machine's commands use the torch that is already there"
+    elif ! find_python 3.12 >/dev/null; then
+        say "no second environment: without Python 3.12, .venv already has the Python 3.11 set"
+    elif ! python=$(find_python 3.11); then
+        say "no second environment: no Python 3.11 on this machine"
+    else
+        return 0
+    fi
+    return 1
+}
+
+create() {
+    if [ -e "$env" ] && [ ! -e "$env/complete" ]; then
+        say "an earlier set-up of $env did not finish: starting again"
+    elif [ -e "$env" ]; then
+        say "$env is out of date: making it again"
+    fi
+    # From nothing, because pip takes a half-copied package of an interrupted run for an installed one.
+    rm -rf "$env"
+    say "making $env with $python ($("$python" -V 2>&1))"
+    "$python" -m venv "$env" >/dev/null 2>&1 || "$python" -m venv --clear --without-pip "$env"
+    log=$env/install.log
+}
+
+install_tested() {
+    local constraints=constraints/$tested.txt extras=megatron,dev size="0.2 to 2 GB to download, one to two minutes"
+    [ "$tested" = py312 ] && size="2 GB to download, 5 GB on disk, one to three minutes"
+    if has_gpu; then extras=$extras,nvshmem; fi
+    step "installing $(pinned torch) and $(pinned megatron-core) ($size)" \
+        pip_install -c "$constraints" torch megatron-core setuptools || die "could not install torch and megatron-core"
+    step "installing overlap-train and its test and lint tools (100 MB)" \
+        pip_install -c "$constraints" --no-build-isolation -e ".[$extras]" || die "could not install overlap-train"
+}
+
+pinned() { grep "^$1==" "constraints/$tested.txt" | sed 's/==/ /; s/ *#.*//'; }
+
+# Leaves torch and what belongs to it untouched and installs what is missing: from .whl/ when that folder has wheels
+# (for machines without a package index), else from the index.
+install_beside_system() {
+    local kept=$env/kept.txt
+    show_packages_of_python
+    torch_packages >"$kept"
+    say "keeping $(paste -s -d ' ' "$kept")"
+    echo "numpy<2.4  # for Triton 3.6's interpreter" >>"$kept"
+    if compgen -G '.whl/*.whl' >/dev/null; then
+        step "installing the wheels of .whl/" pip_install --no-index --no-deps .whl/*.whl || die "could not install .whl/"
+        install_alone
+    elif ! step "installing overlap-train, megatron-core, nvshmem4py, test and lint tools (150 MB)" \
+        pip_install -c "$kept" --no-build-isolation -e '.[megatron,nvshmem,dev]'; then
+        say "going on with what is there; without a package index, put wheels of what is missing into .whl/"
+        install_alone
+    fi
+    report_missing
+}
+
+install_alone() {
+    step "installing overlap-train" pip_install --no-index --no-deps --no-build-isolation -e . ||
+        die "could not install overlap-train"
+}
+
+# A .pth file rather than --system-site-packages, because that option skips the packages of a python that is itself a
+# virtual environment's.
+show_packages_of_python() {
+    local site
+    site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$python" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' >"$site/system.pth"
+}
+
+torch_packages() {
+    "$env/bin/python" -c '
+from importlib.metadata import distributions
+kept = ("torch", "triton", "nvidia-nvshmem-cu13", "setuptools")
+print(*sorted({f"{d.name}=={d.version}" for d in distributions() if d.name in kept}), sep="\n")'
+}
+
+report_missing() {
+    local module
+    for module in megatron.core:"make train and tests/megatron" nvshmem.core:"the NVSHMEM provider" \
+        pytest:"make test" pytest_timeout:"make test" greenlet:"tests/protocol" ruff:"make lint"; do
+        "$env/bin/python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('${module%%:*}') is None)" 2>/dev/null ||
+            say "missing: ${module%%:*}, needed for ${module#*:}"
+    done
+}
+
+pip_install() { "$env/bin/python" -m pip install --progress-bar off --no-compile --disable-pip-version-check "$@"; }
+
+# step TEXT COMMAND...: runs a slow command with its output in the log and a line of news every 15 seconds. Shows the
+# end of the log and returns 1 if it fails.
+step() {
+    local text=$1 began=$SECONDS news=15 pid
+    shift
+    say "$text"
+    "$@" >>"$log" 2>&1 </dev/null &
+    pid=$!
+    # shellcheck disable=SC2064 # the id of this process, not of a later one
+    trap "kill $pid 2>/dev/null; exit 130" INT TERM
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 0.2
+        if ((SECONDS - began >= news)); then
+            say "  $((SECONDS - began)) s: $(newest_in_log)"
+            news=$((news + 15))
+        fi
+    done
+    trap - INT TERM
+    if ! wait "$pid"; then
+        say "  failed after $((SECONDS - began)) s; the end of the log:"
+        grep -v 'is ignored' "$log" | tail -n 12 >&2
+        return 1
+    fi
+}
+
+newest_in_log() { { grep -aoE '(Collecting|Downloading|Installing|Using cached) .*' "$log" || echo starting; } | tail -n 1 | cut -c 1-90; }
+
+main "$@"

@@ -1,0 +1,57 @@
+# shellcheck shell=bash
+# Finds the Python interpreters that an environment can be made from. Sourced by bootstrap.sh.
+
+# find_python VERSION: prints the path of an interpreter of this version (such as 3.12) that really runs and can make
+# virtual environments. Looks beyond PATH, because pyenv, uv and source builds often leave an interpreter off it, and a
+# pyenv shim on PATH may have nothing behind it.
+find_python() {
+    local version=$1 candidate
+    while IFS= read -r candidate; do
+        if is_python "$candidate" "$version"; then
+            printf '%s\n' "$candidate"
+            return 0
+        fi
+    done < <(python_candidates "$version")
+    return 1
+}
+
+python_candidates() {
+    local version=$1
+    on_path "python$version" python3
+    compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version*/bin/python" || true
+    compgen -G "$HOME/.local/share/uv/python/cpython-$version*/bin/python$version" || true
+    compgen -G "/usr/local/bin/python$version" || true
+    compgen -G "/opt/*/bin/python$version" || true
+    compgen -G "/opt/*/*/bin/python$version" || true
+}
+
+# An activated .venv stands first on PATH; an environment must not be made from itself.
+on_path() { { type -aP "$@" || true; } | grep -v "^$PWD/\.venv"; }
+
+is_python() {
+    local check='import sys, ensurepip, venv; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])'
+    [ -x "$1" ] && "$1" -c "$check" "$2" </dev/null >/dev/null 2>&1
+}
+
+has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+
+# gpu_python: prints the interpreter on PATH whose torch, 2.11 or newer, already sees a GPU, if there is one.
+gpu_python() {
+    local candidate
+    has_gpu || return 1
+    while IFS= read -r candidate; do
+        if torch_sees_gpu "$candidate"; then
+            printf '%s\n' "$candidate"
+            return 0
+        fi
+    done < <(on_path python3 python)
+    return 1
+}
+
+torch_sees_gpu() {
+    local check='
+import sys, torch
+version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+sys.exit(not (torch.cuda.is_available() and version >= (2, 11) and (3, 11) <= sys.version_info < (3, 14)))'
+    "$1" -c "$check" </dev/null >/dev/null 2>&1
+}

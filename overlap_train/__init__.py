@@ -1,0 +1,22 @@
+"""overlap_train: tensor- and sequence-parallel linears whose communication hides behind their matrix products.
+
+Importing this package touches no device and needs neither a GPU, nor NVSHMEM, nor Megatron.
+"""
+
+from .choice import Choice, choose
+from .config import OverlapConfig
+from .domain import check, shutdown
+from .linear import all_gather_linear, linear_reduce_scatter
+from .watchdog import OverlapTimeoutError
+
+__all__ = [
+    "Choice",
+    "OverlapConfig",
+    "OverlapTimeoutError",
+    "all_gather_linear",
+    "check",
+    "choose",
+    "linear_reduce_scatter",
+    "shutdown",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,76 @@
+"""OverlapConfig: what is overlapped, how, and within which limits. The one source of flags, documentation and checks."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+SLOTS = ("qkv", "proj", "fc1", "fc2", "output")
+METHODS = ("auto", "fused", "chunked", "collective")
+
+
+def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class OverlapConfig:
+    """Settings of overlapped linears. Every field is also a flag: `slots` is `--overlap-train-slots`.
+
+    Raises:
+        ValueError: a field has a value outside its rule; the message names field, value, rule and flag.
+    """
+
+    slots: tuple[str, ...] = _setting(SLOTS, "Megatron linears to overlap, comma separated", SLOTS)
+    method: str = _setting(
+        "auto",
+        "fused: one persistent kernel that waits per tile; chunked: library GEMMs on chunks; collective: NCCL or gloo, "
+        "no overlap; auto: chosen per shape",
+        METHODS,
+    )
+    gathered_input: str = _setting(
+        "regather",
+        "what backward does about the gathered input: regather it under the dgrad GEMM, or keep it from forward "
+        "(costs M x K elements a linear)",
+        ("regather", "keep"),
+    )
+    main_grad: str = _setting(
+        "accumulate",
+        "accumulate: add the weight gradient into weight.main_grad in fp32 where the weight has one; off: return it",
+        ("accumulate", "off"),
+    )
+    provider: str = _setting(
+        "auto",
+        "symmetric memory: nvshmem (GPUs), torch (GPUs of one node), host (CPU processes); auto: the first that works",
+        ("auto", "nvshmem", "torch", "host"),
+    )
+    symmetric_mib: int = _setting(2048, "most symmetric memory a rank may allocate, in MiB")
+    timeout_s: float = _setting(60.0, "longest wait for a peer before OverlapTimeoutError, in seconds")
+    on_unsupported: str = _setting(
+        "error",
+        "what enabling does where overlap cannot act (no sequence parallelism, TP 1): error, or fallback to Megatron's code",
+        ("error", "fallback"),
+    )
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            _check(setting, getattr(self, setting.name))
+        for name in ("symmetric_mib", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be positive ({flag_name(name)})")
+
+
+def flag_name(field_name: str) -> str:
+    """`symmetric_mib` -> `--overlap-train-symmetric-mib`."""
+    return "--overlap-train-" + field_name.replace("_", "-")
+
+
+def _check(setting: Field[Any], value: Any) -> None:
+    choices = setting.metadata["choices"]
+    if choices is None:
+        return
+    values = value if isinstance(value, tuple) else (value,)
+    wrong = [item for item in values if item not in choices]
+    if wrong or not values:
+        what = f"{wrong[0]!r} is not one of" if wrong else "it is empty; choose from"
+        raise ValueError(f"{setting.name}={value!r}: {what} {', '.join(choices)} ({flag_name(setting.name)})")

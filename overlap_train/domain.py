@@ -1,0 +1,169 @@
+"""The overlap domain of a process group: its heap, channels and copy engine. All state that outlives a call hangs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .config import OverlapConfig, flag_name
+from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
+from .symmetric import SymmetricHeap, open_heap
+from .watchdog import FaultRecord
+from .workspace import Channel, Layout
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one operator call, forward and backward, asks of the domain. Ranks must agree on it.
+
+    gather_bytes, scatter_bytes: size of a slot of each channel.
+    """
+
+    op: str
+    shapes: str
+    gather_bytes: int
+    scatter_bytes: int
+
+
+class OverlapDomain:
+    """The ranks that exchange chunks with each other, and what they share. Made by `domain_of`."""
+
+    def __init__(self, group: dist.ProcessGroup, config: OverlapConfig, device: torch.device) -> None:
+        self.group, self.config, self.device = group, config, device
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.engine: CopyEngine = StreamCopyEngine(device) if device.type == "cuda" else HostCopyEngine(config.timeout_s)
+        self.fault = FaultRecord(device)
+        self.layout = Layout(self.world_size, 0, 0)
+        self.heap: SymmetricHeap | None = None
+        self._agreed: set[Demand] = set()
+        self._last_stream: torch.cuda.Stream | None = None
+
+    def prepare(self, demand: Demand, problem: str | None) -> None:
+        """Make sure that every rank asks for the same and that the heap holds it. Communicates only the first time.
+
+        Args:
+            problem: what is wrong with this rank's arguments, or None.
+
+        Raises:
+            ValueError: on every rank, if any rank has a problem, the ranks ask for different things, or it does not fit.
+        """
+        if problem is None and demand in self._agreed:
+            return
+        replies: list[tuple[str | None, Demand]] = [(None, demand)] * self.world_size
+        dist.all_gather_object(replies, (problem, demand), group=self.group)
+        for rank, (reported, _) in enumerate(replies):
+            if reported is not None:
+                raise ValueError(reported if rank == self.rank else f"{reported} (on rank {rank} of the group)")
+        for rank, (_, theirs) in enumerate(replies):
+            if theirs != demand:
+                raise ValueError(
+                    f"{demand.op}: this rank has {demand.shapes}, rank {rank} of the group has {theirs.op}: {theirs.shapes}; "
+                    f"all ranks of a group must call the same operator with the same shapes and dtype"
+                )
+        self._hold(demand)
+        self._agreed.add(demand)
+
+    def _hold(self, demand: Demand) -> None:
+        layout = self.layout.covering(demand.gather_bytes, demand.scatter_bytes)
+        if self.heap is not None and layout == self.layout:
+            return
+        if layout.nbytes > self.config.symmetric_mib * _MIB:
+            raise ValueError(
+                f"symmetric_mib={self.config.symmetric_mib} is too small: {demand.op} with {demand.shapes} needs "
+                f"{-(-layout.nbytes // _MIB)} MiB of symmetric memory per rank (two gather slots of "
+                f"{layout.gather_slot / _MIB:.1f} MiB and two scatter slots of {layout.scatter_slot / _MIB:.1f} MiB); "
+                f"raise OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
+            )
+        self._reallocate(layout)
+
+    def _reallocate(self, layout: Layout) -> None:
+        """Replace the heap by a larger one. Collective, and outside the hot path: once for each larger shape."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)  # nobody is still pushing into the old heap
+        if self.heap is not None:
+            self.heap.close()
+        self.heap = open_heap(self.group, layout.nbytes, self.config.provider, self.device)
+        self.layout = layout
+        self.gather, self.scatter = (
+            Channel(name, self.heap, layout, self.rank, self.device, self.engine, self.fault, self.config.timeout_s)
+            for name in ("gather", "scatter")
+        )
+
+    @contextmanager
+    def operator(self) -> Iterator[None]:
+        """Bracket of everything that one autograd pass of one operator does here.
+
+        Raises an earlier time-out before and, without waiting for the device, after. Calls from several streams are put in
+        order. Pushes are joined at the end, so that their sources may be freed.
+        """
+        self.fault.check()
+        if self.device.type == "cuda":
+            current = torch.cuda.current_stream(self.device)
+            if self._last_stream is not None and self._last_stream != current:
+                current.wait_stream(self._last_stream)
+            self._last_stream = current
+        yield
+        self.engine.join()
+        self.fault.check()
+
+    def close(self) -> None:
+        self.engine.close()
+        if self.heap is not None:
+            self.heap.close()
+
+
+_domains: dict[dist.ProcessGroup, OverlapDomain] = {}
+
+
+def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device) -> OverlapDomain:
+    """The domain of `group`, made at its first use. Symmetric memory is allocated when the first operator asks for it.
+
+    Raises:
+        ValueError: this process is not in the group, or provider, symmetric_mib or timeout_s differ from the domain's.
+    """
+    domain = _domains.get(group)
+    if domain is None:
+        if dist.get_rank(group) < 0:
+            raise ValueError(f"group={group}: rank {dist.get_rank()} is not a member; pass a group that contains this rank")
+        domain = _domains[group] = OverlapDomain(group, config or OverlapConfig(), device)
+    _check_same(domain, group, config, device)
+    return domain
+
+
+def _check_same(
+    domain: OverlapDomain, group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device
+) -> None:
+    if device != domain.device:
+        raise ValueError(f"input is on {device}, but the group's symmetric memory is on {domain.device}; use one device")
+    if dist.get_world_size(group) != domain.world_size:
+        raise ValueError(f"group has {dist.get_world_size(group)} ranks, its symmetric memory {domain.world_size}; call shutdown()")
+    for name in ("provider", "symmetric_mib", "timeout_s") if config is not None and config is not domain.config else ():
+        mine, theirs = getattr(config, name), getattr(domain.config, name)
+        if mine != theirs:
+            raise ValueError(f"{name}={mine!r}, but the group's domain was made with {theirs!r}; call shutdown() to change it")
+
+
+def check() -> None:
+    """Raise OverlapTimeoutError if a wait of this process has given up. Needed only behind the last operator of a program:
+    every operator checks before and after."""
+    for domain in _domains.values():
+        domain.fault.check()
+
+
+def shutdown() -> None:
+    """Free all symmetric memory. Collective over every group that was used; call it before destroy_process_group."""
+    domains = list(_domains.values())
+    _domains.clear()
+    for domain in domains:
+        domain.close()
+    if any(domain.heap is not None and domain.heap.provider == "nvshmem" for domain in domains):
+        from .symmetric.nvshmem import finalize
+
+        finalize()

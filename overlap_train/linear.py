@@ -1,0 +1,170 @@
+"""The public operators and their autograd functions.
+
+Forward and backward share two engines, crossed: the dgrad of one operator is the forward engine of the other.
+
+    all_gather_linear        forward  AG(x) + GEMM        dgrad  GEMM + RS        wgrad  AG(x) under the dgrad GEMM, its GEMM
+                                                                                         under the RS tail
+    linear_reduce_scatter    forward  GEMM + RS           dgrad  AG(dy) + GEMM    wgrad  with the dy just gathered
+
+W ranks; M global rows (the product of all leading dimensions, the first of which is sharded); K input and N output features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .arguments import Problem, all_gather_problem, reduce_scatter_problem
+from .choice import choose
+from .config import OverlapConfig
+from .domain import OverlapDomain, domain_of
+from .operators.all_gather_gemm import start_all_gather
+from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
+from .weight_gradient import weight_gradient
+
+
+def all_gather_linear(
+    x_shard_m: torch.Tensor,
+    w_shard_n: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    config: OverlapConfig | None = None,
+    name: str = "all_gather_linear",
+) -> torch.Tensor:
+    """Column-parallel linear on a sequence-parallel input.
+
+        x_shard_m  [M/W, K]   as [s/W, ..., K], first dimension sharded over the group
+        w_shard_n  [N/W, K]   weight sharded over its output features
+        bias       [N/W]
+        y_shard_n  [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T + bias, as [s, ..., N/W]
+        dx_shard_m [M/W, K] = reduce_scatter(dy_shard_n @ w_shard_n)
+        dw_shard_n [N/W, K] = dy_shard_n.T @ all_gather(x_shard_m)
+
+    Args:
+        group: the overlap domain; all its ranks make the same calls in the same order.
+        config: method, policies and limits; None: the settings of the group's first call, else the defaults.
+        name: what errors and profiles call this operator.
+
+    Returns:
+        y_shard_n in the dtype of x_shard_m (fp32, fp16 or bf16); products are accumulated in fp32. Where
+        `w_shard_n.main_grad` exists, backward adds dw into it (config.main_grad).
+
+    Raises:
+        ValueError: shapes, dtypes, devices or group do not fit; on every rank of the group.
+        OverlapTimeoutError: a peer did not arrive within config.timeout_s.
+
+    Source: Triton-distributed (arXiv 2504.19442) section 3.2; TileLink and Flux describe the same decomposition.
+    """
+    plan = _Plan.of(all_gather_problem(x_shard_m, w_shard_n, bias, group, name), group, config)
+    y = _AllGatherLinear.apply(x_shard_m.flatten(0, -2), w_shard_n, plan)
+    y = y.unflatten(0, (x_shard_m.shape[0] * plan.domain.world_size, *x_shard_m.shape[1:-1]))
+    return y if bias is None else y + bias
+
+
+def linear_reduce_scatter(
+    x_shard_k: torch.Tensor,
+    w_shard_k: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    config: OverlapConfig | None = None,
+    name: str = "linear_reduce_scatter",
+) -> torch.Tensor:
+    """Row-parallel linear with a sequence-parallel output.
+
+        x_shard_k  [M, K/W]   as [s, ..., K/W], last dimension sharded over the group
+        w_shard_k  [N, K/W]   weight sharded over its input features
+        bias       [N]        the same on every rank, added after the reduction
+        y_shard_m  [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T) + bias, as [s/W, ..., N]
+        dx_shard_k [M, K/W] = all_gather(dy_shard_m) @ w_shard_k
+        dw_shard_k [N, K/W] = all_gather(dy_shard_m).T @ x_shard_k
+
+    The gradient of bias is that of this rank's rows; sum it over the group (Megatron does so for parameters that are marked
+    `sequence_parallel`).
+
+    Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W. The reduction is
+    in fp32 and in a fixed order, so that every run gives the same bits.
+
+    Source: Triton-distributed (arXiv 2504.19442) section 3.3.
+    """
+    plan = _Plan.of(reduce_scatter_problem(x_shard_k, w_shard_k, bias, group, name), group, config)
+    y = _LinearReduceScatter.apply(x_shard_k.flatten(0, -2), w_shard_k, plan)
+    y = y.unflatten(0, (x_shard_k.shape[0] // plan.domain.world_size, *x_shard_k.shape[1:-1]))
+    return y if bias is None else y + bias
+
+
+class _Plan:
+    """What forward decides for itself and for its backward."""
+
+    def __init__(self, domain: OverlapDomain, config: OverlapConfig, problem: Problem) -> None:
+        self.domain, self.config, self.name = domain, config, problem.demand.op
+        self.method = choose(config.method, problem.rows, domain.device).method
+
+    @classmethod
+    def of(cls, problem: Problem, group: dist.ProcessGroup, config: OverlapConfig | None) -> _Plan:
+        domain = domain_of(group, config, problem.device)
+        domain.prepare(problem.demand, problem.error)
+        return cls(domain, config or domain.config, problem)
+
+
+class _AllGatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        keep = plan.config.gathered_input == "keep" and w_shard_n.requires_grad
+        with plan.domain.operator():
+            gather = start_all_gather(plan.domain, x_shard_m, plan.method, f"{plan.name}/fprop")
+            y_shard_n = gather.matmul(w_shard_n.t())
+            saved = gather.full().clone() if keep else x_shard_m
+        ctx.plan, ctx.kept = plan, keep
+        ctx.save_for_backward(saved, w_shard_n)
+        return y_shard_n
+
+    @staticmethod
+    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        saved, w_shard_n = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        dx_shard_m = dw_shard_n = scatter = gather = None
+        with plan.domain.operator():
+            if wants_dw and not ctx.kept:
+                gather = start_all_gather(plan.domain, saved, plan.method, f"{plan.name}/wgrad")
+            if wants_dx:
+                scatter = start_gemm_reduce_scatter(
+                    plan.domain, dy_shard_n, w_shard_n, plan.method, f"{plan.name}/dgrad"
+                )
+            if wants_dw:
+                x = saved if gather is None else gather.full()
+                dw_shard_n = weight_gradient(dy_shard_n, x, w_shard_n, plan.config.main_grad)
+            if scatter is not None:
+                dx_shard_m = scatter.finish()
+        return dx_shard_m, dw_shard_n, None
+
+
+class _LinearReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        with plan.domain.operator():
+            scatter = start_gemm_reduce_scatter(
+                plan.domain, x_shard_k, w_shard_k.t(), plan.method, f"{plan.name}/fprop"
+            )
+            y_shard_m = scatter.finish()
+        ctx.plan = plan
+        ctx.save_for_backward(x_shard_k, w_shard_k)
+        return y_shard_m
+
+    @staticmethod
+    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x_shard_k, w_shard_k = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        dx_shard_k = dw_shard_k = None
+        with plan.domain.operator():
+            gather = start_all_gather(plan.domain, dy_shard_m, plan.method, f"{plan.name}/dgrad")
+            if wants_dx:
+                dx_shard_k = gather.matmul(w_shard_k)
+            if wants_dw:
+                dw_shard_k = weight_gradient(gather.full(), x_shard_k, w_shard_k, plan.config.main_grad)
+        return dx_shard_k, dw_shard_k, None

@@ -1,0 +1,90 @@
+"""AllGather + GEMM: y [M, N] = all_gather(x_shard_m [M/W, K]) @ b_kn [K, N].
+
+Push with the copy engine: each rank copies its shard from the caller's tensor into every peer's slot, nearest first, a signal
+behind each copy. The GEMM walks the shards in the order in which they arrive, its own first, and waits for each.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..domain import OverlapDomain
+from .tiles import grid_size, launch_arguments, tile_config
+
+
+class Gather(Protocol):
+    """x [M, K] on its way: row block s comes from rank s."""
+
+    def full(self) -> torch.Tensor:
+        """x [M, K], complete; valid until the operator ends (the slot is then free for others)."""
+        ...
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        """x [M, K] @ b_kn [K, N] -> [M, N]."""
+        ...
+
+
+def start_all_gather(domain: OverlapDomain, x_shard_m: torch.Tensor, method: str, op: str) -> Gather:
+    """Start gathering x_shard_m [M/W, K]; nobody waits yet."""
+    return GATHERS[method](domain, x_shard_m.contiguous(), op)
+
+
+class CollectiveGather:
+    """NCCL or gloo, then one GEMM: nothing overlaps inside the operator."""
+
+    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str) -> None:
+        m_shard, k = x_shard_m.shape
+        self._x = x_shard_m.new_empty(m_shard * domain.world_size, k)
+        self._work = dist.all_gather_into_tensor(self._x, x_shard_m, group=domain.group, async_op=True)
+
+    def full(self) -> torch.Tensor:
+        self._work.wait()
+        return self._x
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        return self.full() @ b_kn
+
+
+class ChunkedGather:
+    """Library GEMMs on shards, each behind a wait for its shard."""
+
+    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str) -> None:
+        self._domain, self._own = domain, x_shard_m
+        self._call = domain.gather.open(x_shard_m.shape, x_shard_m.dtype, op)
+        domain.engine.push([self._call.push_to(peer, x_shard_m) for peer in self._call.peers()])
+
+    def full(self) -> torch.Tensor:
+        self._call.blocks[self._domain.rank].copy_(self._own)
+        for source in self._call.sources():
+            self._call.wait(source)
+        return self._call.blocks.flatten(0, 1)
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        y = self._own.new_empty(self._domain.world_size, self._own.shape[0], b_kn.shape[1])
+        torch.mm(self._own, b_kn, out=y[self._domain.rank])
+        for source in self._call.sources():
+            self._call.wait(source)
+            torch.mm(self._call.blocks[source], b_kn, out=y[source])
+        return y.flatten(0, 1)
+
+
+class FusedGather(ChunkedGather):
+    """One persistent kernel whose tiles wait for their shard."""
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        from ..kernels.all_gather_gemm import all_gather_gemm_kernel
+
+        domain, (m_shard, k), n = self._domain, self._own.shape, b_kn.shape[1]
+        y = self._own.new_empty(m_shard * domain.world_size, n)
+        grid = grid_size(m_shard, n, domain.world_size, tile_config(y.dtype, domain.device), domain.device)
+        all_gather_gemm_kernel[grid](
+            self._own, self._call.blocks, b_kn, y, m_shard, n, k, b_kn.stride(0), b_kn.stride(1),
+            **launch_arguments(domain, self._call, y.dtype),
+        )  # fmt: skip
+        return y
+
+
+GATHERS = {"collective": CollectiveGather, "chunked": ChunkedGather, "fused": FusedGather}

@@ -1,0 +1,65 @@
+"""Symmetric memory: every rank of a group allocates the same bytes and sees every peer's.
+
+One small protocol, three providers. Allocation is collective over the group; freeing is too where the provider needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class SymmetricHeap(Protocol):
+    """`nbytes` bytes on every rank of a group, zeroed, each mapped into every rank."""
+
+    provider: str
+
+    def view(self, rank: int) -> torch.Tensor:
+        """uint8 [nbytes]: the memory of group rank `rank`, as seen from this process."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. Collective over the group for nvshmem. Views must not be used afterwards."""
+        ...
+
+
+def open_heap(group: dist.ProcessGroup, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
+    """Allocate a heap collectively over `group`.
+
+    Args:
+        provider: "nvshmem", "torch", "host", or "auto": host on CPU; on GPUs nvshmem where nvshmem4py is installed and its one
+            world is not taken by another group, else torch.
+
+    Raises:
+        ValueError: the provider cannot serve this device, or nvshmem already serves another group.
+        ImportError: nvshmem4py is asked for by name and not installed.
+    """
+    chosen = resolve_provider(group, provider, device)
+    if chosen == "host":
+        from .host import HostHeap
+
+        return HostHeap(group, nbytes)
+    if chosen == "nvshmem":
+        from .nvshmem import NvshmemHeap
+
+        return NvshmemHeap(group, nbytes, device)
+    from .torch_symm import TorchHeap
+
+    return TorchHeap(group, nbytes, device)
+
+
+def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device) -> str:
+    """The provider that `auto` stands for here; a named one is checked against the device."""
+    on_gpu = device.type == "cuda"
+    if provider == "auto":
+        if not on_gpu:
+            return "host"
+        from .nvshmem import can_serve
+
+        return "nvshmem" if can_serve(group) else "torch"
+    if on_gpu == (provider == "host"):
+        rule = "host serves CPU tensors only" if on_gpu else "nvshmem and torch serve CUDA tensors only"
+        raise ValueError(f"provider={provider!r} with tensors on {device}: {rule}; use provider='auto'")
+    return provider

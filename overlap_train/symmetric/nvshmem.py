@@ -1,0 +1,90 @@
+"""Symmetric memory from NVSHMEM through nvshmem4py: the default on GPUs, and the one that will reach across nodes.
+
+NVSHMEM has one world a process. It is initialised over the overlap domain, not over the job, by a unique id sent through
+torch.distributed: no MPI, no launcher, and other domains of the job cannot disturb it (docs/design.md, rule 7).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_world_ranks: list[tuple[int, ...]] = []  # global ranks of this process's NVSHMEM world; empty before it is initialised
+
+
+def can_serve(group: dist.ProcessGroup) -> bool:
+    """Whether nvshmem4py is installed and its one world is free or over this group's ranks."""
+    if importlib.util.find_spec("nvshmem") is None:
+        return False
+    return not _world_ranks or _world_ranks[0] == _ranks(group)
+
+
+class NvshmemHeap:
+    """See SymmetricHeap. The first heap of a process initialises NVSHMEM over the group (about 0.8 s)."""
+
+    provider = "nvshmem"
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
+        self._nvshmem = _world(group, device)
+        memory = self._nvshmem.bytetensor((nbytes,), dtype=torch.uint8)
+        memory.zero_()
+        me = dist.get_rank(group)
+        self._memory = memory
+        self._views = [memory if r == me else self._peer(memory, r) for r in range(dist.get_world_size(group))]
+        torch.cuda.synchronize(device)
+        dist.barrier(group)
+
+    def _peer(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
+        try:
+            return self._nvshmem.get_peer_tensor(memory, rank)
+        except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
+            raise ValueError(
+                f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped operators need; "
+                f"put the tensor-parallel group on GPUs of one node"
+            ) from error
+
+    def view(self, rank: int) -> torch.Tensor:
+        return self._views[rank]
+
+    def close(self) -> None:
+        self._views = []
+        self._nvshmem.free_tensor(self._memory)
+        del self._memory
+
+
+def finalize() -> None:
+    """End this process's NVSHMEM world, if it has one. Collective over its ranks; every heap must be closed."""
+    if _world_ranks:
+        import nvshmem.core
+
+        nvshmem.core.finalize()
+        _world_ranks.clear()
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _world(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """nvshmem.core, initialised over `group`."""
+    import nvshmem.core
+    from cuda.core import Device
+
+    ranks = _ranks(group)
+    if _world_ranks and _world_ranks[0] != ranks:
+        raise ValueError(
+            f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_world_ranks[0])}, and NVSHMEM "
+            f"allows one world a process; use provider='torch' for the other group (--overlap-train-provider)"
+        )
+    if not _world_ranks:
+        rank = dist.get_rank(group)
+        box = [nvshmem.core.get_unique_id() if rank == 0 else None]
+        dist.broadcast_object_list(box, src=ranks[0], group=group)
+        chip = Device(device.index)
+        chip.set_current()
+        nvshmem.core.init(device=chip, uid=box[0], rank=rank, nranks=len(ranks), initializer_method="uid")
+        _world_ranks.append(ranks)
+    return nvshmem.core

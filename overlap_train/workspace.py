@@ -1,0 +1,149 @@
+"""Slots, signals and epochs: the state that outlives a call.
+
+A channel is one kind of traffic (gather or scatter) with two slots that its calls alternate between. A slot is W blocks in
+symmetric memory, block s written by rank s alone, with one signal per block. The epoch counts the uses of a slot; a signal
+carries the epoch of the block that is there. With two slots no barrier is needed before a slot is rewritten: whoever has
+received the blocks of one call from every peer knows that every peer is done with the call before (docs/design.md, rule 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .copy_engine import CopyEngine, Push
+from .symmetric import SymmetricHeap
+from .watchdog import FaultRecord, Waiting, poll
+
+SLOTS = 2
+_ALIGN = 4096
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in the heap: signals of both channels, then the gather slots, then the scatter slots. Sizes in bytes."""
+
+    world_size: int
+    gather_slot: int
+    scatter_slot: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.offset("scatter", SLOTS)
+
+    def offset(self, channel: str, slot: int) -> int:
+        """Byte offset of a slot's blocks."""
+        if channel == "gather":
+            return _aligned(2 * SLOTS * self.world_size * 8) + slot * _aligned(self.gather_slot)
+        return self.offset("gather", SLOTS) + slot * _aligned(self.scatter_slot)
+
+    def signals_offset(self, channel: str, slot: int) -> int:
+        """Byte offset of a slot's W signals."""
+        return ((channel == "scatter") * SLOTS + slot) * self.world_size * 8
+
+    def slot_bytes(self, channel: str) -> int:
+        return self.gather_slot if channel == "gather" else self.scatter_slot
+
+    def covering(self, gather_slot: int, scatter_slot: int) -> Layout:
+        """The smallest layout that holds both this one and slots of the given sizes."""
+        return Layout(self.world_size, max(self.gather_slot, gather_slot), max(self.scatter_slot, scatter_slot))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+class Slot:
+    """One slot as this rank sees it, and as it sees the peers'."""
+
+    def __init__(self, heap: SymmetricHeap, layout: Layout, channel: str, index: int, rank: int, device: torch.device) -> None:
+        start, words = layout.offset(channel, index), layout.signals_offset(channel, index)
+        size, world = layout.slot_bytes(channel), layout.world_size
+        views = [heap.view(peer) for peer in range(world)]
+        self.memory = [view[start : start + size] for view in views]
+        signals = [view[words : words + 8 * world].view(torch.int64) for view in views]
+        self.signals = signals[rank]  # int64 [W], word s written by rank s
+        self.outgoing = [words[rank : rank + 1] for words in signals]  # the word that this rank writes at each peer
+        self.epoch = torch.zeros(1, dtype=torch.int64, device=device)  # on the device, so that a replayed graph counts on
+        self.expected = 0  # the host's mirror, for waits on the host and for messages
+        self.counters = torch.zeros(1 + world, dtype=torch.int64, device=device)  # tiles claimed, tiles complete per destination
+
+    def next_epoch(self) -> None:
+        self.epoch.add_(1)
+        self.expected += 1
+        self.counters.zero_()
+
+
+class Call:
+    """One use of one slot by one operator: blocks [W, *block shape] of one dtype."""
+
+    def __init__(self, channel: Channel, slot: Slot, shape: torch.Size, dtype: torch.dtype, op: str) -> None:
+        self._channel = channel
+        self.slot = slot
+        self.op = op
+        self.rank, self.world_size = channel.rank, channel.layout.world_size
+        self._shape, self._dtype = shape, dtype
+        self.blocks = self._blocks(slot.memory[self.rank])
+
+    def _blocks(self, memory: torch.Tensor) -> torch.Tensor:
+        count = self.world_size * self._shape.numel()
+        return memory[: count * self._dtype.itemsize].view(self._dtype).view(self.world_size, *self._shape)
+
+    def push_to(self, peer: int, source: torch.Tensor, after: tuple[torch.Tensor, int] | None = None) -> Push:
+        """The push of this rank's block to `peer`."""
+        target = self._blocks(self.slot.memory[peer])[self.rank]
+        return Push(source, target, self.slot.outgoing[peer], self.slot.epoch, after)
+
+    def wait(self, source: int) -> None:
+        """Hold the caller's stream (on the CPU: the caller) until the block of rank `source` is here."""
+        self._channel.wait(self, source)
+
+    def waiting(self, source: int) -> Waiting:
+        return Waiting(self.op, self.rank, source, self._channel.timeout_s)
+
+    def peers(self) -> list[int]:
+        """All other ranks, nearest following first: the order in which blocks are pushed."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def sources(self) -> list[int]:
+        """All other ranks, nearest preceding first: the order in which their blocks arrive."""
+        return [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
+
+
+class Channel:
+    """Two slots, used in turn."""
+
+    def __init__(
+        self, name: str, heap: SymmetricHeap, layout: Layout, rank: int, device: torch.device,
+        engine: CopyEngine, fault: FaultRecord, timeout_s: float,
+    ) -> None:  # fmt: skip
+        self.rank, self.layout, self.timeout_s, self.fault = rank, layout, timeout_s, fault
+        self._engine = engine
+        self._slots = [Slot(heap, layout, name, index, rank, device) for index in range(SLOTS)]
+        self._turn = 0
+        self.wait: Callable[[Call, int], None] = self._wait_on_stream if device.type == "cuda" else self._wait_on_host
+
+    def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str) -> Call:
+        """Start a call on the next slot; pushes from here on see what the caller has written."""
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % SLOTS
+        slot.next_epoch()
+        self._engine.fork()
+        return Call(self, slot, block_shape, dtype, op)
+
+    def _wait_on_host(self, call: Call, source: int) -> None:
+        signal, expected = call.slot.signals, call.slot.expected
+        if not poll(lambda: signal[source].item() >= expected, self.timeout_s):
+            self.fault.raise_timeout(call.waiting(source), expected, int(signal[source]))
+
+    def _wait_on_stream(self, call: Call, source: int) -> None:
+        from .kernels.signal import wait_kernel
+
+        slot, block = call.slot, call.blocks[source]
+        tag = self.fault.tag(call.waiting(self.rank))
+        wait_kernel[(1,)](
+            slot.signals[source:], slot.epoch, self.fault.abort, self.fault.record, tag, source, int(self.timeout_s * 1e9),
+            block, block.shape[-1], TIMED=True, BLOCK=1024, num_warps=1,
+        )  # fmt: skip

@@ -1,0 +1,157 @@
+"""Checkpoints with Megatron's dist_checkpointing: whole or not at all, checked before they are read.
+
+A save writes `iter_0000100.tmp`, seals it with a manifest of sizes and hashes, renames it to `iter_0000100` and only then
+points `latest_checkpointed_iteration.txt` at it, so a kill at any moment leaves the checkpoint before it in place.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing, parallel_state
+
+from gpt.errors import RecipeError
+from gpt.files import damage, publish, seal, write_atomically
+from gpt.progress import say
+from gpt.settings import Settings, flag
+from gpt.training import Trainer
+from gpt.world import on_rank_0
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RUN = "run.json"
+SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+)
+ORDER = ("seq_length", "global_batch_size", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters")
+
+
+def save(trainer: Trainer, iteration: int, text_key: str) -> None:
+    """Write the state after step `iteration` below `--save`; collective. `text_key` names the text trained on.
+
+    Raises:
+        RecipeError: on every rank, where the folder cannot be written.
+    """
+    folder = _folder(Path(trainer.settings.save), iteration)
+    draft = folder.with_name(folder.name + ".tmp")
+    on_rank_0(lambda: _start(draft))
+    dist_checkpointing.save(_state(trainer, is_loading=False), str(draft))
+    run = {"iteration": iteration, "text": text_key, "settings": asdict(trainer.settings)}
+    on_rank_0(lambda: _finish(draft, folder, run))
+    say(f"  saved checkpoint {folder}")
+
+
+def load(trainer: Trainer, text_key: str) -> int:
+    """Restore the state from `--load` and return the number of steps it has behind it; collective.
+
+    Raises:
+        RecipeError: on every rank, where there is no checkpoint, it is damaged, or it is of another model.
+    """
+    folder, run = on_rank_0(lambda: _open(Path(trainer.settings.load)))
+    _compare(run, trainer.settings, text_key)
+    state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder))
+    trainer.model.bare.load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.schedule.load_state_dict(state["opt_param_scheduler"])
+    say(f"  resumed from checkpoint {folder}")
+    return int(run["iteration"])
+
+
+def check_target(settings: Settings) -> None:
+    """Refuse to write into a folder with checkpoints of another run; collective.
+
+    Raises:
+        RecipeError: on every rank, where `--save` has checkpoints and `--load` does not continue them.
+    """
+    on_rank_0(lambda: _check_target(settings))
+
+
+def _check_target(settings: Settings) -> None:
+    if not settings.save or not (Path(settings.save) / TRACKER).exists():
+        return
+    target, source = Path(settings.save).resolve(), Path(settings.load).resolve()
+    if not settings.load or target not in (source, source.parent):
+        raise RecipeError(
+            f"--save {settings.save} has checkpoints of an earlier run; add --load {settings.save} to continue it, or "
+            "choose another folder"
+        )
+
+
+def _state(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = trainer.model.bare.sharded_state_dict(metadata=metadata)
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer, "opt_param_scheduler": trainer.schedule.state_dict()}
+
+
+def _start(draft: Path) -> None:
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise RecipeError(f"--save {draft.parent} cannot be written: {error.strerror or error}") from error
+
+
+def _finish(draft: Path, folder: Path, run: dict[str, Any]) -> None:
+    try:
+        write_atomically(draft / RUN, json.dumps(run, indent=1))
+        seal(draft)
+        publish(draft, folder)
+        write_atomically(folder.parent / TRACKER, str(run["iteration"]))
+    except OSError as error:
+        raise RecipeError(f"--save {folder.parent} cannot be written: {error.strerror or error}") from error
+
+
+def _open(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint folder that `path` is or whose tracker names, and its run.json; on rank 0."""
+    folder = path if path.name.startswith("iter_") else _newest(path)
+    problem = damage(folder) if folder.is_dir() else f"{folder} is missing"
+    if problem:
+        raise RecipeError(f"--load {path}: the checkpoint is damaged: {problem}; {_last_good(folder)}")
+    return folder, json.loads((folder / RUN).read_text())
+
+
+def _newest(path: Path) -> Path:
+    try:
+        return _folder(path, int((path / TRACKER).read_text()))
+    except OSError as error:
+        raise RecipeError(f"--load {path} has no checkpoint: {TRACKER} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise RecipeError(f"--load {path}: {TRACKER} does not hold a step number; {_last_good(path / 'iter_')}") from error
+
+
+def _last_good(bad: Path) -> str:
+    others = sorted(bad.parent.glob("iter_*[0-9]"), reverse=True)
+    good = next((str(folder) for folder in others if folder != bad and not damage(folder)), None)
+    return f"the last good one is --load {good}" if good else "there is no other good one beside it"
+
+
+def _compare(run: dict[str, Any], settings: Settings, text_key: str) -> None:
+    saved, now = run["settings"], asdict(settings)
+    for name in SHAPE:
+        if saved[name] != now[name]:
+            raise RecipeError(
+                f"--load {settings.load}: the checkpoint was saved with {flag(name)} {saved[name]}, this run has "
+                f"{now[name]}; pass {flag(name)} {saved[name]}"
+            )
+    changed = [flag(name) for name in ORDER if saved[name] != now[name]]
+    if run["text"] != text_key:
+        changed.append("the text")
+    if changed:
+        say(f"  note: {', '.join(changed)} changed since the checkpoint; order of the data and learning rate follow this run")
+
+
+def _folder(path: Path, iteration: int) -> Path:
+    return path / f"iter_{iteration:07d}"

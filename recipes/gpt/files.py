@@ -1,0 +1,64 @@
+"""Whole or not at all: folders and small files that a process killed half way cannot leave in between."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file `path` by `text`; a reader sees the old text or the new one."""
+    draft = path.with_name(path.name + ".tmp")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def seal(folder: Path) -> None:
+    """Flush the files below `folder` and list them in its manifest, with size and hash, so that `damage` can check them."""
+    for path in _contents(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    listing = {str(path.relative_to(folder)): [path.stat().st_size, _hash(path)] for path in _contents(folder)}
+    write_atomically(folder / MANIFEST, json.dumps(listing, indent=1))
+
+
+def publish(draft: Path, folder: Path) -> None:
+    """Give the sealed folder `draft` its name `folder`, in place of a folder of that name."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(draft, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with the sealed `folder`, in words; empty where every file is as it was sealed."""
+    try:
+        listing = json.loads((folder / MANIFEST).read_text())
+        for name, (size, digest) in listing.items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{folder / name} has {found} bytes instead of {size}"
+            if _hash(folder / name) != digest:
+                return f"{folder / name} was changed after it was written"
+    except (OSError, ValueError) as error:
+        return f"{folder / MANIFEST} or a file in it is missing or unreadable ({error})"
+    return ""
+
+
+def _contents(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()

@@ -1,0 +1,110 @@
+"""What the settings must obey, checked before anything is started, so that every rank refuses with the same words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from gpt.errors import RecipeError
+from gpt.settings import Settings, flag
+
+POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "lr",
+    "log_interval",
+    "eval_iters",
+)
+NOT_NEGATIVE = (
+    "tp",
+    "min_lr",
+    "lr_warmup_iters",
+    "weight_decay",
+    "clip_grad",
+    "seed",
+    "eval_interval",
+    "sample_bytes",
+    "temperature",
+    "save_interval",
+)
+
+
+def resolve(settings: Settings, world_size: int) -> Settings:
+    """Settings with `tp` filled in, once they obey every rule for `world_size` ranks.
+
+    Raises:
+        RecipeError: a rule is broken; the text names flag, value, rule and way out.
+    """
+    _check_ranges(settings)
+    settings = replace(settings, tp=settings.tp or world_size)
+    _check_parallel(settings, world_size)
+    _check_training(settings, world_size // settings.tp)
+    _check_checkpoint(settings)
+    return settings
+
+
+def _check_ranges(settings: Settings) -> None:
+    for name in POSITIVE:
+        if not getattr(settings, name) > 0:
+            raise RecipeError(f"{_shown(settings, name)} must be positive")
+    for name in NOT_NEGATIVE:
+        if not getattr(settings, name) >= 0:
+            raise RecipeError(f"{_shown(settings, name)} must not be negative")
+
+
+def _check_parallel(settings: Settings, world_size: int) -> None:
+    if world_size % settings.tp:
+        raise RecipeError(
+            f"{_shown(settings, 'tp')} does not divide the {world_size} ranks started; "
+            f"start a multiple of {settings.tp} (torchrun --nproc-per-node) or change --tp"
+        )
+    _check_divides(settings, "num_attention_heads", "hidden_size", "each head has an equal part of the width")
+    _check_divides(settings, "num_query_groups", "num_attention_heads", "query heads share key and value heads evenly")
+    if settings.hidden_size // settings.num_attention_heads % 2:
+        raise RecipeError(
+            f"{_shown(settings, 'hidden_size')} over {_shown(settings, 'num_attention_heads')} makes heads of an odd "
+            "width, and rotary embeddings turn pairs; choose an even width"
+        )
+    for name in ("num_query_groups", "num_attention_heads", "ffn_hidden_size", "seq_length"):
+        _check_divides(settings, "tp", name, "every tensor-parallel rank has an equal part")
+
+
+def _check_training(settings: Settings, dp: int) -> None:
+    samples = settings.micro_batch_size * dp
+    if settings.global_batch_size % samples:
+        raise RecipeError(
+            f"{_shown(settings, 'global_batch_size')} is not a multiple of --micro-batch-size times the {dp} "
+            f"data-parallel replicas ({samples}); change one of them"
+        )
+    if settings.lr_warmup_iters >= settings.train_iters:
+        raise RecipeError(
+            f"{_shown(settings, 'lr_warmup_iters')} must be below {_shown(settings, 'train_iters')}, or the learning "
+            "rate never comes down"
+        )
+    if settings.min_lr > settings.lr:
+        raise RecipeError(f"{_shown(settings, 'min_lr')} must not be above {_shown(settings, 'lr')}")
+
+
+def _check_checkpoint(settings: Settings) -> None:
+    if settings.save_interval and not settings.save:
+        raise RecipeError(f"{_shown(settings, 'save_interval')} without --save, so nothing would be saved; add --save DIR")
+    for name in ("save", "data_dir"):
+        path = Path(getattr(settings, name))
+        if getattr(settings, name) and path.exists() and not path.is_dir():
+            raise RecipeError(f"{_shown(settings, name)} is not a folder")
+
+
+def _check_divides(settings: Settings, divisor: str, name: str, why: str) -> None:
+    if getattr(settings, name) % getattr(settings, divisor):
+        raise RecipeError(f"{_shown(settings, name)} must be a multiple of {_shown(settings, divisor)}: {why}")
+
+
+def _shown(settings: Settings, name: str) -> str:
+    return f"{flag(name)} {getattr(settings, name)}"

@@ -1,0 +1,100 @@
+"""Settings of the recipe: one frozen dataclass, from which the flags, their help and their defaults are made."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gpt.errors import RecipeError
+
+CACHE = Path.home() / ".cache" / "overlap_train" / "pretrain_gpt"
+
+
+def _option(group: str, default: Any, help: str) -> Any:
+    return field(default=default, metadata={"group": group, "help": help})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every field is a flag: `num_layers` is `--num-layers`. These defaults train on two CPU cores in some minutes."""
+
+    text: str = _option("data", "", "text file to train on; empty: the topics of Python's own help()")
+    data_dir: str = _option("data", str(CACHE), "where index files are kept; shared by all nodes")
+    num_layers: int = _option("model", 4, "transformer layers")
+    hidden_size: int = _option("model", 128, "width of the residual stream")
+    ffn_hidden_size: int = _option("model", 384, "width inside the SwiGLU MLP")
+    num_attention_heads: int = _option("model", 4, "query heads")
+    num_query_groups: int = _option("model", 2, "key and value heads (GQA)")
+    seq_length: int = _option("model", 128, "bytes in a sample")
+    tp: int = _option("parallel", 0, "tensor-parallel ranks, with sequence parallelism; 0: all ranks")
+    micro_batch_size: int = _option("training", 8, "samples of one forward and backward pass on one rank")
+    global_batch_size: int = _option("training", 16, "samples of one optimizer step, over all ranks")
+    train_iters: int = _option("training", 400, "optimizer steps in all, those before --load included")
+    lr: float = _option("training", 3e-3, "highest learning rate")
+    min_lr: float = _option("training", 3e-4, "learning rate at the end of the cosine")
+    lr_warmup_iters: int = _option("training", 30, "steps of linear warm-up")
+    weight_decay: float = _option("training", 0.1, "AdamW weight decay")
+    clip_grad: float = _option("training", 1.0, "largest gradient norm; 0: no clipping")
+    seed: int = _option("training", 1234, "seed of weights, data order and sample")
+    log_interval: int = _option("report", 10, "steps between iteration lines")
+    eval_interval: int = _option("report", 200, "steps between validations; 0: only at the end")
+    eval_iters: int = _option("report", 100, "most global batches in a validation")
+    prompt: str = _option("report", "The ", "text that the sample continues")
+    sample_bytes: int = _option("report", 240, "bytes of generated text at the end; 0: none")
+    temperature: float = _option("report", 0.7, "of the sample; 0: always the likeliest byte")
+    save: str = _option("checkpoint", "", "folder to write checkpoints to")
+    save_interval: int = _option("checkpoint", 0, "steps between checkpoints; 0: only at the end")
+    load: str = _option("checkpoint", "", "folder to resume from: a --save folder (its newest) or one iter_ folder in it")
+
+
+def defaults(on_gpu: bool) -> Settings:
+    """The defaults of this machine: `Settings()` on CPUs, a model that gives a GPU something to do on GPUs."""
+    if not on_gpu:
+        return Settings()
+    return replace(
+        Settings(),
+        num_layers=8,
+        hidden_size=1024,
+        ffn_hidden_size=2816,
+        num_attention_heads=16,
+        num_query_groups=8,
+        seq_length=1024,
+        global_batch_size=32,
+        train_iters=200,
+        lr=6e-4,
+        min_lr=6e-5,
+        lr_warmup_iters=20,
+        eval_interval=100,
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises RecipeError, so that a wrong flag is one line from rank 0."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(f"{message} (--help lists the flags)")
+
+
+def add_settings(parser: argparse.ArgumentParser, initial: Settings) -> argparse.ArgumentParser:
+    """Add one flag for each field of Settings, grouped, with the values of `initial` as defaults; returns the parser."""
+    groups: dict[str, Any] = {}
+    for option in fields(Settings):
+        title = option.metadata["group"]
+        group = groups.setdefault(title, None) or parser.add_argument_group(title)
+        groups[title] = group
+        value = getattr(initial, option.name)
+        shown = f" (default: {value!r})" if isinstance(value, str) else f" (default: {value})"
+        group.add_argument(flag(option.name), type=type(value), default=value, help=option.metadata["help"] + shown)
+    return parser
+
+
+def settings_from_args(args: argparse.Namespace) -> Settings:
+    """The Settings that parsed flags ask for, unchecked."""
+    return Settings(**{option.name: getattr(args, option.name) for option in fields(Settings)})
+
+
+def flag(name: str) -> str:
+    """`num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,24 @@
+"""Bytes as tokens: 0 to 255 are the bytes themselves, 256 ends a document, 257 fills up the last sample."""
+
+from __future__ import annotations
+
+import math
+
+BYTES = 256
+EOD = 256
+PAD = 257
+
+
+class ByteTokenizer:
+    """The part of Megatron's tokenizer interface that GPTDataset reads."""
+
+    vocab_size = PAD + 1
+    eod = EOD
+    pad = PAD
+    unique_identifiers = {"class": "ByteTokenizer"}
+
+
+def padded_vocab_size(tp: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of 64 and of `tp`."""
+    step = math.lcm(64, tp)
+    return -(-ByteTokenizer.vocab_size // step) * step

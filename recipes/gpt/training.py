@@ -1,0 +1,135 @@
+"""Optimizer, schedule, and one step of training or validation, all of them Megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from gpt.data import Batch, Share
+from gpt.model import Model
+from gpt.settings import Settings
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A model with its optimizer and learning-rate schedule."""
+
+    settings: Settings
+    model: Model
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+    def step(self, batches: Iterator[Batch]) -> tuple[torch.Tensor, float]:
+        """Train on one global batch; returns (Σ nats, Σ bytes) of this replica as a tensor [2], and the gradient norm."""
+        ddp = self.model.trained
+        ddp.train()
+        ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        total = _run(self, batches, forward_only=False)
+        _, grad_norm, _ = self.optimizer.step()
+        self.schedule.step(increment=self.settings.global_batch_size)
+        return total, 0.0 if grad_norm is None else float(grad_norm)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], steps: int) -> float:
+        """Nats per byte over `steps` global batches, summed over all data-parallel ranks."""
+        self.model.trained.eval()
+        return per_byte(sum(_run(self, batches, forward_only=True) for _ in range(steps)))
+
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+def build_trainer(settings: Settings, model: Model) -> Trainer:
+    """AdamW, distributed over data-parallel ranks on GPUs, with linear warm-up and a cosine; hooks DDP into `model`."""
+    on_gpu = model.config.bf16
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        clip_grad=settings.clip_grad,
+        bf16=on_gpu,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=on_gpu,
+    )
+    optimizer = get_megatron_optimizer(config, [model.trained])
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.grad_scale_func = optimizer.scale_loss
+    if model.trained.ddp_config.overlap_grad_reduce:
+        model.config.no_sync_func = model.trained.no_sync
+    return Trainer(settings, model, optimizer, _schedule(settings, optimizer))
+
+
+def per_byte(total: torch.Tensor) -> float:
+    """Σ nats / Σ bytes of a tensor [2], each summed over the data-parallel ranks."""
+    total = total.clone()
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return (total[0] / total[1]).item()
+
+
+def data_share() -> Share:
+    """This rank's part of a global batch."""
+    return Share(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+
+
+def micro_batches(settings: Settings) -> int:
+    """Forward and backward passes in a step."""
+    return settings.global_batch_size // (settings.micro_batch_size * data_share().size)
+
+
+def _schedule(settings: Settings, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Counted in samples, as Megatron does."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.lr_warmup_iters * settings.global_batch_size,
+        lr_decay_steps=settings.train_iters * settings.global_batch_size,
+        lr_decay_style="cosine",
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=settings.train_iters * settings.global_batch_size,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def _run(trainer: Trainer, batches: Iterator[Batch], forward_only: bool) -> torch.Tensor:
+    settings = trainer.settings
+    losses = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=batches,
+        model=[trainer.model.trained],
+        num_microbatches=micro_batches(settings),
+        seq_length=settings.seq_length,
+        micro_batch_size=settings.micro_batch_size,
+        forward_only=forward_only,
+    )
+    return torch.stack([loss["lm loss"] for loss in losses]).sum(0)
+
+
+def _forward_step(batches: Iterator[Batch], model: torch.nn.Module):  # noqa: ANN202 - Megatron's pair
+    batch = next(batches)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return losses, partial(_loss, batch["loss_mask"])
+
+
+def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    total = (losses.float() * mask).sum()
+    count = mask.sum()
+    return total, count.to(torch.int), {"lm loss": torch.stack([total.detach(), count]).double()}

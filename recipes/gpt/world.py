@@ -1,0 +1,72 @@
+"""The ranks of this job: who am I, which device is mine, and one verdict for all."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gpt.errors import RecipeError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class World:
+    """As torchrun started it; one process alone is a world of one."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+
+def find_world() -> World:
+    """Read torchrun's variables; nothing is started yet."""
+    rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _TORCHRUN)
+    on_gpu = torch.cuda.is_available()
+    return World(rank, size, local_rank, torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"))
+
+
+_TORCHRUN = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def join(world: World) -> None:
+    """Set the device and start torch.distributed: NCCL on GPUs, gloo on CPUs.
+
+    Raises:
+        RecipeError: more ranks on this node than GPUs.
+    """
+    store = None if "RANK" in os.environ else dist.HashStore()
+    limits = {"timeout": datetime.timedelta(minutes=10)}
+    if world.device.type == "cpu":
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, **limits)
+        return
+    if world.local_rank >= torch.cuda.device_count():
+        raise RecipeError(
+            f"local rank {world.local_rank} has no GPU: this node has {torch.cuda.device_count()}; "
+            "start at most one process a GPU (torchrun --nproc-per-node)"
+        )
+    torch.cuda.set_device(world.device)
+    dist.init_process_group(
+        "nccl", store=store, rank=world.rank, world_size=world.size, device_id=world.device, **limits
+    )
+
+
+def on_rank_0(work: Callable[[], Result]) -> Result:
+    """Call `work` on rank 0 while the others wait, and return its result, or raise its RecipeError, on every rank."""
+    outcome: list[Result | RecipeError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [work()]
+        except RecipeError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], RecipeError):
+        raise outcome[0]
+    return outcome[0]  # type: ignore[return-value]

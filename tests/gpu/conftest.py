@@ -1,0 +1,56 @@
+"""GPU tests run under torchrun, one pytest per rank: `make test-gpu` runs them for every provider and domain size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import OverlapConfig
+from tests.linear_cases import Case
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--provider", default="auto", help="symmetric memory provider under test")
+    parser.addoption("--domain-size", type=int, default=0, help="ranks of an overlap domain; 0: all")
+
+
+def pytest_ignore_collect(collection_path: object, config: pytest.Config) -> bool | None:
+    return None if torch.cuda.is_available() and "LOCAL_RANK" in os.environ else True
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@pytest.fixture(scope="session")
+def group(device: torch.device, request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
+    """The overlap domain: consecutive ranks, `--domain-size` of them; ranks 2, 3 are a group that does not start at 0."""
+    dist.init_process_group("nccl", timeout=timedelta(seconds=90), device_id=device)
+    size = request.config.getoption("--domain-size") or dist.get_world_size()
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
+    yield groups[dist.get_rank() // size]
+    torch.cuda.synchronize()
+
+
+@pytest.fixture(scope="session")
+def provider(request: pytest.FixtureRequest) -> str:
+    return request.config.getoption("--provider")
+
+
+@pytest.fixture(params=["fused", "chunked", "collective"])
+def method(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def case(group: dist.ProcessGroup, device: torch.device, provider: str, method: str) -> Case:
+    config = OverlapConfig(method=method, provider=provider, timeout_s=20.0, symmetric_mib=2048)
+    return Case(group, device, config, torch.bfloat16)

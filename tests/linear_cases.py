@@ -1,0 +1,123 @@
+"""Cases that CPU processes and GPUs share: each runs one operator on every rank of a group and compares it exactly.
+
+Inputs are small integers and mostly zero, so that every product, partial sum and rounding is exact in every dtype: any
+difference is a protocol or indexing error, never rounding. Slots are poisoned with NaN first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from overlap_train.domain import domain_of
+
+# Sizes no tile divides, a single row per rank, a single column, several leading dimensions, several tiles.
+SHAPES = {
+    "even": ((8, 2), 64, 32),
+    "one row a rank": ((1, 1), 48, 40),
+    "odd": ((3, 5), 37, 29),
+    "one feature": ((5, 1), 1, 1),
+    "three leading": ((2, 3, 2), 33, 17),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where and how to run: rows_per_rank [s/W, b, ...], features of the unsharded contraction and output per rank."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    config: OverlapConfig
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def world(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def integers(self, *shape: int, seed: int) -> torch.Tensor:
+        """Values in {-1, 0, 1}, at most 64 of them nonzero along any summed axis on average: sums stay below 256."""
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randint(-1, 2, shape, generator=generator).double()
+        keep = torch.rand(shape, generator=generator) < min(1.0, 64 / max(shape[-1], 1))
+        return (values * keep).to(self.device)
+
+    def mine(self, full: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's shard of a full tensor, in the case's dtype, as a leaf."""
+        return full.chunk(self.world, dim)[self.rank].to(self.dtype).contiguous().requires_grad_()
+
+
+def poison(case: Case) -> None:
+    """NaN over every slot of this rank; the ranks wait for each other before and after."""
+    domain = domain_of(case.group, case.config, case.device)
+    dist.barrier(case.group)
+    if domain.heap is not None:
+        for channel in ("gather", "scatter"):
+            start, end = domain.layout.offset(channel, 0), domain.layout.offset(channel, 2)
+            domain.heap.view(case.rank)[start:end].fill_(255)  # all ones is NaN in every floating dtype
+    if case.device.type == "cuda":
+        torch.cuda.synchronize(case.device)
+    dist.barrier(case.group)
+
+
+def check_exact(name: str, actual: torch.Tensor | None, full: torch.Tensor, dim: int | None, case: Case) -> None:
+    """`actual` is this rank's shard (along `dim`) of `full`, rounded to the dtype of actual, bit for bit."""
+    assert actual is not None, f"{name} is missing"
+    expected = (full if dim is None else full.chunk(case.world, dim)[case.rank]).to(actual.dtype)
+    assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    wrong = (actual != expected).sum().item()
+    assert wrong == 0, f"{name} on rank {case.rank}: {wrong} of {actual.numel()} elements differ"
+
+
+def column(case: Case, rows: tuple[int, ...], k: int, n_shard: int, seed: int = 0, bias: bool = False) -> None:
+    """all_gather_linear, forward and backward, against the unsharded product in fp64."""
+    s, rest, w = rows[0] * case.world, rows[1:], n_shard * case.world
+    x, weight = case.integers(s, *rest, k, seed=seed), case.integers(w, k, seed=seed + 1)
+    dy, b = case.integers(s, *rest, w, seed=seed + 2), case.integers(w, seed=seed + 3)
+    x_shard, w_shard, b_shard = case.mine(x, 0), case.mine(weight, 0), case.mine(b, 0) if bias else None
+    poison(case)
+    y = all_gather_linear(x_shard, w_shard, b_shard, group=case.group, config=case.config)
+    y.backward(case.mine(dy, -1).detach())
+    check_exact("y", y, x @ weight.t() + (b if bias else 0), -1, case)
+    check_exact("dx", x_shard.grad, dy @ weight, 0, case)
+    check_exact("dw", w_shard.grad, dy.flatten(0, -2).t() @ x.flatten(0, -2), 0, case)
+    if b_shard is not None:
+        check_exact("dbias", b_shard.grad, dy.flatten(0, -2).sum(0), 0, case)
+
+
+def row(case: Case, rows: tuple[int, ...], k_shard: int, n: int, seed: int = 0, bias: bool = False) -> None:
+    """linear_reduce_scatter, forward and backward, against the unsharded product in fp64."""
+    s, rest, k = rows[0] * case.world, rows[1:], k_shard * case.world
+    x, weight = case.integers(s, *rest, k, seed=seed), case.integers(n, k, seed=seed + 1)
+    dy, b = case.integers(s, *rest, n, seed=seed + 2), case.integers(n, seed=seed + 3)
+    x_shard, w_shard = case.mine(x, -1), case.mine(weight, 1)
+    b_full = b.to(case.dtype).requires_grad_() if bias else None
+    poison(case)
+    y = linear_reduce_scatter(x_shard, w_shard, b_full, group=case.group, config=case.config)
+    y.backward(case.mine(dy, 0).detach())
+    check_exact("y", y, x @ weight.t() + (b if bias else 0), 0, case)
+    check_exact("dx", x_shard.grad, dy @ weight, -1, case)
+    check_exact("dw", w_shard.grad, dy.flatten(0, -2).t() @ x.flatten(0, -2), 1, case)
+    if b_full is not None:
+        check_exact("dbias", b_full.grad, case.mine(dy, 0).detach().double().flatten(0, -2).sum(0), None, case)
+
+
+OPERATORS: dict[str, Callable[..., None]] = {"column": column, "row": row}
+
+
+def rounding_bound(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, partials: int) -> torch.Tensor:
+    """Elementwise bound on |computed - exact| of a [M, K] @ b [K, N] split into `partials` partial sums.
+
+    Inputs are exact. Each product is accumulated in fp32: at most (K + partials) additions of relative error eps32, in any
+    order, on magnitudes of at most |a| @ |b|. Each partial and the result are rounded once to `dtype`: eps/2 each.
+    """
+    magnitude = a.double().abs() @ b.double().abs()
+    eps, eps32 = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    return magnitude * (eps + (a.shape[1] + partials) * eps32)

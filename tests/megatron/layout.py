@@ -1,0 +1,38 @@
+"""Megatron-Core's parallel state in the worker processes: entered once, kept from test to test, changed when one asks."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import overlap_train
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from overlap_train.integrations.megatron import run_without_cuda
+
+
+def prepare() -> None:
+    """What each process does once."""
+    warnings.filterwarnings("ignore")  # Megatron's deprecations, a page of them for each model
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    assert run_without_cuda()
+
+
+def use(tensor_parallel: int = 2, seed: int = 1) -> dist.ProcessGroup:
+    """Make the layout current, seed every generator, and return the tensor-parallel group."""
+    if parallel_state.is_initialized() and parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel:
+        leave()
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(tensor_parallel)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def leave() -> None:
+    """Free the heaps of this layout's groups, then the groups."""
+    overlap_train.shutdown()
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()

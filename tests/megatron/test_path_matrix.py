@@ -1,0 +1,303 @@
+"""One test for each path a parallel linear can take: the overlapped ones give Megatron's numbers, the others run its code.
+
+Each compares values and gradients with Megatron's own linear on the same weights, and asserts by the counters that the path
+it is about is the one that ran.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.random import checkpoint
+from overlap_train import OverlapConfig
+
+from tests.megatron import layout
+from tests.megatron.linears import (
+    BATCH,
+    FEATURES_IN,
+    FEATURES_OUT,
+    SEQUENCE,
+    Pair,
+    assert_same,
+    column_pair,
+    integers,
+    row_pair,
+    run,
+)
+from tests.megatron.workers import Workers
+
+METHODS = ("chunked", "collective")
+
+
+def column_input(sequence: int = SEQUENCE) -> torch.Tensor:
+    """This rank's rows of a sequence-parallel input, [s/W, b, K]."""
+    group = layout.use()
+    return integers(sequence, BATCH, FEATURES_IN, seed=3).chunk(group.size())[group.rank()]
+
+
+def row_input(sequence: int = SEQUENCE) -> torch.Tensor:
+    """This rank's features of the input of a row-parallel linear, [s, b, K/W]."""
+    group = layout.use()
+    return integers(sequence, BATCH, FEATURES_IN, seed=4).chunk(group.size(), dim=-1)[group.rank()]
+
+
+def check(pair: Pair, x: torch.Tensor, reason: str | None, **arguments: Any) -> None:
+    """The same numbers from both linears, and one call on the expected path."""
+    assert_same(run(pair.own, x, **arguments), run(pair.overlapped, x, **arguments))
+    assert pair.counts == ((1, {}) if reason is None else (0, {reason: 1}))
+
+
+def column(method: str, arguments: dict[str, Any]) -> None:
+    check(column_pair(OverlapConfig(method=method), **arguments), column_input(), reason=None)
+
+
+def row(method: str, arguments: dict[str, Any]) -> None:
+    check(row_pair(OverlapConfig(method=method), **arguments), row_input(), reason=None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("arguments", [{"bias": False}, {"skip_bias_add": False}, {"skip_bias_add": True}], ids=str)
+def test_column_overlaps(workers: Workers, method: str, arguments: dict[str, Any]) -> None:
+    workers.call(column, method, arguments)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("arguments", [{"bias": False}, {"skip_bias_add": False}, {"skip_bias_add": True}], ids=str)
+def test_row_overlaps(workers: Workers, method: str, arguments: dict[str, Any]) -> None:
+    workers.call(row, method, arguments)
+
+
+def column_keeps_gathered_input() -> None:
+    check(column_pair(OverlapConfig(gathered_input="keep")), column_input(), reason=None)
+
+
+def test_column_overlaps_with_the_gathered_input_kept(workers: Workers) -> None:
+    workers.call(column_keeps_gathered_input)
+
+
+def tied_weight() -> None:
+    """The output layer has no weight of its own where embeddings are tied; multi-token prediction calls it repeatedly."""
+    pair = column_pair(bias=False, skip_weight_param_allocation=True)
+    results = []
+    for linear in (pair.own, pair.overlapped):
+        weight = integers(FEATURES_OUT // 2, FEATURES_IN, seed=8 + layout.use().rank()).requires_grad_()
+        x = column_input().requires_grad_()
+        first, _ = linear(x, weight=weight)
+        second, _ = linear(2 * x, weight=weight)
+        (first * integers(*first.shape, seed=1) + second * integers(*second.shape, seed=2)).sum().backward()
+        results.append({"first": first, "second": second, "grad of x": x.grad, "grad of weight": weight.grad})
+    assert_same(*results)
+    assert pair.counts == (2, {})
+
+
+def test_output_layer_with_tied_weight_overlaps(workers: Workers) -> None:
+    workers.call(tied_weight)
+
+
+def gathered_output(at_run_time: bool) -> None:
+    pair = column_pair(gather_output=not at_run_time)
+    check(pair, column_input(), reason=None, **({"runtime_gather_output": True} if at_run_time else {}))
+    assert run(pair.overlapped, column_input(), runtime_gather_output=True)["y"].shape[-1] == FEATURES_OUT
+
+
+@pytest.mark.parametrize("at_run_time", [False, True], ids=["gather_output", "runtime_gather_output"])
+def test_gathering_the_output_stays_megatrons(workers: Workers, at_run_time: bool) -> None:
+    workers.call(gathered_output, at_run_time)
+
+
+def without_sequence_parallelism() -> None:
+    changes = {"config_changes": {"sequence_parallel": False}}
+    reason = "no sequence parallelism: the linear all-reduces"
+    check(column_pair(**changes), integers(SEQUENCE, BATCH, FEATURES_IN), reason)
+    check(row_pair(**changes), row_input(), reason)
+
+
+def test_tensor_parallelism_without_sequence_parallelism_falls_back(workers: Workers) -> None:
+    workers.call(without_sequence_parallelism)
+
+
+def sequence_parallelism_toggled() -> None:
+    """GPTModel switches it off on the output layer for inference, after construction, and back on."""
+    pair = column_pair()
+    for linear in (pair.own, pair.overlapped):
+        linear.sequence_parallel, linear.allreduce_dgrad = False, True
+    check(pair, integers(SEQUENCE, BATCH, FEATURES_IN), "no sequence parallelism: the linear all-reduces")
+    pair.overlapped.sequence_parallel, pair.overlapped.allreduce_dgrad = True, False
+    pair.overlapped(column_input())
+    assert pair.counts[0] == 1
+
+
+def test_attributes_are_read_on_every_call(workers: Workers) -> None:
+    workers.call(sequence_parallelism_toggled)
+
+
+def one_rank() -> None:
+    reason = "tensor-parallel size 1: nothing to communicate"
+    check(column_pair(tensor_parallel=1), integers(SEQUENCE, BATCH, FEATURES_IN), reason)
+    check(row_pair(tensor_parallel=1), integers(SEQUENCE, BATCH, FEATURES_IN), reason)
+
+
+def test_tensor_parallel_size_one_falls_back(workers: Workers) -> None:
+    workers.call(one_rank)
+
+
+def frozen() -> None:
+    for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
+        pair.own.weight.requires_grad_(False)
+        pair.overlapped.weight.requires_grad_(False)
+        check(pair, x, "frozen weight")
+        assert pair.overlapped.weight.grad is None
+        pair.overlapped.weight.requires_grad_(True)
+        run(pair.overlapped, x)
+        assert pair.counts == (1, {"frozen weight": 1}), "overlaps once it is trained again"
+
+
+def test_frozen_weight_falls_back(workers: Workers) -> None:
+    workers.call(frozen)
+
+
+EXPERT = "expert: the token dispatcher communicates, not the linear"
+
+
+def shared_expert() -> None:
+    """SharedExpertMLP sets explicit_expert_comm on linears after construction: then the linear must not communicate."""
+    for pair, x in ((column_pair(), column_input()), (row_pair(skip_bias_add=True), row_input())):
+        pair.own.explicit_expert_comm = pair.overlapped.explicit_expert_comm = True
+        check(pair, x, EXPERT)
+        assert run(pair.overlapped, x)["y"].shape[0] == x.shape[0]
+
+
+def test_explicit_expert_communication_falls_back(workers: Workers) -> None:
+    workers.call(shared_expert)
+
+
+def expert() -> None:
+    check(column_pair(is_expert=True), column_input(), EXPERT)
+    check(row_pair(is_expert=True, skip_bias_add=True), row_input(), EXPERT)
+
+
+def test_expert_linears_fall_back(workers: Workers) -> None:
+    workers.call(expert)
+
+
+def disable_grad_reduce() -> None:
+    check(column_pair(disable_grad_reduce=True), column_input(), REASON_NO_REDUCE)
+
+
+REASON_NO_REDUCE = "disable_grad_reduce: the caller reduces the input's gradient"
+
+
+def test_disabled_gradient_reduction_falls_back(workers: Workers) -> None:
+    workers.call(disable_grad_reduce)
+
+
+def evaluation() -> None:
+    for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
+        pair.own.eval()
+        pair.overlapped.eval()
+        check(pair, x, "evaluation mode")
+        pair.overlapped.train()
+        pair.overlapped(x)
+        assert pair.counts[0] == 1
+
+
+def test_evaluation_mode_falls_back(workers: Workers) -> None:
+    workers.call(evaluation)
+
+
+def autocast() -> None:
+    """Forward only: Megatron's own backward of a column linear reduces bf16 into fp32 here, which gloo refuses."""
+    for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            own, overlapped = (linear(x)[0].detach() for linear in (pair.own, pair.overlapped))
+        assert_same({"y": own}, {"y": overlapped})
+        assert pair.counts == (0, {"autocast to torch.bfloat16 of torch.float32 tensors": 1})
+
+
+def test_autocast_to_another_dtype_falls_back(workers: Workers) -> None:
+    workers.call(autocast)
+
+
+def recompute() -> None:
+    """Full and selective recomputation: the first forward runs without autograd, the second inside backward."""
+    for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
+        results = []
+        for linear in (pair.own, pair.overlapped):
+            leaf = x.clone().requires_grad_()
+            y = checkpoint(lambda x, linear=linear: linear(x)[0], False, leaf)
+            y.backward(integers(*y.shape, seed=77))
+            results.append({"y": y, "grad of x": leaf.grad, "grad of weight": linear.weight.grad})
+        assert_same(*results)
+        assert pair.counts == (2, {})
+
+
+def test_recomputation_inside_backward(workers: Workers) -> None:
+    workers.call(recompute)
+
+
+def in_flight(reverse: bool) -> None:
+    """Pipeline schedules run several forwards before the first backward: nothing saved may live in a reused buffer."""
+    for make, shard in ((column_pair, column_input), (row_pair, row_input)):
+        pair = make()
+        results = []
+        for linear in (pair.own, pair.overlapped):
+            inputs = [(k * shard()).requires_grad_() for k in (1.0, 2.0, 3.0)]
+            outputs = [linear(x)[0] for x in inputs]
+            for y in reversed(outputs) if reverse else outputs:
+                y.backward(integers(*y.shape, seed=77))
+            grads = {f"grad of input {k}": x.grad for k, x in enumerate(inputs)}
+            values = {f"output {k}": y.detach() for k, y in enumerate(outputs)}
+            results.append({**values, **grads, "grad of weight": linear.weight.grad})
+        assert_same(*results)
+        assert pair.counts == (3, {})
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["first in, first out", "last in, first out"])
+def test_microbatches_in_flight(workers: Workers, reverse: bool) -> None:
+    workers.call(in_flight, reverse)
+
+
+def changing_lengths() -> None:
+    column_linears, row_linears = column_pair(), row_pair()
+    lengths = (4, 16, 2, 10)
+    for length in lengths:
+        for pair, x in ((column_linears, column_input(length)), (row_linears, row_input(length))):
+            for linear in (pair.own, pair.overlapped):
+                linear.zero_grad()
+            assert_same(run(pair.own, x), run(pair.overlapped, x))
+    assert column_linears.counts == row_linears.counts == (len(lengths), {})
+
+
+def test_sequence_length_may_change_between_calls(workers: Workers) -> None:
+    workers.call(changing_lengths)
+
+
+def indivisible() -> None:
+    pair = row_pair()
+    for linear in (pair.own, pair.overlapped):
+        with pytest.raises(AssertionError, match="divisible"):
+            linear(row_input(7))
+    assert pair.counts == (0, {"sequence of 7 is not divisible by the 2 ranks": 1})
+
+
+def test_indivisible_sequence_is_megatrons_error(workers: Workers) -> None:
+    workers.call(indivisible)
+
+
+def not_contiguous() -> None:
+    for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
+        transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
+        assert not transposed.is_contiguous()
+        results = []
+        for linear in (pair.own, pair.overlapped):
+            leaf = transposed.detach().requires_grad_()
+            y, _ = linear(leaf)
+            y.backward(integers(y.size(1), y.size(0), y.size(2)).transpose(0, 1))
+            results.append({"y": y, "grad of x": leaf.grad, "grad of weight": linear.weight.grad})
+        assert_same(*results)
+
+
+def test_inputs_that_are_not_contiguous(workers: Workers) -> None:
+    workers.call(not_contiguous)

@@ -1,0 +1,114 @@
+"""Two CPU processes over gloo that run one test function after another.
+
+Starting a process and importing torch and Megatron-Core takes several seconds, so the processes live as long as the test
+session. A function that fails or does not return in time takes its processes with it; the next call starts new ones.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD = 2
+
+
+class Workers:
+    """`call(function, *args)` runs a module-level function on all ranks and returns what each of them returned."""
+
+    def __init__(self) -> None:
+        self._processes: list[mp.Process] = []
+        self._pipes: list[Connection] = []
+
+    def call(self, function: Callable[..., Any], *args: Any, limit_s: float = 60.0) -> list[Any]:
+        """Raises AssertionError with the rank's traceback if one fails, or if one has not returned after limit_s seconds."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        failures, results = [], []
+        deadline = time.monotonic() + limit_s
+        for rank, pipe in enumerate(self._pipes):
+            failure, result = self._receive(pipe, deadline)
+            failures += [] if failure is None else [f"rank {rank}: {failure}"]
+            results.append(result)
+        if failures:
+            self._kill()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def stop(self) -> None:
+        """End the processes; those that have not gone after ten seconds are killed."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+        self._kill()
+
+    def _receive(self, pipe: Connection, deadline: float) -> tuple[str | None, Any]:
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                return pipe.recv()
+        except EOFError:
+            return "the process has died", None
+        return "no answer within the time limit", None
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests run on the CPU on every machine
+        for rank in range(WORLD):
+            mine, theirs = context.Pipe()
+            # Not daemons: saving a checkpoint starts processes of its own, which a daemon may not.
+            process = context.Process(target=_serve, args=(rank, port, theirs))
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    from tests.megatron.layout import leave, prepare
+
+    prepare()
+    while (work := _next(pipe)) is not None:
+        function, args = work
+        try:
+            pipe.send((None, function(*args)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))
+    leave()
+    dist.destroy_process_group()
+
+
+def _next(pipe: Connection) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    try:
+        return pipe.recv()
+    except EOFError:  # the test session is gone
+        return None

@@ -1,0 +1,182 @@
+"""Routes Triton's interpreter through a scheduler: launches become actors, memory accesses become switch points.
+
+Triton 3.6 and 3.9 keep the interpreter's state in module globals (program id and grid in `interpreter_builder`, patched
+functions in `triton.language`). `InterpreterHooks` patches the language once for a whole schedule, sets the program id at
+each switch, and wraps the `InterpreterBuilder` methods through which all global memory goes.
+
+The interpreter is sequentially consistent, so the rules of memory order cannot be seen by running. They are checked instead:
+
+    a poll (`atomic_add(p, 0)`) acquires at system scope
+    an atomic write of a word that somebody polls releases at system scope
+    a release follows a CTA barrier when the CTA has stored a block since the last one
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+if TYPE_CHECKING:
+    from tests.protocol.interleaving import Actor, Scheduler
+
+_SEMANTIC = interpreter._ir.MEM_SEMANTIC
+_SCOPE = interpreter._ir.MEM_SYNC_SCOPE
+_ACQUIRING = (_SEMANTIC.ACQUIRE, _SEMANTIC.ACQUIRE_RELEASE)
+_RELEASING = (_SEMANTIC.RELEASE, _SEMANTIC.ACQUIRE_RELEASE)
+_ADD = interpreter._ir.ATOMIC_OP.ADD
+_WORD_TYPES = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_int32, 8: ctypes.c_int64}
+
+
+def read_word(address: int, size: int) -> int:
+    """The word of `size` bytes at `address` (signed where the protocol's words are)."""
+    return _WORD_TYPES[size].from_address(address).value
+
+
+@dataclass(frozen=True)
+class MemoryAccess:
+    """One global memory access of one CTA: of a single word or of a block (then `address` is its first element's)."""
+
+    kind: str  # load | store | poll | atomic
+    address: int
+    bytes: int
+    is_word: bool
+
+    @property
+    def is_poll(self) -> bool:
+        """An atomic read, which nobody writes except to wait for something."""
+        return self.kind == "poll"
+
+    @property
+    def reads_only(self) -> bool:
+        """True when memory is the same afterwards."""
+        return self.kind in ("load", "poll")
+
+    def __str__(self) -> str:
+        return self.kind if self.is_word else f"{self.kind} block"
+
+
+class InterpreterHooks:
+    """Context manager: inside it, kernels launched by actors run under `scheduler`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._undo = ExitStack()
+        self._builder = interpreter.interpreter_builder
+        self.patches: list[tuple[object, str, object]] = []
+
+    def __enter__(self) -> InterpreterHooks:
+        language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+        self._undo.callback(interpreter._patch_lang(language).restore)
+        nothing = SimpleNamespace(restore=lambda: None)
+        self._patch(interpreter, "_patch_lang", lambda fn: nothing)
+        for patch in self.patches:
+            self._patch(*patch)
+        self._patch(interpreter.GridExecutor, "__call__", self._launcher())
+        for method, access_of in _ACCESSES.items():
+            self._patch(interpreter.InterpreterBuilder, method, self._switching(method, access_of))
+        self._patch(interpreter.InterpreterBuilder, "create_barrier", self._barrier())
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._undo.close()
+
+    def set_program(self, ids: tuple[int, ...], grid: tuple[int, ...]) -> None:
+        """Make `tl.program_id` and `tl.num_programs` answer for the CTA that runs next."""
+        self._builder.grid_dim, self._builder.grid_idx = grid, ids
+
+    def _patch(self, owner: object, name: str, value: object) -> None:
+        self._undo.enter_context(mock.patch.object(owner, name, value))
+
+    def _launcher(self) -> Callable[..., None]:
+        plain, scheduler = interpreter.GridExecutor.__call__, self._scheduler
+
+        def launch(executor: interpreter.GridExecutor, *args: object, **kwargs: object) -> None:
+            if scheduler.running_actor() is None:
+                return plain(executor, *args, **kwargs)
+            bound, grid = _bind(executor, args, kwargs)
+            ids = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
+            bodies = [(i, lambda: executor.fn(**_to_interpreter(executor, bound))) for i in ids]
+            return scheduler.launch(executor.fn.__name__, bodies, grid)
+
+        return launch
+
+    def _switching(self, method: str, access_of: Callable[..., MemoryAccess]) -> Callable[..., object]:
+        plain, scheduler = getattr(interpreter.InterpreterBuilder, method), self._scheduler
+
+        def switching(builder: object, *args, **kwargs) -> object:
+            actor = scheduler.running_actor()
+            if actor is None:
+                return plain(builder, *args, **kwargs)
+            access = access_of(*args)
+            if method == "create_atomic_rmw":
+                self._check_order(actor, access, semantic=args[4], scope=args[5])
+            scheduler.before_access(actor, access)
+            actor.stored_since_barrier |= access.kind == "store" and not access.is_word  # one thread stores a word
+            result = plain(builder, *args, **kwargs)
+            scheduler.after_access(actor, access)
+            return result
+
+        return switching
+
+    def _barrier(self) -> Callable[..., None]:
+        def barrier(builder: object, *args: object) -> None:
+            actor = self._scheduler.running_actor()
+            if actor is not None:
+                actor.stored_since_barrier = False
+
+        return barrier
+
+    def _check_order(self, actor: Actor, access: MemoryAccess, semantic: object, scope: object) -> None:
+        """The rules of the module's docstring."""
+        signals, fault = self._scheduler.signals, ""
+        if access.is_poll:
+            signals.add(access.address)
+            if semantic not in _ACQUIRING or scope != _SCOPE.SYSTEM:
+                fault = f"polls with {semantic}, {scope}; a wait acquires at system scope"
+        elif access.address in signals and (semantic not in _RELEASING or scope != _SCOPE.SYSTEM):
+            fault = f"signals with {semantic}, {scope}; a signal is released at system scope"
+        elif actor.stored_since_barrier and (semantic == _SEMANTIC.RELEASE or access.address in signals):
+            fault = "releases after a store without a CTA barrier between; other threads' stores are not ordered"
+        if fault:
+            raise self._scheduler.fail(actor, fault)
+
+
+def _bind(executor: interpreter.GridExecutor, args: tuple, kwargs: dict) -> tuple[dict, tuple[int, int, int]]:
+    """Arguments by name and the three-dimensional grid, as `GridExecutor.__call__` finds them."""
+    known = inspect.getfullargspec(executor.fn).args
+    bound = inspect.getcallargs(executor.fn, *args, **{k: v for k, v in kwargs.items() if k in known})
+    grid = executor.grid(bound) if callable(executor.grid) else executor.grid
+    return bound, tuple(grid) + (1,) * (3 - len(grid))
+
+
+def _to_interpreter(executor: interpreter.GridExecutor, bound: dict) -> dict:
+    """Fresh interpreter values for one CTA: the interpreter writes into its handles now and then."""
+    return {k: v if k in executor.constexprs else interpreter._implicit_cvt(v) for k, v in bound.items()}
+
+
+def _access(kind: str, pointers: object, mask: object) -> MemoryAccess:
+    data = np.asarray(pointers.data)
+    size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    return MemoryAccess(kind, int(data.flat[0]), size, data.size == 1 and bool(np.all(mask.data)))
+
+
+def _rmw_access(operation: object, pointers: object, value: object, mask: object, *rest: object) -> MemoryAccess:
+    adds_nothing = operation == _ADD and not np.any(value.data)
+    return _access("poll" if adds_nothing else "atomic", pointers, mask)
+
+
+_ACCESSES: dict[str, Callable[..., MemoryAccess]] = {
+    "create_masked_load": lambda pointers, mask, *rest: _access("load", pointers, mask),
+    "create_masked_store": lambda pointers, value, mask, *rest: _access("store", pointers, mask),
+    "create_atomic_rmw": _rmw_access,
+}

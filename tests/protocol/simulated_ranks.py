@@ -1,0 +1,199 @@
+"""W ranks of the real core in one process, under the scheduler: real domains, channels, operators, kernels and push execution.
+
+    host of rank r    an actor that runs the operator calls; like a stream it goes on when its kernel has ended
+    engine of rank r  an actor that executes the rank's pushes in order with the real `run_push`, one step for each half of the
+                      copied rows and one for the signal
+
+Replaced: the heap (plain tensors, blocks poisoned with NaN), the process group, the engine's thread, tile sizes and the number
+of CTAs. Modules are looked up when a problem is built, so that `planted` faults take effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from overlap_train.watchdog import FaultRecord
+from tests.protocol.interleaving import Scheduler
+
+TILE = 16
+POLLS_PER_SECOND = 10_000  # of a simulated host wait, as the operators assume of the interpreter's
+SLOT_BYTES = 8192
+
+
+def core(name: str) -> ModuleType:
+    """A module of the package as it is now, planted faults included."""
+    return importlib.import_module(f"overlap_train.{name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a simulated machine looks like: ranks, CTAs of a persistent launch, time-out, waits in kernels or on the host."""
+
+    world_size: int
+    ctas: int = 2
+    timeout_s: float = 60.0
+    device_waits: bool = False
+
+    def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
+        """The domains of all ranks, with an engine actor each; patches the core for the duration of the run."""
+        layout = core("workspace").Layout(self.world_size, SLOT_BYTES, SLOT_BYTES)
+        heap = SimulatedHeap(self.world_size, layout)
+        self._patch(scheduler)
+        domains = [SimulatedDomain(self, scheduler, heap, layout, rank) for rank in range(self.world_size)]
+        for domain in domains:
+            _name_words(scheduler, heap, domain)
+        return domains
+
+    def _patch(self, scheduler: Scheduler) -> None:
+        tiles = core("operators.tiles")
+        scheduler.patch(tiles, "_INTERPRETED", tiles.TileConfig(TILE, TILE, TILE))
+        for operator in ("operators.all_gather_gemm", "operators.gemm_reduce_scatter"):
+            scheduler.patch(core(operator), "grid_size", lambda *args: (self.ctas,))
+        for waiting in ("workspace", "copy_engine"):
+            scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
+        scheduler.patch(core("kernels.signal"), "clock", lambda spins, TIMED: spins)  # the interpreter has no device clock
+        scheduler.patch(torch.Tensor, "new_empty", _poisoned)
+
+
+class SimulatedHeap:
+    """A `SymmetricHeap` of plain tensors: signals zero, blocks NaN."""
+
+    provider = "simulated"
+
+    def __init__(self, world_size: int, layout: Any) -> None:
+        self.words = layout.offset("gather", 0)
+        self._views = [torch.full((layout.nbytes,), 255, dtype=torch.uint8) for _ in range(world_size)]
+        for view in self._views:
+            view[: self.words] = 0
+
+    def view(self, rank: int) -> torch.Tensor:
+        return self._views[rank]
+
+    def close(self) -> None:
+        self._views = []
+
+
+class SimulatedDomain:
+    """What operators need of an `OverlapDomain`, without a process group."""
+
+    def __init__(self, simulation: Simulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int) -> None:
+        self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
+        self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
+        self.fault, self.heap, self.layout = FaultRecord(self.device), heap, layout
+        self.engine = SimulatedEngine(scheduler, rank, simulation.timeout_s)
+        self.gather, self.scatter = (self._channel(name, simulation.device_waits) for name in ("gather", "scatter"))
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def operator(self) -> AbstractContextManager[None]:
+        return core("domain").OverlapDomain.operator(self)
+
+    def _channel(self, name: str, device_waits: bool) -> Any:
+        timeout_s = self.config.timeout_s
+        channel = core("workspace").Channel(
+            name, self.heap, self.layout, self.rank, self.device, self.engine, self.fault, timeout_s
+        )
+        if device_waits:
+            channel.wait = channel._wait_on_stream
+        return channel
+
+
+class SimulatedEngine:
+    """A `CopyEngine` whose worker is an actor. `stopped`: it drops its pushes, as a dead rank's would."""
+
+    def __init__(self, scheduler: Scheduler, rank: int, timeout_s: float) -> None:
+        self.stopped = False
+        self._scheduler, self._timeout_s = scheduler, timeout_s
+        self._queue: deque[Any] = deque()
+        self._closed = False
+        self._name = f"engine{rank}"
+        scheduler.spawn(self._name, self._work, rank=rank)
+
+    def fork(self) -> None:
+        """The host's kernels have ended before it enqueues."""
+
+    def push(self, pushes: list[Any]) -> None:
+        self._queue += pushes
+
+    def launch(self, kernel: Callable[[], None], pushes: list[Any]) -> None:
+        self.push(pushes)
+        kernel()
+
+    def join(self) -> None:
+        self._scheduler.wait_until(lambda: not self._queue, f"{self._name} to finish its pushes")
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _work(self) -> None:
+        run_push = core("copy_engine").run_push
+        while True:
+            self._scheduler.wait_until(lambda: self._queue or self._closed, "a push or the end")
+            if not self._queue:
+                return
+            if not self.stopped:
+                run_push(self._stepwise(self._queue[0]), lambda seconds: self._scheduler.pause(), self._timeout_s)
+            self._queue.popleft()
+
+    def _stepwise(self, push: Any) -> Any:
+        if push.after is not None:
+            self._scheduler.signals.add(push.after[0].data_ptr())
+        return dataclasses.replace(
+            push,
+            target=_Stepwise(self._scheduler, push.target, pieces=2),
+            signal=_Stepwise(self._scheduler, push.signal, pieces=1),
+        )
+
+
+class _Stepwise:
+    """Stands for a tensor that is copied into: other actors may run before each piece."""
+
+    def __init__(self, scheduler: Scheduler, target: torch.Tensor, pieces: int) -> None:
+        self._scheduler, self._target, self._pieces = scheduler, target, pieces
+
+    def copy_(self, source: torch.Tensor) -> None:
+        for to, piece in zip(self._target.chunk(self._pieces), source.chunk(self._pieces), strict=True):
+            self._scheduler.step()
+            to.copy_(piece)
+
+
+def _poll_under(scheduler: Scheduler) -> Callable[..., bool]:
+    """`watchdog.poll` with the scheduler's pause, and turns for a clock."""
+
+    def poll(ready: Callable[[], bool], timeout_s: float, pause: object = None) -> bool:
+        turns = 0
+        while not ready():
+            if turns > timeout_s * POLLS_PER_SECOND:
+                return False
+            scheduler.pause()
+            turns += 1
+        return True
+
+    return poll
+
+
+def _poisoned(tensor: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
+    """`Tensor.new_empty`, filled with NaN."""
+    fresh = torch.empty(*shape, dtype=options.get("dtype", tensor.dtype))
+    return fresh.fill_(torch.nan) if fresh.is_floating_point() else fresh
+
+
+def _name_words(scheduler: Scheduler, heap: SimulatedHeap, domain: SimulatedDomain) -> None:
+    """Words by name in reports: signals[channel, slot, source]; counters[0] counts claims, counters[1 + d] tiles for rank d."""
+    rank, slots = domain.rank, len(domain.gather._slots)
+    count = 2 * slots * domain.world_size
+    words = heap.view(rank)[: 8 * count].view(torch.int64).view(2, slots, domain.world_size)
+    scheduler.watch(**{f"signals{rank}": words, f"abort{rank}": domain.fault.abort})
+    for channel in ("gather", "scatter"):
+        for index, slot in enumerate(getattr(domain, channel)._slots):
+            name = f"{channel}{rank}.slot{index}"
+            scheduler.watch(**{f"{name}.epoch": slot.epoch, f"{name}.counters": slot.counters})

@@ -1,0 +1,207 @@
+"""The scheduler and `mutant` themselves: right toy protocols pass, each planted fault is found and replays from its seed."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet")
+
+from tests.protocol import toy_kernels
+from tests.protocol.explore import Build, assert_caught, assert_passes, failure_of, run_seed
+from tests.protocol.interleaving import Deadlock, Scheduler, StepLimit
+from tests.protocol.mutation import module_of, mutant, planted
+
+CALLS, SIZE, TILES = 4, 8, 2
+NO_SPIN_LIMIT = 1 << 30
+
+
+def gather(kernels: ModuleType = toy_kernels, world: int = 2, slots: int = 2, spin_limit: int = NO_SPIN_LIMIT) -> Build:
+    """`CALLS` gathers on `world` ranks; the k-th call of rank r sends 100 k + 10 r + (0..SIZE-1)."""
+
+    def build(scheduler: Scheduler):
+        x = torch.arange(SIZE) + 10.0 * torch.arange(world)[:, None] + 100.0 * torch.arange(CALLS)[:, None, None]
+        workspace = torch.full((world, slots, world, SIZE), torch.nan)
+        flags, claims, faults = (torch.zeros(shape, dtype=torch.int32) for shape in ((world, world), world, world))
+        y = torch.full((world, CALLS, world, SIZE), torch.nan)
+        scheduler.watch(slots=workspace, flags=flags, claims=claims, faults=faults)
+        sizes = {"SLOTS": slots, "WORLD": world, "SIZE": SIZE}
+
+        def host(r: int) -> None:
+            for call in range(CALLS):
+                kernels.push[(world,)](x[call, r], workspace, flags, r, call + 1, **sizes)
+                kernels.collect[(2,)](
+                    y[r, call], workspace, flags, claims[r:], faults[r:], r, call + 1, spin_limit, **sizes
+                )
+
+        def check() -> None:
+            assert not faults.any(), f"fault words {faults.tolist()}"
+            wrong = [(r, call) for r in range(world) for call in range(CALLS) if not torch.equal(y[r, call], 2 * x[call])]
+            assert not wrong, f"(rank, call) {wrong}"
+
+        for r in range(world):
+            scheduler.spawn(f"host{r}", lambda r=r: host(r), rank=r)
+        return check
+
+    return build
+
+
+def exchange(kernels: ModuleType = toy_kernels) -> Build:
+    """`CALLS` exchanges of two ranks with as many CTAs as own tiles."""
+
+    def build(scheduler: Scheduler):
+        workspace, y = torch.full((2, 2, TILES, SIZE), torch.nan), torch.full((2, CALLS, TILES, SIZE), torch.nan)
+        flags, claims, faults = (torch.zeros(2, dtype=torch.int32) for _ in range(3))
+        scheduler.watch(slots=workspace, flags=flags, claims=claims, faults=faults)
+
+        def host(r: int) -> None:
+            for call in range(CALLS):
+                pointers = y[r, call], workspace, flags, claims[r:], faults[r:]
+                kernels.exchange[(TILES,)](*pointers, r, call + 1, NO_SPIN_LIMIT, TILES=TILES, SIZE=SIZE)
+
+        def check() -> None:
+            expected = (10.0 * torch.arange(TILES) + 1)[:, None].expand_as(y)
+            assert torch.equal(y, expected), "y"
+
+        for r in range(2):
+            scheduler.spawn(f"host{r}", lambda r=r: host(r), rank=r)
+        return check
+
+    return build
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_right_gather_passes(world: int) -> None:
+    assert_passes(gather(world=world), range(30))
+
+
+@pytest.mark.parametrize("resident", [1, None])
+def test_right_exchange_passes(resident: int | None) -> None:
+    assert_passes(exchange(), range(30), resident=resident)
+
+
+STORE = "    tl.store(slots_ptr + ((peer * SLOTS + slot) * WORLD + rank) * SIZE + i, tl.load(x_ptr + i))\n"
+BARRIER = "    tl.debug_barrier()\n"
+SIGNAL = '    tl.atomic_add(flags_ptr + peer * WORLD + rank, 1, sem="release", scope="sys")\n'
+TEXT_FAULTS = {
+    "flag before data": (STORE + BARRIER + SIGNAL, BARRIER + SIGNAL + STORE, "wrong result"),
+    "dropped signal": (SIGNAL, "    if rank != 0:\n    " + SIGNAL, "deadlock, blocked: .*flags"),
+    "wrong chunk order": ("wait(flags_ptr + rank * WORLD + source", "wait(flags_ptr + rank * WORLD + turn", "wrong result"),
+    "stale epoch": ("source, epoch, fault_ptr", "source, epoch - 1, fault_ptr", "wrong result"),
+    "no wait": ("        wait(flags_ptr + rank * WORLD + source, epoch, fault_ptr, spin_limit)\n", "", "wrong result"),
+    "signal without barrier": (STORE + BARRIER + SIGNAL, STORE + SIGNAL, "without a CTA barrier"),
+    "relaxed wait": (
+        '    while (seen < epoch) & (spins < spin_limit):\n        seen = tl.atomic_add(flag_ptr, 0, sem="acquire"',
+        '    while (seen < epoch) & (spins < spin_limit):\n        seen = tl.atomic_add(flag_ptr, 0, sem="relaxed"',
+        "a wait acquires at system scope",
+    ),
+    "signal at GPU scope": (SIGNAL, SIGNAL.replace('"sys"', '"gpu"'), "a signal is released at system scope"),
+    "relaxed signal": (SIGNAL, SIGNAL.replace("release", "relaxed"), "a signal is released at system scope"),
+}
+
+
+CLAIM_NEXT = "slot) * TILES + tile) * SIZE + i) + 1)\n        turn = tl.atomic_add(claim_ptr, 1) - first"
+
+
+@pytest.mark.parametrize("fault", TEXT_FAULTS)
+def test_planted_fault_is_found(fault: str) -> None:
+    old, new, report = TEXT_FAULTS[fault]
+    error = assert_caught(gather(mutant(toy_kernels, old, new)), range(30))
+    assert re.search(report, str(error)), error
+
+
+def test_slot_reused_one_epoch_early_is_found() -> None:
+    assert "wrong result" in str(assert_caught(gather(slots=1), range(60)))
+
+
+def test_static_tile_map_deadlocks_when_not_all_ctas_are_resident() -> None:
+    claim = "turn = tl.atomic_add(claim_ptr, 1) - first  # first turn"
+    fixed = mutant(toy_kernels, claim, "turn = tl.program_id(0)")
+    fixed = mutant(fixed, CLAIM_NEXT, CLAIM_NEXT.replace("tl.atomic_add(claim_ptr, 1) - first", "turn + tl.num_programs(0)"))
+    assert_passes(exchange(fixed), range(10))
+    error = assert_caught(exchange(fixed), range(30), resident=1)
+    assert isinstance(error, Deadlock) and "exchange@0" in str(error) and "exchange@1" in str(error)
+
+
+def test_spin_limit_reaches_the_kernels_fault_word() -> None:
+    """With `spin`, a lost signal ends in the kernel's own time-out instead of a deadlock."""
+    deaf = mutant(toy_kernels, SIGNAL, "")
+    error = assert_caught(gather(deaf, spin_limit=50), range(3), spin=True)
+    assert "fault words [1, 1]" in str(error)
+
+
+def test_equal_seeds_give_equal_schedules() -> None:
+    digests = [[run_seed(gather(), seed).digest for seed in range(9)] for _ in range(2)]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 9, "different seeds gave the same schedule"
+
+
+def test_python_actors_copy_signal_and_poll() -> None:
+    """The shape of a copy engine: copy, pause, signal against a poll loop; the right order passes, the wrong one is found."""
+
+    def build_in_order(order: str):
+        def build(scheduler: Scheduler):
+            memory, seen = torch.zeros(2, dtype=torch.int32), []
+            scheduler.watch(memory=memory)
+
+            def writer() -> None:
+                for word in order:
+                    scheduler.step()
+                    memory[int(word)] = 7
+
+            def reader() -> None:
+                while memory[1] == 0:
+                    scheduler.pause()
+                seen.append(int(memory[0]))
+
+            scheduler.spawn("writer", writer)
+            scheduler.spawn("reader", reader, rank=1)
+
+            def check() -> None:
+                assert seen == [7]
+
+            return check
+
+        return build
+
+    assert_passes(build_in_order("01"), range(30))
+    assert "wrong result" in str(assert_caught(build_in_order("10"), range(30)))
+    assert "reader waits for" in str(assert_caught(build_in_order("0"), range(1)))
+
+
+def test_an_exception_names_seed_and_actor() -> None:
+    def build(scheduler: Scheduler):
+        scheduler.spawn("copier", lambda: 1 // 0)
+        return lambda: None
+
+    assert re.match(r"seed 3 .*copier raised ZeroDivisionError", str(failure_of(build, 3)))
+
+
+def test_step_limit_ends_a_schedule_that_never_ends() -> None:
+    def build(scheduler: Scheduler):
+        def busy() -> None:
+            while True:
+                scheduler.pause()
+
+        scheduler.spawn("busy", busy)
+        return lambda: None
+
+    assert isinstance(failure_of(build, 0, step_limit=100), StepLimit)
+
+
+@pytest.mark.parametrize("old", ["no such text", "tl.debug_barrier()"])
+def test_mutation_refuses_text_that_does_not_occur_once(old: str) -> None:
+    with pytest.raises(ValueError, match="occurs [02] times"):
+        mutant(toy_kernels, old, "")
+
+
+def test_planted_fault_reaches_importers_and_is_taken_out_again() -> None:
+    name, importer = "tests.protocol.policies", "tests.protocol.interleaving"
+    with planted(name, "return kind(random.Random(seed))", "return None", reload=[importer]):
+        assert module_of(name).policy_of_seed(0) is None
+        assert module_of(importer).policy_of_seed(0) is None
+    assert module_of(name).policy_of_seed(0) is not None
+    assert module_of(importer).Scheduler is Scheduler

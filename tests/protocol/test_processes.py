@@ -1,0 +1,171 @@
+"""The operators between real processes: every method, shape and policy, compared exactly."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+import torch.distributed as dist
+
+from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
+from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
+from tests.processes import run_ranks, values
+
+
+def _case(method: str, **settings: Any) -> Case:
+    config = OverlapConfig(method=method, timeout_s=30.0, **settings)
+    return Case(dist.group.WORLD, torch.device("cpu"), config)
+
+
+def _every_shape(rank: int, world: int, method: str) -> int:
+    case = _case(method)
+    done = 0
+    for operator in OPERATORS.values():
+        for seed, (rows, k, n) in enumerate(SHAPES.values()):
+            operator(case, rows, k, n, seed=seed, bias=seed % 2 == 0)
+            done += 1
+    shutdown()
+    return done
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("method", ["chunked", "collective", "auto"])
+def test_every_shape(method: str, world: int) -> None:
+    assert values(run_ranks(world, _every_shape, method, limit_s=60)) == [10] * world
+
+
+def test_every_shape_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernels themselves, interpreted, between real processes."""
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    assert values(run_ranks(2, _every_shape, "fused", limit_s=100)) == [10] * 2
+
+
+def _keep_gathered(rank: int, world: int, method: str) -> None:
+    case = _case(method, gathered_input="keep")
+    for rows, k, n in SHAPES.values():
+        OPERATORS["column"](case, rows, k, n)
+
+
+def test_keeping_the_gathered_input_gives_the_same() -> None:
+    values(run_ranks(2, _keep_gathered, "chunked"))
+
+
+def _dtypes(rank: int, world: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        for operator in OPERATORS.values():
+            operator(Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method="chunked"), dtype), (4, 2), 48, 24)
+
+
+def test_half_precision() -> None:
+    values(run_ranks(2, _dtypes))
+
+
+def _strange_layouts(rank: int, world: int) -> None:
+    """Non-contiguous input and weight, frozen weight, input without gradient, two microbatches in flight, recomputation."""
+    case = _case("chunked")
+    wide = case.integers(6, 2, 64, seed=rank).float()
+    x = wide[:, :, ::2].detach().requires_grad_()
+    w = case.integers(32, 24, seed=9 + rank).float().t().detach().requires_grad_()
+    assert not x.is_contiguous() and not w.is_contiguous()
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        hidden = all_gather_linear(x, w, group=case.group, config=case.config)
+        return linear_reduce_scatter(hidden, w.t(), group=case.group, config=case.config)
+
+    def gradients(run: Any, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [t for t in (x, w) if t.requires_grad]
+        return list(torch.autograd.grad(run(x, w).sum(), leaves))
+
+    plain = gradients(block, x, w)
+    dense = gradients(block, x.detach().contiguous().requires_grad_(), w.detach().contiguous().requires_grad_())
+    assert all(torch.equal(a, b) for a, b in zip(plain, dense, strict=True))
+    assert torch.equal(gradients(block, x, w.detach())[0], plain[0])
+    assert torch.equal(gradients(block, x.detach(), w)[0], plain[1])
+
+    def recomputed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(block, x, w, use_reentrant=False)
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(recomputed, x, w), plain, strict=True))
+    first, second = block(x, w).sum(), block(2 * x, w).sum()
+    in_flight = [torch.autograd.grad(loss, (x, w)) for loss in (first, second)]
+    assert torch.equal(in_flight[0][0], plain[0]) and torch.equal(in_flight[1][0], 2 * plain[0])
+    assert torch.equal(in_flight[1][1], 2 * plain[1])
+
+
+def test_layouts_freezing_microbatches_and_recomputation() -> None:
+    values(run_ranks(2, _strange_layouts))
+
+
+def _main_grad(rank: int, world: int) -> None:
+    case = _case("chunked")
+    x = case.integers(4, 2, 16, seed=rank).float().requires_grad_()
+    w = torch.nn.Parameter(case.integers(8, 16, seed=5 + rank).float())
+    all_gather_linear(x, w, group=case.group, config=case.config).sum().backward()
+    expected = w.grad
+    w.grad, w.main_grad = None, torch.full((8, 16), 3.0)
+    for _ in range(2):
+        all_gather_linear(x, w, group=case.group, config=case.config).sum().backward()
+    assert w.grad is None and torch.equal(w.main_grad, 3 + 2 * expected)
+    w.grad_added_to_main_grad, w.zero_out_wgrad = False, True
+    linear_reduce_scatter(x[..., :16].repeat(world, 1, 1), w, group=case.group, config=case.config).sum().backward()
+    assert w.grad_added_to_main_grad is True and w.grad is not None and not w.grad.any()
+
+
+def test_main_grad_accumulation() -> None:
+    values(run_ranks(2, _main_grad))
+
+
+def _sub_group(rank: int, world: int) -> str:
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    if rank == 0:
+        try:
+            all_gather_linear(torch.ones(2, 2), torch.ones(2, 2), group=groups[1])
+        except ValueError as error:
+            return str(error)
+        return "no error"
+    for operator in OPERATORS.values():
+        operator(Case(groups[1], torch.device("cpu"), OverlapConfig(method="chunked")), (3, 2), 20, 12)
+    return "ok"
+
+
+def test_a_group_that_does_not_start_at_rank_0() -> None:
+    outsider, *members = values(run_ranks(3, _sub_group))
+    assert members == ["ok", "ok"]
+    assert "not a member" in outsider
+
+
+def _bits(rank: int, world: int, method: str) -> list[bytes]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(6 * world, 40, generator=generator).requires_grad_()
+    w = torch.randn(24, 40, generator=generator).requires_grad_()
+    config = OverlapConfig(method=method)
+    y = linear_reduce_scatter(x, w, group=dist.group.WORLD, config=config)
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None and w.grad is not None
+    return [t.detach().numpy().tobytes() for t in (y, x.grad, w.grad)]
+
+
+def test_the_same_bits_on_every_run() -> None:
+    first, second = (values(run_ranks(3, _bits, "chunked")) for _ in range(2))
+    assert first == second
+
+
+def _within_bound(rank: int, world: int) -> float:
+    """The largest error of a random bf16 reduction, as a fraction of the bound that its rounding allows."""
+    generator = torch.Generator().manual_seed(1)
+    x, w = torch.randn(8 * world, 96 * world, generator=generator), torch.randn(40, 96 * world, generator=generator)
+    x, w = x.bfloat16(), w.bfloat16()
+    y = linear_reduce_scatter(
+        x.chunk(world, 1)[rank].contiguous(), w.chunk(world, 1)[rank].contiguous(), group=dist.group.WORLD
+    )
+    exact = (x.double() @ w.double().t()).chunk(world, 0)[rank]
+    bound = rounding_bound(x, w.t(), torch.bfloat16, world).chunk(world, 0)[rank]
+    return float(((y.double() - exact).abs() / bound).max())
+
+
+def test_random_numbers_stay_within_the_rounding_bound() -> None:
+    worst = max(values(run_ranks(2, _within_bound)))
+    assert 0 < worst <= 1
