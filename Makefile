@@ -20,9 +20,9 @@ test: ## every test that needs no GPU (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main
 	$(pytest) tests/unit tests/protocol tests/megatron $(TEST_ARGS)
 
-test-gpu: ## the GPU tests, on 2 or 4 GPUs
+test-gpu: ## the GPU tests, on 2 or 4 GPUs, for every provider (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main
-	launch/torchrun.sh -m pytest tests/gpu $(TEST_ARGS)
+	launch/test_gpu.sh $(python) $(TEST_ARGS)
 
 test-other: ## the suite's fast part on the other Python and Megatron-Core
 	$(bootstrap) other

@@ -8,18 +8,21 @@ the validation loss next to that of a byte-bigram model, and a sample of generat
 
 from __future__ import annotations
 
-import argparse
 import logging
+import os
 import sys
 import warnings
 
 import torch.distributed as dist
 from gpt.errors import RecipeError, refused_by_rule
 from gpt.rules import resolve
-from gpt.settings import Parser, Settings, add_settings, defaults, settings_from_args
+from gpt.settings import HelpFormatter, Parser, Settings, add_settings, defaults, settings_from_args
 from gpt.world import World, find_world, join
 from overlap_train import OverlapConfig, OverlapTimeoutError, shutdown
 from overlap_train.flags import add_flags, config_from_args
+
+
+USAGE = "torchrun --nproc-per-node RANKS recipes/pretrain_gpt.py [flags]"
 
 
 def main() -> int:
@@ -32,13 +35,29 @@ def main() -> int:
         from gpt.run import run  # Megatron-Core takes seconds to import, which --help and a wrong flag need not wait for
 
         run(settings, overlap, world)
-    except RecipeError as error:  # the same on every rank
-        return refuse(error) if world.rank == 0 else 2
-    except OverlapTimeoutError as error:  # names this rank and its missing peer
-        return refuse(error)
-    shutdown()
-    dist.destroy_process_group()
+    except RecipeError as error:  # raised on every rank, told once
+        if world.rank == 0:
+            tell(error)
+        leave()
+        return 2
+    except OverlapTimeoutError as error:  # names this rank and the peer that is missing
+        tell(error)
+        os._exit(3)  # leaving in good order would wait for that peer
+    leave()
     return 0
+
+
+def tell(error: Exception) -> None:
+    """One line on the error stream."""
+    sys.stdout.flush()
+    print(f"pretrain_gpt: error: {error}", file=sys.stderr, flush=True)
+
+
+def leave() -> None:
+    """Free symmetric memory and the process groups; collective."""
+    if dist.is_initialized():
+        shutdown()
+        dist.destroy_process_group()
 
 
 def hush_megatron() -> None:
@@ -60,18 +79,12 @@ def read_flags(arguments: list[str], world: World) -> tuple[Settings, OverlapCon
     Raises:
         RecipeError: flags that are wrong by themselves or contradict each other.
     """
-    parser = Parser("pretrain_gpt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("pretrain_gpt", usage=USAGE, description=__doc__, formatter_class=HelpFormatter)
     add_flags(add_settings(parser, defaults(on_gpu=world.device.type == "cuda")))
     args = parser.parse_args(arguments)
     with refused_by_rule():
         overlap = config_from_args(args)
     return resolve(settings_from_args(args), world.size), overlap
-
-
-def refuse(error: Exception) -> int:
-    """One line, and the exit status for it."""
-    print(f"pretrain_gpt: error: {error}", file=sys.stderr, flush=True)
-    return 2
 
 
 if __name__ == "__main__":

@@ -24,10 +24,12 @@ def accumulates(
     """Whether overlapped calls of `linear` add their weight gradient into weight.main_grad.
 
     True where config.main_grad asks for it, main_grad is fp32, and somebody will look for the gradient there: DDP (it marks
-    the parameter) or gradient accumulation fusion. A 16-bit main_grad is left to DDP's hook.
+    the parameter) or gradient accumulation fusion. A 16-bit main_grad is left to DDP's hook, and FSDP's to FSDP.
     """
     main_grad = getattr(weight, "main_grad", None)
     if config.main_grad != "accumulate" or main_grad is None or main_grad.dtype != torch.float32:
+        return False
+    if getattr(weight, "__fsdp_param__", False):
         return False
     return hasattr(weight, "grad_added_to_main_grad") or linear.gradient_accumulation_fusion
 

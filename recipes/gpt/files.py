@@ -50,8 +50,8 @@ def damage(folder: Path) -> str:
                 return f"{folder / name} has {found} bytes instead of {size}"
             if _hash(folder / name) != digest:
                 return f"{folder / name} was changed after it was written"
-    except (OSError, ValueError) as error:
-        return f"{folder / MANIFEST} or a file in it is missing or unreadable ({error})"
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: JSON, but not a listing
+        return f"{folder / MANIFEST} or a file that it lists is missing or unreadable ({error})"
     return ""
 
 

@@ -103,7 +103,7 @@ def _check_checkpoint(settings: Settings) -> None:
 
 def _check_divides(settings: Settings, divisor: str, name: str, why: str) -> None:
     if getattr(settings, name) % getattr(settings, divisor):
-        raise RecipeError(f"{_shown(settings, name)} must be a multiple of {_shown(settings, divisor)}: {why}")
+        raise RecipeError(f"{_shown(settings, name)} must be a multiple of {_shown(settings, divisor)}: {why}; change one")
 
 
 def _shown(settings: Settings, name: str) -> str:

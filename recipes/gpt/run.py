@@ -107,7 +107,7 @@ def introduction(trainer: Trainer, datasets: Datasets, world: World) -> str:
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     return (
         f" {text}: {_tokens(datasets.train)} bytes to train on, {_tokens(datasets.valid)} to validate\n"
-        f" {world.size} ranks on {device}: tensor parallel {tp}, data parallel {world.size // tp}; "
+        f" {world.size} rank{'s' * (world.size > 1)} on {device}: tensor parallel {tp}, data parallel {world.size // tp}; "
         f"{parameters / 1e6:.2f} M parameters a rank, {trainer.model.config.params_dtype}\n"
         f" Megatron-Core {megatron.core.__version__}, torch {torch.__version__}"
     )

@@ -11,6 +11,8 @@ from gpt.errors import RecipeError
 
 CACHE = Path.home() / ".cache" / "overlap_train" / "pretrain_gpt"
 
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+
 
 def _option(group: str, default: Any, help: str) -> Any:
     return field(default=default, metadata={"group": group, "help": help})
@@ -20,7 +22,7 @@ def _option(group: str, default: Any, help: str) -> Any:
 class Settings:
     """Every field is a flag: `num_layers` is `--num-layers`. These defaults train on two CPU cores in some minutes."""
 
-    text: str = _option("data", "", "text file to train on; empty: the topics of Python's own help()")
+    text: str = _option("data", "", "file to train on; without it, the topics of Python's own help()")
     data_dir: str = _option("data", str(CACHE), "where index files are kept; shared by all nodes")
     num_layers: int = _option("model", 4, "transformer layers")
     hidden_size: int = _option("model", 128, "width of the residual stream")
@@ -77,16 +79,25 @@ class Parser(argparse.ArgumentParser):
         raise RecipeError(f"{message} (--help lists the flags)")
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wide enough for a flag and its meaning in one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=120)
+
+
 def add_settings(parser: argparse.ArgumentParser, initial: Settings) -> argparse.ArgumentParser:
-    """Add one flag for each field of Settings, grouped, with the values of `initial` as defaults; returns the parser."""
+    """Add one flag for each field of Settings, in groups, with the values of `initial` as defaults; returns the parser."""
     groups: dict[str, Any] = {}
     for option in fields(Settings):
-        title = option.metadata["group"]
-        group = groups.setdefault(title, None) or parser.add_argument_group(title)
-        groups[title] = group
+        title, help = option.metadata["group"], option.metadata["help"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
         value = getattr(initial, option.name)
-        shown = f" (default: {value!r})" if isinstance(value, str) else f" (default: {value})"
-        group.add_argument(flag(option.name), type=type(value), default=value, help=option.metadata["help"] + shown)
+        shown = f" (default: {value})" if value != "" else ""
+        groups[title].add_argument(
+            flag(option.name), type=type(value), default=value, metavar=METAVARS[type(value)], help=help + shown
+        )
     return parser
 
 

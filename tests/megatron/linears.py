@@ -79,7 +79,7 @@ def _pair(kind: type, overlap: OverlapConfig | None, tensor_parallel: int, defau
     own = kind(
         FEATURES_IN, FEATURES_OUT, config=config, init_method=torch.nn.init.zeros_, tp_group=group, **arguments
     )
-    for index, parameter in enumerate(own.parameters()):
+    for index, parameter in enumerate(own.parameters()):  # copy_ casts to the dtype of the parameter
         parameter.data.copy_(integers(*parameter.shape, seed=10 * group.rank() + index))
     if own.bias is not None and kind is RowParallelLinear:
         own.bias.data.copy_(integers(FEATURES_OUT, seed=5))  # one bias, the same on every rank
@@ -105,7 +105,7 @@ def run(linear: Any, x: torch.Tensor, **arguments: Any) -> dict[str, torch.Tenso
     """One forward and backward with integer-valued output gradients: outputs and gradients by name."""
     x = x.clone().requires_grad_()
     y, returned_bias = linear(x, **arguments)
-    y.backward(integers(*y.shape, seed=77))
+    y.backward(integers(*y.shape, seed=77).to(y.dtype))
     grads = {f"grad of {name}": parameter.grad for name, parameter in linear.named_parameters()}
     return {"y": y.detach(), "returned bias": returned_bias, "grad of x": x.grad, **grads}
 

@@ -6,6 +6,7 @@ it is about is the one that ran.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -67,6 +68,20 @@ def test_column_overlaps(workers: Workers, method: str, arguments: dict[str, Any
 @pytest.mark.parametrize("arguments", [{"bias": False}, {"skip_bias_add": False}, {"skip_bias_add": True}], ids=str)
 def test_row_overlaps(workers: Workers, method: str, arguments: dict[str, Any]) -> None:
     workers.call(row, method, arguments)
+
+
+def sixteen_bits(method: str, dtype: torch.dtype) -> None:
+    """Sums stay below 256, so that even bf16 holds each of them exactly."""
+    changes = {"config_changes": {"params_dtype": dtype}}
+    overlap = OverlapConfig(method=method)
+    check(column_pair(overlap, **changes), column_input().to(dtype), reason=None)
+    check(row_pair(overlap, **changes), row_input().to(dtype), reason=None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bit_linears_overlap(workers: Workers, method: str, dtype: torch.dtype) -> None:
+    workers.call(sixteen_bits, method, dtype)
 
 
 def column_keeps_gathered_input() -> None:
@@ -284,6 +299,26 @@ def indivisible() -> None:
 
 def test_indivisible_sequence_is_megatrons_error(workers: Workers) -> None:
     workers.call(indivisible)
+
+
+def deferred_weight_gradient() -> None:
+    """With defer_embedding_wgrad_compute the output layer puts dy aside, and Megatron computes dW after the pipeline."""
+    pair, buffers = column_pair(bias=False), []
+    for linear in (pair.own, pair.overlapped):
+        linear.config = copy.copy(linear.config)
+        linear.config.defer_embedding_wgrad_compute, linear.config.wgrad_deferral_limit = True, 0
+        linear.embedding_activation_buffer, linear.grad_output_buffer = [], []
+        linear.gradient_accumulation_fusion = True  # Megatron defers with fusion only
+        linear.weight.main_grad = torch.zeros_like(linear.weight)
+        buffers.append(linear.grad_output_buffer)
+    check(pair, column_input(), "the weight gradient is deferred (defer_embedding_wgrad_compute)")
+    assert pair.overlapped.weight.grad is None
+    torch.testing.assert_close(buffers[0], buffers[1], rtol=0, atol=0)
+    assert len(buffers[0]) == 1
+
+
+def test_deferred_weight_gradient_falls_back(workers: Workers) -> None:
+    workers.call(deferred_weight_gradient)
 
 
 def not_contiguous() -> None:

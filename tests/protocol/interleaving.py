@@ -16,6 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 import torch
@@ -54,6 +55,7 @@ class Actor:
     parked: bool = False
     predicate: Callable[[], bool] | None = None  # set while a Python actor waits for a condition
     waits_for: str = ""
+    polls_for: str = "something it polls through pause()"
     parked_at_version: int = -1
     stored_since_barrier: bool = False
 
@@ -119,7 +121,7 @@ class Scheduler:
 
     def patch(self, owner: object, name: str, value: object) -> None:
         """Set an attribute for the duration of `run`."""
-        self._hooks.patches.append((owner, name, value))
+        self._hooks.patches.append(mock.patch.object(owner, name, value))
 
     def step(self) -> None:
         """Let others run before the calling Python actor's next effect on memory."""
@@ -132,8 +134,12 @@ class Scheduler:
         actor = self._current()
         wrote = self._note_python_writes()
         actor.parked, actor.parked_at_version = not wrote, self._version
-        actor.waits_for = "something it polls through pause()"
+        actor.waits_for = actor.polls_for
         self._switch(actor, "pause")
+
+    def polls_for(self, what: str) -> None:
+        """Name what the calling Python actor polls for from here on."""
+        self._current().polls_for = what
 
     def wait_until(self, predicate: Callable[[], bool], what: str) -> None:
         """Block the calling Python actor until `predicate()` holds; `what` names it in a deadlock report."""
@@ -178,7 +184,7 @@ class Scheduler:
         polling = access.reads_only and seen is not None and seen[2] >= (1 if access.is_poll else SAME_WORD_READS)
         if polling:
             actor.parked, actor.parked_at_version = True, self._version
-            words = ", ".join(f"{self._name_of(word)} == {seen[1]}" for word, seen in actor.words.items())
+            words = ", ".join(f"{self.name_of(word)} == {seen[1]}" for word, seen in actor.words.items())
             actor.waits_for = f"{words} to change"
         self._switch(actor, str(access))
 
@@ -214,7 +220,7 @@ class Scheduler:
                 continue
             pollers = [actor for actor in self._actors if actor.predicate is None]
             if not pollers or (idle_rounds >= CONFIRM_ROUNDS and not self.spin):
-                raise Deadlock(self._message("deadlock, blocked: " + "; ".join(map(_describe, self._actors))))
+                raise Deadlock(self._message("deadlock, blocked: " + "; ".join(map(_describe, reversed(self._actors)))))
             idle_rounds += 1
             for actor in pollers:
                 self._resume(actor)
@@ -309,7 +315,8 @@ class Scheduler:
         self.trace.append(what)
         self.digest = zlib.crc32(what.encode(), self.digest)
 
-    def _name_of(self, address: int) -> str:
+    def name_of(self, address: int) -> str:
+        """A watched word by name and index."""
         for name, (tensor, buffer) in self._watched.items():
             offset = address - tensor.data_ptr()
             if 0 <= offset < buffer.nbytes:

@@ -8,7 +8,7 @@ The interpreter is sequentially consistent, so the rules of memory order cannot 
 
     a poll (`atomic_add(p, 0)`) acquires at system scope
     an atomic write of a word that somebody polls releases at system scope
-    a release follows a CTA barrier when the CTA has stored a block since the last one
+    before that write comes a CTA barrier, if the CTA has stored a block since the last one
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -72,7 +72,7 @@ class InterpreterHooks:
         self._scheduler = scheduler
         self._undo = ExitStack()
         self._builder = interpreter.interpreter_builder
-        self.patches: list[tuple[object, str, object]] = []
+        self.patches: list[AbstractContextManager[object]] = []
 
     def __enter__(self) -> InterpreterHooks:
         language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
@@ -80,7 +80,7 @@ class InterpreterHooks:
         nothing = SimpleNamespace(restore=lambda: None)
         self._patch(interpreter, "_patch_lang", lambda fn: nothing)
         for patch in self.patches:
-            self._patch(*patch)
+            self._undo.enter_context(patch)
         self._patch(interpreter.GridExecutor, "__call__", self._launcher())
         for method, access_of in _ACCESSES.items():
             self._patch(interpreter.InterpreterBuilder, method, self._switching(method, access_of))
@@ -145,8 +145,8 @@ class InterpreterHooks:
                 fault = f"polls with {semantic}, {scope}; a wait acquires at system scope"
         elif access.address in signals and (semantic not in _RELEASING or scope != _SCOPE.SYSTEM):
             fault = f"signals with {semantic}, {scope}; a signal is released at system scope"
-        elif actor.stored_since_barrier and (semantic == _SEMANTIC.RELEASE or access.address in signals):
-            fault = "releases after a store without a CTA barrier between; other threads' stores are not ordered"
+        elif access.address in signals and actor.stored_since_barrier:
+            fault = "signals after a store without a CTA barrier between; other threads' stores are not ordered"
         if fault:
             raise self._scheduler.fail(actor, fault)
 

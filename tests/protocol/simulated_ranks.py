@@ -15,6 +15,7 @@ import importlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,15 +36,22 @@ def core(name: str) -> ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a simulated machine looks like: ranks, CTAs of a persistent launch, time-out, waits in kernels or on the host."""
+    """What a simulated machine looks like.
+
+    ctas: of a persistent launch. device_waits: chunks are awaited by kernels, as on GPUs, not by the host. stopped: ranks whose
+    engine drops its pushes.
+    """
 
     world_size: int
     ctas: int = 2
     timeout_s: float = 60.0
     device_waits: bool = False
+    stopped: tuple[int, ...] = ()
+    scratch: dict[int, list[torch.Tensor]] = dataclasses.field(default_factory=dict)  # what the running call allocated
 
     def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
         """The domains of all ranks, with an engine actor each; patches the core for the duration of the run."""
+        self.scratch.clear()
         layout = core("workspace").Layout(self.world_size, SLOT_BYTES, SLOT_BYTES)
         heap = SimulatedHeap(self.world_size, layout)
         self._patch(scheduler)
@@ -51,6 +59,18 @@ class Simulation:
         for domain in domains:
             _name_words(scheduler, heap, domain)
         return domains
+
+    def spawn_hosts(self, scheduler: Scheduler, body: Callable[[SimulatedDomain], None]) -> None:
+        """One host actor per rank that runs `body(domain)` and then ends the rank's engine."""
+
+        def host(domain: SimulatedDomain) -> None:
+            try:
+                body(domain)
+            finally:
+                domain.engine.close()
+
+        for domain in self.ranks(scheduler):
+            scheduler.spawn(f"host{domain.rank}", partial(host, domain), rank=domain.rank)
 
     def _patch(self, scheduler: Scheduler) -> None:
         tiles = core("operators.tiles")
@@ -60,7 +80,7 @@ class Simulation:
         for waiting in ("workspace", "copy_engine"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
         scheduler.patch(core("kernels.signal"), "clock", lambda spins, TIMED: spins)  # the interpreter has no device clock
-        scheduler.patch(torch.Tensor, "new_empty", _poisoned)
+        scheduler.patch(torch.Tensor, "new_empty", _poisoned_empty(scheduler, self.scratch))
 
 
 class SimulatedHeap:
@@ -86,16 +106,20 @@ class SimulatedDomain:
 
     def __init__(self, simulation: Simulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int) -> None:
         self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
+        self._scratch = simulation.scratch
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
         self.fault, self.heap, self.layout = FaultRecord(self.device), heap, layout
-        self.engine = SimulatedEngine(scheduler, rank, simulation.timeout_s)
+        self.engine = SimulatedEngine(scheduler, rank, simulation.timeout_s, rank in simulation.stopped)
         self.gather, self.scatter = (self._channel(name, simulation.device_waits) for name in ("gather", "scatter"))
-
-    def close(self) -> None:
-        self.engine.close()
 
     def operator(self) -> AbstractContextManager[None]:
         return core("domain").OverlapDomain.operator(self)
+
+    def reuse_memory(self, keep: torch.Tensor) -> None:
+        """What an allocator may do once an operator has ended: memory that it allocated holds something else."""
+        for tensor in self._scratch.pop(self.rank, []):
+            if tensor.data_ptr() != keep.data_ptr():
+                tensor.fill_(torch.nan)
 
     def _channel(self, name: str, device_waits: bool) -> Any:
         timeout_s = self.config.timeout_s
@@ -110,8 +134,8 @@ class SimulatedDomain:
 class SimulatedEngine:
     """A `CopyEngine` whose worker is an actor. `stopped`: it drops its pushes, as a dead rank's would."""
 
-    def __init__(self, scheduler: Scheduler, rank: int, timeout_s: float) -> None:
-        self.stopped = False
+    def __init__(self, scheduler: Scheduler, rank: int, timeout_s: float, stopped: bool) -> None:
+        self._stopped = stopped
         self._scheduler, self._timeout_s = scheduler, timeout_s
         self._queue: deque[Any] = deque()
         self._closed = False
@@ -140,13 +164,15 @@ class SimulatedEngine:
             self._scheduler.wait_until(lambda: self._queue or self._closed, "a push or the end")
             if not self._queue:
                 return
-            if not self.stopped:
-                run_push(self._stepwise(self._queue[0]), lambda seconds: self._scheduler.pause(), self._timeout_s)
+            if not self._stopped:
+                run_push(self._stepwise(self._queue[0]), lambda seconds: self._scheduler.step(), self._timeout_s)
             self._queue.popleft()
 
     def _stepwise(self, push: Any) -> Any:
         if push.after is not None:
-            self._scheduler.signals.add(push.after[0].data_ptr())
+            address = push.after[0].data_ptr()
+            self._scheduler.signals.add(address)
+            self._scheduler.polls_for(f"{self._scheduler.name_of(address)} to reach {push.after[1]}")
         return dataclasses.replace(
             push,
             target=_Stepwise(self._scheduler, push.target, pieces=2),
@@ -181,10 +207,17 @@ def _poll_under(scheduler: Scheduler) -> Callable[..., bool]:
     return poll
 
 
-def _poisoned(tensor: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
-    """`Tensor.new_empty`, filled with NaN."""
-    fresh = torch.empty(*shape, dtype=options.get("dtype", tensor.dtype))
-    return fresh.fill_(torch.nan) if fresh.is_floating_point() else fresh
+def _poisoned_empty(scheduler: Scheduler, scratch: dict[int, list[torch.Tensor]]) -> Callable[..., torch.Tensor]:
+    """`Tensor.new_empty`, filled with NaN and noted in `scratch` by rank."""
+
+    def new_empty(tensor: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
+        fresh = torch.full(torch.Size(shape if isinstance(shape[0], int) else shape[0]), torch.nan, dtype=tensor.dtype)
+        actor = scheduler.running_actor()
+        if actor is not None:
+            scratch.setdefault(actor.rank, []).append(fresh)
+        return fresh
+
+    return new_empty
 
 
 def _name_words(scheduler: Scheduler, heap: SimulatedHeap, domain: SimulatedDomain) -> None:

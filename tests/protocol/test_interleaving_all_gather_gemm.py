@@ -2,52 +2,76 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-import torch
 
 pytest.importorskip("greenlet")
 
-from tests.protocol.explore import Build, assert_caught, assert_passes
-from tests.protocol.interleaving import Scheduler
-from tests.protocol.mutation import planted
-from tests.protocol.simulated_ranks import TILE, Simulation, core
+from tests.protocol.explore import assert_caught, assert_passes
+from tests.protocol.faults import Fault, fused_faults, host_faults
+from tests.protocol.interleaving import StepLimit
+from tests.protocol.operator_problems import gathers
+from tests.protocol.simulated_ranks import Simulation
 
-CALLS = 4  # both slots are used twice
+OPERATOR, KERNEL = "operators.all_gather_gemm", "kernels.all_gather_gemm"
 
+FUSED_FAULTS = {
+    **host_faults(),
+    **fused_faults(KERNEL),
+    "wrong chunk order": Fault(KERNEL, "shard_ptr = gathered_ptr + source", "shard_ptr = gathered_ptr + (source + 1) % WORLD"),
+}
 
-def integers(*shape: int, seed: int) -> torch.Tensor:
-    """Small integers as fp32: products and sums are exact in any order."""
-    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
-
-
-def gathers(world: int, method: str = "fused", **machine: object) -> Build:
-    """`CALLS` calls of [W, m, k] @ [k, n] with other numbers in each; every rank has to get all rows right."""
-    x = integers(CALLS, world, TILE, TILE, seed=1)
-    b = integers(world, TILE, 2 * TILE, seed=2)
-
-    def build(scheduler: Scheduler):
-        domains = Simulation(world, **machine).ranks(scheduler)
-        y: dict[tuple[int, int], torch.Tensor] = {}
-
-        def host(rank: int) -> None:
-            domain = domains[rank]
-            for call in range(CALLS):
-                with domain.operator():
-                    gather = core("operators.all_gather_gemm").start_all_gather(domain, x[call, rank], method, "test")
-                    y[rank, call] = gather.matmul(b[rank])
-            domain.close()
-
-        def check() -> None:
-            wrong = [at for at, got in y.items() if not torch.equal(got, x[at[1]].flatten(0, 1) @ b[at[0]])]
-            assert not wrong, f"(rank, call) {wrong}"
-
-        for rank in range(world):
-            scheduler.spawn(f"host{rank}", lambda rank=rank: host(rank), rank=rank)
-        return check
-
-    return build
+CHUNKED_FAULTS = {
+    **host_faults(),
+    "no wait": Fault(OPERATOR, "            self._call.wait(source)\n            torch.mm", "            torch.mm"),
+}
 
 
+@pytest.mark.parametrize(("world", "seeds"), [(2, 50), (3, 30)])
+def test_fused_passes(world: int, seeds: int) -> None:
+    assert_passes(gathers("fused", Simulation(world)), range(seeds))
+
+
+def test_fused_passes_with_one_resident_cta_of_three() -> None:
+    assert_passes(gathers("fused", Simulation(2, ctas=3)), range(15), resident=1)
+
+
+@pytest.mark.parametrize("device_waits", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
-def test_fused_passes(world: int) -> None:
-    assert_passes(gathers(world), range(30))
+def test_chunked_passes(world: int, device_waits: bool) -> None:
+    assert_passes(gathers("chunked", Simulation(world, device_waits=device_waits)), range(100))
+
+
+@pytest.mark.parametrize("fault", FUSED_FAULTS)
+def test_fault_of_fused_is_caught(fault: str) -> None:
+    with FUSED_FAULTS[fault].planted():
+        error = assert_caught(gathers("fused", Simulation(3 if "somebody" in fault else 2)), range(30))
+    assert re.search(FUSED_FAULTS[fault].report, str(error)), error
+
+
+@pytest.mark.parametrize("fault", CHUNKED_FAULTS)
+@pytest.mark.parametrize("device_waits", [False, True])
+def test_fault_of_chunked_is_caught(fault: str, device_waits: bool) -> None:
+    with CHUNKED_FAULTS[fault].planted():
+        error = assert_caught(gathers("chunked", Simulation(3, device_waits=device_waits)), range(100))
+    assert re.search(CHUNKED_FAULTS[fault].report, str(error)), error
+
+
+@pytest.mark.parametrize(("method", "device_waits"), [("fused", False), ("chunked", True), ("chunked", False)])
+def test_stopped_peer_is_named(method: str, device_waits: bool) -> None:
+    """Rank 1 computes, but sends nothing: rank 0 reports it by name once its spin limit is reached."""
+    machine = Simulation(2, timeout_s=0.01, device_waits=device_waits, stopped=(1,))
+    limit = {"timeout_s": 1e-7} if device_waits else {}  # those kernels count nanoseconds
+    machine = Simulation(2, **{"timeout_s": 0.01, "device_waits": device_waits, "stopped": (1,), **limit})
+    error = assert_caught(gathers(method, machine, calls=1), range(1), spin=True)
+    report = r"gather: rank 0 waited .* s for the chunk of rank 1: expected epoch 1, seen 0"
+    assert re.search(report, str(error)), error
+
+
+def test_unbounded_wait_is_caught() -> None:
+    fault = Fault("kernels.signal", "(seen < epoch) & (late == 0)", "(seen < epoch)", reload=(KERNEL,))
+    machine = Simulation(2, timeout_s=0.01, stopped=(1,))
+    with fault.planted():
+        error = assert_caught(gathers("fused", machine, calls=1), range(1), spin=True, step_limit=5000)
+    assert isinstance(error, StepLimit)

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Runs tests/gpu once for every provider, domain size and CUDA_DEVICE_MAX_CONNECTIONS. Prints rank 0, and the others if it fails.
+#   launch/test_gpu.sh PYTHON [pytest arguments]
+# LOGS: folder for each rank's output (default runs/test-gpu). PROVIDERS: providers to test (default "nvshmem torch").
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+python=$1
+shift
+logs=${LOGS:-runs/test-gpu}
+gpus=$("$python" -c 'import torch; print(min(torch.cuda.device_count(), 4))')
+if [ "$gpus" -lt 2 ]; then
+  echo "make test-gpu: needs 2 GPUs, found $gpus" >&2
+  exit 1
+fi
+sizes=$gpus
+[ "$gpus" -eq 4 ] && sizes="4 2"
+
+failed=0
+for size in $sizes; do
+  for provider in ${PROVIDERS:-nvshmem torch}; do
+    for connections in 1 8; do
+      name="$provider-domain$size-connections$connections"
+      echo "== $gpus GPUs: $name"
+      mkdir -p "$logs/$name"
+      if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
+        --nproc-per-node "$gpus" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \
+        -m pytest tests/gpu -q --provider "$provider" --domain-size "$size" "$@" \
+        2>"$logs/$name/torchrun.log"; then
+        failed=$((failed + 1))
+        find "$logs/$name" -name stdout.log -not -path '*/0/*' -exec sh -c 'echo "-- $1"; tail -n 40 "$1"' _ {} \;
+      fi
+    done
+  done
+done
+[ "$failed" -eq 0 ] || echo "make test-gpu: $failed sessions failed; each rank's output is under $logs" >&2
+exit "$failed"

@@ -1,0 +1,100 @@
+"""Checkpoints do not know about overlap: written with it on they load with it off, and the other way round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from overlap_train import OverlapConfig
+
+from tests.megatron.models import LLAMA, Recipe, gpt, optimizer_of, train, wrap
+from tests.megatron.workers import Workers
+
+WITH = Recipe(LLAMA, overlap=OverlapConfig())
+WITHOUT = replace(WITH, overlap=None)
+DIRECTIONS = pytest.mark.parametrize(("saved", "loaded"), [(WITH, WITHOUT), (WITHOUT, WITH)], ids=["on to off", "off to on"])
+
+
+def same_keys() -> None:
+    on, off = gpt(WITH), gpt(WITHOUT)
+    assert list(on.state_dict()) == list(off.state_dict())
+    assert on.sharded_state_dict().keys() == off.sharded_state_dict().keys()
+    attributes = [[(name, sorted(p.__dict__)) for name, p in model.named_parameters()] for model in (on, off)]
+    assert attributes[0] == attributes[1], "parameters carry Megatron's marks and no others"
+
+
+def test_keys_and_parameter_marks_are_megatrons(workers: Workers) -> None:
+    workers.call(same_keys)
+
+
+def through_state_dict(saved: Recipe, loaded: Recipe) -> None:
+    _, model = train(saved, steps=2)
+    other = gpt(loaded)
+    assert str(other.load_state_dict(model.module.state_dict())) == "<All keys matched successfully>"
+    assert_equal(model.module, other)
+
+
+@DIRECTIONS
+def test_state_dict(workers: Workers, saved: Recipe, loaded: Recipe) -> None:
+    workers.call(through_state_dict, saved, loaded)
+
+
+def through_dist_checkpointing(saved: Recipe, loaded: Recipe, folder: str) -> None:
+    """The weights in Megatron's sharded format."""
+    _, model = train(saved, steps=2)
+    dist_checkpointing.save({"model": model.module.sharded_state_dict()}, folder)
+    dist.barrier()
+    other = gpt(loaded)
+    state = dist_checkpointing.load({"model": other.sharded_state_dict()}, folder)
+    other.load_state_dict(state["model"])
+    assert_equal(model.module, other)
+
+
+@DIRECTIONS
+def test_sharded_checkpoint(workers: Workers, saved: Recipe, loaded: Recipe, tmp_path: Path) -> None:
+    workers.call(through_dist_checkpointing, saved, loaded, str(tmp_path))
+
+
+def resumed(saved: Recipe, loaded: Recipe, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of steps three and four: run through, and after a resume of model and optimizer."""
+    from tests.megatron.models import batches, forward_backward
+
+    def step_twice(recipe: Recipe, model: torch.nn.Module, optimizer: object) -> list[float]:
+        losses, data = [], batches(seed=9)
+        for _ in range(2):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            losses.append(forward_backward(recipe, model, data))
+            optimizer.step()
+        return losses
+
+    first = wrap(saved, gpt(saved))
+    optimizer = optimizer_of(first)
+    step_twice(saved, first, optimizer)
+    shards = first.module.sharded_state_dict()
+    dist_checkpointing.save({"model": shards, "optimizer": optimizer.sharded_state_dict(shards)}, folder)
+    expected = step_twice(saved, first, optimizer)
+
+    second = wrap(loaded, gpt(loaded))
+    optimizer = optimizer_of(second)
+    shards = second.module.sharded_state_dict()
+    wanted = {"model": shards, "optimizer": optimizer.sharded_state_dict(shards, is_loading=True)}
+    state = dist_checkpointing.load(wanted, folder)
+    second.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return expected, step_twice(loaded, second, optimizer)
+
+
+@DIRECTIONS
+def test_resume_with_optimizer(workers: Workers, saved: Recipe, loaded: Recipe, tmp_path: Path) -> None:
+    for expected, actual in workers.call(resumed, saved, loaded, str(tmp_path)):
+        assert actual == pytest.approx(expected, rel=1e-5)
+
+
+def assert_equal(left: torch.nn.Module, right: torch.nn.Module) -> None:
+    for (name, a), b in zip(left.named_parameters(), right.parameters(), strict=True):
+        assert torch.equal(a, b), name

@@ -1,0 +1,108 @@
+"""Every reason to fall back, one by one, on stand-ins for a linear: also those that no CPU process can reach."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from overlap_train.integrations.megatron.fallback import fallback_reason, standing_reason
+
+
+def linear(**changes: Any) -> SimpleNamespace:
+    """A column-parallel linear that overlaps, as far as fallback_reason looks at it; `config__x` changes its config."""
+    config = {"transformer_impl": "local", "fp8": None, "fp4": None, "cpu_offloading": False}
+    config.update({name.removeprefix("config__"): v for name, v in changes.items() if name.startswith("config__")})
+    settings = {
+        "is_expert": False,
+        "explicit_expert_comm": False,
+        "tp_group": SimpleNamespace(size=lambda: 2),
+        "sequence_parallel": True,
+        "disable_grad_reduce": False,
+        "gtp_remat_size": 1,
+        "training": True,
+        "config": SimpleNamespace(**config),
+    }
+    settings.update({name: value for name, value in changes.items() if not name.startswith("config__")})
+    return SimpleNamespace(**settings)
+
+
+def weight(**attributes: Any) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+X = torch.ones(2, 1, 4)
+
+
+def test_nothing_against_overlap() -> None:
+    assert fallback_reason(linear(), X, weight()) is None
+    assert fallback_reason(linear(input_is_parallel=True), X, weight()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"is_expert": True}, "expert"),
+        ({"explicit_expert_comm": True}, "expert"),
+        ({"tp_group": SimpleNamespace(size=lambda: 1)}, "size 1"),
+        ({"sequence_parallel": False}, "no sequence parallelism"),
+        ({"disable_grad_reduce": True}, "disable_grad_reduce"),
+        ({"input_is_parallel": False}, "not split over the ranks"),
+        ({"gtp_remat_size": 2}, "generalized tensor parallelism"),
+        ({"config__transformer_impl": "inference_optimized"}, "inference_optimized"),
+        ({"config__fp8": "e4m3"}, "fp8"),
+        ({"config__fp4": "e2m1"}, "fp4"),
+        ({"config__cpu_offloading": True}, "offloaded"),
+        ({"config__fine_grained_activation_offloading": True}, "offloaded"),
+        ({"training": False}, "evaluation mode"),
+    ],
+    ids=str,
+)
+def test_settings_of_the_linear(changes: dict[str, Any], reason: str) -> None:
+    assert reason in str(fallback_reason(linear(**changes), X, weight()))
+
+
+def test_frozen_and_fsdp_weights() -> None:
+    frozen = weight().requires_grad_(False)
+    assert fallback_reason(linear(), X, frozen) == standing_reason(linear(), frozen) == "frozen weight"
+    assert "FSDP" in str(fallback_reason(linear(), X, weight(__fsdp_param__=True)))
+    assert standing_reason(linear(), None) is None, "the output layer's tied weight is not known before the call"
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"grad_output_buffer": []}, "deferred"),
+        ({"wgrad_deferral_limit": 0}, "deferred"),
+        ({"output_dtype": torch.float32}, "output_dtype=torch.float32"),
+    ],
+    ids=str,
+)
+def test_arguments_of_the_call(call: dict[str, Any], reason: str) -> None:
+    assert reason in str(fallback_reason(linear(), X, weight(), call))
+    assert fallback_reason(linear(), X, weight(), dict.fromkeys(call)) is None
+
+
+def test_dtypes() -> None:
+    assert "torch.bfloat16" in str(fallback_reason(linear(), X.bfloat16(), weight()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "autocast" in str(fallback_reason(linear(), X, weight()))
+        same = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+        assert fallback_reason(linear(), X.bfloat16(), same) is None, "autocast would change nothing"
+
+
+def test_sequence_that_the_ranks_cannot_share() -> None:
+    odd = torch.ones(3, 1, 4)
+    assert "3 is not divisible by the 2 ranks" in str(fallback_reason(linear(input_is_parallel=True), odd, weight()))
+    assert fallback_reason(linear(), odd, weight()) is None, "a column-parallel linear multiplies the length"
+
+
+def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"), is_cuda=True, size=lambda dim: 2)
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
+        expected = "CUDA graph capture" if capturing else None
+        assert fallback_reason(linear(), on_gpu, weight()) == expected  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""Where the weight gradient goes: main_grad where Megatron's DDP looks for it there, weight.grad everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from overlap_train import OverlapConfig
+
+from tests.megatron.linears import Pair, column_pair, integers, row_pair, run
+from tests.megatron.test_path_matrix import column_input, row_input
+from tests.megatron.workers import Workers
+
+KINDS = ("column", "row")
+START = 5.0  # what main_grad holds before: an earlier microbatch
+
+
+def make(kind: str, **config: str) -> tuple[Pair, torch.Tensor]:
+    overlap = OverlapConfig(**config)
+    return (column_pair(overlap), column_input()) if kind == "column" else (row_pair(overlap), row_input())
+
+
+def as_in_ddp(weight: torch.nn.Parameter, dtype: torch.dtype = torch.float32) -> None:
+    """What DDP does to a parameter."""
+    weight.main_grad = torch.full_like(weight, START, dtype=dtype)
+    weight.grad_added_to_main_grad = False
+
+
+def expected_gradient(pair: Pair, x: torch.Tensor) -> torch.Tensor:
+    return run(pair.own, x)["grad of weight"]
+
+
+def accumulated(kind: str) -> None:
+    pair, x = make(kind)
+    expected = expected_gradient(pair, x)
+    weight = pair.overlapped.weight
+    as_in_ddp(weight)
+    run(pair.overlapped, x)
+    assert weight.grad_added_to_main_grad
+    assert weight.grad is not None, "DDP's hook insists on a gradient, of whatever content"
+    assert torch.equal(weight.main_grad, START + expected)
+
+
+def accumulated_from_bf16(kind: str) -> None:
+    """The products of 16-bit tensors are added in fp32: 1/4096 survives next to 216, which bf16 could not hold."""
+    pair, x = make(kind)
+    expected = expected_gradient(pair, x)
+    linear = pair.overlapped.bfloat16()
+    as_in_ddp(linear.weight)
+    linear.weight.main_grad.fill_(1 / 4096)
+    run(linear, x.bfloat16())
+    assert torch.equal(linear.weight.main_grad, expected + 1 / 4096)
+
+
+def zeros_for_tied_weights(kind: str) -> None:
+    pair, x = make(kind)
+    as_in_ddp(pair.overlapped.weight)
+    pair.overlapped.weight.zero_out_wgrad = True
+    run(pair.overlapped, x)
+    assert torch.equal(pair.overlapped.weight.grad, torch.zeros_like(pair.overlapped.weight))
+
+
+def switched_off(kind: str) -> None:
+    pair, x = make(kind, main_grad="off")
+    as_in_ddp(pair.overlapped.weight)
+    returned_in_grad(pair, x)
+
+
+def sixteen_bit_main_grad(kind: str) -> None:
+    """grad_reduce_in_fp32=False: DDP's hook adds weight.grad itself."""
+    pair, x = make(kind)
+    as_in_ddp(pair.overlapped.weight, torch.bfloat16)
+    returned_in_grad(pair, x)
+
+
+def not_ddp(kind: str) -> None:
+    """A main_grad that nobody has marked belongs to somebody who reads weight.grad, as Megatron leaves it."""
+    pair, x = make(kind)
+    pair.overlapped.weight.main_grad = torch.full_like(pair.overlapped.weight, START)
+    returned_in_grad(pair, x)
+
+
+def returned_in_grad(pair: Pair, x: torch.Tensor) -> None:
+    weight = pair.overlapped.weight
+    assert torch.equal(run(pair.overlapped, x)["grad of weight"], expected_gradient(pair, x))
+    assert (weight.main_grad == START).all()
+    assert not getattr(weight, "grad_added_to_main_grad", False)
+    assert pair.counts == (1, {})
+
+
+def fusion_without_ddp(kind: str) -> None:
+    """--gradient-accumulation-fusion asks for main_grad by itself; Megatron then returns no gradient."""
+    pair, x = make(kind)
+    expected = expected_gradient(pair, x)
+    pair.overlapped.gradient_accumulation_fusion = True
+    pair.overlapped.weight.main_grad = torch.full_like(pair.overlapped.weight, START)
+    assert run(pair.overlapped, x)["grad of weight"] is None
+    assert torch.equal(pair.overlapped.weight.main_grad, START + expected)
+
+
+def fsdp(kind: str) -> None:
+    pair, x = make(kind)
+    pair.overlapped.weight.__fsdp_param__ = True
+    as_in_ddp(pair.overlapped.weight)
+    assert torch.equal(run(pair.overlapped, x)["grad of weight"], expected_gradient(pair, x))
+    assert pair.counts == (0, {"Megatron-FSDP owns the weight's gradient": 1})
+
+
+def mixed_paths(kind: str) -> None:
+    """Once DDP's mark is set, DDP ignores weight.grad: a call of the same step that falls back must not rely on it."""
+    for overlapped_last in (False, True):
+        pair, x = make(kind)
+        expected = expected_gradient(pair, x)
+        linear = pair.overlapped
+        as_in_ddp(linear.weight)
+        outputs = [linear(x)[0], linear.eval()(x)[0]]
+        for y in reversed(outputs) if overlapped_last else outputs:
+            y.backward(integers(*y.shape, seed=77))
+            linear.weight.grad = None  # as DDP's hook, which has nothing to add: the mark is set
+            assert linear.weight.grad_added_to_main_grad
+        assert torch.equal(linear.weight.main_grad, START + 2 * expected)
+        assert pair.counts == (1, {"evaluation mode": 1})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        accumulated,
+        accumulated_from_bf16,
+        zeros_for_tied_weights,
+        switched_off,
+        sixteen_bit_main_grad,
+        not_ddp,
+        fusion_without_ddp,
+        fsdp,
+        mixed_paths,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_main_grad(workers: Workers, case: Callable[[str], None], kind: str) -> None:
+    workers.call(case, kind)

@@ -1,0 +1,69 @@
+"""Checkpoint folders: sealed, checked, and published whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gpt.files import MANIFEST, damage, publish, seal, write_atomically
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    folder = tmp_path / "iter_0000001"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "a").write_bytes(b"12345")
+    (folder / ".hidden").write_bytes(b"678")
+    (folder / "inner" / "b").write_bytes(b"9")
+    seal(folder)
+    return folder
+
+
+def test_a_sealed_folder_is_whole(sealed: Path):
+    assert damage(sealed) == ""
+
+
+@pytest.mark.parametrize("name", ["a", ".hidden", "inner/b"])
+def test_a_truncated_file_is_named(sealed: Path, name: str):
+    path = sealed / name
+    path.write_bytes(path.read_bytes()[:-1])
+    assert str(path) in damage(sealed)
+    assert "bytes instead of" in damage(sealed)
+
+
+@pytest.mark.parametrize("name", ["a", ".hidden", "inner/b"])
+def test_changed_bytes_are_found(sealed: Path, name: str):
+    path = sealed / name
+    path.write_bytes(b"x" * path.stat().st_size)
+    assert str(path) in damage(sealed)
+
+
+@pytest.mark.parametrize("name", ["a", ".hidden", "inner/b", MANIFEST])
+def test_a_missing_file_is_found(sealed: Path, name: str):
+    (sealed / name).unlink()
+    assert name in damage(sealed)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 3}'])
+def test_a_manifest_that_cannot_be_read_is_damage(sealed: Path, content: str):
+    (sealed / MANIFEST).write_text(content)
+    assert damage(sealed)
+
+
+def test_publishing_replaces_a_folder_of_the_same_name(sealed: Path, tmp_path: Path):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "new").write_text("new")
+    seal(draft)
+    publish(draft, sealed)
+    assert damage(sealed) == ""
+    assert sorted(path.name for path in sealed.iterdir()) == [MANIFEST, "new"]
+    assert [path.name for path in tmp_path.iterdir()] == [sealed.name]
+
+
+def test_writing_leaves_the_new_text_and_nothing_else(tmp_path: Path):
+    path = tmp_path / "tracker"
+    write_atomically(path, "3")
+    write_atomically(path, "6")
+    assert path.read_text() == "6"
+    assert list(tmp_path.iterdir()) == [path]

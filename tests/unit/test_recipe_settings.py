@@ -1,0 +1,88 @@
+"""The recipe's flags: defaults from one dataclass, and one clear line for each rule that is broken."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from gpt.errors import RecipeError
+from gpt.rules import resolve
+from gpt.settings import Parser, Settings, add_settings, defaults, flag, settings_from_args
+
+
+def parse(*arguments: str) -> Settings:
+    return settings_from_args(add_settings(Parser("test"), Settings()).parse_args(list(arguments)))
+
+
+def test_without_flags_every_setting_has_the_default_of_the_dataclass():
+    assert parse() == Settings()
+
+
+def test_every_setting_can_be_changed_by_its_flag():
+    for option in fields(Settings):
+        default = getattr(Settings(), option.name)
+        other = "other" if isinstance(default, str) else type(default)(7)
+        assert parse(flag(option.name), str(other)) == replace(Settings(), **{option.name: other})
+
+
+def test_help_names_every_flag_and_its_default():
+    text = add_settings(Parser("test"), Settings()).format_help()
+    for option in fields(Settings):
+        assert flag(option.name) in text
+        assert option.metadata["help"].split()[0] in text
+    assert f"(default: {Settings().train_iters})" in text
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_the_defaults_for_gpus_obey_the_rules(world_size: int):
+    assert resolve(defaults(on_gpu=True), world_size).tp == world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_defaults_for_cpus_obey_the_rules(world_size: int):
+    assert resolve(defaults(on_gpu=False), world_size).tp == world_size
+
+
+def test_tp_below_the_world_size_leaves_data_parallel_replicas():
+    assert resolve(replace(Settings(), tp=2), 4).tp == 2
+
+
+BROKEN = [
+    ({"num_layers": 0}, ["--num-layers 0", "positive"]),
+    ({"lr": float("nan")}, ["--lr nan", "positive"]),
+    ({"seed": -1}, ["--seed -1", "negative"]),
+    ({"tp": 3}, ["--tp 3", "2 ranks"]),
+    ({"num_attention_heads": 3}, ["--hidden-size 128", "--num-attention-heads 3"]),
+    ({"num_query_groups": 3}, ["--num-attention-heads 4", "--num-query-groups 3"]),
+    ({"num_query_groups": 1}, ["--num-query-groups 1", "--tp 2"]),
+    ({"hidden_size": 132, "num_attention_heads": 4}, ["--hidden-size 132", "odd"]),
+    ({"ffn_hidden_size": 383}, ["--ffn-hidden-size 383", "--tp 2"]),
+    ({"seq_length": 127}, ["--seq-length 127", "--tp 2"]),
+    ({"global_batch_size": 12}, ["--global-batch-size 12", "--micro-batch-size", "8"]),
+    ({"lr_warmup_iters": 400}, ["--lr-warmup-iters 400", "--train-iters 400"]),
+    ({"min_lr": 1.0}, ["--min-lr 1.0", "--lr"]),
+    ({"save_interval": 5}, ["--save-interval 5", "--save"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BROKEN, ids=[next(iter(changes)) for changes, _ in BROKEN])
+def test_a_broken_rule_is_refused_in_one_line_that_names_flag_and_value(changes: dict, words: list[str]):
+    with pytest.raises(RecipeError) as refusal:
+        resolve(replace(Settings(), **changes), 2)
+    assert "\n" not in str(refusal.value)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["save", "data_dir"])
+def test_a_file_where_a_folder_belongs_is_refused(tmp_path: Path, name: str):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match=f"{flag(name)} .*is not a folder"):
+        resolve(replace(Settings(), **{name: str(tmp_path / "file")}), 2)
+
+
+@pytest.mark.parametrize("arguments", [["--bogus"], ["--lr", "fast"], ["--train-iters"]])
+def test_a_flag_that_cannot_be_parsed_raises_instead_of_exiting(arguments: list[str]):
+    with pytest.raises(RecipeError, match=arguments[0]):
+        parse(*arguments)
