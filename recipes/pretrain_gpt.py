@@ -9,9 +9,11 @@ the validation loss next to that of a byte-bigram model, and a sample of generat
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 import warnings
+from typing import NoReturn
 
 import torch.distributed as dist
 from gpt.errors import RecipeError, refused_by_rule
@@ -42,7 +44,7 @@ def main() -> int:
         return 2
     except OverlapTimeoutError as error:  # names this rank and the peer that is missing
         tell(error)
-        os._exit(3)  # leaving in good order would wait for that peer
+        abandon()
     leave()
     return 0
 
@@ -58,6 +60,13 @@ def leave() -> None:
     if dist.is_initialized():
         shutdown()
         dist.destroy_process_group()
+
+
+def abandon() -> NoReturn:
+    """Exit at once: leaving in good order would wait for a peer that is gone."""
+    for child in multiprocessing.active_children():  # the queue process of Megatron's checkpoint writer
+        child.kill()
+    os._exit(3)
 
 
 def hush_megatron() -> None:

@@ -23,10 +23,13 @@ class Outcome:
     exit_code: int | None = None
 
 
-def run_ranks(world: int, body: Callable[..., Any], *args: Any, limit_s: float = 120.0) -> list[Outcome]:
-    """Run `body(rank, world, *args)` in `world` fresh processes with a gloo group; never takes longer than `limit_s`.
+def run_ranks(
+    world: int, body: Callable[..., Any], *args: Any, limit_s: float = 120.0, grace_s: float = 120.0
+) -> list[Outcome]:
+    """Run `body(rank, world, *args)` in `world` fresh processes with a gloo group.
 
-    `body` must be importable (module level). A process that outlives the limit is killed and has neither value nor error.
+    `body` must be importable (module level). Never takes longer than `limit_s`, nor than `grace_s` after the first rank has
+    ended. A process that is still there then is killed and has neither value nor error.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -39,9 +42,9 @@ def run_ranks(world: int, body: Callable[..., Any], *args: Any, limit_s: float =
             process.start()
         for _, sender in pipes:
             sender.close()
-        outcomes = _collect([receiver for receiver, _ in pipes], time.monotonic() + limit_s)
+        outcomes = _collect([receiver for receiver, _ in pipes], limit_s, grace_s)
         for process, outcome in zip(processes, outcomes, strict=True):
-            process.join(5)
+            process.join(2)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -56,8 +59,9 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def _collect(receivers: list[Connection], deadline: float) -> list[Outcome]:
+def _collect(receivers: list[Connection], limit_s: float, grace_s: float) -> list[Outcome]:
     outcomes = [Outcome() for _ in receivers]
+    deadline = time.monotonic() + limit_s
     open_ones = dict(zip(receivers, outcomes, strict=True))
     while open_ones and (left := deadline - time.monotonic()) > 0:
         for receiver in wait(list(open_ones), timeout=left):
@@ -66,6 +70,7 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Outcome]:
                 outcome.value, outcome.error = receiver.recv()  # type: ignore[union-attr]
             except EOFError:
                 pass  # killed before it could report
+            deadline = min(deadline, time.monotonic() + grace_s)
     return outcomes
 
 

@@ -63,12 +63,15 @@ class ChunkedGather:
         return self._call.blocks.flatten(0, 1)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        y = self._own.new_empty(self._domain.world_size, self._own.shape[0], b_kn.shape[1])
-        torch.mm(self._own, b_kn, out=y[self._domain.rank])
+        # Returned whole and not as a view: callers may write into the result (Megatron's cross entropy does), which autograd
+        # refuses for views that were made inside an autograd function.
+        y = self._own.new_empty(self._own.shape[0] * self._domain.world_size, b_kn.shape[1])
+        blocks = y.unflatten(0, (self._domain.world_size, -1))
+        torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
         for source in self._call.sources():
             self._call.wait(source)
-            torch.mm(self._call.blocks[source], b_kn, out=y[source])
-        return y.flatten(0, 1)
+            torch.mm(self._call.blocks[source], b_kn, out=blocks[source])
+        return y
 
 
 class FusedGather(ChunkedGather):

@@ -63,8 +63,8 @@ def test_twenty_steps_follow_one_rank(workers: Workers, method: str) -> None:
     alone = workers.call(losses, Recipe(LLAMA, tensor_parallel=1))
     overlapped = workers.call(losses, Recipe(LLAMA, overlap=OverlapConfig(method=method)))
     assert overlapped[0] == overlapped[1], "both ranks see the same loss"
-    assert overlapped[0][-1] < overlapped[0][0] - 0.05, "it learns"
-    torch.testing.assert_close(torch.tensor(overlapped[0]), torch.tensor(alone[0]), rtol=2e-5, atol=0)
+    assert overlapped[0][-1] < 0.75 * overlapped[0][0], "it learns"
+    torch.testing.assert_close(torch.tensor(overlapped[0]), torch.tensor(alone[0]), rtol=2e-6, atol=0)
 
 
 def norm_gradients(recipe: Recipe) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ OPERATOR, KERNEL = "operators.all_gather_gemm", "kernels.all_gather_gemm"
 FUSED_FAULTS = {
     **host_faults(),
     **fused_faults(KERNEL),
-    "wrong chunk order": Fault(KERNEL, "shard_ptr = gathered_ptr + source", "shard_ptr = gathered_ptr + (source + 1) % WORLD"),
+    "wrong chunk order": Fault(KERNEL, "shard_ptr = gathered_ptr + source", "shard_ptr = gathered_ptr + ((source + 1) % WORLD)"),
 }
 
 CHUNKED_FAULTS = {
@@ -61,9 +61,8 @@ def test_fault_of_chunked_is_caught(fault: str, device_waits: bool) -> None:
 @pytest.mark.parametrize(("method", "device_waits"), [("fused", False), ("chunked", True), ("chunked", False)])
 def test_stopped_peer_is_named(method: str, device_waits: bool) -> None:
     """Rank 1 computes, but sends nothing: rank 0 reports it by name once its spin limit is reached."""
-    machine = Simulation(2, timeout_s=0.01, device_waits=device_waits, stopped=(1,))
-    limit = {"timeout_s": 1e-7} if device_waits else {}  # those kernels count nanoseconds
-    machine = Simulation(2, **{"timeout_s": 0.01, "device_waits": device_waits, "stopped": (1,), **limit})
+    timeout_s = 1e-7 if device_waits else 0.01  # 100 polls: that kernel takes its limit in nanoseconds
+    machine = Simulation(2, timeout_s=timeout_s, device_waits=device_waits, stopped=(1,))
     error = assert_caught(gathers(method, machine, calls=1), range(1), spin=True)
     report = r"gather: rank 0 waited .* s for the chunk of rank 1: expected epoch 1, seen 0"
     assert re.search(report, str(error)), error

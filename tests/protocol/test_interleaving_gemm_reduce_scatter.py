@@ -18,6 +18,7 @@ OPERATOR, KERNEL = "operators.gemm_reduce_scatter", "kernels.gemm_reduce_scatter
 
 STORE = "            tl.store(staging_ptr + target * block + rows * n + cols, acc.to(staging_ptr.dtype.element_ty), mask=mask)\n"
 ANNOUNCE = "            announce(complete_ptr + target)\n"
+CLAIM = 'tl.int64), sem="relaxed", scope="gpu")'
 COUNT = 'tl.int64), sem="release", scope="sys")\n\n\n@triton.jit\ndef claim'
 
 FUSED_FAULTS = {
@@ -35,6 +36,7 @@ FUSED_FAULTS = {
         OPERATOR, "(complete[d : d + 1], tiles)", "(complete[call.rank : call.rank + 1], tiles)", "deadlock"
     ),
     "wrong chunk order": Fault(KERNEL, "received_ptr + source * block", "received_ptr + (source + 1) % WORLD * block"),
+    "tiles claimed twice": Fault("kernels.signal", CLAIM, f"{CLAIM} // 2", "wrong result|deadlock", (KERNEL,)),
     "own rows first": Fault(KERNEL, "target = (rank + 1 + index // tiles)", "target = (rank + index // tiles)", "deadlock"),
 }  # fmt: skip
 

@@ -1,0 +1,138 @@
+"""The core attention against Megatron's DotProductAttention: values and gradients, masks, grouped queries, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from overlap_train.integrations.megatron import SDPACoreAttention
+
+from tests.megatron import layout
+from tests.megatron.linears import model_config
+from tests.megatron.workers import Workers
+
+SEQUENCE, BATCH, HEAD = 10, 2, 8
+
+
+def build(kind: type, mask_type: AttnMaskType = AttnMaskType.causal, **arguments: Any) -> torch.nn.Module:
+    """Four heads over two ranks: two here, with as many or half as many groups."""
+    changes = {"attention_dropout": 0.0, **arguments.pop("config_changes", {})}
+    return kind(model_config(**changes), layer_number=3, attn_mask_type=mask_type, attention_type="self", **arguments)
+
+
+def inputs(groups: int, keys: int = SEQUENCE) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(layout.use().rank())
+    shapes = ((SEQUENCE, 2), (keys, groups), (keys, groups))
+    return [torch.randn(s, BATCH, heads, HEAD, generator=generator).requires_grad_() for s, heads in shapes]
+
+
+def compare(groups: int, mask: torch.Tensor | None, keys: int = SEQUENCE, **arguments: Any) -> None:
+    """Both in fp32; they sum the same terms in another order, so a few roundings apart."""
+    results = []
+    for kind in (DotProductAttention, SDPACoreAttention):
+        q, k, v = inputs(groups, keys)
+        context = build(kind, **arguments)(q, k, v, mask)
+        assert context.shape == (SEQUENCE, BATCH, 2 * HEAD)
+        context.backward(torch.randn(context.shape, generator=torch.Generator().manual_seed(9)))
+        results.append((context, q.grad, k.grad, v.grad))
+    for own, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-5, atol=2e-6)
+
+
+def causal(groups: int, **arguments: Any) -> None:
+    compare(groups, mask=None, **{"config_changes": {"num_query_groups": 2 * groups}, **arguments})
+
+
+@pytest.mark.parametrize("groups", [2, 1], ids=["a key for each query head", "one key for two query heads"])
+def test_causal(workers: Workers, groups: int) -> None:
+    workers.call(causal, groups)
+
+
+def scaled() -> None:
+    causal(2, softmax_scale=0.3)
+    scaling = {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}
+    causal(2, config_changes=scaling)
+
+
+def test_scales(workers: Workers) -> None:
+    workers.call(scaled)
+
+
+def masked() -> None:
+    hidden = torch.rand(BATCH, 1, SEQUENCE, SEQUENCE, generator=torch.Generator().manual_seed(5)) < 0.4
+    hidden[..., 0] = False  # each query sees one key at least
+    for mask_type in (AttnMaskType.padding, AttnMaskType.arbitrary, AttnMaskType.causal):
+        compare(1, hidden, mask_type=mask_type, config_changes={"num_query_groups": 2})
+
+
+def test_explicit_mask_decides_alone(workers: Workers) -> None:
+    workers.call(masked)
+
+
+def unmasked() -> None:
+    compare(2, None, mask_type=AttnMaskType.no_mask)
+    compare(2, None, keys=7, mask_type=AttnMaskType.no_mask)
+
+
+def test_no_mask_and_other_number_of_keys(workers: Workers) -> None:
+    workers.call(unmasked)
+
+
+def one_query() -> None:
+    q, k, v = inputs(2)
+    attention = build(SDPACoreAttention)
+    last = attention(q, k, v, None)[-1:]
+    torch.testing.assert_close(attention(q[-1:], k, v, None), last, rtol=1e-5, atol=1e-6)
+
+
+def test_one_query_sees_the_whole_cache(workers: Workers) -> None:
+    workers.call(one_query)
+
+
+def dropout() -> tuple[torch.Tensor, torch.Tensor]:
+    """With values of one the context of a query is its number of kept weights; returns it with SP and without."""
+    contexts = []
+    for sequence_parallel in (True, False):
+        layout.use(seed=3)
+        changes = {"attention_dropout": 0.5, "sequence_parallel": sequence_parallel}
+        attention = build(SDPACoreAttention, config_changes=changes)
+        q = torch.zeros(SEQUENCE, BATCH, 2, HEAD)
+        with get_cuda_rng_tracker().fork() if sequence_parallel else torch.enable_grad():
+            contexts.append(attention(q, q, torch.ones_like(q), None))
+        assert attention(q, q, torch.ones_like(q), None).ne(1).any()
+        assert attention.eval()(q, q, torch.ones_like(q), None).eq(1).all()
+    return contexts[0], contexts[1]
+
+
+def test_dropout_differs_between_ranks(workers: Workers) -> None:
+    """Heads are split over ranks, so each must draw its own numbers; under SP Megatron's block forks the generator."""
+    (left, left_alone), (right, right_alone) = workers.call(dropout)
+    assert not torch.equal(left, right)
+    assert not torch.equal(left_alone, right_alone)
+    assert torch.equal(left, left_alone), "one fork in either case"
+
+
+def refusals() -> None:
+    for changes, named in (({"window_size": (4, 0)}, "window_size"), ({"softmax_type": "off-by-one"}, "softmax_type")):
+        with pytest.raises(ValueError, match=rf"config\.{named}=.*layer spec"):
+            build(SDPACoreAttention, config_changes=changes)
+    config = model_config()
+    config.context_parallel_size = 2
+    with pytest.raises(ValueError, match=r"config\.context_parallel_size=2: .*whole sequence"):
+        SDPACoreAttention(config, 1, AttnMaskType.causal, "self")
+    q, k, v = inputs(2)
+    attention = build(SDPACoreAttention)
+    with pytest.raises(ValueError, match=r"packed_seq_params=.*attention_mask"):
+        attention(q, k, v, None, packed_seq_params=object())
+    with pytest.raises(ValueError, match=r"attention_bias=Tensor.*attention_mask"):
+        attention(q, k, v, None, attention_bias=torch.zeros(1))
+    with pytest.raises(ValueError, match=r"5 queries and 10 keys.*pass attention_mask"):
+        attention(q[:5], k, v, None)
+
+
+def test_refusals_name_the_setting(workers: Workers) -> None:
+    workers.call(refusals)

@@ -1,0 +1,151 @@
+"""Layer specs: what is exchanged, what stays Megatron's, and models built from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from overlap_train import OverlapConfig
+from overlap_train.integrations.megatron import (
+    LayerNorm,
+    OverlappedColumnParallelLinear,
+    OverlappedRowParallelLinear,
+    RMSNorm,
+    SDPACoreAttention,
+    gpt_block_spec,
+    gpt_layer_spec,
+    report,
+)
+
+from tests.megatron import layout
+from tests.megatron.linears import model_config
+from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY, quietly_enable
+from tests.megatron.workers import Workers
+
+MIXTURE = {"num_moe_experts": 2, "moe_layer_freq": [0, 1], "moe_router_load_balancing_type": "none"}
+
+
+def build(spec: Any, config: Any) -> GPTModel:
+    layout.use(config.tensor_model_parallel_size)
+    return GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope")
+
+
+def linear_types(model: torch.nn.Module) -> dict[str, type]:
+    layer = model.decoder.layers[0]
+    linears = (layer.self_attention.linear_qkv, layer.self_attention.linear_proj, layer.mlp.linear_fc1, layer.mlp.linear_fc2)
+    return dict(zip(("qkv", "proj", "fc1", "fc2"), map(type, linears), strict=True))
+
+
+def without_overlap() -> None:
+    for normalization, norm in (("RMSNorm", RMSNorm), ("LayerNorm", LayerNorm)):
+        config = model_config(normalization=normalization, qk_layernorm=True)
+        model = build(gpt_block_spec(config), config)
+        assert set(linear_types(model).values()) == {ColumnParallelLinear, RowParallelLinear}
+        for layer in model.decoder.layers:
+            assert type(layer.input_layernorm) is type(layer.pre_mlp_layernorm) is norm
+            assert type(layer.self_attention.q_layernorm) is type(layer.self_attention.k_layernorm) is norm
+            assert type(layer.self_attention.core_attention) is SDPACoreAttention
+        assert type(model.decoder.final_layernorm) is norm
+
+
+def test_norms_and_attention_are_exchanged(workers: Workers) -> None:
+    workers.call(without_overlap)
+
+
+def with_overlap() -> None:
+    config = model_config(**LLAMA)
+    overlap = OverlapConfig(slots=("qkv", "fc2"), method="collective")
+    model = build(gpt_block_spec(config, overlap), config)
+    assert linear_types(model) == {
+        "qkv": OverlappedColumnParallelLinear,
+        "proj": RowParallelLinear,
+        "fc1": ColumnParallelLinear,
+        "fc2": OverlappedRowParallelLinear,
+    }
+    linear = model.decoder.layers[1].mlp.linear_fc2
+    assert (linear.overlap.slot, linear.overlap.config) == ("fc2", overlap)
+    quietly_enable(model, overlap)
+    assert linear.overlap.name == "decoder.layers.1.mlp.linear_fc2"
+
+
+def test_overlapped_linears_in_the_spec(workers: Workers) -> None:
+    workers.call(with_overlap)
+
+
+def spec_then_enable() -> None:
+    """The spec does not reach the output layer; enable() adds it and leaves the others."""
+    config = model_config(**LLAMA)
+    model = build(gpt_block_spec(config, OverlapConfig()), config)
+    before = {name: module for name, module in model.named_modules() if hasattr(module, "overlap")}
+    assert len(before) == 8
+    quietly_enable(model, OverlapConfig())
+    assert type(model.output_layer) is OverlappedColumnParallelLinear
+    assert all(linear.method != "megatron" for linear in report(model).linears)
+
+
+def test_enable_completes_a_model_built_from_the_spec(workers: Workers) -> None:
+    workers.call(spec_then_enable)
+
+
+def same_keys() -> None:
+    """Without sequence parallelism Megatron's own local spec can be built: keys must be the same."""
+    config = model_config(sequence_parallel=False, **LLAMA, qk_layernorm=True)
+    own = build(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"), config)
+    ours = build(gpt_block_spec(config), config)
+    assert list(own.state_dict()) == list(ours.state_dict())
+    assert own.sharded_state_dict().keys() == ours.sharded_state_dict().keys()
+    ours.load_state_dict(own.state_dict())
+    tokens = torch.arange(SEQUENCE).expand(2, -1)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
+    logits = [model.eval()(tokens, tokens, mask) for model in (own, ours)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+
+
+def test_checkpoint_keys_and_results_of_the_local_spec(workers: Workers) -> None:
+    workers.call(same_keys)
+
+
+def one_layer() -> None:
+    config = model_config(**LLAMA)
+    for overlap in (None, OverlapConfig()):
+        spec = gpt_layer_spec(config, overlap)
+        layer = spec.module(config=config, submodules=spec.submodules, **spec.params)
+        assert type(layer.input_layernorm) is RMSNorm
+        assert type(layer.mlp.linear_fc1) is (OverlappedColumnParallelLinear if overlap else ColumnParallelLinear)
+
+
+def test_spec_of_one_layer(workers: Workers) -> None:
+    workers.call(one_layer)
+
+
+def mixture() -> None:
+    config = model_config(**LLAMA, **MIXTURE)
+    model = build(gpt_block_spec(config, OverlapConfig()), config)
+    expert = model.decoder.layers[1].mlp.experts.local_experts[0]
+    assert (type(expert.linear_fc1), type(expert.linear_fc2)) == (ColumnParallelLinear, RowParallelLinear)
+    assert type(model.decoder.layers[1].self_attention.linear_qkv) is OverlappedColumnParallelLinear
+    assert type(model.decoder.layers[0].mlp.linear_fc1) is OverlappedColumnParallelLinear
+
+
+def test_experts_stay_megatrons(workers: Workers) -> None:
+    workers.call(mixture)
+
+
+def refusals() -> None:
+    alone = model_config(tensor_model_parallel_size=1, sequence_parallel=False)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=1"):
+        gpt_block_spec(alone, OverlapConfig())
+    fallback = gpt_block_spec(alone, OverlapConfig(on_unsupported="fallback"))
+    assert set(linear_types(build(fallback, alone)).values()) == {ColumnParallelLinear, RowParallelLinear}
+    config = model_config()
+    config.multi_latent_attention = True
+    with pytest.raises(ValueError, match=r"multi_latent_attention=True.*enable\(\)"):
+        gpt_block_spec(config)
+
+
+def test_refusals(workers: Workers) -> None:
+    workers.call(refusals)

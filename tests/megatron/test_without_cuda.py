@@ -1,0 +1,111 @@
+"""run_without_cuda(): Megatron-Core's modules are answered with the CPU, and torch itself is left as it is."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.tensor_parallel import random as megatron_random
+from overlap_train.integrations.megatron import run_without_cuda
+from overlap_train.integrations.megatron.cpu import CUDA_USERS
+
+from tests.megatron import layout
+from tests.megatron.workers import Workers
+
+
+def stands_in() -> None:
+    for name in CUDA_USERS:
+        stand_in = sys.modules[name].torch
+        assert stand_in.cuda.current_device() == torch.device("cpu"), name
+        assert stand_in.zeros(2, device="cuda").device == torch.device("cpu"), name
+        assert stand_in.cuda.synchronize() is None
+        assert stand_in.float32 is torch.float32
+        assert stand_in.nn is torch.nn
+        assert stand_in.cuda.is_available() is False
+    before = sys.modules["megatron.core.utils"].torch
+    assert run_without_cuda() is True
+    assert sys.modules["megatron.core.utils"].torch is before, "a second call changes nothing"
+
+
+def test_each_module_has_the_stand_in(workers: Workers) -> None:
+    workers.call(stands_in)
+
+
+def torch_itself() -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.cuda.current_device()
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+
+
+def test_torch_is_left_as_it_is(workers: Workers) -> None:
+    workers.call(torch_itself)
+
+
+def test_nothing_happens_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = megatron_random.CudaRNGStatesTracker
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run_without_cuda() is False
+    assert megatron_random.torch is torch
+    assert megatron_random.CudaRNGStatesTracker is before
+
+
+def random_numbers() -> tuple[torch.Tensor, torch.Tensor]:
+    layout.use(seed=11)
+    common = torch.rand(4)
+    with megatron_random.get_cuda_rng_tracker().fork():
+        own = torch.rand(4)
+    assert not torch.equal(common, own)
+    layout.use(seed=11)
+    with megatron_random.get_cuda_rng_tracker().fork():
+        assert torch.equal(torch.rand(4), own), "the states of forks do not depend on what was drawn outside"
+    assert torch.equal(torch.rand(4), common), "nor the other way round"
+    with pytest.raises(ValueError, match="'no-such-state' is not known"), megatron_random.get_cuda_rng_tracker().fork(
+        "no-such-state"
+    ):
+        pass
+    return common, own
+
+
+def test_random_states(workers: Workers) -> None:
+    """Ranks draw the same numbers outside forks and different ones inside, as on GPUs."""
+    (common, own), (other_common, other_own) = workers.call(random_numbers)
+    assert torch.equal(common, other_common)
+    assert not torch.equal(own, other_own)
+
+
+def recomputed_dropout() -> None:
+    """Recomputation must draw the masks again that the first forward drew."""
+    layout.use(seed=2)
+    x = torch.ones(1000, requires_grad=True)
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        with megatron_random.get_cuda_rng_tracker().fork():
+            inside = torch.nn.functional.dropout(x, 0.5)
+        return inside * torch.nn.functional.dropout(x.detach(), 0.5)
+
+    y = megatron_random.checkpoint(both, False, x)
+    torch.rand(3)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach()), "d sum(mask * x) / dx is the mask, which is y at x = 1"
+
+
+def test_recomputation_repeats_the_random_numbers(workers: Workers) -> None:
+    workers.call(recomputed_dropout)
+
+
+def clipped() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.tensor([3.0, 4.0])
+    megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, max_norm=10.0, total_norm=5.0)
+    assert torch.equal(parameters[0].grad, torch.tensor([3.0, 4.0]))
+    megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, max_norm=1.0, total_norm=5.0)
+    torch.testing.assert_close(parameters[1].grad, torch.tensor([0.6, 0.8]))
+    assert parameters[2].grad is None
+
+
+def test_gradients_are_clipped(workers: Workers) -> None:
+    workers.call(clipped)

@@ -1,0 +1,164 @@
+"""Ranks that are slow, stopped or killed in the middle of an operator: the others say so by name, in time, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import OverlapConfig, OverlapTimeoutError, all_gather_linear, check, linear_reduce_scatter
+from overlap_train.copy_engine import HostCopyEngine, Push
+from overlap_train.domain import domain_of
+from tests.processes import Outcome, run_ranks, values
+
+TIMEOUT_S = 2.0
+
+
+def _step(config: OverlapConfig, value: float = 1.0) -> torch.Tensor:
+    world = dist.get_world_size()
+    x = torch.full((4, 8), value, requires_grad=True)
+    w = torch.ones(8, 8, requires_grad=True)
+    hidden = all_gather_linear(x, w, group=dist.group.WORLD, config=config)
+    y = linear_reduce_scatter(hidden, w, group=dist.group.WORLD, config=config)
+    y.sum().backward()
+    assert x.grad is not None
+    assert bool((y == 64 * value * world).all())
+    return x.grad
+
+
+def _victim(rank: int, world: int, method: str, how: str, where: str) -> tuple[str, float]:
+    """Rank 1 meets its end while it pushes (`where`) of the third step; the others tell what they saw and when."""
+    config = OverlapConfig(method=method, timeout_s=TIMEOUT_S)
+    for _ in range(2):
+        _step(config)
+    if rank == 1:
+        _end_itself(config, how, where)
+    begin = time.monotonic()
+    try:
+        for _ in range(3):
+            _step(config)
+    except OverlapTimeoutError as error:
+        seconds = time.monotonic() - begin
+        with pytest.raises(OverlapTimeoutError):
+            check()  # and it stays raised
+        return str(error), seconds
+    return "no error", 0.0
+
+
+def _end_itself(config: OverlapConfig, how: str, where: str) -> None:
+    """Arrange that the copy engine of this rank kills or stops the process before, or in the middle of, a push."""
+    engine = domain_of(dist.group.WORLD, config, torch.device("cpu")).engine
+    assert isinstance(engine, HostCopyEngine)
+    push = engine.push
+
+    def last_push(pushes: list[Push]) -> None:
+        if where == "after the data":
+            for item in pushes:
+                item.target.copy_(item.source.detach())  # the signal will never follow
+        os.kill(os.getpid(), getattr(signal, how))
+        push(pushes)
+
+    engine.push = last_push  # type: ignore[method-assign]
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("where", ["before the data", "after the data"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_dead_or_stopped_rank_is_named_by_the_others(how: str, where: str, world: int) -> None:
+    before = _shared_memory()
+    outcomes = run_ranks(world, _victim, "chunked", how, where, limit_s=40, grace_s=TIMEOUT_S + 3)
+    _check_survivors(outcomes)
+    assert _shared_memory() <= before
+
+
+def test_a_dead_rank_is_named_from_inside_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    _check_survivors(run_ranks(2, _victim, "fused", "SIGKILL", "before the data", limit_s=60), limit_s=30.0)
+
+
+def _check_survivors(outcomes: list[Outcome], limit_s: float = TIMEOUT_S + 1.5) -> None:
+    victim = outcomes.pop(1)
+    assert victim.value is None and victim.exit_code == -signal.SIGKILL  # the harness ends a stopped one
+    for outcome in outcomes:
+        assert outcome.value is not None, outcome.error
+        message, seconds = outcome.value
+        assert "all_gather_linear/fprop" in message or "linear_reduce_scatter/fprop" in message
+        assert "of rank 1" in message or len(outcomes) > 1  # with three ranks, a survivor may name a survivor that gave up
+        assert "expected epoch" in message and "seen" in message
+        assert seconds <= limit_s
+
+
+def _straggler(rank: int, world: int) -> int:
+    config = OverlapConfig(method="chunked", timeout_s=20.0)
+    for number in range(6):
+        if rank == number % world:
+            time.sleep(0.15)
+        _step(config, float(number + 1))
+    return 6
+
+
+def test_stragglers_change_nothing() -> None:
+    assert values(run_ranks(3, _straggler)) == [6, 6, 6]
+
+
+def _crash_anywhere(rank: int, world: int, delay_s: float) -> None:
+    """Every rank is killed at some moment between the first allocation and the tenth step."""
+    import threading
+
+    threading.Timer(delay_s * (1 + rank), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    while True:
+        _step(OverlapConfig(method="chunked", timeout_s=TIMEOUT_S))
+
+
+@pytest.mark.parametrize("delay_s", [0.01, 0.1, 0.4])
+def test_nothing_stays_in_shared_memory_whenever_ranks_die(delay_s: float) -> None:
+    before = _shared_memory()
+    outcomes = run_ranks(2, _crash_anywhere, delay_s, limit_s=20)
+    assert any(outcome.exit_code == -signal.SIGKILL for outcome in outcomes)
+    assert _shared_memory() <= before
+
+
+def _maps(rank: int, world: int) -> list[str]:
+    _step(OverlapConfig(method="chunked"))
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "overlap_train" in line]
+
+
+def test_the_heap_is_shared_memory_without_a_name() -> None:
+    """Guards the test above against looking in the wrong place: the mappings exist, and none has a path that stays."""
+    for lines in values(run_ranks(2, _maps)):
+        assert len(lines) >= 2 and all("memfd:overlap_train (deleted)" in line for line in lines)
+
+
+def _wrong_on_one_rank(rank: int, world: int) -> list[str]:
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    odd = torch.ones(4 + rank, 8)
+    calls = [
+        lambda: linear_reduce_scatter(odd, w, group=dist.group.WORLD, name="odd"),
+        lambda: all_gather_linear(x, w.half() if rank == 0 else w, group=dist.group.WORLD, name="half"),
+        lambda: all_gather_linear(x if rank else x[:2], w, group=dist.group.WORLD, name="shapes"),
+        lambda: all_gather_linear(torch.ones(1 << 20, 80), torch.ones(1, 80), group=dist.group.WORLD, name="big"),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(ValueError) as caught:
+            call()
+        messages.append(str(caught.value))
+    _step(OverlapConfig())  # and the group still works
+    return messages
+
+
+def test_wrong_arguments_raise_on_every_rank() -> None:
+    for odd, half, shapes, big in values(run_ranks(2, _wrong_on_one_rank)):
+        assert "(5, 8)" in odd and "divisible by the group's 2 ranks" in odd
+        assert "torch.float16" in half and "w_shard_n" in half
+        assert "input [2, 8]" in shapes and "input [4, 8]" in shapes and "same shapes" in shapes
+        assert "symmetric_mib=2048" in big and "needs 2561 MiB" in big and "--overlap-train-symmetric-mib" in big
