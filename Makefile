@@ -10,9 +10,9 @@ pytest := OMP_NUM_THREADS=1 $(python) -m pytest
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
-	  while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	  while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
 
-train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="--train-iters 50 ..." is passed on)
+train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="--train-iters 100 ..." is passed on)
 	$(bootstrap) main
 	launch/torchrun.sh recipes/pretrain_gpt.py --overlap-train $(TRAIN_ARGS)
 

@@ -140,7 +140,7 @@ print(*sorted({f"{d.name}=={d.version}" for d in distributions() if d.name in ke
 
 report_missing() {
     local module
-    for module in megatron.core:"make train and tests/megatron" nvshmem.core:"the NVSHMEM provider" \
+    for module in megatron.core:"make train and tests/megatron" psutil:"sharded checkpoints" nvshmem.core:"the NVSHMEM provider" \
         pytest:"make test" pytest_timeout:"make test" greenlet:"tests/protocol" ruff:"make lint"; do
         "$env/bin/python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('${module%%:*}') is None)" 2>/dev/null ||
             say "missing: ${module%%:*}, needed for ${module#*:}"

@@ -23,17 +23,16 @@ class World:
     rank: int
     size: int
     local_rank: int
+    local_size: int
     device: torch.device
 
 
 def find_world() -> World:
     """Read torchrun's variables; nothing is started yet."""
-    rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _TORCHRUN)
-    on_gpu = torch.cuda.is_available()
-    return World(rank, size, local_rank, torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"))
-
-
-_TORCHRUN = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return World(rank, size, local_rank, local_size, device)
 
 
 def join(world: World) -> None:
@@ -47,10 +46,10 @@ def join(world: World) -> None:
     if world.device.type == "cpu":
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, **limits)
         return
-    if world.local_rank >= torch.cuda.device_count():
+    if world.local_size > torch.cuda.device_count():
         raise RecipeError(
-            f"local rank {world.local_rank} has no GPU: this node has {torch.cuda.device_count()}; "
-            "start at most one process a GPU (torchrun --nproc-per-node)"
+            f"torchrun --nproc-per-node {world.local_size}: this node has {torch.cuda.device_count()} GPUs; start at most "
+            "one process a GPU"
         )
     torch.cuda.set_device(world.device)
     dist.init_process_group(

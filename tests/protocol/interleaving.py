@@ -15,6 +15,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -96,6 +97,7 @@ class Scheduler:
         self.policy: Policy = policy_of_seed(seed)
         self.steps = 0
         self.signals: set[int] = set()  # addresses of the words that somebody waits for
+        self.enqueue_launch: Callable[[Callable[[], None]], bool] = lambda run: False  # True: somebody else will run it
         self.trace: deque[str] = deque(maxlen=24)
         self.digest = 0  # checksum of the whole schedule, equal for equal seeds
         self._watched: dict[str, tuple[torch.Tensor, np.ndarray]] = {}
@@ -121,7 +123,11 @@ class Scheduler:
 
     def patch(self, owner: object, name: str, value: object) -> None:
         """Set an attribute for the duration of `run`."""
-        self._hooks.patches.append(mock.patch.object(owner, name, value))
+        self.during_run(mock.patch.object(owner, name, value))
+
+    def during_run(self, context: AbstractContextManager[object]) -> None:
+        """Enter a context manager for the duration of `run`."""
+        self._hooks.patches.append(context)
 
     def step(self) -> None:
         """Let others run before the calling Python actor's next effect on memory."""

@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -106,7 +107,8 @@ class InterpreterHooks:
             bound, grid = _bind(executor, args, kwargs)
             ids = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
             bodies = [(i, lambda: executor.fn(**_to_interpreter(executor, bound))) for i in ids]
-            return scheduler.launch(executor.fn.__name__, bodies, grid)
+            run = partial(scheduler.launch, executor.fn.__name__, bodies, grid)
+            return None if scheduler.enqueue_launch(run) else run()
 
         return launch
 

@@ -54,11 +54,15 @@ class Simulation:
         self.scratch.clear()
         layout = core("workspace").Layout(self.world_size, SLOT_BYTES, SLOT_BYTES)
         heap = SimulatedHeap(self.world_size, layout)
-        self._patch(scheduler)
+        self.patch(scheduler)
         domains = [SimulatedDomain(self, scheduler, heap, layout, rank) for rank in range(self.world_size)]
         for domain in domains:
             _name_words(scheduler, heap, domain)
         return domains
+
+    def engine(self, scheduler: Scheduler, rank: int) -> Any:
+        """The `CopyEngine` of a rank."""
+        return SimulatedEngine(scheduler, rank, self.timeout_s, rank in self.stopped)
 
     def spawn_hosts(self, scheduler: Scheduler, body: Callable[[SimulatedDomain], None]) -> None:
         """One host actor per rank that runs `body(domain)` and then ends the rank's engine."""
@@ -72,7 +76,8 @@ class Simulation:
         for domain in self.ranks(scheduler):
             scheduler.spawn(f"host{domain.rank}", partial(host, domain), rank=domain.rank)
 
-    def _patch(self, scheduler: Scheduler) -> None:
+    def patch(self, scheduler: Scheduler) -> None:
+        """Put the simulated machine under the core for the duration of the run."""
         tiles = core("operators.tiles")
         scheduler.patch(tiles, "_INTERPRETED", tiles.TileConfig(TILE, TILE, TILE))
         for operator in ("operators.all_gather_gemm", "operators.gemm_reduce_scatter"):
@@ -109,7 +114,7 @@ class SimulatedDomain:
         self._scratch = simulation.scratch
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
         self.fault, self.heap, self.layout = FaultRecord(self.device), heap, layout
-        self.engine = SimulatedEngine(scheduler, rank, simulation.timeout_s, rank in simulation.stopped)
+        self.engine = simulation.engine(scheduler, rank)
         self.gather, self.scatter = (self._channel(name, simulation.device_waits) for name in ("gather", "scatter"))
 
     def operator(self) -> AbstractContextManager[None]:

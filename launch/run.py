@@ -1,0 +1,35 @@
+"""torchrun, but a failed run ends with one line and the failed rank's exit status instead of two stack traces.
+
+    python launch/run.py [torchrun's arguments]
+
+Every rank says itself what went wrong; torchrun's own trace of its agent would push that off the screen.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+
+def main() -> int:
+    """Run the command on every rank; returns the exit status as a shell counts it (128 + signal for a killed rank)."""
+    # Its warnings tell that the agent ends the other ranks after a failure, its errors repeat what is printed below.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(None))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with {failure.exitcode}"
+        print(f"torchrun: rank {rank} {how}; the other ranks were stopped", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except (SignalException, KeyboardInterrupt):
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""OverlapConfig and the flags generated from it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from overlap_train import OverlapConfig
+from overlap_train.config import flag_name
+from overlap_train.flags import add_flags, config_from_args
+
+
+def _parse(*arguments: str) -> argparse.Namespace:
+    return add_flags(argparse.ArgumentParser()).parse_args(arguments)
+
+
+def test_every_field_has_a_flag_with_help() -> None:
+    text = add_flags(argparse.ArgumentParser(prog="x")).format_help()
+    for setting in fields(OverlapConfig):
+        assert flag_name(setting.name) in text
+        assert setting.metadata["help"]
+
+
+def test_no_flag_means_no_overlap() -> None:
+    assert config_from_args(_parse()) is None
+
+
+def test_the_switch_alone_gives_the_defaults() -> None:
+    assert config_from_args(_parse("--overlap-train")) == OverlapConfig()
+
+
+def test_flags_reach_the_config() -> None:
+    config = config_from_args(
+        _parse(
+            "--overlap-train", "--overlap-train-slots", "qkv, fc2", "--overlap-train-method", "chunked",
+            "--overlap-train-timeout-s", "2.5", "--overlap-train-symmetric-mib", "64",
+        )
+    )  # fmt: skip
+    assert config == OverlapConfig(slots=("qkv", "fc2"), method="chunked", timeout_s=2.5, symmetric_mib=64)
+
+
+def test_a_flag_that_cannot_act_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"--overlap-train-method given without --overlap-train"):
+        config_from_args(_parse("--overlap-train-method", "fused"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"slots": ("qkv", "fc3")}, r"slots=\('qkv', 'fc3'\): 'fc3' is not one of .*--overlap-train-slots"),
+        ({"slots": ()}, "slots=.*empty"),
+        ({"method": "magic"}, "method='magic'.*fused"),
+        ({"gathered_input": "drop"}, "gathered_input='drop'"),
+        ({"main_grad": "yes"}, "main_grad='yes'"),
+        ({"provider": "mpi"}, "provider='mpi'"),
+        ({"symmetric_mib": 0}, "symmetric_mib=0 must be positive"),
+        ({"timeout_s": -1.0}, "timeout_s=-1.0 must be positive"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan must be positive"),
+        ({"on_unsupported": "ignore"}, "on_unsupported='ignore'"),
+    ],
+)
+def test_bad_values_are_named(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OverlapConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_bad_flag_values_are_refused_by_the_parser() -> None:
+    with pytest.raises(SystemExit):
+        _parse("--overlap-train", "--overlap-train-method", "magic")
+
+
+def test_the_config_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        OverlapConfig().method = "fused"  # type: ignore[misc]
