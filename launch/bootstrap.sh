@@ -74,17 +74,21 @@ choose_other() {
     return 1
 }
 
+# An environment is updated in place only if an earlier set-up of the same kind ended well: pip takes a half-copied
+# package of an interrupted one for an installed one.
 create() {
-    if [ -e "$env" ] && [ ! -e "$env/complete" ]; then
-        say "an earlier set-up of $env did not finish: starting again"
-    elif [ -e "$env" ]; then
-        say "$env is out of date: making it again"
+    local kind="$tested $python $PWD"
+    log=$env/install.log
+    if [ -e "$env/complete" ] && [ "$(cat "$env/kind")" = "$kind" ]; then
+        say "updating $env: pyproject.toml or the constraints have changed"
+        rm "$env/complete"
+        return
     fi
-    # From nothing, because pip takes a half-copied package of an interrupted run for an installed one.
+    if [ -e "$env" ]; then say "$env is unfinished or of another kind: starting again"; fi
     rm -rf "$env"
     say "making $env with $python ($("$python" -V 2>&1))"
     "$python" -m venv "$env" >/dev/null 2>&1 || "$python" -m venv --clear --without-pip "$env"
-    log=$env/install.log
+    echo "$kind" >"$env/kind"
 }
 
 install_tested() {
@@ -162,7 +166,7 @@ step() {
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.2
         if ((SECONDS - began >= news)); then
-            say "  $((SECONDS - began)) s: $(newest_in_log)"
+            say "  $((SECONDS - began)) s, $(du -sh "$env" | cut -f 1) on disk: $(newest_in_log)"
             news=$((news + 15))
         fi
     done
@@ -174,6 +178,9 @@ step() {
     fi
 }
 
-newest_in_log() { { grep -aoE '(Collecting|Downloading|Installing|Using cached) .*' "$log" || echo starting; } | tail -n 1 | cut -c 1-90; }
+newest_in_log() {
+    { grep -aoE '(Collecting|Downloading|Installing collected packages|Using cached) ?[^: ]*' "$log" || echo starting; } |
+        tail -n 1
+}
 
 main "$@"

@@ -78,7 +78,7 @@ def hush_megatron() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
+    for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch", "distributed.distributed_data_parallel"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 
 

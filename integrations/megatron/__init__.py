@@ -2,7 +2,7 @@
 
     enable(model, config)         turn the parallel linears of a built model into overlapped ones, before DDP wraps it
     report(model)                 which linear takes which path, why, and how often each path has run
-    gpt_block_spec(config)        layer specs with a norm and an attention that work with sequence parallelism on stock pip
+    gpt_block_spec(config)        layer specs with a norm and an attention that sequence parallelism works with
     run_without_cuda()            let Megatron-Core run on CPU processes
 
 Names are imported on first use, so that importing this package does not import Megatron-Core.

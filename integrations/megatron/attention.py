@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class SDPACoreAttention(MegatronModule):
     """softmax(scale · q kᵀ + mask) v per head, without parameters; the constructor is DotProductAttention's.
 
-    `scale` is `softmax_scale`, or 1 / sqrt(kv_channels). `config.apply_query_key_layer_scaling` divides the scores by the
-    layer number and multiplies them back inside an fp32 softmax; the scores here never leave fp32, so it changes nothing.
+    `scale` is `softmax_scale`, or 1 / sqrt(kv_channels). `config.apply_query_key_layer_scaling` divides the scores by
+    the layer number and multiplies them back inside an fp32 softmax; the scores here never leave fp32, so it changes
+    nothing.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class SDPACoreAttention(MegatronModule):
             )
         return True
 
-    def _random_state(self):  # noqa: ANN202 - a context manager
+    def _random_state(self):
         """Heads are split over ranks, so dropout must differ between them; under SP the block has forked already."""
         inactive = self.config.sequence_parallel or not self.training or self.dropout == 0.0
         return nullcontext() if inactive else get_cuda_rng_tracker().fork()

@@ -16,7 +16,7 @@ def bad_combination(config: TransformerConfig) -> str | None:
     if tensor_parallel == 1:
         return _sentence(config, "tensor_model_parallel_size", "with one rank there is nothing to overlap", "2 or more")
     if not config.sequence_parallel:
-        rule = "the overlapped collectives are all-gather and reduce-scatter, which Megatron uses under sequence parallelism"
+        rule = "what is overlapped are all-gather and reduce-scatter, which Megatron uses under sequence parallelism"
         return _sentence(config, "sequence_parallel", rule, "True (--sequence-parallel)")
     if config.tp_comm_overlap:
         rule = "TransformerEngine's overlap and this one exclude each other"

@@ -1,6 +1,7 @@
 """enable(): turn the parallel linears of a built Megatron-Core model into overlapped ones, in place.
 
-Only the class of a linear changes: parameters, their attributes, hooks and checkpoint keys are the same objects as before.
+Only the class of a linear changes: parameters, their attributes, hooks and checkpoint keys are the same objects as
+before.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ Model = torch.nn.Module | Sequence[torch.nn.Module]
 def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     """Overlap the linears of `config.slots` in a model, or in the chunks of a virtual pipeline; before DDP wraps it.
 
-    Collective only in that every rank of the job must call it with the same config; it does not communicate. Linears that
-    cannot overlap (experts, generalized tensor parallelism) are left as they are, and the report says why. Global rank 0
-    prints the report. A second call with the same config changes nothing.
+    Collective only in that every rank of the job must call it with the same config; it does not communicate. Linears
+    that cannot overlap (experts, generalized tensor parallelism) are left as they are, and the report says why.
+    Global rank 0 prints the report. A second call with the same config changes nothing.
 
     Returns:
         Report: which linear takes which path and why; `report(model)` returns it again, with the calls counted so far.
@@ -73,8 +74,8 @@ def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> str | None:
         wrapper = _data_parallel_wrapper(chunk)
         if wrapper is not None:
             return (
-                f"model is wrapped in {wrapper} already: enable() must come before data parallelism wraps the model, because "
-                f"that fixes how gradients are collected; call it on the bare model, {WAY_TO_FALL_BACK}"
+                f"model is wrapped in {wrapper} already: enable() must come before data parallelism wraps the model, "
+                f"because that fixes how gradients are collected; call it on the bare model, {WAY_TO_FALL_BACK}"
             )
     model_config = next((c for chunk in chunks if (c := _config_of(chunk)) is not None), None)
     return None if model_config is None else bad_combination(model_config)
@@ -108,9 +109,9 @@ def _missing_slot(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> s
             others = sorted({type(linear).__name__ for s, linear in wanted if s == slot})
             there = f"only {', '.join(others)} there" if others else "none there"
             return (
-                f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core for "
-                f"{slot!r} outside experts ({there}); leave the slot out (--overlap-train-slots), build the model from "
-                f"the local layer spec, {WAY_TO_FALL_BACK}"
+                f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core "
+                f"for {slot!r} outside experts ({there}); leave the slot out (--overlap-train-slots), build the model "
+                f"from the local layer spec, {WAY_TO_FALL_BACK}"
             )
     return None
 
@@ -120,6 +121,6 @@ def _refuse_other_config(chunks: Sequence[torch.nn.Module], config: OverlapConfi
         for name, linear in named_linears(chunk):
             if type(linear) in OVERLAPPED.values() and linear.overlap.config != config:
                 raise ValueError(
-                    f"config={config}: {name} overlaps already with {linear.overlap.config}; build the model anew, or use "
-                    "one config for the layer spec and for enable()"
+                    f"config={config}: {name} overlaps already with {linear.overlap.config}; build the model anew, or "
+                    "use one config for the layer spec and for enable()"
                 )

@@ -1,8 +1,8 @@
 """When a call of a parallel linear cannot overlap, and why.
 
 One function answers for both kinds of linear. It is asked on every call, because Megatron-Core changes the attributes
-that decide at run time: inference toggles `output_layer.sequence_parallel`, shared experts set `explicit_expert_comm` after
-construction, weights are frozen and unfrozen. Each answer sends the call to Megatron's own code.
+that decide at run time: inference toggles `output_layer.sequence_parallel`, shared experts set `explicit_expert_comm`
+after construction, weights are frozen and unfrozen. Each answer sends the call to Megatron's own code.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def fallback_reason(
 ) -> str | None:
     """Why this call takes Megatron's own path; None where it overlaps.
 
-    x is the input [s/W, b, K] of a column-parallel or [s, b, K/W] of a row-parallel linear, `weight` the one this call uses
-    (the embedding's, where weights are tied), `call` the keyword arguments of ColumnParallelLinear._forward_impl.
+    x is the input [s/W, b, K] of a column-parallel or [s, b, K/W] of a row-parallel linear, `weight` the one this
+    call uses (the embedding's, where weights are tied), `call` the keyword arguments of
+    ColumnParallelLinear._forward_impl.
     """
     return standing_reason(linear, weight) or _call_reason(linear, call) or _input_reason(linear, x, weight)
 

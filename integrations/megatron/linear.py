@@ -1,9 +1,9 @@
 """Megatron-Core's parallel linears with their communication overlapped.
 
-The subclasses add no parameter and no buffer, so checkpoints are Megatron's. Each replaces as little as it can: the column
-linear only the product (`_forward_impl`), so that bias, tied weights and gathering of the output stay Megatron's; the row
-linear `forward`, because Megatron reduces there. A call that cannot overlap (see fallback.py) runs Megatron's own code and
-is counted with its reason.
+The subclasses add no parameter and no buffer, so checkpoints are Megatron's. Each replaces as little as it can: the
+column linear only the product (`_forward_impl`), so that bias, tied weights and gathering of the output stay
+Megatron's; the row linear `forward`, because Megatron reduces there. A call that cannot overlap (see fallback.py)
+runs Megatron's own code and is counted with its reason.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class OverlappedColumnParallelLinear(ColumnParallelLinear):
 
 
 class OverlappedRowParallelLinear(RowParallelLinear):
-    """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the scatter hides behind the product.
+    """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the scatter hides behind the
+    product.
 
     Takes the arguments of RowParallelLinear and `overlap`, the settings (None: the defaults).
     """
@@ -117,8 +118,8 @@ def overlapped_class(linear_class: type) -> type:
     """The overlapped class of ColumnParallelLinear or RowParallelLinear. Raises ValueError for any other class."""
     if linear_class not in OVERLAPPED:
         raise ValueError(
-            f"linear_class={linear_class!r}: only Megatron-Core's own ColumnParallelLinear and RowParallelLinear have an "
-            "overlapped form; use Megatron's local layer spec, not TransformerEngine's"
+            f"linear_class={linear_class!r}: only Megatron-Core's own ColumnParallelLinear and RowParallelLinear have "
+            "an overlapped form; use Megatron's local layer spec, not TransformerEngine's"
         )
     return OVERLAPPED[linear_class]
 

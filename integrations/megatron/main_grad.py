@@ -1,9 +1,10 @@
 """Which weight gradients go straight into `weight.main_grad`, and how calls that fall back join in.
 
-Megatron's DDP gives every parameter an fp32 buffer `main_grad` and a mark `grad_added_to_main_grad`: a backward that has
-added its gradient there sets the mark, and DDP's hook then ignores `weight.grad`. The mark stays set until the next
-zero_grad_buffer(). So once an overlapped call has set it, a later call of the same step that falls back and returns its
-gradient the ordinary way would have it dropped. Calls that fall back therefore add into main_grad as well.
+Megatron's DDP gives every parameter an fp32 buffer `main_grad` and a mark `grad_added_to_main_grad`: a backward that
+has added its gradient there sets the mark, and DDP's hook then ignores `weight.grad`. The mark stays set until the
+next zero_grad_buffer(). So once an overlapped call has set it, a later call of the same step that falls back and
+returns its gradient the ordinary way would have it dropped. Calls that fall back therefore add into main_grad as
+well.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ if TYPE_CHECKING:
     from overlap_train import OverlapConfig
 
 
-def accumulates(
-    linear: ColumnParallelLinear | RowParallelLinear, weight: torch.Tensor, config: OverlapConfig
-) -> bool:
+def accumulates(linear: ColumnParallelLinear | RowParallelLinear, weight: torch.Tensor, config: OverlapConfig) -> bool:
     """Whether overlapped calls of `linear` add their weight gradient into weight.main_grad.
 
-    True where config.main_grad asks for it, main_grad is fp32, and somebody will look for the gradient there: DDP (it marks
-    the parameter) or gradient accumulation fusion. A 16-bit main_grad is left to DDP's hook, and FSDP's to FSDP.
+    True where config.main_grad asks for it, main_grad is fp32, and somebody will look for the gradient there: DDP (it
+    marks the parameter) or gradient accumulation fusion. A 16-bit main_grad is left to DDP's hook, and FSDP's to
+    FSDP.
     """
     main_grad = getattr(weight, "main_grad", None)
     if config.main_grad != "accumulate" or main_grad is None or main_grad.dtype != torch.float32:

@@ -1,9 +1,9 @@
 """RMSNorm and LayerNorm that work under sequence parallelism, for Megatron-Core layer specs.
 
-Under sequence parallelism every rank normalises its own rows [s/W, b, h], so the gradient of the scale is a partial sum.
-Megatron reduces it over the tensor-parallel group only for parameters that carry `sequence_parallel = True`; a norm that
-forgets the mark trains on without an error and drifts. Parameters are named `weight` (and `bias`), as in Megatron's own
-norms, so checkpoints are the same.
+Under sequence parallelism every rank normalises its own rows [s/W, b, h], so the gradient of the scale is a partial
+sum. Megatron reduces it over the tensor-parallel group only for parameters that carry `sequence_parallel = True`; a
+norm that forgets the mark trains on without an error and drifts. Parameters are named `weight` (and `bias`), as in
+Megatron's own norms, so checkpoints are the same.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _parameter(value: float, size: int, config: TransformerConfig) -> torch.nn.P
 
 
 def _scale_and_input(weight: torch.Tensor, x: torch.Tensor, zero_centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """One dtype for both: their own where they agree, else fp32 (fp32 residuals, or 1 + weight, which 16 bits round)."""
+    """One dtype for both: their own where they agree, else fp32 (fp32 residuals, or 1 + weight, which 16 bits
+    round)."""
     if zero_centered:
         return 1.0 + weight.float(), x.float()
     if x.dtype == weight.dtype:

@@ -26,8 +26,8 @@ SLOT_OF_ATTRIBUTE = {
 
 @dataclass(frozen=True)
 class LinearReport:
-    """One parallel linear. fprop, dgrad and wgrad say what each pass does; `method` is "megatron" where it is Megatron's own
-    code; the calls are forward calls since the linear was enabled, recomputed ones included."""
+    """One parallel linear. fprop, dgrad and wgrad say what each pass does; `method` is "megatron" where it is
+    Megatron's own code; the calls are forward calls since the linear was enabled, recomputed ones included."""
 
     name: str
     slot: str | None  # None: not one of the linears that this package overlaps
@@ -58,7 +58,10 @@ class Report:
 
     def __str__(self) -> str:
         header = ("linear", "fprop", "dgrad", "wgrad", "method", "reason", "calls")
-        rows = [header, *((x.name, x.fprop, x.dgrad, x.wgrad, x.method, x.reason, x.calls) for x in _grouped(self.linears))]
+        rows = [
+            header,
+            *((x.name, x.fprop, x.dgrad, x.wgrad, x.method, x.reason, x.calls) for x in _grouped(self.linears)),
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         notes = [] if self.problem is None else [f"overlap_train: {self.problem}"]
@@ -87,7 +90,7 @@ def named_linears(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def slot_of(name: str) -> str | None:
-    """"decoder.layers.0.mlp.linear_fc1" -> "fc1"; None for a name that is no slot."""
+    """ "decoder.layers.0.mlp.linear_fc1" -> "fc1"; None for a name that is no slot."""
     return SLOT_OF_ATTRIBUTE.get(name.rpartition(".")[2])
 
 

@@ -1,9 +1,9 @@
 """Layer specs for people who assemble their model from specs: stock pip, sequence parallelism, overlap where asked for.
 
 Starts from Megatron-Core's own local specs and exchanges three things: the norms (norm.py), the core attention
-(attention.py) and, where an `OverlapConfig` is given, the linears of dense layers (linear.py). Everything else, checkpoint
-keys included, stays Megatron's. No spec reaches the output layer, which GPTModel builds itself: call `enable()` on the
-built model for that one (it leaves linears that already overlap as they are).
+(attention.py) and, where an `OverlapConfig` is given, the linears of dense layers (linear.py). Everything else,
+checkpoint keys included, stays Megatron's. No spec reaches the output layer, which GPTModel builds itself: call
+`enable()` on the built model for that one (it leaves linears that already overlap as they are).
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 def gpt_layer_spec(config: TransformerConfig, overlap: OverlapConfig | None = None) -> ModuleSpec:
     """The spec of one layer of `config`: dense, or with experts where `config.num_moe_experts` is set.
 
-    With `overlap` the linears of its slots (qkv, proj, fc1, fc2) are built as overlapped ones; experts are left alone.
-    Raises ValueError for multi-latent attention, and for settings of `config` that rule out the overlap asked for (unless
-    overlap.on_unsupported is "fallback": then the linears are Megatron's). A GPTModel that is given a single layer spec picks its final norm
-    itself, and that one refuses sequence parallelism: give GPTModel `gpt_block_spec` instead.
+    With `overlap` the linears of its slots (qkv, proj, fc1, fc2) are built as overlapped ones; experts are left
+    alone. Raises ValueError for multi-latent attention, and for settings of `config` that rule out the overlap asked
+    for (unless overlap.on_unsupported is "fallback": then the linears are Megatron's). A GPTModel that is given a
+    single layer spec picks its final norm itself, and that one refuses sequence parallelism: give GPTModel
+    `gpt_block_spec` instead.
     """
     overlap = _checked(config, overlap)
     spec = get_gpt_layer_local_spec(
@@ -123,8 +124,8 @@ def _checked(config: TransformerConfig, overlap: OverlapConfig | None) -> Overla
     """`overlap` where it can act, None where it may and must not; ValueError for what cannot be built."""
     if config.multi_latent_attention:
         raise ValueError(
-            "config.multi_latent_attention=True: these specs build plain and grouped-query attention; take Megatron's own "
-            "spec and call enable() on the model, which overlaps proj, fc1, fc2 and the output layer"
+            "config.multi_latent_attention=True: these specs build plain and grouped-query attention; take Megatron's "
+            "own spec and call enable() on the model with slots=('proj', 'fc1', 'fc2', 'output')"
         )
     problem = None if overlap is None else bad_combination(config)
     if problem is None or overlap is None:

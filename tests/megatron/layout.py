@@ -1,15 +1,17 @@
-"""Megatron-Core's parallel state in the worker processes: entered once, kept from test to test, changed when one asks."""
+"""Megatron-Core's parallel state in the worker processes: entered once, kept from test to test, changed when one
+asks."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 
-import overlap_train
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+import overlap_train
 from overlap_train.integrations.megatron import run_without_cuda
 
 

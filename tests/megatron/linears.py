@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
+
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron.linear import attach, overlapped_class
-
 from tests.megatron import layout
 
 SEQUENCE, BATCH, FEATURES_IN, FEATURES_OUT = 8, 3, 12, 20
@@ -76,9 +76,7 @@ def _pair(kind: type, overlap: OverlapConfig | None, tensor_parallel: int, defau
     arguments = {**defaults, **arguments}
     changes = {"sequence_parallel": tensor_parallel > 1, **arguments.pop("config_changes", {})}
     config = model_config(tensor_model_parallel_size=tensor_parallel, **changes)
-    own = kind(
-        FEATURES_IN, FEATURES_OUT, config=config, init_method=torch.nn.init.zeros_, tp_group=group, **arguments
-    )
+    own = kind(FEATURES_IN, FEATURES_OUT, config=config, init_method=torch.nn.init.zeros_, tp_group=group, **arguments)
     for index, parameter in enumerate(own.parameters()):  # copy_ casts to the dtype of the parameter
         parameter.data.copy_(integers(*parameter.shape, seed=10 * group.rank() + index))
     if own.bias is not None and kind is RowParallelLinear:

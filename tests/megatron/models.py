@@ -13,9 +13,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec
-
 from tests.megatron import layout
 from tests.megatron.linears import model_config
 
@@ -82,7 +82,8 @@ def wrap(recipe: Recipe, model: GPTModel) -> DistributedDataParallel:
 
 
 def batches(seed: int = 0) -> Iterator[torch.Tensor]:
-    """Token sequences [BATCH, SEQUENCE + 1], the same on every rank: counting up from a random start, so easy to learn."""
+    """Token sequences [BATCH, SEQUENCE + 1], the same on every rank: counting up from a random start, so easy to
+    learn."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)

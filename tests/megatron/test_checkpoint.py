@@ -9,14 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from overlap_train import OverlapConfig
 
+from overlap_train import OverlapConfig
 from tests.megatron.models import LLAMA, Recipe, gpt, optimizer_of, train, wrap
 from tests.megatron.workers import Workers
 
 WITH = Recipe(LLAMA, overlap=OverlapConfig())
 WITHOUT = replace(WITH, overlap=None)
-DIRECTIONS = pytest.mark.parametrize(("saved", "loaded"), [(WITH, WITHOUT), (WITHOUT, WITH)], ids=["on to off", "off to on"])
+DIRECTIONS = pytest.mark.parametrize(
+    ("saved", "loaded"), [(WITH, WITHOUT), (WITHOUT, WITH)], ids=["on to off", "off to on"]
+)
 
 
 def same_keys() -> None:

@@ -9,8 +9,8 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from overlap_train.integrations.megatron import SDPACoreAttention
 
+from overlap_train.integrations.megatron import SDPACoreAttention
 from tests.megatron import layout
 from tests.megatron.linears import model_config
 from tests.megatron.workers import Workers

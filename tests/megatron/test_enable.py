@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import (
     OverlappedColumnParallelLinear,
@@ -18,7 +19,6 @@ from overlap_train.integrations.megatron import (
     report,
 )
 from overlap_train.integrations.megatron.reporting import LinearReport, Report
-
 from tests.megatron.linears import model_config
 from tests.megatron.models import LLAMA, Recipe, gpt, quietly_enable, train, wrap
 from tests.megatron.test_spec import MIXTURE
@@ -148,7 +148,7 @@ def other_classes() -> None:
     assert left.reason == "SomebodysLinear is not a linear of Megatron-Core's local layer spec"
     for layer in model.decoder.layers:
         layer.mlp.linear_fc2.__class__ = SomebodysLinear
-    with pytest.raises(ValueError, match="'fc2'.*only SomebodysLinear there.*leave the slot out"):
+    with pytest.raises(ValueError, match=r"'fc2'.*only SomebodysLinear there.*leave the slot out"):
         enable(model, OverlapConfig())
 
 
@@ -265,7 +265,10 @@ def test_like_linears_share_a_row() -> None:
         return LinearReport(f"decoder.layers.{layer}.mlp.linear_fc1", "fc1", "-", "-", "-", "megatron", reason)
 
     lines = str(Report(tuple(linear(k, "frozen weight" if k == 3 else "expert") for k in (0, 1, 2, 3, 5)))).splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["decoder.layers.0-2,5.mlp.linear_fc1", "decoder.layers.3.mlp.linear_fc1"]
+    assert [line.split()[0] for line in lines[2:]] == [
+        "decoder.layers.0-2,5.mlp.linear_fc1",
+        "decoder.layers.3.mlp.linear_fc1",
+    ]
 
 
 def kept_input() -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from overlap_train.integrations.megatron.fallback import fallback_reason, standing_reason
 
 

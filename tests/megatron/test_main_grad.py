@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from overlap_train import OverlapConfig
 
+from overlap_train import OverlapConfig
 from tests.megatron.linears import Pair, column_pair, integers, row_pair, run
 from tests.megatron.test_path_matrix import column_input, row_input
 from tests.megatron.workers import Workers

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_train.integrations.megatron import LayerNorm, Norm, RMSNorm
 
+from overlap_train.integrations.megatron import LayerNorm, Norm, RMSNorm
 from tests.megatron.linears import model_config
 
 HIDDEN, EPS = 64, 1e-5
@@ -73,7 +73,9 @@ def test_parameters_are_marked(normalization: str, sequence_parallel: bool) -> N
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize(("normalization", "reference"), [("RMSNorm", torch.nn.RMSNorm), ("LayerNorm", torch.nn.LayerNorm)])
+@pytest.mark.parametrize(
+    ("normalization", "reference"), [("RMSNorm", torch.nn.RMSNorm), ("LayerNorm", torch.nn.LayerNorm)]
+)
 def test_starts_as_identity_scale_with_torchs_keys(
     normalization: str, reference: type[torch.nn.Module], zero_centered: bool
 ) -> None:

@@ -1,7 +1,8 @@
-"""One test for each path a parallel linear can take: the overlapped ones give Megatron's numbers, the others run its code.
+"""One test for each path a parallel linear can take: the overlapped ones give Megatron's numbers, the others run its
+code.
 
-Each compares values and gradients with Megatron's own linear on the same weights, and asserts by the counters that the path
-it is about is the one that ran.
+Each compares values and gradients with Megatron's own linear on the same weights, and asserts by the counters that
+the path it is about is the one that ran.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import checkpoint
-from overlap_train import OverlapConfig
 
+from overlap_train import OverlapConfig
 from tests.megatron import layout
 from tests.megatron.linears import (
     BATCH,
@@ -93,7 +94,8 @@ def test_column_overlaps_with_the_gathered_input_kept(workers: Workers) -> None:
 
 
 def tied_weight() -> None:
-    """The output layer has no weight of its own where embeddings are tied; multi-token prediction calls it repeatedly."""
+    """The output layer has no weight of its own where embeddings are tied; multi-token prediction calls it
+    repeatedly."""
     pair = column_pair(bias=False, skip_weight_param_allocation=True)
     results = []
     for linear in (pair.own, pair.overlapped):
@@ -302,7 +304,8 @@ def test_indivisible_sequence_is_megatrons_error(workers: Workers) -> None:
 
 
 def deferred_weight_gradient() -> None:
-    """With defer_embedding_wgrad_compute the output layer puts dy aside, and Megatron computes dW after the pipeline."""
+    """With defer_embedding_wgrad_compute the output layer puts dy aside, and Megatron computes dW after the
+    pipeline."""
     pair, buffers = column_pair(bias=False), []
     for linear in (pair.own, pair.overlapped):
         linear.config = copy.copy(linear.config)

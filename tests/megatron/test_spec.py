@@ -9,6 +9,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import (
     LayerNorm,
@@ -20,7 +21,6 @@ from overlap_train.integrations.megatron import (
     gpt_layer_spec,
     report,
 )
-
 from tests.megatron import layout
 from tests.megatron.linears import model_config
 from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY, quietly_enable
@@ -36,7 +36,12 @@ def build(spec: Any, config: Any) -> GPTModel:
 
 def linear_types(model: torch.nn.Module) -> dict[str, type]:
     layer = model.decoder.layers[0]
-    linears = (layer.self_attention.linear_qkv, layer.self_attention.linear_proj, layer.mlp.linear_fc1, layer.mlp.linear_fc2)
+    linears = (
+        layer.self_attention.linear_qkv,
+        layer.self_attention.linear_proj,
+        layer.mlp.linear_fc1,
+        layer.mlp.linear_fc2,
+    )
     return dict(zip(("qkv", "proj", "fc1", "fc2"), map(type, linears), strict=True))
 
 

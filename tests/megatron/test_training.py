@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import report
-
 from tests.megatron import layout
 from tests.megatron.models import GPT2, LLAMA, Recipe, gradients, train
 from tests.megatron.workers import Workers
@@ -48,7 +48,9 @@ def test_gradients_are_those_of_megatrons_linears(workers: Workers, name: str) -
     workers.call(agreement_of_gradients, RECIPES[name], OverlapConfig())
 
 
-@pytest.mark.parametrize("changes", [{"method": "collective"}, {"gathered_input": "keep"}, {"main_grad": "off"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"method": "collective"}, {"gathered_input": "keep"}, {"main_grad": "off"}], ids=str
+)
 def test_gradients_under_other_settings(workers: Workers, changes: dict[str, Any]) -> None:
     workers.call(agreement_of_gradients, Recipe(LLAMA, overlap_grad_reduce=True), OverlapConfig(**changes))
 
@@ -77,7 +79,9 @@ def test_partial_gradients_of_norms_and_row_biases_are_summed(workers: Workers) 
     recipe = Recipe({**GPT2, "qk_layernorm": True}, overlap=OverlapConfig())
     alone = workers.call(norm_gradients, replace(recipe, tensor_parallel=1, overlap=None))[0]
     shared = workers.call(norm_gradients, recipe)
-    assert len(alone) == 2 * (2 + 2 + 2 + 2 + 1) + 2, "two layers: 2 norms and q, k norms, weights and biases; row biases"
+    assert len(alone) == 2 * (2 + 2 + 2 + 2 + 1) + 2, (
+        "two layers: 2 norms and q, k norms, weights and biases; row biases"
+    )
     for ranks in shared:
         for name, gradient in alone.items():
             torch.testing.assert_close(ranks[name], gradient, rtol=1e-4, atol=1e-7, msg=lambda t, n=name: f"{n}: {t}")

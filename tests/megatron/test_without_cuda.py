@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
+
 from overlap_train.integrations.megatron import run_without_cuda
 from overlap_train.integrations.megatron.cpu import CUDA_USERS
-
 from tests.megatron import layout
 from tests.megatron.workers import Workers
 
@@ -62,8 +62,9 @@ def random_numbers() -> tuple[torch.Tensor, torch.Tensor]:
     with megatron_random.get_cuda_rng_tracker().fork():
         assert torch.equal(torch.rand(4), own), "the states of forks do not depend on what was drawn outside"
     assert torch.equal(torch.rand(4), common), "nor the other way round"
-    with pytest.raises(ValueError, match="'no-such-state' is not known"), megatron_random.get_cuda_rng_tracker().fork(
-        "no-such-state"
+    with (
+        pytest.raises(ValueError, match="'no-such-state' is not known"),
+        megatron_random.get_cuda_rng_tracker().fork("no-such-state"),
     ):
         pass
     return common, own

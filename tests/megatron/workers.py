@@ -1,7 +1,8 @@
 """Two CPU processes over gloo that run one test function after another.
 
-Starting a process and importing torch and Megatron-Core takes several seconds, so the processes live as long as the test
-session. A function that fails or does not return in time takes its processes with it; the next call starts new ones.
+Starting a process and importing torch and Megatron-Core takes several seconds, so the processes live as long as the
+test session. A function that fails or does not return in time takes its processes with it; the next call starts new
+ones.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Workers:
         self._pipes: list[Connection] = []
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float = 60.0) -> list[Any]:
-        """Raises AssertionError with the rank's traceback if one fails, or if one has not returned after limit_s seconds."""
+        """Raises AssertionError with the rank's traceback if one fails, or if one has not returned after limit_s
+        seconds."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound

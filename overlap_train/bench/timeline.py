@@ -1,0 +1,150 @@
+"""What one operator call does on the GPU: its kernels and copies on a time axis, from the profiler, as JSON and as a picture.
+
+    torchrun --nproc-per-node 4 -m overlap_train.bench.timeline --out benchmarks/h200x4     (records, on GPUs)
+    python -m overlap_train.bench.timeline --draw benchmarks/h200x4/timeline.json           (draws, anywhere)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import OverlapConfig
+from ..domain import shutdown
+from ..linear import all_gather_linear, linear_reduce_scatter
+
+METHODS = ("collective", "chunked", "fused")
+# Llama-3-8B MLP at s = 8192: M, features in, features out of the first and the second linear
+M, HIDDEN, FFN = 8192, 4096, 14336
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="record into OUT/timeline.json")
+    parser.add_argument("--draw", type=Path, help="draw this recording to a .png beside it")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        draw(json.loads(arguments.draw.read_text()), arguments.draw.with_suffix(".png"))
+    else:
+        record(arguments.out or Path())
+
+
+def record(out: Path) -> None:
+    """Profile forward calls of both operators by each method; rank 0 writes its own view."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+    world = dist.get_world_size()
+    x = torch.randn(M // world, HIDDEN, device=device, dtype=torch.bfloat16)
+    h = torch.randn(M, FFN // world, device=device, dtype=torch.bfloat16)
+    w1 = torch.randn(FFN // world, HIDDEN, device=device, dtype=torch.bfloat16)
+    w2 = torch.randn(HIDDEN, FFN // world, device=device, dtype=torch.bfloat16)
+    calls: dict[str, list[dict[str, Any]]] = {}
+    for method in METHODS:
+        config = OverlapConfig(method=method)
+        calls[f"all_gather_linear {method}"] = _profile(lambda c=config: all_gather_linear(x, w1, group=group, config=c))
+        calls[f"linear_reduce_scatter {method}"] = _profile(lambda c=config: linear_reduce_scatter(h, w2, group=group, config=c))
+    if dist.get_rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        shape = {"m": M, "hidden": HIDDEN, "ffn": FFN, "world": world, "dtype": "bfloat16"}
+        head = {"hardware": torch.cuda.get_device_name(device), "torch": torch.__version__, "shape": shape}
+        (out / "timeline.json").write_text(json.dumps({**head, "calls": calls}, indent=1))
+    shutdown()
+    dist.destroy_process_group()
+
+
+def _profile(call: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Device intervals of the third of three back-to-back calls after warm-up: name, stream, start and end in microseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(5):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host gets ahead
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
+    spans = [{"name": e.name(), "stream": e.device_resource_id(), "start": e.start_ns() / 1e3, "end": e.end_ns() / 1e3} for e in events]
+    return sorted(spans, key=lambda span: span["start"])
+
+
+def kind_of(name: str) -> str:
+    """communication or computation, or "" for bookkeeping of a few microseconds."""
+    lowered = name.lower()
+    if "nccl" in lowered or "memcpy" in lowered:
+        return "communication"
+    if any(part in lowered for part in ("gemm", "nvjet", "cutlass", "reduce_partials")):
+        return "computation"
+    return ""
+
+
+def draw(recording: dict[str, Any], path: Path) -> None:
+    """One row of lanes per recorded call: computation above, communication below, exposed communication hatched."""
+    from matplotlib import pyplot
+
+    calls = recording["calls"]
+    figure, axes = pyplot.subplots(len(calls), 1, figsize=(10, 1.25 * len(calls)), sharex=True)
+    for axis, (title, spans) in zip(axes, calls.items(), strict=True):
+        _draw_call(axis, title, last_call(spans))
+    axes[-1].set_xlabel("microseconds")
+    shape = recording["shape"]
+    figure.suptitle(f"{shape['world']} x {recording['hardware']}: M={shape['m']}, hidden {shape['hidden']}, ffn {shape['ffn']}, bf16, forward")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def last_call(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The spans of the last third of the computation, and what ran since the call before it ended; starting at 0."""
+    work = [span for span in spans if kind_of(span["name"])]
+    compute = [span for span in work if kind_of(span["name"]) == "computation"]
+    per_call = max(1, len(compute) // 3)
+    edge = compute[-per_call - 1]["end"] if len(compute) > per_call else work[0]["start"]
+    mine = [span for span in work if span["end"] > edge]
+    zero = min(max(span["start"], edge) for span in mine)
+    return [{**span, "start": max(span["start"], edge) - zero, "end": span["end"] - zero} for span in mine]
+
+
+def exposed(spans: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Parts of communication during which no computation runs, as (start, end)."""
+    busy = sorted((s["start"], s["end"]) for s in spans if kind_of(s["name"]) == "computation")
+    gaps = []
+    for span in spans:
+        at = span["start"]
+        if kind_of(span["name"]) != "communication":
+            continue
+        for start, end in [*busy, (span["end"], span["end"])]:
+            if start > at:
+                gaps.append((at, min(start, span["end"])))
+            at = max(at, end)
+            if at >= span["end"]:
+                break
+    return [(start, end) for start, end in gaps if end > start]
+
+
+def _draw_call(axis: Any, title: str, spans: list[dict[str, Any]]) -> None:
+    colours = {"computation": "#4c9f70", "communication": "#3b6fb6"}
+    for span in spans:
+        kind = kind_of(span["name"])
+        axis.broken_barh([(span["start"], span["end"] - span["start"])], (kind == "computation", 0.8), color=colours[kind])
+    for start, end in exposed(spans):
+        axis.broken_barh([(start, end - start)], (0, 0.8), color="#d1495b")
+    axis.set_yticks([0.4, 1.4], ["copies, NCCL", "GEMM"])
+    axis.set_ylim(-0.2, 2)
+    axis.set_title(f"{title}: {max(span['end'] for span in spans):.0f} µs, {sum(e - s for s, e in exposed(spans)):.0f} µs exposed", fontsize=9, loc="left")
+
+
+if __name__ == "__main__":
+    main()
