@@ -10,8 +10,8 @@ Shards are walked in the order in which they arrive: rank, rank-1, rank-2, ... (
 import triton
 import triton.language as tl
 
-from .signal import claim, wait_signal
-from .tiles import tile_in_shard, tile_offsets, tile_product
+from .signal import claim, signal_word, wait_signal
+from .tiles import arrival, tile_in_block, tile_offsets, tile_product
 
 
 @triton.jit(do_not_specialize=["rank", "tag", "limit"])
@@ -19,24 +19,27 @@ def all_gather_gemm_kernel(
     own_ptr, gathered_ptr, b_ptr, y_ptr,
     m_shard, n, k, stride_bk, stride_bn,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PRECISION: tl.constexpr, TIMED: tl.constexpr,
+    WORLD: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(m_shard, BLOCK_M) * tl.cdiv(n, BLOCK_N)
+    m_chunk = m_shard // CHUNKS
+    per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     epoch = tl.load(epoch_ptr)
     index = claim(counter_ptr).to(tl.int32)
-    while index < tiles * WORLD:
-        source = (rank + WORLD - index // tiles) % WORLD
+    while index < per_chunk * WORLD * CHUNKS:
+        source, chunk = arrival(index // per_chunk, rank, WORLD, CHUNKS)
         arrived = source == rank
         shard_ptr = own_ptr
         if source != rank:
-            arrived = wait_signal(signals_ptr + source, epoch, abort_ptr, record_ptr, tag, source, limit, TIMED)
+            word = signal_word(source, chunk)
+            arrived = wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED)
             shard_ptr = gathered_ptr + source.to(tl.int64) * m_shard * k
-        tile_m, tile_n = tile_in_shard(index % tiles, m_shard, n, BLOCK_M, BLOCK_N, GROUP_M)
-        acc = tile_product(shard_ptr, b_ptr, tile_m, tile_n, m_shard, n, k, k, 1, stride_bk, stride_bn,
+        first_row = chunk.to(tl.int64) * m_chunk
+        tile_m, tile_n = tile_in_block(index % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
+        acc = tile_product(shard_ptr + first_row * k, b_ptr, tile_m, tile_n, m_chunk, n, k, k, 1, stride_bk, stride_bn,
                            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         acc = tl.where(arrived, acc, float("nan"))
-        rows, cols, mask = tile_offsets(tile_m, tile_n, m_shard, n, BLOCK_M, BLOCK_N)
-        y_ptrs = y_ptr + (source.to(tl.int64) * m_shard + rows) * n + cols
+        rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
+        y_ptrs = y_ptr + (source.to(tl.int64) * m_shard + first_row + rows) * n + cols
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
         index = claim(counter_ptr).to(tl.int32)

@@ -13,8 +13,8 @@ term because it is in the accumulator already: a second [BLOCK_M, BLOCK_N] accum
 import triton
 import triton.language as tl
 
-from .signal import announce, claim, wait_signal
-from .tiles import tile_in_shard, tile_offsets, tile_product
+from .signal import announce, claim, signal_word, wait_signal
+from .tiles import departure, tile_in_block, tile_offsets, tile_product
 
 
 @triton.jit(do_not_specialize=["rank", "tag", "limit"])
@@ -22,30 +22,34 @@ def gemm_reduce_scatter_kernel(
     a_ptr, b_ptr, staging_ptr, received_ptr, y_ptr,
     m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
     rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PRECISION: tl.constexpr, TIMED: tl.constexpr,
+    WORLD: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(m_shard, BLOCK_M) * tl.cdiv(n, BLOCK_N)
+    m_chunk = m_shard // CHUNKS
+    per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
+    block = tl.cast(m_shard, tl.int64) * n
     epoch = tl.load(epoch_ptr)
     index = claim(counter_ptr).to(tl.int32)
-    while index < tiles * WORLD:
-        target = (rank + 1 + index // tiles) % WORLD
-        tile_m, tile_n = tile_in_shard(index % tiles, m_shard, n, BLOCK_M, BLOCK_N, GROUP_M)
-        rows, cols, mask = tile_offsets(tile_m, tile_n, m_shard, n, BLOCK_M, BLOCK_N)
-        block = tl.cast(m_shard, tl.int64) * n
-        acc = tile_product(a_ptr + target.to(tl.int64) * m_shard * stride_am, b_ptr, tile_m, tile_n, m_shard, n, k,
-                           stride_am, stride_ak, stride_bk, stride_bn,
+    while index < per_chunk * WORLD * CHUNKS:
+        target, chunk = departure(index // per_chunk, rank, WORLD, CHUNKS)
+        tile_m, tile_n = tile_in_block(index % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
+        rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
+        first_row = chunk.to(tl.int64) * m_chunk
+        offsets = (first_row + rows) * n + cols
+        acc = tile_product(a_ptr + (target.to(tl.int64) * m_shard + first_row) * stride_am, b_ptr, tile_m, tile_n, m_chunk,
+                           n, k, stride_am, stride_ak, stride_bk, stride_bn,
                            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         if target != rank:
-            tl.store(staging_ptr + target * block + rows * n + cols, acc.to(staging_ptr.dtype.element_ty), mask=mask)
-            announce(complete_ptr + target)
+            tl.store(staging_ptr + target * block + offsets, acc.to(staging_ptr.dtype.element_ty), mask=mask)
+            announce(complete_ptr + signal_word(target, chunk))
         else:
             for source in tl.static_range(WORLD):
                 if source != rank:
-                    arrived = wait_signal(signals_ptr + source, epoch, abort_ptr, record_ptr, tag, source, limit, TIMED)
-                    part = tl.load(received_ptr + source * block + rows * n + cols, mask=mask, other=0.0)
+                    word = signal_word(source, chunk)
+                    arrived = wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED)
+                    part = tl.load(received_ptr + source * block + offsets, mask=mask, other=0.0)
                     acc += tl.where(arrived, part.to(tl.float32), float("nan"))
-            tl.store(y_ptr + rows * n + cols, acc.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)
         index = claim(counter_ptr).to(tl.int32)
 
 

@@ -9,9 +9,10 @@ import triton.language as tl
 
 from . import signal_words as words
 
+MAX_CHUNKS = tl.constexpr(words.MAX_CHUNKS)
 FAULT_SET = tl.constexpr(words.FAULT_SET)
 FAULT_TAG = tl.constexpr(words.FAULT_TAG)
-FAULT_CHUNK = tl.constexpr(words.FAULT_CHUNK)
+FAULT_WORD = tl.constexpr(words.FAULT_WORD)
 FAULT_EXPECTED = tl.constexpr(words.FAULT_EXPECTED)
 FAULT_SEEN = tl.constexpr(words.FAULT_SEEN)
 
@@ -26,15 +27,16 @@ def clock(spins, TIMED: tl.constexpr):
 
 
 @triton.jit
-def wait_signal(signal_ptr, epoch, abort_ptr, record_ptr, tag, chunk, limit, TIMED: tl.constexpr):
-    """Spin until the word at `signal_ptr` is at least `epoch`; returns whether it is.
+def wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED: tl.constexpr):
+    """Spin until word `word` of a slot's signals is at least `epoch`; returns whether it is.
 
     Acquires at system scope (rule 2). Bounded by `limit` (rule 5): nanoseconds if TIMED, else polls. The first wait that gives
     up in a call raises the flag at `abort_ptr`, which ends every other wait of the rank at once, and fills the host-visible
     record, so that the host can name what was waited for.
     """
-    spins = tl.full((), 0, tl.int64)
+    spins = tl.cast(0, tl.int64)
     begin = clock(spins, TIMED)
+    signal_ptr = signals_ptr + word
     seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
     waiting = seen < epoch
     while waiting:
@@ -45,45 +47,58 @@ def wait_signal(signal_ptr, epoch, abort_ptr, record_ptr, tag, chunk, limit, TIM
         waiting = (seen < epoch) & (late == 0) & (aborted == 0)
     arrived = seen >= epoch
     if arrived == 0:
-        report_fault(abort_ptr, record_ptr, tag, chunk, epoch, seen)
+        report_fault(abort_ptr, record_ptr, tag, word, epoch, seen)
     return arrived
 
 
 @triton.jit
-def report_fault(abort_ptr, record_ptr, tag, chunk, expected, seen):
+def report_fault(abort_ptr, record_ptr, tag, word, expected, seen):
     """Fill the record once: the first wait that fails is the one worth naming. The set word is written last."""
-    first = tl.atomic_cas(abort_ptr, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
+    first = tl.atomic_cas(abort_ptr, tl.cast(0, tl.int64), tl.cast(1, tl.int64))
     if first == 0:
         tl.store(record_ptr + FAULT_TAG, tag)
-        tl.store(record_ptr + FAULT_CHUNK, chunk)
+        tl.store(record_ptr + FAULT_WORD, word)
         tl.store(record_ptr + FAULT_EXPECTED, expected)
         tl.store(record_ptr + FAULT_SEEN, seen)
-        tl.atomic_xchg(record_ptr + FAULT_SET, tl.full((), 1, tl.int64), sem="release", scope="sys")
+        tl.atomic_xchg(record_ptr + FAULT_SET, tl.cast(1, tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
 def announce(counter_ptr):
     """Count one finished tile. All threads' stores come before the barrier, the barrier before the release (rule 1)."""
     tl.debug_barrier()
-    tl.atomic_add(counter_ptr, tl.full((), 1, tl.int64), sem="release", scope="sys")
+    tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
 def claim(counter_ptr):
     """The next tile in arrival order. Dynamic, so that any one resident CTA finishes the whole grid's work (rule 4)."""
-    return tl.atomic_add(counter_ptr, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
+    return tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="relaxed", scope="gpu")
 
 
-@triton.jit(do_not_specialize=["tag", "chunk", "limit"])
-def wait_kernel(signal_ptr, epoch_ptr, abort_ptr, record_ptr, tag, chunk, limit, row_ptr, row_size,
-                TIMED: tl.constexpr, BLOCK: tl.constexpr):
-    """One CTA that holds its stream until a chunk is there: the bounded, graph-replayable wait of `chunked`.
+@triton.jit
+def signal_word(source, chunk):
+    """Which signal of a slot guards `chunk` of the block that rank `source` writes."""
+    return source * MAX_CHUNKS + chunk
 
-    A wait that gives up writes NaN over the chunk's first row (`row_size` elements at `row_ptr`), so that the loss shows it
-    even before the host raises.
+
+@triton.jit(do_not_specialize=["rank", "first", "count", "tag", "limit"])
+def wait_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, rank, first, count, row_ptr, row_size,
+                CHUNKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One CTA that holds its stream until the blocks of `count` ranks from rank `first` on are there, but for the own one.
+
+    The bounded wait of library GEMMs, which replays in a graph. A wait that gives up writes NaN over the row at `row_ptr`
+    (`row_size` elements), so that the loss shows it even before the host raises.
     """
-    arrived = wait_signal(signal_ptr, tl.load(epoch_ptr), abort_ptr, record_ptr, tag, chunk, limit, TIMED)
-    if arrived == 0:
+    epoch = tl.load(epoch_ptr)
+    missing = 0
+    for source in range(first, first + count):
+        if source != rank:
+            for chunk in tl.static_range(CHUNKS):
+                word = signal_word(source, chunk)
+                arrived = wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED)
+                missing += (arrived == 0).to(tl.int32)
+    if missing > 0:
         for start in range(0, row_size, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
             nan = tl.full((BLOCK,), float("nan"), tl.float32)

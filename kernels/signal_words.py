@@ -1,8 +1,13 @@
-"""The layout of a fault record, as plain numbers: shared by kernels and host, importable without Triton."""
+"""Layouts that kernels and host share, as plain numbers: importable without Triton."""
+
+# A slot has this many signals per source rank; a call that uses fewer chunks leaves the rest alone.
+MAX_CHUNKS = 8
+
+# Words of a fault record.
 
 FAULT_SET = 0
 FAULT_TAG = 1
-FAULT_CHUNK = 2
+FAULT_WORD = 2  # which signal of the slot: source rank x MAX_CHUNKS + chunk
 FAULT_EXPECTED = 3
 FAULT_SEEN = 4
 FAULT_WORDS = 5

@@ -5,9 +5,21 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_in_shard(index, m_shard, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Tile `index` of a [m_shard, n] block -> (tile row, tile column), in groups of GROUP_M rows that share columns in L2."""
-    tiles_m = tl.cdiv(m_shard, BLOCK_M)
+def arrival(unit, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
+    """The unit-th chunk to be multiplied -> (source rank, its chunk): own shard, then rank-1's, rank-2's, ..."""
+    return (rank + WORLD - unit // CHUNKS) % WORLD, unit % CHUNKS
+
+
+@triton.jit
+def departure(unit, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
+    """The unit-th chunk to be multiplied -> (target rank, its chunk): rank+1's rows, rank+2's, ..., own rows last."""
+    return (rank + 1 + unit // CHUNKS) % WORLD, unit % CHUNKS
+
+
+@triton.jit
+def tile_in_block(index, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile `index` of a [m, n] block -> (tile row, tile column), in groups of GROUP_M rows that share columns in L2."""
+    tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
     group = index // (GROUP_M * tiles_n)
     first_m = group * GROUP_M

@@ -92,8 +92,9 @@ create() {
 }
 
 install_tested() {
-    local constraints=constraints/$tested.txt extras=megatron,dev size="0.2 to 2 GB to download, one to two minutes"
+    local constraints=constraints/$tested.txt extras=megatron,dev,plot size="0.2 to 2 GB to download, one to two minutes"
     [ "$tested" = py312 ] && size="2 GB to download, 5 GB on disk, one to three minutes"
+    if compgen -G "$env/lib/*/site-packages/torch" >/dev/null; then size="what has changed"; fi
     if has_gpu; then extras=$extras,nvshmem; fi
     step "installing $(pinned torch) and $(pinned megatron-core) ($size)" \
         pip_install -c "$constraints" torch megatron-core setuptools || die "could not install torch and megatron-core"
@@ -115,7 +116,7 @@ install_beside_system() {
         step "installing the wheels of .whl/" pip_install --no-index --no-deps .whl/*.whl || die "could not install .whl/"
         install_alone
     elif ! step "installing overlap-train, megatron-core, nvshmem4py, test and lint tools (150 MB)" \
-        pip_install -c "$kept" --no-build-isolation -e '.[megatron,nvshmem,dev]'; then
+        pip_install -c "$kept" --no-build-isolation -e '.[megatron,nvshmem,dev,plot]'; then
         say "going on with what is there; without a package index, put wheels of what is missing into .whl/"
         install_alone
     fi
@@ -151,7 +152,8 @@ report_missing() {
     done
 }
 
-pip_install() { "$env/bin/python" -m pip install --progress-bar off --no-compile --disable-pip-version-check "$@"; }
+# For step, in whose background process exec makes pip itself what an interrupt ends.
+pip_install() { exec "$env/bin/python" -m pip install --progress-bar off --no-compile --disable-pip-version-check "$@"; }
 
 # step TEXT COMMAND...: runs a slow command with its output in the log and a line of news every 15 seconds. Shows the
 # end of the log and returns 1 if it fails.

@@ -18,8 +18,8 @@ find_python() {
 python_candidates() {
     local version=$1
     on_path "python$version" python3
-    compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version*/bin/python" || true
-    compgen -G "$HOME/.local/share/uv/python/cpython-$version*/bin/python$version" || true
+    compgen -G "${PYENV_ROOT:-${HOME-}/.pyenv}/versions/$version*/bin/python" || true
+    compgen -G "${HOME-}/.local/share/uv/python/cpython-$version*/bin/python$version" || true
     compgen -G "/usr/local/bin/python$version" || true
     compgen -G "/opt/*/bin/python$version" || true
     compgen -G "/opt/*/*/bin/python$version" || true
@@ -33,7 +33,7 @@ is_python() {
     [ -x "$1" ] && "$1" -c "$check" "$2" </dev/null >/dev/null 2>&1
 }
 
-has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+has_gpu() { [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; }
 
 # gpu_python: prints the interpreter on PATH whose torch, 2.11 or newer, already sees a GPU, if there is one.
 gpu_python() {

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs tests/gpu once for every provider, domain size and CUDA_DEVICE_MAX_CONNECTIONS. Prints rank 0, and the others if it fails.
 #   launch/test_gpu.sh PYTHON [pytest arguments]
-# LOGS: folder for each rank's output (default runs/test-gpu). PROVIDERS: providers to test (default "nvshmem torch").
+# LOGS: folder for each rank's output (default runs/test-gpu). What to run: PROVIDERS (default "nvshmem torch"),
+# SIZES of the overlap domain (default all GPUs and, on four, also 2), CONNECTIONS (default "1 8").
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,11 +16,12 @@ if [ "$gpus" -lt 2 ]; then
 fi
 sizes=$gpus
 [ "$gpus" -eq 4 ] && sizes="4 2"
+sizes=${SIZES:-$sizes}
 
 failed=0
 for size in $sizes; do
   for provider in ${PROVIDERS:-nvshmem torch}; do
-    for connections in 1 8; do
+    for connections in ${CONNECTIONS:-1 8}; do
       name="$provider-domain$size-connections$connections"
       echo "== $gpus GPUs: $name"
       mkdir -p "$logs/$name"

@@ -120,21 +120,24 @@ class StreamCopyEngine:
     """A side stream whose copies the driver gives to the copy engine."""
 
     def __init__(self, device: torch.device) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
         self._device = device
         self._held: list[Push] = []  # keeps sources from the allocator until the stream has read them
         self.stream = torch.cuda.Stream(device, priority=-1)
+        self._handle = driver.CUstream(self.stream.cuda_stream)
 
     def fork(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def push(self, pushes: list[Push]) -> None:
         self._held += pushes
-        with torch.cuda.stream(self.stream):
-            for push in pushes:
-                if push.after is not None:
-                    self._wait_for_counter(*push.after)
-                push.target.copy_(push.source, non_blocking=True)
-                push.signal.copy_(push.epoch, non_blocking=True)  # a copy, not a write-value: a replayed graph sends a new epoch
+        for push in pushes:
+            if push.after is not None:
+                self._wait_for_counter(*push.after)
+            self._copy(push.target, push.source)
+            self._copy(push.signal, push.epoch)  # a copy, not a write-value: a replayed graph sends a new epoch
 
     def launch(self, kernel: Callable[[], None], pushes: list[Push]) -> None:
         kernel()  # first: what waits on the device is enqueued after what it waits for (rule 4)
@@ -147,14 +150,20 @@ class StreamCopyEngine:
     def close(self) -> None:
         self.stream.synchronize()
 
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """The driver's copy: a third of Tensor.copy_'s host time (5 against 15 microseconds, H200)."""
+        driver = self._driver
+        (status,) = driver.cuMemcpyDtoDAsync(target.data_ptr(), source.data_ptr(), source.nbytes, self._handle)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuMemcpyDtoDAsync of {source.nbytes} bytes failed: {status.name}")
+
     def _wait_for_counter(self, counter: torch.Tensor, goal: int) -> None:
         """A wait by the stream itself. A waiting kernel might find no room beside a GEMM that fills every SM's registers and
         that in turn waits, through the peers, for this copy. The counter is this rank's own and its GEMM never waits before
         it has counted every foreign tile, so this wait needs no bound of its own."""
-        from cuda.bindings import driver
-
+        driver = self._driver
         flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        (status,) = driver.cuStreamWaitValue64(self.stream.cuda_stream, counter.data_ptr(), goal, flags)
+        (status,) = driver.cuStreamWaitValue64(self._handle, counter.data_ptr(), goal, flags)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"cuStreamWaitValue64 failed: {status.name}")
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from .kernels.signal_words import FAULT_CHUNK, FAULT_EXPECTED, FAULT_SEEN, FAULT_SET, FAULT_TAG, FAULT_WORDS
+from .kernels.signal_words import FAULT_EXPECTED, FAULT_SEEN, FAULT_SET, FAULT_TAG, FAULT_WORD, FAULT_WORDS, MAX_CHUNKS
 
 
 class OverlapTimeoutError(RuntimeError):
@@ -28,11 +28,12 @@ class Waiting:
     op: str
     rank: int
     peer: int
+    chunk: int
     timeout_s: float
 
     def error(self, expected: int, seen: int) -> OverlapTimeoutError:
         return OverlapTimeoutError(
-            f"{self.op}: rank {self.rank} waited {self.timeout_s:g} s for the chunk of rank {self.peer}: expected "
+            f"{self.op}: rank {self.rank} waited {self.timeout_s:g} s for chunk {self.chunk} of rank {self.peer}: expected "
             f"epoch {expected}, seen {seen}. Rank {self.peer} is dead, stopped, or in another operator; if it is only slow, "
             f"raise timeout_s (--overlap-train-timeout-s)."
         )
@@ -69,7 +70,7 @@ class FaultRecord:
         self._error: OverlapTimeoutError | None = None
 
     def tag(self, waiting: Waiting) -> int:
-        """A number by which a kernel names this wait's operator in its report; the kernel adds the chunk."""
+        """A number by which a kernel names this wait's operator in its report; the kernel adds peer and chunk."""
         return self._waits.setdefault(waiting, len(self._waits))
 
     def raise_timeout(self, waiting: Waiting, expected: int, seen: int) -> NoReturn:
@@ -84,5 +85,6 @@ class FaultRecord:
         words = self._words
         if words[FAULT_SET]:
             waiting = list(self._waits)[int(words[FAULT_TAG])]
-            peer = int(words[FAULT_CHUNK])
-            self.raise_timeout(replace(waiting, peer=peer), int(words[FAULT_EXPECTED]), int(words[FAULT_SEEN]))
+            peer, chunk = divmod(int(words[FAULT_WORD]), MAX_CHUNKS)
+            waiting = replace(waiting, peer=peer, chunk=chunk)
+            self.raise_timeout(waiting, int(words[FAULT_EXPECTED]), int(words[FAULT_SEEN]))

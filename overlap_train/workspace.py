@@ -1,21 +1,25 @@
 """Slots, signals and epochs: the state that outlives a call.
 
 A channel is one kind of traffic (gather or scatter) with two slots that its calls alternate between. A slot is W blocks in
-symmetric memory, block s written by rank s alone, with one signal per block. The epoch counts the uses of a slot; a signal
-carries the epoch of the block that is there. With two slots no barrier is needed before a slot is rewritten: whoever has
+symmetric memory, block s written by rank s alone, in one or more chunks of rows, with one signal a chunk. The epoch counts the
+uses of a slot; a signal carries the epoch of the chunk that is there. With two slots no barrier is needed before a slot is rewritten: whoever has
 received the blocks of one call from every peer knows that every peer is done with the call before (docs/design.md, rule 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 
 from .copy_engine import CopyEngine, Push
+from .kernels.signal_words import MAX_CHUNKS
 from .symmetric import SymmetricHeap
 from .watchdog import FaultRecord, Waiting, poll
+
+# A chunk's place at a peer, its signal there, and this rank's counter of its tiles.
+Place = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 SLOTS = 2
 _ALIGN = 4096
@@ -36,12 +40,16 @@ class Layout:
     def offset(self, channel: str, slot: int) -> int:
         """Byte offset of a slot's blocks."""
         if channel == "gather":
-            return _aligned(2 * SLOTS * self.world_size * 8) + slot * _aligned(self.gather_slot)
+            return _aligned(2 * SLOTS * self.signals_bytes) + slot * _aligned(self.gather_slot)
         return self.offset("gather", SLOTS) + slot * _aligned(self.scatter_slot)
 
     def signals_offset(self, channel: str, slot: int) -> int:
-        """Byte offset of a slot's W signals."""
-        return ((channel == "scatter") * SLOTS + slot) * self.world_size * 8
+        """Byte offset of a slot's W x MAX_CHUNKS signals."""
+        return ((channel == "scatter") * SLOTS + slot) * self.signals_bytes
+
+    @property
+    def signals_bytes(self) -> int:
+        return self.world_size * MAX_CHUNKS * 8
 
     def slot_bytes(self, channel: str) -> int:
         return self.gather_slot if channel == "gather" else self.scatter_slot
@@ -63,12 +71,15 @@ class Slot:
         size, world = layout.slot_bytes(channel), layout.world_size
         views = [heap.view(peer) for peer in range(world)]
         self.memory = [view[start : start + size] for view in views]
-        signals = [view[words : words + 8 * world].view(torch.int64) for view in views]
-        self.signals = signals[rank]  # int64 [W], word s written by rank s
-        self.outgoing = [words[rank : rank + 1] for words in signals]  # the word that this rank writes at each peer
+        signals = [view[words : words + layout.signals_bytes].view(torch.int64).view(world, MAX_CHUNKS) for view in views]
+        self.signals = signals[rank]  # int64 [W, MAX_CHUNKS], row s written by rank s
+        self.outgoing = [words[rank] for words in signals]  # the row that this rank writes at each peer
         self.epoch = torch.zeros(1, dtype=torch.int64, device=device)  # on the device, so that a replayed graph counts on
         self.expected = 0  # the host's mirror, for waits on the host and for messages
-        self.counters = torch.zeros(1 + world, dtype=torch.int64, device=device)  # tiles claimed, tiles complete per destination
+        self.places: dict[Hashable, list[Place]] = {}  # where each call's chunks go, made once per shape
+        self.counters = torch.zeros(1 + world * MAX_CHUNKS, dtype=torch.int64, device=device)
+        self.claimed = self.counters[:1]  # tiles taken by some CTA
+        self.complete = self.counters[1:]  # tiles written, by destination and chunk
 
     def next_epoch(self) -> None:
         self.epoch.add_(1)
@@ -77,12 +88,14 @@ class Slot:
 
 
 class Call:
-    """One use of one slot by one operator: blocks [W, *block shape] of one dtype."""
+    """One use of one slot by one operator: blocks [W, *block shape] of one dtype, each sent in `chunks` equal parts of its rows."""
 
-    def __init__(self, channel: Channel, slot: Slot, shape: torch.Size, dtype: torch.dtype, op: str) -> None:
+    def __init__(
+        self, channel: Channel, slot: Slot, shape: torch.Size, dtype: torch.dtype, op: str, chunks: int
+    ) -> None:  # fmt: skip
         self._channel = channel
         self.slot = slot
-        self.op = op
+        self.op, self.chunks = op, chunks
         self.rank, self.world_size = channel.rank, channel.layout.world_size
         self._shape, self._dtype = shape, dtype
         self.blocks = self._blocks(slot.memory[self.rank])
@@ -91,17 +104,37 @@ class Call:
         count = self.world_size * self._shape.numel()
         return memory[: count * self._dtype.itemsize].view(self._dtype).view(self.world_size, *self._shape)
 
-    def push_to(self, peer: int, source: torch.Tensor, after: tuple[torch.Tensor, int] | None = None) -> Push:
-        """The push of this rank's block to `peer`."""
-        target = self._blocks(self.slot.memory[peer])[self.rank]
-        return Push(source, target, self.slot.outgoing[peer], self.slot.epoch, after)
+    def pushes_to(self, peer: int, block: torch.Tensor, tiles: int | None = None) -> list[Push]:
+        """The pushes of this rank's block to `peer`, chunk by chunk.
+
+        Args:
+            tiles: a kernel writes the block: send a chunk when this many of its tiles are complete. None: send at once.
+        """
+        key = (peer, self._shape, self._dtype, self.chunks)
+        places = self.slot.places.get(key)
+        if places is None:
+            places = self.slot.places[key] = self._places(peer)
+        return [
+            Push(part, target, signal, self.slot.epoch, None if tiles is None else (complete, tiles))
+            for part, (target, signal, complete) in zip(block.chunk(self.chunks), places, strict=True)
+        ]
+
+    def _places(self, peer: int) -> list[Place]:
+        block = self._blocks(self.slot.memory[peer])[self.rank]
+        words = self.slot.outgoing[peer].split(1)
+        complete = self.slot.complete.split(1)[peer * MAX_CHUNKS :]
+        return list(zip(block.chunk(self.chunks), words, complete, strict=False))
 
     def wait(self, source: int) -> None:
         """Hold the caller's stream (on the CPU: the caller) until the block of rank `source` is here."""
-        self._channel.wait(self, source)
+        self._channel.wait(self, source, 1)
 
-    def waiting(self, source: int) -> Waiting:
-        return Waiting(self.op, self.rank, source, self._channel.timeout_s)
+    def wait_for_all(self) -> None:
+        """Hold the caller's stream until the blocks of all other ranks are here."""
+        self._channel.wait(self, 0, self.world_size)
+
+    def waiting(self, source: int, chunk: int = 0) -> Waiting:
+        return Waiting(self.op, self.rank, source, chunk, self._channel.timeout_s)
 
     def peers(self) -> list[int]:
         """All other ranks, nearest following first: the order in which blocks are pushed."""
@@ -123,27 +156,32 @@ class Channel:
         self._engine = engine
         self._slots = [Slot(heap, layout, name, index, rank, device) for index in range(SLOTS)]
         self._turn = 0
-        self.wait: Callable[[Call, int], None] = self._wait_on_stream if device.type == "cuda" else self._wait_on_host
+        self.wait: Callable[[Call, int, int], None] = self._wait_on_stream if device.type == "cuda" else self._wait_on_host
 
-    def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str) -> Call:
+    def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int = 1) -> Call:
         """Start a call on the next slot; pushes from here on see what the caller has written."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % SLOTS
         slot.next_epoch()
         self._engine.fork()
-        return Call(self, slot, block_shape, dtype, op)
+        return Call(self, slot, block_shape, dtype, op, chunks)
 
-    def _wait_on_host(self, call: Call, source: int) -> None:
-        signal, expected = call.slot.signals, call.slot.expected
-        if not poll(lambda: signal[source].item() >= expected, self.timeout_s):
-            self.fault.raise_timeout(call.waiting(source), expected, int(signal[source]))
+    def _wait_on_host(self, call: Call, first: int, count: int) -> None:
+        for source in range(first, first + count):
+            for chunk in range(call.chunks) if source != self.rank else ():
+                self._wait_for_word(call, source, chunk)
 
-    def _wait_on_stream(self, call: Call, source: int) -> None:
+    def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
+        word, expected = call.slot.signals[source, chunk], call.slot.expected
+        if not poll(lambda: word.item() >= expected, self.timeout_s):
+            self.fault.raise_timeout(call.waiting(source, chunk), expected, int(word))
+
+    def _wait_on_stream(self, call: Call, first: int, count: int) -> None:
         from .kernels.signal import wait_kernel
 
-        slot, block = call.slot, call.blocks[source]
-        tag = self.fault.tag(call.waiting(self.rank))
+        row = call.blocks[first]
         wait_kernel[(1,)](
-            slot.signals[source:], slot.epoch, self.fault.abort, self.fault.record, tag, source, int(self.timeout_s * 1e9),
-            block, block.shape[-1], TIMED=True, BLOCK=1024, num_warps=1,
+            call.slot.signals, call.slot.epoch, self.fault.abort, self.fault.record, self.fault.tag(call.waiting(self.rank)),
+            int(self.timeout_s * 1e9), self.rank, first, count, row, row.shape[-1],
+            CHUNKS=call.chunks, TIMED=True, BLOCK=1024, num_warps=1,
         )  # fmt: skip

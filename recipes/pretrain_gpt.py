@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 recipes/pretrain_gpt.py --overlap-train
 
-Text, tokens (bytes), model, checkpoints: see the modules of recipes/gpt, one for each. Prints Megatron's iteration lines,
-the validation loss next to that of a byte-bigram model, and a sample of generated text.
+Text, tokens (bytes), model, checkpoints: see the modules of recipes/gpt, one for each. Prints Megatron's iteration
+lines, the validation loss next to that of a byte-bigram model, and a sample of generated text.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import warnings
 from typing import NoReturn
 
 import torch.distributed as dist
+
 from gpt.errors import RecipeError, refused_by_rule
 from gpt.rules import resolve
 from gpt.settings import HelpFormatter, Parser, Settings, add_settings, defaults, settings_from_args
@@ -23,7 +24,7 @@ from gpt.world import World, find_world, join
 from overlap_train import OverlapConfig, OverlapTimeoutError, shutdown
 from overlap_train.flags import add_flags, config_from_args
 
-
+TALKATIVE = ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch", "distributed.distributed_data_parallel")
 USAGE = "torchrun --nproc-per-node RANKS recipes/pretrain_gpt.py [flags]"
 
 
@@ -34,7 +35,7 @@ def main() -> int:
         settings, overlap = read_flags(sys.argv[1:], world)
         join(world)
         hush_megatron()
-        from gpt.run import run  # Megatron-Core takes seconds to import, which --help and a wrong flag need not wait for
+        from gpt.run import run  # imports Megatron-Core, seconds that --help and a wrong flag need not wait for
 
         run(settings, overlap, world)
     except RecipeError as error:  # raised on every rank, told once
@@ -72,13 +73,13 @@ def abandon() -> NoReturn:
 def hush_megatron() -> None:
     """Drop what would be said on every start and every rank and asks nothing of the user.
 
-    Megatron-Core: that TransformerEngine and Apex are missing, which is meant so here; that HybridModel follows GPTModel,
-    though its layers exist for TransformerEngine only. torch: new names for functions that Megatron-Core calls.
+    Megatron-Core: that TransformerEngine and Apex are missing, which is meant so here; that HybridModel follows
+    GPTModel, though its layers exist for TransformerEngine only. torch: new names for what Megatron-Core calls.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch", "distributed.distributed_data_parallel"):
+    for name in TALKATIVE:
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 
 

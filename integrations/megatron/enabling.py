@@ -54,16 +54,20 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
 
 
 def _enable_chunk(chunk: torch.nn.Module, config: OverlapConfig) -> None:
-    for name, linear in _wanted(chunk, config):
+    for name, slot, linear in _wanted(chunk, config):
         if type(linear) in OVERLAPPED and standing_reason(linear, weight=None) is None:
             linear.__class__ = OVERLAPPED[type(linear)]
-            attach(linear, config, slot_of(name), name)
+            attach(linear, config, slot, name)
         elif type(linear) in OVERLAPPED.values():
             linear.overlap.name = name  # a linear that was built from our layer spec did not know its place
 
 
-def _wanted(chunk: torch.nn.Module, config: OverlapConfig) -> Iterator[tuple[str, Any]]:
-    return ((name, linear) for name, linear in named_linears(chunk) if slot_of(name) in config.slots)
+def _wanted(chunk: torch.nn.Module, config: OverlapConfig) -> Iterator[tuple[str, str, Any]]:
+    """(name, slot, module) of the linears in the slots asked for."""
+    for name, linear in named_linears(chunk):
+        slot = slot_of(name)
+        if slot is not None and slot in config.slots:
+            yield name, slot, linear
 
 
 def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> str | None:
@@ -102,7 +106,7 @@ def _missing_slot(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> s
     if getattr(model_config, "pipeline_model_parallel_size", 1) > 1:
         return None
     known = (*OVERLAPPED, *OVERLAPPED.values())
-    wanted = [(slot_of(name), linear) for chunk in chunks for name, linear in _wanted(chunk, config)]
+    wanted = [(slot, linear) for chunk in chunks for _, slot, linear in _wanted(chunk, config)]
     found = {slot for slot, linear in wanted if type(linear) in known and not linear.is_expert}
     for slot in config.slots:
         if slot not in found:

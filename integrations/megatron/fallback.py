@@ -2,7 +2,8 @@
 
 One function answers for both kinds of linear. It is asked on every call, because Megatron-Core changes the attributes
 that decide at run time: inference toggles `output_layer.sequence_parallel`, shared experts set `explicit_expert_comm`
-after construction, weights are frozen and unfrozen. Each answer sends the call to Megatron's own code.
+after construction, weights are frozen and unfrozen. Each answer sends the call to Megatron's own code. What is asked
+about is the same on all ranks of the group, so that they take the same path.
 """
 
 from __future__ import annotations

@@ -57,13 +57,13 @@ class Report:
     problem: str | None = None
 
     def __str__(self) -> str:
-        header = ("linear", "fprop", "dgrad", "wgrad", "method", "reason", "calls")
-        rows = [
-            header,
-            *((x.name, x.fprop, x.dgrad, x.wgrad, x.method, x.reason, x.calls) for x in _grouped(self.linears)),
+        columns = ["linear", "fprop", "dgrad", "wgrad", "method", "reason", "calls"]
+        rows = [[x.name, x.fprop, x.dgrad, x.wgrad, x.method, x.reason, x.calls] for x in _grouped(self.linears)]
+        table = [columns, *rows] if any(row[-1] for row in rows) else [row[:-1] for row in (columns, *rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         notes = [] if self.problem is None else [f"overlap_train: {self.problem}"]
         return "\n".join([*notes, lines[0], "-" * len(lines[0]), *lines[1:]])
 

@@ -39,6 +39,7 @@ def gpt_layer_spec(config: TransformerConfig, overlap: OverlapConfig | None = No
     single layer spec picks its final norm itself, and that one refuses sequence parallelism: give GPTModel
     `gpt_block_spec` instead.
     """
+    config = _transformer_config(config)
     overlap = _checked(config, overlap)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -55,8 +56,10 @@ def gpt_block_spec(
 ) -> TransformerBlockSubmodules:
     """The specs of all layers that this pipeline stage builds and its final norm; the argument that GPTModel takes.
 
-    `overlap` as in gpt_layer_spec; `vp_stage` is the virtual pipeline stage, None without one.
+    `overlap` as in gpt_layer_spec; `vp_stage` is the virtual pipeline stage, None without one. Serves Megatron-Core
+    0.19's `--spec overlap_train.integrations.megatron.spec gpt_block_spec` too, without overlap.
     """
+    config = _transformer_config(config)
     overlap = _checked(config, overlap)
     block = get_gpt_decoder_block_spec(
         config,
@@ -118,6 +121,11 @@ def _linear(entry: type, slot: str, overlap: OverlapConfig | None) -> Any:
     if overlap is None or slot not in overlap.slots:
         return entry
     return ModuleSpec(module=overlapped_class(entry), params={"overlap": overlap})
+
+
+def _transformer_config(config: Any) -> TransformerConfig:
+    """Megatron 0.19's `--spec` calls a spec function with its GPTModelConfig, which holds the TransformerConfig."""
+    return getattr(config, "transformer", config)
 
 
 def _checked(config: TransformerConfig, overlap: OverlapConfig | None) -> OverlapConfig | None:

@@ -66,15 +66,18 @@ def _profile(call: Callable[[], Any]) -> list[dict[str, Any]]:
     """Device intervals of the third of three back-to-back calls after warm-up: name, stream, start and end in microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
+    marker = torch.zeros(1, device="cuda")  # its kernels separate the calls on the compute stream
     for _ in range(5):
         call()
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host gets ahead
-        for _ in range(3):
+        torch.cuda._sleep(4_000_000)  # about two milliseconds, in which the host gets ahead
+        for number in range(3):
+            marker.fill_(number)
             call()
+        marker.fill_(0)
         torch.cuda.synchronize()
     events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
     spans = [{"name": e.name(), "stream": e.device_resource_id(), "start": e.start_ns() / 1e3, "end": e.end_ns() / 1e3} for e in events]
@@ -82,12 +85,14 @@ def _profile(call: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def kind_of(name: str) -> str:
-    """communication or computation, or "" for bookkeeping of a few microseconds."""
+    """communication, computation, marker (between two calls), or "" for bookkeeping of a few microseconds."""
     lowered = name.lower()
     if "nccl" in lowered or "memcpy" in lowered:
         return "communication"
     if any(part in lowered for part in ("gemm", "nvjet", "cutlass", "reduce_partials")):
         return "computation"
+    if "fillfunctor" in lowered:
+        return "marker"
     return ""
 
 
@@ -107,14 +112,11 @@ def draw(recording: dict[str, Any], path: Path) -> None:
 
 
 def last_call(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The spans of the last third of the computation, and what ran since the call before it ended; starting at 0."""
-    work = [span for span in spans if kind_of(span["name"])]
-    compute = [span for span in work if kind_of(span["name"]) == "computation"]
-    per_call = max(1, len(compute) // 3)
-    edge = compute[-per_call - 1]["end"] if len(compute) > per_call else work[0]["start"]
-    mine = [span for span in work if span["end"] > edge]
-    zero = min(max(span["start"], edge) for span in mine)
-    return [{**span, "start": max(span["start"], edge) - zero, "end": span["end"] - zero} for span in mine]
+    """The work between the last two markers, starting at 0. Markers run on the compute stream, which every call joins."""
+    *_, begin, end = sorted(span["end"] for span in spans if kind_of(span["name"]) == "marker")
+    work = [span for span in spans if kind_of(span["name"]) in ("communication", "computation")]
+    mine = [span for span in work if begin <= span["start"] < end]
+    return [{**span, "start": span["start"] - begin, "end": span["end"] - begin} for span in mine]
 
 
 def exposed(spans: list[dict[str, Any]]) -> list[tuple[float, float]]:

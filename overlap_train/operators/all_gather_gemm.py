@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..domain import OverlapDomain
-from .tiles import grid_size, launch_arguments, tile_config
+from . import hopper
+from .tiles import chunk_count, grid_size, launch_arguments, tile_config
 
 
 class Gather(Protocol):
@@ -53,13 +54,15 @@ class ChunkedGather:
 
     def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str) -> None:
         self._domain, self._own = domain, x_shard_m
-        self._call = domain.gather.open(x_shard_m.shape, x_shard_m.dtype, op)
-        domain.engine.push([self._call.push_to(peer, x_shard_m) for peer in self._call.peers()])
+        self._call = domain.gather.open(x_shard_m.shape, x_shard_m.dtype, op, self._chunks(x_shard_m))
+        domain.engine.push([push for peer in self._call.peers() for push in self._call.pushes_to(peer, x_shard_m)])
+
+    def _chunks(self, x_shard_m: torch.Tensor) -> int:
+        return 1
 
     def full(self) -> torch.Tensor:
         self._call.blocks[self._domain.rank].copy_(self._own)
-        for source in self._call.sources():
-            self._call.wait(source)
+        self._call.wait_for_all()
         return self._call.blocks.flatten(0, 1)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
@@ -75,9 +78,18 @@ class ChunkedGather:
 
 
 class FusedGather(ChunkedGather):
-    """One persistent kernel whose tiles wait for their shard."""
+    """One persistent kernel whose tiles wait for their chunk."""
+
+    def _chunks(self, x_shard_m: torch.Tensor) -> int:
+        m_shard, k = x_shard_m.shape
+        return chunk_count(m_shard, k * x_shard_m.element_size(), x_shard_m.device)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        if hopper.serves_all_gather(self._own, b_kn):
+            return hopper.all_gather_gemm(self._domain, self._call, self._own, b_kn)
+        return self._portable_matmul(b_kn)
+
+    def _portable_matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         from ..kernels.all_gather_gemm import all_gather_gemm_kernel
 
         domain, (m_shard, k), n = self._domain, self._own.shape, b_kn.shape[1]

@@ -6,13 +6,15 @@ complete. The own rows then add the partials that have arrived, in fp32 and in f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..domain import OverlapDomain
-from .tiles import grid_size, launch_arguments, tile_config
+from . import hopper
+from .tiles import chunk_count, grid_size, launch_arguments, tile_config
 
 
 class Scatter(Protocol):
@@ -55,12 +57,11 @@ class ChunkedScatter:
         for target in self._call.peers():
             torch.mm(rows[target], b_kn, out=self._partials[target])
             domain.engine.fork()
-            domain.engine.push([self._call.push_to(target, self._partials[target])])
+            domain.engine.push(self._call.pushes_to(target, self._partials[target]))
         torch.mm(rows[domain.rank], b_kn, out=self._partials[domain.rank])
 
     def finish(self) -> torch.Tensor:
-        for source in self._call.sources():
-            self._call.wait(source)
+        self._call.wait_for_all()
         own = self._partials[self._domain.rank]
         return reduce_partials(own, self._call.blocks, self._domain.rank)
 
@@ -82,29 +83,41 @@ def reduce_partials(own: torch.Tensor, received: torch.Tensor, rank: int) -> tor
 
 
 class FusedScatter:
-    """One persistent kernel; a counter per destination releases its push, and the last tiles are the reduction."""
+    """One persistent kernel; a counter per destination and chunk releases its push, and the last tiles are the reduction."""
 
     def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str) -> None:
-        from ..kernels.gemm_reduce_scatter import gemm_reduce_scatter_kernel
-
         world, n = domain.world_size, b_kn.shape[1]
         m_shard = a_mk.shape[0] // world
-        tile = tile_config(a_mk.dtype, domain.device)
+        chunks = chunk_count(m_shard, n * a_mk.element_size(), domain.device)
+        self._domain, self._a, self._b = domain, a_mk, b_kn
         self._staging = a_mk.new_empty(world, m_shard, n)
         self._y = a_mk.new_empty(m_shard, n)
-        call = domain.scatter.open(self._y.shape, a_mk.dtype, op)
-        complete = call.slot.counters[1:]
-        tiles = -(-m_shard // tile.block_m) * -(-n // tile.block_n)
-        pushes = [call.push_to(d, self._staging[d], after=(complete[d : d + 1], tiles)) for d in call.peers()]
+        self._call = domain.scatter.open(self._y.shape, a_mk.dtype, op, chunks)
+        if hopper.serves_reduce_scatter(a_mk, b_kn, m_shard // chunks):
+            self._launch(self._hopper_kernel, hopper.BLOCK_M, hopper.BLOCK_N)
+        else:
+            tile = tile_config(a_mk.dtype, domain.device)
+            self._launch(self._portable_kernel, tile.block_m, tile.block_n)
 
-        def launch() -> None:
-            gemm_reduce_scatter_kernel[grid_size(m_shard, n, world, tile, domain.device)](
-                a_mk, b_kn, self._staging, call.blocks, self._y,
-                m_shard, n, a_mk.shape[1], a_mk.stride(0), a_mk.stride(1), b_kn.stride(0), b_kn.stride(1),
-                complete_ptr=complete, **launch_arguments(domain, call, a_mk.dtype),
-            )  # fmt: skip
+    def _launch(self, kernel: Callable[[], None], block_m: int, block_n: int) -> None:
+        m_shard, n = self._y.shape
+        tiles = -(-(m_shard // self._call.chunks) // block_m) * -(-n // block_n)  # of one chunk
+        pushes = [p for peer in self._call.peers() for p in self._call.pushes_to(peer, self._staging[peer], tiles)]
+        self._domain.engine.launch(kernel, pushes)
 
-        domain.engine.launch(launch, pushes)
+    def _hopper_kernel(self) -> None:
+        hopper.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, self._staging, self._y)
+
+    def _portable_kernel(self) -> None:
+        from ..kernels.gemm_reduce_scatter import gemm_reduce_scatter_kernel
+
+        domain, a_mk, b_kn, (m_shard, n) = self._domain, self._a, self._b, self._y.shape
+        tile = tile_config(a_mk.dtype, domain.device)
+        gemm_reduce_scatter_kernel[grid_size(m_shard, n, domain.world_size, tile, domain.device)](
+            a_mk, b_kn, self._staging, self._call.blocks, self._y,
+            m_shard, n, a_mk.shape[1], a_mk.stride(0), a_mk.stride(1), b_kn.stride(0), b_kn.stride(1),
+            complete_ptr=self._call.slot.complete, **launch_arguments(domain, self._call, a_mk.dtype),
+        )  # fmt: skip
 
     def finish(self) -> torch.Tensor:
         return self._y

@@ -1,8 +1,9 @@
-"""Tile sizes and launch arguments of the persistent kernels."""
+"""How the persistent kernels are cut into tiles and chunks, and what every kernel is told about the protocol."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ from ..workspace import Call
 
 # A poll in Triton's interpreter takes about 0.1 ms, and the interpreter has no clock: its time-out is a number of polls.
 _INTERPRETER_POLLS_PER_SECOND = 10_000
+# Shorter copies waste the copy engine: 2 MiB pieces reach 260 to 394 GB/s, whole shards 380 (H200).
+_SHORTEST_COPY = 4 << 20
+# Tiles of every kernel are at most this tall, so that chunks of whole multiples hold whole tiles.
+_TALLEST_TILE = 128
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How a kernel is cut: output tile, depth of a step, rows of tiles that share columns in L2, warps, pipeline stages."""
+    """How a portable kernel is cut: output tile, depth of a step, rows of tiles that share columns in L2, warps, stages."""
 
     block_m: int
     block_n: int
@@ -25,31 +30,52 @@ class TileConfig:
     num_warps: int = 8
     num_stages: int = 3
 
+    def arguments(self) -> dict[str, int]:
+        return dict(
+            BLOCK_M=self.block_m, BLOCK_N=self.block_n, BLOCK_K=self.block_k, GROUP_M=self.group_m,
+            num_warps=self.num_warps, num_stages=self.num_stages,
+        )  # fmt: skip
 
-# 128 x 256 x 64 with 3 stages and 8 warps won nearly every shape on H200 (docs/design.md); fp32 has no tensor-core path.
+
 _HALF = TileConfig(128, 256, 64)
-_FULL = TileConfig(64, 64, 32, num_warps=4)
+_FULL = TileConfig(64, 64, 32, num_warps=4)  # fp32 has no tensor-core path
 _INTERPRETED = TileConfig(32, 32, 32, num_warps=4)
 
 
 def tile_config(dtype: torch.dtype, device: torch.device) -> TileConfig:
-    """The tile for a dtype. The interpreter pays per operation, not per element, but small problems should have several tiles."""
+    """The portable kernels' tile for a dtype. The interpreter pays per operation, not per element."""
     if device.type != "cuda":
         return _INTERPRETED
     return _FULL if dtype == torch.float32 else _HALF
 
 
-def launch_arguments(domain: OverlapDomain, call: Call, dtype: torch.dtype) -> dict[str, Any]:
-    """What both kernels take by the same name: the protocol's words and the tile."""
-    on_gpu = domain.device.type == "cuda"
-    tile = {key.upper() if key.startswith(("block", "group")) else key: value
-            for key, value in asdict(tile_config(dtype, domain.device)).items()}  # fmt: skip
-    timeout_s = domain.config.timeout_s
+def chunk_count(m_shard: int, row_bytes: int, device: torch.device) -> int:
+    """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
+
+    On GPUs 1, 2 or 4, of whole tiles, none shorter than _SHORTEST_COPY; on the CPU 2 where the rows are even.
+    """
+    if device.type != "cuda":
+        return 2 if m_shard % 2 == 0 else 1
+    fits = [c for c in (1, 2, 4) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard * row_bytes >= c * _SHORTEST_COPY]
+    return max(fits, default=1)
+
+
+def protocol_arguments(domain: OverlapDomain, call: Call) -> dict[str, Any]:
+    """What all kernels take by the same name: the protocol's words."""
+    timeout_s, on_gpu = domain.config.timeout_s, domain.device.type == "cuda"
     return dict(
-        rank=domain.rank, counter_ptr=call.slot.counters, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch,
+        rank=domain.rank, counter_ptr=call.slot.claimed, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch,
         abort_ptr=domain.fault.abort, record_ptr=domain.fault.record, tag=domain.fault.tag(call.waiting(domain.rank)),
         limit=int(timeout_s * (1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)),
-        WORLD=domain.world_size, PRECISION="ieee", TIMED=on_gpu, **tile,
+        WORLD=domain.world_size, CHUNKS=call.chunks,
+    )  # fmt: skip
+
+
+def launch_arguments(domain: OverlapDomain, call: Call, dtype: torch.dtype) -> dict[str, Any]:
+    """The protocol's words and the tile, for the portable kernels."""
+    tile = tile_config(dtype, domain.device)
+    return dict(
+        **protocol_arguments(domain, call), PRECISION="ieee", TIMED=domain.device.type == "cuda", **tile.arguments()
     )  # fmt: skip
 
 
@@ -58,4 +84,10 @@ def grid_size(m_shard: int, n: int, world_size: int, tile: TileConfig, device: t
     if device.type != "cuda":
         return (1,)
     tiles = -(-m_shard // tile.block_m) * -(-n // tile.block_n) * world_size
-    return (min(tiles, torch.cuda.get_device_properties(device).multi_processor_count),)
+    return (min(tiles, multiprocessors(device)),)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a GPU; 132 on H100 and H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,7 @@
 """Checkpoints with Megatron's dist_checkpointing: whole or not at all, checked before they are read.
 
-A save writes `iter_0000100.tmp`, seals it with a manifest of sizes and hashes, renames it to `iter_0000100` and only then
-points `latest_checkpointed_iteration.txt` at it, so a kill at any moment leaves the checkpoint before it in place.
+A save writes `iter_0000100.tmp`, seals it with a manifest of sizes and hashes, renames it to `iter_0000100` and only
+then points `latest_checkpointed_iteration.txt` at it, so a kill at any moment leaves the checkpoint before it in place.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
 
+from gpt.adam_state import load_optimizer, make_describable
 from gpt.errors import RecipeError
 from gpt.files import damage, publish, seal, write_atomically
 from gpt.progress import say
@@ -23,13 +24,7 @@ from gpt.world import on_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN = "run.json"
-SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-)
+SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 ORDER = ("seq_length", "global_batch_size", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters")
 
 
@@ -56,9 +51,10 @@ def load(trainer: Trainer, text_key: str) -> int:
     """
     folder, run = on_rank_0(lambda: _open(Path(trainer.settings.load)))
     _compare(run, trainer.settings, text_key)
+    make_describable(trainer.optimizer)
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder))
     trainer.model.bare.load_state_dict(state["model"])
-    trainer.optimizer.load_state_dict(state["optimizer"])
+    load_optimizer(trainer.optimizer, state["optimizer"])
     trainer.schedule.load_state_dict(state["opt_param_scheduler"])
     say(f"  resumed from checkpoint {folder}")
     return int(run["iteration"])
@@ -129,7 +125,8 @@ def _newest(path: Path) -> Path:
     except OSError as error:
         raise RecipeError(f"--load {path} has no checkpoint: {TRACKER} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise RecipeError(f"--load {path}: {TRACKER} does not hold a step number; {_last_good(path / 'iter_')}") from error
+        problem = f"{TRACKER} does not hold a step number"
+        raise RecipeError(f"--load {path}: {problem}; {_last_good(path / 'iter_')}") from error
 
 
 def _last_good(bad: Path) -> str:
@@ -150,7 +147,7 @@ def _compare(run: dict[str, Any], settings: Settings, text_key: str) -> None:
     if run["text"] != text_key:
         changed.append("the text")
     if changed:
-        say(f"  note: {', '.join(changed)} changed since the checkpoint; order of the data and learning rate follow this run")
+        say(f"  note: {', '.join(changed)} changed since the checkpoint; data order and learning rate follow this run")
 
 
 def _folder(path: Path, iteration: int) -> Path:

@@ -14,7 +14,7 @@ VALIDATION_EVERY = 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of raw bytes: every twentieth block of the text is held out for validation, what lies between is training."""
+    """Documents of raw bytes: every twentieth block of the text is for validation, what lies between for training."""
 
     name: str
     train: tuple[bytes, ...]
@@ -47,7 +47,7 @@ def split(name: str, text: bytes) -> Corpus:
 
 
 def cut_blocks(text: bytes) -> list[bytes]:
-    """Consecutive pieces of at most BLOCK_BYTES, cut behind a line end where one comes in time; joined they are `text`."""
+    """Pieces of at most BLOCK_BYTES, cut behind a line end where one comes in time; joined they are `text`."""
     pieces = []
     start = 0
     while start < len(text):
@@ -70,6 +70,6 @@ def _read(path: Path) -> bytes:
 
 
 def _help_topics() -> bytes:
-    """The topics quote each other; a paragraph that occurred before is left out, or validation would repeat training."""
+    """The topics quote each other: paragraphs that occurred before are left out, lest validation repeat training."""
     paragraphs = "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
     return "\n\n".join(dict.fromkeys(paragraphs)).encode()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class RecipeError(Exception):
-    """A mistake of the user or of the machine, raised on every rank with the same text; rank 0 prints it as one line."""
+    """A mistake of the user or of the machine, raised on every rank with the same text; rank 0 prints it as a line."""
 
 
 @contextlib.contextmanager

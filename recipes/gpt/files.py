@@ -22,7 +22,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Flush the files below `folder` and list them in its manifest, with size and hash, so that `damage` can check them."""
+    """Flush the files below `folder` and list them in its manifest, with size and hash, for `damage` to check."""
     for path in _contents(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -94,7 +94,7 @@ def _check_training(settings: Settings, dp: int) -> None:
 
 def _check_checkpoint(settings: Settings) -> None:
     if settings.save_interval and not settings.save:
-        raise RecipeError(f"{_shown(settings, 'save_interval')} without --save, so nothing would be saved; add --save DIR")
+        raise RecipeError(f"{_shown(settings, 'save_interval')} without --save would save nothing; add --save DIR")
     for name in ("save", "data_dir"):
         path = Path(getattr(settings, name))
         if getattr(settings, name) and path.exists() and not path.is_dir():
@@ -103,7 +103,7 @@ def _check_checkpoint(settings: Settings) -> None:
 
 def _check_divides(settings: Settings, divisor: str, name: str, why: str) -> None:
     if getattr(settings, name) % getattr(settings, divisor):
-        raise RecipeError(f"{_shown(settings, name)} must be a multiple of {_shown(settings, divisor)}: {why}; change one")
+        raise RecipeError(f"{_shown(settings, name)} must be a multiple of {_shown(settings, divisor)}: {why}")
 
 
 def _shown(settings: Settings, name: str) -> str:

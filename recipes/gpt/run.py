@@ -58,7 +58,8 @@ def train(trainer: Trainer, datasets: Datasets, first: int, device: torch.device
             if not math.isfinite(loss):
                 raise RecipeError(f"the loss is {loss} at iteration {iteration}; try a lower --lr than {settings.lr}")
         if _is_multiple(iteration, settings.eval_interval) and iteration < settings.train_iters:
-            say(f" validation loss at iteration {iteration} | {validate(trainer, datasets, device):.4f} nats per byte |")
+            loss = validate(trainer, datasets, device)
+            say(f" validation loss at iteration {iteration} | {loss:.4f} nats per byte |")
             log.restart()
         if settings.save and (_is_multiple(iteration, settings.save_interval) or iteration == settings.train_iters):
             checkpoint.save(trainer, iteration, datasets.key)
@@ -102,13 +103,13 @@ def conclude(trainer: Trainer, datasets: Datasets, device: torch.device) -> None
 def introduction(trainer: Trainer, datasets: Datasets, world: World) -> str:
     """What is about to be trained, on what, and where."""
     settings, tp = trainer.settings, trainer.settings.tp
-    parameters = sum(parameter.numel() for parameter in trainer.model.bare.parameters())
+    millions = sum(parameter.numel() for parameter in trainer.model.bare.parameters()) / 1e6
     text = settings.text or "the topics of Python's help()"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     return (
-        f" {text}: {_tokens(datasets.train)} bytes to train on, {_tokens(datasets.valid)} to validate\n"
-        f" {world.size} rank{'s' * (world.size > 1)} on {device}: tensor parallel {tp}, data parallel {world.size // tp}; "
-        f"{parameters / 1e6:.2f} M parameters a rank, {trainer.model.config.params_dtype}\n"
+        f" text: {text}, {_tokens(datasets.train)} bytes to train on, {_tokens(datasets.valid)} to validate\n"
+        f" ranks: {world.size} on {device}, tensor parallel {tp}, data parallel {world.size // tp}\n"
+        f" model: {millions:.2f} M parameters a rank, {trainer.model.config.params_dtype}\n"
         f" Megatron-Core {megatron.core.__version__}, torch {torch.__version__}"
     )
 

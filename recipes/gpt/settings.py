@@ -48,7 +48,7 @@ class Settings:
     temperature: float = _option("report", 0.7, "of the sample; 0: always the likeliest byte")
     save: str = _option("checkpoint", "", "folder to write checkpoints to")
     save_interval: int = _option("checkpoint", 0, "steps between checkpoints; 0: only at the end")
-    load: str = _option("checkpoint", "", "folder to resume from: a --save folder (its newest) or one iter_ folder in it")
+    load: str = _option("checkpoint", "", "where to resume: a --save folder (its newest checkpoint) or an iter_ folder")
 
 
 def defaults(on_gpu: bool) -> Settings:
@@ -63,12 +63,13 @@ def defaults(on_gpu: bool) -> Settings:
         num_attention_heads=16,
         num_query_groups=8,
         seq_length=1024,
-        global_batch_size=32,
-        train_iters=200,
+        micro_batch_size=4,
+        global_batch_size=16,
+        train_iters=150,
         lr=6e-4,
         min_lr=6e-5,
         lr_warmup_iters=20,
-        eval_interval=100,
+        eval_interval=50,
     )
 
 
@@ -87,7 +88,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def add_settings(parser: argparse.ArgumentParser, initial: Settings) -> argparse.ArgumentParser:
-    """Add one flag for each field of Settings, in groups, with the values of `initial` as defaults; returns the parser."""
+    """Add a flag for each field of Settings, in groups, with the defaults of `initial`; returns the parser."""
     groups: dict[str, Any] = {}
     for option in fields(Settings):
         title, help = option.metadata["group"], option.metadata["help"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 BYTES = 256
 EOD = 256
@@ -15,7 +16,7 @@ class ByteTokenizer:
     vocab_size = PAD + 1
     eod = EOD
     pad = PAD
-    unique_identifiers = {"class": "ByteTokenizer"}
+    unique_identifiers: ClassVar[dict[str, str]] = {"class": "ByteTokenizer"}
 
 
 def padded_vocab_size(tp: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ class Trainer:
     schedule: OptimizerParamScheduler
 
     def step(self, batches: Iterator[Batch]) -> tuple[torch.Tensor, float]:
-        """Train on one global batch; returns (Σ nats, Σ bytes) of this replica as a tensor [2], and the gradient norm."""
+        """Train on a global batch; returns (Σ nats, Σ bytes) of this replica as a tensor [2], and the gradient norm."""
         ddp = self.model.trained
         ddp.train()
         ddp.zero_grad_buffer()
@@ -123,7 +124,8 @@ def _run(trainer: Trainer, batches: Iterator[Batch], forward_only: bool) -> torc
     return torch.stack([loss["lm loss"] for loss in losses]).sum(0)
 
 
-def _forward_step(batches: Iterator[Batch], model: torch.nn.Module):  # noqa: ANN202 - Megatron's pair
+def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, partial[Any]]:
+    """Megatron's pair: the output of the model [b, s], and what makes a loss of it."""
     batch = next(batches)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return losses, partial(_loss, batch["loss_mask"])

@@ -41,19 +41,20 @@ def join(world: World) -> None:
     Raises:
         RecipeError: more ranks on this node than GPUs.
     """
-    store = None if "RANK" in os.environ else dist.HashStore()
-    limits = {"timeout": datetime.timedelta(minutes=10)}
-    if world.device.type == "cpu":
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, **limits)
-        return
-    if world.local_size > torch.cuda.device_count():
+    on_gpu = world.device.type == "cuda"
+    if on_gpu and world.local_size > torch.cuda.device_count():
         raise RecipeError(
-            f"torchrun --nproc-per-node {world.local_size}: this node has {torch.cuda.device_count()} GPUs; start at most "
-            "one process a GPU"
+            f"torchrun --nproc-per-node {world.local_size}: this node has {torch.cuda.device_count()} GPUs; start one "
+            "process a GPU at most"
         )
-    torch.cuda.set_device(world.device)
+    if on_gpu:
+        torch.cuda.set_device(world.device)
     dist.init_process_group(
-        "nccl", store=store, rank=world.rank, world_size=world.size, device_id=world.device, **limits
+        "nccl" if on_gpu else "gloo",
+        store=None if "RANK" in os.environ else dist.HashStore(),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=datetime.timedelta(minutes=10),
     )
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -50,7 +51,7 @@ def _config(tensor_parallel: int) -> TransformerConfig:
 def _model(tensor_parallel: int, overlap: OverlapConfig | None) -> tuple[Any, Any]:
     """A wrapped GPT with many small gradient buckets, so that reductions run beside nearly every operator."""
     torch.manual_seed(1234)
-    tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     config = _config(tensor_parallel)
     model = GPTModel(
         config=config, transformer_layer_spec=gpt_block_spec(config), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,

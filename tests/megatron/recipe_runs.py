@@ -56,10 +56,11 @@ def run_recipe(ranks: int, *flags: object, data: Path, program: tuple[str, ...] 
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        # Files and sessions, because a killed rank leaves Megatron's queue process behind, which would hold a pipe open.
+        # Files and sessions: a killed rank leaves Megatron's queue process behind, which would hold a pipe open.
         logs = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(ranks)]
         processes = [
-            _start(command, _variables(rank, ranks, port), *files) for rank, files in zip(range(ranks), logs, strict=True)
+            _start(command, _variables(rank, ranks, port), *files)
+            for rank, files in zip(range(ranks), logs, strict=True)
         ]
         try:
             codes = [process.wait(timeout=150) for process in processes]

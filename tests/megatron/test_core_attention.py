@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -93,27 +94,31 @@ def test_one_query_sees_the_whole_cache(workers: Workers) -> None:
     workers.call(one_query)
 
 
-def dropout() -> tuple[torch.Tensor, torch.Tensor]:
-    """With values of one the context of a query is its number of kept weights; returns it with SP and without."""
-    contexts = []
-    for sequence_parallel in (True, False):
-        layout.use(seed=3)
-        changes = {"attention_dropout": 0.5, "sequence_parallel": sequence_parallel}
-        attention = build(SDPACoreAttention, config_changes=changes)
-        q = torch.zeros(SEQUENCE, BATCH, 2, HEAD)
-        with get_cuda_rng_tracker().fork() if sequence_parallel else torch.enable_grad():
-            contexts.append(attention(q, q, torch.ones_like(q), None))
-        assert attention(q, q, torch.ones_like(q), None).ne(1).any()
-        assert attention.eval()(q, q, torch.ones_like(q), None).eq(1).all()
-    return contexts[0], contexts[1]
+def dropout(sequence_parallel: bool, forked: bool) -> torch.Tensor:
+    """With values of one the context of a query is the sum of the weights that dropout kept, rescaled."""
+    layout.use(seed=3)
+    changes = {"attention_dropout": 0.5, "sequence_parallel": sequence_parallel}
+    attention = build(SDPACoreAttention, config_changes=changes)
+    q, ones = torch.zeros(SEQUENCE, BATCH, 2, HEAD), torch.ones(SEQUENCE, BATCH, 2, HEAD)
+    with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
+        context = attention(q, q, ones, None)
+    assert context.ne(1).any()
+    assert attention.eval()(q, q, ones, None).eq(1).all()
+    return context
 
 
 def test_dropout_differs_between_ranks(workers: Workers) -> None:
-    """Heads are split over ranks, so each must draw its own numbers; under SP Megatron's block forks the generator."""
-    (left, left_alone), (right, right_alone) = workers.call(dropout)
+    """Heads are split over ranks, so each draws its own numbers, in one fork of the generator.
+
+    Under sequence parallelism Megatron's block has forked already; without, the attention does it.
+    """
+    left, right = workers.call(dropout, True, True)
     assert not torch.equal(left, right)
-    assert not torch.equal(left_alone, right_alone)
-    assert torch.equal(left, left_alone), "one fork in either case"
+    alone = workers.call(dropout, False, False)
+    assert torch.equal(alone[0], left)
+    assert torch.equal(alone[1], right)
+    not_forked = workers.call(dropout, True, False)
+    assert torch.equal(*not_forked), "the attention leaves forking to the block"
 
 
 def refusals() -> None:

@@ -1,4 +1,4 @@
-"""recipes/pretrain_gpt.py for a few steps: the same losses with and without overlap, resumption to the bit, refusals."""
+"""recipes/pretrain_gpt.py for a few steps: equal losses with and without overlap, resumption to the bit, refusals."""
 
 from __future__ import annotations
 

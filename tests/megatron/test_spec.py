@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,9 +31,13 @@ from tests.megatron.workers import Workers
 MIXTURE = {"num_moe_experts": 2, "moe_layer_freq": [0, 1], "moe_router_load_balancing_type": "none"}
 
 
-def build(spec: Any, config: Any) -> GPTModel:
+def build(config: Any, make_spec: Callable[[Any], Any] = gpt_block_spec) -> GPTModel:
     layout.use(config.tensor_model_parallel_size)
-    return GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope")
+    return GPTModel(config, make_spec(config), VOCABULARY, SEQUENCE, position_embedding_type="rope")
+
+
+def overlapping(overlap: OverlapConfig) -> Callable[[Any], Any]:
+    return lambda config: gpt_block_spec(config, overlap)
 
 
 def linear_types(model: torch.nn.Module) -> dict[str, type]:
@@ -48,7 +54,7 @@ def linear_types(model: torch.nn.Module) -> dict[str, type]:
 def without_overlap() -> None:
     for normalization, norm in (("RMSNorm", RMSNorm), ("LayerNorm", LayerNorm)):
         config = model_config(normalization=normalization, qk_layernorm=True)
-        model = build(gpt_block_spec(config), config)
+        model = build(config)
         assert set(linear_types(model).values()) == {ColumnParallelLinear, RowParallelLinear}
         for layer in model.decoder.layers:
             assert type(layer.input_layernorm) is type(layer.pre_mlp_layernorm) is norm
@@ -64,7 +70,7 @@ def test_norms_and_attention_are_exchanged(workers: Workers) -> None:
 def with_overlap() -> None:
     config = model_config(**LLAMA)
     overlap = OverlapConfig(slots=("qkv", "fc2"), method="collective")
-    model = build(gpt_block_spec(config, overlap), config)
+    model = build(config, overlapping(overlap))
     assert linear_types(model) == {
         "qkv": OverlappedColumnParallelLinear,
         "proj": RowParallelLinear,
@@ -84,7 +90,7 @@ def test_overlapped_linears_in_the_spec(workers: Workers) -> None:
 def spec_then_enable() -> None:
     """The spec does not reach the output layer; enable() adds it and leaves the others."""
     config = model_config(**LLAMA)
-    model = build(gpt_block_spec(config, OverlapConfig()), config)
+    model = build(config, overlapping(OverlapConfig()))
     before = {name: module for name, module in model.named_modules() if hasattr(module, "overlap")}
     assert len(before) == 8
     quietly_enable(model, OverlapConfig())
@@ -99,8 +105,8 @@ def test_enable_completes_a_model_built_from_the_spec(workers: Workers) -> None:
 def same_keys() -> None:
     """Without sequence parallelism Megatron's own local spec can be built: keys must be the same."""
     config = model_config(sequence_parallel=False, **LLAMA, qk_layernorm=True)
-    own = build(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"), config)
-    ours = build(gpt_block_spec(config), config)
+    own = build(config, lambda config: get_gpt_decoder_block_spec(config, False, normalization="RMSNorm"))
+    ours = build(config)
     assert list(own.state_dict()) == list(ours.state_dict())
     assert own.sharded_state_dict().keys() == ours.sharded_state_dict().keys()
     ours.load_state_dict(own.state_dict())
@@ -114,7 +120,20 @@ def test_checkpoint_keys_and_results_of_the_local_spec(workers: Workers) -> None
     workers.call(same_keys)
 
 
+def as_spec_flag() -> None:
+    """Megatron 0.19 calls what `--spec` names with a config that holds the TransformerConfig."""
+    config = model_config(**LLAMA)
+    model = build(config, lambda config: gpt_block_spec(SimpleNamespace(transformer=config), vp_stage=None))
+    assert type(model.decoder.final_layernorm) is RMSNorm
+    assert len(model.decoder.layers) == config.num_layers
+
+
+def test_called_by_the_spec_flag(workers: Workers) -> None:
+    workers.call(as_spec_flag)
+
+
 def one_layer() -> None:
+    layout.use()
     config = model_config(**LLAMA)
     for overlap in (None, OverlapConfig()):
         spec = gpt_layer_spec(config, overlap)
@@ -129,7 +148,7 @@ def test_spec_of_one_layer(workers: Workers) -> None:
 
 def mixture() -> None:
     config = model_config(**LLAMA, **MIXTURE)
-    model = build(gpt_block_spec(config, OverlapConfig()), config)
+    model = build(config, overlapping(OverlapConfig()))
     expert = model.decoder.layers[1].mlp.experts.local_experts[0]
     assert (type(expert.linear_fc1), type(expert.linear_fc2)) == (ColumnParallelLinear, RowParallelLinear)
     assert type(model.decoder.layers[1].self_attention.linear_qkv) is OverlappedColumnParallelLinear
@@ -144,8 +163,8 @@ def refusals() -> None:
     alone = model_config(tensor_model_parallel_size=1, sequence_parallel=False)
     with pytest.raises(ValueError, match="tensor_model_parallel_size=1"):
         gpt_block_spec(alone, OverlapConfig())
-    fallback = gpt_block_spec(alone, OverlapConfig(on_unsupported="fallback"))
-    assert set(linear_types(build(fallback, alone)).values()) == {ColumnParallelLinear, RowParallelLinear}
+    model = build(alone, overlapping(OverlapConfig(on_unsupported="fallback")))
+    assert set(linear_types(model).values()) == {ColumnParallelLinear, RowParallelLinear}
     config = model_config()
     config.multi_latent_attention = True
     with pytest.raises(ValueError, match=r"multi_latent_attention=True.*enable\(\)"):

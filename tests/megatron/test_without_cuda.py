@@ -58,6 +58,8 @@ def random_numbers() -> tuple[torch.Tensor, torch.Tensor]:
     with megatron_random.get_cuda_rng_tracker().fork():
         own = torch.rand(4)
     assert not torch.equal(common, own)
+    with megatron_random.get_cuda_rng_tracker().fork():
+        assert not torch.equal(torch.rand(4), own), "a fork goes on where the one before it ended"
     layout.use(seed=11)
     with megatron_random.get_cuda_rng_tracker().fork():
         assert torch.equal(torch.rand(4), own), "the states of forks do not depend on what was drawn outside"

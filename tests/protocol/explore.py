@@ -1,14 +1,15 @@
 """Runs one problem under many seeds.
 
 A problem is a function `build(scheduler) -> check`: it allocates memory, spawns actors, and returns what has to hold
-afterwards. `check` raises AssertionError; all failures come back as `ScheduleError`s whose message starts with the seed.
+afterwards. `check` raises AssertionError; failures come back as `ScheduleError`s whose message starts with the seed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tests.protocol.interleaving import ScheduleError, Scheduler
+from tests.protocol.actors import ScheduleError
+from tests.protocol.interleaving import Scheduler
 
 Build = Callable[[Scheduler], Callable[[], None]]
 
@@ -21,7 +22,8 @@ def run_seed(build: Build, seed: int, **options: object) -> Scheduler:
     try:
         check()
     except AssertionError as error:
-        raise ScheduleError(f"seed {seed} ({scheduler.policy.name}): wrong result: {str(error).splitlines()[0]}") from error
+        what = str(error).splitlines()[0]  # pytest adds addresses in the lines below
+        raise ScheduleError(f"seed {seed} ({scheduler.policy.name}): wrong result: {what}") from error
     return scheduler
 
 
@@ -47,7 +49,10 @@ def assert_passes(build: Build, seeds: Iterable[int], **options: object) -> None
 
 
 def assert_caught(build: Build, seeds: Iterable[int], **options: object) -> ScheduleError:
-    """Run seeds until one fails, replay it, and return the failure; AssertionError when none fails or the replay differs."""
+    """Run seeds until one fails, replay it, and return the failure.
+
+    AssertionError when none fails or the replay differs.
+    """
     for seed in seeds:
         error = failure_of(build, seed, **options)
         if error is not None:

@@ -1,4 +1,4 @@
-"""Faults to plant in the real source. Each names the text it changes, so a fault that no longer fits the source fails loudly."""
+"""Faults to plant in the real source. Each names the text that it changes: one that no longer fits fails loudly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.protocol.mutation import planted
 
 @dataclass(frozen=True)
 class Fault:
-    """One textual change of one module of the package, and what the scheduler has to say about it (a regular expression)."""
+    """One textual change of one module of the package, and what has to be reported then (a regular expression)."""
 
     module: str
     old: str
@@ -24,46 +24,49 @@ class Fault:
         return planted(f"overlap_train.{self.module}", self.old, self.new, reload=reload)
 
 
-_COPY = "    push.target.copy_(push.source)\n"
-_PAUSE = "    pause(0.0)  # anything may run between data and signal; tests make it do so\n"
-_SIGNAL = "    push.signal.copy_(push.epoch)\n"
+_COPY = "push.target.copy_(push.source)\n"
+_SIGNAL = "push.signal.copy_(push.epoch)\n"
+_WORD = "word = signal_word(source, chunk)"
+_WORDS = "self.slot.outgoing[peer].split(1)"
+_CLAIM = 'tl.cast(1, tl.int64), sem="relaxed", scope="gpu")'
 _POLL = 'seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")\n'
-_CLAIM = 'tl.int64), sem="relaxed", scope="gpu")'
-_FIRST_POLL = f"begin = clock(spins, TIMED)\n    {_POLL}"
+_FIRST_POLL = f"signal_ptr = signals_ptr + word\n    {_POLL}"
 _NEXT_POLL = f"while waiting:\n        {_POLL}"
 
 
 def host_faults() -> dict[str, Fault]:
-    """Faults of the host code, for either operator."""
+    """Faults of the host code, for either operator and any method."""
     return {
-        "flag before data": Fault("copy_engine", _COPY + _PAUSE + _SIGNAL, _SIGNAL + _PAUSE + _COPY),
-        "dropped signal": Fault("copy_engine", _PAUSE + _SIGNAL, _PAUSE, "deadlock"),
-        "dropped data": Fault("copy_engine", _COPY + _PAUSE, _PAUSE),
+        "flag before data": Fault("copy_engine", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
+        "dropped signal": Fault("copy_engine", _SIGNAL, "pass\n", "deadlock"),
+        "dropped data": Fault("copy_engine", _COPY, "pass\n"),
         "slot reused one epoch early": Fault("workspace", "SLOTS = 2\n", "SLOTS = 1\n"),
         "slots not used in turn": Fault("workspace", "self._turn = (self._turn + 1) % SLOTS", "self._turn = 0"),
-        "no epoch increment on the device": Fault("workspace", "        self.epoch.add_(1)\n", "", "wrong result|deadlock"),
-        "wrong block at the peer": Fault("workspace", "[self.rank]\n        return Push", "[peer]\n        return Push"),
-        "wrong signal word": Fault("workspace", "self.slot.outgoing[peer], ", "self.slot.outgoing[self.rank], ", "deadlock"),
+        "no epoch increment": Fault("workspace", "        self.epoch.add_(1)\n", "", "wrong result|deadlock"),
+        "wrong block at the peer": Fault("workspace", "memory[peer])[self.rank]", "memory[peer])[peer]"),
+        "wrong signal word": Fault("workspace", "outgoing[peer]", "outgoing[self.rank]", "deadlock"),
         "operator ends before its pushes": Fault("domain", "        self.engine.join()\n", ""),
     }
 
 
 def fused_faults(kernel: str) -> dict[str, Fault]:
     """Faults of the host and device code that persistent kernels use; `kernel` is the kernel's module."""
-    wait = "arrived = wait_signal(signals_ptr + source, epoch, abort_ptr, record_ptr, tag, source, limit, TIMED)"
+
+    def in_signal(old: str, right: str, wrong: str, report: str) -> Fault:
+        return Fault("kernels.signal", old, old.replace(right, wrong), report, (kernel,))
+
     order = "a wait acquires at system scope"
-    first_relaxed, first_gpu = _FIRST_POLL.replace("acquire", "relaxed"), _FIRST_POLL.replace("sys", "gpu")
-    next_relaxed, next_gpu = _NEXT_POLL.replace("acquire", "relaxed"), _NEXT_POLL.replace("sys", "gpu")
     return {
         "counters not zeroed": Fault("workspace", "        self.counters.zero_()\n", ""),
-        "no wait": Fault(kernel, wait, "arrived = source == source"),
-        "wait for somebody else": Fault(kernel, wait, wait.replace("_ptr + source", "_ptr + (2 * rank + WORLD - source) % WORLD")),
+        "signal of another chunk": Fault("workspace", _WORDS, "[self.slot.outgoing[peer][:1]] * 2", "deadlock"),
+        "no wait": Fault(kernel, "arrived = wait_signal(", "arrived = source == source  # "),
+        "wait for somebody else": Fault(kernel, _WORD, _WORD.replace("source", "(2 * rank + WORLD - source) % WORLD")),
+        "wait for the first chunk only": Fault(kernel, _WORD, _WORD.replace("chunk", "0 * chunk")),
         "stale epoch": Fault(kernel, "epoch = tl.load(epoch_ptr)", "epoch = tl.load(epoch_ptr) - 1"),
-        "every other tile skipped": Fault("kernels.signal", f"1, {_CLAIM}", f"2, {_CLAIM}", "wrong result|deadlock", (kernel,)),
-        "wait does not loop": Fault("kernels.signal", "    waiting = seen < epoch\n", "    waiting = seen < seen\n",
-                                    "OverlapTimeoutError", (kernel,)),
-        "first poll relaxed": Fault("kernels.signal", _FIRST_POLL, first_relaxed, order, (kernel,)),
-        "first poll at GPU scope": Fault("kernels.signal", _FIRST_POLL, first_gpu, order, (kernel,)),
-        "next poll relaxed": Fault("kernels.signal", _NEXT_POLL, next_relaxed, order, (kernel,)),
-        "next poll at GPU scope": Fault("kernels.signal", _NEXT_POLL, next_gpu, order, (kernel,)),
-    }  # fmt: skip
+        "wait does not loop": in_signal("    waiting = seen < epoch\n", "epoch", "seen", "OverlapTimeoutError"),
+        "every other tile skipped": in_signal(_CLAIM, "cast(1", "cast(2", "wrong result|deadlock"),
+        "first poll relaxed": in_signal(_FIRST_POLL, "acquire", "relaxed", order),
+        "first poll at GPU scope": in_signal(_FIRST_POLL, "sys", "gpu", order),
+        "next poll relaxed": in_signal(_NEXT_POLL, "acquire", "relaxed", order),
+        "next poll at GPU scope": in_signal(_NEXT_POLL, "sys", "gpu", order),
+    }

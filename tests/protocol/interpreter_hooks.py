@@ -1,10 +1,10 @@
 """Routes Triton's interpreter through a scheduler: launches become actors, memory accesses become switch points.
 
 Triton 3.6 and 3.9 keep the interpreter's state in module globals (program id and grid in `interpreter_builder`, patched
-functions in `triton.language`). `InterpreterHooks` patches the language once for a whole schedule, sets the program id at
-each switch, and wraps the `InterpreterBuilder` methods through which all global memory goes.
+functions in `triton.language`). `InterpreterHooks` patches the language once for a whole schedule, sets the program id
+at each switch, and wraps the `InterpreterBuilder` methods through which all global memory goes.
 
-The interpreter is sequentially consistent, so the rules of memory order cannot be seen by running. They are checked instead:
+The interpreter is sequentially consistent, so memory order cannot be seen by running. Its rules are checked instead:
 
     a poll (`atomic_add(p, 0)`) acquires at system scope
     an atomic write of a word that somebody polls releases at system scope
@@ -28,7 +28,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 if TYPE_CHECKING:
-    from tests.protocol.interleaving import Actor, Scheduler
+    from tests.protocol.actors import Actor
+    from tests.protocol.interleaving import Scheduler
 
 _SEMANTIC = interpreter._ir.MEM_SEMANTIC
 _SCOPE = interpreter._ir.MEM_SYNC_SCOPE
@@ -49,7 +50,7 @@ class MemoryAccess:
 
     kind: str  # load | store | poll | atomic
     address: int
-    bytes: int
+    size: int  # bytes of one element
     is_word: bool
 
     @property

@@ -1,9 +1,9 @@
 """Imports a real source file with one planted fault.
 
-    mutant("overlap_train.kernels.signal", old, new)       a fresh module, changed; the argument may also be a module or a function
+    mutant("overlap_train.kernels.signal", old, new)       a fresh module, changed (a module or function will do, too)
     with planted("overlap_train.kernels.signal", old, new, reload=["overlap_train.kernels.all_gather_gemm"]):
-        ...                                                inside, imports of these names give the changed module and a fresh
-                                                           importer that uses it
+        ...                                                here imports of these names give the changed module and a
+                                                           fresh importer that uses it
 
 The old text must occur exactly once, so that a mutation which no longer fits the source fails loudly instead of testing
 nothing. Triton reads kernel sources from their file, so the changed source is written to a temporary file; files are
@@ -46,8 +46,8 @@ def mutant(target: str | ModuleType | object, old: str, new: str) -> ModuleType:
 def planted(target: str | ModuleType | object, old: str, new: str, *, reload: Sequence[str] = ()) -> Iterator[None]:
     """Inside, `mutant(target, old, new)` stands in for the module of `target`.
 
-    reload: modules that import from it when they are loaded; fresh copies of them stand in as well, in the order given. Imports
-    inside functions need no reload. Nested uses with the same name add up.
+    reload: modules that import from it when they are loaded; fresh copies of them stand in as well, in the order given.
+    Imports inside functions need no reload. Nested uses with the same name add up.
     """
     with contextlib.ExitStack() as stand_ins:
         name = target if isinstance(target, str) else module_of(target).__name__

@@ -1,8 +1,8 @@
 """Problems for `explore`: consecutive operator calls on simulated ranks, with exact results.
 
 Inputs are small integers as fp32, so that products and sums are exact in any order, and differ in each call, so that a
-stale block is a wrong result. They lie in one buffer per rank that is overwritten with NaN after each call, as is all memory
-that the call allocated: a push that is still under way by then sends NaN.
+stale block is a wrong result. They lie in one buffer per rank that is overwritten with NaN after each call, as is all
+memory that the call allocated: a push that is still under way by then sends NaN.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from tests.protocol.interleaving import Scheduler
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 
 CALLS = 4  # both slots are used twice
-COLUMNS = 2 * TILE  # two tiles a block, so that a tile counter counts
 
 Run = Callable[[SimulatedDomain, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def gathers(method: str, machine: Simulation, calls: int = CALLS) -> Build:
-    """Calls of all_gather(x [TILE, TILE] of each rank) @ b [TILE, COLUMNS] of this rank."""
+def gathers(method: str, machine: Simulation, calls: int = CALLS, columns: int = TILE) -> Build:
+    """Calls of all_gather(x [TILE, TILE] of each rank, two chunks) @ b [TILE, columns] of this rank."""
     x = integers(calls, machine.world_size, TILE, TILE, seed=1)
-    b = integers(machine.world_size, TILE, COLUMNS, seed=2)
+    b = integers(machine.world_size, TILE, columns, seed=2)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         return core("operators.all_gather_gemm").start_all_gather(domain, own, method, "gather").matmul(mine)
@@ -32,13 +31,17 @@ def gathers(method: str, machine: Simulation, calls: int = CALLS) -> Build:
     return _calls(machine, run, x, b, x.flatten(1, 2)[:, None] @ b)
 
 
-def scatters(method: str, machine: Simulation, calls: int = CALLS) -> Build:
-    """Calls of reduce_scatter(a [W * TILE, TILE] @ b [TILE, COLUMNS]) with another a and b on each rank."""
+def scatters(method: str, machine: Simulation, calls: int = CALLS, columns: int = TILE) -> Build:
+    """Calls of reduce_scatter(a [W * TILE, TILE] @ b [TILE, columns], two chunks a rank), other a and b on each rank."""
     world = machine.world_size
-    a, b = integers(calls, world, world * TILE, TILE, seed=3), integers(world, TILE, COLUMNS, seed=4)
+    a, b = integers(calls, world, world * TILE, TILE, seed=3), integers(world, TILE, columns, seed=4)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        return core("operators.gemm_reduce_scatter").start_gemm_reduce_scatter(domain, own, mine, method, "scatter").finish()
+        return (
+            core("operators.gemm_reduce_scatter")
+            .start_gemm_reduce_scatter(domain, own, mine, method, "scatter")
+            .finish()
+        )
 
     return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, TILE)))
 
@@ -48,9 +51,10 @@ def _calls(machine: Simulation, run: Run, inputs: torch.Tensor, weights: torch.T
 
     def build(scheduler: Scheduler) -> Callable[[], None]:
         outputs = torch.full_like(expected, torch.nan)
+        buffers = torch.empty_like(inputs[0])
 
         def host(domain: SimulatedDomain) -> None:
-            own = torch.empty_like(inputs[0, 0])
+            own = buffers[domain.rank]
             for call in range(len(inputs)):
                 own.copy_(inputs[call, domain.rank])
                 with domain.operator():

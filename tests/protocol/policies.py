@@ -1,11 +1,11 @@
 """How a seed turns into a choice of the next actor.
 
-Drawing uniformly keeps all actors abreast of each other, which hides the bugs that need one rank a whole call behind. So the
-seed also chooses one of three policies:
+Drawing uniformly keeps all actors abreast of each other, which hides the bugs that need one rank a whole call behind.
+So the seed also chooses one of three policies:
 
     weighted      each actor has a speed, log-uniform over 1/64..1; the next one is drawn by speed
-    priorities    strict priorities; now and then the running actor drops to the lowest (probabilistic concurrency testing,
-                  Burckhardt et al., ASPLOS 2010)
+    priorities    strict priorities; now and then the running actor drops to the lowest (after "probabilistic
+                  concurrency testing", Burckhardt et al., ASPLOS 2010)
     slow ranks    as priorities, but all actors of a rank share its place, so whole ranks fall behind
 """
 

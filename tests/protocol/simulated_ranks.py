@@ -1,11 +1,11 @@
-"""W ranks of the real core in one process, under the scheduler: real domains, channels, operators, kernels and push execution.
+"""W ranks of the real core in one process, under the scheduler: real channels, operators, kernels and push execution.
 
     host of rank r    an actor that runs the operator calls; like a stream it goes on when its kernel has ended
-    engine of rank r  an actor that executes the rank's pushes in order with the real `run_push`, one step for each half of the
-                      copied rows and one for the signal
+    engine of rank r  an actor that executes the rank's pushes in order with the real `run_push`, one step for each half
+                      of the copied rows and one for the signal
 
-Replaced: the heap (plain tensors, blocks poisoned with NaN), the process group, the engine's thread, tile sizes and the number
-of CTAs. Modules are looked up when a problem is built, so that `planted` faults take effect.
+Replaced: the heap (plain tensors, blocks poisoned with NaN), the process group, the engine's thread, tile sizes and the
+number of CTAs. Modules are looked up when a problem is built, so that `planted` faults take effect.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def core(name: str) -> ModuleType:
 class Simulation:
     """What a simulated machine looks like.
 
-    ctas: of a persistent launch. device_waits: chunks are awaited by kernels, as on GPUs, not by the host. stopped: ranks whose
-    engine drops its pushes.
+    ctas            of a persistent launch
+    device_waits    chunks are awaited by kernels, as on GPUs, not by the host
+    stopped         ranks whose engine drops its pushes
     """
 
     world_size: int
@@ -84,7 +85,9 @@ class Simulation:
             scheduler.patch(core(operator), "grid_size", lambda *args: (self.ctas,))
         for waiting in ("workspace", "copy_engine"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
-        scheduler.patch(core("kernels.signal"), "clock", lambda spins, TIMED: spins)  # the interpreter has no device clock
+        scheduler.patch(
+            core("kernels.signal"), "clock", lambda spins, TIMED: spins
+        )  # the interpreter has no device clock
         scheduler.patch(torch.Tensor, "new_empty", _poisoned_empty(scheduler, self.scratch))
 
 
@@ -109,7 +112,9 @@ class SimulatedHeap:
 class SimulatedDomain:
     """What operators need of an `OverlapDomain`, without a process group."""
 
-    def __init__(self, simulation: Simulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int) -> None:
+    def __init__(
+        self, simulation: Simulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int
+    ) -> None:
         self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
         self._scratch = simulation.scratch
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
@@ -122,7 +127,7 @@ class SimulatedDomain:
 
     def reuse_memory(self, keep: torch.Tensor) -> None:
         """What an allocator may do once an operator has ended: memory that it allocated holds something else."""
-        for tensor in self._scratch.pop(self.rank, []):
+        for tensor in self._scratch.get(self.rank, []):  # kept: simulated copies go by address
             if tensor.data_ptr() != keep.data_ptr():
                 tensor.fill_(torch.nan)
 
@@ -226,12 +231,13 @@ def _poisoned_empty(scheduler: Scheduler, scratch: dict[int, list[torch.Tensor]]
 
 
 def _name_words(scheduler: Scheduler, heap: SimulatedHeap, domain: SimulatedDomain) -> None:
-    """Words by name in reports: signals[channel, slot, source]; counters[0] counts claims, counters[1 + d] tiles for rank d."""
-    rank, slots = domain.rank, len(domain.gather._slots)
-    count = 2 * slots * domain.world_size
-    words = heap.view(rank)[: 8 * count].view(torch.int64).view(2, slots, domain.world_size)
+    """Names for reports: signals[channel, slot, source, chunk]; claimed[0]; complete[target * MAX_CHUNKS + chunk]."""
+    rank, slots, chunks = domain.rank, len(domain.gather._slots), core("kernels.signal_words").MAX_CHUNKS
+    count = 2 * slots * domain.world_size * chunks
+    words = heap.view(rank)[: 8 * count].view(torch.int64).view(2, slots, domain.world_size, chunks)
     scheduler.watch(**{f"signals{rank}": words, f"abort{rank}": domain.fault.abort})
     for channel in ("gather", "scatter"):
         for index, slot in enumerate(getattr(domain, channel)._slots):
             name = f"{channel}{rank}.slot{index}"
-            scheduler.watch(**{f"{name}.epoch": slot.epoch, f"{name}.counters": slot.counters})
+            words = {"epoch": slot.epoch, "claimed": slot.claimed, "complete": slot.complete}
+            scheduler.watch(**{f"{name}.{word}": memory for word, memory in words.items()})

@@ -2,15 +2,16 @@
 
     host of rank r      an actor that only enqueues: kernel launches and torch operations go to its current stream
     stream              an actor that runs its operations in order
-    hardware queues     one per stream, or (`one_queue`, CUDA_DEVICE_MAX_CONNECTIONS=1) one for all streams of a rank: then no
-                        operation starts before all operations that were enqueued earlier have started
+    hardware queues     one per stream, or (`one_queue`, CUDA_DEVICE_MAX_CONNECTIONS=1) one for all streams of a rank:
+                        then no operation starts before all operations that were enqueued earlier have started
 
-Torch operations are caught by a dispatch mode. One that makes a new tensor runs at once, which gives its shape, and again in
-its stream, which gives its values; until then the tensor holds NaN.
+Torch operations are caught by a dispatch mode. One that makes a new tensor runs at once, which gives its shape, and
+again in its stream, which gives its values; until then the tensor holds NaN.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -51,7 +52,8 @@ class StreamSimulation(Simulation):
     def engine(self, scheduler: Scheduler, rank: int) -> Any:
         """The real engine on a simulated side stream."""
         self.gpus[rank] = gpu = SimulatedGpu(scheduler, rank, self.one_queue)
-        with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
+        fakes = {"cuda.bindings": SimpleNamespace(driver=gpu.driver())}
+        with mock.patch.object(torch.cuda, "Stream", gpu.new_stream), _modules(fakes):
             return core("copy_engine").StreamCopyEngine(torch.device("cpu"))
 
     def patch(self, scheduler: Scheduler) -> None:
@@ -62,7 +64,6 @@ class StreamSimulation(Simulation):
 
         scheduler.patch(torch.cuda, "current_stream", lambda device=None: current_gpu().current)
         scheduler.patch(torch.cuda, "stream", lambda stream: current_gpu().switched_to(stream))
-        scheduler.during_run(_modules({"cuda.bindings": SimpleNamespace(driver=_driver(current_gpu))}))
         scheduler.during_run(_Enqueueing(scheduler, current_gpu))
 
         def enqueue_launch(run: Callable[[], None]) -> bool:
@@ -109,6 +110,34 @@ class SimulatedGpu:
             yield
         finally:
             self.current = previous
+
+    def driver(self) -> SimpleNamespace:
+        """`cuda.bindings.driver` as far as the core uses it, for this rank's streams."""
+        return SimpleNamespace(
+            CUstream=lambda number: number,
+            CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ="GEQ"),
+            CUresult=SimpleNamespace(CUDA_SUCCESS="SUCCESS"),
+            cuMemcpyDtoDAsync=self._copy_by_address,
+            cuStreamWaitValue64=self._wait_for_value,
+        )
+
+    def _copy_by_address(self, target: int, source: int, nbytes: int, stream: int) -> tuple[str]:
+        half = nbytes // 2 if nbytes > 8 else 0
+
+        def run() -> None:
+            for start, end in ((0, half), (half, nbytes)):
+                self.scheduler.step()
+                ctypes.memmove(target + start, source + start, end - start)
+
+        self.streams[stream].enqueue(Operation("copy", run))
+        return ("SUCCESS",)
+
+    def _wait_for_value(self, stream: int, address: int, goal: int, flags: str) -> tuple[str]:
+        assert flags == "GEQ"
+        self.scheduler.signals.add(address)
+        name = f"{self.scheduler.name_of(address)} to reach {goal}"
+        self.streams[stream].enqueue(Operation(name, lambda: None, lambda: read_word(address, 8) >= goal))
+        return ("SUCCESS",)
 
     def close(self) -> None:
         """Let the streams end when they are empty."""
@@ -210,24 +239,6 @@ def _copy_in_halves(scheduler: Scheduler, target: torch.Tensor, source: torch.Te
 def _is_host(scheduler: Scheduler) -> bool:
     actor = scheduler.running_actor()
     return actor is not None and actor.name == f"host{actor.rank}"
-
-
-def _driver(current_gpu: Callable[[], SimulatedGpu]) -> SimpleNamespace:
-    """`cuda.bindings.driver` as far as the core uses it."""
-
-    def wait_value(stream: int, address: int, goal: int, flags: str) -> tuple[str]:
-        assert flags == "GEQ"
-        gpu = current_gpu()
-        gpu.scheduler.signals.add(address)
-        name = f"{gpu.scheduler.name_of(address)} to reach {goal}"
-        gpu.streams[stream].enqueue(Operation(name, lambda: None, lambda: read_word(address, 8) >= goal))
-        return ("SUCCESS",)
-
-    return SimpleNamespace(
-        CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ="GEQ"),
-        CUresult=SimpleNamespace(CUDA_SUCCESS="SUCCESS"),
-        cuStreamWaitValue64=wait_value,
-    )
 
 
 @contextmanager

@@ -92,7 +92,9 @@ def _check_survivors(outcomes: list[Outcome], limit_s: float = TIMEOUT_S + 1.5) 
         assert outcome.value is not None, outcome.error
         message, seconds = outcome.value
         assert "all_gather_linear/fprop" in message or "linear_reduce_scatter/fprop" in message
-        assert "of rank 1" in message or len(outcomes) > 1  # with three ranks, a survivor may name a survivor that gave up
+        assert (
+            "of rank 1" in message or len(outcomes) > 1
+        )  # with three ranks, a survivor may name a survivor that gave up
         assert "expected epoch" in message and "seen" in message
         assert seconds <= limit_s
 

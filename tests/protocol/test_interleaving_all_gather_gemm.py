@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("greenlet")
 
+from tests.protocol.actors import StepLimit
 from tests.protocol.explore import assert_caught, assert_passes
 from tests.protocol.faults import Fault, fused_faults, host_faults
-from tests.protocol.interleaving import StepLimit
 from tests.protocol.operator_problems import gathers
 from tests.protocol.simulated_ranks import Simulation
 
@@ -19,18 +19,18 @@ OPERATOR, KERNEL = "operators.all_gather_gemm", "kernels.all_gather_gemm"
 FUSED_FAULTS = {
     **host_faults(),
     **fused_faults(KERNEL),
-    "wrong chunk order": Fault(KERNEL, "shard_ptr = gathered_ptr + source", "shard_ptr = gathered_ptr + ((source + 1) % WORLD)"),
+    "wrong chunk order": Fault(KERNEL, "gathered_ptr + source.", "gathered_ptr + ((source + 1) % WORLD)."),
 }
 
 CHUNKED_FAULTS = {
     **host_faults(),
-    "no wait": Fault(OPERATOR, "            self._call.wait(source)\n            torch.mm", "            torch.mm"),
+    "no wait": Fault(OPERATOR, "self._call.wait(source)", "pass"),
 }
 
 
-@pytest.mark.parametrize(("world", "seeds"), [(2, 50), (3, 30)])
-def test_fused_passes(world: int, seeds: int) -> None:
-    assert_passes(gathers("fused", Simulation(world)), range(seeds))
+def test_fused_passes() -> None:
+    assert_passes(gathers("fused", Simulation(2)), range(60))
+    assert_passes(gathers("fused", Simulation(3)), range(36))
 
 
 def test_fused_passes_with_one_resident_cta_of_three() -> None:
@@ -64,7 +64,7 @@ def test_stopped_peer_is_named(method: str, device_waits: bool) -> None:
     timeout_s = 1e-7 if device_waits else 0.01  # 100 polls: that kernel takes its limit in nanoseconds
     machine = Simulation(2, timeout_s=timeout_s, device_waits=device_waits, stopped=(1,))
     error = assert_caught(gathers(method, machine, calls=1), range(1), spin=True)
-    report = r"gather: rank 0 waited .* s for the chunk of rank 1: expected epoch 1, seen 0"
+    report = r"gather: rank 0 waited .* s for chunk 0 of rank 1: expected epoch 1, seen 0"
     assert re.search(report, str(error)), error
 
 

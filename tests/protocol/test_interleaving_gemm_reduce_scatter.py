@@ -8,60 +8,68 @@ import pytest
 
 pytest.importorskip("greenlet")
 
+from tests.protocol.actors import Deadlock
 from tests.protocol.explore import assert_caught, assert_passes
 from tests.protocol.faults import Fault, fused_faults, host_faults
-from tests.protocol.interleaving import Deadlock
 from tests.protocol.operator_problems import scatters
-from tests.protocol.simulated_ranks import Simulation
+from tests.protocol.simulated_ranks import TILE, Simulation
 
 OPERATOR, KERNEL = "operators.gemm_reduce_scatter", "kernels.gemm_reduce_scatter"
 
-STORE = "            tl.store(staging_ptr + target * block + rows * n + cols, acc.to(staging_ptr.dtype.element_ty), mask=mask)\n"
-ANNOUNCE = "            announce(complete_ptr + target)\n"
+STORE = "            tl.store(staging_ptr"
+ANNOUNCE = "announce(complete_ptr + signal_word(target, chunk))"
 CLAIM = 'tl.int64), sem="relaxed", scope="gpu")'
-COUNT = 'tl.int64), sem="release", scope="sys")\n\n\n@triton.jit\ndef claim'
+RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef claim'
+GOAL = "(complete, tiles)"
+COUNTERS = "self.slot.complete.split(1)[peer * MAX_CHUNKS :]"
+DEADLOCK = "deadlock.*complete.* to reach 2"
 
 FUSED_FAULTS = {
     **host_faults(),
     **fused_faults(KERNEL),
-    "announced before stored": Fault(KERNEL, STORE + ANNOUNCE, ANNOUNCE + STORE),
-    "not announced": Fault(KERNEL, ANNOUNCE, "            pass\n", "deadlock.*counters.* to reach 2"),
-    "announced to another": Fault(KERNEL, "complete_ptr + target", "complete_ptr + rank", "deadlock.*counters.* to reach 2"),
-    "announced without barrier": Fault("kernels.signal", "    tl.debug_barrier()\n", "", "without a CTA barrier", (KERNEL,)),
-    "announced relaxed": Fault("kernels.signal", COUNT, COUNT.replace("release", "relaxed"), "released at system scope", (KERNEL,)),
-    "announced at GPU scope": Fault("kernels.signal", COUNT, COUNT.replace("sys", "gpu"), "released at system scope", (KERNEL,)),
+    "announced before stored": Fault(KERNEL, STORE, f"            {ANNOUNCE}\n{STORE}"),
+    "not announced": Fault(KERNEL, ANNOUNCE, "pass", DEADLOCK),
+    "announced for another rank": Fault(KERNEL, ANNOUNCE, ANNOUNCE.replace("target", "rank"), DEADLOCK),
+    "announced for another chunk": Fault(KERNEL, ANNOUNCE, ANNOUNCE.replace("chunk", "1 - chunk")),
+    "announced without barrier": Fault("kernels.signal", "tl.debug_barrier()", "pass", "without a CTA bar", (KERNEL,)),
+    "announced relaxed": Fault("kernels.signal", RELEASE, RELEASE.replace("release", "relaxed"), "released", (KERNEL,)),
+    "announced at GPU scope": Fault("kernels.signal", RELEASE, RELEASE.replace("sys", "gpu"), "released", (KERNEL,)),
     "push does not wait for its rows": Fault("copy_engine", "counter.item() >= goal", "counter.item() >= 0"),
-    "push waits for all tiles but one": Fault(OPERATOR, "(complete[d : d + 1], tiles)", "(complete[d : d + 1], tiles - 1)"),
-    "push waits for another counter": Fault(
-        OPERATOR, "(complete[d : d + 1], tiles)", "(complete[call.rank : call.rank + 1], tiles)", "deadlock"
-    ),
+    "push waits for all tiles but one": Fault("workspace", GOAL, GOAL.replace("tiles", "tiles - 1")),
+    "push waits for another chunk": Fault("workspace", COUNTERS, f"[{COUNTERS}[0]] * 2"),
+    "push waits for another counter": Fault("workspace", COUNTERS, COUNTERS.replace("peer", "self.rank"), DEADLOCK),
     "wrong chunk order": Fault(KERNEL, "received_ptr + source * block", "received_ptr + (source + 1) % WORLD * block"),
     "tiles claimed twice": Fault("kernels.signal", CLAIM, f"{CLAIM} // 2", "wrong result|deadlock", (KERNEL,)),
-    "own rows first": Fault(KERNEL, "target = (rank + 1 + index // tiles)", "target = (rank + index // tiles)", "deadlock"),
-}  # fmt: skip
+    "own rows first": Fault("kernels.tiles", "(rank + 1 + unit //", "(rank + unit //", "deadlock", (KERNEL,)),
+}
 
 CHUNKED_FAULTS = {
     **host_faults(),
-    "no wait": Fault(OPERATOR, "            self._call.wait(source)\n", "            pass\n"),
+    "no wait": Fault(OPERATOR, "self._call.wait_for_all()", "pass"),
 }
 CHUNKED_ON_HOST_FAULTS = {
     "no epoch increment on the host": Fault("workspace", "        self.expected += 1\n", ""),
-    "stale epoch": Fault("workspace", "signal[source].item() >= expected", "signal[source].item() >= expected - 1"),
+    "stale epoch": Fault("workspace", "word.item() >= expected", "word.item() >= expected - 1"),
+    "wait for one peer only": Fault("workspace", "range(first, first + count)", "range(first, first + 1)"),
 }
 CHUNKED_ON_DEVICE_FAULTS = {
-    "stale epoch": Fault("kernels.signal", "tl.load(epoch_ptr), abort_ptr", "tl.load(epoch_ptr) - 1, abort_ptr"),
+    "stale epoch": Fault("kernels.signal", "epoch = tl.load(epoch_ptr)", "epoch = tl.load(epoch_ptr) - 1"),
+    "wait for one peer only": Fault("kernels.signal", "range(first, first + count)", "range(first, first + 1)"),
 }
 
 STATIC_TILE_MAP = (
-    Fault(KERNEL, "    epoch = tl.load(epoch_ptr)\n    index = claim(counter_ptr).to(tl.int32)",
-          "    epoch = tl.load(epoch_ptr)\n    index = tl.program_id(0)"),
+    Fault(
+        KERNEL,
+        "    epoch = tl.load(epoch_ptr)\n    index = claim(counter_ptr).to(tl.int32)",
+        "    epoch = tl.load(epoch_ptr)\n    index = tl.program_id(0)",
+    ),
     Fault(KERNEL, "        index = claim(counter_ptr).to(tl.int32)", "        index += tl.num_programs(0)"),
-)  # fmt: skip
+)
 
 
-@pytest.mark.parametrize(("world", "seeds"), [(2, 50), (3, 30)])
-def test_fused_passes(world: int, seeds: int) -> None:
-    assert_passes(scatters("fused", Simulation(world)), range(seeds))
+def test_fused_passes() -> None:
+    assert_passes(scatters("fused", Simulation(2)), range(60))
+    assert_passes(scatters("fused", Simulation(3)), range(36))
 
 
 def test_fused_passes_with_one_resident_cta_of_three() -> None:
@@ -87,7 +95,9 @@ def test_chunked_passes(world: int, device_waits: bool) -> None:
 @pytest.mark.parametrize("fault", FUSED_FAULTS)
 def test_fault_of_fused_is_caught(fault: str) -> None:
     with FUSED_FAULTS[fault].planted():
-        error = assert_caught(scatters("fused", Simulation(3 if "somebody" in fault else 2)), range(30))
+        error = assert_caught(
+            scatters("fused", Simulation(3 if "somebody" in fault else 2), columns=2 * TILE), range(30)
+        )
     assert re.search(FUSED_FAULTS[fault].report, str(error)), error
 
 
@@ -110,5 +120,5 @@ def test_stopped_peer_is_named() -> None:
     """Rank 1 computes, but sends nothing: rank 0 reports it by name once its spin limit is reached."""
     machine = Simulation(2, timeout_s=0.01, stopped=(1,))
     error = assert_caught(scatters("fused", machine, calls=1), range(1), spin=True)
-    report = r"scatter: rank 0 waited 0.01 s for the chunk of rank 1: expected epoch 1, seen 0"
+    report = r"scatter: rank 0 waited 0.01 s for chunk 0 of rank 1: expected epoch 1, seen 0"
     assert re.search(report, str(error)), error

@@ -1,4 +1,4 @@
-"""The scheduler and `mutant` themselves: right toy protocols pass, each planted fault is found and replays from its seed."""
+"""The scheduler and `mutant` themselves: right toy protocols pass, planted faults are found, and replay by seed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("greenlet")
 
 from tests.protocol import toy_kernels
+from tests.protocol.actors import Deadlock, StepLimit
 from tests.protocol.explore import Build, assert_caught, assert_passes, failure_of, run_seed
-from tests.protocol.interleaving import Deadlock, Scheduler, StepLimit
+from tests.protocol.interleaving import Scheduler
 from tests.protocol.mutation import module_of, mutant, planted
 
 CALLS, SIZE, TILES = 4, 8, 2
@@ -39,7 +40,9 @@ def gather(kernels: ModuleType = toy_kernels, world: int = 2, slots: int = 2, sp
 
         def check() -> None:
             assert not faults.any(), f"fault words {faults.tolist()}"
-            wrong = [(r, call) for r in range(world) for call in range(CALLS) if not torch.equal(y[r, call], 2 * x[call])]
+            wrong = [
+                (r, call) for r in range(world) for call in range(CALLS) if not torch.equal(y[r, call], 2 * x[call])
+            ]
             assert not wrong, f"(rank, call) {wrong}"
 
         for r in range(world):
@@ -89,7 +92,11 @@ SIGNAL = '    tl.atomic_add(flags_ptr + peer * WORLD + rank, 1, sem="release", s
 TEXT_FAULTS = {
     "flag before data": (STORE + BARRIER + SIGNAL, BARRIER + SIGNAL + STORE, "wrong result"),
     "dropped signal": (SIGNAL, "    if rank != 0:\n    " + SIGNAL, "deadlock, blocked: .*flags"),
-    "wrong chunk order": ("wait(flags_ptr + rank * WORLD + source", "wait(flags_ptr + rank * WORLD + turn", "wrong result"),
+    "wrong chunk order": (
+        "wait(flags_ptr + rank * WORLD + source",
+        "wait(flags_ptr + rank * WORLD + turn",
+        "wrong result",
+    ),
     "stale epoch": ("source, epoch, fault_ptr", "source, epoch - 1, fault_ptr", "wrong result"),
     "no wait": ("        wait(flags_ptr + rank * WORLD + source, epoch, fault_ptr, spin_limit)\n", "", "wrong result"),
     "signal without barrier": (STORE + BARRIER + SIGNAL, STORE + SIGNAL, "without a CTA barrier"),
@@ -120,7 +127,9 @@ def test_slot_reused_one_epoch_early_is_found() -> None:
 def test_static_tile_map_deadlocks_when_not_all_ctas_are_resident() -> None:
     claim = "turn = tl.atomic_add(claim_ptr, 1) - first  # first turn"
     fixed = mutant(toy_kernels, claim, "turn = tl.program_id(0)")
-    fixed = mutant(fixed, CLAIM_NEXT, CLAIM_NEXT.replace("tl.atomic_add(claim_ptr, 1) - first", "turn + tl.num_programs(0)"))
+    fixed = mutant(
+        fixed, CLAIM_NEXT, CLAIM_NEXT.replace("tl.atomic_add(claim_ptr, 1) - first", "turn + tl.num_programs(0)")
+    )
     assert_passes(exchange(fixed), range(10))
     error = assert_caught(exchange(fixed), range(30), resident=1)
     assert isinstance(error, Deadlock) and "exchange@0" in str(error) and "exchange@1" in str(error)
@@ -140,7 +149,7 @@ def test_equal_seeds_give_equal_schedules() -> None:
 
 
 def test_python_actors_copy_signal_and_poll() -> None:
-    """The shape of a copy engine: copy, pause, signal against a poll loop; the right order passes, the wrong one is found."""
+    """The shape of a copy engine: copy and signal against a poll loop; right order passes, wrong order is found."""
 
     def build_in_order(order: str):
         def build(scheduler: Scheduler):
@@ -194,7 +203,7 @@ def test_step_limit_ends_a_schedule_that_never_ends() -> None:
 
 @pytest.mark.parametrize("old", ["no such text", "tl.debug_barrier()"])
 def test_mutation_refuses_text_that_does_not_occur_once(old: str) -> None:
-    with pytest.raises(ValueError, match="occurs [02] times"):
+    with pytest.raises(ValueError, match=r"occurs [02] times"):
         mutant(toy_kernels, old, "")
 
 

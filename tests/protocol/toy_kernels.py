@@ -18,7 +18,10 @@ def wait(flag_ptr, epoch, fault_ptr, spin_limit):
 
 @triton.jit
 def push(x_ptr, slots_ptr, flags_ptr, rank, epoch, SLOTS: tl.constexpr, WORLD: tl.constexpr, SIZE: tl.constexpr):
-    """Copy x [SIZE] to chunk `rank` of every peer's slot, then signal. slots [WORLD, SLOTS, WORLD, SIZE]; flags [WORLD, WORLD]."""
+    """Copy x [SIZE] to chunk `rank` of every peer's slot, then signal.
+
+    slots [WORLD, SLOTS, WORLD, SIZE]; flags [WORLD, WORLD].
+    """
     peer = (rank + tl.program_id(0)) % WORLD
     slot = epoch % SLOTS
     i = tl.arange(0, SIZE)
@@ -58,7 +61,9 @@ def exchange(y_ptr, slots_ptr, flags_ptr, claim_ptr, fault_ptr, rank, epoch, spi
     while turn < 2 * TILES:
         tile = turn % TILES
         if turn < TILES:
-            tl.store(slots_ptr + ((peer * 2 + slot) * TILES + tile) * SIZE + i, tl.full([SIZE], 0.0, tl.float32) + 10 * tile)
+            tl.store(
+                slots_ptr + ((peer * 2 + slot) * TILES + tile) * SIZE + i, tl.full([SIZE], 0.0, tl.float32) + 10 * tile
+            )
             tl.debug_barrier()
             tl.atomic_add(flags_ptr + peer, 1, sem="release", scope="sys")
         else:

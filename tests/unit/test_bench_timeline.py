@@ -13,6 +13,7 @@ def test_kinds() -> None:
     assert kind_of("Memcpy PtoP (Device -> Device)") == "communication"
     assert kind_of("ncclDevKernel_AllGather_RING_LL") == "communication"
     assert kind_of("nvjet_tst_128x256") == kind_of("all_gather_gemm_kernel") == "computation"
+    assert kind_of("vectorized_elementwise_kernel<4, FillFunctor<float>>") == "marker"
     assert kind_of("vectorized_elementwise_kernel") == ""
 
 
@@ -22,7 +23,8 @@ def test_exposed_parts_are_what_computation_does_not_cover() -> None:
     assert exposed([_span("memcpy", 1, 2), _span("gemm", 0, 3)]) == []
 
 
-def test_last_call_starts_at_zero_behind_the_call_before() -> None:
-    spans = [_span("gemm", 0, 10), _span("gemm", 10, 20), _span("memcpy", 15, 24), _span("gemm", 22, 30)]
+def test_last_call_is_what_lies_between_the_last_two_markers() -> None:
+    marks = [_span("FillFunctor", t, t + 1) for t in (0, 10, 30)]
+    spans = [*marks, _span("gemm", 2, 9), _span("memcpy", 12, 16), _span("gemm", 15, 29), _span("gemm", 33, 34)]
     last = last_call(spans)
-    assert [(s["start"], s["end"]) for s in last] == [(0, 4), (2, 10)]
+    assert [(s["start"], s["end"]) for s in last] == [(1, 5), (4, 18)]

@@ -6,6 +6,7 @@ from math import log
 
 import numpy as np
 import pytest
+
 from gpt.bigram import ADD_K, Bigram
 from gpt.tokenizer import BYTES, EOD, ByteTokenizer, padded_vocab_size
 

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+
 from gpt.corpus import BLOCK_BYTES, VALIDATION_EVERY, cut_blocks, read_corpus, split
 from gpt.errors import RecipeError
 
@@ -31,7 +32,9 @@ def test_the_parts_are_the_text_every_twentieth_block_held_out():
     text = lines(100_000, 60)
     blocks = cut_blocks(text)
     corpus = split("text", text)
-    assert list(corpus.valid) == [block for i, block in enumerate(blocks) if i % VALIDATION_EVERY == VALIDATION_EVERY // 2]
+    assert list(corpus.valid) == [
+        block for i, block in enumerate(blocks) if i % VALIDATION_EVERY == VALIDATION_EVERY // 2
+    ]
     interleaved = [piece for pair in zip(corpus.train, corpus.valid, strict=False) for piece in pair]
     assert b"".join([*interleaved, *corpus.train[len(corpus.valid) :]]) == text
 

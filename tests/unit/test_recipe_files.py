@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from gpt.files import MANIFEST, damage, publish, seal, write_atomically
 
 

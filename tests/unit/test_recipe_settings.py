@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+
 from gpt.errors import RecipeError
 from gpt.rules import resolve
 from gpt.settings import Parser, Settings, add_settings, defaults, flag, settings_from_args

@@ -26,13 +26,13 @@ def test_a_record_without_a_fault_raises_nothing() -> None:
 
 def test_a_kernel_report_names_operator_ranks_and_epochs() -> None:
     fault = FaultRecord(torch.device("cpu"))
-    other = fault.tag(Waiting("fc1/fprop", 3, 3, 1.5))
-    tag = fault.tag(Waiting("fc2/dgrad", 3, 3, 1.5))
-    assert tag != other and fault.tag(Waiting("fc2/dgrad", 3, 3, 1.5)) == tag
-    for word, value in ((words.FAULT_TAG, tag), (words.FAULT_CHUNK, 2), (words.FAULT_EXPECTED, 7), (words.FAULT_SEEN, 6)):
+    other = fault.tag(Waiting("fc1/fprop", 3, 3, 0, 1.5))
+    tag = fault.tag(Waiting("fc2/dgrad", 3, 3, 0, 1.5))
+    assert tag != other and fault.tag(Waiting("fc2/dgrad", 3, 3, 0, 1.5)) == tag
+    for word, value in ((words.FAULT_TAG, tag), (words.FAULT_WORD, 2 * words.MAX_CHUNKS + 1), (words.FAULT_EXPECTED, 7), (words.FAULT_SEEN, 6)):
         fault.record[word] = value
     fault.check()  # not before the set word
     fault.record[words.FAULT_SET] = 1
     for _ in range(2):
-        with pytest.raises(OverlapTimeoutError, match=r"fc2/dgrad: rank 3 waited 1.5 s .* of rank 2: expected epoch 7, seen 6"):
+        with pytest.raises(OverlapTimeoutError, match=r"fc2/dgrad: rank 3 waited 1.5 s for chunk 1 of rank 2: expected epoch 7, seen 6"):
             fault.check()

@@ -15,7 +15,8 @@ def test_regions_do_not_overlap_and_fill_the_heap(world: int, gather: int, scatt
     for channel in ("gather", "scatter"):
         for slot in range(SLOTS):
             words = layout.signals_offset(channel, slot)
-            regions.append((words, words + 8 * world))
+            regions.append((words, words + layout.signals_bytes))
+            assert layout.signals_bytes >= 8 * world
             start = layout.offset(channel, slot)
             assert start % 512 == 0  # what TMA and 16-byte copies need, and more
             regions.append((start, start + layout.slot_bytes(channel)))

@@ -1,0 +1,140 @@
+"""Plots of saved results; matplotlib is the optional extra `plot`.
+
+speedup.png   operators: speed-up over NCCL + cuBLAS beside its bound, shape by shape
+time_m.png    operators: time of each method and rival against M, one panel a shape and pass
+layers.png    layers: time over that of the six GEMMs
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .output import Row, speed_up
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw what the JSON files of `folder` hold; the paths of the images, beside the files.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the folder holds no results.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install overlap-train[plot]") from None
+    matplotlib.use("Agg")
+    found = {name: _rows(folder / f"{name}.json") for name in ("operators", "layers")}
+    if not any(found.values()):
+        raise ValueError(f"{folder}: no operators.json or layers.json with rows; run the benchmark with --out {folder}")
+    drawn = []
+    if found["operators"]:
+        drawn += [
+            _speed_up(found["operators"], folder / "speedup.png"),
+            _against_m(found["operators"], folder / "time_m.png"),
+        ]
+    if found["layers"]:
+        drawn.append(_layers(found["layers"], folder / "layers.png"))
+    return drawn
+
+
+def _rows(path: Path) -> list[Row]:
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def methods_of(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row["method"] for row in rows))
+
+
+def _speed_up(rows: list[Row], path: Path) -> Path:
+    largest = max(row["m"] for row in rows)
+    wanted = 8192 if any(row["m"] == 8192 for row in rows) else largest
+    labels: dict[str, dict[str, Row]] = {}
+    for row in (row for row in rows if row["m"] == wanted):
+        labels.setdefault(f"{row['op']} {row['pass']}\n{row['n']}, {row['k']}", {})[row["method"]] = row
+    series = {
+        method: [speed_up(r[method]) if method in r else None for r in labels.values()] for method in methods_of(rows)
+    }
+    series["async-TP"] = [_async_tp(next(iter(r.values()))) for r in labels.values()]
+    bounds = [next(iter(r.values()))["bound"] for r in labels.values()]
+    return _bars(list(labels), series, bounds, f"speed-up over NCCL + cuBLAS, M = {wanted}", path)
+
+
+def _async_tp(row: Row) -> float | None:
+    return None if row["async_tp_ms"] is None else row["sequence_ms"] / row["async_tp_ms"]
+
+
+def _layers(rows: list[Row], path: Path) -> Path:
+    labels: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        labels.setdefault(f"{row['layer']}\ns = {row['seq']}", {})[row["method"]] = row
+    series = {
+        method: [r[method]["ms"] / r[method]["gemms_ms"] if method in r else None for r in labels.values()]
+        for method in methods_of(rows)
+    }
+    for name, key in (("Megatron-Core", "megatron_ms"), ("async-TP", "async_tp_ms")):
+        some = [next(iter(r.values())) for r in labels.values()]
+        series[name] = [None if row[key] is None else row[key] / row["gemms_ms"] for row in some]
+    return _bars(list(labels), series, [1.0] * len(labels), "forward + backward over the six GEMMs alone", path)
+
+
+def _bars(
+    labels: list[str], series: dict[str, list[float | None]], bounds: list[float], title: str, path: Path
+) -> Path:
+    """Grouped bars, with a black line over each group at its bound."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(max(6, 1.3 * len(labels)), 4.5), layout="constrained")
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        places = [i - 0.4 + (number + 0.5) * width for i, value in enumerate(values) if value is not None]
+        axes.bar(places, [value for value in values if value is not None], width, label=name)
+    axes.hlines(
+        bounds, [i - 0.45 for i in range(len(labels))], [i + 0.45 for i in range(len(labels))], "black", label="bound"
+    )
+    axes.set_xticks(range(len(labels)), labels, fontsize=7)
+    axes.set_title(title)
+    axes.legend(fontsize=8)
+    return _save(figure, path)
+
+
+def _against_m(rows: list[Row], path: Path) -> Path:
+    from matplotlib import pyplot
+
+    panels: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row["op"], row["pass"], row["n"], row["k"]), []).append(row)
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=(4 * columns, 3 * lines), squeeze=False, layout="constrained"
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, ((op, pass_, n, k), members) in zip(grid.flat, panels.items(), strict=False):
+        for name, points in curves(members).items():
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        axes.set(xscale="log", yscale="log", xlabel="M", ylabel="ms")
+        axes.set_title(f"{op} {pass_} N={n} K={k}", fontsize=8)
+    grid.flat[0].legend(fontsize=7)
+    return _save(figure, path)
+
+
+def curves(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
+    """(M, ms) of every method and rival, by increasing M."""
+    found: dict[str, dict[int, float]] = {}
+    for row in sorted(rows, key=lambda row: row["m"]):
+        found.setdefault(row["method"], {})[row["m"]] = row["ms"]
+        for name, key in (("NCCL + cuBLAS", "sequence_ms"), ("async-TP", "async_tp_ms"), ("GEMM alone", "gemm_ms")):
+            if row[key] is not None:
+                found.setdefault(name, {})[row["m"]] = row[key]
+    return {name: list(points.items()) for name, points in found.items()}
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,113 @@
+"""Files and tables of the benchmark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train.bench import layers, operators, output, plots
+from overlap_train.bench.shapes import LAYERS, Case
+from overlap_train.bench.timing import Timing
+
+TIMES = {
+    "fused": Timing(0.3, 50.0),
+    "sequence": Timing(0.6, 40.0),
+    "gemm": Timing(0.25, 15.0),
+    "comm": Timing(0.2, 26.0),
+    "async_tp": Timing(0.7, 385.0),
+}
+
+
+def operator_row(without: str = "", op: str = "ag_gemm", pass_: str = "fprop", m: int = 8192) -> dict[str, Any]:
+    times = {name: timing for name, timing in TIMES.items() if name != without}
+    return operators.row(Case("llama3-8b", op, pass_, m, 14336, 4096), "fused", times, 4, torch.bfloat16)
+
+
+def layer_row(without: str = "") -> dict[str, Any]:
+    times = {"fused": Timing(3.1, 400.0), "gemms": Timing(3.0, 90.0), "megatron": Timing(3.9, 500.0)}
+    times = {name: timing for name, timing in times.items() if name != without}
+    return layers.row(LAYERS["llama3-8b-mlp"], 8192, "fused", times, 4)
+
+
+def test_an_operator_row_has_the_keys_and_figures_of_the_format() -> None:
+    row = operator_row()
+    assert tuple(row) == output.OPERATOR_KEYS
+    assert (row["dtype"], row["ms"], row["host_us"], row["async_tp_ms"]) == ("bfloat16", 0.3, 50.0, 0.7)
+    assert row["bound"] == 0.6 / 0.25
+    assert output.speed_up(row) == 0.6 / 0.3
+
+
+def test_the_row_linears_weight_gradient_has_no_communication() -> None:
+    row = operator_row(op="gemm_rs", pass_="wgrad")
+    assert (row["comm_ms"], row["bound"]) == (0.0, 0.6 / 0.25)
+
+
+def test_a_layer_row_has_the_keys_of_the_format() -> None:
+    row = layer_row()
+    assert set(row) == set(output.LAYER_KEYS)
+    assert (row["megatron_ms"], row["async_tp_ms"]) == (3.9, None)
+
+
+@pytest.mark.parametrize("row", [operator_row(without="async_tp"), layer_row(without="megatron")], ids=["op", "layer"])
+def test_a_rival_that_did_not_run_is_null_and_a_dash(row: dict[str, Any]) -> None:
+    assert None in row.values()
+    assert "-" in output.cells([row])[1]
+    for table in (
+        output.markdown([row], ["megatron: not installed"]),
+        output.screen([row], ["megatron: not installed"]),
+    ):
+        assert "megatron: not installed" in table
+
+
+def test_the_file_is_complete_after_every_addition(tmp_path: Path) -> None:
+    results = output.Results(tmp_path / "new" / "operators.json", {"device": "cpu"})
+    for count in (1, 2):
+        results.add([operator_row()])
+        saved = json.loads(results.path.read_text())  # type: ignore[union-attr]
+        assert set(saved) == {"hardware", "versions", "date", "rows"}
+        assert saved["rows"] == [operator_row()] * count
+    assert [path.name for path in results.path.parent.iterdir()] == ["operators.json"]  # type: ignore[union-attr]
+
+
+def test_only_failures_of_our_own_fail_the_run() -> None:
+    results = output.Results()
+    results.note("async_tp: no such operator", failure=False)
+    assert not results.failed
+    results.note("fused: wrong", failure=True)
+    assert results.failed and results.notes == ["async_tp: no such operator", "FAILED fused: wrong"]
+
+
+def test_the_summary_has_the_lowest_and_the_geometric_mean() -> None:
+    slow = {**operator_row(), "ms": 1.2}  # ratios 2 / 2.4 and 0.5 / 2.4
+    (line,) = output.summary([operator_row(), slow])
+    assert "lowest 0.208, geometric mean 0.417 over 2 shapes" in line
+
+
+def test_the_screen_is_aligned() -> None:
+    lines = output.screen([operator_row(), operator_row(without="async_tp", m=256)], []).splitlines()[:3]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_curves_join_the_rows_of_one_shape_by_m() -> None:
+    curves = plots.curves([operator_row(m=8192), operator_row(m=256, without="async_tp")])
+    assert curves["fused"] == [(256, 0.3), (8192, 0.3)]
+    assert curves["async-TP"] == [(8192, 0.7)]
+
+
+def test_plots_are_drawn_for_what_the_folder_holds(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output.write_json(tmp_path / "operators.json", [operator_row(), operator_row(m=256, without="async_tp")], {})
+    output.write_json(tmp_path / "layers.json", [layer_row(), layer_row(without="megatron")], {})
+    drawn = plots.draw(tmp_path)
+    assert {path.name for path in drawn} == {"speedup.png", "time_m.png", "layers.png"}
+    assert all(path.stat().st_size > 1000 for path in drawn)
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match=r"no operators\.json"):
+        plots.draw(tmp_path)

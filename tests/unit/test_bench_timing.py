@@ -1,0 +1,45 @@
+"""Medians, paces, the order of calls, and the maximum over real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train.bench.timing import Pace, Timing, input_sets, measure, median, pace, worst_over_ranks
+from tests.processes import run_ranks, values
+
+CPU = torch.device("cpu")
+
+
+def test_the_median_is_taken_of_each_figure_on_its_own() -> None:
+    assert median([Timing(1.0, 30.0), Timing(9.0, 10.0), Timing(2.0, 20.0)]) == Timing(2.0, 20.0)
+
+
+@pytest.mark.parametrize(("flops", "burst"), [(2.4e11, 11), (3.6e12, 3), (1e9, 16)])
+def test_bursts_are_longer_for_smaller_products(flops: float, burst: int) -> None:
+    assert pace(flops) == Pace(5, burst)
+    assert pace(flops, quick=True).rounds * pace(flops, quick=True).burst <= 5 * burst / 2 + 3
+
+
+@pytest.mark.parametrize(("mib", "sets"), [(30, 4), (60, 2), (121, 1), (1, 8)])
+def test_small_inputs_rotate_until_they_exceed_the_cache(mib: int, sets: int) -> None:
+    assert input_sets(mib << 20) == sets
+
+
+def _measure(rank: int, world: int) -> Any:
+    log: list[tuple[str, int]] = []
+    calls = {name: lambda index, name=name: log.append((name, index)) for name in ("a", "b")}
+    timings = measure(calls, Pace(rounds=2, burst=2), dist.group.WORLD, CPU)
+    worst = worst_over_ranks({"x": Timing(1.0 + rank, 5.0 - rank)}, dist.group.WORLD, CPU)
+    return log, list(timings), worst
+
+
+def test_calls_take_turns_and_the_slowest_rank_counts() -> None:
+    (log, names, worst), (log_1, _, worst_1) = values(run_ranks(2, _measure))
+    burst = lambda name: [(name, 2), (name, 0), (name, 1)]  # noqa: E731  the run that is not timed, then the burst
+    assert log == log_1 == burst("a") + burst("b") + burst("b") + burst("a")
+    assert names == ["a", "b"]
+    assert worst == worst_1 == {"x": Timing(2.0, 5.0)}
