@@ -41,7 +41,9 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, words, sizes,
             wait_signal(signals_ptr, signal_word(source, chunk), epoch, abort_ptr, record_ptr, tag, limit, True)
             fence_for_tma()
             row += source * m_shard
-            step = load_tile(panels, step, gathered_desc, b_desc, row, tile_n * BLOCK_N, k_steps, BLOCK_K, STAGES, B_IS_NK)
+            step = load_tile(
+                panels, step, gathered_desc, b_desc, row, tile_n * BLOCK_N, k_steps, BLOCK_K, STAGES, B_IS_NK
+            )
         turn += 1
         index = claim_and_hand_over(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
 

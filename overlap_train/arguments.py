@@ -61,20 +61,21 @@ def _common_error(
 ) -> str | None:
     """What is wrong with the arguments of either operator, or None."""
     if x.dim() < 2 or w.dim() != 2:
-        return f"{name}: {x_name} has shape {tuple(x.shape)} and {w_name} {tuple(w.shape)}; they need 2 or more, and 2 dimensions"
+        shapes = f"{x_name} has shape {tuple(x.shape)} and {w_name} {tuple(w.shape)}"
+        return f"{name}: {shapes}; they need at least 2, and exactly 2 dimensions"
     if x.shape[-1] != w.shape[1]:
         return (
-            f"{name}: {x_name} has {x.shape[-1]} features (last dimension of {tuple(x.shape)}), {w_name} {tuple(w.shape)} expects "
-            f"{w.shape[1]}; they must be equal"
+            f"{name}: {x_name} has {x.shape[-1]} features (last dimension of {tuple(x.shape)}), {w_name} {tuple(w.shape)} "
+            f"expects {w.shape[1]}; they must be equal"
         )
     if x.numel() == 0 or w.numel() == 0:
-        return f"{name}: {x_name} {tuple(x.shape)} or {w_name} {tuple(w.shape)} is empty; every dimension must be at least 1"
+        return f"{name}: {x_name} {tuple(x.shape)} or {w_name} {tuple(w.shape)} is empty; dimensions must be at least 1"
     if x.dtype not in DTYPES:
         return f"{name}: {x_name} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}"
     others = {w_name: w} if bias is None else {w_name: w, "bias": bias}
     for other_name, other in others.items():
         if other.dtype != x.dtype:
-            return f"{name}: {other_name} has dtype {other.dtype}, {x_name} {x.dtype}; they must be the same, so cast one of them"
+            return f"{name}: {other_name} has dtype {other.dtype}, {x_name} {x.dtype}; they must be the same: cast one of them"
         if other.device != x.device:
             return f"{name}: {other_name} is on {other.device}, {x_name} on {x.device}; move one of them"
     if bias is not None and bias.shape != w.shape[:1]:

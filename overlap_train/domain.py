@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +38,13 @@ class OverlapDomain:
     def __init__(self, group: dist.ProcessGroup, config: OverlapConfig, device: torch.device) -> None:
         self.group, self.config, self.device = group, config, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.engine: CopyEngine = StreamCopyEngine(device) if device.type == "cuda" else HostCopyEngine(config.timeout_s)
+        self.engine: CopyEngine = (
+            StreamCopyEngine(device) if device.type == "cuda" else HostCopyEngine(config.timeout_s)
+        )
         self.fault = FaultRecord(device)
         self.layout = Layout(self.world_size, 0, 0)
         self.heap: SymmetricHeap | None = None
+        self.plans: dict[Hashable, Any] = {}  # what linear.py has decided, by shapes and settings
         self._agreed: set[Demand] = set()
         self._last_stream: torch.cuda.Stream | None = None
 
@@ -131,7 +135,9 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
     domain = _domains.get(group)
     if domain is None:
         if dist.get_rank(group) < 0:
-            raise ValueError(f"group={group}: rank {dist.get_rank()} is not a member; pass a group that contains this rank")
+            raise ValueError(
+                f"group={group}: rank {dist.get_rank()} is not a member; pass a group that contains this rank"
+            )
         domain = _domains[group] = OverlapDomain(group, config or OverlapConfig(), device)
     _check_same(domain, group, config, device)
     return domain
@@ -141,13 +147,21 @@ def _check_same(
     domain: OverlapDomain, group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device
 ) -> None:
     if device != domain.device:
-        raise ValueError(f"input is on {device}, but the group's symmetric memory is on {domain.device}; use one device")
+        raise ValueError(
+            f"input is on {device}, but the group's symmetric memory is on {domain.device}; use one device"
+        )
     if dist.get_world_size(group) != domain.world_size:
-        raise ValueError(f"group has {dist.get_world_size(group)} ranks, its symmetric memory {domain.world_size}; call shutdown()")
-    for name in ("provider", "symmetric_mib", "timeout_s") if config is not None and config is not domain.config else ():
+        raise ValueError(
+            f"group has {dist.get_world_size(group)} ranks, its symmetric memory {domain.world_size}; call shutdown()"
+        )
+    for name in (
+        ("provider", "symmetric_mib", "timeout_s") if config is not None and config is not domain.config else ()
+    ):
         mine, theirs = getattr(config, name), getattr(domain.config, name)
         if mine != theirs:
-            raise ValueError(f"{name}={mine!r}, but the group's domain was made with {theirs!r}; call shutdown() to change it")
+            raise ValueError(
+                f"{name}={mine!r}, but the group's domain was made with {theirs!r}; call shutdown() to change it"
+            )
 
 
 def check() -> None:

@@ -15,7 +15,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Works as Megatron's `extra_args_provider`.
     """
     group = parser.add_argument_group("overlap_train", "overlapped tensor- and sequence-parallel linears")
-    group.add_argument("--overlap-train", action="store_true", help="overlap TP/SP communication with the linears' GEMMs")
+    group.add_argument(
+        "--overlap-train", action="store_true", help="overlap TP/SP communication with the linears' GEMMs"
+    )
     for setting in fields(OverlapConfig):
         several = isinstance(setting.default, tuple)
         group.add_argument(

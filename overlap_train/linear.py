@@ -11,6 +11,7 @@ W ranks; M global rows (the product of all leading dimensions, the first of whic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def all_gather_linear(
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.2; TileLink and Flux describe the same decomposition.
     """
-    plan = _Plan.of(all_gather_problem(x_shard_m, w_shard_n, bias, group, name), group, config)
+    plan = _plan(all_gather_problem, x_shard_m, w_shard_n, bias, group, config, name)
     y = _AllGatherLinear.apply(x_shard_m.flatten(0, -2), w_shard_n, plan)
     y = y.unflatten(0, (x_shard_m.shape[0] * plan.domain.world_size, *x_shard_m.shape[1:-1]))
     return y if bias is None else y + bias
@@ -90,24 +91,40 @@ def linear_reduce_scatter(
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
-    plan = _Plan.of(reduce_scatter_problem(x_shard_k, w_shard_k, bias, group, name), group, config)
+    plan = _plan(reduce_scatter_problem, x_shard_k, w_shard_k, bias, group, config, name)
     y = _LinearReduceScatter.apply(x_shard_k.flatten(0, -2), w_shard_k, plan)
     y = y.unflatten(0, (x_shard_k.shape[0] // plan.domain.world_size, *x_shard_k.shape[1:-1]))
     return y if bias is None else y + bias
 
 
 class _Plan:
-    """What forward decides for itself and for its backward."""
+    """What the first call with some shapes decides for all later ones: forward, backward, and their names."""
 
     def __init__(self, domain: OverlapDomain, config: OverlapConfig, problem: Problem) -> None:
-        self.domain, self.config, self.name = domain, config, problem.demand.op
+        self.domain, self.config = domain, config
         self.method = choose(config.method, problem.rows, domain.device).method
+        self.fprop, self.dgrad, self.wgrad = (f"{problem.demand.op}/{part}" for part in ("fprop", "dgrad", "wgrad"))
 
-    @classmethod
-    def of(cls, problem: Problem, group: dist.ProcessGroup, config: OverlapConfig | None) -> _Plan:
-        domain = domain_of(group, config, problem.device)
+
+def _plan(
+    check: Callable[..., Problem],
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    config: OverlapConfig | None,
+    name: str,
+) -> _Plan:
+    """The plan of a call, made and agreed on at the first call with these shapes; later calls look it up."""
+    domain = domain_of(group, config, x.device)
+    shape_of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
+    key = (check, name, x.shape, x.dtype, w.shape, w.dtype, w.device, shape_of_bias, config)
+    plan = domain.plans.get(key)
+    if plan is None:
+        problem = check(x, w, bias, group, name)
         domain.prepare(problem.demand, problem.error)
-        return cls(domain, config or domain.config, problem)
+        plan = domain.plans[key] = _Plan(domain, config or domain.config, problem)
+    return plan
 
 
 class _AllGatherLinear(torch.autograd.Function):
@@ -115,7 +132,7 @@ class _AllGatherLinear(torch.autograd.Function):
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan) -> torch.Tensor:
         keep = plan.config.gathered_input == "keep" and w_shard_n.requires_grad
         with plan.domain.operator():
-            gather = start_all_gather(plan.domain, x_shard_m, plan.method, f"{plan.name}/fprop")
+            gather = start_all_gather(plan.domain, x_shard_m, plan.method, plan.fprop)
             y_shard_n = gather.matmul(w_shard_n.t())
             saved = gather.full().clone() if keep else x_shard_m
         ctx.plan, ctx.kept = plan, keep
@@ -130,11 +147,9 @@ class _AllGatherLinear(torch.autograd.Function):
         dx_shard_m = dw_shard_n = scatter = gather = None
         with plan.domain.operator():
             if wants_dw and not ctx.kept:
-                gather = start_all_gather(plan.domain, saved, plan.method, f"{plan.name}/wgrad")
+                gather = start_all_gather(plan.domain, saved, plan.method, plan.wgrad)
             if wants_dx:
-                scatter = start_gemm_reduce_scatter(
-                    plan.domain, dy_shard_n, w_shard_n, plan.method, f"{plan.name}/dgrad"
-                )
+                scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, plan.method, plan.dgrad)
             if wants_dw:
                 x = saved if gather is None else gather.full()
                 dw_shard_n = weight_gradient(dy_shard_n, x, w_shard_n, plan.config.main_grad)
@@ -147,9 +162,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, plan: _Plan) -> torch.Tensor:
         with plan.domain.operator():
-            scatter = start_gemm_reduce_scatter(
-                plan.domain, x_shard_k, w_shard_k.t(), plan.method, f"{plan.name}/fprop"
-            )
+            scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), plan.method, plan.fprop)
             y_shard_m = scatter.finish()
         ctx.plan = plan
         ctx.save_for_backward(x_shard_k, w_shard_k)
@@ -162,7 +175,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_k = dw_shard_k = None
         with plan.domain.operator():
-            gather = start_all_gather(plan.domain, dy_shard_m, plan.method, f"{plan.name}/dgrad")
+            gather = start_all_gather(plan.domain, dy_shard_m, plan.method, plan.dgrad)
             if wants_dx:
                 dx_shard_k = gather.matmul(w_shard_k)
             if wants_dw:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 
 
-def weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, main_grad: str
-) -> torch.Tensor | None:
+def weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, main_grad: str) -> torch.Tensor | None:
     """dw for autograd; None, or a placeholder where a hook insists on a gradient, if it went into `weight.main_grad`.
 
     Args:

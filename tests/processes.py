@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -66,15 +67,15 @@ def _collect(receivers: list[Connection], limit_s: float, grace_s: float) -> lis
     while open_ones and (left := deadline - time.monotonic()) > 0:
         for receiver in wait(list(open_ones), timeout=left):
             outcome = open_ones.pop(receiver)  # type: ignore[call-overload]
-            try:
+            with contextlib.suppress(EOFError):  # killed before it could report
                 outcome.value, outcome.error = receiver.recv()  # type: ignore[union-attr]
-            except EOFError:
-                pass  # killed before it could report
             deadline = min(deadline, time.monotonic() + grace_s)
     return outcomes
 
 
-def _enter(rank: int, world: int, store: str, pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, world: int, store: str, pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     import torch
     import torch.distributed as dist
 

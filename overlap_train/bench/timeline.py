@@ -1,7 +1,7 @@
 """What one operator call does on the GPU: its kernels and copies on a time axis, from the profiler, as JSON and as a picture.
 
-    torchrun --nproc-per-node 4 -m overlap_train.bench.timeline --out benchmarks/h200x4     (records, on GPUs)
-    python -m overlap_train.bench.timeline --draw benchmarks/h200x4/timeline.json           (draws, anywhere)
+torchrun --nproc-per-node 4 -m overlap_train.bench.timeline --out benchmarks/h200x4     (records, on GPUs)
+python -m overlap_train.bench.timeline --draw benchmarks/h200x4/timeline.json           (draws, anywhere)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ def record(out: Path) -> None:
     w2 = torch.randn(HIDDEN, FFN // world, device=device, dtype=torch.bfloat16)
     calls: dict[str, list[dict[str, Any]]] = {}
     for method in METHODS:
-        config = OverlapConfig(method=method)
-        calls[f"all_gather_linear {method}"] = _profile(lambda c=config: all_gather_linear(x, w1, group=group, config=c))
-        calls[f"linear_reduce_scatter {method}"] = _profile(lambda c=config: linear_reduce_scatter(h, w2, group=group, config=c))
+        settings = {"group": group, "config": OverlapConfig(method=method)}
+        calls[f"all_gather_linear {method}"] = _profile(partial(all_gather_linear, x, w1, **settings))
+        calls[f"linear_reduce_scatter {method}"] = _profile(partial(linear_reduce_scatter, h, w2, **settings))
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
         shape = {"m": M, "hidden": HIDDEN, "ffn": FFN, "world": world, "dtype": "bfloat16"}
@@ -80,7 +81,10 @@ def _profile(call: Callable[[], Any]) -> list[dict[str, Any]]:
         marker.fill_(0)
         torch.cuda.synchronize()
     events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
-    spans = [{"name": e.name(), "stream": e.device_resource_id(), "start": e.start_ns() / 1e3, "end": e.end_ns() / 1e3} for e in events]
+    spans = [
+        {"name": e.name(), "stream": e.device_resource_id(), "start": e.start_ns() / 1e3, "end": e.end_ns() / 1e3}
+        for e in events
+    ]
     return sorted(spans, key=lambda span: span["start"])
 
 
@@ -106,7 +110,9 @@ def draw(recording: dict[str, Any], path: Path) -> None:
         _draw_call(axis, title, last_call(spans))
     axes[-1].set_xlabel("microseconds")
     shape = recording["shape"]
-    figure.suptitle(f"{shape['world']} x {recording['hardware']}: M={shape['m']}, hidden {shape['hidden']}, ffn {shape['ffn']}, bf16, forward")
+    figure.suptitle(
+        f"{shape['world']} x {recording['hardware']}: M={shape['m']}, hidden {shape['hidden']}, ffn {shape['ffn']}, bf16, forward"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
@@ -140,12 +146,18 @@ def _draw_call(axis: Any, title: str, spans: list[dict[str, Any]]) -> None:
     colours = {"computation": "#4c9f70", "communication": "#3b6fb6"}
     for span in spans:
         kind = kind_of(span["name"])
-        axis.broken_barh([(span["start"], span["end"] - span["start"])], (kind == "computation", 0.8), color=colours[kind])
+        axis.broken_barh(
+            [(span["start"], span["end"] - span["start"])], (kind == "computation", 0.8), color=colours[kind]
+        )
     for start, end in exposed(spans):
         axis.broken_barh([(start, end - start)], (0, 0.8), color="#d1495b")
     axis.set_yticks([0.4, 1.4], ["copies, NCCL", "GEMM"])
     axis.set_ylim(-0.2, 2)
-    axis.set_title(f"{title}: {max(span['end'] for span in spans):.0f} µs, {sum(e - s for s, e in exposed(spans)):.0f} µs exposed", fontsize=9, loc="left")
+    axis.set_title(
+        f"{title}: {max(span['end'] for span in spans):.0f} µs, {sum(e - s for s, e in exposed(spans)):.0f} µs exposed",
+        fontsize=9,
+        loc="left",
+    )
 
 
 if __name__ == "__main__":

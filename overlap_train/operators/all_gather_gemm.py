@@ -6,6 +6,7 @@ behind each copy. The GEMM walks the shards in the order in which they arrive, i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -54,15 +55,17 @@ class ChunkedGather:
 
     def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str) -> None:
         self._domain, self._own = domain, x_shard_m
+        self._arrived = False  # whether all blocks have been waited for
         self._call = domain.gather.open(x_shard_m.shape, x_shard_m.dtype, op, self._chunks(x_shard_m))
-        domain.engine.push([push for peer in self._call.peers() for push in self._call.pushes_to(peer, x_shard_m)])
+        domain.engine.push(self._call.broadcast(x_shard_m))
 
     def _chunks(self, x_shard_m: torch.Tensor) -> int:
         return 1
 
     def full(self) -> torch.Tensor:
         self._call.blocks[self._domain.rank].copy_(self._own)
-        self._call.wait_for_all()
+        if not self._arrived:
+            self._call.wait_for_all()
         return self._call.blocks.flatten(0, 1)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
@@ -74,6 +77,7 @@ class ChunkedGather:
         for source in self._call.sources():
             self._call.wait(source)
             torch.mm(self._call.blocks[source], b_kn, out=blocks[source])
+        self._arrived = True
         return y
 
 
@@ -85,6 +89,7 @@ class FusedGather(ChunkedGather):
         return chunk_count(m_shard, k * x_shard_m.element_size(), x_shard_m.device)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        self._arrived = True
         if hopper.serves_all_gather(self._own, b_kn):
             return hopper.all_gather_gemm(self._domain, self._call, self._own, b_kn)
         return self._portable_matmul(b_kn)
@@ -102,4 +107,8 @@ class FusedGather(ChunkedGather):
         return y
 
 
-GATHERS = {"collective": CollectiveGather, "chunked": ChunkedGather, "fused": FusedGather}
+GATHERS: dict[str, Callable[[OverlapDomain, torch.Tensor, str], Gather]] = {
+    "collective": CollectiveGather,
+    "chunked": ChunkedGather,
+    "fused": FusedGather,
+}

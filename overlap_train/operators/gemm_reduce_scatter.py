@@ -57,7 +57,7 @@ class ChunkedScatter:
         for target in self._call.peers():
             torch.mm(rows[target], b_kn, out=self._partials[target])
             domain.engine.fork()
-            domain.engine.push(self._call.pushes_to(target, self._partials[target]))
+            domain.engine.push(self._call.deliver(self._partials, [target]))
         torch.mm(rows[domain.rank], b_kn, out=self._partials[domain.rank])
 
     def finish(self) -> torch.Tensor:
@@ -102,8 +102,7 @@ class FusedScatter:
     def _launch(self, kernel: Callable[[], None], block_m: int, block_n: int) -> None:
         m_shard, n = self._y.shape
         tiles = -(-(m_shard // self._call.chunks) // block_m) * -(-n // block_n)  # of one chunk
-        pushes = [p for peer in self._call.peers() for p in self._call.pushes_to(peer, self._staging[peer], tiles)]
-        self._domain.engine.launch(kernel, pushes)
+        self._domain.engine.launch(kernel, self._call.deliver(self._staging, self._call.peers(), tiles))
 
     def _hopper_kernel(self) -> None:
         hopper.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, self._staging, self._y)
@@ -123,4 +122,8 @@ class FusedScatter:
         return self._y
 
 
-SCATTERS = {"collective": CollectiveScatter, "chunked": ChunkedScatter, "fused": FusedScatter}
+SCATTERS: dict[str, Callable[[OverlapDomain, torch.Tensor, torch.Tensor, str], Scatter]] = {
+    "collective": CollectiveScatter,
+    "chunked": ChunkedScatter,
+    "fused": FusedScatter,
+}

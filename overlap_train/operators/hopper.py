@@ -6,6 +6,7 @@ kernels.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ _LAUNCH = {"num_warps": 8, "maxnreg": 168}
 
 def serves_all_gather(x_shard_m: torch.Tensor, b_kn: torch.Tensor) -> bool:
     """Whether the Hopper kernel can multiply gathered x [M, K] by b_kn [K, N]."""
-    return _is_hopper(x_shard_m) and _tma_rows(x_shard_m) and _tma_operand(b_kn) and _whole_16_bytes(b_kn.shape[1], b_kn)
+    return (
+        _is_hopper(x_shard_m) and _tma_rows(x_shard_m) and _tma_operand(b_kn) and _whole_16_bytes(b_kn.shape[1], b_kn)
+    )
 
 
 def serves_reduce_scatter(a_mk: torch.Tensor, b_kn: torch.Tensor, m_chunk: int) -> bool:
@@ -73,11 +76,16 @@ def _operand(b_kn: torch.Tensor) -> tuple[Any]:
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, cols: int) -> Any:
-    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    dtype = bfloat16 if matrix.dtype == torch.bfloat16 else float16
-    return TensorDescriptor.from_tensor(matrix, [rows, cols], NVMMASharedLayout.get_default_for([rows, cols], dtype))
+    return TensorDescriptor.from_tensor(matrix, [rows, cols], _shared_layout(rows, cols, matrix.dtype))
+
+
+@functools.cache
+def _shared_layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+
+    return NVMMASharedLayout.get_default_for([rows, cols], bfloat16 if dtype == torch.bfloat16 else float16)
 
 
 def _grid(m: int, n: int, device: torch.device) -> tuple[int]:
@@ -85,7 +93,12 @@ def _grid(m: int, n: int, device: torch.device) -> tuple[int]:
 
 
 def _is_hopper(x: torch.Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype != torch.float32 and torch.cuda.get_device_capability(x.device)[0] == 9
+    return x.device.type == "cuda" and x.dtype != torch.float32 and _capability(x.device) == 9
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _tma_operand(b_kn: torch.Tensor) -> bool:

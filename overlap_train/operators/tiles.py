@@ -13,8 +13,8 @@ from ..workspace import Call
 
 # A poll in Triton's interpreter takes about 0.1 ms, and the interpreter has no clock: its time-out is a number of polls.
 _INTERPRETER_POLLS_PER_SECOND = 10_000
-# Shorter copies waste the copy engine: 2 MiB pieces reach 260 to 394 GB/s, whole shards 380 (H200).
-_SHORTEST_COPY = 4 << 20
+# Each push costs 10 microseconds of host time, in which the copy engine moves 4 MiB; shorter copies would wait for the host.
+_SHORTEST_COPY = 8 << 20
 # Tiles of every kernel are at most this tall, so that chunks of whole multiples hold whole tiles.
 _TALLEST_TILE = 128
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -83,7 +83,9 @@ def _batches(device: torch.device) -> Iterator[torch.Tensor]:
         yield ((start + torch.arange(SEQUENCE + 1)) % VOCABULARY).to(device)
 
 
-def _train(tensor_parallel: int, overlap: OverlapConfig | None, steps: int, device: torch.device) -> tuple[list[float], Any]:
+def _train(
+    tensor_parallel: int, overlap: OverlapConfig | None, steps: int, device: torch.device
+) -> tuple[list[float], Any]:
     model, optimizer = _model(tensor_parallel, overlap)
     data, losses = _batches(device), []
 
@@ -105,9 +107,7 @@ def _train(tensor_parallel: int, overlap: OverlapConfig | None, steps: int, devi
     return [loss.item() for loss in losses], model
 
 
-def test_training_under_stress_matches_megatron(
-    layout: int, device: torch.device, provider: str, method: str
-) -> None:
+def test_training_under_stress_matches_megatron(layout: int, device: torch.device, provider: str, method: str) -> None:
     overlap = OverlapConfig(method=method, provider=provider, timeout_s=20.0)
     losses, model = _train(layout, overlap, 40, device)
     again, _ = _train(layout, overlap, 40, device)

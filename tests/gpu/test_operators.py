@@ -35,7 +35,7 @@ def test_the_fused_kernel_really_ran(case: Case) -> None:
     domain = domain_of(case.group, case.config, case.device)
     for _ in range(2):  # both slots of both channels
         OPERATORS["column"](case, (256, 1), 256, 256)
-    claimed = sum(int(slot.counters[0]) for slot in (*domain.gather._slots, *domain.scatter._slots))
+    claimed = sum(int(slot.claimed) for slot in (*domain.gather._slots, *domain.scatter._slots))
     assert (claimed > 0) == (case.config.method == "fused")
     assert domain.heap is not None and case.config.provider in ("auto", domain.heap.provider)
 
@@ -52,7 +52,10 @@ def test_random_numbers_stay_within_the_rounding_bound(case: Case) -> None:
     x, weight = _random(case, 512 * w, 768 * w, seed=1), _random(case, 640, 768 * w, seed=2)
     poison(case)
     y = linear_reduce_scatter(
-        x.chunk(w, 1)[case.rank].contiguous(), weight.chunk(w, 1)[case.rank].contiguous(), group=case.group, config=case.config
+        x.chunk(w, 1)[case.rank].contiguous(),
+        weight.chunk(w, 1)[case.rank].contiguous(),
+        group=case.group,
+        config=case.config,
     )
     exact = (x.double() @ weight.double().t()).chunk(w, 0)[case.rank]
     bound = rounding_bound(x, weight.t(), case.dtype, w).chunk(w, 0)[case.rank]
@@ -114,11 +117,13 @@ def test_wrong_arguments_raise_on_every_rank(case: Case) -> None:
     ones = torch.ones(4 * case.world, 8, device=case.device, dtype=case.dtype)
     w = torch.ones(8, 8, device=case.device, dtype=case.dtype)
     odd = ones[:-1] if case.world > 1 and case.rank == 0 else ones  # only one rank is wrong
-    with pytest.raises(ValueError, match="divisible|same shapes"):
+    with pytest.raises(ValueError, match=r"divisible|same shapes"):
         linear_reduce_scatter(odd, w, group=case.group, config=case.config, name=f"wrong {case.config.method}")
     with pytest.raises(ValueError, match="dtype"):
         all_gather_linear(ones, w.float(), group=case.group, config=case.config)
     big = torch.ones(1 << 16, 1 << 14, device=case.device, dtype=case.dtype)
     with pytest.raises(ValueError, match=r"needs \d+ MiB.*symmetric_mib"):
-        all_gather_linear(big, torch.ones(8, 1 << 14, device=case.device, dtype=case.dtype), group=case.group, config=case.config)
+        all_gather_linear(
+            big, torch.ones(8, 1 << 14, device=case.device, dtype=case.dtype), group=case.group, config=case.config
+        )
     dist.barrier(case.group)

@@ -28,6 +28,7 @@ _COPY = "push.target.copy_(push.source)\n"
 _SIGNAL = "push.signal.copy_(push.epoch)\n"
 _WORD = "word = signal_word(source, chunk)"
 _WORDS = "self.slot.outgoing[peer].split(1)"
+_KEEP = "self._increment.clone()"
 _CLAIM = 'tl.cast(1, tl.int64), sem="relaxed", scope="gpu")'
 _POLL = 'seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")\n'
 _FIRST_POLL = f"signal_ptr = signals_ptr + word\n    {_POLL}"
@@ -42,7 +43,8 @@ def host_faults() -> dict[str, Fault]:
         "dropped data": Fault("copy_engine", _COPY, "pass\n"),
         "slot reused one epoch early": Fault("workspace", "SLOTS = 2\n", "SLOTS = 1\n"),
         "slots not used in turn": Fault("workspace", "self._turn = (self._turn + 1) % SLOTS", "self._turn = 0"),
-        "no epoch increment": Fault("workspace", "        self.epoch.add_(1)\n", "", "wrong result|deadlock"),
+        "no epoch increment": Fault("workspace", "_increment[0] = 1", "_increment[0] = 0", "wrong result|deadlock"),
+        "epoch forgotten": Fault("workspace", _KEEP, "torch.zeros_like(self._increment)", "wrong result|deadlock"),
         "wrong block at the peer": Fault("workspace", "memory[peer])[self.rank]", "memory[peer])[peer]"),
         "wrong signal word": Fault("workspace", "outgoing[peer]", "outgoing[self.rank]", "deadlock"),
         "operator ends before its pushes": Fault("domain", "        self.engine.join()\n", ""),
@@ -57,7 +59,7 @@ def fused_faults(kernel: str) -> dict[str, Fault]:
 
     order = "a wait acquires at system scope"
     return {
-        "counters not zeroed": Fault("workspace", "        self.counters.zero_()\n", ""),
+        "counters not zeroed": Fault("workspace", _KEEP, "torch.ones_like(self._increment)"),
         "signal of another chunk": Fault("workspace", _WORDS, "[self.slot.outgoing[peer][:1]] * 2", "deadlock"),
         "no wait": Fault(kernel, "arrived = wait_signal(", "arrived = source == source  # "),
         "wait for somebody else": Fault(kernel, _WORD, _WORD.replace("source", "(2 * rank + WORLD - source) % WORLD")),

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -79,10 +80,16 @@ class InterpreterHooks:
     def __enter__(self) -> InterpreterHooks:
         language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
         self._undo.callback(interpreter._patch_lang(language).restore)
+        self._undo.enter_context(warnings.catch_warnings())  # Triton 3.6 turns arrays of one element into scalars
+        warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)
         nothing = SimpleNamespace(restore=lambda: None)
         self._patch(interpreter, "_patch_lang", lambda fn: nothing)
         for patch in self.patches:
             self._undo.enter_context(patch)
+        options = replace(
+            self._builder.options, sanitize_overflow=False
+        )  # GPUs do not check either; a tenth of the time
+        self._patch(self._builder, "options", options)
         self._patch(interpreter.GridExecutor, "__call__", self._launcher())
         for method, access_of in _ACCESSES.items():
             self._patch(interpreter.InterpreterBuilder, method, self._switching(method, access_of))

@@ -32,7 +32,7 @@ def gathers(method: str, machine: Simulation, calls: int = CALLS, columns: int =
 
 
 def scatters(method: str, machine: Simulation, calls: int = CALLS, columns: int = TILE) -> Build:
-    """Calls of reduce_scatter(a [W * TILE, TILE] @ b [TILE, columns], two chunks a rank), other a and b on each rank."""
+    """Calls of reduce_scatter(a [W * TILE, TILE] @ b [TILE, columns], two chunks a rank); a, b differ by rank."""
     world = machine.world_size
     a, b = integers(calls, world, world * TILE, TILE, seed=3), integers(world, TILE, columns, seed=4)
 
@@ -61,7 +61,7 @@ def _calls(machine: Simulation, run: Run, inputs: torch.Tensor, weights: torch.T
                     y = run(domain, own, weights[domain.rank])
                 outputs[call, domain.rank] = y
                 own.fill_(torch.nan)
-                domain.reuse_memory(keep=y)
+                domain.memory.end_operator(keep=y)
 
         machine.spawn_hosts(scheduler, host)
 

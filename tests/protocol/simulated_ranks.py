@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -48,11 +48,11 @@ class Simulation:
     timeout_s: float = 60.0
     device_waits: bool = False
     stopped: tuple[int, ...] = ()
-    scratch: dict[int, list[torch.Tensor]] = dataclasses.field(default_factory=dict)  # what the running call allocated
+    memory: dict[int, Memory] = dataclasses.field(default_factory=dict)
 
     def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
         """The domains of all ranks, with an engine actor each; patches the core for the duration of the run."""
-        self.scratch.clear()
+        self.memory.update({rank: Memory() for rank in range(self.world_size)})
         layout = core("workspace").Layout(self.world_size, SLOT_BYTES, SLOT_BYTES)
         heap = SimulatedHeap(self.world_size, layout)
         self.patch(scheduler)
@@ -88,7 +88,7 @@ class Simulation:
         scheduler.patch(
             core("kernels.signal"), "clock", lambda spins, TIMED: spins
         )  # the interpreter has no device clock
-        scheduler.patch(torch.Tensor, "new_empty", _poisoned_empty(scheduler, self.scratch))
+        scheduler.patch(torch.Tensor, "new_empty", _allocating(scheduler, self.memory))
 
 
 class SimulatedHeap:
@@ -116,7 +116,7 @@ class SimulatedDomain:
         self, simulation: Simulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int
     ) -> None:
         self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
-        self._scratch = simulation.scratch
+        self.memory = simulation.memory[rank]
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
         self.fault, self.heap, self.layout = FaultRecord(self.device), heap, layout
         self.engine = simulation.engine(scheduler, rank)
@@ -124,12 +124,6 @@ class SimulatedDomain:
 
     def operator(self) -> AbstractContextManager[None]:
         return core("domain").OverlapDomain.operator(self)
-
-    def reuse_memory(self, keep: torch.Tensor) -> None:
-        """What an allocator may do once an operator has ended: memory that it allocated holds something else."""
-        for tensor in self._scratch.get(self.rank, []):  # kept: simulated copies go by address
-            if tensor.data_ptr() != keep.data_ptr():
-                tensor.fill_(torch.nan)
 
     def _channel(self, name: str, device_waits: bool) -> Any:
         timeout_s = self.config.timeout_s
@@ -155,10 +149,10 @@ class SimulatedEngine:
     def fork(self) -> None:
         """The host's kernels have ended before it enqueues."""
 
-    def push(self, pushes: list[Any]) -> None:
+    def push(self, pushes: Iterable[Any]) -> None:
         self._queue += pushes
 
-    def launch(self, kernel: Callable[[], None], pushes: list[Any]) -> None:
+    def launch(self, kernel: Callable[[], None], pushes: Iterable[Any]) -> None:
         self.push(pushes)
         kernel()
 
@@ -217,15 +211,37 @@ def _poll_under(scheduler: Scheduler) -> Callable[..., bool]:
     return poll
 
 
-def _poisoned_empty(scheduler: Scheduler, scratch: dict[int, list[torch.Tensor]]) -> Callable[..., torch.Tensor]:
-    """`Tensor.new_empty`, filled with NaN and noted in `scratch` by rank."""
+class Memory:
+    """What a caching allocator does to a rank's memory: the tensors of an operator that has ended serve the next."""
+
+    def __init__(self) -> None:
+        self._in_use: list[torch.Tensor] = []
+        self._free: dict[torch.Size, list[torch.Tensor]] = {}
+
+    def new(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of NaN, at an address that was used before where possible."""
+        free = self._free.get(shape)
+        tensor = free.pop().fill_(torch.nan) if free else torch.full(shape, torch.nan, dtype=dtype)
+        self._in_use.append(tensor)
+        return tensor
+
+    def end_operator(self, keep: torch.Tensor) -> None:
+        """Overwrite and free all tensors but `keep`. They stay allocated: simulated copies go by address."""
+        for tensor in self._in_use:
+            if tensor.data_ptr() != keep.data_ptr():
+                self._free.setdefault(tensor.shape, []).append(tensor.fill_(torch.nan))
+        self._in_use = [keep]
+
+
+def _allocating(scheduler: Scheduler, memory: dict[int, Memory]) -> Callable[..., torch.Tensor]:
+    """`Tensor.new_empty` for actors of ranks."""
+    plain = torch.Tensor.new_empty
 
     def new_empty(tensor: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
-        fresh = torch.full(torch.Size(shape if isinstance(shape[0], int) else shape[0]), torch.nan, dtype=tensor.dtype)
         actor = scheduler.running_actor()
-        if actor is not None:
-            scratch.setdefault(actor.rank, []).append(fresh)
-        return fresh
+        if actor is None:
+            return plain(tensor, *shape, **options)
+        return memory[actor.rank].new(torch.Size(shape if isinstance(shape[0], int) else shape[0]), tensor.dtype)
 
     return new_empty
 

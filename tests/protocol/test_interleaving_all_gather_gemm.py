@@ -29,8 +29,8 @@ CHUNKED_FAULTS = {
 
 
 def test_fused_passes() -> None:
-    assert_passes(gathers("fused", Simulation(2)), range(60))
-    assert_passes(gathers("fused", Simulation(3)), range(36))
+    assert_passes(gathers("fused", Simulation(2)), range(45))
+    assert_passes(gathers("fused", Simulation(3)), range(15))
 
 
 def test_fused_passes_with_one_resident_cta_of_three() -> None:
@@ -40,7 +40,7 @@ def test_fused_passes_with_one_resident_cta_of_three() -> None:
 @pytest.mark.parametrize("device_waits", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_chunked_passes(world: int, device_waits: bool) -> None:
-    assert_passes(gathers("chunked", Simulation(world, device_waits=device_waits)), range(100))
+    assert_passes(gathers("chunked", Simulation(world, device_waits=device_waits)), range(60))
 
 
 @pytest.mark.parametrize("fault", FUSED_FAULTS)

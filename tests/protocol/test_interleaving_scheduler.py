@@ -78,12 +78,12 @@ def exchange(kernels: ModuleType = toy_kernels) -> Build:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_right_gather_passes(world: int) -> None:
-    assert_passes(gather(world=world), range(30))
+    assert_passes(gather(world=world), range(12))
 
 
 @pytest.mark.parametrize("resident", [1, None])
 def test_right_exchange_passes(resident: int | None) -> None:
-    assert_passes(exchange(), range(30), resident=resident)
+    assert_passes(exchange(), range(15), resident=resident)
 
 
 STORE = "    tl.store(slots_ptr + ((peer * SLOTS + slot) * WORLD + rank) * SIZE + i, tl.load(x_ptr + i))\n"

@@ -56,7 +56,9 @@ def test_keeping_the_gathered_input_gives_the_same() -> None:
 def _dtypes(rank: int, world: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for operator in OPERATORS.values():
-            operator(Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method="chunked"), dtype), (4, 2), 48, 24)
+            operator(
+                Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method="chunked"), dtype), (4, 2), 48, 24
+            )
 
 
 def test_half_precision() -> None:

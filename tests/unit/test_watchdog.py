@@ -29,10 +29,17 @@ def test_a_kernel_report_names_operator_ranks_and_epochs() -> None:
     other = fault.tag(Waiting("fc1/fprop", 3, 3, 0, 1.5))
     tag = fault.tag(Waiting("fc2/dgrad", 3, 3, 0, 1.5))
     assert tag != other and fault.tag(Waiting("fc2/dgrad", 3, 3, 0, 1.5)) == tag
-    for word, value in ((words.FAULT_TAG, tag), (words.FAULT_WORD, 2 * words.MAX_CHUNKS + 1), (words.FAULT_EXPECTED, 7), (words.FAULT_SEEN, 6)):
+    for word, value in (
+        (words.FAULT_TAG, tag),
+        (words.FAULT_WORD, 2 * words.MAX_CHUNKS + 1),
+        (words.FAULT_EXPECTED, 7),
+        (words.FAULT_SEEN, 6),
+    ):
         fault.record[word] = value
     fault.check()  # not before the set word
     fault.record[words.FAULT_SET] = 1
     for _ in range(2):
-        with pytest.raises(OverlapTimeoutError, match=r"fc2/dgrad: rank 3 waited 1.5 s for chunk 1 of rank 2: expected epoch 7, seen 6"):
+        with pytest.raises(
+            OverlapTimeoutError, match=r"fc2/dgrad: rank 3 waited 1.5 s for chunk 1 of rank 2: expected epoch 7, seen 6"
+        ):
             fault.check()

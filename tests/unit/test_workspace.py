@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from overlap_train.workspace import SLOTS, Layout
@@ -21,7 +23,7 @@ def test_regions_do_not_overlap_and_fill_the_heap(world: int, gather: int, scatt
             assert start % 512 == 0  # what TMA and 16-byte copies need, and more
             regions.append((start, start + layout.slot_bytes(channel)))
     regions.sort()
-    assert all(end <= start for (_, end), (start, _) in zip(regions, regions[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(regions))
     assert regions[-1][1] <= layout.nbytes
 
 

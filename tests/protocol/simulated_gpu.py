@@ -1,0 +1,144 @@
+"""A simulated GPU of one rank: streams, events, and as much of the CUDA driver as the core calls.
+
+stream              an actor that runs its operations in order
+hardware queues     one per stream, or (`one_queue`, CUDA_DEVICE_MAX_CONNECTIONS=1) one for all streams of a rank: then
+                    no operation starts before all operations that were enqueued earlier have started
+graph               the operations that a stream was given while it captured; launching enqueues them anew
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.interpreter_hooks import read_word
+
+
+@dataclass(eq=False)
+class Operation:
+    """One entry of a stream: runs when `ready` holds and everything before it in the stream is done."""
+
+    name: str
+    run: Callable[[], object]
+    ready: Callable[[], bool] = lambda: True
+    done: bool = False
+
+
+class SimulatedGpu:
+    """The streams of one rank and the order in which their operations were enqueued."""
+
+    def __init__(self, scheduler: Scheduler, rank: int, one_queue: bool) -> None:
+        self.scheduler, self.rank, self.closed = scheduler, rank, False
+        self._one_queue = one_queue
+        self._order: deque[Operation] = deque()  # enqueued, not started
+        self.streams: list[SimulatedStream] = []
+        self.current = self.new_stream()
+
+    def new_stream(self, device: object = None, priority: int = 0) -> SimulatedStream:
+        stream = SimulatedStream(self, len(self.streams))
+        self.streams.append(stream)
+        return stream
+
+    def close(self) -> None:
+        """Let the streams end when they are empty."""
+        self.closed = True
+
+    def enqueued(self, operation: Operation) -> None:
+        self._order.append(operation)
+
+    def may_start(self, operation: Operation) -> bool:
+        """Whether the hardware has come to the operation."""
+        return operation.ready() and (not self._one_queue or self._order[0] is operation)
+
+    def started(self, operation: Operation) -> None:
+        self._order.remove(operation)
+
+
+class SimulatedStream:
+    """What the core uses of a `torch.cuda.Stream`, run by an actor."""
+
+    def __init__(self, gpu: SimulatedGpu, number: int) -> None:
+        self.cuda_stream = number
+        self._gpu, self._queue = gpu, deque()
+        self._name = f"stream{gpu.rank}.{number}"
+        gpu.scheduler.spawn(self._name, self._work, rank=gpu.rank)
+
+    def enqueue(self, operation: Operation) -> None:
+        self._queue.append(operation)
+        self._gpu.enqueued(operation)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Operations from here on run behind what the event was recorded behind; by now, not at its next recording."""
+        last = event.last
+        if last is not None:
+            self.enqueue(Operation("wait for an event", lambda: None, lambda: last.done))
+
+    def last(self) -> Operation | None:
+        return self._queue[-1] if self._queue else None
+
+    def synchronize(self) -> None:
+        self._gpu.scheduler.wait_until(lambda: not self._queue, f"{self._name} to be empty")
+
+    def _work(self) -> None:
+        scheduler = self._gpu.scheduler
+        while True:
+            scheduler.wait_until(self._can_go_on, f"its next operation ({self._next_name()}) to be ready")
+            if not self._queue:
+                return
+            operation = self._queue[0]
+            self._gpu.started(operation)
+            scheduler.step()
+            operation.run()
+            operation.done = True
+            self._queue.popleft()
+
+    def _can_go_on(self) -> bool:
+        return self._gpu.may_start(self._queue[0]) if self._queue else self._gpu.closed
+
+    def _next_name(self) -> str:
+        return self._queue[0].name if self._queue else "none yet"
+
+
+class SimulatedEvent:
+    """`torch.cuda.Event`."""
+
+    last: Operation | None = None
+
+    def record(self, stream: SimulatedStream) -> None:
+        self.last = stream.last()
+
+
+class SimulatedDriver:
+    """`cuda.bindings.driver` for the streams of one GPU."""
+
+    CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ="GEQ")
+    CUresult = SimpleNamespace(CUDA_SUCCESS="SUCCESS")
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+
+    def CUstream(self, number: int) -> SimulatedStream:
+        return self._gpu.streams[number]
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, nbytes: int, stream: SimulatedStream) -> tuple[str]:
+        """Others may run in the middle of a copy, but not of a word."""
+        half = nbytes // 2 if nbytes > 8 else 0
+
+        def run() -> None:
+            for start, end in ((0, half), (half, nbytes)):
+                self._gpu.scheduler.step()
+                ctypes.memmove(target + start, source + start, end - start)
+
+        stream.enqueue(Operation("copy", run))
+        return ("SUCCESS",)
+
+    def cuStreamWaitValue64(self, stream: SimulatedStream, address: int, goal: int, flags: str) -> tuple[str]:
+        assert flags == "GEQ"
+        self._gpu.scheduler.signals.add(address)
+        name = f"{self._gpu.scheduler.name_of(address)} to reach {goal}"
+        stream.enqueue(Operation(name, lambda: None, lambda: read_word(address, 8) >= goal))
+        return ("SUCCESS",)
