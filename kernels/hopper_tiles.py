@@ -32,8 +32,8 @@ NO_TILE = gl.constexpr(-1)  # ends the other warps
 @gluon.jit
 def make_rings(a_desc, b_desc, STAGES: gl.constexpr):
     """(A panels, B panels, full barriers, free barriers) and (tile indices, full barriers, free barriers)."""
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, *a_desc.block_type.shape], a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, *b_desc.block_type.shape], b_desc.layout)
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     panel_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     panel_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     tile_ring = gl.allocate_shared_memory(gl.int32, [HANDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

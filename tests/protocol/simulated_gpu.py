@@ -3,7 +3,6 @@
 stream              an actor that runs its operations in order
 hardware queues     one per stream, or (`one_queue`, CUDA_DEVICE_MAX_CONNECTIONS=1) one for all streams of a rank: then
                     no operation starts before all operations that were enqueued earlier have started
-graph               the operations that a stream was given while it captured; launching enqueues them anew
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -149,10 +149,10 @@ class SimulatedEngine:
     def fork(self) -> None:
         """The host's kernels have ended before it enqueues."""
 
-    def push(self, pushes: Iterable[Any]) -> None:
+    def push(self, pushes: list[Any]) -> None:
         self._queue += pushes
 
-    def launch(self, kernel: Callable[[], None], pushes: Iterable[Any]) -> None:
+    def launch(self, kernel: Callable[[], None], pushes: list[Any]) -> None:
         self.push(pushes)
         kernel()
 
