@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec, report
 
-SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 1024, 2, 512, 2
+SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, STEPS = 1024, 2, 512, 2, 30
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +109,13 @@ def _train(
 
 def test_training_under_stress_matches_megatron(layout: int, device: torch.device, provider: str, method: str) -> None:
     overlap = OverlapConfig(method=method, provider=provider, timeout_s=20.0)
-    losses, model = _train(layout, overlap, 40, device)
-    again, _ = _train(layout, overlap, 40, device)
-    baseline, _ = _train(layout, None, 40, device)
+    losses, model = _train(layout, overlap, STEPS, device)
+    again, _ = _train(layout, overlap, STEPS, device)
+    baseline, _ = _train(layout, None, STEPS, device)
     assert method == "collective" or losses == again  # our reduction has one order; NCCL's is its own affair
     # bf16 rounds each partial sum to 2^-9; over a few dozen steps that shifts a loss of about 6 by some 1e-2 at most
     assert max(abs(a - b) for a, b in zip(losses, baseline, strict=True)) < 0.05 * baseline[0]
     assert losses[-1] < 0.5 * losses[0], "the model learns to count"
     ran = [linear for linear in report(model).linears if linear.slot]
     assert len(ran) == 3 * 4 + 1
-    assert all(linear.overlapped_calls == 40 * MICROBATCHES and not linear.fallback_calls for linear in ran)
+    assert all(linear.overlapped_calls == STEPS * MICROBATCHES and not linear.fallback_calls for linear in ran)

@@ -19,15 +19,18 @@ SHAPES_OF_TILES = {**SHAPES, "several tiles": ((300, 2), 520, 390), "many tiles"
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_shape_is_exact(case: Case, operator: str, dtype: torch.dtype) -> None:
-    for seed, (rows, k, n) in enumerate(SHAPES_OF_TILES.values()):
+    shapes = (
+        SHAPES_OF_TILES if dtype == torch.bfloat16 else {name: SHAPES_OF_TILES[name] for name in ("odd", "many tiles")}
+    )
+    for seed, (rows, k, n) in enumerate(shapes.values()):
         OPERATORS[operator](replace(case, dtype=dtype), rows, k, n, seed=seed, bias=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_keeping_the_gathered_input(case: Case, operator: str) -> None:
     keeping = replace(case, config=replace(case.config, gathered_input="keep"))
-    for rows, k, n in SHAPES_OF_TILES.values():
-        OPERATORS[operator](keeping, rows, k, n)
+    for name in ("one row a rank", "several tiles"):
+        OPERATORS[operator](keeping, *SHAPES_OF_TILES[name])
 
 
 def test_the_fused_kernel_really_ran(case: Case) -> None:

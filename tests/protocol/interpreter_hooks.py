@@ -86,10 +86,8 @@ class InterpreterHooks:
         self._patch(interpreter, "_patch_lang", lambda fn: nothing)
         for patch in self.patches:
             self._undo.enter_context(patch)
-        options = replace(
-            self._builder.options, sanitize_overflow=False
-        )  # GPUs do not check either; a tenth of the time
-        self._patch(self._builder, "options", options)
+        # GPUs do not check for overflow either, and the checks take a tenth of the time.
+        self._patch(self._builder, "options", replace(self._builder.options, sanitize_overflow=False))
         self._patch(interpreter.GridExecutor, "__call__", self._launcher())
         for method, access_of in _ACCESSES.items():
             self._patch(interpreter.InterpreterBuilder, method, self._switching(method, access_of))

@@ -1,8 +1,8 @@
 """A simulated GPU of one rank: streams, events, and as much of the CUDA driver as the core calls.
 
 stream              an actor that runs its operations in order
-hardware queues     one per stream, or (`one_queue`, CUDA_DEVICE_MAX_CONNECTIONS=1) one for all streams of a rank: then
-                    no operation starts before all operations that were enqueued earlier have started
+hardware queues     one per stream, or (`one_queue`, CUDA_DEVICE_MAX_CONNECTIONS=1) one for all streams of a rank:
+                    then no operation starts before all operations that were enqueued earlier have started
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from overlap_train.operators.hopper import _LAUNCH, BLOCK_K, BLOCK_M, BLOCK_N, GROUP_M, STAGES  # noqa: E402
 
 WORDS = ("counter_ptr", "complete_ptr", "signals_ptr", "epoch_ptr", "abort_ptr", "record_ptr")
-ACQUIRE, RELEASE_ADD = r"ld\.global\.sys\.acquire", r"atom\.global\.sys\.release\.add"
+ACQUIRE, RELEASE_ADD = r"ld\.global\.sys\.acquire", r"(?:atom|red)\S*\.release\S*\.add"
 TMA_LOAD, TMA_STORE = r"cp\.async\.bulk\.tensor\.2d\.shared", r"cp\.async\.bulk\.tensor\.2d\.global\.shared"
 FENCE, WRITTEN = r"fence\.proxy\.async\.global", r"cp\.async\.bulk\.wait_group 0;"
 
