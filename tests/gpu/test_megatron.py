@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec, report
 
-SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, STEPS = 1024, 2, 512, 2, 30
+SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, STEPS = 1024, 2, 512, 2, 40
 
 
 @pytest.fixture(scope="module")
