@@ -166,7 +166,7 @@ step() {
     local text=$1 began=$SECONDS news=15 pid
     shift
     say "$text"
-    "$@" >>"$log" 2>&1 </dev/null &
+    "$@" >"$log" 2>&1 </dev/null &
     pid=$!
     # shellcheck disable=SC2064 # the id of this process, not of a later one
     trap "kill $pid 2>/dev/null; exit 130" INT TERM
@@ -186,7 +186,7 @@ step() {
 }
 
 newest_in_log() {
-    { grep -aoE '(Collecting|Downloading|Installing collected packages|Using cached) ?[^: ]*' "$log" || echo starting; } |
+    { grep -aoE '(Collecting|Downloading|Installing collected packages|Using cached) ?[^: ]*' "$log" || echo working; } |
         tail -n 1
 }
 

@@ -4,7 +4,7 @@
 # LOGS: folder for each rank's output (default runs/test-gpu). What to run: PROVIDERS (default "nvshmem torch"),
 # SIZES of the overlap domain (default all GPUs and, on four, also 2), CONNECTIONS (default "1 8").
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 python=$1
 shift
@@ -25,7 +25,8 @@ for size in $sizes; do
       name="$provider-domain$size-connections$connections"
       echo "== $gpus GPUs: $name"
       mkdir -p "$logs/$name"
-      if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
+      # CUBLAS_WORKSPACE_CONFIG: what cuBLAS needs to be deterministic, which the bitwise training test asks for.
+      if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
         --nproc-per-node "$gpus" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \
         -m pytest tests/gpu -q --provider "$provider" --domain-size "$size" "$@" \
         2>"$logs/$name/torchrun.log"; then

@@ -16,6 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -85,11 +86,20 @@ class Workers:
 
     def _kill(self) -> None:
         for process in self._processes:
+            for child in _children(process):  # Megatron's checkpoint writers, which would outlive their rank
+                child.kill()
             process.kill()
             process.join()
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+
+
+def _children(process: mp.Process) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _serve(rank: int, port: int, pipe: Connection) -> None:

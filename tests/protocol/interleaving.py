@@ -85,11 +85,12 @@ class Scheduler:
         """Run until all actors have ended; raise `ScheduleError` (or a subclass) naming the seed otherwise."""
         self._hub = getcurrent()
         self._note_python_writes()
-        try:
-            with torch.no_grad(), self._hooks:  # gradient mode is kept per thread, which all actors share
-                self._loop()
-        finally:
-            self._kill()
+        with torch.no_grad():  # kept per thread, which all actors share, also those that are ended here
+            try:
+                with self._hooks:
+                    self._loop()
+            finally:
+                self._kill()
 
     # ---- what Python actors call ----------------------------------------------------------------------------------
 
