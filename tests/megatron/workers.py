@@ -7,6 +7,7 @@ ones.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -51,6 +52,7 @@ class Workers:
 
     def stop(self) -> None:
         """End the processes; those that have not gone after ten seconds are killed."""
+        _end_children(self._processes)
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
@@ -85,9 +87,8 @@ class Workers:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
     def _kill(self) -> None:
+        _end_children(self._processes)
         for process in self._processes:
-            for child in _children(process):  # Megatron's checkpoint writers, which would outlive their rank
-                child.kill()
             process.kill()
             process.join()
         for pipe in self._pipes:
@@ -95,11 +96,12 @@ class Workers:
         self._processes, self._pipes = [], []
 
 
-def _children(process: mp.Process) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+def _end_children(ranks: list[mp.Process]) -> None:
+    """Kill what the ranks have started: Megatron's checkpoint writers, which would outlive them."""
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(rank.pid).children(recursive=True):
+                child.kill()
 
 
 def _serve(rank: int, port: int, pipe: Connection) -> None:
