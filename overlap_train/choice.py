@@ -25,6 +25,8 @@ def choose(requested: str, rows: int | None, device: torch.device) -> Choice:
         return Choice(requested, "asked for")
     if device.type != "cuda":
         return Choice("chunked", "auto: CPU tensors")
-    if rows is not None and rows <= 1024:
+    if rows is None:
+        return Choice("chunked", "auto: chunked, or collective where M is at most 1024")
+    if rows <= 1024:
         return Choice("collective", f"auto: M={rows} is at most 1024")
     return Choice("chunked", "auto: default for M above 1024")

@@ -24,7 +24,7 @@ class OverlapConfig:
     slots: tuple[str, ...] = _setting(SLOTS, "Megatron linears to overlap, comma separated", SLOTS)
     method: str = _setting(
         "auto",
-        "fused: one persistent kernel that waits per tile; chunked: library GEMMs on chunks; collective: NCCL or gloo, "
+        "fused: one persistent kernel that waits per tile; chunked: library GEMMs on shards; collective: NCCL or gloo, "
         "no overlap; auto: chosen per shape",
         METHODS,
     )
@@ -41,7 +41,8 @@ class OverlapConfig:
     )
     provider: str = _setting(
         "auto",
-        "symmetric memory: nvshmem (GPUs), torch (GPUs of one node), host (CPU processes); auto: the first that works",
+        "symmetric memory: nvshmem (GPUs), torch (GPUs of one node), host (CPU processes); auto: host on CPUs, nvshmem "
+        "where it is installed, else torch",
         ("auto", "nvshmem", "torch", "host"),
     )
     symmetric_mib: int = _setting(2048, "most symmetric memory a rank may allocate, in MiB")

@@ -144,7 +144,9 @@ class StreamCopyEngine:
             self._copy(push.signal, push.epoch)  # a copy, not a write-value: a replayed graph sends a new epoch
 
     def launch(self, kernel: Callable[[], None], pushes: list[Push]) -> None:
-        kernel()  # first: what waits on the device is enqueued after what it waits for (rule 4)
+        # Kernel first: what waits on the device is enqueued after what it waits for (rule 4). Nothing in between may wait for
+        # the device: the kernel ends only with the peers' pushes, and they are in the same place.
+        kernel()
         self.push(pushes)
 
     def join(self) -> None:
@@ -161,8 +163,8 @@ class StreamCopyEngine:
 
     def _wait_for_counter(self, counter: torch.Tensor, goal: int) -> None:
         """A wait by the stream itself. A waiting kernel might find no room beside a GEMM that fills every SM's registers and
-        that in turn waits, through the peers, for this copy. The counter is this rank's own and its GEMM never waits before
-        it has counted every foreign tile, so this wait needs no bound of its own."""
+        that in turn waits, through the peers, for this copy. The counter is this rank's own and no CTA waits while it owes
+        a foreign tile, so this wait needs no bound of its own."""
         flags = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         self._check(self._driver.cuStreamWaitValue64(self._handle, counter.data_ptr(), goal, flags))
 

@@ -35,6 +35,9 @@ class Demand:
 class OverlapDomain:
     """The ranks that exchange chunks with each other, and what they share. Made by `domain_of`."""
 
+    gather: Channel
+    scatter: Channel
+
     def __init__(self, group: dist.ProcessGroup, config: OverlapConfig, device: torch.device) -> None:
         self.group, self.config, self.device = group, config, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -57,8 +60,10 @@ class OverlapDomain:
         Raises:
             ValueError: on every rank, if any rank has a problem, the ranks ask for different things, or it does not fit.
         """
-        if problem is None and demand in self._agreed:
-            return
+        if demand in self._agreed:
+            if problem is None:
+                return
+            raise ValueError(problem)  # peers whose arguments are right may be in the operator already: they time out
         replies: list[tuple[str | None, Demand]] = [(None, demand)] * self.world_size
         dist.all_gather_object(replies, (problem, demand), group=self.group)
         for rank, (reported, _) in enumerate(replies):
@@ -92,6 +97,7 @@ class OverlapDomain:
             torch.cuda.synchronize(self.device)
         dist.barrier(self.group)  # nobody is still pushing into the old heap
         if self.heap is not None:
+            del self.gather, self.scatter  # they hold views of the old heap, which must go before the new one comes
             self.heap.close()
         self.heap = open_heap(self.group, layout.nbytes, self.config.provider, self.device)
         self.layout = layout
@@ -113,12 +119,17 @@ class OverlapDomain:
             if self._last_stream is not None and self._last_stream != current:
                 current.wait_stream(self._last_stream)
             self._last_stream = current
-        yield
-        self.engine.join()
+        try:
+            yield
+        finally:  # whatever was raised, pushes must not outlive the operator: the next call resets their counters
+            self.engine.join()
         self.fault.check()
 
     def close(self) -> None:
         self.engine.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            dist.barrier(self.group)  # nobody is still pushing into memory that is about to be unmapped
         if self.heap is not None:
             self.heap.close()
 
@@ -137,6 +148,10 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
         if dist.get_rank(group) < 0:
             raise ValueError(
                 f"group={group}: rank {dist.get_rank()} is not a member; pass a group that contains this rank"
+            )
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"input is on {device}, the current device is {torch.cuda.current_device()}; set_device first"
             )
         domain = _domains[group] = OverlapDomain(group, config or OverlapConfig(), device)
     _check_same(domain, group, config, device)

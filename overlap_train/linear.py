@@ -12,6 +12,7 @@ W ranks; M global rows (the product of all leading dimensions, the first of whic
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,8 +87,9 @@ def linear_reduce_scatter(
     The gradient of bias is that of this rank's rows; sum it over the group (Megatron does so for parameters that are marked
     `sequence_parallel`).
 
-    Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W. The reduction is
-    in fp32 and in a fixed order, so that every run gives the same bits.
+    Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W. With the methods
+    fused and chunked the reduction is in fp32 and in a fixed order, so that every run gives the same bits; collective reduces
+    as NCCL or gloo does.
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
@@ -121,9 +123,12 @@ def _plan(
     key = (check, name, x.shape, x.dtype, w.shape, w.dtype, w.device, shape_of_bias, config)
     plan = domain.plans.get(key)
     if plan is None:
-        problem = check(x, w, bias, group, name)
-        domain.prepare(problem.demand, problem.error)
-        plan = domain.plans[key] = _Plan(domain, config or domain.config, problem)
+        problem, settings = check(x, w, bias, group, name), config or domain.config
+        plan = _Plan(domain, settings, problem)
+        # A fused rank sends other chunks than a chunked one waits for: the method is part of what ranks agree on.
+        shapes = f"{problem.demand.shapes}, method {plan.method}"
+        domain.prepare(replace(problem.demand, shapes=shapes), problem.error)
+        domain.plans[key] = plan
     return plan
 
 

@@ -187,7 +187,8 @@ class Channel:
     def _wait_on_stream(self, call: Call, first: int, count: int) -> None:
         from .kernels.signal import wait_kernel
 
-        row = call.blocks[first]
+        victim = first if first != self.rank else (first + 1) % self.layout.world_size  # a block that will be read
+        row = call.blocks[victim]
         wait_kernel[(1,)](
             call.slot.signals, call.slot.epoch, self.fault.abort, self.fault.record, self.fault.tag(call.waiting(self.rank)),
             int(self.timeout_s * 1e9), self.rank, first, count, row, row.shape[-1],
