@@ -1,7 +1,7 @@
 """A warp-specialised tile GEMM for Hopper, in Gluon: one warp claims tiles, waits and loads; two warp groups multiply.
 
-The plain Triton kernels (all_gather_gemm.py, gemm_reduce_scatter.py) run anywhere and reach 75 to 85 % of cuBLAS on H200,
-because their loads, waits and stores stop the tensor cores. Here they do not: this form reached 97 to 100 % of cuBLAS on the
+The plain Triton kernels (all_gather_gemm.py, gemm_reduce_scatter.py) run anywhere and reach 74 to 91 % of cuBLAS on H200,
+because their loads, waits and stores stop the tensor cores. Here they do not: this form reached 90 to 102 % of cuBLAS on the
 shapes of benchmarks/. Only the loading warp waits for signals, while the tiles before are still being multiplied.
 
 Shared memory: a ring of STAGES panels of A [BLOCK_M, BLOCK_K] and B, and a ring of two tile indices that the loading warp hands
