@@ -144,9 +144,9 @@ class StreamCopyEngine:
             self._copy(push.signal, push.epoch)  # a copy, not a write-value: a replayed graph sends a new epoch
 
     def launch(self, kernel: Callable[[], None], pushes: list[Push]) -> None:
-        # Kernel first: what waits on the device is enqueued after what it waits for (rule 4). Nothing in between may wait for
-        # the device: the kernel ends only with the peers' pushes, and they are in the same place.
-        kernel()
+        # Nothing between these two may wait for the device: the kernel ends only with the peers' pushes, and the peers are in
+        # the same place.
+        kernel()  # first: what waits on the device is enqueued after what it waits for (rule 4)
         self.push(pushes)
 
     def join(self) -> None:
