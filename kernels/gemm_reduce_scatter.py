@@ -5,15 +5,17 @@
     received  [W, M/W, N]    partials that the peers' copy engines pushed here
     y         [M/W, N] = own partial + the peers' partials in rank order, summed in fp32
 
-Destinations are computed in the order rank+1, rank+2, ..., rank. A counter per destination tells the copy engine when its rows
-are complete. The own rows come last: their epilogue is the reduction (docs/design.md, GEMM+RS). The own partial is the first
-term because it is in the accumulator already: a second [BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread.
+Destinations are computed in the order rank+1, rank+2, ..., rank. A counter per destination and chunk tells the copy engine when
+its rows are complete. Or (DIRECT) there is no staging: tiles are stored at the peer, and whoever counts the last tile of a chunk
+sends the signal, which needs neither copies nor host time. The own rows come last: their epilogue is the reduction
+(docs/design.md, GEMM+RS). The own partial is the first term because it is in the accumulator already: a second
+[BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread.
 """
 
 import triton
 import triton.language as tl
 
-from .signal import announce, claim, signal_word, wait_signal
+from .signal import announce, announce_at_peer, claim, signal_word, wait_signal
 from .tiles import departure, tile_in_block, tile_offsets, tile_product
 
 
@@ -21,9 +23,9 @@ from .tiles import departure, tile_in_block, tile_offsets, tile_product
 def gemm_reduce_scatter_kernel(
     a_ptr, b_ptr, staging_ptr, received_ptr, y_ptr,
     m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-    rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    WORLD: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
+    rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, memory_at_ptr, outgoing_at_ptr,
+    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     m_chunk = m_shard // CHUNKS
     per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
@@ -40,8 +42,15 @@ def gemm_reduce_scatter_kernel(
                            n, k, stride_am, stride_ak, stride_bk, stride_bn,
                            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         if target != rank:
-            tl.store(staging_ptr + target * block + offsets, acc.to(staging_ptr.dtype.element_ty), mask=mask)
-            announce(complete_ptr + signal_word(target, chunk))
+            part = acc.to(y_ptr.dtype.element_ty)
+            if DIRECT:
+                landing_ptr = tl.load(memory_at_ptr + target).to(y_ptr.dtype) + rank * block
+                signal_ptr = tl.load(outgoing_at_ptr + target).to(epoch_ptr.dtype) + chunk
+                tl.store(landing_ptr + offsets, part, mask=mask)
+                announce_at_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, epoch)
+            else:
+                tl.store(staging_ptr + target * block + offsets, part, mask=mask)
+                announce(complete_ptr + signal_word(target, chunk))
         else:
             for source in tl.static_range(WORLD):
                 if source != rank:

@@ -11,6 +11,7 @@ from .hopper_tiles import (
     load_tile,
     make_rings,
     multiply_tile,
+    split_tile,
     store_tile,
     take_over,
 )
@@ -66,11 +67,12 @@ def _multiply(panels, tiles, y_desc, y_ptr, half, rank, abort_ptr, sizes,
         acc, step = multiply_tile(panels, step, k_steps, BLOCK_M, BLOCK_N, STAGES, B_IS_NK, WARPS)
         if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: whatever was loaded must not look like a result
             acc = acc + float("nan")
-        tile = acc.to(y_desc.dtype)
         if WHOLE_TILES:
             row = source * m_shard + chunk * m_chunk + tile_m * BLOCK_M
-            store_tile(y_desc, half, tile, row, tile_n * BLOCK_N, BLOCK_M, BLOCK_N)
+            left, right = split_tile(acc, BLOCK_M, BLOCK_N)
+            store_tile(y_desc, half, left, right, row, tile_n * BLOCK_N, BLOCK_N)
         else:
+            tile = acc.to(y_desc.dtype)
             rows = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, tile.type.layout))
             cols = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, tile.type.layout))
             first = (source.to(gl.int64) * m_shard + chunk * m_chunk) * n
@@ -93,7 +95,7 @@ def hopper_all_gather_gemm_kernel(
 
     WHOLE_TILES: no tile crosses a chunk's edge, so that tiles may be stored by TMA.
     """
-    panels, tiles = make_rings(own_desc, b_desc, STAGES)
+    panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=1)
     half = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
     words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     sizes = (m_shard, n, k)

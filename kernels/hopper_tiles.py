@@ -30,8 +30,11 @@ NO_TILE = gl.constexpr(-1)  # ends the other warps
 
 
 @gluon.jit
-def make_rings(a_desc, b_desc, STAGES: gl.constexpr):
-    """(A panels, B panels, full barriers, free barriers) and (tile indices, full barriers, free barriers)."""
+def make_rings(a_desc, b_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """(A panels, B panels, full barriers, free barriers) and (tile indices, full barriers, free barriers).
+
+    READERS: how many groups of warps take each tile index.
+    """
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     panel_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -44,7 +47,7 @@ def make_rings(a_desc, b_desc, STAGES: gl.constexpr):
         mbarrier.init(panel_free.index(stage), count=1)
     for hand in gl.static_range(HANDS):
         mbarrier.init(tile_full.index(hand), count=1)
-        mbarrier.init(tile_free.index(hand), count=1)
+        mbarrier.init(tile_free.index(hand), count=READERS)
     fence_async_shared()
     return (a_ring, b_ring, panel_full, panel_free), (tile_ring, tile_full, tile_free)
 
@@ -64,7 +67,7 @@ def claim_and_hand_over(tiles, turn, counter_ptr, total):
 
 @gluon.jit
 def take_over(tiles, turn, WARPS: gl.constexpr):
-    """Multiplying warps: the next tile index, or NO_TILE."""
+    """Multiplying (or storing) warps: the next tile index, or NO_TILE."""
     tile_ring, tile_full, tile_free = tiles
     hand = turn % HANDS
     mbarrier.wait(tile_full.index(hand), turn // HANDS & 1)
@@ -135,11 +138,16 @@ def stores_are_written():
 
 
 @gluon.jit
-def store_tile(out_desc, half, tile, row, col, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Store a finished tile [BLOCK_M, BLOCK_N] by TMA, in two halves through one buffer, beside which four stages fit."""
-    left, right = tile.reshape((BLOCK_M, 2, BLOCK_N // 2)).permute((0, 2, 1)).split()
-    _store_half(out_desc, half, left, row, col)
-    _store_half(out_desc, half, right, row, col + BLOCK_N // 2)
+def split_tile(tile, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The left and right halves [BLOCK_M, BLOCK_N / 2] of a tile."""
+    return tile.reshape((BLOCK_M, 2, BLOCK_N // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def store_tile(out_desc, half, left, right, row, col, BLOCK_N: gl.constexpr):
+    """Store a finished tile by TMA, its two halves through one buffer, beside which four stages fit."""
+    _store_half(out_desc, half, left.to(out_desc.dtype), row, col)
+    _store_half(out_desc, half, right.to(out_desc.dtype), row, col + BLOCK_N // 2)
 
 
 @gluon.jit
@@ -150,3 +158,76 @@ def _store_half(out_desc, half, values, row, col):
     fence_async_shared()
     debug_barrier()
     tma_store(out_desc, [row, col], half)
+
+
+@gluon.jit
+def make_outbox(desc, HALVES: gl.constexpr):
+    """Buffers of one half tile each between the multiplying warps and a storing one: (halves, full barriers, free barriers)."""
+    halves = gl.allocate_shared_memory(desc.dtype, [HALVES] + desc.block_type.shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [HALVES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(HALVES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    fence_async_shared()
+    return halves, full, free
+
+
+@gluon.jit
+def put_half(outbox, sent, values, HALVES: gl.constexpr):
+    """Multiplying warps: hand a half tile over; `sent` counts them since the kernel began."""
+    halves, full, free = outbox
+    slot = sent % HALVES
+    mbarrier.wait(free.index(slot), (sent // HALVES & 1) ^ 1)
+    halves.index(slot).store(values.to(halves.dtype))
+    fence_async_shared()
+    debug_barrier()
+    mbarrier.arrive(full.index(slot), count=1)
+    return sent + 1
+
+
+@gluon.jit
+def store_halves(out_desc, outbox, sent, row, col, BLOCK_N: gl.constexpr, HALVES: gl.constexpr):
+    """Storing warp: store the two halves of a tile at (row, col); their buffers are free once they have been read."""
+    halves, full, free = outbox
+    for half in gl.static_range(2):
+        slot = sent % HALVES
+        mbarrier.wait(full.index(slot), sent // HALVES & 1)
+        tma_store(out_desc, [row, col + half * (BLOCK_N // 2)], halves.index(slot))
+        tma.store_wait(0)
+        mbarrier.arrive(free.index(slot), count=1)
+        sent += 1
+    return sent
+
+
+@gluon.jit
+def load_halves(panels, step, desc, row, col, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Loading warp: bring the two halves of a tile [BLOCK_M, BLOCK_N] through the ring, in the place of B's panels."""
+    _, b_ring, panel_full, panel_free = panels
+    for half in gl.static_range(2):
+        stage = step % STAGES
+        mbarrier.wait(panel_free.index(stage), (step // STAGES & 1) ^ 1)
+        full = panel_full.index(stage)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        place = b_ring.index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+        tma_load(desc, [row, col + half * (BLOCK_N // 2)], full, place)
+        step += 1
+    return step
+
+
+@gluon.jit
+def add_halves(panels, step, left, right, desc, STAGES: gl.constexpr):
+    """Multiplying warps: (left, right) + the halves that load_halves brought, in fp32. desc: any with their shape."""
+    _, b_ring, panel_full, panel_free = panels
+    stage = step % STAGES
+    mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
+    place = b_ring.index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    left += place.load(left.type.layout).to(gl.float32)
+    mbarrier.arrive(panel_free.index(stage), count=1)
+    step += 1
+    stage = step % STAGES
+    mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
+    place = b_ring.index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    right += place.load(right.type.layout).to(gl.float32)
+    mbarrier.arrive(panel_free.index(stage), count=1)
+    return left, right, step + 1

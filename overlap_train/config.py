@@ -6,7 +6,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 SLOTS = ("qkv", "proj", "fc1", "fc2", "output")
-METHODS = ("auto", "fused", "chunked", "collective")
+METHODS = ("auto", "fused", "direct", "chunked", "collective")
 
 
 def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -24,8 +24,9 @@ class OverlapConfig:
     slots: tuple[str, ...] = _setting(SLOTS, "Megatron linears to overlap, comma separated", SLOTS)
     method: str = _setting(
         "auto",
-        "fused: one persistent kernel that waits per tile; chunked: library GEMMs on shards; collective: NCCL or gloo, "
-        "no overlap; auto: chosen per shape",
+        "fused: one persistent kernel that waits per tile, copies by the copy engine; direct: the same, but partial sums are "
+        "stored at the peers by the kernel; chunked: library GEMMs on shards; collective: NCCL or gloo, no overlap; "
+        "auto: chosen per shape",
         METHODS,
     )
     gathered_input: str = _setting(
@@ -52,6 +53,14 @@ class OverlapConfig:
         "what enabling does where overlap cannot act (no sequence parallelism, TP 1): error, or fallback to Megatron's code",
         ("error", "fallback"),
     )
+
+    def __hash__(self) -> int:
+        """Kept: an operator looks its plan up by it, and hashing all fields takes a microsecond."""
+        kept = self.__dict__.get("_hash")
+        if kept is None:
+            kept = hash(tuple(getattr(self, setting.name) for setting in fields(self)))
+            object.__setattr__(self, "_hash", kept)
+        return kept
 
     def __post_init__(self) -> None:
         for setting in fields(self):

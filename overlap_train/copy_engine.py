@@ -1,7 +1,8 @@
 """Copies and signals that cost no SM: the copy engine on GPUs, a thread on the CPU.
 
 A push is a copy into a peer's memory followed by the signal that says so (rule 1: the signal is behind the data). Both engines
-work through their pushes in the order in which they were enqueued.
+work through their pushes in the order in which they were enqueued. Where pushes go does not change from call to call: a
+`Route` is worked out once, and a call only adds the source.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from .driver import CudaDriver
 from .watchdog import poll
+
+
+_AT_LEAST = 0  # how a stream compares a word with the value that it waits for
 
 
 @dataclass(frozen=True)
@@ -34,19 +39,42 @@ class Push:
     after: tuple[torch.Tensor, int] | None = None
 
 
+class Route:
+    """A push without its source, of which it takes the elements from `first` on.
+
+    target, signal, epoch, after: see Push.
+    """
+
+    def __init__(
+        self, first: int, target: torch.Tensor, signal: torch.Tensor, epoch: torch.Tensor,
+        after: tuple[torch.Tensor, int] | None,
+    ) -> None:  # fmt: skip
+        self.first, self.target, self.signal, self.epoch, self.after = first, target, signal, epoch, after
+        # the same in bytes and addresses, for the driver
+        self.offset, self.nbytes, self.place = first * target.element_size(), target.nbytes, target.data_ptr()
+        self.signal_at, self.epoch_at = signal.data_ptr(), epoch.data_ptr()
+        self.counter_at = 0 if after is None else after[0].data_ptr()
+        self.goal = 0 if after is None else after[1]
+
+    def push(self, source: torch.Tensor) -> Push:
+        """With its source [contiguous, any shape]."""
+        part = source.view(-1)[self.first : self.first + self.target.numel()].view_as(self.target)
+        return Push(part, self.target, self.signal, self.epoch, self.after)
+
+
 class CopyEngine(Protocol):
-    """What operators need. `fork` .. `join` bracket one operator's pushes."""
+    """What operators need. `begin` .. `join` bracket one operator's pushes."""
 
-    def fork(self) -> None:
-        """Pushes from here on see what the caller's stream has written so far."""
+    def begin(self) -> None:
+        """Put the caller's stream behind the operator before, which may have run in another."""
         ...
 
-    def push(self, pushes: list[Push]) -> None:
-        """Enqueue pushes and return."""
+    def push(self, source: torch.Tensor, routes: list[Route]) -> None:
+        """Enqueue pushes of what the caller's stream has written into `source` so far, and return."""
         ...
 
-    def launch(self, kernel: Callable[[], None], pushes: list[Push]) -> None:
-        """Launch a kernel that produces what `pushes` wait for (`Push.after`) and enqueue them."""
+    def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
+        """Launch a kernel that writes `source` and counts what the pushes wait for (`Route.after`), and enqueue them."""
         ...
 
     def join(self) -> None:
@@ -92,19 +120,17 @@ class HostCopyEngine:
                 self._pending -= 1
                 self._idle.notify_all()
 
-    def fork(self) -> None:
-        pass  # the caller has computed everything before it enqueues
+    def begin(self) -> None:
+        pass  # a CPU process has no streams
 
-    def push(self, pushes: list[Push]) -> None:
+    def push(self, source: torch.Tensor, routes: list[Route]) -> None:
         with self._idle:
-            self._pending += len(pushes)
-        for push in pushes:
-            self._queue.put(push)
+            self._pending += len(routes)
+        for route in routes:
+            self._queue.put(route.push(source))
 
-    def launch(self, kernel: Callable[[], None], pushes: list[Push]) -> None:
-        self.push(
-            pushes
-        )  # first: an interpreted kernel returns only at its end, and its last tiles need the peers' pushes
+    def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
+        self.push(source, routes)  # first: an interpreted kernel returns at its end, and its last tiles need the peers'
         kernel()
 
     def join(self) -> None:
@@ -122,53 +148,58 @@ class StreamCopyEngine:
     """A side stream whose copies the driver gives to the copy engine."""
 
     def __init__(self, device: torch.device) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
-        self._device = device
-        self._held: list[Push] = []  # keeps sources from the allocator until the stream has read them
-        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self.driver = driver = CudaDriver(device)
+        self._held: list[torch.Tensor] = []  # keeps sources from the allocator until the stream has read them
+        self._forked, self._joined, self._ended = driver.new_event(), driver.new_event(), driver.new_event()
+        self._last_stream: int | None = None  # that an operator was called in
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._handle = driver.CUstream(self.stream.cuda_stream)
+        self._handle = self.stream.cuda_stream
 
-    def fork(self) -> None:
-        self._forked.record(torch.cuda.current_stream(self._device))
-        self.stream.wait_event(self._forked)
+    def begin(self) -> None:
+        current, last = self.driver.current_stream(), self._last_stream
+        if last is not None and last != current:
+            self.driver.check(self.driver.record_event(self._ended, last))
+            self.driver.check(self.driver.wait_event(current, self._ended, 0))
+        self._last_stream = current
 
-    def push(self, pushes: list[Push]) -> None:
-        self._held += pushes
-        for push in pushes:
-            if push.after is not None:
-                self._wait_for_counter(*push.after)
-            self._copy(push.target, push.source)
-            self._copy(push.signal, push.epoch)  # a copy, not a write-value: a replayed graph sends a new epoch
+    def push(self, source: torch.Tensor, routes: list[Route]) -> None:
+        self._fork()
+        self._enqueue(source, routes)
 
-    def launch(self, kernel: Callable[[], None], pushes: list[Push]) -> None:
+    def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
+        self._fork()
         # Nothing between these two may wait for the device: the kernel ends only with the peers' pushes, and the peers are in
         # the same place.
         kernel()  # first: what waits on the device is enqueued after what it waits for (rule 4)
-        self.push(pushes)
+        self._enqueue(source, routes)
 
     def join(self) -> None:
-        self._joined.record(self.stream)
-        torch.cuda.current_stream(self._device).wait_event(self._joined)
+        if not self._held:
+            return
+        failed = self.driver.record_event(self._joined, self._handle)
+        failed = self.driver.wait_event(self.driver.current_stream(), self._joined, 0) or failed
+        self.driver.check(failed)
         self._held.clear()
 
     def close(self) -> None:
         self.stream.synchronize()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The driver's copy: a third of Tensor.copy_'s host time (5 against 15 microseconds, H200)."""
-        self._check(self._driver.cuMemcpyDtoDAsync(target.data_ptr(), source.data_ptr(), source.nbytes, self._handle))
+    def _fork(self) -> None:
+        failed = self.driver.record_event(self._forked, self.driver.current_stream())
+        failed = self.driver.wait_event(self._handle, self._forked, 0) or failed
+        self.driver.check(failed)
 
-    def _wait_for_counter(self, counter: torch.Tensor, goal: int) -> None:
-        """A wait by the stream itself. A waiting kernel might find no room beside a GEMM that fills every SM's registers and
-        that in turn waits, through the peers, for this copy. The counter is this rank's own and no CTA waits while it owes
-        a foreign tile, so this wait needs no bound of its own."""
-        flags = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        self._check(self._driver.cuStreamWaitValue64(self._handle, counter.data_ptr(), goal, flags))
-
-    def _check(self, answer: tuple[Any, ...]) -> None:
-        status = answer[0]
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"the CUDA driver refused a copy or a wait: {status.name}")
+    def _enqueue(self, source: torch.Tensor, routes: list[Route]) -> None:
+        """The wait is made by the stream itself. A waiting kernel might find no room beside a GEMM that fills every SM's
+        registers and that in turn waits, through the peers, for this copy. The counter is this rank's own and no CTA waits while
+        it owes a foreign tile, so this wait needs no bound of its own. The signal is a copy, not a write-value, so that a
+        replayed graph sends a new epoch."""
+        self._held.append(source)
+        start, stream, copy, wait_value = source.data_ptr(), self._handle, self.driver.copy, self.driver.wait_value
+        failed = 0
+        for route in routes:
+            if route.counter_at:
+                failed = wait_value(stream, route.counter_at, route.goal, _AT_LEAST) or failed
+            failed = copy(route.place, start + route.offset, route.nbytes, stream) or failed
+            failed = copy(route.signal_at, route.epoch_at, 8, stream) or failed
+        self.driver.check(failed)

@@ -61,8 +61,9 @@ def all_gather_linear(
     Source: Triton-distributed (arXiv 2504.19442) section 3.2; TileLink and Flux describe the same decomposition.
     """
     plan = _plan(all_gather_problem, x_shard_m, w_shard_n, bias, group, config, name)
-    y = _AllGatherLinear.apply(x_shard_m.flatten(0, -2), w_shard_n, plan)
-    y = y.unflatten(0, (x_shard_m.shape[0] * plan.domain.world_size, *x_shard_m.shape[1:-1]))
+    y = _AllGatherLinear.apply(_rows(x_shard_m), w_shard_n, plan)
+    if x_shard_m.dim() > 2:
+        y = y.view(x_shard_m.shape[0] * plan.domain.world_size, *x_shard_m.shape[1:-1], -1)
     return y if bias is None else y + bias
 
 
@@ -94,9 +95,15 @@ def linear_reduce_scatter(
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
     plan = _plan(reduce_scatter_problem, x_shard_k, w_shard_k, bias, group, config, name)
-    y = _LinearReduceScatter.apply(x_shard_k.flatten(0, -2), w_shard_k, plan)
-    y = y.unflatten(0, (x_shard_k.shape[0] // plan.domain.world_size, *x_shard_k.shape[1:-1]))
+    y = _LinearReduceScatter.apply(_rows(x_shard_k), w_shard_k, plan)
+    if x_shard_k.dim() > 2:
+        y = y.view(x_shard_k.shape[0] // plan.domain.world_size, *x_shard_k.shape[1:-1], -1)
     return y if bias is None else y + bias
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] as [M, K]."""
+    return x if x.dim() == 2 else x.flatten(0, -2)
 
 
 class _Plan:

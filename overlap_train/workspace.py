@@ -9,13 +9,15 @@ with the call before (docs/design.md, rule 3).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from .copy_engine import CopyEngine, Push
+from .copy_engine import CopyEngine, Route, StreamCopyEngine
 from .kernels.signal_words import MAX_CHUNKS
+from .packed_launch import Launch, LaunchCache
 from .symmetric import SymmetricHeap
 from .watchdog import FaultRecord, Waiting, poll
 
@@ -61,6 +63,10 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
+def _addresses(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device)
+
+
 class Slot:
     """One slot as this rank sees it, and as it sees the peers'."""
 
@@ -76,6 +82,8 @@ class Slot:
         ]
         self.signals = signals[rank]  # int64 [W, MAX_CHUNKS], row s written by rank s
         self.outgoing = [words[rank] for words in signals]  # the row that this rank writes at each peer
+        self.outgoing_at = _addresses(self.outgoing, device)  # int64 [W], for kernels that signal peers themselves
+        self.memory_at = _addresses(self.memory, device)  # int64 [W], for kernels that store at peers themselves
         self.expected = 0  # the host's mirror of the epoch, for waits on the host and for messages
         self.control = torch.zeros(2 + world * MAX_CHUNKS, dtype=torch.int64, device=device)
         self.epoch = self.control[:1]  # on the device, so that a replayed graph counts on
@@ -84,6 +92,7 @@ class Slot:
         self._increment = torch.zeros_like(self.control)
         self._increment[0] = 1
         self._keep = self._increment.clone()
+        self.calls: dict[Hashable, Call] = {}
 
     def next_epoch(self) -> None:
         """Epoch + 1, all counters 0; in one kernel, because each costs 5 microseconds of host time."""
@@ -92,7 +101,10 @@ class Slot:
 
 
 class Call:
-    """One use of one slot by one operator: blocks [W, *block shape] of one dtype, each sent in `chunks` equal parts."""
+    """One kind of use of one slot: blocks [W, *block shape] of one dtype, each sent in `chunks` equal parts, under one name.
+
+    Everything here holds for every call of that kind, so that a call makes none of it.
+    """
 
     def __init__(
         self, channel: Channel, slot: Slot, shape: torch.Size, dtype: torch.dtype, op: str, chunks: int
@@ -103,32 +115,50 @@ class Call:
         self.rank, self.world_size = channel.rank, channel.layout.world_size
         self._shape, self._dtype = shape, dtype
         self.blocks = self._blocks(slot.memory[self.rank])
+        # all other ranks, nearest following first: the order in which blocks are pushed
+        self.peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        # and nearest preceding first: the order in which their blocks arrive
+        self.sources = [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
+        self.launches = LaunchCache(channel.driver)
+        self._routes: dict[Hashable, list[Route]] = {}
 
     def _blocks(self, memory: torch.Tensor) -> torch.Tensor:
         count = self.world_size * self._shape.numel()
         return memory[: count * self._dtype.itemsize].view(self._dtype).view(self.world_size, *self._shape)
 
-    def broadcast(self, block: torch.Tensor) -> list[Push]:
-        """The pushes of one block to every peer."""
-        return [push for peer in self.peers() for push in self._pushes(peer, block, None)]
+    def landing(self, peer: int) -> torch.Tensor:
+        """Where this rank's block [block shape] goes at `peer`."""
+        return self._blocks(self.slot.memory[peer])[self.rank]
 
-    def deliver(self, blocks: torch.Tensor, targets: list[int], tiles: int | None = None) -> list[Push]:
-        """The pushes of block d of `blocks` [W, *block shape] to rank d, for each d of `targets`.
+    def broadcast(self) -> list[Route]:
+        """To every peer: this rank's block, the source of the pushes."""
+        if "broadcast" not in self._routes:
+            self._routes["broadcast"] = [route for peer in self.peers for route in self._routes_to(peer, 0, None)]
+        return self._routes["broadcast"]
+
+    def deliver(self, target: int | None, tiles: int | None = None) -> list[Route]:
+        """Block d of the source [W, *block shape] to rank d, for d = target or, with None, for every peer.
 
         Args:
             tiles: a kernel writes the blocks: send a chunk when this many of its tiles are complete. None: send at once.
         """
-        return [push for peer in targets for push in self._pushes(peer, blocks[peer], tiles)]
+        routes = self._routes.get((target, tiles))
+        if routes is None:
+            size = self._shape.numel()
+            targets = self.peers if target is None else [target]
+            routes = [route for peer in targets for route in self._routes_to(peer, peer * size, tiles)]
+            self._routes[target, tiles] = routes
+        return routes
 
-    def _pushes(self, peer: int, block: torch.Tensor, tiles: int | None) -> list[Push]:
-        """This rank's block to `peer`, chunk by chunk."""
-        target = self._blocks(self.slot.memory[peer])[self.rank]
+    def _routes_to(self, peer: int, first: int, tiles: int | None) -> list[Route]:
+        """A block's way to `peer`, chunk by chunk; it starts at element `first` of the source."""
+        target = self.landing(peer)
         signals = self.slot.outgoing[peer].split(1)
         complete = self.slot.complete.split(1)[peer * MAX_CHUNKS :]
-        parts = zip(block.chunk(self.chunks), target.chunk(self.chunks), strict=True)
+        size = target.numel() // self.chunks
         return [
-            Push(part, place, signals[i], self.slot.epoch, None if tiles is None else (complete[i], tiles))
-            for i, (part, place) in enumerate(parts)
+            Route(first + i * size, place, signals[i], self.slot.epoch, None if tiles is None else (complete[i], tiles))
+            for i, place in enumerate(target.chunk(self.chunks))
         ]
 
     def wait(self, source: int) -> None:
@@ -142,14 +172,6 @@ class Call:
     def waiting(self, source: int, chunk: int = 0) -> Waiting:
         return Waiting(self.op, self.rank, source, chunk, self._channel.timeout_s)
 
-    def peers(self) -> list[int]:
-        """All other ranks, nearest following first: the order in which blocks are pushed."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-
-    def sources(self) -> list[int]:
-        """All other ranks, nearest preceding first: the order in which their blocks arrive."""
-        return [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
-
 
 class Channel:
     """Two slots, used in turn."""
@@ -159,7 +181,7 @@ class Channel:
         engine: CopyEngine, fault: FaultRecord, timeout_s: float,
     ) -> None:  # fmt: skip
         self.rank, self.layout, self.timeout_s, self.fault = rank, layout, timeout_s, fault
-        self._engine = engine
+        self.driver = engine.driver if isinstance(engine, StreamCopyEngine) and device.type == "cuda" else None
         self._slots = [Slot(heap, layout, name, index, rank, device) for index in range(SLOTS)]
         self._turn = 0
         self.wait: Callable[[Call, int, int], None] = (
@@ -167,12 +189,15 @@ class Channel:
         )
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int = 1) -> Call:
-        """Start a call on the next slot; pushes from here on see what the caller has written."""
+        """Start a call on the next slot."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % SLOTS
         slot.next_epoch()
-        self._engine.fork()
-        return Call(self, slot, block_shape, dtype, op, chunks)
+        key = (block_shape, dtype, op, chunks)
+        call = slot.calls.get(key)
+        if call is None:
+            call = slot.calls[key] = Call(self, slot, block_shape, dtype, op, chunks)
+        return call
 
     def _wait_on_host(self, call: Call, first: int, count: int) -> None:
         for source in range(first, first + count):
@@ -185,12 +210,16 @@ class Channel:
             self.fault.raise_timeout(call.waiting(source, chunk), expected, int(word))
 
     def _wait_on_stream(self, call: Call, first: int, count: int) -> None:
+        call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count))
+
+    def _wait_launch(self, call: Call, first: int, count: int) -> Launch:
         from .kernels.signal import wait_kernel
 
         victim = first if first != self.rank else (first + 1) % self.layout.world_size  # a block that will be read
         row = call.blocks[victim]
-        wait_kernel[(1,)](
-            call.slot.signals, call.slot.epoch, self.fault.abort, self.fault.record, self.fault.tag(call.waiting(self.rank)),
-            int(self.timeout_s * 1e9), self.rank, first, count, row, row.shape[-1],
-            CHUNKS=call.chunks, TIMED=True, BLOCK=1024, num_warps=1,
+        arguments = dict(
+            signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, abort_ptr=self.fault.abort, record_ptr=self.fault.record,
+            tag=self.fault.tag(call.waiting(self.rank)), limit=int(self.timeout_s * 1e9), rank=self.rank, first=first,
+            count=count, row_ptr=row, row_size=row.shape[-1],
         )  # fmt: skip
+        return Launch(wait_kernel, (1,), arguments, dict(CHUNKS=call.chunks, TIMED=True, BLOCK=1024, num_warps=1))

@@ -77,7 +77,7 @@ def _common(command: argparse.ArgumentParser) -> None:
         type=_of(METHODS),
         default=None,
         metavar="METHOD,...",
-        help="default fused,chunked,collective; on the CPU chunked,collective",
+        help="default fused,direct,chunked,collective; on the CPU chunked,collective",
     )
     command.add_argument("--provider", default="auto", help="symmetric memory: auto, nvshmem, torch or host")
     command.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
@@ -143,7 +143,7 @@ def _measure(args: argparse.Namespace, here: world.World, results: output.Result
 
 
 def _settings(args: argparse.Namespace, device: torch.device) -> Settings:
-    methods = args.methods or [*(["fused"] if device.type == "cuda" else []), "chunked", "collective"]
+    methods = args.methods or [*(["fused", "direct"] if device.type == "cuda" else []), "chunked", "collective"]
     dtype = torch.float32 if args.tiny else torch.bfloat16
     # symmetric_mib: enough for two gather and two scatter slots of 1 GiB, the largest shape with M = 32768
     config = OverlapConfig(provider=args.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off")

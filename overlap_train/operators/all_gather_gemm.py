@@ -57,7 +57,7 @@ class ChunkedGather:
         self._domain, self._own = domain, x_shard_m
         self._arrived = False  # whether all blocks have been waited for
         self._call = domain.gather.open(x_shard_m.shape, x_shard_m.dtype, op, self._chunks(x_shard_m))
-        domain.engine.push(self._call.broadcast(x_shard_m))
+        domain.engine.push(x_shard_m, self._call.broadcast())
 
     def _chunks(self, x_shard_m: torch.Tensor) -> int:
         return 1
@@ -74,7 +74,7 @@ class ChunkedGather:
         y = self._own.new_empty(self._own.shape[0] * self._domain.world_size, b_kn.shape[1])
         blocks = y.unflatten(0, (self._domain.world_size, -1))
         torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
-        for source in self._call.sources():
+        for source in self._call.sources:
             self._call.wait(source)
             torch.mm(self._call.blocks[source], b_kn, out=blocks[source])
         self._arrived = True
@@ -90,7 +90,7 @@ class FusedGather(ChunkedGather):
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         # full() waits again: its wait costs nothing where the kernel's waits were met, and poisons x where one gave up.
-        if hopper.serves_all_gather(self._own, b_kn):
+        if hopper.serves(self._own, b_kn):
             return hopper.all_gather_gemm(self._domain, self._call, self._own, b_kn)
         return self._portable_matmul(b_kn)
 
@@ -111,4 +111,5 @@ GATHERS: dict[str, Callable[[OverlapDomain, torch.Tensor, str], Gather]] = {
     "collective": CollectiveGather,
     "chunked": ChunkedGather,
     "fused": FusedGather,
+    "direct": FusedGather,  # it is about scattering; gathering has nothing to store
 }

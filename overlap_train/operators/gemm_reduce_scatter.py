@@ -7,14 +7,17 @@ complete. The own rows then add the partials that have arrived, in fp32 and in f
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..domain import OverlapDomain
+from ..packed_launch import Launch
+from ..workspace import Call
 from . import hopper
-from .tiles import chunk_count, grid_size, launch_arguments, tile_config
+from .tiles import chunk_count, grid_size, launch_arguments, stored_chunk_count, tile_config
 
 
 class Scatter(Protocol):
@@ -54,76 +57,107 @@ class ChunkedScatter:
         self._partials = a_mk.new_empty(world, a_mk.shape[0] // world, n)  # block d: rows of rank d
         self._call = domain.scatter.open(self._partials.shape[1:], a_mk.dtype, op)
         rows = a_mk.unflatten(0, (world, -1))
-        for target in self._call.peers():
+        for target in self._call.peers:
             torch.mm(rows[target], b_kn, out=self._partials[target])
-            domain.engine.fork()
-            domain.engine.push(self._call.deliver(self._partials, [target]))
+            domain.engine.push(self._partials, self._call.deliver(target))
         torch.mm(rows[domain.rank], b_kn, out=self._partials[domain.rank])
 
     def finish(self) -> torch.Tensor:
         self._call.wait_for_all()
-        own = self._partials[self._domain.rank]
-        return reduce_partials(own, self._call.blocks, self._domain.rank)
+        return reduce_partials(self._call, self._partials[self._domain.rank])
 
 
-def reduce_partials(own: torch.Tensor, received: torch.Tensor, rank: int) -> torch.Tensor:
-    """own [M/W, N] + received [W, M/W, N] in rank order, block `rank` left out, summed in fp32 -> own's dtype."""
+def reduce_partials(call: Call, own: torch.Tensor) -> torch.Tensor:
+    """own [M/W, N] + what has arrived [W, M/W, N] in rank order, the own block left out, summed in fp32 -> own's dtype."""
     if own.device.type == "cuda":
-        from ..kernels.gemm_reduce_scatter import reduce_partials_kernel
-
-        y, block = torch.empty_like(own), 1024
-        grid = (-(-own.numel() // block),)
-        reduce_partials_kernel[grid](own, received, y, own.numel(), rank, WORLD=len(received), BLOCK=block)
+        y = torch.empty_like(own)
+        call.launches.run("reduce", (own.data_ptr(), y.data_ptr()), partial(_reduce_launch, call, own, y))
         return y
     total = own.float()
-    for source in range(len(received)):
-        if source != rank:
-            total = total + received[source]
+    for source in range(call.world_size):
+        if source != call.rank:
+            total = total + call.blocks[source]
     return total.to(own.dtype)
 
 
-class FusedScatter:
-    """One persistent kernel; a counter per destination and chunk releases its push, and the last tiles are the reduction."""
+def _reduce_launch(call: Call, own: torch.Tensor, y: torch.Tensor) -> Launch:
+    from ..kernels.gemm_reduce_scatter import reduce_partials_kernel
+
+    block = 1024
+    arguments = dict(own_ptr=own, received_ptr=call.blocks, y_ptr=y, size=own.numel(), rank=call.rank)
+    constants = dict(WORLD=call.world_size, BLOCK=block)
+    return Launch(reduce_partials_kernel, (-(-own.numel() // block),), arguments, constants, ("own_ptr", "y_ptr"))
+
+
+class PersistentScatter:
+    """One kernel whose last tiles are the reduction."""
 
     def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str) -> None:
-        world, n = domain.world_size, b_kn.shape[1]
-        m_shard = a_mk.shape[0] // world
-        chunks = chunk_count(m_shard, n * a_mk.element_size(), domain.device)
+        m_shard, n = a_mk.shape[0] // domain.world_size, b_kn.shape[1]
         self._domain, self._a, self._b = domain, a_mk, b_kn
-        self._staging = a_mk.new_empty(world, m_shard, n)
         self._y = a_mk.new_empty(m_shard, n)
+        chunks = self._chunks(m_shard, n * a_mk.element_size())
         self._call = domain.scatter.open(self._y.shape, a_mk.dtype, op, chunks)
-        if hopper.serves_reduce_scatter(a_mk, b_kn, m_shard // chunks):
-            self._launch(self._hopper_kernel, hopper.BLOCK_M, hopper.BLOCK_N)
+        self._on_hopper = hopper.serves_scatter(a_mk, b_kn, m_shard // chunks)
+        self._start()
+
+    def _chunks(self, m_shard: int, row_bytes: int) -> int:
+        raise NotImplementedError
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def _kernel(self, staging: torch.Tensor | None) -> None:
+        """Launch it; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
+        if self._on_hopper:
+            hopper.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y)
         else:
-            tile = tile_config(a_mk.dtype, domain.device)
-            self._launch(self._portable_kernel, tile.block_m, tile.block_n)
+            self._portable_kernel(staging)
 
-    def _launch(self, kernel: Callable[[], None], block_m: int, block_n: int) -> None:
-        m_shard, n = self._y.shape
-        tiles = -(-(m_shard // self._call.chunks) // block_m) * -(-n // block_n)  # of one chunk
-        self._domain.engine.launch(kernel, self._call.deliver(self._staging, self._call.peers(), tiles))
-
-    def _hopper_kernel(self) -> None:
-        hopper.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, self._staging, self._y)
-
-    def _portable_kernel(self) -> None:
+    def _portable_kernel(self, staging: torch.Tensor | None) -> None:
         from ..kernels.gemm_reduce_scatter import gemm_reduce_scatter_kernel
 
-        domain, a_mk, b_kn, (m_shard, n) = self._domain, self._a, self._b, self._y.shape
+        domain, a_mk, b_kn, (m_shard, n), slot = self._domain, self._a, self._b, self._y.shape, self._call.slot
         tile = tile_config(a_mk.dtype, domain.device)
         gemm_reduce_scatter_kernel[grid_size(m_shard, n, domain.world_size, tile, domain.device)](
-            a_mk, b_kn, self._staging, self._call.blocks, self._y,
+            a_mk, b_kn, self._y if staging is None else staging, self._call.blocks, self._y,
             m_shard, n, a_mk.shape[1], a_mk.stride(0), a_mk.stride(1), b_kn.stride(0), b_kn.stride(1),
-            complete_ptr=self._call.slot.complete, **launch_arguments(domain, self._call, a_mk.dtype),
+            complete_ptr=slot.complete, memory_at_ptr=slot.memory_at, outgoing_at_ptr=slot.outgoing_at,
+            DIRECT=staging is None, **launch_arguments(domain, self._call, a_mk.dtype),
         )  # fmt: skip
 
     def finish(self) -> torch.Tensor:
         return self._y
 
 
+class FusedScatter(PersistentScatter):
+    """A counter per destination and chunk releases its push by the copy engine."""
+
+    def _chunks(self, m_shard: int, row_bytes: int) -> int:
+        return chunk_count(m_shard, row_bytes, self._domain.device)
+
+    def _start(self) -> None:
+        m_shard, n = self._y.shape
+        tile = tile_config(self._y.dtype, self._domain.device)
+        block_m, block_n = (hopper.BLOCK_M, hopper.BLOCK_N) if self._on_hopper else (tile.block_m, tile.block_n)
+        tiles = -(-(m_shard // self._call.chunks) // block_m) * -(-n // block_n)  # of one chunk
+        staging = self._a.new_empty(self._domain.world_size, m_shard, n)
+        self._domain.engine.launch(lambda: self._kernel(staging), staging, self._call.deliver(None, tiles))
+
+
+class DirectScatter(PersistentScatter):
+    """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
+
+    def _chunks(self, m_shard: int, row_bytes: int) -> int:
+        return stored_chunk_count(m_shard, self._domain.device)
+
+    def _start(self) -> None:
+        self._kernel(None)
+
+
 SCATTERS: dict[str, Callable[[OverlapDomain, torch.Tensor, torch.Tensor, str], Scatter]] = {
     "collective": CollectiveScatter,
     "chunked": ChunkedScatter,
     "fused": FusedScatter,
+    "direct": DirectScatter,
 }

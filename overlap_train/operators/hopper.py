@@ -12,67 +12,141 @@ from typing import Any
 import torch
 
 from ..domain import OverlapDomain
+from ..packed_launch import Launch
 from ..workspace import Call
 from .tiles import multiprocessors, protocol_arguments
 
 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES = 128, 256, 64, 8, 4
+# Tiles that are stored at a peer leave at NVLink's pace: a buffer for a whole one, and a stage less, hides that.
+STAGES_BESIDE_A_TILE = 3
+MOST_PEERS = 7  # that the kernel has a tensor descriptor for
 # 8 multiplying warps and the loading warp, padded to 4, share 65,536 registers: 168 a thread at entry, then 240 and 40.
 _LAUNCH = {"num_warps": 8, "maxnreg": 168}
 
 
-def serves_all_gather(x_shard_m: torch.Tensor, b_kn: torch.Tensor) -> bool:
-    """Whether the Hopper kernel can multiply gathered x [M, K] by b_kn [K, N]."""
-    return (
-        _is_hopper(x_shard_m) and _tma_rows(x_shard_m) and _tma_operand(b_kn) and _whole_16_bytes(b_kn.shape[1], b_kn)
-    )
+def serves(a_mk: torch.Tensor, b_kn: torch.Tensor) -> bool:
+    """Whether the Hopper kernels can multiply a_mk [M, K] by b_kn [K, N]."""
+    aligned = (a_mk.data_ptr() | b_kn.data_ptr()) % 16 == 0
+    return aligned and _serves_layout(a_mk.device, a_mk.dtype, a_mk.stride(), b_kn.shape, b_kn.stride())
 
 
-def serves_reduce_scatter(a_mk: torch.Tensor, b_kn: torch.Tensor, m_chunk: int) -> bool:
-    """Whether the Hopper kernel can multiply a_mk [M, K] by b_kn [K, N] and send chunks of m_chunk rows: partial tiles leave by
-    TMA, so none may cross a chunk's edge."""
-    return serves_all_gather(a_mk, b_kn) and m_chunk % BLOCK_M == 0
+@functools.cache
+def _serves_layout(
+    device: torch.device, dtype: torch.dtype, a_stride: tuple[int, int], b_shape: torch.Size, b_stride: tuple[int, int]
+) -> bool:
+    """Both operands with contiguous rows (b perhaps transposed), rows and outputs that start on 16 bytes."""
+    if device.type != "cuda" or dtype == torch.float32 or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    b_row, b_step = (b_stride[1], b_stride[0]) if b_stride[0] == 1 else b_stride
+    pitches = (a_stride[0], b_row, b_shape[1])
+    whole = all(pitch > 0 and pitch * dtype.itemsize % 16 == 0 for pitch in pitches)
+    return a_stride[1] == 1 and b_step == 1 and whole
+
+
+def serves_scatter(a_mk: torch.Tensor, b_kn: torch.Tensor, m_chunk: int) -> bool:
+    """Whether they can also send chunks of m_chunk rows: partial tiles leave by TMA, so none may cross a chunk's edge."""
+    return m_chunk % BLOCK_M == 0 and serves(a_mk, b_kn)
 
 
 def all_gather_gemm(domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
     """y [M, N] = (own [M/W, K] and the peers' shards) @ b_kn [K, N]."""
-    from ..kernels.hopper_all_gather_gemm import hopper_all_gather_gemm_kernel
-
-    (m_shard, k), n = own.shape, b_kn.shape[1]
-    y = own.new_empty(m_shard * domain.world_size, n)
-    gathered = call.blocks.flatten(0, 1)
-    hopper_all_gather_gemm_kernel[_grid(m_shard * domain.world_size, n, domain.device)](
-        _descriptor(own, BLOCK_M, BLOCK_K), _descriptor(gathered, BLOCK_M, BLOCK_K), *_operand(b_kn),
-        _descriptor(y, BLOCK_M, BLOCK_N // 2), y, m_shard, n, k, **_arguments(domain, call, b_kn),
-        WHOLE_TILES=m_shard % (call.chunks * BLOCK_M) == 0,
-    )  # fmt: skip
+    y = own.new_empty(own.shape[0] * domain.world_size, b_kn.shape[1])
+    addresses = (own.data_ptr(), b_kn.data_ptr(), y.data_ptr(), y.data_ptr())
+    key = ("gather", own.shape, b_kn.shape, b_kn.stride())
+    call.launches.run(key, addresses, lambda: _gather_launch(domain, call, own, b_kn, y))
     return y
 
 
+def _gather_launch(domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor) -> Launch:
+    from ..kernels.hopper_all_gather_gemm import hopper_all_gather_gemm_kernel
+
+    m_shard = own.shape[0]
+    arguments = dict(
+        own_desc=_descriptor(own, BLOCK_M, BLOCK_K), b_desc=_operand(b_kn), y_desc=_descriptor(y, BLOCK_M, BLOCK_N // 2),
+        y_ptr=y, gathered_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K),
+    )  # fmt: skip
+    whole = m_shard % (call.chunks * BLOCK_M) == 0
+    constants = _constants(b_kn, STAGES) | {"WHOLE_TILES": whole}
+    replaced = ("own_desc", "b_desc", "y_desc", "y_ptr")
+    return _launch(
+        hopper_all_gather_gemm_kernel, domain, call, (m_shard, own.shape[1]), b_kn, arguments, constants, replaced
+    )
+
+
 def gemm_reduce_scatter(
-    domain: OverlapDomain, call: Call, a_mk: torch.Tensor, b_kn: torch.Tensor, staging: torch.Tensor, y: torch.Tensor
+    domain: OverlapDomain,
+    call: Call,
+    a_mk: torch.Tensor,
+    b_kn: torch.Tensor,
+    staging: torch.Tensor | None,
+    y: torch.Tensor,
 ) -> None:
-    """staging [W, M/W, N] and y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send."""
+    """y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send.
+
+    Args:
+        staging: [W, M/W, N], where partials for the peers are written; None: at the peers.
+    """
+    staged = () if staging is None else (staging.data_ptr(),)
+    key = ("scatter", len(staged), a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride())
+    addresses = (a_mk.data_ptr(), b_kn.data_ptr(), y.data_ptr(), *staged)
+    call.launches.run(key, addresses, lambda: _scatter_launch(domain, call, a_mk, b_kn, staging, y))
+
+
+def _scatter_launch(
+    domain: OverlapDomain,
+    call: Call,
+    a_mk: torch.Tensor,
+    b_kn: torch.Tensor,
+    staging: torch.Tensor | None,
+    y: torch.Tensor,
+) -> Launch:
     from ..kernels.hopper_gemm_reduce_scatter import hopper_gemm_reduce_scatter_kernel
 
-    m_shard, n = y.shape
-    hopper_gemm_reduce_scatter_kernel[_grid(a_mk.shape[0], n, domain.device)](
-        _descriptor(a_mk, BLOCK_M, BLOCK_K), *_operand(b_kn), _descriptor(staging.flatten(0, 1), BLOCK_M, BLOCK_N // 2),
-        call.blocks, y, m_shard, n, a_mk.shape[1], complete_ptr=call.slot.complete, **_arguments(domain, call, b_kn),
+    arguments = dict(
+        a_desc=_descriptor(a_mk, BLOCK_M, BLOCK_K), b_desc=_operand(b_kn), y_desc=_descriptor(y, BLOCK_M, BLOCK_N // 2),
+        received_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_N // 2),
+        complete_ptr=call.slot.complete, outgoing_at_ptr=call.slot.outgoing_at,
+    )  # fmt: skip
+    places = [call.landing(peer) for peer in call.peers] if staging is None else [staging.flatten(0, 1)]
+    places += places[:1] * (MOST_PEERS - len(places))  # every parameter wants a value
+    for step, place in enumerate(places, start=1):
+        arguments[f"to{step}_desc"] = _descriptor(place, BLOCK_M, BLOCK_N // 2)
+    constants = _constants(b_kn, STAGES_BESIDE_A_TILE if staging is None else STAGES) | {"DIRECT": staging is None}
+    replaced = ("a_desc", "b_desc", "y_desc", *([] if staging is None else ["to1_desc"]))
+    m_shard, k = y.shape[0], a_mk.shape[1]
+    return _launch(hopper_gemm_reduce_scatter_kernel, domain, call, (m_shard, k), b_kn, arguments, constants, replaced)
+
+
+def _launch(
+    kernel: Any, domain: OverlapDomain, call: Call, sizes: tuple[int, int], b_kn: torch.Tensor,
+    arguments: dict[str, Any], constants: dict[str, Any], replaced: tuple[str, ...],
+) -> Launch:  # fmt: skip
+    (m_shard, k), n = sizes, b_kn.shape[1]
+    tiles = -(-m_shard // BLOCK_M) * -(-n // BLOCK_N) * domain.world_size
+    words = protocol_arguments(domain, call)
+    return Launch(
+        kernel, (min(tiles, multiprocessors(domain.device)),),
+        arguments | dict(m_shard=m_shard, n=n, k=k) | words.arguments, constants | words.constants, replaced,
     )  # fmt: skip
 
 
-def _arguments(domain: OverlapDomain, call: Call, b_kn: torch.Tensor) -> dict[str, Any]:
+def _constants(b_kn: torch.Tensor, stages: int) -> dict[str, Any]:
     return dict(
-        **protocol_arguments(domain, call), BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
-        STAGES=STAGES, B_IS_NK=b_kn.stride(0) == 1, **_LAUNCH,
-    )  # fmt: skip
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        GROUP_M=GROUP_M,
+        STAGES=stages,
+        B_IS_NK=b_kn.stride(0) == 1,
+        **_LAUNCH,
+    )
 
 
-def _operand(b_kn: torch.Tensor) -> tuple[Any]:
+def _operand(b_kn: torch.Tensor) -> Any:
     """The descriptor of b_kn [K, N] as it lies in memory: [N, K] or [K, N]."""
     if b_kn.stride(0) == 1:
-        return (_descriptor(b_kn.t(), BLOCK_N, BLOCK_K),)
-    return (_descriptor(b_kn, BLOCK_K, BLOCK_N),)
+        return _descriptor(b_kn.t(), BLOCK_N, BLOCK_K)
+    return _descriptor(b_kn, BLOCK_K, BLOCK_N)
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, cols: int) -> Any:
@@ -86,28 +160,3 @@ def _shared_layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
 
     return NVMMASharedLayout.get_default_for([rows, cols], bfloat16 if dtype == torch.bfloat16 else float16)
-
-
-def _grid(m: int, n: int, device: torch.device) -> tuple[int]:
-    return (min(-(-m // BLOCK_M) * -(-n // BLOCK_N), multiprocessors(device)),)
-
-
-def _is_hopper(x: torch.Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype != torch.float32 and _capability(x.device) == 9
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
-
-
-def _tma_operand(b_kn: torch.Tensor) -> bool:
-    return _tma_rows(b_kn.t() if b_kn.stride(0) == 1 else b_kn)
-
-
-def _tma_rows(matrix: torch.Tensor) -> bool:
-    return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and _whole_16_bytes(matrix.stride(0), matrix)
-
-
-def _whole_16_bytes(elements: int, matrix: torch.Tensor) -> bool:
-    return elements * matrix.element_size() % 16 == 0

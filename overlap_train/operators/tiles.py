@@ -15,6 +15,8 @@ from ..workspace import Call
 _INTERPRETER_POLLS_PER_SECOND = 10_000
 # Each push costs 10 microseconds of host time, in which the copy engine moves 4 MiB; shorter copies would wait for the host.
 _SHORTEST_COPY = 8 << 20
+# A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2.
+_SHORTEST_STORED = 1024
 # Tiles of every kernel are at most this tall, so that chunks of whole multiples hold whole tiles.
 _TALLEST_TILE = 128
 
@@ -49,6 +51,7 @@ def tile_config(dtype: torch.dtype, device: torch.device) -> TileConfig:
     return _FULL if dtype == torch.float32 else _HALF
 
 
+@functools.cache
 def chunk_count(m_shard: int, row_bytes: int, device: torch.device) -> int:
     """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
 
@@ -60,23 +63,39 @@ def chunk_count(m_shard: int, row_bytes: int, device: torch.device) -> int:
     return max(fits, default=1)
 
 
-def protocol_arguments(domain: OverlapDomain, call: Call) -> dict[str, Any]:
-    """What all kernels take by the same name: the protocol's words."""
+@functools.cache
+def stored_chunk_count(m_shard: int, device: torch.device) -> int:
+    """As chunk_count, for chunks that a kernel stores at the peers and signals itself."""
+    if device.type != "cuda":
+        return 2 if m_shard % 2 == 0 else 1
+    fits = [c for c in (1, 2, 4, 8) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard >= c * _SHORTEST_STORED]
+    return max(fits, default=1)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What all kernels are told by the same name about the protocol."""
+
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+
+
+def protocol_arguments(domain: OverlapDomain, call: Call) -> Words:
+    """Of one call."""
     timeout_s, on_gpu = domain.config.timeout_s, domain.device.type == "cuda"
-    return dict(
+    arguments = dict(
         rank=domain.rank, counter_ptr=call.slot.claimed, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch,
         abort_ptr=domain.fault.abort, record_ptr=domain.fault.record, tag=domain.fault.tag(call.waiting(domain.rank)),
         limit=int(timeout_s * (1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)),
-        WORLD=domain.world_size, CHUNKS=call.chunks,
     )  # fmt: skip
+    return Words(arguments, dict(WORLD=domain.world_size, CHUNKS=call.chunks))
 
 
 def launch_arguments(domain: OverlapDomain, call: Call, dtype: torch.dtype) -> dict[str, Any]:
     """The protocol's words and the tile, for the portable kernels."""
-    tile = tile_config(dtype, domain.device)
-    return dict(
-        **protocol_arguments(domain, call), PRECISION="ieee", TIMED=domain.device.type == "cuda", **tile.arguments()
-    )  # fmt: skip
+    words, tile = protocol_arguments(domain, call), tile_config(dtype, domain.device)
+    timed = domain.device.type == "cuda"
+    return dict(**words.arguments, **words.constants, PRECISION="ieee", TIMED=timed, **tile.arguments())
 
 
 def grid_size(m_shard: int, n: int, world_size: int, tile: TileConfig, device: torch.device) -> tuple[int]:

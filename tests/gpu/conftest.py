@@ -45,7 +45,7 @@ def provider(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--provider")
 
 
-@pytest.fixture(params=["fused", "chunked", "collective"])
+@pytest.fixture(params=["fused", "direct", "chunked", "collective"])
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
 

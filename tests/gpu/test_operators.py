@@ -39,8 +39,22 @@ def test_the_fused_kernel_really_ran(case: Case) -> None:
     for _ in range(2):  # both slots of both channels
         OPERATORS["column"](case, (256, 1), 256, 256)
     claimed = sum(int(slot.claimed) for slot in (*domain.gather._slots, *domain.scatter._slots))
-    assert (claimed > 0) == (case.config.method == "fused")
+    assert (claimed > 0) == (case.config.method in ("fused", "direct"))
     assert domain.heap is not None and case.config.provider in ("auto", domain.heap.provider)
+
+
+def test_later_launches_go_straight_to_the_driver(case: Case, recwarn: pytest.WarningsRecorder) -> None:
+    """A layout that the packing does not know would only be slow."""
+    domain = domain_of(case.group, case.config, case.device)
+    k = {"fused": 272, "direct": 288, "chunked": 304, "collective": 320}[
+        case.config.method
+    ]  # slots know it by its shape
+    for seed in range(4):
+        OPERATORS["column"](replace(case, dtype=torch.bfloat16), (256 * case.world, 1), k, 256, seed=seed)
+    calls = [call for slot in domain.gather._slots for (shape, *_), call in slot.calls.items() if shape[1] == k]
+    packed = sum(len(call.launches._packed) for call in calls)
+    assert (packed > 0) == (case.config.method != "collective")
+    assert not [warning for warning in recwarn if "host time" in str(warning.message)]
 
 
 def _random(case: Case, *shape: int, seed: int) -> torch.Tensor:

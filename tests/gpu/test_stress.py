@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, OverlapTimeoutError, all_gather_linear, linear_reduce_scatter
-from overlap_train.copy_engine import Push, StreamCopyEngine
+from overlap_train.copy_engine import Route, StreamCopyEngine
 from overlap_train.domain import domain_of
 from tests.linear_cases import OPERATORS, Case
 
@@ -64,19 +64,19 @@ def test_late_copies(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     domain = domain_of(case.group, case.config, case.device)
     engine = domain.engine
     assert isinstance(engine, StreamCopyEngine)
-    push = engine.push
+    enqueue = engine._enqueue
 
-    def late(pushes: list[Push]) -> None:
+    def late(source: torch.Tensor, routes: list[Route]) -> None:
         with torch.cuda.stream(engine.stream):
             torch.cuda._sleep(3 * MILLISECOND)
-        push(pushes)
+        enqueue(source, routes)
 
     layer = Layer(case, seed=2)
     layer.step(0)
     for slow_rank in range(case.world):
         with monkeypatch.context() as patch:
             if case.rank == slow_rank:
-                patch.setattr(engine, "push", late)
+                patch.setattr(engine, "_enqueue", late)
             for number in range(6):
                 layer.step(number)
     finish(layer)
@@ -127,7 +127,7 @@ def test_busy_sms_of_another_group(case: Case) -> None:
     finish(layer)
 
 
-@pytest.mark.parametrize("method", ["fused", "chunked"])
+@pytest.mark.parametrize("method", ["fused", "direct", "chunked"])
 def test_a_silent_peer_is_named(group: dist.ProcessGroup, device: torch.device, method: str) -> None:
     """The last rank signals nobody: all others raise the time-out error with its name, and nothing hangs."""
     size = dist.get_world_size(group)
@@ -143,8 +143,8 @@ def test_a_silent_peer_is_named(group: dist.ProcessGroup, device: torch.device, 
     OPERATORS["column"](case, (64, 1), 64, 64)
     domain = domain_of(fresh, config, device)
     if case.rank == size - 1:
-        domain.engine.push = lambda pushes: None  # type: ignore[method-assign]
-        domain.engine.launch = lambda kernel, pushes: kernel()  # type: ignore[method-assign]
+        domain.engine.push = lambda source, routes: None  # type: ignore[method-assign]
+        domain.engine.launch = lambda kernel, source, routes: kernel()  # type: ignore[method-assign]
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
     y = all_gather_linear(x, x, group=fresh, config=config)
     torch.cuda.synchronize()

@@ -62,6 +62,7 @@ class Actor:
     # of CTAs
     words: dict[int, Word] = field(default_factory=dict)
     stored_since_barrier: bool = False
+    counted: object = None  # the memory order of its last count of a stored tile
     # of Python functions
     predicate: Callable[[], bool] | None = None
     polls_for: str = "something it polls through pause()"

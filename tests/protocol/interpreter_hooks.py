@@ -9,6 +9,8 @@ The interpreter is sequentially consistent, so memory order cannot be seen by ru
     a poll (`atomic_add(p, 0)`) acquires at system scope
     an atomic write of a word that somebody polls releases at system scope
     before that write comes a CTA barrier, if the CTA has stored a block since the last one
+    the same barrier comes before a count of stored tiles
+    a CTA that signals for all who counted has itself counted with acquire and release
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ _SCOPE = interpreter._ir.MEM_SYNC_SCOPE
 _ACQUIRING = (_SEMANTIC.ACQUIRE, _SEMANTIC.ACQUIRE_RELEASE)
 _RELEASING = (_SEMANTIC.RELEASE, _SEMANTIC.ACQUIRE_RELEASE)
 _ADD = interpreter._ir.ATOMIC_OP.ADD
+_EXCHANGE = interpreter._ir.ATOMIC_OP.XCHG
 _WORD_TYPES = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_int32, 8: ctypes.c_int64}
 
 
@@ -127,7 +130,7 @@ class InterpreterHooks:
                 return plain(builder, *args, **kwargs)
             access = access_of(*args)
             if method == "create_atomic_rmw":
-                self._check_order(actor, access, semantic=args[4], scope=args[5])
+                self._check_order(actor, access, args[0], semantic=args[4], scope=args[5])
             scheduler.before_access(actor, access)
             actor.stored_since_barrier |= access.kind == "store" and not access.is_word  # one thread stores a word
             result = plain(builder, *args, **kwargs)
@@ -144,16 +147,23 @@ class InterpreterHooks:
 
         return barrier
 
-    def _check_order(self, actor: Actor, access: MemoryAccess, semantic: object, scope: object) -> None:
+    def _check_order(
+        self, actor: Actor, access: MemoryAccess, operation: object, semantic: object, scope: object
+    ) -> None:
         """The rules of the module's docstring."""
         signals, fault = self._scheduler.signals, ""
+        counts = ".complete" in self._scheduler.name_of(access.address)
+        signals_for_all = operation == _EXCHANGE  # a signal that is not itself a count
+        actor.counted = semantic if counts else actor.counted
         if access.is_poll:
             signals.add(access.address)
             if semantic not in _ACQUIRING or scope != _SCOPE.SYSTEM:
                 fault = f"polls with {semantic}, {scope}; a wait acquires at system scope"
         elif access.address in signals and (semantic not in _RELEASING or scope != _SCOPE.SYSTEM):
             fault = f"signals with {semantic}, {scope}; a signal is released at system scope"
-        elif access.address in signals and actor.stored_since_barrier:
+        elif access.address in signals and signals_for_all and actor.counted != _SEMANTIC.ACQUIRE_RELEASE:
+            fault = f"signals for all after a count with {actor.counted}; such a count acquires and is released"
+        elif (access.address in signals or counts) and actor.stored_since_barrier:
             fault = "signals after a store without a CTA barrier between; other threads' stores are not ordered"
         if fault:
             raise self._scheduler.fail(actor, fault)

@@ -11,7 +11,6 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.interpreter_hooks import read_word
@@ -70,12 +69,6 @@ class SimulatedStream:
         self._queue.append(operation)
         self._gpu.enqueued(operation)
 
-    def wait_event(self, event: SimulatedEvent) -> None:
-        """Operations from here on run behind what the event was recorded behind; by now, not at its next recording."""
-        last = event.last
-        if last is not None:
-            self.enqueue(Operation("wait for an event", lambda: None, lambda: last.done))
-
     def last(self) -> Operation | None:
         return self._queue[-1] if self._queue else None
 
@@ -102,28 +95,33 @@ class SimulatedStream:
         return self._queue[0].name if self._queue else "none yet"
 
 
-class SimulatedEvent:
-    """`torch.cuda.Event`."""
-
-    last: Operation | None = None
-
-    def record(self, stream: SimulatedStream) -> None:
-        self.last = stream.last()
-
-
 class SimulatedDriver:
-    """`cuda.bindings.driver` for the streams of one GPU."""
-
-    CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ="GEQ")
-    CUresult = SimpleNamespace(CUDA_SUCCESS="SUCCESS")
+    """`CudaDriver` for the streams of one GPU. Streams and events are numbers here, too."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
+        self._recorded: list[Operation | None] = []  # by event: what it was recorded behind
 
-    def CUstream(self, number: int) -> SimulatedStream:
-        return self._gpu.streams[number]
+    def current_stream(self) -> int:
+        return self._gpu.current.cuda_stream
 
-    def cuMemcpyDtoDAsync(self, target: int, source: int, nbytes: int, stream: SimulatedStream) -> tuple[str]:
+    def check(self, status: None) -> None:
+        pass
+
+    def new_event(self) -> int:
+        self._recorded.append(None)
+        return len(self._recorded) - 1
+
+    def record_event(self, event: int, stream: int) -> None:
+        self._recorded[event] = self._gpu.streams[stream].last()
+
+    def wait_event(self, stream: int, event: int, flags: int) -> None:
+        """Operations from here on run behind what the event was recorded behind; by now, not at its next recording."""
+        last = self._recorded[event]
+        if last is not None:
+            self._gpu.streams[stream].enqueue(Operation("wait for an event", lambda: None, lambda: last.done))
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Others may run in the middle of a copy, but not of a word."""
         half = nbytes // 2 if nbytes > 8 else 0
 
@@ -132,12 +130,10 @@ class SimulatedDriver:
                 self._gpu.scheduler.step()
                 ctypes.memmove(target + start, source + start, end - start)
 
-        stream.enqueue(Operation("copy", run))
-        return ("SUCCESS",)
+        self._gpu.streams[stream].enqueue(Operation("copy", run))
 
-    def cuStreamWaitValue64(self, stream: SimulatedStream, address: int, goal: int, flags: str) -> tuple[str]:
-        assert flags == "GEQ"
+    def wait_value(self, stream: int, address: int, goal: int, flags: int) -> None:
+        assert flags == 0, "until the word is at least the goal"
         self._gpu.scheduler.signals.add(address)
         name = f"{self._gpu.scheduler.name_of(address)} to reach {goal}"
-        stream.enqueue(Operation(name, lambda: None, lambda: read_word(address, 8) >= goal))
-        return ("SUCCESS",)
+        self._gpu.streams[stream].enqueue(Operation(name, lambda: None, lambda: read_word(address, 8) >= goal))

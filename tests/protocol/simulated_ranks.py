@@ -146,14 +146,14 @@ class SimulatedEngine:
         self._name = f"engine{rank}"
         scheduler.spawn(self._name, self._work, rank=rank)
 
-    def fork(self) -> None:
+    def begin(self) -> None:
         """The host's kernels have ended before it enqueues."""
 
-    def push(self, pushes: list[Any]) -> None:
-        self._queue += pushes
+    def push(self, source: torch.Tensor, routes: list[Any]) -> None:
+        self._queue += [route.push(source) for route in routes]
 
-    def launch(self, kernel: Callable[[], None], pushes: list[Any]) -> None:
-        self.push(pushes)
+    def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Any]) -> None:
+        self.push(source, routes)
         kernel()
 
     def join(self) -> None:

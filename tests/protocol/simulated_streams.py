@@ -7,12 +7,9 @@ again in its stream, which gives its values; until then the tensor holds NaN.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.simulated_gpu import Operation, SimulatedDriver, SimulatedEvent, SimulatedGpu
+from tests.protocol.simulated_gpu import Operation, SimulatedDriver, SimulatedGpu
 from tests.protocol.simulated_ranks import SimulatedDomain, Simulation, core
 
 
@@ -35,9 +32,10 @@ class StreamSimulation(Simulation):
     def engine(self, scheduler: Scheduler, rank: int) -> Any:
         """The real engine on a simulated side stream."""
         self.gpus[rank] = gpu = SimulatedGpu(scheduler, rank, self.one_queue)
-        cuda = mock.patch.multiple(torch.cuda, Stream=gpu.new_stream, Event=SimulatedEvent)
-        with cuda, _module("cuda.bindings", SimpleNamespace(driver=SimulatedDriver(gpu))):
-            return core("copy_engine").StreamCopyEngine(torch.device("cpu"))
+        engine = core("copy_engine")
+        driver = mock.patch.object(engine, "CudaDriver", return_value=SimulatedDriver(gpu))
+        with mock.patch.object(torch.cuda, "Stream", gpu.new_stream), driver:
+            return engine.StreamCopyEngine(torch.device("cpu"))
 
     def patch(self, scheduler: Scheduler) -> None:
         """As `Simulation.patch`, and host actors enqueue on their rank's current stream."""
@@ -51,7 +49,6 @@ class StreamSimulation(Simulation):
                 current_gpu().current.enqueue(Operation("kernel", run))
             return _is_host(scheduler)
 
-        scheduler.patch(torch.cuda, "current_stream", lambda device=None: current_gpu().current)
         scheduler.during_run(_Enqueueing(scheduler, current_gpu))
         scheduler.enqueue_launch = enqueue_launch
 
@@ -97,18 +94,3 @@ class _Enqueueing(TorchDispatchMode):
 def _is_host(scheduler: Scheduler) -> bool:
     actor = scheduler.running_actor()
     return actor is not None and actor.name == f"host{actor.rank}"
-
-
-@contextmanager
-def _module(name: str, fake: Any) -> Iterator[None]:
-    """`sys.modules` with a fake; not mock.patch.dict, which would also forget what is imported meanwhile."""
-    missing = object()
-    original = sys.modules.get(name, missing)
-    sys.modules[name] = fake
-    try:
-        yield
-    finally:
-        if original is missing:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = original

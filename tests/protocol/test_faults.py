@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, OverlapTimeoutError, all_gather_linear, check, linear_reduce_scatter
-from overlap_train.copy_engine import HostCopyEngine, Push
+from overlap_train.copy_engine import HostCopyEngine, Route
 from overlap_train.domain import domain_of
 from tests.processes import Outcome, run_ranks, values
 
@@ -56,12 +56,12 @@ def _end_itself(config: OverlapConfig, how: str, where: str) -> None:
     assert isinstance(engine, HostCopyEngine)
     push = engine.push
 
-    def last_push(pushes: list[Push]) -> None:
+    def last_push(source: torch.Tensor, routes: list[Route]) -> None:
         if where == "after the data":
-            for item in pushes:
-                item.target.copy_(item.source.detach())  # the signal will never follow
+            for item in (route.push(source.detach()) for route in routes):
+                item.target.copy_(item.source)  # the signal will never follow
         os.kill(os.getpid(), getattr(signal, how))
-        push(pushes)
+        push(source, routes)
 
     engine.push = last_push  # type: ignore[method-assign]
 

@@ -16,22 +16,33 @@ from tests.protocol.simulated_ranks import TILE, Simulation
 
 OPERATOR, KERNEL = "operators.gemm_reduce_scatter", "kernels.gemm_reduce_scatter"
 
-STORE = "            tl.store(staging_ptr"
+STORE = "                tl.store(staging_ptr"
 ANNOUNCE = "announce(complete_ptr + signal_word(target, chunk))"
+LAND = "                tl.store(landing_ptr + offsets, part, mask=mask)\n"
+TELL = "announce_at_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, epoch)"
 CLAIM = 'tl.int64), sem="relaxed", scope="gpu")'
-RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef claim'
+RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef announce_at_peer'
 GOAL = "(complete[i], tiles)"
+RELEASE_AT_PEER = 'tl.atomic_xchg(signal_ptr, epoch, sem="release", scope="sys")'
+COUNT = 'tl.cast(1, tl.int64), sem="acq_rel", scope="sys") + 1'
+BARRIER = "tl.debug_barrier()\n    tl.atomic_add("
+COUNT_BARRIER = "tl.debug_barrier()\n    counted"
 COUNTERS = "self.slot.complete.split(1)[peer * MAX_CHUNKS :]"
 DEADLOCK = "deadlock.*complete.* to reach"
+
+
+def in_signal(old: str, new: str, report: str) -> Fault:
+    return Fault("kernels.signal", old, new, report, (KERNEL,))
+
 
 FUSED_FAULTS = {
     **host_faults(),
     **fused_faults(KERNEL),
-    "announced before stored": Fault(KERNEL, STORE, f"            {ANNOUNCE}\n{STORE}"),
+    "announced before stored": Fault(KERNEL, STORE, f"                {ANNOUNCE}\n{STORE}"),
     "not announced": Fault(KERNEL, ANNOUNCE, "pass", DEADLOCK),
     "announced for another rank": Fault(KERNEL, ANNOUNCE, ANNOUNCE.replace("target", "rank"), DEADLOCK),
     "announced for another chunk": Fault(KERNEL, ANNOUNCE, ANNOUNCE.replace("chunk", "1 - chunk")),
-    "announced without barrier": Fault("kernels.signal", "tl.debug_barrier()", "pass", "without a CTA bar", (KERNEL,)),
+    "announced without barrier": in_signal(BARRIER, BARRIER.replace("tl.debug_barrier()", "pass"), "without a CTA bar"),
     "announced relaxed": Fault("kernels.signal", RELEASE, RELEASE.replace("release", "relaxed"), "released", (KERNEL,)),
     "announced at GPU scope": Fault("kernels.signal", RELEASE, RELEASE.replace("sys", "gpu"), "released", (KERNEL,)),
     "push does not wait for its rows": Fault("copy_engine", "counter.item() >= goal", "counter.item() >= 0"),
@@ -42,7 +53,40 @@ FUSED_FAULTS = {
     "tiles claimed twice": Fault("kernels.signal", CLAIM, f"{CLAIM} // 2", "wrong result|deadlock", (KERNEL,)),
     "own rows first": Fault("kernels.tiles", "(rank + 1 + unit //", "(rank + unit //", "deadlock", (KERNEL,)),
 }
-TWO_TILES_A_CHUNK = ("push waits for all tiles but one", "tiles claimed twice")  # what these need to show
+OF_PUSHES = (
+    "operator ends before its pushes",
+    "wrong block at the peer",
+    "wrong signal word",
+    "signal of another chunk",
+)
+DIRECT_FAULTS = {
+    **{
+        name: fault
+        for name, fault in (host_faults() | fused_faults(KERNEL)).items()
+        if fault.module != "copy_engine" and name not in OF_PUSHES
+    },
+    "told before stored": Fault(KERNEL, LAND, f"                {TELL}\n{LAND}"),
+    "not told": Fault(KERNEL, TELL, "pass", "deadlock"),
+    "told for another chunk": Fault(KERNEL, "epoch_ptr.dtype) + chunk", "epoch_ptr.dtype) + 1 - chunk"),
+    "told somebody else": Fault(KERNEL, "outgoing_at_ptr + target", "outgoing_at_ptr + rank", "deadlock"),
+    "stored at somebody else": Fault(KERNEL, "memory_at_ptr + target", "memory_at_ptr + rank"),
+    "stored in another block": Fault(KERNEL, "+ rank * block", "+ target * block"),
+    "told after the first tile": Fault(KERNEL, "target, chunk), per_chunk, signal", "target, chunk), 1, signal"),
+    "told an old epoch": Fault(KERNEL, "signal_ptr, epoch)", "signal_ptr, epoch - 1)", "deadlock"),
+    "count does not acquire": in_signal(COUNT, COUNT.replace("acq_rel", "release"), "acquires and is released"),
+    "count does not release": in_signal(COUNT, COUNT.replace("acq_rel", "acquire"), "acquires and is released"),
+    "counted without barrier": in_signal(COUNT_BARRIER, COUNT_BARRIER.replace("tl.debug_barrier()", "pass"), "CTA bar"),
+    "told relaxed": in_signal(RELEASE_AT_PEER, RELEASE_AT_PEER.replace("release", "relaxed"), "released"),
+    "told at GPU scope": in_signal(RELEASE_AT_PEER, RELEASE_AT_PEER.replace("sys", "gpu"), "released"),
+    "own rows first": Fault("kernels.tiles", "(rank + 1 + unit //", "(rank + unit //", "deadlock", (KERNEL,)),
+}
+TWO_TILES_A_CHUNK = (
+    "told after the first tile",
+    "count does not acquire",
+    "count does not release",
+    "push waits for all tiles but one",
+    "tiles claimed twice",
+)  # what these need to show
 
 CHUNKED_FAULTS = {
     **host_faults(),
@@ -73,6 +117,12 @@ def test_fused_passes() -> None:
     assert_passes(scatters("fused", Simulation(3)), range(15))
 
 
+def test_direct_passes() -> None:
+    assert_passes(scatters("direct", Simulation(2)), range(45))
+    assert_passes(scatters("direct", Simulation(3)), range(15))
+    assert_passes(scatters("direct", Simulation(2, ctas=3), columns=2 * TILE), range(15), resident=1)
+
+
 def test_fused_passes_with_one_resident_cta_of_three() -> None:
     assert_passes(scatters("fused", Simulation(2, ctas=3)), range(15), resident=1)
 
@@ -100,6 +150,15 @@ def test_fault_of_fused_is_caught(fault: str) -> None:
         problem = scatters("fused", Simulation(3 if "somebody" in fault else 2), columns=columns)
         error = assert_caught(problem, range(30))
     assert re.search(FUSED_FAULTS[fault].report, str(error)), error
+
+
+@pytest.mark.parametrize("fault", DIRECT_FAULTS)
+def test_fault_of_direct_is_caught(fault: str) -> None:
+    columns = 2 * TILE if fault in TWO_TILES_A_CHUNK else TILE
+    with DIRECT_FAULTS[fault].planted():
+        problem = scatters("direct", Simulation(3 if "somebody" in fault else 2), columns=columns)
+        error = assert_caught(problem, range(30))
+    assert re.search(DIRECT_FAULTS[fault].report, str(error)), error
 
 
 @pytest.mark.parametrize(

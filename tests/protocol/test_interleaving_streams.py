@@ -17,11 +17,13 @@ from tests.protocol.simulated_streams import StreamSimulation
 from tests.protocol.test_interleaving_linear import mlp
 
 PROBLEMS = {"gather": gathers, "scatter": scatters}
-COPY = "self._copy(push.target, push.source)"
-SIGNAL = "self._copy(push.signal, push.epoch)"
+COPY = "failed = copy(route.place, start + route.offset, route.nbytes, stream) or failed"
+SIGNAL = "failed = copy(route.signal_at, route.epoch_at, 8, stream) or failed"
+WAIT = "failed = wait_value(stream, route.counter_at, route.goal, _AT_LEAST) or failed"
 KERNEL = "        kernel()  # first"
-FORK = "self.stream.wait_event(self._forked)"
-JOIN = "torch.cuda.current_stream(self._device).wait_event(self._joined)"
+FORK = "self.driver.wait_event(self._handle, self._forked, 0) or failed"
+JOIN = "self.driver.wait_event(self.driver.current_stream(), self._joined, 0) or failed"
+FORKED_PUSH = "routes: list[Route]) -> None:\n        self._fork()\n        self._enqueue"
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
@@ -42,21 +44,29 @@ ALL = [*BOTH_CHUNKED, "gather fused", "scatter fused"]
 FAULTS = [
     ("flag before data", Fault("copy_engine", COPY, f"{SIGNAL}; {COPY}"), ["gather chunked", "scatter fused"]),
     ("dropped signal", Fault("copy_engine", SIGNAL, "pass", "deadlock"), ["gather chunked", "scatter fused"]),
-    ("fork without wait", Fault("copy_engine", FORK, "pass", "deadlock|wrong"), ALL),
-    ("fork without record", Fault("copy_engine", "self._forked.record(", "id(", "deadlock|wrong"), BOTH_CHUNKED),
-    ("join without wait", Fault("copy_engine", JOIN, "pass"), ALL),
-    ("join without record", Fault("copy_engine", "self._joined.record(", "id("), BOTH_CHUNKED),
+    ("fork without wait", Fault("copy_engine", FORK, "failed", "deadlock|wrong"), ALL),
     (
-        "call without fork",
-        Fault("workspace", "        self._engine.fork()\n", "", "deadlock|wrong"),
-        ALL[:1] + ALL[-1:],
+        "fork without record",
+        Fault("copy_engine", "record_event(self._forked", "current_stream(), (self._forked", "deadlock|wrong"),
+        BOTH_CHUNKED,
     ),
-    ("partial not forked", Fault("operators.gemm_reduce_scatter", "domain.engine.fork()", "pass"), ["scatter chunked"]),
+    ("join without wait", Fault("copy_engine", JOIN, "failed"), ALL),
     (
-        "push without its counter",
-        Fault("copy_engine", "self._wait_for_counter(*push.after)", "pass"),
+        "join without record",
+        Fault("copy_engine", "record_event(self._joined", "current_stream(), (self._joined"),
+        BOTH_CHUNKED,
+    ),
+    (
+        "push without fork",
+        Fault("copy_engine", FORKED_PUSH, FORKED_PUSH.replace("self._fork()", "pass"), "deadlock|wrong"),
+        BOTH_CHUNKED,
+    ),
+    (
+        "kernel's pushes without fork",
+        Fault("copy_engine", "        self._fork()\n        # Nothing", "        # Nothing", "deadlock|wrong"),
         ["scatter fused"],
     ),
+    ("push without its counter", Fault("copy_engine", WAIT, "pass"), ["scatter fused"]),
     ("no epoch increment", Fault("workspace", "_increment[0] = 1", "_increment[0] = 0"), BOTH_CHUNKED),
     ("slot reused early", Fault("workspace", "SLOTS = 2\n", "SLOTS = 1\n"), BOTH_CHUNKED),
 ]
@@ -75,7 +85,7 @@ def test_fault_is_caught(fault: Fault, problem: str) -> None:
 
 def test_pushes_enqueued_before_their_kernel_deadlock_with_one_hardware_queue() -> None:
     """Rule 4 under CUDA_DEVICE_MAX_CONNECTIONS=1; with a queue for each stream nobody would notice."""
-    fault = Fault("copy_engine", KERNEL, f"        self.push(pushes)\n        return kernel()\n{KERNEL}")
+    fault = Fault("copy_engine", KERNEL, f"        self._enqueue(source, routes)\n        return kernel()\n{KERNEL}")
     with fault.planted():
         assert_passes(scatters("fused", StreamSimulation(2)), range(4))
         error = assert_caught(scatters("fused", StreamSimulation(2, one_queue=True)), range(4))

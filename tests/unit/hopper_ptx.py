@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-WORDS = ("counter_ptr", "complete_ptr", "signals_ptr", "epoch_ptr", "abort_ptr", "record_ptr")
+WORDS = ("counter_ptr", "complete_ptr", "outgoing_at_ptr", "signals_ptr", "epoch_ptr", "abort_ptr", "record_ptr")
 
 
 def leave_the_interpreter() -> None:
@@ -13,21 +13,27 @@ def leave_the_interpreter() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
 
 
-def compiled(kernel_name: str, b_is_nk: bool, whole_tiles: bool | None = None) -> tuple[str, int]:
-    """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks in bf16."""
+def compiled(kernel_name: str, b_is_nk: bool, **switches: bool) -> tuple[str, int]:
+    """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks in bf16; switches: its own constexprs."""
+    binary = compiled_kernel(kernel_name, b_is_nk, **switches)
+    return binary.asm["ptx"], binary.metadata.shared
+
+
+def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
+    """What Triton's compiler returns."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from overlap_train.operators.hopper import _LAUNCH, BLOCK_K, BLOCK_M, BLOCK_N, GROUP_M, STAGES
+    from overlap_train.operators.hopper import _LAUNCH, BLOCK_K, BLOCK_M, BLOCK_N, GROUP_M, STAGES, STAGES_BESIDE_A_TILE
 
     module = __import__(f"overlap_train.kernels.{kernel_name}", fromlist=["kernel"])
     kernel = getattr(module, f"{kernel_name}_kernel")
     constants: dict[str, Any] = dict(
-        WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M, STAGES=STAGES,
-        B_IS_NK=b_is_nk, num_warps=_LAUNCH["num_warps"],
+        WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
+        STAGES=STAGES_BESIDE_A_TILE if switches.get("DIRECT") else STAGES, B_IS_NK=b_is_nk, num_warps=_LAUNCH["num_warps"],
+        **switches,
     )  # fmt: skip
-    constants |= {} if whole_tiles is None else {"WHOLE_TILES": whole_tiles}
     panel, out = _descriptor(BLOCK_M, BLOCK_K), _descriptor(BLOCK_M, BLOCK_N // 2)
     b = _descriptor(BLOCK_N, BLOCK_K) if b_is_nk else _descriptor(BLOCK_K, BLOCK_N)
     types = {
@@ -36,16 +42,15 @@ def compiled(kernel_name: str, b_is_nk: bool, whole_tiles: bool | None = None) -
         "a_desc": panel,
         "b_desc": b,
         "y_desc": out,
-        "staging_desc": out,
-    }
-    types |= dict.fromkeys(WORDS, "*i64") | {"received_ptr": "*bf16", "y_ptr": "*bf16", "limit": "i64"}
+        "received_desc": out,
+    } | {f"to{step}_desc": out for step in range(1, 8)}
+    types |= dict.fromkeys(WORDS, "*i64") | {"y_ptr": "*bf16", "limit": "i64"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr") or name in "nk"}
     source = GluonASTSource(kernel, signature, values, aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_LAUNCH)
-    return binary.asm["ptx"], binary.metadata.shared
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_LAUNCH)
 
 
 def _descriptor(rows: int, cols: int) -> str:

@@ -19,6 +19,7 @@ from tests.unit import hopper_ptx
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
 
 ACQUIRE, RELEASE_ADD = r"ld\.global\.sys\.acquire", r"(?:atom|red)\S*\.release\S*\.add"
+COUNT, SIGNAL = r"atom\S*\.acq_rel\S*\.add", r"atom\S*\.release\S*\.exch"
 TMA_LOAD, TMA_STORE = r"cp\.async\.bulk\.tensor\.2d\.shared", r"cp\.async\.bulk\.tensor\.2d\.global\.shared"
 FENCE, WRITTEN = r"fence\.proxy\.async\.global", r"cp\.async\.bulk\.wait_group 0;"
 
@@ -30,7 +31,7 @@ def compiled() -> Iterator[Compile]:
     """hopper_ptx.compiled, in a process where kernels are compiled: the protocol tests of this one interpret them."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
-        yield functools.cache(lambda *arguments: process.submit(hopper_ptx.compiled, *arguments).result(timeout=120))
+        yield functools.cache(lambda *args, **kwargs: process.submit(hopper_ptx.compiled, *args, **kwargs).result(120))
 
 
 def in_order(ptx: str, *patterns: str) -> bool:
@@ -42,7 +43,7 @@ def in_order(ptx: str, *patterns: str) -> bool:
 def test_the_gathering_kernel_waits_and_fences_before_it_loads_a_peers_shard(
     compiled: Compile, whole_tiles: bool
 ) -> None:
-    ptx, _ = compiled("hopper_all_gather_gemm", True, whole_tiles)
+    ptx, _ = compiled("hopper_all_gather_gemm", True, WHOLE_TILES=whole_tiles)
     assert in_order(ptx, r"globaltimer", ACQUIRE, FENCE, TMA_LOAD)
     assert len(re.findall(ACQUIRE, ptx)) == 2, "one poll before the loop, one inside"
     # the own shard's panels (A and B) come from loads that no wait guards, the peers' from loads behind the fence
@@ -51,26 +52,44 @@ def test_the_gathering_kernel_waits_and_fences_before_it_loads_a_peers_shard(
     assert (re.search(TMA_STORE, ptx) is not None) == whole_tiles
 
 
-def test_the_scattering_kernel_counts_a_tile_only_when_it_is_written(compiled: Compile) -> None:
-    ptx, _ = compiled("hopper_gemm_reduce_scatter", True)
-    releases = [match.start() for match in re.finditer(RELEASE_ADD, ptx)]
-    written = [match.start() for match in re.finditer(WRITTEN, ptx)]
-    assert len(releases) == len(written) == 2, "one behind the next tile, one behind the last"
-    for done, release in zip(written, releases, strict=True):
-        assert done < release
-        assert "bar.sync" in ptx[done:release] or "barrier.sync" in ptx[done:release]
-        assert not re.search(TMA_STORE, ptx[done:release])
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_scattering_kernel_counts_a_tile_only_when_it_is_written(compiled: Compile, direct: bool) -> None:
+    ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=direct)
+    (written,) = (match.start() for match in re.finditer(WRITTEN, ptx))
+    (count,) = (match.start() for match in re.finditer(COUNT if direct else RELEASE_ADD, ptx))
+    assert written < count
+    assert re.search(r"bar(?:rier)?\.(?:warp\.)?sync", ptx[written:count])
+    assert not re.search(TMA_STORE, ptx[written:count])
+    stores = [match.start() for match in re.finditer(TMA_STORE, ptx)]
+    # the own rows; then staging, or each of three peers; two halves of two messages each
+    assert len(stores) == 4 * (1 + (3 if direct else 1))
+    if direct:  # whoever counts the last tile of a chunk signals
+        assert re.search(SIGNAL, ptx[count : count + 3000])
 
 
-def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled: Compile) -> None:
-    ptx, _ = compiled("hopper_gemm_reduce_scatter", True)
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled: Compile, direct: bool) -> None:
+    ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=direct)
     assert len(re.findall(ACQUIRE, ptx)) == 2 * 4, "a wait for each source rank, the own one skipped at run time"
+    behind_fences = re.split(FENCE, ptx)[1:]
+    assert len(behind_fences) == 4
+    for part in behind_fences:  # two halves of two messages each; waiting itself lies out of line
+        assert len(re.findall(TMA_LOAD, part.split("globaltimer")[0])) >= 4
 
 
-@pytest.mark.parametrize("kernel", ["hopper_all_gather_gemm", "hopper_gemm_reduce_scatter"])
+KERNELS = [
+    ("hopper_all_gather_gemm", {"WHOLE_TILES": True}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": False}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": True}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "switches"), KERNELS)
 @pytest.mark.parametrize("b_is_nk", [True, False])
-def test_nothing_spills_and_four_stages_fit(compiled: Compile, kernel: str, b_is_nk: bool) -> None:
-    ptx, shared = compiled(kernel, b_is_nk, True if kernel == "hopper_all_gather_gemm" else None)
+def test_nothing_spills_and_the_stages_fit(
+    compiled: Compile, kernel: str, switches: dict[str, bool], b_is_nk: bool
+) -> None:
+    ptx, shared = compiled(kernel, b_is_nk, **switches)
     assert shared <= 232_448, "what one CTA may take on Hopper"
     assert ".local" not in ptx
     assert len(re.findall(r"wgmma\.mma_async", ptx)) >= 4
