@@ -18,7 +18,7 @@ train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="-
 
 test: ## every test that needs no GPU (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main
-	$(pytest) tests/unit tests/protocol tests/megatron $(TEST_ARGS)
+	$(pytest) tests/unit tests/protocol tests/megatron tests/launch $(TEST_ARGS)
 
 test-gpu: ## the GPU tests, on 2 or 4 GPUs, for every provider (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main

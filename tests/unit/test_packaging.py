@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SUBPACKAGES = ("kernels", "integrations", "integrations.megatron", "symmetric", "operators")
+SUBPACKAGES = ("kernels", "integrations", "integrations.megatron", "symmetric", "operators", "doctor", "slurm")
 STRANGERS = {"kernels", "integrations", "recipes", "tests", "launch", "benchmarks", "docs"}
 PACKAGE_FOLDERS = {
     "overlap_train": "overlap_train",
@@ -123,7 +123,8 @@ def test_the_wheel_holds_every_module_and_no_other_top_level(wheel: Path) -> Non
     }
     assert {name for name in names if name.endswith(".py")} == modules
     assert {name.partition("/")[0] for name in names} == {"overlap_train", "overlap_train-0.1.0.dist-info"}
-    assert "overlap_train/py.typed" in names
+    templates = {f"overlap_train/slurm/{name}" for name in ("train.sbatch", "compare.sbatch", "job.sh")}
+    assert {"overlap_train/py.typed"} | templates <= names
 
 
 def test_the_wheel_imports_from_an_empty_environment(installed: Environment, tmp_path: Path) -> None:

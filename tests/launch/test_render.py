@@ -1,0 +1,271 @@
+"""Jobs, the scripts written from them and the command line, without Slurm: srun, scontrol and sbatch are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from overlap_train.slurm.command import main
+from overlap_train.slurm.job import KINDS, Job, flag, seconds
+from overlap_train.slurm.script import render, sbatch_options, variables
+
+ROOT = Path(__file__).parents[2]
+DIFFICULT = ("a b", "$HOME", "c'd", 'e"f', "", "--flag=*", "`true`", "\\")
+# Writes down what it was given, one argument after another; the file is named like the command.
+RECORDER = """#!/bin/bash
+printf '%s\\0' "$@" >"$RECORDS/${0##*/}"
+"""
+SCONTROL = """#!/bin/bash
+[ "$*" = "show hostnames n[07-08]" ] && printf 'n07\\nn08\\n'
+"""
+SLURM = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_JOB_NODELIST": "n[07-08]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_SUBMIT_DIR": str(ROOT),
+    "SLURM_GPUS_ON_NODE": "8",
+}
+
+
+class Commands:
+    """A PATH with commands that only write down what they were given."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.records = folder / "records"
+        self.bin = folder / "bin"
+        for path in (self.records, self.bin):
+            path.mkdir()
+        monkeypatch.setenv("PATH", f"{self.bin}:{os.environ['PATH']}")
+        monkeypatch.setenv("RECORDS", str(self.records))
+
+    def add(self, name: str, text: str = RECORDER) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def given(self, name: str) -> list[str]:
+        """The arguments of the command's last call."""
+        return (self.records / name).read_text().split("\0")[:-1]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(tmp_path, monkeypatch)
+
+
+def srun_of(script: Path, commands: Commands, *arguments: str, **given: str) -> list[str]:
+    """The arguments of srun when the script runs as a job of two nodes."""
+    commands.add("srun")
+    commands.add("scontrol", SCONTROL)
+    environment = {**os.environ, **SLURM, **given}
+    result = subprocess.run(
+        ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return commands.given("srun")
+
+
+def written(tmp_path: Path, job: Job) -> Path:
+    script = tmp_path / "written.sbatch"
+    script.write_text(render(job))
+    return script
+
+
+def a_job(tmp_path: Path, kind: str = "train", **changes: object) -> Job:
+    recipe = tmp_path / "my recipe.py"
+    recipe.touch()
+    settings = {"nodes": 2, "gpus_per_node": 8, "time": "04:00:00", "python": sys.executable}
+    settings |= {"run_dir": str(tmp_path / "run"), "recipe": str(recipe)}
+    if kind == "train":
+        settings["checkpoints"] = str(tmp_path / "run" / "checkpoints")
+    return Job(kind, **(settings | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_reach_srun_as_they_were_given(tmp_path: Path, commands: Commands, kind: str) -> None:
+    job = a_job(tmp_path, kind, arguments=DIFFICULT)
+    given = srun_of(written(tmp_path, job), commands, "ignored", SLURM_SUBMIT_DIR="/nonexistent", RECIPE="/other.py")
+    at = given.index(job.recipe)
+    assert given[at - 1] == sys.executable
+    assert given[at + 1 :] == [*DIFFICULT, *(["--save", job.checkpoints] if kind == "train" else [])]
+    assert "--nodes=2" in given
+    assert "--ntasks-per-node=1" in given
+    assert "n07:24567" in given  # the first node, and 20000 + the last four digits of the job's id
+    assert not [word for word in given if word.startswith("--container")]
+
+
+def test_a_module_takes_the_place_of_the_file(tmp_path: Path, commands: Commands) -> None:
+    job = a_job(
+        tmp_path, recipe="", module="overlap_train.integrations.megatron", arguments=("pretrain_gpt.py", "--bf16")
+    )
+    given = srun_of(written(tmp_path, job), commands)
+    words = ["-m", "overlap_train.integrations.megatron", "pretrain_gpt.py", "--bf16", "--save", job.checkpoints]
+    assert given[-6:] == words
+
+
+def test_a_container_sees_the_folders_of_the_job(tmp_path: Path, commands: Commands) -> None:
+    image, mounts = "nvcr.io#nvidia/pytorch:26.01-py3", "/data:/data:ro"
+    checkpoints = str(tmp_path / "checkpoints")
+    job = a_job(
+        tmp_path, container_image=image, container_mounts=mounts, checkpoints=checkpoints, recipe="/in/image/train.py"
+    )
+    given = srun_of(written(tmp_path, job), commands)
+    here, run = os.getcwd(), job.run_dir
+    assert f"--container-image={image}" in given
+    assert f"--container-workdir={here}" in given
+    assert f"--container-mounts={here}:{here},{run}:{run},{checkpoints}:{checkpoints},{mounts}" in given
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_itself_takes_ranks_from_slurm_and_arguments_from_its_line(
+    tmp_path: Path, commands: Commands, kind: str
+) -> None:
+    job = a_job(tmp_path)
+    settings = {"RUN_DIR": job.run_dir, "PYTHON": sys.executable, "RECIPE": job.recipe}
+    given = srun_of(ROOT / "launch" / f"{kind}.sbatch", commands, "x y", **settings)
+    checkpoints = ["--save", f"{job.run_dir}/checkpoints"] if kind == "train" else []
+    logs = f"{job.run_dir}/logs/1234567/start-0.0"
+    assert given[given.index(logs) :] == [logs, "8", sys.executable, job.recipe, "x y", *checkpoints]
+
+
+def test_options_are_written_once_and_the_templates_own_are_kept(tmp_path: Path) -> None:
+    job = a_job(
+        tmp_path, account="team", partition="h200", sbatch=("--exclusive", "--constraint=a&b"), stop_early_s=300
+    )
+    lines = [line for line in render(job).splitlines() if line.startswith("#SBATCH ")]
+    names = [line.partition("=")[0] for line in lines]
+    assert len(names) == len(set(names))
+    assert {"#SBATCH --account=team", "#SBATCH --partition=h200", "#SBATCH --exclusive"} <= set(lines)
+    assert {"#SBATCH --signal=B:USR1@300", "#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(lines)
+    assert "#SBATCH '--constraint=a&b'" in lines
+
+
+def test_a_comparison_is_neither_requeued_nor_signalled(tmp_path: Path) -> None:
+    lines = render(a_job(tmp_path, "compare")).splitlines()
+    assert "#SBATCH --no-requeue" in lines
+    assert not [line for line in lines if line.startswith("#SBATCH --signal")]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("01:30:00", 5400),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("1-12:30:05", 131405),
+        ("2-0", 172800),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int) -> None:
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "tran"}, "'tran' is not a kind of job; choose one of train, compare"),
+        ({"nodes": 0}, "--nodes 0 must be at least 1"),
+        ({"gpus_per_node": 0}, "no ranks: add --gpus-per-node N, or --procs-per-node N"),
+        ({"max_restarts": -1}, "--max-restarts -1 must not be negative"),
+        ({"procs_per_node": 9}, "--procs-per-node 9 is more than --gpus-per-node 8; one rank a GPU at most"),
+        ({"time": ""}, "--time is missing"),
+        ({"time": "4h"}, "--time 4h is not a time limit; write"),
+        ({"time": "00:02:00"}, "--stop-early-s 120 must be above 0 and a minute or more below --time 00:02:00"),
+        ({"module": "m"}, "are both given; choose one"),
+        ({"container_mounts": "/a:/a"}, "--container-mounts /a:/a without --container-image mounts nothing"),
+        ({"kind": "compare", "max_restarts": 2}, "--max-restarts 2: a comparison is neither saved nor restarted"),
+        ({"arguments": ("--load=x",)}, "--load=x belongs to the job, which saves to and resumes from --checkpoints"),
+        ({"partition": "a\n#SBATCH --account=b"}, "has a line break"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        a_job(tmp_path, **changes)  # type: ignore[arg-type]
+
+
+def flags(job: Job) -> list[str]:
+    words = [str(job.nodes), str(job.gpus_per_node), job.time, job.run_dir, job.recipe]
+    names = ("--nodes", "--gpus-per-node", "--time", "--run-dir", "--recipe")
+    return [job.kind, *(word for pair in zip(names, words, strict=True) for word in pair)]
+
+
+def test_dry_run_prints_what_would_be_submitted_and_writes_nothing(
+    tmp_path: Path, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.add("sbatch")
+    job = a_job(tmp_path)
+    assert main([*flags(job), "--dry-run", "--", "--train-iters", "2"]) == 0
+    said = capsys.readouterr()
+    checkpoints = f"{job.run_dir}/checkpoints"
+    assert said.out == render(a_job(tmp_path, checkpoints=checkpoints, arguments=("--train-iters", "2")))
+    assert said.err == ""
+    assert not Path(job.run_dir).exists()
+    assert not (commands.records / "sbatch").exists()
+
+
+def test_sbatch_gets_the_options_and_the_script(
+    tmp_path: Path, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.add("sbatch", RECORDER + "echo '77;cluster'\n")
+    job = a_job(tmp_path)
+    assert main([*flags(job), "--sbatch=--exclusive", "--dry-run", "--", "x"]) == 0
+    expected = capsys.readouterr().out
+    assert main([*flags(job), "--sbatch=--exclusive", "--", "x"]) == 0
+    script = f"{job.run_dir}/overlap-train.sbatch"
+    assert commands.given("sbatch") == ["--parsable", *sbatch_options(job), "--exclusive", script]
+    assert Path(script).read_text() == expected
+    assert f"submitted job 77: {script}\noutput: {job.run_dir}/overlap-train-77.out;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "message"),
+    [
+        ("no sbatch", 1, "sbatch was not found on PATH; submit from a login node of the cluster, or"),
+        ("refused", 1, "sbatch refused the job: Batch job submission failed: no; try again"),
+        ("no recipe", 2, "the recipe nowhere.py is missing in "),
+        ("unknown flag", 2, "unrecognized arguments: --nods (--help lists the flags)"),
+        ("no folder", 1, "cannot be written: File exists"),
+    ],
+)
+def test_errors_are_one_line(
+    tmp_path: Path,
+    commands: Commands,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    case: str,
+    code: int,
+    message: str,
+) -> None:
+    words = flags(a_job(tmp_path))
+    if case == "no sbatch":
+        monkeypatch.setenv("PATH", str(commands.bin))
+    elif case == "refused":
+        says = "sbatch: error: Batch job submission failed: no;\\ntry again"
+        commands.add("sbatch", f"#!/bin/bash\nprintf '{says}\\n' >&2\nexit 1\n")
+    elif case == "no folder":
+        (tmp_path / "run").touch()
+    elif case == "no recipe":
+        words += ["--recipe", "nowhere.py"]
+    else:
+        words += ["--nods"]
+    assert main(words) == code
+    said = capsys.readouterr().err
+    assert said.startswith("overlap-train launch: error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_the_page_names_every_flag_and_variable() -> None:
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    for option in fields(Job):
+        if "group" in option.metadata:
+            assert f"| `{flag(option.name)}` | {option.metadata['help']} |" in page
+    job = Job("train", gpus_per_node=8, time="60", recipe="r.py")
+    assert [name for name in variables(job) if f"| `{name}` |" not in page] == []

@@ -1,0 +1,198 @@
+"""`overlap-train launch`, train.sbatch and compare.sbatch on a real Slurm of two nodes (cluster.py), ranks on CPUs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from overlap_train.slurm.command import main
+from tests.launch.cluster import Cluster, missing, running, until
+from tests.megatron import recipe_runs
+
+ROOT = Path(__file__).parents[2]
+STANDIN = Path(__file__).with_name("standin.py")
+SMALL = [word for pair in recipe_runs.SMALL.items() for word in pair]
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def launch(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Launch:
+    monkeypatch.setenv("SLURM_CONF", str(cluster.configuration))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return Launch(cluster, tmp_path / "run", capsys)
+
+
+class Launch:
+    """Submits jobs as a user does, with a run folder of their own."""
+
+    def __init__(self, cluster: Cluster, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.cluster, self.run_dir, self.capsys = cluster, run_dir, capsys
+        run_dir.mkdir()
+
+    def __call__(self, kind: str, *words: object) -> str:
+        """The number of the submitted job."""
+        code = main([kind, "--run-dir", str(self.run_dir), "--time", "20", "--sbatch=--mem=0", *map(str, words)])
+        said = self.capsys.readouterr()
+        assert code == 0, said.err
+        return said.out.split()[2].rstrip(":")
+
+    def output(self, number: str) -> str:
+        """What the job has printed."""
+        (file,) = self.run_dir.glob(f"*-{number}.out")
+        return file.read_text(errors="replace")
+
+    def logs(self, number: str, start: str = "0.0") -> dict[tuple[int, int], str]:
+        """Standard output of every rank's file, by node and local rank."""
+        found = {}
+        for file in (self.run_dir / "logs" / number / f"start-{start}").glob("node-*/*/attempt_0/*/stdout.log"):
+            node = int(file.relative_to(self.run_dir).parts[3].split("-")[1])
+            found[node, int(file.parent.name)] = file.read_text(errors="replace")
+        return found
+
+    def said(self) -> dict[str, dict]:
+        """What ranks of the stand-in wrote down, by file name."""
+        return {file.stem: json.loads(file.read_text()) for file in self.run_dir.glob("rank*.json")}
+
+
+def test_two_overlapped_steps_are_trained_on_one_node(launch: Launch, tmp_path: Path) -> None:
+    flags = [*SMALL, "--overlap-train", "--train-iters", 2, "--lr-warmup-iters", 1, "--data-dir", tmp_path / "data"]
+    number = launch("train", "--procs-per-node", 2, "--", *flags)
+    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
+    assert re.search(r"^\[rank 0\] +iteration +2/ +2 ", launch.output(number), re.MULTILINE), launch.output(number)
+    logs = launch.logs(number)
+    assert logs.keys() == {(0, 0), (0, 1)}
+    assert "lm loss" in logs[0, 0]
+    assert "saved checkpoint" in logs[0, 0]
+    assert (launch.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_two_nodes_train_together(launch: Launch, tmp_path: Path) -> None:
+    flags = [*SMALL, "--tp", 1, "--train-iters", 2, "--lr-warmup-iters", 1, "--data-dir", tmp_path / "data"]
+    number = launch("train", "--nodes", 2, "--procs-per-node", 1, "--", *flags)
+    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
+    logs = launch.logs(number)
+    assert logs.keys() == {(0, 0), (1, 0)}
+    assert any("data parallel 2" in text and "iteration        2/" in text for text in logs.values()), logs
+
+
+def test_a_requeued_job_resumes_from_its_newest_checkpoint(launch: Launch, tmp_path: Path) -> None:
+    flags = [*SMALL, "--train-iters", 10**6, "--save-interval", 2, "--data-dir", tmp_path / "data"]
+    number = launch("train", "--procs-per-node", 1, "--", *flags)
+    tracker = launch.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+    until(tracker.exists, 120, "a checkpoint")
+    launch.cluster.command("scancel", "--batch", "--signal=USR1", number)  # what Slurm does before the time limit
+    until(lambda: "requeued: the next start" in launch.output(number), 100, "a requeue")
+    until(lambda: "resumed from checkpoint" in launch.logs(number, "1.0").get((0, 0), ""), 120, "a resumed run")
+    assert launch.cluster.job(number)["Restarts"] == "1"
+    resumed = int(re.findall(r"resumed from checkpoint \S+iter_(\d+)", launch.logs(number, "1.0")[0, 0])[0])
+    assert resumed >= 2
+    until(
+        lambda: f"iteration {resumed + 1:8d}/" in launch.logs(number, "1.0")[0, 0], 60, "the step after the checkpoint"
+    )
+    assert "iteration        1/" not in launch.logs(number, "1.0")[0, 0]
+    launch.cluster.command("scancel", number)
+    assert launch.cluster.wait(number) == "CANCELLED"
+
+
+def test_a_job_without_progress_is_not_requeued_and_its_ranks_are_told_to_end(launch: Launch) -> None:
+    number = launch("train", "--procs-per-node", 2, "--recipe", STANDIN, "--", launch.run_dir, "wait")
+    until(lambda: len(list(launch.run_dir.glob("*-waits"))) == 2, 120, "both ranks")
+    launch.cluster.command("scancel", "--batch", "--signal=USR1", number)
+    assert launch.cluster.wait(number) == "FAILED"
+    assert "not requeued: no checkpoint was written" in launch.output(number)
+    assert len(list(launch.run_dir.glob("*-told"))) == 2
+    assert launch.cluster.job(number)["Restarts"] == "0"
+
+
+def test_ranks_that_are_restarted_resume_too(launch: Launch) -> None:
+    words = ("--nodes", 2, "--procs-per-node", 1, "--max-restarts", 1, "--recipe", STANDIN)
+    number = launch("train", *words, "--", launch.run_dir, "fail-once", "a b", "$HOME", "c'd")
+    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
+    checkpoints = str(launch.run_dir / "checkpoints")
+    said = launch.said()
+    assert said.keys() == {"rank0-restart0", "rank1-restart0", "rank0-restart1", "rank1-restart1"}
+    for rank in (0, 1):
+        first, second = said[f"rank{rank}-restart0"], said[f"rank{rank}-restart1"]
+        assert first["ranks"] == second["ranks"] == 2
+        assert first["arguments"] == ["a b", "$HOME", "c'd", "--save", checkpoints]
+        assert second["arguments"] == [*first["arguments"], "--load", checkpoints]
+        assert first["SLURM_NODEID"] == str(rank)
+        assert first["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_a_failed_recipe_fails_the_job_and_says_where_to_look(launch: Launch) -> None:
+    number = launch("train", "--procs-per-node", 2, "--recipe", STANDIN, "--", launch.run_dir, "fail")
+    assert launch.cluster.wait(number) == "FAILED"
+    output = launch.output(number)
+    assert f"each rank's output is under {launch.run_dir}/logs/{number}/start-0.0" in output
+    assert "exitcode  : 5" in output
+    assert "[rank 1] rank 1 on stderr" in output
+
+
+def test_a_comparison_gets_its_arguments_and_no_checkpoints(launch: Launch) -> None:
+    number = launch("compare", "--procs-per-node", 1, "--recipe", STANDIN, "--", launch.run_dir, "ok", "--steps", "3")
+    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
+    said = launch.said()["rank0-restart0"]
+    assert said["arguments"] == ["--steps", "3"]
+    assert said["RUN_DIR"] == str(launch.run_dir)
+    assert launch.cluster.job(number)["Requeue"] == "0"
+
+
+def test_the_file_itself_can_be_submitted(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"RUN_DIR": launch.run_dir, "PYTHON": sys.executable, "PROCS_PER_NODE": 1, "RECIPE": STANDIN}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, str(value))
+    number = submit_plainly(launch, "launch/train.sbatch", str(launch.run_dir), "ok")
+    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
+    assert launch.said()["rank0-restart0"]["arguments"] == ["--save", str(launch.run_dir / "checkpoints")]
+
+
+@pytest.mark.parametrize("name", ["RUN_DIR", "PYTHON", "PROCS_PER_NODE"])
+def test_a_site_value_that_is_not_set_is_explained(launch: Launch, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for given in {"RUN_DIR", "PYTHON", "PROCS_PER_NODE"} - {name}:
+        monkeypatch.setenv(given, str(launch.run_dir))
+    monkeypatch.delenv(name, raising=False)
+    number = submit_plainly(launch, "launch/train.sbatch")
+    assert launch.cluster.wait(number) == "FAILED"
+    assert re.search(rf": {name}: \w+", launch.output(number)), launch.output(number)
+
+
+def submit_plainly(launch: Launch, *words: str) -> str:
+    command = ["sbatch", "--parsable", "--mem=0", f"--output={launch.run_dir}/%x-%j.out", *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_what_sbatch_refuses_is_one_line(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "train",
+        "--run-dir",
+        str(launch.run_dir),
+        "--time",
+        "10",
+        "--procs-per-node",
+        "1",
+        "--recipe",
+        str(STANDIN),
+    ]
+    assert main([*flags, "--partition", "nosuch"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("overlap-train launch: error: sbatch refused the job: ")
+    assert "invalid partition" in said

@@ -1,0 +1,268 @@
+"""The doctor between real processes: a healthy job, and ranks that fail, are slow to answer, stop or die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train.doctor.board import Board
+from overlap_train.doctor.memory import check_memory
+from overlap_train.doctor.operator import Operators, Trial, check_operator
+from overlap_train.doctor.place import Place
+from overlap_train.doctor.report import FAIL, OK, Finding
+from overlap_train.doctor.running import Check, Runner, terminated_as_error
+from overlap_train.symmetric import SymmetricHeap, open_heap
+from tests.processes import run_ranks, values
+
+Body = Callable[[Place], list[Finding]]
+TRIAL = Trial(32, 24, 48, torch.float32, 0.2, ("chunked",), "host", timeout_s=20.0)
+
+
+def doctor(*arguments: str, torchrun: bool, **variables: str) -> subprocess.CompletedProcess[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2") if torchrun else ()
+    command = [sys.executable, *launcher, "-m", "overlap_train.doctor", *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"]
+
+
+def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
+    run = doctor("--seconds", "0.5", "--json", str(tmp_path / "r.json"), torchrun=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = {(row["name"], row["rank"]): row for row in rows(tmp_path / "r.json")}
+    for name in (
+        "device",
+        "version torch",
+        "gpu visible",
+        "collectives",
+        "rendezvous host",
+        "signal host",
+        "link",
+        "operator chunked",
+    ):
+        assert (name, 0) in found and (name, 1) in found, name
+    assert "bitwise" in found["operator chunked", 1]["expected"] and found["rendezvous host", 1]["status"] == OK
+    assert run.stdout.count("overlap-train doctor") == 1 and "NVLink" in found["gpu visible", 0]["measured"]
+
+
+def test_a_single_process_without_gpu_says_what_it_cannot_check(tmp_path: Path) -> None:
+    run = doctor("--seconds", "0.1", "--json", str(tmp_path / "r.json"), torchrun=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = {row["name"]: row for row in rows(tmp_path / "r.json")}
+    assert found["gpu visible"]["status"] == "WARN" and "not checked: NVLink" in found["gpu visible"]["measured"]
+    assert found["operator chunked"]["status"] == OK
+
+
+def test_a_failure_under_torchrun_is_reported_in_full_and_ends_with_status_1(tmp_path: Path) -> None:
+    """The rank that reports must not be ended by torchrun because another rank has ended with 1."""
+    run = doctor("--seconds", "0.1", "--provider", "torch", "--json", str(tmp_path / "r.json"), torchrun=True)
+    assert run.returncode == 1
+    failed = {(row["name"], row["rank"]) for row in rows(tmp_path / "r.json") if row["status"] == FAIL}
+    assert failed >= {("rendezvous torch", 0), ("rendezvous torch", 1)}
+    assert "provider='torch' with tensors on cpu" in run.stdout and "doctor: FAIL" in run.stdout
+
+
+def test_a_rank_that_never_came_is_named(tmp_path: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = str(held.getsockname()[1])  # free a moment later
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    run = doctor("--limit", "2", "--json", str(tmp_path / "r.json"), torchrun=False, **job)
+    assert run.returncode == 1
+    failed = [row for row in rows(tmp_path / "r.json") if row["status"] == FAIL]
+    assert [(row["name"], row["rank"]) for row in failed] == [("start", 1)] and "does not answer" in failed[0][
+        "measured"
+    ]
+
+
+def here(rank: int, world: int) -> Place:
+    """Both ranks as if on hosts of their own."""
+    hosts = tuple(f"node{r}" for r in range(world))
+    return Place(rank, world, dist.group.WORLD, torch.device("cpu"), hosts, tuple(range(world)))
+
+
+def examined(rank: int, world: int, folder: str, body: Body, limit_s: float) -> tuple[list[Finding], bool, list[int]]:
+    """What a runner of this rank finds with two checks, the second of which has the fault; and whether it can go on."""
+    store = dist.FileStore(f"{folder}/board", world)
+    store.set_timeout(timedelta(seconds=20))
+    runner = Runner(Board(store, rank, world), f"node{rank}", grace_s=1.0)
+    place = here(rank, world)
+    with terminated_as_error():
+        runner.run(Check("start", list, 60.0, "nothing"))
+        found = runner.run(Check("faulty", lambda: body(place), limit_s, "the way out"))
+    return found, runner.broken, runner.answering
+
+
+def raises_on_one_rank(place: Place) -> list[Finding]:
+    def open_(group: dist.ProcessGroup, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
+        if place.rank == 1:
+            raise OSError("no shared memory left")
+        return open_heap(group, nbytes, provider, device)
+
+    return check_memory(place, "host", open_)
+
+
+def test_a_provider_that_raises_on_one_rank_is_reported_by_every_rank_without_waiting_for_the_limit(
+    tmp_path: Path,
+) -> None:
+    for found, broken, answering in values(
+        run_ranks(2, examined, str(tmp_path), raises_on_one_rank, 3600.0, limit_s=60)
+    ):
+        (fault,) = [finding for finding in found if finding.status == FAIL]
+        assert (fault.name, fault.rank, fault.host) == ("rendezvous host", 1, "node1")
+        assert "no shared memory left" in fault.measured and "/proc/<pid>/fd" in fault.fix
+        assert broken and answering == [0, 1]
+
+
+def memory_of_another_rank(place: Place) -> list[Finding]:
+    """Rank 1 has the views of its peers the wrong way round."""
+
+    class Crossed:
+        provider = "host"
+
+        def __init__(self, heap: SymmetricHeap) -> None:
+            self._heap = heap
+
+        def view(self, rank: int) -> torch.Tensor:
+            return self._heap.view(rank if place.rank == 0 else place.rank)
+
+        def close(self) -> None:
+            self._heap.close()
+
+    return check_memory(place, "host", lambda *arguments: Crossed(open_heap(*arguments)))
+
+
+def test_data_that_lands_in_the_wrong_memory_is_a_failure(tmp_path: Path) -> None:
+    outcomes = values(run_ranks(2, examined, str(tmp_path), memory_of_another_rank, 60.0, limit_s=90))
+    faults = [finding for finding in outcomes[0][0] if finding.status == FAIL]
+    assert faults[0].name == "rendezvous host" and faults[0].rank == 0 and "rank 1 on node1" in faults[0].measured
+
+
+def healthy_memory(place: Place) -> list[Finding]:
+    return check_memory(place, "host")
+
+
+def test_three_ranks_exchange_signals_in_all_pairs(tmp_path: Path) -> None:
+    for found, broken, _ in values(run_ranks(3, examined, str(tmp_path), healthy_memory, 60.0, limit_s=90)):
+        assert not broken and {finding.status for finding in found} == {OK}
+        assert {f.rank for f in found if f.name == "signal host"} == {0, 1, 2}
+
+
+def wrong_gather(place: Place) -> list[Finding]:
+    """Rank 1's AG + GEMM is off by one in one row of what it gathered from rank 0, from the second round on."""
+    rounds = iter(range(1000))
+
+    def gather(*arguments: Any, **settings: Any) -> torch.Tensor:
+        y = all_gather_linear(*arguments, **settings)
+        if place.rank == 1 and next(rounds) >= 1:
+            y[3] += 1
+        return y
+
+    found = check_operator(place, TRIAL, Operators(gather=gather))
+    shutdown()
+    return found
+
+
+def wrong_scatter(place: Place) -> list[Finding]:
+    def scatter(*arguments: Any, **settings: Any) -> torch.Tensor:
+        z = linear_reduce_scatter(*arguments, **settings)
+        return torch.full_like(z, float("nan")) if place.rank == 1 else z
+
+    found = check_operator(place, TRIAL, Operators(scatter=scatter))
+    shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("body", "says"), [(wrong_gather, "gathered from rank 0 on node0, in round 2"), (wrong_scatter, "GEMM + RS: ")]
+)
+def test_a_wrong_result_names_the_rank_that_has_it(body: Body, says: str, tmp_path: Path) -> None:
+    for found, broken, _ in values(run_ranks(2, examined, str(tmp_path), body, 60.0, limit_s=90)):
+        (fault,) = [finding for finding in found if finding.status == FAIL]
+        assert (fault.name, fault.rank, fault.host) == ("operator chunked", 1, "node1") and says in fault.measured
+        assert "collective" in fault.fix and not broken
+
+
+def one_rank_raises_in_the_operator(place: Place) -> list[Finding]:
+    """Its peer runs into the operator's own time-out, which names the rank."""
+    trial = Trial(32, 24, 48, torch.float32, 0.2, ("chunked",), "host", timeout_s=2.0)
+    calls = iter(range(1000))
+
+    def gather(*arguments: Any, **settings: Any) -> torch.Tensor:
+        if place.rank == 1 and next(calls) == 1:
+            raise RuntimeError("kernel does not compile")
+        return all_gather_linear(*arguments, **settings)
+
+    return check_operator(place, trial, Operators(gather=gather))
+
+
+def test_an_operator_that_raises_on_one_rank(tmp_path: Path) -> None:
+    for found, _, _ in values(run_ranks(2, examined, str(tmp_path), one_rank_raises_in_the_operator, 60.0, limit_s=90)):
+        faults = {finding.rank: finding.measured for finding in found if finding.status == FAIL}
+        assert "kernel does not compile" in faults[1] and "of rank 1: expected epoch" in faults[0]
+
+
+def stops(place: Place) -> list[Finding]:
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+    return []
+
+
+def dies(place: Place) -> list[Finding]:
+    if place.rank == 1:
+        os._exit(3)
+    dist.barrier()
+    threading.Event().wait()  # gloo notices a closed connection; a GPU collective would not
+    return []
+
+
+def dies_and_torchrun_ends_the_others(place: Place) -> list[Finding]:
+    if place.rank == 1:
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait()
+    return []
+
+
+@pytest.mark.parametrize(("body", "limit_s"), [(stops, 3.0), (dies, 3.0), (dies_and_torchrun_ends_the_others, 3600.0)])
+def test_a_stopped_or_dead_rank_is_named(body: Body, limit_s: float, tmp_path: Path) -> None:
+    survivor, _ = run_ranks(2, examined, str(tmp_path), body, limit_s, limit_s=60, grace_s=3.0)
+    found, broken, answering = values([survivor])[0]
+    fault = found[-1]
+    assert (fault.status, fault.name, fault.rank, fault.host) == (FAIL, "faulty", 1, "node1")
+    assert "does not answer" in fault.measured and "dmesg" in fault.fix and broken and answering == [0]
+
+
+def hangs_alone(place: Place) -> list[Finding]:
+    if place.rank == 1:
+        threading.Event().wait()
+    return []
+
+
+def test_a_rank_that_is_alive_but_does_not_end_a_check_is_named_with_the_checks_fix(tmp_path: Path) -> None:
+    for found, broken, answering in values(run_ranks(2, examined, str(tmp_path), hangs_alone, 2.0, limit_s=60)):
+        (fault,) = found
+        assert (fault.rank, fault.host, fault.fix) == (
+            1,
+            "node1",
+            "the way out",
+        ) and "alive, but still" in fault.measured
+        assert broken and answering == [0, 1]
