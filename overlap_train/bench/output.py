@@ -140,9 +140,12 @@ def columns_of(rows: list[Row]) -> tuple[Column, ...]:
     return LAYER_COLUMNS if rows and "layer" in rows[0] else OPERATOR_COLUMNS
 
 
-def cells(rows: list[Row]) -> list[list[str]]:
-    """The table as text, headings first. Numbers have three digits after the point below 10, two above."""
-    columns = columns_of(rows)
+def cells(rows: list[Row], columns: tuple[Column, ...] | None = None) -> list[list[str]]:
+    """The table as text, headings first. Numbers have three digits after the point below 10, two above.
+
+    columns: None for those of the benchmark that the rows come from.
+    """
+    columns = columns or columns_of(rows)
     return [[heading for heading, _ in columns], *([_cell(value(row)) for _, value in columns] for row in rows)]
 
 
@@ -152,16 +155,16 @@ def _cell(value: Any) -> str:
     return (f"{value:.3f}" if value < 10 else f"{value:.2f}") if isinstance(value, float) else str(value)
 
 
-def markdown(rows: list[Row], notes: list[str]) -> str:
-    heading, *body = cells(rows)
+def markdown(rows: list[Row], notes: list[str], columns: tuple[Column, ...] | None = None) -> str:
+    heading, *body = cells(rows, columns)
     lines = [heading, ["---"] * len(heading), *body]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return "\n\n".join([text, *summary(rows), *(f"- {note}" for note in notes)]) + "\n"
 
 
-def screen(rows: list[Row], notes: list[str]) -> str:
+def screen(rows: list[Row], notes: list[str], columns: tuple[Column, ...] | None = None) -> str:
     """Aligned columns, the summary, then the notes."""
-    table = cells(rows)
+    table = cells(rows, columns)
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
     return "\n".join([*lines, *summary(rows), *notes])
@@ -169,7 +172,7 @@ def screen(rows: list[Row], notes: list[str]) -> str:
 
 def summary(rows: list[Row]) -> list[str]:
     """For each method and pass: the lowest figure and the geometric mean of the ratio that the goals are about."""
-    if not rows or "layer" in rows[0]:
+    if not rows or "bound" not in rows[0]:
         return []
     groups: dict[tuple[str, str], list[float]] = {}
     for row in rows:

@@ -58,7 +58,7 @@ def _speed_up(rows: list[Row], path: Path) -> Path:
     }
     series["async-TP"] = [_async_tp(next(iter(r.values()))) for r in labels.values()]
     bounds = [next(iter(r.values()))["bound"] for r in labels.values()]
-    return _bars(list(labels), series, bounds, f"speed-up over NCCL + cuBLAS, M = {wanted}", path)
+    return bars(list(labels), series, bounds, f"speed-up over NCCL + cuBLAS, M = {wanted}", path)
 
 
 def _async_tp(row: Row) -> float | None:
@@ -76,12 +76,10 @@ def _layers(rows: list[Row], path: Path) -> Path:
     for name, key in (("Megatron-Core", "megatron_ms"), ("async-TP", "async_tp_ms")):
         some = [next(iter(r.values())) for r in labels.values()]
         series[name] = [None if row[key] is None else row[key] / row["gemms_ms"] for row in some]
-    return _bars(list(labels), series, [1.0] * len(labels), "forward + backward over the six GEMMs alone", path)
+    return bars(list(labels), series, [1.0] * len(labels), "forward + backward over the six GEMMs alone", path)
 
 
-def _bars(
-    labels: list[str], series: dict[str, list[float | None]], bounds: list[float], title: str, path: Path
-) -> Path:
+def bars(labels: list[str], series: dict[str, list[float | None]], bounds: list[float], title: str, path: Path) -> Path:
     """Grouped bars, with a black line over each group at its bound."""
     from matplotlib import pyplot
 
@@ -89,14 +87,16 @@ def _bars(
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         places = [i - 0.4 + (number + 0.5) * width for i, value in enumerate(values) if value is not None]
-        axes.bar(places, [value for value in values if value is not None], width, label=name)
+        drawn = axes.bar(places, [value for value in values if value is not None], width, label=name)
+        axes.bar_label(drawn, fmt="%.3g", fontsize=7)
     axes.hlines(
         bounds, [i - 0.45 for i in range(len(labels))], [i + 0.45 for i in range(len(labels))], "black", label="bound"
     )
     axes.set_xticks(range(len(labels)), labels, fontsize=7)
     axes.set_title(title)
+    axes.margins(y=0.2)  # room for the legend
     axes.legend(fontsize=8)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _against_m(rows: list[Row], path: Path) -> Path:
@@ -118,7 +118,7 @@ def _against_m(rows: list[Row], path: Path) -> Path:
         axes.set(xscale="log", yscale="log", xlabel="M", ylabel="ms")
         axes.set_title(f"{op} {pass_} N={n} K={k}", fontsize=8)
     grid.flat[0].legend(fontsize=7)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def curves(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
@@ -132,7 +132,8 @@ def curves(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
     return {name: list(points.items()) for name, points in found.items()}
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
+    """Write and close a figure; returns the path."""
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=150)

@@ -15,6 +15,7 @@ from typing import Any
 from megatron.core import dist_checkpointing, parallel_state
 
 from gpt.adam_state import load_optimizer, make_describable
+from gpt.architectures import SHAPE, SMALL
 from gpt.errors import RecipeError
 from gpt.files import damage, publish, seal, write_atomically
 from gpt.progress import say
@@ -24,7 +25,6 @@ from gpt.world import on_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN = "run.json"
-SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 ORDER = ("seq_length", "global_batch_size", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters")
 
 
@@ -136,8 +136,8 @@ def _last_good(bad: Path) -> str:
 
 
 def _compare(run: dict[str, Any], settings: Settings, text_key: str) -> None:
-    saved, now = run["settings"], asdict(settings)
-    for name in SHAPE:
+    saved, now = {"model": SMALL, **run["settings"]}, asdict(settings)  # SMALL: saved before there were others
+    for name in ("model", *SHAPE):
         if saved[name] != now[name]:
             raise RecipeError(
                 f"--load {settings.load}: the checkpoint was saved with {flag(name)} {saved[name]}, this run has "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +14,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gpt.errors import refused_by_rule
+from gpt.architectures import SMALL, Architecture, architecture_of
+from gpt.errors import RecipeError, refused_by_rule
 from gpt.settings import Settings
 from gpt.tokenizer import padded_vocab_size
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec
+
+ACTIVATIONS = {"silu": F.silu}
+DENSE_ONLY = ("fc1", "fc2")  # the linears that experts have in their place
 
 
 @dataclass(frozen=True)
@@ -28,32 +34,57 @@ class Model:
     config: TransformerConfig
 
 
-def build_model(settings: Settings, overlap: OverlapConfig | None, device: torch.device) -> Model:
+Change = Callable[[GPTModel], None]
+
+
+def build_model(
+    settings: Settings, overlap: OverlapConfig | None, device: torch.device, change: Change | None = None
+) -> Model:
     """Build it on `device`: bf16 on a GPU, fp32 on the CPU, with overlapped linears where `overlap` is given.
 
-    The initial weights depend on `settings.seed` only, not on `settings.tp`. Raises RecipeError where enable() refuses.
+    `change` is called with the bare model before anything wraps it. The initial weights depend on `settings.seed` only;
+    those of the small model are the same for every `settings.tp`. Raises RecipeError where enable() refuses.
     """
     on_gpu = device.type == "cuda"
     tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
     torch.manual_seed(settings.seed)
-    config = transformer_config(settings, on_gpu)
-    bare = GPTModel(
-        config,
-        gpt_block_spec(config),
-        vocab_size=padded_vocab_size(settings.tp),
-        max_sequence_length=settings.seq_length,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    ).to(device)
+    bare = bare_model(settings, on_gpu).to(device)
     if overlap is not None:
         with refused_by_rule():
-            enable(bare, overlap)
+            enable(bare, overlapped_part(overlap, architecture_of(settings)))
+    if change is not None:
+        change(bare)
+    config = bare.config
     wrapped = Float16Module(config, bare) if on_gpu else bare
     return Model(bare, DistributedDataParallel(config, ddp_config(on_gpu), wrapped), config)
 
 
+def bare_model(settings: Settings, on_gpu: bool) -> GPTModel:
+    """Megatron's model of the architecture that the settings ask for, with our norm and attention."""
+    if architecture_of(settings).experts and not on_gpu:
+        raise RecipeError(f"--model {settings.model} has experts, which Megatron-Core runs on GPUs only")
+    config = transformer_config(settings, on_gpu)
+    return GPTModel(
+        config,
+        gpt_block_spec(config),
+        vocab_size=padded_vocab_size(settings.tp, architecture_of(settings).vocab_size),
+        max_sequence_length=settings.seq_length,
+        position_embedding_type="rope",
+        rotary_base=architecture_of(settings).rope_base,
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def overlapped_part(overlap: OverlapConfig, architecture: Architecture) -> OverlapConfig:
+    """What can overlap in this architecture: experts have no fc1 and fc2 whose input is gathered."""
+    if not architecture.experts:
+        return overlap
+    return replace(overlap, slots=tuple(slot for slot in overlap.slots if slot not in DENSE_ONLY))
+
+
 def transformer_config(settings: Settings, on_gpu: bool) -> TransformerConfig:
     """Megatron's description of the model. No dropout, so a resumed run needs no random state."""
+    architecture = architecture_of(settings)
     return TransformerConfig(
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
@@ -64,20 +95,49 @@ def transformer_config(settings: Settings, on_gpu: bool) -> TransformerConfig:
         sequence_parallel=settings.tp > 1,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[architecture.activation],
+        kv_channels=architecture.head_width,
+        layernorm_epsilon=architecture.norm_eps,
+        qk_layernorm=architecture.has_qk_norm,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=on_gpu,
         params_dtype=torch.bfloat16 if on_gpu else torch.float32,
-        # Weights are drawn on the CPU and then cut, so that they are the same for every tensor-parallel size.
-        use_cpu_initialization=True,
+        # Weights of the small model are drawn on the CPU and then cut, so that they are the same for every
+        # tensor-parallel size; billions of them would take minutes.
+        use_cpu_initialization=settings.model == SMALL,
+        deterministic_mode=settings.deterministic > 0,
         # Fusions that need Apex, or a compiler on the user's machine, stay off.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
+        **expert_settings(architecture),
+        **recompute_settings(settings),
     )
+
+
+def recompute_settings(settings: Settings) -> dict[str, Any]:
+    """Which activations backward makes again; of a whole layer only the input is kept."""
+    if settings.recompute == "none":
+        return {}
+    layers = {"recompute_method": "uniform", "recompute_num_layers": 1} if settings.recompute == "full" else {}
+    return {"recompute_granularity": settings.recompute, **layers}
+
+
+def expert_settings(architecture: Architecture) -> dict[str, Any]:
+    """Experts side by side on every rank, each cut by tensor parallelism; none for a dense model."""
+    if not architecture.experts:
+        return {}
+    return {
+        "num_moe_experts": architecture.experts,
+        "moe_router_topk": architecture.experts_per_token,
+        "moe_ffn_hidden_size": architecture.ffn_hidden_size,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": architecture.expert_balance,
+        "moe_token_dispatcher_type": "alltoall",
+    }
 
 
 def ddp_config(on_gpu: bool) -> DistributedDataParallelConfig:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from gpt.architectures import ARCHITECTURES
 from gpt.errors import RecipeError
-from gpt.settings import Settings, flag
+from gpt.settings import RECOMPUTE, Settings, flag
 
 POSITIVE = (
     "num_layers",
@@ -28,6 +29,7 @@ NOT_NEGATIVE = (
     "lr_warmup_iters",
     "weight_decay",
     "clip_grad",
+    "deterministic",
     "seed",
     "eval_interval",
     "sample_bytes",
@@ -42,12 +44,19 @@ def resolve(settings: Settings, world_size: int) -> Settings:
     Raises:
         RecipeError: a rule is broken; the text names flag, value, rule and way out.
     """
+    _check_words(settings)
     _check_ranges(settings)
     settings = replace(settings, tp=settings.tp or world_size)
     _check_parallel(settings, world_size)
     _check_training(settings, world_size // settings.tp)
     _check_checkpoint(settings)
     return settings
+
+
+def _check_words(settings: Settings) -> None:
+    for name, known in (("model", tuple(ARCHITECTURES)), ("recompute", RECOMPUTE)):
+        if getattr(settings, name) not in known:
+            raise RecipeError(f"{_shown(settings, name)} is not one of {', '.join(known)}")
 
 
 def _check_ranges(settings: Settings) -> None:

@@ -33,6 +33,7 @@ def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None
     """
     started = time.perf_counter()
     run_without_cuda()
+    make_deterministic(settings)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.tp)
     checkpoint.check_target(settings)
     datasets = build_datasets(settings)
@@ -42,6 +43,12 @@ def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None
     train(trainer, datasets, first, world.device)
     conclude(trainer, datasets, world.device)
     say(f" {time.perf_counter() - started:.0f} s in all")
+
+
+def make_deterministic(settings: Settings) -> None:
+    """With `--deterministic 1`: no kernel of torch that adds in the order of arrival (attention and embedding do)."""
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def train(trainer: Trainer, datasets: Datasets, first: int, device: torch.device) -> None:

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gpt.architectures import ARCHITECTURES, SMALL, shape_of
 from gpt.errors import RecipeError
 
 CACHE = Path.home() / ".cache" / "overlap_train" / "pretrain_gpt"
 
+SHAPE = ARCHITECTURES[SMALL]
+RECOMPUTE = ("none", "selective", "full")  # nothing, the core attention, whole layers
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -24,11 +27,12 @@ class Settings:
 
     text: str = _option("data", "", "file to train on; without it, the topics of Python's own help()")
     data_dir: str = _option("data", str(CACHE), "where index files are kept; shared by all nodes")
-    num_layers: int = _option("model", 4, "transformer layers")
-    hidden_size: int = _option("model", 128, "width of the residual stream")
-    ffn_hidden_size: int = _option("model", 384, "width inside the SwiGLU MLP")
-    num_attention_heads: int = _option("model", 4, "query heads")
-    num_query_groups: int = _option("model", 2, "key and value heads (GQA)")
+    model: str = _option("model", SMALL, f"{', '.join(ARCHITECTURES)}; sets the defaults of the flags below")
+    num_layers: int = _option("model", SHAPE.num_layers, "transformer layers")
+    hidden_size: int = _option("model", SHAPE.hidden_size, "width of the residual stream")
+    ffn_hidden_size: int = _option("model", SHAPE.ffn_hidden_size, "width inside the SwiGLU MLP")
+    num_attention_heads: int = _option("model", SHAPE.num_attention_heads, "query heads")
+    num_query_groups: int = _option("model", SHAPE.num_query_groups, "key and value heads (GQA)")
     seq_length: int = _option("model", 128, "bytes in a sample")
     tp: int = _option("parallel", 0, "tensor-parallel ranks, with sequence parallelism; 0: all ranks")
     micro_batch_size: int = _option("training", 8, "samples of one forward and backward pass on one rank")
@@ -39,6 +43,10 @@ class Settings:
     lr_warmup_iters: int = _option("training", 30, "steps of linear warm-up")
     weight_decay: float = _option("training", 0.1, "AdamW weight decay")
     clip_grad: float = _option("training", 1.0, "largest gradient norm; 0: no clipping")
+    recompute: str = _option(
+        "training", "none", f"{', '.join(RECOMPUTE)}: what backward computes again instead of keeping it from forward"
+    )
+    deterministic: int = _option("training", 0, "1: the same bits on every run, at some cost in speed")
     seed: int = _option("training", 1234, "seed of weights, data order and sample")
     log_interval: int = _option("report", 10, "steps between iteration lines")
     eval_interval: int = _option("report", 200, "steps between validations; 0: only at the end")
@@ -51,8 +59,32 @@ class Settings:
     load: str = _option("checkpoint", "", "where to resume: a --save folder (its newest checkpoint) or an iter_ folder")
 
 
-def defaults(on_gpu: bool) -> Settings:
-    """The defaults of this machine: `Settings()` on CPUs, a model that gives a GPU something to do on GPUs."""
+def defaults(on_gpu: bool, model: str = SMALL) -> Settings:
+    """The defaults of this machine: `Settings()` on CPUs, a model that gives a GPU something to do on GPUs.
+
+    A published `model` brings its shape, and a batch and learning rate that suit it, to either machine.
+
+    Raises:
+        RecipeError: there is no such model.
+    """
+    if model not in ARCHITECTURES:
+        raise RecipeError(f"--model {model} is not one of {', '.join(ARCHITECTURES)}")
+    if model != SMALL:
+        return replace(
+            Settings(),
+            model=model,
+            **shape_of(model),
+            seq_length=4096,
+            micro_batch_size=1,
+            global_batch_size=8,
+            train_iters=200,
+            lr=3e-4,
+            min_lr=3e-5,
+            lr_warmup_iters=20,
+            eval_interval=0,
+            eval_iters=4,
+            sample_bytes=64,
+        )
     if not on_gpu:
         return Settings()
     return replace(
@@ -100,6 +132,13 @@ def add_settings(parser: argparse.ArgumentParser, initial: Settings) -> argparse
             flag(option.name), type=type(value), default=value, metavar=METAVARS[type(value)], help=help + shown
         )
     return parser
+
+
+def named_model(arguments: list[str]) -> str:
+    """What follows `--model` among the words of a command line; it decides the defaults of other flags."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", default=SMALL)
+    return str(parser.parse_known_args(arguments)[0].model)
 
 
 def settings_from_args(args: argparse.Namespace) -> Settings:

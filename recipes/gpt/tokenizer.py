@@ -19,7 +19,7 @@ class ByteTokenizer:
     unique_identifiers: ClassVar[dict[str, str]] = {"class": "ByteTokenizer"}
 
 
-def padded_vocab_size(tp: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of 64 and of `tp`."""
+def padded_vocab_size(tp: int, vocab_size: int = 0) -> int:
+    """Rows of the embedding: the vocabulary (0: of this tokenizer) rounded up to a multiple of 64 and of `tp`."""
     step = math.lcm(64, tp)
-    return -(-ByteTokenizer.vocab_size // step) * step
+    return -(-(vocab_size or ByteTokenizer.vocab_size) // step) * step

@@ -31,14 +31,17 @@ class Trainer:
 
     def step(self, batches: Iterator[Batch]) -> tuple[torch.Tensor, float]:
         """Train on a global batch; returns (Σ nats, Σ bytes) of this replica as a tensor [2], and the gradient norm."""
-        ddp = self.model.trained
-        ddp.train()
-        ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        total = _run(self, batches, forward_only=False)
+        total = self.forward_backward(batches)
         _, grad_norm, _ = self.optimizer.step()
         self.schedule.step(increment=self.settings.global_batch_size)
         return total, 0.0 if grad_norm is None else float(grad_norm)
+
+    def forward_backward(self, batches: Iterator[Batch]) -> torch.Tensor:
+        """Reduced gradients of a global batch, in the place of the last ones; returns Σ nats and Σ bytes as above."""
+        self.model.trained.train()
+        self.model.trained.zero_grad_buffer()
+        return _run(self, batches, forward_only=False)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], steps: int) -> float:

@@ -1,0 +1,101 @@
+"""The same model without the communication of its linears: what a step would take if all of it were hidden.
+
+Every linear multiplies matrices of the sizes that it has otherwise, on data that is in place already. An input or gradient that
+would be gathered is a whole tensor kept from the first call, a partial sum that would be scattered is cut. Results are wrong,
+times are not. Products are cuBLAS's in every variant, so a fused kernel that multiplies more slowly is charged for it as if it
+were communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from overlap_train.weight_gradient import weight_gradient
+
+
+class Wholes:
+    """Whole tensors [M, K] in place of gathered shards [M/W, K]: the shard of the first call, W times."""
+
+    def __init__(self, world: int, main_grad: str) -> None:
+        self.world, self.main_grad = world, main_grad  # main_grad: "accumulate" or "off", as in OverlapConfig
+        self._kept: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        key = shard.shape, shard.dtype
+        if key not in self._kept:
+            self._kept[key] = shard.detach().repeat(self.world, 1)
+        return self._kept[key]
+
+
+class _Column(torch.autograd.Function):
+    """x [M/W, K], w [N/W, K] -> whole @ wᵀ [M, N/W]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, wholes: Wholes) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.wholes = wholes
+        return wholes.of(x) @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, w = ctx.saved_tensors
+        dx = dy @ w
+        return dx[: len(x)], weight_gradient(dy, ctx.wholes.of(x), w, ctx.wholes.main_grad), None
+
+
+class _Row(torch.autograd.Function):
+    """x [M, K/W], w [N, K/W] -> the first M/W rows of x @ wᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, wholes: Wholes) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.wholes = wholes
+        return (x @ w.t())[: len(x) // wholes.world]
+
+    @staticmethod
+    def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, w = ctx.saved_tensors
+        whole = ctx.wholes.of(dz)
+        return whole @ w, weight_gradient(whole, x, w, ctx.wholes.main_grad), None
+
+
+class ColumnAlone(ColumnParallelLinear):
+    """Stands in for a column-parallel linear of any kind, given `wholes`."""
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = _Column.apply(input.flatten(0, 1), weight, self.wholes)
+        return y.view(-1, input.shape[1], y.shape[1])
+
+
+class RowAlone(RowParallelLinear):
+    """Stands in for a row-parallel linear of any kind, given `wholes`."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        z = _Row.apply(input_.flatten(0, 1), self.weight, self.wholes)
+        return z.view(-1, input_.shape[1], z.shape[1]), None
+
+
+@contextlib.contextmanager
+def without_communication(linears: list[Any], wholes: Wholes) -> Iterator[None]:
+    """Let these parallel linears compute alone, forward and backward, until the end of the block."""
+    classes = [linear.__class__ for linear in linears]
+    for linear in linears:
+        linear.__class__ = ColumnAlone if isinstance(linear, ColumnParallelLinear) else RowAlone
+        linear.wholes = wholes
+    try:
+        yield
+    finally:
+        for linear, kind in zip(linears, classes, strict=True):
+            linear.__class__ = kind
+            del linear.wholes
+
+
+def parallel_linears(model: torch.nn.Module) -> list[Any]:
+    """The linears of a model that gather or scatter a sequence: not those of experts, whose dispatcher communicates."""
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    return [module for module in model.modules() if isinstance(module, kinds) and not module.is_expert]

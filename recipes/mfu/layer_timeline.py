@@ -1,0 +1,115 @@
+"""One transformer layer of a training step on a time axis: what the GPU does in its forward and in its backward pass.
+
+Recorded by torch's profiler between marker kernels that hooks launch on the compute stream, on rank 0's GPU. The device starts a
+little later than the host, so that launches do not show: the picture is about the device. What a fused kernel waits inside itself
+does not show either; the step's figures have it (mfu/alone.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from overlap_train.bench.timeline import exposed, kind_of
+
+if TYPE_CHECKING:
+    from mfu.trained import Trained
+
+Span = dict[str, Any]  # pass, kind, name, stream, start and end in microseconds from the pass's begin
+
+MARKER = "spin_kernel"  # of torch.cuda._sleep
+HEAD_START_CYCLES = 20_000_000  # about 10 ms, in which the host gets ahead
+PASSES = ("forward", "backward")
+# Names that the classification of bench.timeline knows, for spans whose kind is known already.
+_KNOWN_AS = {"gemm": "gemm", "compute": "gemm", "communication": "memcpy", "waiting": "memcpy"}
+
+
+def record(trained: Trained) -> list[Span]:
+    """Spans of the model's middle layer in forward and backward of its first micro-batch; collective, on GPUs."""
+    layers = trained.trainer.model.bare.decoder.layers
+    handles = _mark(layers[len(layers) // 2])
+    try:
+        trained.forward_backward()
+        torch.cuda.synchronize()
+        dist.barrier()
+        return cut(_profile(trained))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mark(layer: torch.nn.Module) -> list[Any]:
+    """Launch a marker where the layer's forward begins and ends, and where its backward begins and ends."""
+
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        if hidden.requires_grad:
+            hidden.register_hook(_launch_marker)
+        torch.cuda._sleep(1)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        torch.cuda._sleep(1)
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(_launch_marker)
+
+    return [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(after)]
+
+
+def _launch_marker(gradient: torch.Tensor) -> None:
+    torch.cuda._sleep(1)
+
+
+def _profile(trained: Trained) -> list[Span]:
+    """Everything on the device during one forward and backward: name, stream, start and end in microseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        trained.forward_backward()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
+    spans = [
+        {"name": e.name(), "stream": e.device_resource_id(), "start": e.start_ns() / 1e3, "end": e.end_ns() / 1e3}
+        for e in events
+    ]
+    return sorted(spans, key=lambda span: span["start"])
+
+
+def cut(spans: Sequence[Span]) -> list[Span]:
+    """The spans between the first two markers behind the head start (forward) and between the next two (backward).
+
+    Raises:
+        ValueError: there are fewer markers.
+    """
+    _, *markers = [span for span in spans if MARKER in span["name"]]
+    if len(markers) < 4:
+        raise ValueError(f"the profiler saw {len(markers)} markers of a layer instead of 4")
+    found = []
+    for number, name in enumerate(PASSES):
+        begin, end = markers[2 * number]["end"], markers[2 * number + 1]["start"]
+        for span in spans:
+            kind = span_kind(span, markers[0]["stream"])
+            if kind and begin <= span["start"] < end:
+                place = {"start": span["start"] - begin, "end": span["end"] - begin}
+                found.append({"pass": name, "kind": kind, **span, **place})
+    return found
+
+
+def span_kind(span: Span, compute_stream: int) -> str:
+    """gemm, compute (other kernels), communication, waiting (a kernel that waits for a peer), or "" for a marker."""
+    name = span["name"].lower()
+    if MARKER in name:
+        return ""
+    if "nccl" in name or "memcpy ptop" in name or ("memcpy" in name and span["stream"] != compute_stream):
+        return "communication"
+    if "wait" in name and "gemm" not in name:
+        return "waiting"
+    return "gemm" if kind_of(span["name"]) == "computation" else "compute"
+
+
+def exposed_parts(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    """Parts of communication and waiting during which nothing is computed, as (start, end) in microseconds."""
+    return exposed([{**span, "name": _KNOWN_AS[span["kind"]]} for span in spans])

@@ -1,0 +1,110 @@
+"""A variant in training: its model and optimizer, the batches that all variants share, and what its steps have shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from gpt.data import Batch, batches, build_datasets
+from gpt.settings import Settings
+from gpt.training import Trainer, build_trainer, data_share, micro_batches
+from mfu import variants
+from mfu.alone import Wholes, parallel_linears, without_communication
+from mfu.plan import AGAIN, WARM_UP_STEPS
+from overlap_train import OverlapConfig
+
+
+@dataclass
+class Trained:
+    """held_bytes: parameters, gradients and optimizer, or any other memory that stays; peak_bytes: the most during a step,
+    of this variant alone, though others hold memory beside it. fingerprint: of the initial weights."""
+
+    name: str
+    trainer: Trainer
+    batches: Sequence[Batch]  # micro-batches of all steps, on the device
+    fingerprint: torch.Tensor
+    wholes: Wholes
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    totals: list[torch.Tensor] = field(default_factory=list)  # (Σ nats, Σ bytes) of each step
+
+    def step(self, index: int = 0) -> None:
+        """One optimizer step on the next global batch. `index` is what a timed call is given; it means nothing here."""
+        total, _ = self.trainer.step(iter(self._micro_batches(len(self.totals))))
+        self.totals.append(total)
+
+    def forward_backward(self, index: int = 0) -> None:
+        """Gradients of the first global batch; weights stay as they are."""
+        self.trainer.forward_backward(iter(self._micro_batches(0)))
+
+    def forward_backward_alone(self, index: int = 0) -> None:
+        """The same without the communication of the linears."""
+        with without_communication(parallel_linears(self.trainer.model.bare), self.wholes):
+            self.forward_backward()
+
+    def losses(self) -> list[float]:
+        """Nats per byte of every step, over all data-parallel ranks; collective."""
+        totals = torch.stack(self.totals)
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        return (totals[:, 0] / totals[:, 1]).tolist()
+
+    def _micro_batches(self, step: int) -> Sequence[Batch]:
+        count = micro_batches(self.trainer.settings)
+        return self.batches[step * count : (step + 1) * count]
+
+
+def load_batches(settings: Settings, device: torch.device) -> list[Batch]:
+    """The micro-batches of every step, on the device before anything is timed; collective."""
+    stream = batches(build_datasets(settings).train, 0, settings, data_share(), device)
+    return list(islice(stream, settings.train_iters * micro_batches(settings)))
+
+
+def start(
+    name: str, settings: Settings, overlap: OverlapConfig, data: Sequence[Batch], device: torch.device
+) -> Trained:
+    """Build a variant and take its first steps, in which kernels compile and the optimizer's state is made; collective."""
+    variant = name.removesuffix(AGAIN)
+    before = _allocated(device)
+    model = variants.build(variant, settings, overlap, device)
+    wholes = Wholes(settings.tp, variants.main_grad_of(variant, overlap))
+    trained = Trained(name, build_trainer(settings, model), data, fingerprint(model.bare), wholes)
+    for _ in range(WARM_UP_STEPS - 1):
+        trained.step()
+    trained.held_bytes = _allocated(device) - before
+    during = _allocated(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    trained.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        trained.peak_bytes = trained.held_bytes + torch.cuda.max_memory_allocated(device) - during
+    return trained
+
+
+@torch.no_grad()
+def fingerprint(model: torch.nn.Module) -> torch.Tensor:
+    """Sums of squares of all parameters [parameters], fp64; equal for equal weights."""
+    return torch.stack([parameter.float().square().sum().double() for parameter in model.parameters()])
+
+
+@torch.no_grad()
+def have_equal_weights(left: Trained, right: Trained) -> bool:
+    """Bit by bit, on every rank; collective."""
+    pairs = zip(left.trainer.model.bare.parameters(), right.trainer.model.bare.parameters(), strict=True)
+    return on_every_rank(all(torch.equal(a, b) for a, b in pairs), left.fingerprint.device)
+
+
+def on_every_rank(fact: bool, device: torch.device) -> bool:
+    """Whether it is a fact on all ranks; collective."""
+    verdict = torch.tensor([fact], dtype=torch.int32, device=device)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return bool(verdict.item())
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

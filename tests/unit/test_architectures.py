@@ -1,0 +1,88 @@
+"""The table of models: their sizes as published, and what --model and compare_mfu's flags make of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpt.architectures import ARCHITECTURES, SHAPE, SMALL, Architecture, architecture_of
+from gpt.errors import RecipeError
+from gpt.rules import resolve
+from gpt.settings import Settings, defaults, named_model
+from gpt.tokenizer import padded_vocab_size
+from mfu.flops import step_flops
+
+# Parameters in all, in billions, as the model cards say.
+PUBLISHED = {"llama3-8b": 8.03, "llama3-70b": 70.6, "qwen3-32b": 32.8, "mixtral-8x7b": 46.7}
+
+
+def parameters(a: Architecture) -> int:
+    """Counted here, piece by piece: embedding and output layer, four or more matrices a layer, norms."""
+    queries, keys = a.num_attention_heads * a.head_width, a.num_query_groups * a.head_width
+    mlps, router = (a.experts, a.experts * a.hidden_size) if a.experts else (1, 0)
+    matrices = a.hidden_size * (2 * queries + 2 * keys) + mlps * 3 * a.hidden_size * a.ffn_hidden_size + router
+    norms = 2 * a.hidden_size + 2 * a.head_width * a.has_qk_norm
+    return a.num_layers * (matrices + norms) + 2 * a.vocab_size * a.hidden_size + a.hidden_size
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_published_model_has_as_many_parameters_as_published(model: str) -> None:
+    assert parameters(ARCHITECTURES[model]) / 1e9 == pytest.approx(PUBLISHED[model], rel=2e-3)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_published_model_names_its_source(model: str) -> None:
+    assert "arXiv" in ARCHITECTURES[model].source and "config.json" in ARCHITECTURES[model].source
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_published_model_obeys_the_rules(model: str, tp: int) -> None:
+    settings = resolve(defaults(True, model), tp)
+    assert settings.tp == tp
+    assert architecture_of(settings) == ARCHITECTURES[model]
+
+
+def test_the_small_model_is_the_default() -> None:
+    assert Settings().model == SMALL
+    assert named_model(["--train-iters", "3"]) == SMALL
+    assert padded_vocab_size(2) == 320
+
+
+def test_flags_change_the_shape_and_keep_the_rest() -> None:
+    settings = replace(defaults(True, "qwen3-32b"), num_layers=3, hidden_size=64)
+    assert architecture_of(settings) == replace(ARCHITECTURES["qwen3-32b"], num_layers=3, hidden_size=64)
+    assert all(hasattr(settings, name) for name in SHAPE)
+
+
+@pytest.mark.parametrize("arguments", [["--model", "llama3-70b", "--tp", "4"], ["--tp", "4", "--model=llama3-70b"]])
+def test_the_model_is_found_among_other_flags(arguments: list[str]) -> None:
+    assert defaults(True, named_model(arguments)).num_layers == 80
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match=r"--model gpt5 is not one of small, llama3-8b"):
+        defaults(True, "gpt5")
+    with pytest.raises(RecipeError, match=r"--model gpt5 is not one of small, llama3-8b"):
+        resolve(replace(Settings(), model="gpt5"), 2)
+
+
+def test_an_unknown_kind_of_recomputation_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"--recompute half is not one of none, selective, full"):
+        resolve(replace(Settings(), recompute="half"), 2)
+
+
+# What Megatron-LM's num_floating_point_operations (megatron/training of core 0.19.2) returned for 3 samples of 8192 tokens.
+MEGATRONS = {
+    "llama3-8b": 1264936588148736,
+    "llama3-70b": 11040093175283712,
+    "qwen3-32b": 5349482698899456,
+    "mixtral-8x7b": 2038030701428736,
+}
+
+
+@pytest.mark.parametrize("model", MEGATRONS)
+def test_flops_are_counted_as_megatron_counts_them(model: str) -> None:
+    settings = replace(defaults(True, model), seq_length=8192, global_batch_size=3, tp=4)
+    assert step_flops(settings) == MEGATRONS[model]

@@ -1,0 +1,71 @@
+"""The flags of compare_mfu: what they make of each other, and one line for each that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpt.errors import RecipeError
+from mfu.plan import AGAIN, WARM_UP_STEPS, Plan, parser, plan_from_args, settings_for
+
+
+def plan(line: str = "") -> Plan:
+    return plan_from_args(parser().parse_args(line.split()))
+
+
+def test_defaults_cut_the_layers() -> None:
+    both = plan("--model llama3-8b,llama3-70b")
+    assert both.layers == (4, 2)
+    assert [settings_for(both, number, 4).hidden_size for number in (0, 1)] == [4096, 8192]
+
+
+def test_the_flags_reach_the_settings() -> None:
+    settings = settings_for(plan("--model llama3-8b --layers 3 --seq-length 512 --tp 2 --seed 5 --bitwise"), 0, 4)
+    assert (settings.num_layers, settings.seq_length, settings.tp, settings.seed) == (3, 512, 2, 5)
+    assert (settings.micro_batch_size, settings.global_batch_size) == (1, 2)  # two replicas
+    assert settings.deterministic == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["--steps 30", "--steps 7 --round-steps 3", "--loss-steps 200", "--quick", "--steps 1"]
+)
+def test_there_are_as_many_steps_as_asked_for(line: str) -> None:
+    asked = plan(line)
+    assert asked.rounds * asked.round_steps >= asked.steps
+    assert asked.trained_steps == WARM_UP_STEPS + asked.rounds * (asked.round_steps + 1)
+    assert asked.trained_steps >= asked.loss_steps
+    assert settings_for(asked, 0, 4).train_iters == asked.trained_steps
+
+
+def test_bitwise_trains_the_overlapped_variant_twice() -> None:
+    assert plan("--bitwise").names[-1] == "overlap" + AGAIN
+    assert plan("--bitwise --repeat megatron,overlap").repeat == ("megatron", "overlap")
+
+
+def test_a_method_can_be_a_variant() -> None:
+    assert plan("--variants megatron,fused,chunked").names == ("megatron", "fused", "chunked")
+
+
+WRONG = [
+    ("--model llama9", ["--model llama9", "llama3-8b"]),
+    ("--variants megatron,flux", ["--variants megatron,flux", "'flux'", "async_tp"]),
+    ("--variants ,", ["--variants", "names nothing"]),
+    ("--variants megatron --bitwise", ["--repeat overlap", "'overlap'"]),
+    ("--layers 1,2", ["--layers", "2 numbers for 1 models"]),
+    ("--steps 0", ["--steps 0", "positive"]),
+    ("--layers two", ["--layers"]),
+    ("--bogus", ["--bogus"]),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), WRONG, ids=[line for line, _ in WRONG])
+def test_a_wrong_flag_is_refused_in_one_line(line: str, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as refusal:
+        plan(line)
+    assert "\n" not in str(refusal.value)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"--seq-length 63 must be a multiple of --tp 2"):
+        settings_for(plan("--model small --seq-length 63"), 0, 2)
