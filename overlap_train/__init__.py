@@ -6,6 +6,7 @@ Importing this package touches no device and needs neither a GPU, nor NVSHMEM, n
 from .choice import Choice, choose
 from .config import OverlapConfig
 from .domain import check, shutdown
+from .graph import graphed
 from .linear import all_gather_linear, linear_reduce_scatter
 from .watchdog import OverlapTimeoutError
 
@@ -16,6 +17,7 @@ __all__ = [
     "all_gather_linear",
     "check",
     "choose",
+    "graphed",
     "linear_reduce_scatter",
     "shutdown",
 ]

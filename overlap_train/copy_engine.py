@@ -19,7 +19,6 @@ import torch
 from .driver import CudaDriver
 from .watchdog import poll
 
-
 _AT_LEAST = 0  # how a stream compares a word with the value that it waits for
 
 
@@ -157,7 +156,8 @@ class StreamCopyEngine:
 
     def begin(self) -> None:
         current, last = self.driver.current_stream(), self._last_stream
-        if last is not None and last != current:
+        # What is captured into a graph cannot wait for what is not; graph.py puts a barrier at both ends.
+        if last is not None and last != current and not torch.cuda.is_current_stream_capturing():
             self.driver.check(self.driver.record_event(self._ended, last))
             self.driver.check(self.driver.wait_event(current, self._ended, 0))
         self._last_stream = current

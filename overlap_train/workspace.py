@@ -150,6 +150,13 @@ class Call:
             self._routes[target, tiles] = routes
         return routes
 
+    def knock(self) -> list[Route]:
+        """To every peer: the signal of chunk 0 and no data; the source is the slot's epoch."""
+        if "knock" not in self._routes:
+            words = [self.slot.outgoing[peer][:1] for peer in self.peers]
+            self._routes["knock"] = [Route(0, word, word, self.slot.epoch, None) for word in words]
+        return self._routes["knock"]
+
     def _routes_to(self, peer: int, first: int, tiles: int | None) -> list[Route]:
         """A block's way to `peer`, chunk by chunk; it starts at element `first` of the source."""
         target = self.landing(peer)
@@ -182,6 +189,7 @@ class Channel:
     ) -> None:  # fmt: skip
         self.rank, self.layout, self.timeout_s, self.fault = rank, layout, timeout_s, fault
         self.driver = engine.driver if isinstance(engine, StreamCopyEngine) and device.type == "cuda" else None
+        self._engine = engine
         self._slots = [Slot(heap, layout, name, index, rank, device) for index in range(SLOTS)]
         self._turn = 0
         self.wait: Callable[[Call, int, int], None] = (
@@ -198,6 +206,17 @@ class Channel:
         if call is None:
             call = slot.calls[key] = Call(self, slot, block_shape, dtype, op, chunks)
         return call
+
+    def barrier(self, op: str) -> None:
+        """Hold the caller's stream until every rank has come here, and go on with the first slot.
+
+        Whatever ranks have enqueued before is then done, so that any slot may be written, whoever used it last. That makes room
+        for calls whose slots do not take turns with those before, as those of a replayed graph.
+        """
+        call = self.open(torch.Size([1]), torch.int64, op)
+        self._engine.push(call.slot.epoch, call.knock())
+        call.wait_for_all()
+        self._turn = 0
 
     def _wait_on_host(self, call: Call, first: int, count: int) -> None:
         for source in range(first, first + count):

@@ -17,10 +17,13 @@ from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, co
 
 CALLS = 4  # both slots are used twice
 
+Before = Callable[[SimulatedDomain], object]
 Run = Callable[[SimulatedDomain, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def gathers(method: str, machine: Simulation, calls: int = CALLS, columns: int = TILE) -> Build:
+def gathers(
+    method: str, machine: Simulation, calls: int = CALLS, columns: int = TILE, before: Before | None = None
+) -> Build:
     """Calls of all_gather(x [TILE, TILE] of each rank, two chunks) @ b [TILE, columns] of this rank."""
     x = integers(calls, machine.world_size, TILE, TILE, seed=1)
     b = integers(machine.world_size, TILE, columns, seed=2)
@@ -28,10 +31,12 @@ def gathers(method: str, machine: Simulation, calls: int = CALLS, columns: int =
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         return core("operators.all_gather_gemm").start_all_gather(domain, own, method, "gather").matmul(mine)
 
-    return _calls(machine, run, x, b, x.flatten(1, 2)[:, None] @ b)
+    return _calls(machine, run, x, b, x.flatten(1, 2)[:, None] @ b, before)
 
 
-def scatters(method: str, machine: Simulation, calls: int = CALLS, columns: int = TILE) -> Build:
+def scatters(
+    method: str, machine: Simulation, calls: int = CALLS, columns: int = TILE, before: Before | None = None
+) -> Build:
     """Calls of reduce_scatter(a [W * TILE, TILE] @ b [TILE, columns], two chunks a rank); a, b differ by rank."""
     world = machine.world_size
     a, b = integers(calls, world, world * TILE, TILE, seed=3), integers(world, TILE, columns, seed=4)
@@ -43,11 +48,18 @@ def scatters(method: str, machine: Simulation, calls: int = CALLS, columns: int 
             .finish()
         )
 
-    return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, TILE)))
+    return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, TILE)), before)
 
 
-def _calls(machine: Simulation, run: Run, inputs: torch.Tensor, weights: torch.Tensor, expected: torch.Tensor) -> Build:
-    """Run on inputs [calls, W, ...] and weights [W, ...]; compare with expected [calls, W, ...]."""
+def _calls(
+    machine: Simulation,
+    run: Run,
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    expected: torch.Tensor,
+    before: Before | None,
+) -> Build:
+    """Run on inputs [calls, W, ...] and weights [W, ...]; compare with expected [calls, W, ...]. before: each call."""
 
     def build(scheduler: Scheduler) -> Callable[[], None]:
         outputs = torch.full_like(expected, torch.nan)
@@ -57,6 +69,8 @@ def _calls(machine: Simulation, run: Run, inputs: torch.Tensor, weights: torch.T
             own = buffers[domain.rank]
             for call in range(len(inputs)):
                 own.copy_(inputs[call, domain.rank])
+                if before is not None:
+                    before(domain)
                 with domain.operator():
                     y = run(domain, own, weights[domain.rank])
                 outputs[call, domain.rank] = y

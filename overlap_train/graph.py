@@ -1,0 +1,50 @@
+"""Operators inside a CUDA graph.
+
+Epochs count on the device, so that a replay sends new ones. But a graph uses the same slots at every replay, an odd number of
+times perhaps, and eager calls come between: slots no longer take turns (docs/design.md, rule 3). A barrier of signals at both
+ends of the graph makes up for that, 10 microseconds each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from .domain import OverlapDomain, domain_of
+
+
+@contextmanager
+def graphed(group: dist.ProcessGroup, device: torch.device | None = None) -> Iterator[None]:
+    """Bracket of all operators of `group` that are captured into one CUDA graph.
+
+        with torch.cuda.graph(graph), overlap_train.graphed(group):
+            y = model(x)
+            y.backward(dy)
+
+    All ranks capture the same and replay it equally often. Run the same twice before, so that kernels are compiled and symmetric
+    memory is there. Not with the method collective, whose NCCL calls PyTorch captures in its own way.
+
+    Args:
+        device: of the operators' tensors; None: the current CUDA device.
+
+    Raises:
+        ValueError: no operator of this group has run yet.
+    """
+    domain = domain_of(group, None, device or torch.device("cuda", torch.cuda.current_device()))
+    if domain.heap is None:
+        raise ValueError(
+            "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
+        )
+    meet(domain, "graph/begin")
+    yield
+    meet(domain, "graph/end")
+
+
+def meet(domain: OverlapDomain, op: str) -> None:
+    """All ranks' streams meet; both channels start again with their first slot."""
+    with domain.operator():
+        domain.gather.barrier(op)
+        domain.scatter.barrier(op)

@@ -1,0 +1,70 @@
+"""Calls whose slots do not take turns, as in a replayed graph: right between barriers, and wrong without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet")
+
+from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.faults import Fault
+from tests.protocol.operator_problems import gathers, scatters
+from tests.protocol.simulated_ranks import SimulatedDomain, Simulation, core
+from tests.protocol.simulated_streams import StreamSimulation
+
+PROBLEMS: dict[str, Callable[..., Build]] = {"gather": gathers, "scatter": scatters}
+MACHINES: dict[str, Callable[[], Simulation]] = {
+    "host": lambda: Simulation(2),
+    "three ranks": lambda: Simulation(3, device_waits=True),
+    "streams": lambda: StreamSimulation(2),
+}
+
+
+def replays(domain: SimulatedDomain) -> None:
+    """A replay of a graph of one call, which uses the first slot each time."""
+    core("graph").meet(domain, "begin")
+
+
+def forgetful(domain: SimulatedDomain) -> None:
+    """The same without a barrier."""
+    domain.gather._turn = domain.scatter._turn = 0
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("operator", PROBLEMS)
+def test_calls_behind_barriers_may_use_one_slot_again_and_again(operator: str, machine: str) -> None:
+    assert_passes(PROBLEMS[operator]("chunked", MACHINES[machine](), before=replays), range(20))
+
+
+@pytest.mark.parametrize("operator", PROBLEMS)
+def test_without_barriers_they_may_not(operator: str) -> None:
+    assert_caught(PROBLEMS[operator]("chunked", Simulation(3, device_waits=True), before=forgetful), range(60))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("workspace", "        self._engine.push(call.slot.epoch, call.knock())\n", "", "deadlock"),
+        Fault("workspace", "call.knock())\n        call.wait_for_all()", "call.knock())"),
+    ],
+    ids=["nobody knocks", "nobody waits"],
+)
+def test_a_broken_barrier_is_caught(fault: Fault) -> None:
+    with fault.planted():
+        assert_caught(gathers("chunked", Simulation(3, device_waits=True), before=replays), range(60))
+
+
+def test_the_barrier_writes_signals_and_nothing_else() -> None:
+    """It runs while peers may still read what arrived before."""
+    elsewhere: list[bool] = []
+
+    def look(domain: SimulatedDomain) -> None:
+        call = domain.gather.open(torch.Size([1]), torch.int64, "look")
+        elsewhere.extend(route.target.data_ptr() != route.signal.data_ptr() for route in call.knock())
+        domain.gather.barrier("look")  # every rank has opened one call more
+
+    assert_passes(gathers("chunked", Simulation(3), calls=1, before=look), range(1))
+    assert elsewhere == [False] * 6
