@@ -23,6 +23,9 @@ def bad_combination(config: TransformerConfig) -> str | None:
         return _sentence(config, "tp_comm_overlap", rule, "False (leave out --tp-comm-overlap)")
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         return _sentence(config, "transformer_impl", "overlap is for training", "'local'")
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        rule = "with it TransformerEngine computes an MLP without calling its linears"
+        return _sentence(config, "use_transformer_engine_op_fuser", rule, "False")
     for field in ("fp8", "fp4"):
         if getattr(config, field, None):
             return _sentence(config, field, "only TransformerEngine's linears compute in it", "None")

@@ -18,6 +18,7 @@ from overlap_train.integrations.megatron.conditions import WAY_TO_FALL_BACK, bad
 from overlap_train.integrations.megatron.fallback import standing_reason
 from overlap_train.integrations.megatron.linear import OVERLAPPED, attach
 from overlap_train.integrations.megatron.reporting import Report, named_linears, report, slot_of
+from overlap_train.integrations.megatron.transformer_engine import is_te_linear, overlap_te_linear
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -55,11 +56,13 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
 
 def _enable_chunk(chunk: torch.nn.Module, config: OverlapConfig) -> None:
     for name, slot, linear in _wanted(chunk, config):
-        if type(linear) in OVERLAPPED and standing_reason(linear, weight=None) is None:
+        if type(linear) in OVERLAPPED.values():
+            linear.overlap.name = name  # a linear that was built from our layer spec did not know its place
+        elif type(linear) not in OVERLAPPED:
+            overlap_te_linear(linear, config, slot, name)
+        elif standing_reason(linear, weight=None) is None:
             linear.__class__ = OVERLAPPED[type(linear)]
             attach(linear, config, slot, name)
-        elif type(linear) in OVERLAPPED.values():
-            linear.overlap.name = name  # a linear that was built from our layer spec did not know its place
 
 
 def _wanted(chunk: torch.nn.Module, config: OverlapConfig) -> Iterator[tuple[str, str, Any]]:
@@ -107,15 +110,17 @@ def _missing_slot(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> s
         return None
     known = (*OVERLAPPED, *OVERLAPPED.values())
     wanted = [(slot, linear) for chunk in chunks for _, slot, linear in _wanted(chunk, config)]
-    found = {slot for slot, linear in wanted if type(linear) in known and not linear.is_expert}
+    found = {
+        slot for slot, linear in wanted if is_te_linear(linear) or (type(linear) in known and not linear.is_expert)
+    }
     for slot in config.slots:
         if slot not in found:
             others = sorted({type(linear).__name__ for s, linear in wanted if s == slot})
             there = f"only {', '.join(others)} there" if others else "none there"
             return (
-                f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core "
-                f"for {slot!r} outside experts ({there}); leave the slot out (--overlap-train-slots), build the model "
-                f"from the local layer spec, {WAY_TO_FALL_BACK}"
+                f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "
+                f"TransformerEngine's in their place, for {slot!r} outside experts ({there}); leave the slot out "
+                f"(--overlap-train-slots), build the model from a layer spec with them, {WAY_TO_FALL_BACK}"
             )
     return None
 

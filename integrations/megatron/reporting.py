@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from overlap_train import choose
 from overlap_train.integrations.megatron.fallback import standing_reason
@@ -119,7 +118,7 @@ def _why_not(linear: Any, slot: str | None) -> str:
 
 def _passes(linear: Any) -> tuple[str, str, str]:
     """What fprop, dgrad and wgrad do."""
-    if not isinstance(linear, ColumnParallelLinear):
+    if hasattr(linear, "input_is_parallel"):  # a row linear, Megatron's or TransformerEngine's
         return "GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy"
     kept = linear.overlap.config.gathered_input == "keep"
     return "AG(x) + GEMM", "GEMM + RS", "GEMM with x kept" if kept else "AG(x) under dgrad, then GEMM"

@@ -1,0 +1,8 @@
+"""`python -m overlap_train.integrations.megatron SCRIPT.py ...`: see script.py."""
+
+import sys
+
+from overlap_train.integrations.megatron.script import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

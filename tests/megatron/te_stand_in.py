@@ -1,0 +1,148 @@
+"""A stand-in for TransformerEngine, which is not installed where the tests run: the classes under Megatron's wrappers.
+
+Interface (constructor arguments, attributes, parameter names, extra state, what forward returns) as Megatron's
+extensions/transformer_engine.py uses it; the arithmetic is torch's, the communication Megatron's mappings. `install()` in a
+fresh process, before Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import torch.nn.functional as F
+
+
+class _Norm(torch.nn.Module):
+    calls = 0  # of all norms outside the fused linear
+
+    def __init__(
+        self,
+        normalized_shape: int = 0,
+        *,
+        hidden_size: int = 0,  # the same, as Megatron 0.16 calls it
+        eps: float,
+        sequence_parallel: bool,
+        zero_centered_gamma: bool,
+        **rest: Any,
+    ) -> None:
+        super().__init__()
+        self.eps, self.zero_centered = eps, zero_centered_gamma
+        self.weight = _norm_parameter(normalized_shape or hidden_size, zero_centered_gamma, sequence_parallel)
+
+
+class RMSNorm(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _Norm.calls += 1
+        return _normalised(x, self.weight, None, self.eps, self.zero_centered)
+
+
+class LayerNorm(_Norm):
+    def __init__(self, *size: int, sequence_parallel: bool, **rest: Any) -> None:
+        super().__init__(*size, sequence_parallel=sequence_parallel, **rest)
+        self.bias = _norm_parameter(self.weight.numel(), True, sequence_parallel)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _Norm.calls += 1
+        return _normalised(x, self.weight, self.bias, self.eps, self.zero_centered)
+
+
+class Linear(torch.nn.Module):
+    """te.pytorch.Linear, column or row parallel."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, sequence_parallel: bool, fuse_wgrad_accumulation: bool, tp_group: Any,
+        tp_size: int, get_rng_state_tracker: Any, init_method: Any, bias: bool, return_bias: bool, parallel_mode: str,
+        params_dtype: torch.dtype, **rest: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
+        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(self.out_features)) if bias else torch.Tensor()
+        if bias and parallel_mode == "row":
+            self.bias.sequence_parallel = self.sequence_parallel
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing of fp8 to restore."""
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        from megatron.core.tensor_parallel import mappings
+
+        added = self.bias if self.use_bias and not self.return_bias else None
+        if self.parallel_mode == "column":
+            y = F.linear(mappings.gather_from_sequence_parallel_region(x), self.weight, added)
+        else:
+            y = mappings.reduce_scatter_to_sequence_parallel_region(F.linear(x, self.weight))
+            y = y if added is None else y + added
+        return (y, self.bias) if self.return_bias else y
+
+
+class LayerNormLinear(Linear):
+    """te.pytorch.LayerNormLinear."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float,
+        normalization: str,
+        zero_centered_gamma: bool,
+        **rest: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, **rest)
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.layer_norm_weight = _norm_parameter(in_features, zero_centered_gamma, self.sequence_parallel)
+        with_bias = normalization == "LayerNorm"
+        self.layer_norm_bias = _norm_parameter(in_features, True, self.sequence_parallel) if with_bias else None
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        x = _normalised(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma)
+        return super().forward(x, is_first_microbatch)
+
+
+def _norm_parameter(size: int, zero: bool, sequence_parallel: bool) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros(size) if zero else torch.ones(size))
+    parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
+def _normalised(x: torch.Tensor, weight: torch.Tensor, bias: Any, eps: float, zero_centered: bool) -> torch.Tensor:
+    weight = weight + 1 if zero_centered else weight
+    if bias is None:
+        return F.rms_norm(x, (weight.numel(),), weight, eps)
+    return F.layer_norm(x, (weight.numel(),), weight, bias, eps)
+
+
+class _Module(ModuleType):
+    """A module whose other names are mocks: Megatron takes some of them at import and never calls them here."""
+
+    __path__: list[str] = []  # noqa: RUF012 -- what makes a module a package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock()
+
+
+def install() -> None:
+    """Make `import transformer_engine` find the stand-in."""
+    assert "megatron.core" not in sys.modules
+    names = ("", ".pytorch", ".pytorch.fp8", ".pytorch.float8_tensor", ".pytorch.cpp_extensions")
+    package, torch_part, fp8, tensors, others = (_Module(f"transformer_engine{name}") for name in names)
+    package.__version__, package.pytorch, torch_part.fp8 = "1.8.0", torch_part, fp8  # type: ignore[attr-defined]
+    tensors.Float8Tensor = type("Float8Tensor", (torch.Tensor,), {})  # type: ignore[attr-defined]
+    for part in (Linear, LayerNormLinear, RMSNorm, LayerNorm):
+        setattr(torch_part, part.__name__, part)
+    sys.modules.update({module.__name__: module for module in (package, torch_part, fp8, tensors, others)})

@@ -1,0 +1,274 @@
+"""The launcher of user scripts, its parts: command line, import path, hooks into the layouts of Megatron-LM that it knows."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train import OverlapConfig
+from overlap_train.integrations.megatron import enabling, script
+from overlap_train.integrations.megatron.after_import import after_import
+from overlap_train.integrations.megatron.dataset_helpers import without_makefile
+from overlap_train.integrations.megatron.script_hooks import ScriptHooks
+
+OVERLAP = OverlapConfig(method="chunked")
+TRAINING = "megatron.training.training"
+
+
+@pytest.fixture
+def user_script(tmp_path: Path) -> Path:
+    """A script without Megatron that tells what it sees, with a module beside it."""
+    (tmp_path / "beside.py").write_text("HERE = True\n")
+    text = "import sys, beside\nprint('NAME', __name__, 'ARGV', sys.argv[1:], 'PATH', sys.path[0], 'FILE', __file__)\n"
+    (tmp_path / "user.py").write_text(text)
+    return tmp_path / "user.py"
+
+
+def launch(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "overlap_train.integrations.megatron", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+def test_a_script_sees_what_it_would_see_without_us(user_script: Path, tmp_path: Path):
+    ended = launch(user_script, "--lr", "1", "--", "-x", cwd=tmp_path.parent)
+    assert ended.returncode == 0, ended.stderr
+    folder = user_script.resolve().parent
+    expected = f"NAME __main__ ARGV ['--lr', '1', '--', '-x'] PATH {folder} FILE {user_script}\n"
+    assert ended.stdout == expected
+
+
+def test_a_script_that_builds_no_model_with_megatron_is_told_so_at_its_end(user_script: Path):
+    ended = launch(user_script, "--overlap-train")
+    assert ended.returncode == 1
+    assert "no model was built by megatron.training's setup_model_and_optimizer" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--overlap-train-method", "chunked"], "--overlap-train-method given without --overlap-train"),
+        (["--overlap-train", "--overlap-train-method", "fast"], "invalid choice: 'fast'"),
+        (["--overlap-train", "--overlap-train-slots", "qkv,mlp"], "'mlp' is not one of"),
+        (["--overlap-train", "--overlap-train-timeout-s", "0"], "timeout_s=0.0 must be positive"),
+    ],
+)
+def test_wrong_flags_are_refused_before_the_script_runs(user_script: Path, flags: list[str], message: str):
+    with pytest.raises(script.CommandError, match=message):
+        script.parse([str(user_script), *flags])
+
+
+def test_a_refusal_is_one_line_of_rank_0(
+    user_script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert script.main([str(user_script), "--overlap-train-method", "chunked"]) == 2
+        assert capsys.readouterr().err.count("overlap_train: error: ") == lines
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no script given"),
+        (["--overlap-train", "x.py"], "--overlap-train stands where"),
+        (["no.py"], "no such file"),
+    ],
+)
+def test_a_command_without_a_script_is_refused(words: list[str], message: str):
+    with pytest.raises(script.CommandError, match=message):
+        script.parse(words)
+
+
+def test_flags_become_the_config(user_script: Path):
+    words = [str(user_script), "--seq-length", "8", "--overlap-train", "--overlap-train-slots", "fc1,fc2", "--bf16"]
+    command = script.parse(words)
+    assert command.overlap == OverlapConfig(slots=("fc1", "fc2"))
+    assert command.arguments == tuple(words[1:])
+    assert script.parse([str(user_script), "--seq-length", "8"]).overlap is None
+
+
+def test_an_action_comes_before_anybody_takes_names_out_of_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "after_import_case"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .inner import f\n")
+    (package / "inner.py").write_text("def f():\n    return 'own'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+
+    def replace(module: ModuleType) -> None:
+        seen.append(module.__spec__.loader.__class__.__name__)
+        module.f = lambda: "hooked"
+
+    with after_import({"after_import_case.inner": replace, "never.imported": pytest.fail}):
+        import after_import_case
+    assert after_import_case.f() == "hooked"
+    assert seen == ["SourceFileLoader"]  # and not ours
+    with after_import({"after_import_case.inner": replace}):  # already there
+        assert len(seen) == 2
+    assert not any(type(finder).__name__ == "_Finder" for finder in sys.meta_path)
+
+
+def layout_of(setup: Callable[..., Any], log: Callable[..., Any] | None = None) -> ModuleType:
+    """A megatron.training.training with these functions, unhooked."""
+    module = ModuleType(TRAINING)
+    module.setup_model_and_optimizer = setup
+    module.training_log = log or (lambda loss_dict, iteration: "logged")
+    return module
+
+
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, OverlapConfig | None]]:
+    """(number of chunks, config) of each call of enable()."""
+    calls: list[tuple[int, OverlapConfig | None]] = []
+    monkeypatch.setattr(enabling, "enable", lambda chunks, config: calls.append((len(chunks), config)))
+    return calls
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What Megatron's get_args() returns."""
+    args = SimpleNamespace(
+        virtual_pipeline_model_parallel_size=None, pipeline_model_parallel_size=1, sequence_parallel=True, spec=None,
+        tensorboard_log_interval=1,
+    )  # fmt: skip
+    variables = ModuleType("megatron.training.global_vars")
+    variables.get_args = lambda: args
+    variables.get_tensorboard_writer = variables.get_wandb_writer = lambda: None
+    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", variables)
+    return args
+
+
+def setup_of_016(model_provider_func: Any, model_type: Any, checkpointing_context: Any = None) -> Any:
+    return [model_provider_func(pre_process=True, post_process=True)], None, None
+
+
+def setup_of_019(model_type: Any, model_provider_func: Any = None, checkpointing_context: Any = None, *, cfg_container: Any = None) -> Any:  # fmt: skip # noqa: E501
+    model = cfg_container and cfg_container.model
+    if model is None:
+        return setup_of_016(model_provider_func, model_type)
+    chunks = [torch.nn.Identity(), torch.nn.Identity()]
+    for hook in model.pre_wrap_hooks:
+        chunks = hook(chunks)
+    return chunks, None, None
+
+
+def test_a_model_provider_is_followed_by_enable(enabled: list[Any], arguments: SimpleNamespace):
+    for setup, call in (
+        (setup_of_016, lambda f: f(lambda **stage: torch.nn.Identity(), "gpt", checkpointing_context={})),
+        (setup_of_019, lambda f: f("gpt", model_provider_func=lambda **stage: torch.nn.Identity())),
+    ):
+        module = layout_of(setup)
+        ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+        assert len(call(module.setup_model_and_optimizer)) == 3
+    assert enabled == [(1, OVERLAP)] * 2
+
+
+def test_chunks_of_a_virtual_pipeline_are_enabled_together(enabled: list[Any], arguments: SimpleNamespace):
+    arguments.virtual_pipeline_model_parallel_size, arguments.pipeline_model_parallel_size = 3, 2
+
+    def setup(model_provider_func: Any, model_type: Any) -> Any:
+        return [model_provider_func(vp_stage=stage) for stage in range(3)]
+
+    module = layout_of(setup)
+    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+    module.setup_model_and_optimizer(lambda vp_stage: torch.nn.Identity(), "gpt")
+    assert enabled == [(3, OVERLAP)]
+
+
+def test_a_model_config_gets_one_pre_wrap_hook(enabled: list[Any], arguments: SimpleNamespace):
+    module, container = layout_of(setup_of_019), SimpleNamespace(model=SimpleNamespace(pre_wrap_hooks=[]))
+    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+    module.setup_model_and_optimizer("gpt", cfg_container=container)
+    assert enabled == [(2, OVERLAP)]
+    container.model.pre_wrap_hooks[0]([torch.nn.Identity()])  # the same config builds another model
+    assert len(enabled) == 1
+
+
+@pytest.mark.parametrize(
+    ("setup", "call", "message"),
+    [
+        (setup_of_019, {"model_type": 0}, "no argument model_provider_func or cfg_container.model"),
+        (
+            setup_of_019,
+            {"model_type": 0, "cfg_container": SimpleNamespace(model=SimpleNamespace())},
+            "SimpleNamespace has no pre_wrap_hooks",
+        ),
+        (lambda model_provider_func: None, {"model_provider_func": len}, "in a way that overlap_train does not know"),
+    ],
+)
+def test_a_build_that_is_not_known_is_an_error(
+    enabled: list[Any], arguments: SimpleNamespace, setup: Any, call: dict[str, Any], message: str
+):
+    module = layout_of(setup)
+    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+    with pytest.raises(RuntimeError, match=message):
+        module.setup_model_and_optimizer(**call)
+
+
+@pytest.mark.parametrize("missing", ["setup_model_and_optimizer", "training_log"])
+def test_a_hook_without_its_place_is_an_error_at_import(missing: str):
+    module = layout_of(setup_of_016)
+    delattr(module, missing)
+    with pytest.raises(RuntimeError, match=f"this Megatron's {TRAINING} has no {missing}.*core_v0.16 to 0.20-dev"):
+        ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+
+
+def test_training_of_a_model_that_was_built_past_the_hooks_stops_at_its_first_log():
+    module = layout_of(setup_of_016)
+    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+    with pytest.raises(RuntimeError, match="training has begun, and no model was built"):
+        module.training_log({}, 1)
+
+
+def test_a_training_log_returns_what_megatrons_returns(enabled: list[Any], arguments: SimpleNamespace):
+    module = layout_of(setup_of_016)
+    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+    module.setup_model_and_optimizer(lambda **stage: torch.nn.Identity(), "gpt")
+    assert module.training_log({}, 1) == "logged"
+
+
+def test_without_our_flag_the_training_module_is_left_alone_and_the_parser_knows_the_flags():
+    hooks = ScriptHooks(None)
+    assert TRAINING not in hooks.by_module()
+    module = ModuleType("megatron.training.arguments")
+    module.add_megatron_arguments = lambda parser: parser
+    hooks.by_module()[module.__name__](module)
+    parser = module.add_megatron_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--overlap-train"]).overlap_train
+    hooks.finish()  # nothing was asked for, so nothing is missing
+
+
+def test_a_spec_function_is_called_where_megatron_opens_specs():
+    module = ModuleType("megatron.core.transformer.transformer_block")
+    module._get_block_submodules = lambda config, spec, vp_stage=None, pp_rank=None: (spec, vp_stage, pp_rank)
+    ScriptHooks(None).by_module()[module.__name__](module)
+    get = module._get_block_submodules
+    assert get("config", lambda config, vp_stage=None: (config, vp_stage), 1, 2) == (("config", 1), 1, 2)
+    assert get("config", lambda config: config) == ("config", None, None)
+    assert get("config", "spec", vp_stage=3) == ("spec", 3, None)
+
+
+def test_helpers_are_compiled_only_where_there_is_a_makefile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tmp_path / "helpers_case.py"
+    source.write_text("CALLS = []\ndef compile_helpers():\n    CALLS.append(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import helpers_case
+
+    hooked = without_makefile(helpers_case.compile_helpers)
+    hooked()  # the installed wheel has the compiled module
+    assert helpers_case.CALLS == []
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets.helpers_cpp", None)
+    with pytest.raises(RuntimeError, match="neither a Makefile nor a helpers_cpp"):
+        hooked()
+    (tmp_path / "Makefile").touch()
+    hooked()
+    assert helpers_case.CALLS == [1]
