@@ -131,14 +131,15 @@ def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc, m_shard, n, k,
     rank, counter_ptr, complete_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, B_IS_NK: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS x BLOCK_M, rows 16-byte aligned.
 
     received_desc: [M, N], block s from rank s. y_desc: [M/W, N].
+    HALVES: buffers of half a tile on its way out; two and three stages, or one and four, fit into shared memory.
     to1_desc: staging [M, N]; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks rank+1, rank+2, ...
     """
-    HALVES: gl.constexpr = 2 if DIRECT else 1
     panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=2)
     outbox = make_outbox(y_desc, HALVES)
     places = (to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc)

@@ -3,7 +3,7 @@
 Importing this package touches no device and needs neither a GPU, nor NVSHMEM, nor Megatron.
 """
 
-from .choice import Choice, choose
+from .choice import Choice, Pass, choose
 from .config import OverlapConfig
 from .domain import check, shutdown
 from .graph import graphed
@@ -14,6 +14,7 @@ __all__ = [
     "Choice",
     "OverlapConfig",
     "OverlapTimeoutError",
+    "Pass",
     "all_gather_linear",
     "check",
     "choose",

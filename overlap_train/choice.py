@@ -6,6 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
+from .operators import hopper
+from .tuning.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
+from .tuning.table import Table
+
+__all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
+
+# Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
+# H200: at M = 256 by 1.3, while at M = 1024 fused is 1.1 and direct 1.3 times faster).
+SMALL_M = 512
+# Chunked takes 110 microseconds of host time: below that, nothing is gained by what it hides.
+CHUNKED_HOST_US = 120.0
+# Where copies take more than this part of the GEMM's time, library GEMMs on shards beat a persistent kernel, whose last wave waits.
+COPIES_THAT_SHOW = 0.5
+# A storing kernel costs 22 microseconds of host time and a fused one 70, which shows in products shorter than this.
+SHORT_GEMM_US = 160.0
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -15,18 +31,47 @@ class Choice:
     reason: str
 
 
-def choose(requested: str, rows: int | None, device: torch.device) -> Choice:
-    """The method for a pass over `rows` = M global rows (None: not known yet).
-
-    `auto` is a model-based default until the tuner exists: below about 1024 rows the GEMMs of a layer take less time than the
-    host needs for the pushes, and NCCL's own small-message path wins.
-    """
+def choose(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
+    """The method for a pass: the one asked for, or for `auto` the measured winner, or a model-based default."""
     if requested != "auto":
         return Choice(requested, "asked for")
+    winner = table.find(pass_)
+    # In one bucket there are sizes that the Hopper kernels serve and others: what was measured with them says nothing without.
+    if winner is not None and _on_hopper(winner.measured, device) == _on_hopper(pass_, device):
+        return Choice(winner.method, f"auto: tuned for {winner.measured} on {table.gpu}")
+    return untuned(pass_, device)
+
+
+def untuned(pass_: Pass, device: torch.device) -> Choice:
+    """What `auto` takes where nothing was measured: a model of the hardware, with what was seen on 4 x H200."""
+    method, why = _model(pass_, device)
+    return Choice(method, f"auto: default, not tuned: {why}")
+
+
+def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
+    """(method, reason)."""
     if device.type != "cuda":
-        return Choice("chunked", "auto: CPU tensors")
-    if rows is None:
-        return Choice("chunked", "auto: chunked, or collective where M is at most 1024")
-    if rows <= 1024:
-        return Choice("collective", f"auto: M={rows} is at most 1024")
-    return Choice("chunked", "auto: default for M above 1024")
+        return "chunked", "CPU tensors"
+    if pass_.m is not None and pass_.m <= SMALL_M:
+        return "collective", f"M={pass_.m} is at most {SMALL_M}"
+    if not _on_hopper(pass_, device):
+        return "chunked", "no Hopper kernel for this GPU, dtype or shape"
+    if pass_.m is None:
+        return (
+            "fused",
+            f"the Hopper kernels serve it; another where M shows to be better served, collective up to {SMALL_M}",
+        )
+    if pass_.kind != SCATTER and pass_.copy_us > max(CHUNKED_HOST_US, COPIES_THAT_SHOW * pass_.gemm_us):
+        return "chunked", "copies take long beside the GEMM"
+    if pass_.kind != GATHER and (pass_.copy_us > pass_.gemm_us or pass_.gemm_us < SHORT_GEMM_US):
+        return "direct", "a short GEMM"
+    return "fused", "the Hopper kernels serve it"
+
+
+def _on_hopper(pass_: Pass, device: torch.device) -> bool:
+    """Whether the warp-specialised kernels serve a pass, with its b as [K, N] or [N, K] in memory."""
+    shard_rows = hopper.BLOCK_M * pass_.world
+    if pass_.kind != GATHER and pass_.m is not None and pass_.m % shard_rows:
+        return False  # a tile would cross from one destination's rows to another's
+    shape, layouts = torch.Size((pass_.k, pass_.n)), ((pass_.n, 1), (1, pass_.k))
+    return all(hopper.serves_layout(device, pass_.dtype, (pass_.k, 1), shape, b_stride) for b_stride in layouts)

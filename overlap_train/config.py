@@ -48,6 +48,10 @@ class OverlapConfig:
     )
     symmetric_mib: int = _setting(2048, "most symmetric memory a rank may allocate, in MiB")
     timeout_s: float = _setting(60.0, "longest wait for a peer before OverlapTimeoutError, in seconds")
+    tuning_dir: str = _setting(
+        "~/.cache/overlap_train",
+        "folder of the measurements of overlap-train tune, which method=auto uses; rank 0 of a group reads it for all its ranks",
+    )
     on_unsupported: str = _setting(
         "error",
         "what enabling does where overlap cannot act (no sequence parallelism, TP 1): error, or fallback to Megatron's code",
@@ -68,6 +72,8 @@ class OverlapConfig:
         for name in ("symmetric_mib", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be positive ({flag_name(name)})")
+        if not self.tuning_dir:
+            raise ValueError(f"tuning_dir='' must name a folder, which need not exist ({flag_name('tuning_dir')})")
 
 
 def flag_name(field_name: str) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from .config import OverlapConfig, flag_name
 from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from .symmetric import SymmetricHeap, open_heap
+from .tuning.table import agreed
 from .watchdog import FaultRecord
 from .workspace import Channel, Layout
 
@@ -33,7 +34,7 @@ class Demand:
 
 
 class OverlapDomain:
-    """The ranks that exchange chunks with each other, and what they share. Made by `domain_of`."""
+    """The ranks that exchange chunks with each other, and what they share. Made by `domain_of`, by all ranks together."""
 
     gather: Channel
     scatter: Channel
@@ -47,6 +48,7 @@ class OverlapDomain:
         self.fault = FaultRecord(device)
         self.layout = Layout(self.world_size, 0, 0)
         self.heap: SymmetricHeap | None = None
+        self.table = agreed(group, config.tuning_dir, device)  # what method=auto goes by, the same on all ranks
         self.plans: dict[Hashable, Any] = {}  # what linear.py has decided, by shapes and settings
         self._agreed: set[Demand] = set()
 
@@ -160,6 +162,11 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
         domain = _domains[group] = OverlapDomain(group, config or OverlapConfig(), device)
     _check_same(domain, group, config, device)
     return domain
+
+
+def made_domain(group: dist.ProcessGroup) -> OverlapDomain | None:
+    """The domain of `group` if an operator has made it. Does not communicate."""
+    return _domains.get(group)
 
 
 def _check_same(

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from .arguments import Problem, all_gather_problem, reduce_scatter_problem
-from .choice import choose
-from .config import OverlapConfig
+from .choice import GATHER, SCATTER, Choice, Pass, choose
+from .config import OverlapConfig, flag_name
 from .domain import OverlapDomain, domain_of
 from .operators.all_gather_gemm import start_all_gather
 from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
+from .profiling import profiled
 from .weight_gradient import weight_gradient
 
 
@@ -107,12 +108,22 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Plan:
-    """What the first call with some shapes decides for all later ones: forward, backward, and their names."""
+    """What the first call with some shapes decides for all later ones: the methods of forward and backward, and their names.
 
-    def __init__(self, domain: OverlapDomain, config: OverlapConfig, problem: Problem) -> None:
+    A linear has one gather and one scatter: one is its fprop, the other its dgrad. What wgrad gathers goes as the gather.
+    """
+
+    def __init__(self, domain: OverlapDomain, config: OverlapConfig, problem: Problem, fprop: Pass) -> None:
         self.domain, self.config = domain, config
-        self.method = choose(config.method, problem.rows, domain.device).method
+        first, second = (choose(config.method, p, domain.device, domain.table) for p in (fprop, fprop.dgrad))
+        self.choices: tuple[Choice, Choice] = first, second  # of fprop and dgrad
+        gather, scatter = (first, second) if fprop.kind == GATHER else (second, first)
+        self.gather_method, self.scatter_method = gather.method, scatter.method
         self.fprop, self.dgrad, self.wgrad = (f"{problem.demand.op}/{part}" for part in ("fprop", "dgrad", "wgrad"))
+        slot = problem.demand.op.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
+        self.fprop_range, self.dgrad_range, self.wgrad_range = (
+            f"{slot}/{part}" for part in ("fprop", "dgrad", "wgrad")
+        )
 
 
 def _plan(
@@ -130,21 +141,40 @@ def _plan(
     key = (check, name, x.shape, x.dtype, w.shape, w.dtype, w.device, shape_of_bias, config)
     plan = domain.plans.get(key)
     if plan is None:
-        problem, settings = check(x, w, bias, group, name), config or domain.config
-        plan = _Plan(domain, settings, problem)
-        # A fused rank sends other chunks than a chunked one waits for: the method is part of what ranks agree on.
-        shapes = f"{problem.demand.shapes}, method {plan.method}"
-        domain.prepare(replace(problem.demand, shapes=shapes), problem.error)
-        domain.plans[key] = plan
+        problem = check(x, w, bias, group, name)
+        n, k = w.shape[:1].numel(), w.shape[-1:].numel()  # of any shape: what is wrong with w comes from `problem`
+        kind = GATHER if check is all_gather_problem else SCATTER
+        fprop = Pass(kind, problem.rows, n, k, x.dtype, domain.world_size)
+        plan = domain.plans[key] = _agreed_plan(domain, config or domain.config, problem, fprop)
     return plan
+
+
+def _agreed_plan(domain: OverlapDomain, config: OverlapConfig, problem: Problem, fprop: Pass) -> _Plan:
+    """A new plan, the same on all ranks. Raises ValueError on all of them if they differ or a rank has a problem."""
+    plan = _Plan(domain, config, problem, fprop)
+    # A fused rank sends other chunks than a chunked one waits for: the methods are part of what ranks agree on.
+    methods = f"method {plan.gather_method} for the gather and {plan.scatter_method} for the scatter"
+    demand = replace(problem.demand, shapes=f"{problem.demand.shapes}, {methods}")
+    domain.prepare(demand, problem.error or _other_table(domain, config))
+    return plan
+
+
+def _other_table(domain: OverlapDomain, config: OverlapConfig) -> str | None:
+    """What is wrong with a call whose measurements are not those that its domain has read, or None."""
+    if config.tuning_dir == domain.config.tuning_dir:
+        return None
+    return (
+        f"tuning_dir={config.tuning_dir!r}, but the group's domain was made with {domain.config.tuning_dir!r} "
+        f"({flag_name('tuning_dir')}); call shutdown() to change it"
+    )
 
 
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan) -> torch.Tensor:
         keep = plan.config.gathered_input == "keep" and w_shard_n.requires_grad
-        with plan.domain.operator():
-            gather = start_all_gather(plan.domain, x_shard_m, plan.method, plan.fprop)
+        with plan.domain.operator(), profiled(plan.fprop_range):
+            gather = start_all_gather(plan.domain, x_shard_m, plan.gather_method, plan.fprop)
             y_shard_n = gather.matmul(w_shard_n.t())
             saved = gather.full().clone() if keep else x_shard_m
         ctx.plan, ctx.kept = plan, keep
@@ -157,14 +187,15 @@ class _AllGatherLinear(torch.autograd.Function):
         plan: _Plan = ctx.plan
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_m = dw_shard_n = scatter = gather = None
-        with plan.domain.operator():
+        with plan.domain.operator(), profiled(plan.dgrad_range):
             if wants_dw and not ctx.kept:
-                gather = start_all_gather(plan.domain, saved, plan.method, plan.wgrad)
+                gather = start_all_gather(plan.domain, saved, plan.gather_method, plan.wgrad)
             if wants_dx:
-                scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, plan.method, plan.dgrad)
+                scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, plan.scatter_method, plan.dgrad)
             if wants_dw:
                 x = saved if gather is None else gather.full()
-                dw_shard_n = weight_gradient(dy_shard_n, x, w_shard_n, plan.config.main_grad)
+                with profiled(plan.wgrad_range):
+                    dw_shard_n = weight_gradient(dy_shard_n, x, w_shard_n, plan.config.main_grad)
             if scatter is not None:
                 dx_shard_m = scatter.finish()
         return dx_shard_m, dw_shard_n, None
@@ -173,8 +204,8 @@ class _AllGatherLinear(torch.autograd.Function):
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        with plan.domain.operator():
-            scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), plan.method, plan.fprop)
+        with plan.domain.operator(), profiled(plan.fprop_range):
+            scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), plan.scatter_method, plan.fprop)
             y_shard_m = scatter.finish()
         ctx.plan = plan
         ctx.save_for_backward(x_shard_k, w_shard_k)
@@ -186,10 +217,11 @@ class _LinearReduceScatter(torch.autograd.Function):
         plan: _Plan = ctx.plan
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_k = dw_shard_k = None
-        with plan.domain.operator():
-            gather = start_all_gather(plan.domain, dy_shard_m, plan.method, plan.dgrad)
+        with plan.domain.operator(), profiled(plan.dgrad_range):
+            gather = start_all_gather(plan.domain, dy_shard_m, plan.gather_method, plan.dgrad)
             if wants_dx:
                 dx_shard_k = gather.matmul(w_shard_k)
             if wants_dw:
-                dw_shard_k = weight_gradient(gather.full(), x_shard_k, w_shard_k, plan.config.main_grad)
+                with profiled(plan.wgrad_range):
+                    dw_shard_k = weight_gradient(gather.full(), x_shard_k, w_shard_k, plan.config.main_grad)
         return dx_shard_k, dw_shard_k, None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from overlap_train.domain import domain_of
+from overlap_train.domain import made_domain
 from overlap_train.integrations.megatron.linear import OVERLAPPED
 from overlap_train.integrations.megatron.reporting import named_linears
 
@@ -59,7 +59,4 @@ def _overlapped(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
 def _symmetric_bytes(chunks: Sequence[torch.nn.Module]) -> int:
     """Of the domains that have been called; the others hold none."""
     groups = {linear.tp_group for linear in _overlapped(chunks) if linear.overlap.overlapped_calls}
-    if not groups:
-        return 0
-    device = next(chunks[0].parameters()).device
-    return sum(domain_of(group, None, device).layout.nbytes for group in groups)
+    return sum(domain.layout.nbytes for group in groups if (domain := made_domain(group)) is not None)

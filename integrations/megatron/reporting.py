@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from overlap_train import choose
+from overlap_train.choice import GATHER, SCATTER, Choice, Pass, choose
+from overlap_train.domain import made_domain
 from overlap_train.integrations.megatron.fallback import standing_reason
 from overlap_train.integrations.megatron.linear import OVERLAPPED
+from overlap_train.tuning.table import key_of, read
 
 # How Megatron-Core names the linears in its modules -> our name of the slot.
 SLOT_OF_ATTRIBUTE = {
@@ -25,8 +27,9 @@ SLOT_OF_ATTRIBUTE = {
 
 @dataclass(frozen=True)
 class LinearReport:
-    """One parallel linear. fprop, dgrad and wgrad say what each pass does; `method` is "megatron" where it is
-    Megatron's own code; the calls are forward calls since the linear was enabled, recomputed ones included."""
+    """One parallel linear. fprop, dgrad and wgrad say what each pass does; `method` is "fused", or "fused / chunked" where
+    fprop and dgrad differ, or "megatron" where it is Megatron's own code; `reason` likewise. The calls are forward
+    calls since the linear was enabled, recomputed ones included."""
 
     name: str
     slot: str | None  # None: not one of the linears that this package overlaps
@@ -102,9 +105,41 @@ def _report_linear(name: str, linear: Any) -> LinearReport:
     reason = standing_reason(linear, linear.weight)
     if reason is not None:
         return LinearReport(name, slot, "-", "-", "-", "megatron", reason, *counts)
+    fprop, dgrad = _choices(linear)
+    method, reason = _both(fprop.method, dgrad.method), _both(fprop.reason, dgrad.reason)
+    return LinearReport(name, slot, *_passes(linear), method, reason, *counts)
+
+
+def _choices(linear: Any) -> tuple[Choice, Choice]:
+    """How fprop and dgrad run: as decided at the linear's last new shape or, before its first call, for any M."""
+    overlap, group = linear.overlap, linear.tp_group
+    domain = made_domain(group)
+    decided = [] if domain is None else [p for p in domain.plans.values() if p.fprop == f"{overlap.name}/fprop"]
+    if decided:
+        return decided[-1].choices
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    choice = choose(overlap.config.method, None, device)
-    return LinearReport(name, slot, *_passes(linear), choice.method, choice.reason, *counts)
+    table = read(overlap.config.tuning_dir, key_of(device, group.size())) if domain is None else domain.table
+    fprop = _fprop(linear)
+    first, second = (choose(overlap.config.method, pass_, device, table) for pass_ in (fprop, fprop.dgrad))
+    return first, second
+
+
+def _fprop(linear: Any) -> Pass:
+    """M is known at the call only. A tied output layer has no weight of its own, but knows its size."""
+    if linear.weight is None:
+        n, k, dtype = linear.output_size_per_partition, linear.input_size, linear.config.params_dtype
+    else:
+        (n, k), dtype = linear.weight.shape, linear.weight.dtype
+    return Pass(SCATTER if _is_row(linear) else GATHER, None, n, k, dtype, linear.tp_group.size())
+
+
+def _is_row(linear: Any) -> bool:
+    """Whether it is a row linear, Megatron's or TransformerEngine's."""
+    return hasattr(linear, "input_is_parallel")
+
+
+def _both(fprop: str, dgrad: str) -> str:
+    return fprop if fprop == dgrad else f"{fprop} / {dgrad}"
 
 
 def _why_not(linear: Any, slot: str | None) -> str:
@@ -118,7 +153,7 @@ def _why_not(linear: Any, slot: str | None) -> str:
 
 def _passes(linear: Any) -> tuple[str, str, str]:
     """What fprop, dgrad and wgrad do."""
-    if hasattr(linear, "input_is_parallel"):  # a row linear, Megatron's or TransformerEngine's
+    if _is_row(linear):
         return "GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy"
     kept = linear.overlap.config.gathered_input == "keep"
     return "AG(x) + GEMM", "GEMM + RS", "GEMM with x kept" if kept else "AG(x) under dgrad, then GEMM"

@@ -56,7 +56,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="PASS,...",
         help=f"of {','.join(PASSES)}; default fprop,dgrad",
     )
-    ops.add_argument("--m", type=int, nargs="+", default=None, help="global rows; default 8192")
+    # --rows, too: torchrun takes --m for an abbreviation of its own options
+    ops.add_argument(
+        "--rows", "--m", dest="m", type=int, nargs="+", default=None, metavar="M", help="global rows; default 8192"
+    )
     lay = commands.add_parser("layers", help="forward and backward of one column and one row linear")
     _common(lay)
     lay.add_argument(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..choice import choose
+from ..choice import GATHER, SCATTER, Pass, choose
 from ..domain import Demand, OverlapDomain, domain_of
 from ..domain import check as check_timeouts
 from ..operators.all_gather_gemm import start_all_gather
@@ -78,7 +78,7 @@ def correct_runs(
 ) -> dict[str, Run]:
     """Methods and rivals that gave the right result on every rank; notes about the others."""
     reference, rivals = reference_of(case, first, world), rivals_of(case.op, case.kind, world.group, first)
-    runs: dict[str, Run] = {method: overlapped(case, domain, method) for method in settings.methods}
+    runs: dict[str, Run] = {method: overlapped(case, domain, method, settings.dtype) for method in settings.methods}
     runs |= {"sequence": rivals.sequence, "async_tp": rivals.async_tp, "gemm": rivals.gemm}
     runs |= {"comm": rivals.communication}
     correct = {}
@@ -96,9 +96,19 @@ def rotating(run: Run, sets: list[Operands]) -> Call:
     return lambda index: run(sets[index % len(sets)])
 
 
-def overlapped(case: Case, domain: OverlapDomain, method: str) -> Run:
+def pass_of(case: Case, world: int, dtype: torch.dtype) -> Pass:
+    """What one rank multiplies in a case; a weight gradient takes the method of the fprop."""
+    if case.op == "ag_gemm":
+        fprop = Pass(GATHER, case.m, case.n // world, case.k, dtype, world)
+    else:
+        fprop = Pass(SCATTER, case.m, case.n, case.k // world, dtype, world)
+    return fprop.dgrad if case.pass_ == "dgrad" else fprop
+
+
+def overlapped(case: Case, domain: OverlapDomain, method: str, dtype: torch.dtype) -> Run:
     """Our pass, as autograd runs it (linear.py)."""
-    method, name = choose(method, case.m, domain.device).method, f"bench/{case.op}/{case.pass_}"
+    method = choose(method, pass_of(case, domain.world_size, dtype), domain.device, domain.table).method
+    name = f"bench/{case.op}/{case.pass_}"
 
     def gather(o: Operands) -> torch.Tensor:
         with domain.operator():

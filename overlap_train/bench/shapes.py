@@ -21,6 +21,11 @@ MODELS = {
     "qwen2-72b": (29568, 8192),
     "gpt3-175b": (49152, 12288),
     "llama3-405b": (53248, 16384),
+    # attention: (features of q, k and v together, features outside); the output projection
+    "llama3-8b-qkv": (6144, 4096),
+    "llama3-8b-proj": (4096, 4096),
+    "llama3-70b-qkv": (10240, 8192),
+    "llama3-70b-proj": (8192, 8192),
 }
 TABLES_1_2 = ("llama-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2-72b")
 TINY_MODELS = {"tiny": (64, 32)}

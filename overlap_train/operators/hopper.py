@@ -17,8 +17,8 @@ from ..workspace import Call
 from .tiles import multiprocessors, protocol_arguments
 
 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES = 128, 256, 64, 8, 4
-# Tiles that are stored at a peer leave at NVLink's pace: a buffer for a whole one, and a stage less, hides that.
-STAGES_BESIDE_A_TILE = 3
+# Tiles that are stored at a peer leave at NVLink's pace: buffers for both halves of one, and a stage less, hide that.
+STAGES_DIRECT, HALVES_DIRECT = 3, 2
 MOST_PEERS = 7  # that the kernel has a tensor descriptor for
 # 8 multiplying warps and the loading warp, padded to 4, share 65,536 registers: 168 a thread at entry, then 240 and 40.
 _LAUNCH = {"num_warps": 8, "maxnreg": 168}
@@ -27,11 +27,11 @@ _LAUNCH = {"num_warps": 8, "maxnreg": 168}
 def serves(a_mk: torch.Tensor, b_kn: torch.Tensor) -> bool:
     """Whether the Hopper kernels can multiply a_mk [M, K] by b_kn [K, N]."""
     aligned = (a_mk.data_ptr() | b_kn.data_ptr()) % 16 == 0
-    return aligned and _serves_layout(a_mk.device, a_mk.dtype, a_mk.stride(), b_kn.shape, b_kn.stride())
+    return aligned and serves_layout(a_mk.device, a_mk.dtype, a_mk.stride(), b_kn.shape, b_kn.stride())
 
 
 @functools.cache
-def _serves_layout(
+def serves_layout(
     device: torch.device, dtype: torch.dtype, a_stride: tuple[int, int], b_shape: torch.Size, b_stride: tuple[int, int]
 ) -> bool:
     """Both operands with contiguous rows (b perhaps transposed), rows and outputs that start on 16 bytes."""
@@ -111,7 +111,9 @@ def _scatter_launch(
     places += places[:1] * (MOST_PEERS - len(places))  # every parameter wants a value
     for step, place in enumerate(places, start=1):
         arguments[f"to{step}_desc"] = _descriptor(place, BLOCK_M, BLOCK_N // 2)
-    constants = _constants(b_kn, STAGES_BESIDE_A_TILE if staging is None else STAGES) | {"DIRECT": staging is None}
+    direct = staging is None
+    constants = _constants(b_kn, STAGES_DIRECT if direct else STAGES)
+    constants |= {"DIRECT": direct, "HALVES": HALVES_DIRECT if direct else 1}
     replaced = ("a_desc", "b_desc", "y_desc", *([] if staging is None else ["to1_desc"]))
     m_shard, k = y.shape[0], a_mk.shape[1]
     return _launch(hopper_gemm_reduce_scatter_kernel, domain, call, (m_shard, k), b_kn, arguments, constants, replaced)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Span = dict[str, Any]  # pass, kind, name, stream, start and end in microseconds from the pass's begin
 
-MARKER = "spin_kernel"  # of torch.cuda._sleep
+MARKER = "nextafter"  # a kernel that nobody else launches; PyTorch's async-TP has spin kernels (torch.cuda._sleep) of its own
 HEAD_START_CYCLES = 20_000_000  # about 10 ms, in which the host gets ahead
 PASSES = ("forward", "backward")
 # Names that the classification of bench.timeline knows, for spans whose kind is known already.
@@ -47,19 +47,21 @@ def _mark(layer: torch.nn.Module) -> list[Any]:
     def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         if hidden.requires_grad:
-            hidden.register_hook(_launch_marker)
-        torch.cuda._sleep(1)
+            hidden.register_hook(launch_marker)
+        launch_marker(hidden)
 
     def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-        torch.cuda._sleep(1)
         hidden = output[0] if isinstance(output, tuple) else output
-        hidden.register_hook(_launch_marker)
+        launch_marker(hidden)
+        hidden.register_hook(launch_marker)
 
     return [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(after)]
 
 
-def _launch_marker(gradient: torch.Tensor) -> None:
-    torch.cuda._sleep(1)
+def launch_marker(like: torch.Tensor) -> None:
+    """One small kernel on the device of `like`, in its current stream."""
+    one = torch.empty(1, device=like.device)
+    torch.nextafter(one, one)
 
 
 def _profile(trained: Trained) -> list[Span]:
@@ -79,12 +81,12 @@ def _profile(trained: Trained) -> list[Span]:
 
 
 def cut(spans: Sequence[Span]) -> list[Span]:
-    """The spans between the first two markers behind the head start (forward) and between the next two (backward).
+    """The spans between the first two markers (forward) and between the next two (backward).
 
     Raises:
         ValueError: there are fewer markers.
     """
-    _, *markers = [span for span in spans if MARKER in span["name"]]
+    markers = [span for span in spans if MARKER in span["name"]]
     if len(markers) < 4:
         raise ValueError(f"the profiler saw {len(markers)} markers of a layer instead of 4")
     found = []

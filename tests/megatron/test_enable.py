@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from overlap_train import OverlapConfig
+from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import (
     OverlappedColumnParallelLinear,
     OverlappedRowParallelLinear,
@@ -19,8 +20,10 @@ from overlap_train.integrations.megatron import (
     report,
 )
 from overlap_train.integrations.megatron.reporting import LinearReport, Report
+from overlap_train.tuning.passes import Pass
+from overlap_train.tuning.table import Winner, key_of, save
 from tests.megatron.linears import model_config
-from tests.megatron.models import LLAMA, Recipe, gpt, quietly_enable, train, wrap
+from tests.megatron.models import BATCH, LLAMA, SEQUENCE, Recipe, gpt, quietly_enable, train, wrap
 from tests.megatron.test_spec import MIXTURE
 from tests.megatron.workers import Workers
 
@@ -271,6 +274,34 @@ def test_like_linears_share_a_row() -> None:
         "decoder.layers.0-2,5.mlp.linear_fc1",
         "decoder.layers.3.mlp.linear_fc1",
     ]
+
+
+FC1 = "decoder.layers.0.mlp.linear_fc1"
+
+
+def tuned(folder: str) -> list[tuple[str, str]]:
+    """Method and reason of an fc1 with a measurement of each pass, before its first call and after, and a product's sizes."""
+    shutdown()  # the domain of other tests has read another folder
+    n, k = gpt(PLAIN).get_submodule(FC1).weight.shape
+    fprop = Pass("gather", SEQUENCE * BATCH, n, k, torch.float32, 2)
+    if torch.distributed.get_rank() == 0:
+        # Beside it a larger M, which the report names while M is not known.
+        winners = [Winner(fprop, "chunked", {}), Winner(fprop.dgrad, "collective", {})]
+        winners += [Winner(replace(w.measured, m=64 * SEQUENCE), w.method, {}) for w in winners]
+        save(folder, key_of(torch.device("cpu"), 2), winners)
+    torch.distributed.barrier()
+    recipe = replace(PLAIN, overlap=OverlapConfig(tuning_dir=folder), microbatches=1)
+    reports = [report(gpt(recipe)), report(train(recipe, steps=1)[1])]
+    shutdown()
+    rows = [next(x for x in each.linears if x.name == FC1) for each in reports]
+    return [*((row.method, row.reason) for row in rows), (f"N={n} K={k}", f"N={k} K={n}")]
+
+
+def test_each_pass_says_how_it_runs_and_what_was_measured(workers: Workers, tmp_path: Path) -> None:
+    for before, after, (fprop, dgrad) in workers.call(tuned, str(tmp_path)):
+        assert before[0] == after[0] == "chunked / collective"
+        for m, (_, reason) in ((64 * SEQUENCE, before), (SEQUENCE * BATCH, after)):
+            assert reason == f"auto: tuned for M={m} {fprop} on cpu / auto: tuned for M={m} {dgrad} on cpu"
 
 
 def kept_input() -> Any:

@@ -79,8 +79,9 @@ def mlp(
 def _plan(domain: SimulatedDomain, method: str, gathered_input: str) -> SimpleNamespace:
     """What the autograd functions read of a `linear._Plan`."""
     config = SimpleNamespace(gathered_input=gathered_input, main_grad="off")
-    names = {part: part for part in ("fprop", "dgrad", "wgrad")}
-    return SimpleNamespace(domain=domain, method=method, config=config, **names)
+    names = {part + end: part for part in ("fprop", "dgrad", "wgrad") for end in ("", "_range")}
+    methods = {"gather_method": method, "scatter_method": method}
+    return SimpleNamespace(domain=domain, config=config, **methods, **names)
 
 
 def _forward(

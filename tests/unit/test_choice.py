@@ -1,29 +1,123 @@
-"""Which method runs, and that it always says why."""
+"""Which method runs, pass by pass, and that it always says why."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from overlap_train import choose
+from overlap_train.choice import GATHER, SCATTER, SCATTER_AND_WGRAD, SMALL_M, Pass, choose, untuned
+from overlap_train.config import METHODS
+from overlap_train.operators import hopper
+from overlap_train.tuning.table import UNTUNED, Table, Winner
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+WORLD = 4
+FC1 = Pass(GATHER, 8192, 7168, 4096, torch.bfloat16, WORLD)  # Llama-3-8B
+FC2 = Pass(SCATTER, 8192, 4096, 3584, torch.bfloat16, WORLD)
+QKV = Pass(GATHER, 8192, 1536, 4096, torch.bfloat16, WORLD)
+PROJ = Pass(SCATTER, 8192, 4096, 1024, torch.bfloat16, WORLD)
+ANY_M = replace(FC1, m=None)
 
 
-@pytest.mark.parametrize("method", ["fused", "chunked", "collective"])
+@pytest.fixture
+def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """What torch says of an H200; without a GPU it would refuse to answer."""
+    hopper.serves_layout.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    yield monkeypatch
+    hopper.serves_layout.cache_clear()
+
+
+def table_of(*winners: Winner) -> Table:
+    return Table("NVIDIA H200", {winner.measured.bucket: winner for winner in winners})
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "auto"])
+def test_a_named_method_is_taken_whatever_the_table_says(method: str) -> None:
+    table = table_of(Winner(FC1, "collective" if method == "fused" else "fused", {}))
+    choice = choose(method, FC1, CPU, table)
+    assert (choice.method, choice.reason) == (method, "asked for")
+
+
+def test_the_dgrad_of_a_linear_runs_the_other_engine_on_the_transposed_product() -> None:
+    assert FC1.dgrad == Pass(SCATTER_AND_WGRAD, 8192, 4096, 7168, torch.bfloat16, WORLD)
+    assert FC1.dgrad.dgrad == FC1
+    assert FC2.dgrad == Pass(GATHER, 8192, 3584, 4096, torch.bfloat16, WORLD)
+
+
+def test_defaults_on_hopper(hopper_gpu: pytest.MonkeyPatch) -> None:
+    for pass_ in (FC1, FC1.dgrad, FC2):
+        assert untuned(pass_, GPU).method == "fused"
+        assert untuned(replace(pass_, dtype=torch.float16), GPU).method == "fused"
+        assert untuned(replace(pass_, dtype=torch.float32), GPU).method == "chunked"
+        assert untuned(replace(pass_, m=SMALL_M), GPU).method == "collective"
+        assert untuned(pass_, CPU).method == "chunked"
+
+
+def test_defaults_where_copies_take_longer_than_the_gemm(hopper_gpu: pytest.MonkeyPatch) -> None:
+    """Attention's linears: chunks leave their copies to the next GEMM, a storing kernel has no copies."""
+    assert untuned(QKV, GPU).method == untuned(PROJ.dgrad, GPU).method == "chunked"
+    assert untuned(QKV.dgrad, GPU).method == "chunked"
+    assert untuned(PROJ, GPU).method == "direct"
+
+
+def test_defaults_of_short_products(hopper_gpu: pytest.MonkeyPatch) -> None:
+    """Host time decides: chunked takes 110 microseconds of it, direct 22."""
+    assert untuned(replace(FC2, m=1024), GPU).method == "direct"
+    for pass_ in (FC1, QKV):
+        assert untuned(replace(pass_, m=1024), GPU).method == "fused"
+
+
+def test_rows_and_features_that_the_hopper_kernels_do_not_serve(hopper_gpu: pytest.MonkeyPatch) -> None:
+    odd_rows = 8192 + WORLD  # divisible by the ranks, not into whole tiles
+    assert untuned(replace(FC1, m=odd_rows), GPU).method == "fused", "a gather may end in the middle of a tile"
+    assert untuned(replace(FC1.dgrad, m=odd_rows), GPU).method == "chunked"
+    for name in ("n", "k"):
+        assert untuned(replace(FC1, **{name: 4100}), GPU).method == "chunked", "rows do not start on 16 bytes"
+
+
+def test_default_on_an_older_gpu(hopper_gpu: pytest.MonkeyPatch) -> None:
+    hopper_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert untuned(FC1, GPU).method == "chunked"
+
+
+def test_a_measurement_decides_its_own_pass_only() -> None:
+    table = table_of(Winner(FC1, "collective", {}))
+    choice = choose("auto", FC1, CPU, table)
+    assert choice.method == "collective"
+    assert choice.reason == "auto: tuned for M=8192 N=7168 K=4096 on NVIDIA H200"
+    others = [FC1.dgrad, replace(FC1, kind=SCATTER), replace(FC1, dtype=torch.float32), replace(FC1, world=2)]
+    for other in [*others, replace(FC1, m=4096), replace(FC1, n=4096), replace(FC1, k=2048)]:
+        assert "not tuned" in choose("auto", other, CPU, table).reason
+
+
+def test_a_measurement_with_the_hopper_kernels_is_not_used_where_they_do_not_serve(
+    hopper_gpu: pytest.MonkeyPatch,
+) -> None:
+    measured = FC1.dgrad
+    table, beside = table_of(Winner(measured, "direct", {})), replace(measured, m=8000)
+    assert beside.bucket == measured.bucket
+    assert choose("auto", measured, GPU, table).method == "direct"
+    assert choose("auto", beside, GPU, table).method == "chunked"
+    assert choose("auto", replace(measured, m=7680), GPU, table).method == "direct"
+
+
+def test_before_m_is_known_the_largest_measured_m_answers(hopper_gpu: pytest.MonkeyPatch) -> None:
+    small = Winner(replace(FC1, m=2048), "collective", {})
+    choice = choose("auto", ANY_M, GPU, table_of(small, Winner(FC1, "chunked", {}), Winner(FC1.dgrad, "direct", {})))
+    assert choice.method == "chunked" and "M=8192" in choice.reason
+    default = choose("auto", ANY_M, GPU, UNTUNED)
+    assert default.method == "fused" and str(SMALL_M) in default.reason
+
+
+@pytest.mark.parametrize("m", [None, 1, 1024, 1025, 1 << 20])
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_a_named_method_is_taken(method: str, device: torch.device) -> None:
-    assert choose(method, 8192, device).method == method
-
-
-def test_auto_follows_device_and_rows() -> None:
-    assert choose("auto", 8192, CPU).method == "chunked"
-    assert choose("auto", 256, GPU).method == "collective"
-    assert choose("auto", 8192, GPU).method != "collective"
-
-
-@pytest.mark.parametrize("rows", [None, 1, 1024, 1025, 1 << 20])
-def test_every_choice_has_a_reason(rows: int | None) -> None:
-    for device in (CPU, GPU):
-        for method in ("auto", "fused", "chunked", "collective"):
-            assert choose(method, rows, device).reason
+def test_every_choice_has_a_reason(m: int | None, device: torch.device, hopper_gpu: pytest.MonkeyPatch) -> None:
+    for pass_ in (replace(FC1, m=m), replace(FC1, m=m).dgrad):
+        for method in METHODS:
+            choice = choose(method, pass_, device, UNTUNED)
+            assert choice.method in METHODS and choice.method != "auto"
+            assert choice.reason.startswith("auto: default, not tuned: " if method == "auto" else "asked for")

@@ -19,7 +19,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SUBPACKAGES = ("kernels", "integrations", "integrations.megatron", "symmetric", "operators", "doctor", "slurm")
+SUBPACKAGES = (
+    "kernels",
+    "integrations",
+    "integrations.megatron",
+    "symmetric",
+    "operators",
+    "doctor",
+    "slurm",
+    "tuning",
+)
 STRANGERS = {"kernels", "integrations", "recipes", "tests", "launch", "benchmarks", "docs"}
 PACKAGE_FOLDERS = {
     "overlap_train": "overlap_train",

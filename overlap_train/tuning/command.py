@@ -1,0 +1,203 @@
+"""`overlap-train tune`: measure which method is fastest for the linears of a model, and keep the winners for `auto`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import OverlapConfig, shutdown
+from ..bench import world
+from ..bench.operators import open_domain, pass_of
+from ..bench.output import Results, collect_notes, screen
+from ..bench.settings import Settings
+from ..bench.shapes import LAYERS, OPS, Case, Layer, layer_cases
+from ..config import METHODS
+from .measure import tune_case
+from .passes import Pass
+from .table import Key, Winner, key_of, save
+
+CANDIDATES = tuple(method for method in METHODS if method != "auto")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MODELS = tuple(dict.fromkeys(name.removesuffix("-attn").removesuffix("-mlp") for name in LAYERS))
+Row = dict[str, Any]
+
+
+def main(argv: list[str]) -> int:
+    """Measure and store. Exit status: 0, 1 if no method worked for some shape, 2 for wrong arguments."""
+    args = parser().parse_args(argv)
+    try:
+        ranks = ranks_of(args.tp, args.dry_run)
+        cases = model_cases(args.model, [seq * args.micro_batch for seq in args.seq], ranks)
+        if args.dry_run:
+            print(screen([shape_row(case, ranks) for case in cases], [], SHAPE_COLUMNS))
+            return 0
+        return tune(args, cases)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"overlap-train tune: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of `overlap-train tune`."""
+    top = argparse.ArgumentParser(
+        prog="overlap-train tune",
+        description="Under torchrun: torchrun --nproc-per-node 4 -m overlap_train tune --model llama3-8b --seq 8192",
+    )
+    top.add_argument("--model", choices=MODELS, required=True, help="whose linears: qkv, proj, fc1 and fc2")
+    top.add_argument(
+        "--tp", type=_positive, default=None, help="tensor-parallel ranks; default all that torchrun starts"
+    )
+    top.add_argument("--seq", type=_positive, nargs="+", required=True, metavar="TOKENS", help="sequence lengths")
+    top.add_argument("--micro-batch", type=_positive, default=1, metavar="N", help="sequences a call holds, default 1")
+    top.add_argument(
+        "--methods",
+        type=_methods,
+        default=None,
+        metavar="METHOD,...",
+        help="candidates; default fused,direct,chunked,collective; on the CPU chunked,collective. The untuned default and "
+        "collective are always among them",
+    )
+    top.add_argument("--dtype", choices=tuple(DTYPES), default=None, help="default bf16; on the CPU fp32")
+    top.add_argument("--provider", default="auto", help="symmetric memory: auto, nvshmem, torch or host")
+    top.add_argument("--tuning-dir", default=OverlapConfig().tuning_dir, metavar="DIR", help="default %(default)s")
+    top.add_argument(
+        "--connections",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="CUDA_DEVICE_MAX_CONNECTIONS while measuring; default 1, which Megatron-Core trains with",
+    )
+    top.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
+    top.add_argument("--dry-run", action="store_true", help="only print the shapes; needs no torchrun")
+    return top
+
+
+def ranks_of(asked: int | None, dry_run: bool) -> int:
+    """How many ranks share a linear. Raises ValueError where that is not what torchrun has started."""
+    started = os.environ.get("WORLD_SIZE")
+    if dry_run and (asked or started):
+        return asked or int(started or 0)
+    if started is None or "RANK" not in os.environ:
+        way = f"torchrun --nproc-per-node {asked or 4} -m overlap_train tune ..."
+        raise ValueError(f"--tp: how many ranks? give --tp, or {way}" if dry_run else f"start it under torchrun: {way}")
+    if asked not in (None, int(started)):
+        raise ValueError(f"--tp {asked}: torchrun has started {started} ranks; start it with --nproc-per-node {asked}")
+    return int(started)
+
+
+def model_cases(model: str, rows: list[int], ranks: int) -> list[Case]:
+    """fprop and dgrad of a model's linears for each M of `rows`, largest first, one case a bucket.
+
+    Raises:
+        ValueError: a size cannot be sharded over the ranks.
+    """
+    names = [name for name in (model, f"{model}-attn", f"{model}-mlp") if name in LAYERS]
+    found: dict[Any, Case] = {}
+    for layer, m in layer_cases(names, sorted(set(rows), reverse=True), ranks):
+        for case in cases_of(layer, m):
+            found.setdefault(pass_of(case, ranks, torch.float32).bucket, case)
+    return sorted(found.values(), key=lambda case: -case.m)
+
+
+def cases_of(layer: Layer, m: int) -> Iterable[Case]:
+    """The passes of both linears of a layer that choose a method: weight gradients gather as their linear does."""
+    slots = ("qkv", "proj") if layer.name.endswith("-attn") else ("fc1", "fc2")
+    sizes = ((layer.column_n, layer.column_k), (layer.row_n, layer.row_k))
+    for slot, op, (n, k) in zip(slots, OPS, sizes, strict=True):
+        for pass_ in ("fprop", "dgrad"):
+            yield Case(slot, op, pass_, m, n, k)
+
+
+def tune(args: argparse.Namespace, cases: list[Case]) -> int:
+    """Join the ranks, measure, store after each case, and print."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(args.connections)  # read when CUDA starts, which is in join
+    began, here = time.monotonic(), world.join()
+    settings, key = settings_of(args, here.device), key_of(here.device, here.size)
+    keep(args.tuning_dir, key, None, here)  # a folder that cannot be written is said before minutes of measuring
+    domain, results = open_domain(cases, settings, here), Results()
+    world.heat(here.device, 0.5)
+    for number, case in enumerate(cases):
+        winner = tune_case(case, settings, domain, here, results)
+        if winner is not None:
+            keep(args.tuning_dir, key, winner, here)
+            results.rows.append(shape_row(case, here.size) | figures(winner))
+        here.say(f"[{number + 1}/{len(cases)}] {case.name}: {winner.method if winner else 'no method works'}")
+    collect_notes(results, here.group)
+    here.say(screen(results.rows, results.notes, columns_of(results.rows)))
+    here.say(
+        f"tune: {len(results.rows)} winners in {args.tuning_dir}/{key.file_name}, {time.monotonic() - began:.0f} s"
+    )
+    shutdown()
+    dist.destroy_process_group()
+    return 1 if results.failed else 0
+
+
+def settings_of(args: argparse.Namespace, device: torch.device) -> Settings:
+    """As the benchmark has them."""
+    on_gpu = device.type == "cuda"
+    dtype = DTYPES[args.dtype or ("bf16" if on_gpu else "fp32")]
+    methods = args.methods or (CANDIDATES if on_gpu else ("chunked", "collective"))
+    limits = OverlapConfig(symmetric_mib=8192, timeout_s=30.0, main_grad="off")
+    config = replace(limits, provider=args.provider, tuning_dir=args.tuning_dir)
+    return Settings(tuple(methods), dtype, args.quick, config)
+
+
+def keep(folder: str, key: Key, winner: Winner | None, here: world.World) -> None:
+    """Store on rank 0. Raises ValueError on every rank if that fails."""
+    work = partial(save, folder, key, [] if winner is None else [winner]) if here.rank == 0 else lambda: None
+    problem = here.attempt(work)
+    if problem is not None:
+        raise ValueError(f"--tuning-dir {folder}: rank 0 cannot write there ({problem}); name another folder")
+
+
+def shape_row(case: Case, ranks: int) -> Row:
+    """One line of the printed table; sizes are those of one rank's product, M those of all ranks."""
+    pass_: Pass = pass_of(case, ranks, torch.float32)
+    return {"linear": case.model, "pass": case.pass_, "kind": pass_.kind, "sizes": f"{pass_.m}, {pass_.n}, {pass_.k}"}
+
+
+def figures(winner: Winner) -> Row:
+    """gain: how much faster than collective."""
+    collective = winner.ms.get("collective")
+    gain = None if collective is None else f"{100 * (collective / winner.ms[winner.method] - 1):+.1f} %"
+    return {"ms": winner.ms, "winner": winner.method, "gain": gain}
+
+
+SHAPE_COLUMNS = (
+    ("linear", lambda row: row["linear"]),
+    ("pass", lambda row: row["pass"]),
+    ("kind", lambda row: row["kind"]),
+    ("M, N, K", lambda row: row["sizes"]),
+)
+
+
+def columns_of(rows: list[Row]) -> tuple[Any, ...]:
+    """The shape, the milliseconds of each method that ran anywhere, the winner and its gain."""
+    methods = [method for method in CANDIDATES if any(method in row["ms"] for row in rows)]
+    times = [(f"{method} ms", lambda row, method=method: row["ms"].get(method)) for method in methods]
+    ends = [("winner", lambda row: row["winner"]), ("over collective", lambda row: row["gain"])]
+    return (*SHAPE_COLUMNS, *times, *ends)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _methods(text: str) -> list[str]:
+    words = [word for word in text.split(",") if word]
+    wrong = [word for word in words if word not in CANDIDATES]
+    if wrong or not words:
+        raise argparse.ArgumentTypeError(f"{wrong[0] if wrong else text!r} is not one of {', '.join(CANDIDATES)}")
+    return words

@@ -1,0 +1,91 @@
+"""The whole operator by each candidate method, on all ranks, and which of them wins.
+
+The measurement is the benchmark's: operands as in training, results checked first, interleaved bursts, the slowest rank's time.
+So every rank has the same figures and comes to the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from ..bench.operands import Operands, make_operands
+from ..bench.operators import Run, overlapped, pass_of, reference_of, rotating, try_run
+from ..bench.output import Results
+from ..bench.settings import Settings
+from ..bench.shapes import Case
+from ..bench.timing import Call, input_sets, measure, pace
+from ..bench.world import World
+from ..choice import GATHER, SCATTER_AND_WGRAD, Pass, untuned
+from ..domain import OverlapDomain
+from ..operators.all_gather_gemm import start_all_gather
+from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
+from .table import Winner
+
+NOISE = 0.02  # two measurements of one method differ by this much
+
+
+def candidates(pass_: Pass, methods: Sequence[str], default: str) -> list[str]:
+    """The methods to try: those asked for, the default, and always collective: auto must never be slower than that.
+
+    For a gather direct is the same as fused.
+    """
+    named = ["fused" if method == "direct" and pass_.kind == GATHER else method for method in methods]
+    return list(dict.fromkeys([*named, default, "collective"]))
+
+
+def decide(ms: Mapping[str, float], default: str) -> str:
+    """The fastest method; the default where nothing beats it by more than noise. ms: of each method that ran."""
+    fastest = min(ms, key=lambda method: ms[method])
+    return default if default in ms and ms[fastest] >= (1 - NOISE) * ms[default] else fastest
+
+
+@torch.no_grad()
+def tune_case(case: Case, settings: Settings, domain: OverlapDomain, world: World, results: Results) -> Winner | None:
+    """The winner of one pass, None if no method works; what fails is left out and noted in `results`. Collective."""
+    pass_ = pass_of(case, world.size, settings.dtype)
+    default = untuned(pass_, world.device).method
+    calls = working(case, candidates(pass_, settings.methods, default), settings, domain, world, results)
+    if not calls:
+        results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
+        return None
+    timings = measure(calls, pace(case.flops(world.size), settings.quick), world.group, world.device)
+    ms = {method: timing.ms for method, timing in timings.items()}
+    return Winner(pass_, decide(ms, default), ms)
+
+
+def working(
+    case: Case, methods: Sequence[str], settings: Settings, domain: OverlapDomain, world: World, results: Results
+) -> dict[str, Call]:
+    """The methods that give the right result on every rank, ready to be timed."""
+    first, decoy = (make_operands(case, world, settings.dtype, seed) for seed in (0, 99))
+    more = [make_operands(case, world, settings.dtype, seed) for seed in range(1, input_sets(first.nbytes))]
+    reference = reference_of(case, first, world)
+    calls = {}
+    whole_backward = pass_of(case, world.size, settings.dtype).kind == SCATTER_AND_WGRAD
+    for method in methods:
+        run = backward(domain, method) if whole_backward else overlapped(case, domain, method, settings.dtype)
+        problem = world.attempt(partial(try_run, case.name, run, first, decoy, reference))
+        if problem is None:
+            calls[method] = rotating(run, [first, *more])
+        else:
+            results.note(f"{case.name}: {method} left out: {problem}", failure=False)
+    return calls
+
+
+def backward(domain: OverlapDomain, method: str) -> Run:
+    """Of a column linear, as autograd runs it (linear.py): alone, a method that leaves its end to the weight gradient would look
+    worse than it is."""
+    gathered_by = "fused" if method == "direct" else method
+
+    def run(o: Operands) -> torch.Tensor:
+        with domain.operator():
+            x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
+            gather = start_all_gather(domain, x_shard_m, gathered_by, "tune/wgrad")
+            scatter = start_gemm_reduce_scatter(domain, o.left, o.right, method, "tune/dgrad")
+            torch.mm(o.left.t(), gather.full())
+            return scatter.finish()
+
+    return run

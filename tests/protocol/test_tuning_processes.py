@@ -1,0 +1,223 @@
+"""The tuner between real CPU ranks: what it finds is what `auto` then does, on every rank alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train.bench.operators import open_domain
+from overlap_train.bench.output import Results
+from overlap_train.bench.settings import Settings
+from overlap_train.bench.world import World
+from overlap_train.domain import made_domain
+from overlap_train.operators.all_gather_gemm import GATHERS
+from overlap_train.operators.gemm_reduce_scatter import SCATTERS
+from overlap_train.tuning.command import keep, model_cases
+from overlap_train.tuning.measure import tune_case
+from overlap_train.tuning.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
+from overlap_train.tuning.table import Winner, key_of, path_of, read, save
+from tests.processes import run_ranks, values
+
+CPU = torch.device("cpu")
+M, INSIDE, OUTSIDE = 16, 64, 32  # the linears of bench/shapes.py's tiny layer: fc1 [64, 32] and fc2 [32, 32]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+Choices = dict[str, tuple[str, str]]  # "fc1/fprop" -> method, reason
+
+
+def torchrun_tune(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *TORCHRUN, "-m", "overlap_train", "tune", "--model", "tiny", "--seq", str(M), *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+
+
+def train_a_step(config: OverlapConfig, world: int) -> Choices:
+    """Forward and backward of the tiny layer, compared with one rank's; how its passes were done, and why."""
+    group, ran = dist.group.WORLD, record_engines()
+    generator = torch.Generator().manual_seed(1)
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).float()
+
+    x, w1, h, w2 = ones(M, OUTSIDE), ones(INSIDE, OUTSIDE), ones(M, OUTSIDE), ones(OUTSIDE, OUTSIDE)
+    mine = [
+        t.chunk(world, dim)[dist.get_rank()].clone().requires_grad_() for t, dim in ((x, 0), (w1, 0), (h, 1), (w2, 1))
+    ]
+    y = all_gather_linear(mine[0], mine[1], group=group, config=config, name="fc1")
+    z = linear_reduce_scatter(mine[2], mine[3], group=group, config=config, name="fc2")
+    (y.sum() + z.sum()).backward()
+    rank = dist.get_rank()
+    assert torch.equal(y, (x @ w1.t()).chunk(world, 1)[rank]) and torch.equal(z, (h @ w2.t()).chunk(world, 0)[rank])
+    expected = [
+        torch.ones(M, INSIDE) @ w1,
+        torch.ones(INSIDE, M) @ x,
+        torch.ones(M, OUTSIDE) @ w2,
+        torch.ones(OUTSIDE, M) @ h,
+    ]
+    for leaf, whole, dim in zip(mine, expected, (0, 0, 1, 1), strict=True):
+        assert torch.equal(leaf.grad, whole.chunk(world, dim)[rank])
+    domain = made_domain(group)
+    assert domain is not None
+    found = {}
+    for plan in domain.plans.values():
+        for name, choice in zip((plan.fprop, plan.dgrad), plan.choices, strict=True):
+            found[name] = (choice.method, choice.reason)
+    shutdown()
+    methods = {name: method for name, (method, _) in found.items()}
+    assert ran == methods | {"fc1/wgrad": methods["fc1/fprop"]}, "what was chosen is what ran"
+    return found
+
+
+def record_engines() -> dict[str, str]:
+    """Operator -> method of the engine that was started for it, filled in as they start."""
+    ran: dict[str, str] = {}
+
+    def recording(method: str, start: Callable[..., Any]) -> Callable[..., Any]:
+        def started(*arguments: Any) -> Any:
+            ran[arguments[-1]] = method
+            return start(*arguments)
+
+        return started
+
+    for engines in (GATHERS, SCATTERS):
+        engines.update({method: recording(method, start) for method, start in engines.items()})  # type: ignore[arg-type]
+    return ran
+
+
+def _train(rank: int, world: int, folder: str) -> Choices:
+    return train_a_step(OverlapConfig(tuning_dir=folder, timeout_s=30.0), world)
+
+
+PASSES = {  # of one rank of two
+    "fc1/fprop": Pass(GATHER, M, INSIDE // 2, OUTSIDE, torch.float32, 2),
+    "fc1/dgrad": Pass(SCATTER_AND_WGRAD, M, OUTSIDE, INSIDE // 2, torch.float32, 2),
+    "fc2/fprop": Pass(SCATTER, M, OUTSIDE, OUTSIDE // 2, torch.float32, 2),
+    "fc2/dgrad": Pass(GATHER, M, OUTSIDE // 2, OUTSIDE, torch.float32, 2),
+}
+
+
+def test_the_second_run_uses_what_the_first_has_measured_and_says_so(tmp_path: Path) -> None:
+    before = values(run_ranks(2, _train, str(tmp_path)))
+    assert all("default, not tuned" in reason for choices in before for _, reason in choices.values())
+    run = torchrun_tune("--tp", "2", "--quick", "--tuning-dir", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    (file,) = tmp_path.iterdir()
+    assert file.name in run.stdout
+    stored = json.loads(file.read_text())["winners"]
+    assert len(stored) == 4 and all(set(winner["ms"]) == {"chunked", "collective"} for winner in stored)
+    first, second = values(run_ranks(2, _train, str(tmp_path)))
+    assert first == second and first.keys() == PASSES.keys()
+    table = read(str(tmp_path), key_of(CPU, 2))
+    for name, pass_ in PASSES.items():
+        winner = table.find(pass_)
+        assert winner is not None
+        assert first[name] == (winner.method, f"auto: tuned for {pass_} on cpu")
+
+
+def slow(start: Callable[..., Any]) -> Callable[..., Any]:
+    def started(*arguments: Any) -> Any:
+        time.sleep(0.03)
+        return start(*arguments)
+
+    return started
+
+
+def broken(*arguments: Any) -> Any:
+    raise RuntimeError("no kernel image is available")
+
+
+def _tune(rank: int, world: int, folder: str) -> list[str]:
+    """With a slow chunked and a fused that does not compile; returns the notes."""
+    for methods in (GATHERS, SCATTERS):
+        methods["chunked"], methods["fused"] = slow(methods["chunked"]), broken  # type: ignore[index]
+    here = World(dist.group.WORLD, CPU, rank, world)
+    config = OverlapConfig(timeout_s=30.0, tuning_dir=folder)
+    settings = Settings(("chunked", "fused"), torch.float32, True, config)
+    cases, results = model_cases("tiny", [M], world), Results()
+    domain = open_domain(cases, settings, here)
+    for case in cases:
+        keep(folder, key_of(CPU, world), tune_case(case, settings, domain, here, results), here)
+    shutdown()
+    return [] if results.failed else results.notes
+
+
+def test_a_slow_default_loses_and_a_broken_candidate_is_left_out_and_noted(tmp_path: Path) -> None:
+    for notes in values(run_ranks(2, _tune, str(tmp_path))):
+        assert len(notes) == 4 and all("fused left out: RuntimeError: no kernel image" in note for note in notes)
+    for choices in values(run_ranks(2, _train, str(tmp_path))):
+        assert {method for method, _ in choices.values()} == {"collective"}
+        assert all("tuned for M=16" in reason for _, reason in choices.values())
+
+
+def test_each_pass_has_a_method_of_its_own(tmp_path: Path) -> None:
+    """Forward by gloo, backward by chunks, but for fc1's x, which backward gathers as forward does; results are right."""
+    method = {"fc1/fprop": "collective", "fc1/dgrad": "chunked", "fc2/fprop": "collective", "fc2/dgrad": "chunked"}
+    save(str(tmp_path), key_of(CPU, 2), [Winner(PASSES[name], method[name], {}) for name in PASSES])
+    for choices in values(run_ranks(2, _train, str(tmp_path))):
+        assert {name: found for name, (found, _) in choices.items()} == method
+
+
+def _at_home(rank: int, world: int, homes: str) -> Choices:
+    os.environ["HOME"] = f"{homes}/{rank}"
+    return train_a_step(OverlapConfig(timeout_s=30.0), world)
+
+
+def test_ranks_whose_home_folders_differ_agree_on_those_of_rank_0(tmp_path: Path) -> None:
+    for rank, method in enumerate(("collective", "chunked")):
+        folder = tmp_path / str(rank) / ".cache" / "overlap_train"
+        save(str(folder), key_of(CPU, 2), [Winner(pass_, method, {}) for pass_ in PASSES.values()])
+    first, second = values(run_ranks(2, _at_home, str(tmp_path)))
+    assert first == second
+    assert {method for method, _ in first.values()} == {"collective"}
+
+
+def test_ranks_without_a_table_agree_with_those_that_have_one(tmp_path: Path) -> None:
+    folder = tmp_path / "1" / ".cache" / "overlap_train"
+    save(str(folder), key_of(CPU, 2), [Winner(pass_, "collective", {}) for pass_ in PASSES.values()])
+    for choices in values(run_ranks(2, _at_home, str(tmp_path))):
+        assert {method for method, _ in choices.values()} == {"chunked"}, "rank 0 has none"
+
+
+def test_measurements_of_another_number_of_ranks_are_not_used(tmp_path: Path) -> None:
+    three = key_of(CPU, 3)
+    winners = [Winner(Pass(p.kind, p.m, p.n, p.k, p.dtype, 3), "collective", {}) for p in PASSES.values()]
+    path = save(str(tmp_path), three, winners)
+    shutil.copy(path, path_of(str(tmp_path), key_of(CPU, 2)))  # the fault: a file under another's name
+    with pytest.warns(UserWarning, match="it was measured with"):
+        read(str(tmp_path), key_of(CPU, 2))
+    for choices in values(run_ranks(2, _train, str(tmp_path))):
+        assert {method for method, _ in choices.values()} == {"chunked"}
+        assert all("not tuned" in reason for _, reason in choices.values())
+
+
+def _other_folder(rank: int, world: int, folder: str) -> str:
+    x, w = torch.ones(4, 8), torch.ones(4, 8)
+    all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(tuning_dir=folder))
+    try:
+        all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(tuning_dir=folder + "/other"))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_folder_that_cannot_act_any_more_is_an_error(tmp_path: Path) -> None:
+    for error in values(run_ranks(2, _other_folder, str(tmp_path))):
+        assert "--overlap-train-tuning-dir" in error and "shutdown()" in error
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = torchrun_tune("--tuning-dir", str(tmp_path / "file"))
+    assert run.returncode != 0
+    assert run.stderr.count("rank 0 cannot write there (") == 1 and "[1/4]" not in run.stdout

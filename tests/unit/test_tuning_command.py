@@ -1,0 +1,92 @@
+"""The command line of `overlap-train tune`: which shapes, and arguments that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap_train import cli
+from overlap_train.bench.operators import pass_of
+from overlap_train.tuning.command import MODELS, columns_of, figures, main, model_cases
+from overlap_train.tuning.passes import Pass
+from overlap_train.tuning.table import Winner
+
+
+@pytest.fixture(autouse=True)
+def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def sizes(model: str, ms: list[int], ranks: int) -> list[tuple[str, int | None, int, int]]:
+    passes = [pass_of(case, ranks, torch.bfloat16) for case in model_cases(model, ms, ranks)]
+    return [(p.kind, p.m, p.n, p.k) for p in passes]
+
+
+def test_the_passes_of_a_model_are_those_of_its_linears() -> None:
+    """Llama-3-8B at TP 4: hidden 4096, q, k and v 6144, MLP 14336, gate and up together."""
+    assert sizes("llama3-8b", [8192], 4) == [
+        ("gather", 8192, 1536, 4096), ("scatter, wgrad", 8192, 4096, 1536),
+        ("scatter", 8192, 4096, 1024), ("gather", 8192, 1024, 4096),
+        ("gather", 8192, 7168, 4096), ("scatter, wgrad", 8192, 4096, 7168),
+        ("scatter", 8192, 4096, 3584), ("gather", 8192, 3584, 4096),
+    ]  # fmt: skip
+
+
+def test_each_bucket_is_measured_once_and_the_largest_first() -> None:
+    ms = [m for _, m, _, _ in sizes("llama3-8b", [4096, 8192, 8192, 8000], 4)]
+    assert ms == [8192] * 8 + [4096] * 8
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_has_gathers_and_scatters(model: str) -> None:
+    assert {kind for kind, *_ in sizes(model, [4096], 2)} == {"gather", "scatter", "scatter, wgrad"}
+
+
+def test_a_dry_run_prints_the_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "tune --model llama3-8b --tp 4 --seq 4096 --micro-batch 2 --dry-run"
+    assert cli.main(line.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9
+    assert lines[5].split() == ["fc1", "fprop", "gather", "8192,", "7168,", "4096"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--model tiny --seq 16 --dry-run", "how many ranks"),
+        ("--model tiny --seq 16 --tp 2", "start it under torchrun: torchrun --nproc-per-node 2"),
+        ("--model tiny --seq 15 --tp 2 --dry-run", "15 must be divisible by the 2 ranks"),
+        ("--model llama3-8b --seq 8190 --tp 3 --dry-run", "must be divisible by the 3 ranks"),
+    ],
+)
+def test_arguments_that_do_not_fit(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_number_of_ranks_than_torchrun_has_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--model", "tiny", "--seq", "16", "--tp", "4"]) == 2
+    assert "torchrun has started 2 ranks; start it with --nproc-per-node 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["--methods auto", "--methods fast", "--methods ,", "--seq 0", "--model llama9"])
+def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", "tiny", "--seq", "16", *line.split()])
+    assert line.split()[1] in capsys.readouterr().err
+
+
+def test_a_row_of_the_printed_table() -> None:
+    winner = Winner(Pass("gather", 16, 32, 32, torch.float32, 2), "chunked", {"chunked": 1.0, "collective": 1.5})
+    row = figures(winner)
+    assert (row["winner"], row["gain"]) == ("chunked", "+50.0 %")
+    named = {"linear": "fc1", "pass": "fprop", "kind": "gather", "sizes": "16, 32, 32"} | row
+    assert [heading for heading, _ in columns_of([named])][4:] == [
+        "chunked ms", "collective ms", "winner", "over collective",
+    ]  # fmt: skip
+    assert [value(named) for _, value in columns_of([named])][4:] == [1.0, 1.5, "chunked", "+50.0 %"]

@@ -1,0 +1,245 @@
+"""The stored measurements: shapes that share one, keys that do not, whole files only, and files that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train import OverlapConfig
+from overlap_train.tuning import table as table_module
+from overlap_train.tuning.measure import NOISE, candidates, decide
+from overlap_train.tuning.passes import GATHER, SCATTER, Pass, rounded_up
+from overlap_train.tuning.table import Key, Table, Winner, key_of, path_of, read, save
+
+KEY = Key("NVIDIA H200", "2.11.0", "3.6.0", "570.86.15", "0.1.0", 4)
+FC1 = Pass(GATHER, 8192, 7168, 4096, torch.bfloat16, 4)
+FC2 = Pass(SCATTER, 8192, 4096, 3584, torch.bfloat16, 4)
+WON = Winner(FC1, "fused", {"fused": 1.0, "collective": 2.0})
+
+
+def test_what_is_saved_is_read(tmp_path: Path) -> None:
+    path = save(str(tmp_path), KEY, [WON])
+    other = Winner(FC2, "direct", {"direct": 0.5})
+    assert save(str(tmp_path), KEY, [other]) == path, "added to what is there"
+    assert read(str(tmp_path), KEY) == Table("NVIDIA H200", {FC1.bucket: WON, FC2.bucket: other})
+    again = Winner(replace(FC1, m=7000), "chunked", {"chunked": 0.9})
+    save(str(tmp_path), KEY, [again])
+    assert read(str(tmp_path), KEY).winners == {FC1.bucket: again, FC2.bucket: other}, "the bucket's newest"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name], "no scratch file stays"
+    found = read(str(tmp_path), KEY)
+    assert pickle.loads(pickle.dumps(found)) == found, "it is sent to the other ranks"
+
+
+def test_the_folder_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save("~/a/b", KEY, [WON])
+    assert path_of("~/a/b", KEY).parent == tmp_path / "a" / "b"
+    assert read("~/a/b", KEY).find(FC1) == WON
+
+
+def test_no_folder_is_an_error_that_names_the_flag() -> None:
+    with pytest.raises(ValueError, match=r"tuning_dir=''.*--overlap-train-tuning-dir"):
+        OverlapConfig(tuning_dir="")
+
+
+def test_others_may_read_what_one_user_has_measured(tmp_path: Path) -> None:
+    previous = os.umask(0o022)
+    try:
+        assert save(str(tmp_path), KEY, [WON]).stat().st_mode & 0o044 == 0o044
+    finally:
+        os.umask(previous)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"gpu": "NVIDIA H100 80GB HBM3"}, {"torch": "2.13.0"}, {"triton": "3.9.0"}, {"driver": "580.65.06"},
+        {"overlap_train": "0.2.0"}, {"world": 2},
+    ],
+    ids=lambda other: next(iter(other)),
+)  # fmt: skip
+def test_another_key_is_never_used(other: dict[str, Any], tmp_path: Path) -> None:
+    save(str(tmp_path), KEY, [WON])
+    theirs = replace(KEY, **other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not read(str(tmp_path), theirs).winners, "that is no mistake: nothing to warn about"
+    shutil.copy(path_of(str(tmp_path), KEY), path_of(str(tmp_path), theirs))
+    with pytest.warns(UserWarning, match="it was measured with"):
+        assert not read(str(tmp_path), theirs).winners
+
+
+def test_a_missing_folder_is_an_empty_table(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read(str(tmp_path / "nowhere"), KEY) == Table("NVIDIA H200", {})
+
+
+def entry(**change: Any) -> str:
+    good = {"kind": "gather", "dtype": "bfloat16", "m": 8192, "n": 7168, "k": 4096, "method": "fused", "ms": {}}
+    key = {name: getattr(KEY, name) for name in KEY.__dataclass_fields__}
+    return json.dumps({"key": key, "winners": [good | change]})
+
+
+BROKEN = {
+    "empty": "",
+    "half": entry()[: len(entry()) // 2],
+    "not utf-8": b"\xff\xfe\x00",
+    "a list": "[]",
+    "null": "null",
+    "no winners": json.dumps({"key": json.loads(entry())["key"]}),
+    "method of another version": entry(method="telepathic"),
+    "auto": entry(method="auto"),
+    "kind": entry(kind="broadcast"),
+    "dtype": entry(dtype="bfloat17"),
+    "no dtype": entry(dtype="nn"),
+    "size": entry(m=0),
+    "times": entry(ms=[1.0]),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_file_that_cannot_be_used_is_one_warning_with_its_name_and_the_fix(fault: str, tmp_path: Path) -> None:
+    path, content = path_of(str(tmp_path), KEY), BROKEN[fault]
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.warns(UserWarning, match="cannot be used") as caught:
+        assert read(str(tmp_path), KEY) == Table("NVIDIA H200", {})
+    (warning,) = caught
+    text = str(warning.message)
+    assert str(path) in text and "overlap-train tune" in text and "--overlap-train-tuning-dir" in text
+    assert "\n" not in text
+    with pytest.warns(UserWarning, match="cannot be used"):
+        save(str(tmp_path), KEY, [WON])
+    assert read(str(tmp_path), KEY).find(FC1) == WON, "tuning again repairs it"
+
+
+def test_the_entry_of_these_cases_is_a_good_one(tmp_path: Path) -> None:
+    path_of(str(tmp_path), KEY).write_text(entry())
+    assert read(str(tmp_path), KEY).find(FC1) == Winner(FC1, "fused", {})
+
+
+def test_a_folder_in_place_of_the_file(tmp_path: Path) -> None:
+    path_of(str(tmp_path), KEY).mkdir()
+    with pytest.warns(UserWarning, match="cannot be used"):
+        read(str(tmp_path), KEY)
+
+
+@pytest.mark.parametrize(
+    ("size", "edge"),
+    [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (6, 6), (7, 8), (8, 8), (9, 12), (6144, 6144), (6145, 8192), (8192, 8192)],
+)
+def test_bucket_edges(size: int, edge: int) -> None:
+    assert rounded_up(size) == edge
+
+
+def test_sizes_of_a_bucket_are_within_a_factor_of_one_and_a_half() -> None:
+    buckets: dict[int, list[int]] = {}
+    for size in range(1, 5000):
+        assert size <= rounded_up(size)
+        buckets.setdefault(rounded_up(size), []).append(size)
+    assert all(max(sizes) == edge and max(sizes) <= 1.5 * min(sizes) for edge, sizes in buckets.items() if edge < 4096)
+
+
+@pytest.mark.parametrize("name", ["m", "n", "k"])
+def test_neighbouring_buckets_do_not_share(name: str, tmp_path: Path) -> None:
+    save(str(tmp_path), KEY, [Winner(replace(FC1, **{name: 8192}), "fused", {})])
+    table = read(str(tmp_path), KEY)
+    assert table.find(replace(FC1, **{name: 6145})) is not None
+    assert table.find(replace(FC1, **{name: 6144})) is None
+    assert table.find(replace(FC1, **{name: 8193})) is None
+
+
+def torn_replace(scratch: str | Path, path: str | Path) -> None:
+    """The planted fault: written where readers look, in two halves."""
+    text = Path(scratch).read_text()
+    with open(path, "w") as file:
+        for half in (text[: len(text) // 2], text[len(text) // 2 :]):
+            file.write(half)
+            file.flush()
+            os.sched_yield()
+
+
+def broken_reads(folder: str, enough: Callable[[set[str], int], bool]) -> tuple[set[str], int]:
+    """What a reader sees while another thread writes: methods, and how many reads found no whole file."""
+    stop, seen, broken = threading.Event(), set(), 0
+
+    def write() -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            method = ("fused", "direct")[turn % 2]
+            save(folder, KEY, [Winner(replace(FC1, n=64 * n), method, {"fused": 1.0}) for n in range(1, 40)])
+
+    save(folder, KEY, [WON])
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(20_000):
+            winners = read(folder, KEY).winners
+            broken += not winners
+            seen |= {winner.method for bucket, winner in winners.items() if bucket != FC1.bucket}
+            if enough(seen, broken):
+                break
+    finally:
+        stop.set()
+        writer.join()
+    return seen, broken
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be used:UserWarning")
+def test_a_reader_never_sees_a_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = iter(range(20_000))
+    seen, broken = broken_reads(str(tmp_path), lambda seen, broken: next(reads) >= 300 and len(seen) == 2)
+    assert seen == {"fused", "direct"}, "the reader saw the writer at work"
+    assert broken == 0
+    monkeypatch.setattr(table_module.os, "replace", torn_replace)
+    _, broken = broken_reads(str(tmp_path), lambda seen, broken: broken > 0)
+    assert broken > 0, "the test would see a file that is written in place"
+
+
+def test_the_key_of_this_machine_names_what_is_installed() -> None:
+    key = key_of(torch.device("cpu"), 2)
+    assert (key.gpu, key.torch, key.driver, key.world) == ("cpu", torch.__version__, "none", 2)
+    assert key.file_name != key_of(torch.device("cpu"), 4).file_name
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Sun Mar 30 2025", "570.133.20"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        ("", "unknown"),
+    ],
+)
+def test_the_driver_version(line: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "version"
+    file.write_text(line + "\nGCC version:  gcc 12.3.0\n" if line else "")
+    monkeypatch.setattr(table_module, "_DRIVER", file)
+    assert table_module._driver_version() == version
+
+
+def test_a_winner_beats_the_default_by_more_than_noise() -> None:
+    just, well = 1 - NOISE / 2, 1 - 2 * NOISE
+    assert decide({"fused": 1.0, "collective": just}, "fused") == "fused"
+    assert decide({"fused": 1.0, "collective": well}, "fused") == "collective"
+    assert decide({"fused": 1.0, "chunked": well, "collective": 0.5}, "fused") == "collective"
+    assert decide({"chunked": 3.0, "collective": 2.0}, "fused") == "collective", "the default did not work"
+
+
+def test_collective_and_the_default_are_always_candidates() -> None:
+    assert set(candidates(FC1, ["chunked"], "fused")) == {"chunked", "fused", "collective"}
+    assert candidates(FC1, ["fused", "direct", "collective"], "fused") == ["fused", "collective"], (
+        "a gather has no direct"
+    )
+    assert "direct" in candidates(FC2, ["direct"], "fused")
