@@ -1,7 +1,7 @@
 # Every target makes the environment that it needs (launch/bootstrap.sh) and uses this machine's GPUs if it has any.
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu test-other lint types imports format
+.PHONY: help train test test-gpu test-other lint types imports format docs
 SHELL := /bin/bash
 
 python := .venv/bin/python
@@ -42,6 +42,10 @@ types: # mypy alone
 imports: # import-linter alone
 	launch/layout.sh
 	cd build/layout && ../../.venv/bin/lint-imports --config ../../pyproject.toml --no-logo --no-cache
+
+docs: ## build the documentation into build/site; a warning is an error
+	$(bootstrap) main
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
 format: ## let ruff sort imports and format
 	$(bootstrap) main

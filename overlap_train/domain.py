@@ -49,6 +49,7 @@ class OverlapDomain:
         self.layout = Layout(self.world_size, 0, 0)
         self.heap: SymmetricHeap | None = None
         self.table = agreed(group, config.tuning_dir, device)  # what method=auto goes by, the same on all ranks
+        self.graphed = False  # inside graph.graphed
         self.plans: dict[Hashable, Any] = {}  # what linear.py has decided, by shapes and settings
         self._agreed: set[Demand] = set()
 

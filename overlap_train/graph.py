@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 
-from .domain import OverlapDomain, domain_of
+from .domain import OverlapDomain, made_domain
 
 
 @contextmanager
-def graphed(group: dist.ProcessGroup, device: torch.device | None = None) -> Iterator[None]:
+def graphed(group: dist.ProcessGroup) -> Iterator[None]:
     """Bracket of all operators of `group` that are captured into one CUDA graph.
 
         with torch.cuda.graph(graph), overlap_train.graphed(group):
@@ -27,20 +26,27 @@ def graphed(group: dist.ProcessGroup, device: torch.device | None = None) -> Ite
     All ranks capture the same and replay it equally often. Run the same twice before, so that kernels are compiled and symmetric
     memory is there. Not with the method collective, whose NCCL calls PyTorch captures in its own way.
 
-    Args:
-        device: of the operators' tensors; None: the current CUDA device.
-
     Raises:
         ValueError: no operator of this group has run yet.
     """
-    domain = domain_of(group, None, device or torch.device("cuda", torch.cuda.current_device()))
-    if domain.heap is None:
+    domain = made_domain(group)
+    if domain is None or domain.heap is None:
         raise ValueError(
             "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
         )
     meet(domain, "graph/begin")
-    yield
+    domain.graphed = True
+    try:
+        yield
+    finally:
+        domain.graphed = False
     meet(domain, "graph/end")
+
+
+def is_graphed(group: dist.ProcessGroup) -> bool:
+    """Whether operators of this group are called inside `graphed`."""
+    domain = made_domain(group)
+    return domain is not None and domain.graphed
 
 
 def meet(domain: OverlapDomain, op: str) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from overlap_train.graph import is_graphed
+
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -89,8 +91,8 @@ def _input_reason(linear: ParallelLinear, x: torch.Tensor, weight: torch.Tensor)
     device = x.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
         return f"autocast to {torch.get_autocast_dtype(device)} of {x.dtype} tensors"
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "CUDA graph capture"
+    if x.is_cuda and torch.cuda.is_current_stream_capturing() and not is_graphed(linear.tp_group):
+        return "CUDA graph capture outside overlap_train.graphed"
     is_row = getattr(linear, "input_is_parallel", False)
     if is_row and x.size(0) % linear.tp_group.size():
         return f"sequence of {x.size(0)} is not divisible by the {linear.tp_group.size()} ranks"

@@ -1,7 +1,7 @@
 """Plots of saved results; matplotlib is the optional extra `plot`.
 
 speedup.png   operators: speed-up over NCCL + cuBLAS beside its bound, shape by shape
-time_m.png    operators: time of each method and rival against M, one panel a shape and pass
+time_m.png    operators: time of each method and rival against M, one panel a shape and pass; with several M only
 layers.png    layers: time over that of the six GEMMs
 """
 
@@ -30,10 +30,9 @@ def draw(folder: Path) -> list[Path]:
         raise ValueError(f"{folder}: no operators.json or layers.json with rows; run the benchmark with --out {folder}")
     drawn = []
     if found["operators"]:
-        drawn += [
-            _speed_up(found["operators"], folder / "speedup.png"),
-            _against_m(found["operators"], folder / "time_m.png"),
-        ]
+        drawn.append(_speed_up(found["operators"], folder / "speedup.png"))
+        if len({row["m"] for row in found["operators"]}) > 1:
+            drawn.append(_against_m(found["operators"], folder / "time_m.png"))
     if found["layers"]:
         drawn.append(_layers(found["layers"], folder / "layers.png"))
     return drawn
@@ -83,16 +82,17 @@ def bars(labels: list[str], series: dict[str, list[float | None]], bounds: list[
     """Grouped bars, with a black line over each group at its bound."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(max(6, 1.3 * len(labels)), 4.5), layout="constrained")
+    # as wide as the bars need; numbers stand upright, so that they do not run into each other
+    figure, axes = pyplot.subplots(figsize=(max(6, 0.18 * len(labels) * (len(series) + 1)), 4.5), layout="constrained")
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         places = [i - 0.4 + (number + 0.5) * width for i, value in enumerate(values) if value is not None]
         drawn = axes.bar(places, [value for value in values if value is not None], width, label=name)
-        axes.bar_label(drawn, fmt="%.3g", fontsize=7)
+        axes.bar_label(drawn, fmt="%.2f", fontsize=6, rotation=90, padding=2)
     axes.hlines(
         bounds, [i - 0.45 for i in range(len(labels))], [i + 0.45 for i in range(len(labels))], "black", label="bound"
     )
-    axes.set_xticks(range(len(labels)), labels, fontsize=7)
+    axes.set_xticks(range(len(labels)), [label.replace(" ", "\n", 1) for label in labels], fontsize=6)
     axes.set_title(title)
     axes.margins(y=0.2)  # room for the legend
     axes.legend(fontsize=8)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..domain import OverlapDomain
 from . import hopper
-from .tiles import SHORTEST_GATHERED, chunk_count, grid_size, launch_arguments, tile_config
+from .tiles import chunk_count, grid_size, launch_arguments, tile_config
 
 
 class Gather(Protocol):
@@ -86,7 +86,7 @@ class FusedGather(ChunkedGather):
 
     def _chunks(self, x_shard_m: torch.Tensor) -> int:
         m_shard, k = x_shard_m.shape
-        return chunk_count(m_shard, k * x_shard_m.element_size(), SHORTEST_GATHERED, x_shard_m.device)
+        return chunk_count(m_shard, k * x_shard_m.element_size(), x_shard_m.device)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         # full() waits again: its wait costs nothing where the kernel's waits were met, and poisons x where one gave up.

@@ -17,7 +17,7 @@ from ..domain import OverlapDomain
 from ..packed_launch import Launch
 from ..workspace import Call
 from . import hopper
-from .tiles import SHORTEST_SCATTERED, chunk_count, grid_size, launch_arguments, stored_chunk_count, tile_config
+from .tiles import chunk_count, grid_size, launch_arguments, stored_chunk_count, tile_config
 
 
 class Scatter(Protocol):
@@ -134,7 +134,7 @@ class FusedScatter(PersistentScatter):
     """A counter per destination and chunk releases its push by the copy engine."""
 
     def _chunks(self, m_shard: int, row_bytes: int) -> int:
-        return chunk_count(m_shard, row_bytes, SHORTEST_SCATTERED, self._domain.device)
+        return chunk_count(m_shard, row_bytes, self._domain.device)
 
     def _start(self) -> None:
         m_shard, n = self._y.shape

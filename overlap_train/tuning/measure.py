@@ -24,7 +24,9 @@ from ..operators.all_gather_gemm import start_all_gather
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from .table import Winner
 
-NOISE = 0.02  # two measurements of one method differ by this much
+# Two measurements of one method differ by 2 %, and a layer around it does more: collective won a backward by 2.1 % here and cost
+# the layer 19 % in training (Llama-3 8B, 4 x H200), where NCCL's kernels take SMs and ranks arrive at different times.
+NOISE = 0.05
 
 
 def candidates(pass_: Pass, methods: Sequence[str], default: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_train.integrations.megatron import fallback
 from overlap_train.integrations.megatron.fallback import fallback_reason, standing_reason
 
 
@@ -103,7 +104,8 @@ def test_sequence_that_the_ranks_cannot_share() -> None:
 
 def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"), is_cuda=True, size=lambda dim: 2)
-    for capturing in (True, False):
+    for capturing, inside in ((True, False), (True, True), (False, False)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
-        expected = "CUDA graph capture" if capturing else None
+        monkeypatch.setattr(fallback, "is_graphed", lambda group, answer=inside: answer)
+        expected = "CUDA graph capture outside overlap_train.graphed" if capturing and not inside else None
         assert fallback_reason(linear(), on_gpu, weight()) == expected  # type: ignore[arg-type]
