@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .config import OverlapConfig, flag_name
 from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
-from .symmetric import SymmetricHeap, open_heap
+from .symmetric import SymmetricHeap, open_heap, resolve_provider
 from .tuning.table import agreed
 from .watchdog import FaultRecord
 from .workspace import Channel, Layout
@@ -66,19 +66,33 @@ class OverlapDomain:
             if problem is None:
                 return
             raise ValueError(problem)  # peers whose arguments are right may be in the operator already: they time out
-        replies: list[tuple[str | None, Demand]] = [(None, demand)] * self.world_size
-        dist.all_gather_object(replies, (problem, demand), group=self.group)
-        for rank, (reported, _) in enumerate(replies):
+        terms, unmet = self._terms()
+        replies: list[tuple[str | None, Demand, str]] = [(None, demand, terms)] * self.world_size
+        dist.all_gather_object(replies, (problem or unmet, demand, terms), group=self.group)
+        for rank, (reported, _, _) in enumerate(replies):
             if reported is not None:
                 raise ValueError(reported if rank == self.rank else f"{reported} (on rank {rank} of the group)")
-        for rank, (_, theirs) in enumerate(replies):
+        for rank, (_, theirs, their_terms) in enumerate(replies):
             if theirs != demand:
                 raise ValueError(
                     f"{demand.op}: this rank has {demand.shapes}, rank {rank} of the group has {theirs.op}: {theirs.shapes}; "
                     f"all ranks of a group must call the same operator with the same shapes and dtype"
                 )
+            if their_terms != terms:
+                raise ValueError(
+                    f"{demand.op}: this rank has {terms}, rank {rank} of the group has {their_terms}; all ranks of a group "
+                    f"need the same OverlapConfig, and nvshmem4py installed on all or none"
+                )
         self._hold(demand)
         self._agreed.add(demand)
+
+    def _terms(self) -> tuple[str, str | None]:
+        """What symmetric memory needs to be equal everywhere, in words; and why this rank cannot have it, or None."""
+        limits = f"symmetric_mib={self.config.symmetric_mib}, timeout_s={self.config.timeout_s:g}"
+        try:
+            return f"provider={resolve_provider(self.group, self.config.provider, self.device)}, {limits}", None
+        except ValueError as error:
+            return limits, str(error)
 
     def _hold(self, demand: Demand) -> None:
         layout = self.layout.covering(demand.gather_bytes, demand.scatter_bytes)

@@ -140,6 +140,20 @@ def test_the_heap_is_shared_memory_without_a_name() -> None:
         assert len(lines) >= 2 and all("memfd:overlap_train (deleted)" in line for line in lines)
 
 
+def _other_terms(rank: int, world: int) -> str:
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    with pytest.raises(ValueError) as caught:
+        all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(symmetric_mib=64 + rank))
+    return str(caught.value)
+
+
+def test_ranks_with_other_limits_are_refused_before_memory_is_allocated() -> None:
+    """One rank alone would find its heap too small, and the others would wait for it."""
+    first, second = values(run_ranks(2, _other_terms, limit_s=30))
+    assert "this rank has provider=host, symmetric_mib=64" in first and "symmetric_mib=65" in first
+    assert "this rank has provider=host, symmetric_mib=65" in second
+
+
 def _wrong_on_one_rank(rank: int, world: int) -> list[str]:
     x, w = torch.ones(4, 8), torch.ones(8, 8)
     odd = torch.ones(4 + rank, 8)
