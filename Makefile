@@ -1,7 +1,7 @@
 # Every target makes the environment that it needs (launch/bootstrap.sh) and uses this machine's GPUs if it has any.
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu test-other lint types imports format docs
+.PHONY: help train test test-launch test-gpu test-other lint types imports format docs
 SHELL := /bin/bash
 
 python := .venv/bin/python
@@ -18,7 +18,11 @@ train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="-
 
 test: ## every test that needs no GPU (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main
-	$(pytest) tests/unit tests/protocol tests/megatron tests/launch $(TEST_ARGS)
+	$(pytest) tests/unit tests/protocol tests/megatron $(TEST_ARGS)
+
+test-launch: ## batch jobs on a real Slurm, where its packages are installed, and shellcheck
+	$(bootstrap) main
+	$(pytest) tests/launch $(TEST_ARGS)
 
 test-gpu: ## the GPU tests, on 2 or 4 GPUs, for every provider (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main

@@ -156,8 +156,11 @@ class StreamCopyEngine:
 
     def begin(self) -> None:
         current, last = self.driver.current_stream(), self._last_stream
-        # What is captured into a graph cannot wait for what is not; graph.py puts a barrier at both ends.
-        if last is not None and last != current and not torch.cuda.is_current_stream_capturing():
+        # What is captured into a graph cannot wait for what is not, and has not run; graph.py puts a barrier at both ends.
+        if current == last or self.driver.is_capturing():
+            return
+        if last is not None:
+            self.driver.enter()
             self.driver.check(self.driver.record_event(self._ended, last))
             self.driver.check(self.driver.wait_event(current, self._ended, 0))
         self._last_stream = current

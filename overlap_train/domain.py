@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class OverlapDomain:
         self.heap: SymmetricHeap | None = None
         self.table = agreed(group, config.tuning_dir, device)  # what method=auto goes by, the same on all ranks
         self.graphed = False  # inside graph.graphed
+        self.captured = False  # a CUDA graph holds addresses of the heap
         self.plans: dict[Hashable, Any] = {}  # what linear.py has decided, by shapes and settings
         self._agreed: set[Demand] = set()
 
@@ -98,6 +100,11 @@ class OverlapDomain:
         layout = self.layout.covering(demand.gather_bytes, demand.scatter_bytes)
         if self.heap is not None and layout == self.layout:
             return
+        if self.captured:
+            raise ValueError(
+                f"{demand.op} with {demand.shapes} needs more symmetric memory, but a CUDA graph holds addresses of what is "
+                f"there; run the largest shapes before capturing, or call shutdown() and capture again"
+            )
         if layout.nbytes > self.config.symmetric_mib * _MIB:
             raise ValueError(
                 f"symmetric_mib={self.config.symmetric_mib} is too small: {demand.op} with {demand.shapes} needs "
@@ -112,15 +119,23 @@ class OverlapDomain:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         dist.barrier(self.group)  # nobody is still pushing into the old heap
-        if self.heap is not None:
-            del self.gather, self.scatter  # they hold views of the old heap, which must go before the new one comes
-            self.heap.close()
+        self._close_heap()
         self.heap = open_heap(self.group, layout.nbytes, self.config.provider, self.device)
         self.layout = layout
         self.gather, self.scatter = (
             Channel(name, self.heap, layout, self.rank, self.device, self.engine, self.fault, self.config.timeout_s)
             for name in ("gather", "scatter")
         )
+
+    def _close_heap(self) -> None:
+        """Unmap what was there, now: torch's heap waits for the device when it goes, which later could be between the launch of a
+        kernel and its pushes (copy_engine.py)."""
+        if self.heap is None:
+            return
+        del self.gather, self.scatter  # they hold views of it
+        gc.collect()  # and know each other, so that only the collector ends them
+        self.heap.close()
+        self.heap = None
 
     def operator(self) -> AbstractContextManager[None]:
         """Bracket of everything that one autograd pass of one operator does here.
@@ -135,8 +150,7 @@ class OverlapDomain:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             dist.barrier(self.group)  # nobody is still pushing into memory that is about to be unmapped
-        if self.heap is not None:
-            self.heap.close()
+        self._close_heap()
 
 
 class _Operator:
@@ -204,8 +218,8 @@ def _check_same(
 
 
 def check() -> None:
-    """Raise OverlapTimeoutError if a wait of this process has given up. Needed only behind the last operator of a program:
-    every operator checks before and after."""
+    """Raise OverlapTimeoutError if a wait of this process has given up. Every operator checks before and after, so this is needed
+    behind the last operator of a program and behind replays of a CUDA graph, which call no operator."""
     for domain in _domains.values():
         domain.fault.check()
 

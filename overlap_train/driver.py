@@ -15,6 +15,8 @@ _HANDLE, _ADDRESS, _FLAGS = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
 _SIGNATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "copy": ("cuMemcpyDtoDAsync_v2", (_ADDRESS, _ADDRESS, ctypes.c_size_t, _HANDLE)),
     "wait_value": ("cuStreamWaitValue64_v2", (_HANDLE, _ADDRESS, ctypes.c_uint64, _FLAGS)),
+    "current_context": ("cuCtxGetCurrent", (ctypes.POINTER(_HANDLE),)),
+    "set_context": ("cuCtxSetCurrent", (_HANDLE,)),
     "create_event": ("cuEventCreate", (ctypes.POINTER(_HANDLE), _FLAGS)),
     "record_event": ("cuEventRecord", (_HANDLE, _HANDLE)),
     "wait_event": ("cuStreamWaitEvent", (_HANDLE, _HANDLE, _FLAGS)),
@@ -34,6 +36,8 @@ class CudaDriver:
 
     copy: Any
     wait_value: Any
+    current_context: Any
+    set_context: Any
     create_event: Any
     record_event: Any
     wait_event: Any
@@ -48,10 +52,22 @@ class CudaDriver:
             function = getattr(self._library, symbol)
             function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, function)
+        context = ctypes.c_void_p()
+        torch.cuda.current_stream(device)  # torch is up and has made the context
+        self.check(self.current_context(ctypes.byref(context)))
+        self._context = context.value
+
+    def enter(self) -> None:
+        """Make the device's context current in this thread: a thread of autograd may come here before its first CUDA call."""
+        self.check(self.set_context(self._context))
 
     def current_stream(self) -> int:
         """The handle of torch's current stream; Triton asks in the same way. torch.cuda.current_stream takes ten times longer."""
         return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def is_capturing(self) -> bool:
+        """Whether what is enqueued in the current stream goes into a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
 
     def new_event(self) -> int:
         """An event that orders streams and takes no time stamp."""

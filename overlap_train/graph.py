@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from .domain import OverlapDomain, made_domain
@@ -23,8 +24,10 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
             y = model(x)
             y.backward(dy)
 
-    All ranks capture the same and replay it equally often. Run the same twice before, so that kernels are compiled and symmetric
-    memory is there. Not with the method collective, whose NCCL calls PyTorch captures in its own way.
+    All ranks capture the same and replay it equally often, in the stream of the eager calls or ordered with them by events.
+    Replays call no operator: `check()` behind them raises what a wait in them has found. Run the same twice before, so that
+    kernels are compiled and symmetric memory is there. Not with the method collective, whose NCCL calls PyTorch captures in its
+    own way.
 
     Raises:
         ValueError: no operator of this group has run yet.
@@ -34,13 +37,17 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
         raise ValueError(
             "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
         )
-    meet(domain, "graph/begin")
-    domain.graphed = True
+    domain.captured |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    turns = domain.gather.turn, domain.scatter.turn
     try:
+        meet(domain, "graph/begin")
+        domain.graphed = True
         yield
+        meet(domain, "graph/end")
     finally:
         domain.graphed = False
-    meet(domain, "graph/end")
+        # Capturing runs nothing, barriers neither: eager calls before the first replay go on where they were.
+        domain.gather.turn, domain.scatter.turn = turns
 
 
 def is_graphed(group: dist.ProcessGroup) -> bool:

@@ -48,6 +48,7 @@ class LaunchCache:
         """driver: None where there is none to launch with (the interpreter): every launch goes through Triton."""
         self._driver = driver
         self._packed: dict[Hashable, PackedLaunch] = {}
+        self._refused: set[Hashable] = set()
 
     def run(self, key: Hashable, addresses: tuple[int, ...], describe: Callable[[], Launch]) -> None:
         """Launch on the current stream.
@@ -62,11 +63,14 @@ class LaunchCache:
             return
         launch = describe()
         compiled = launch.kernel[launch.grid](**launch.arguments, **launch.constants)
-        if self._driver is None:
+        if self._driver is None or key in self._refused:
             return
         try:
             self._packed[key] = PackedLaunch(self._driver, compiled, launch)
-        except LayoutError as error:
+        except (
+            Exception
+        ) as error:  # whatever another Triton does differently: the kernel runs, and its pushes must follow
+            self._refused.add(key)
             warnings.warn(f"{error}; launches of this kernel take 50 to 80 microseconds of host time", stacklevel=2)
 
 

@@ -153,7 +153,7 @@ class Call:
     def knock(self) -> list[Route]:
         """To every peer: the signal of chunk 0 and no data; the source is the slot's epoch."""
         if "knock" not in self._routes:
-            words = [self.slot.outgoing[peer][:1] for peer in self.peers]
+            words = [self.slot.outgoing[other][:1] for other in self.peers]
             self._routes["knock"] = [Route(0, word, word, self.slot.epoch, None) for word in words]
         return self._routes["knock"]
 
@@ -191,15 +191,15 @@ class Channel:
         self.driver = engine.driver if isinstance(engine, StreamCopyEngine) and device.type == "cuda" else None
         self._engine = engine
         self._slots = [Slot(heap, layout, name, index, rank, device) for index in range(SLOTS)]
-        self._turn = 0
+        self.turn = 0  # the slot that the next call takes
         self.wait: Callable[[Call, int, int], None] = (
             self._wait_on_stream if device.type == "cuda" else self._wait_on_host
         )
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int = 1) -> Call:
         """Start a call on the next slot."""
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % SLOTS
+        slot = self._slots[self.turn]
+        self.turn = (self.turn + 1) % SLOTS
         slot.next_epoch()
         key = (block_shape, dtype, op, chunks)
         call = slot.calls.get(key)
@@ -216,7 +216,7 @@ class Channel:
         call = self.open(torch.Size([1]), torch.int64, op)
         self._engine.push(call.slot.epoch, call.knock())
         call.wait_for_all()
-        self._turn = 0
+        self.turn = 0
 
     def _wait_on_host(self, call: Call, first: int, count: int) -> None:
         for source in range(first, first + count):

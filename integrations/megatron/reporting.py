@@ -114,7 +114,9 @@ def _choices(linear: Any) -> tuple[Choice, Choice]:
     """How fprop and dgrad run: as decided at the linear's last new shape or, before its first call, for any M."""
     overlap, group = linear.overlap, linear.tp_group
     domain = made_domain(group)
-    decided = [] if domain is None else [p for p in domain.plans.values() if p.fprop == f"{overlap.name}/fprop"]
+    plans = [] if domain is None else domain.plans.values()
+    # of a linear of that name with these settings; an earlier model may have had the same names
+    decided = [plan for plan in plans if plan.fprop == f"{overlap.name}/fprop" and plan.config == overlap.config]
     if decided:
         return decided[-1].choices
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

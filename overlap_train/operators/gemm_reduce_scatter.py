@@ -6,6 +6,7 @@ complete. The own rows then add the partials that have arrived, in fp32 and in f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -92,13 +93,16 @@ def _reduce_launch(call: Call, own: torch.Tensor, y: torch.Tensor) -> Launch:
 class PersistentScatter:
     """One kernel whose last tiles are the reduction."""
 
+    _most_ranks = sys.maxsize  # that the Hopper kernel serves
+
     def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str) -> None:
         m_shard, n = a_mk.shape[0] // domain.world_size, b_kn.shape[1]
         self._domain, self._a, self._b = domain, a_mk, b_kn
         self._y = a_mk.new_empty(m_shard, n)
         chunks = self._chunks(m_shard, n * a_mk.element_size())
         self._call = domain.scatter.open(self._y.shape, a_mk.dtype, op, chunks)
-        self._on_hopper = hopper.serves_scatter(a_mk, b_kn, m_shard // chunks)
+        fits = domain.world_size <= self._most_ranks
+        self._on_hopper = fits and hopper.serves_scatter(a_mk, b_kn, m_shard // chunks)
         self._start()
 
     def _chunks(self, m_shard: int, row_bytes: int) -> int:
@@ -147,6 +151,8 @@ class FusedScatter(PersistentScatter):
 
 class DirectScatter(PersistentScatter):
     """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
+
+    _most_ranks = hopper.MOST_PEERS + 1
 
     def _chunks(self, m_shard: int, row_bytes: int) -> int:
         return stored_chunk_count(m_shard, self._domain.device)

@@ -20,7 +20,7 @@ BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES = 128, 256, 64, 8, 4
 # Tiles that are stored at a peer leave at NVLink's pace: buffers for both halves of one, and a stage less, hide that.
 STAGES_DIRECT, HALVES_DIRECT = 3, 2
 MOST_PEERS = 7  # that the kernel has a tensor descriptor for
-# 8 multiplying warps and the loading warp, padded to 4, share 65,536 registers: 168 a thread at entry, then 240 and 40.
+# 8 multiplying warps and the loading warp, padded to 4, share 65,536 registers: 168 a thread at entry, then 232 and 40.
 _LAUNCH = {"num_warps": 8, "maxnreg": 168}
 
 
@@ -107,7 +107,7 @@ def _scatter_launch(
         received_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_N // 2),
         complete_ptr=call.slot.complete, outgoing_at_ptr=call.slot.outgoing_at,
     )  # fmt: skip
-    places = [call.landing(peer) for peer in call.peers] if staging is None else [staging.flatten(0, 1)]
+    places = [staging.flatten(0, 1)] if staging is not None else [call.landing(peer) for peer in call.peers] or [y]
     places += places[:1] * (MOST_PEERS - len(places))  # every parameter wants a value
     for step, place in enumerate(places, start=1):
         arguments[f"to{step}_desc"] = _descriptor(place, BLOCK_M, BLOCK_N // 2)

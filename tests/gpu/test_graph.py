@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from overlap_train import all_gather_linear, graphed, linear_reduce_scatter
+from overlap_train.domain import domain_of
 from tests.linear_cases import OPERATORS, Case
 
 K, N_SHARD, ROWS = 512, 256, 256
@@ -73,3 +74,9 @@ def test_replays_are_exact(case: Case, method: str) -> None:
     for _ in range(20):
         graph.replay()  # back to back, without the host between
     layer.check(results, *inputs)
+    large, weight = (torch.zeros(rows, 1 << 13, device=case.device, dtype=torch.bfloat16) for rows in (1 << 14, 64))
+    with pytest.raises(ValueError, match="CUDA graph holds addresses"):
+        all_gather_linear(large, weight, group=case.group, config=case.config)
+    torch.cuda.synchronize()
+    del graph, results
+    domain_of(case.group, case.config, case.device).captured = False  # for the tests behind this one

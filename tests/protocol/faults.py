@@ -42,7 +42,7 @@ def host_faults() -> dict[str, Fault]:
         "dropped signal": Fault("copy_engine", _SIGNAL, "pass\n", "deadlock"),
         "dropped data": Fault("copy_engine", _COPY, "pass\n"),
         "slot reused one epoch early": Fault("workspace", "SLOTS = 2\n", "SLOTS = 1\n"),
-        "slots not used in turn": Fault("workspace", "self._turn = (self._turn + 1) % SLOTS", "self._turn = 0"),
+        "slots not used in turn": Fault("workspace", "self.turn = (self.turn + 1) % SLOTS", "self.turn = 0"),
         "no epoch increment": Fault("workspace", "_increment[0] = 1", "_increment[0] = 0", "wrong result|deadlock"),
         "epoch forgotten": Fault("workspace", _KEEP, "torch.zeros_like(self._increment)", "wrong result|deadlock"),
         "wrong block at the peer": Fault("workspace", "memory[peer])[self.rank]", "memory[peer])[peer]"),

@@ -108,6 +108,12 @@ class SimulatedDriver:
     def check(self, status: None) -> None:
         pass
 
+    def enter(self) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        return False
+
     def new_event(self) -> int:
         self._recorded.append(None)
         return len(self._recorded) - 1

@@ -117,6 +117,7 @@ class SimulatedDomain:
     ) -> None:
         self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
         self.memory = simulation.memory[rank]
+        self.graphed = self.captured = False
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
         self.fault, self.heap, self.layout = FaultRecord(self.device), heap, layout
         self.engine = simulation.engine(scheduler, rank)

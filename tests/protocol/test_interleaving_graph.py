@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def replays(domain: SimulatedDomain) -> None:
 
 def forgetful(domain: SimulatedDomain) -> None:
     """The same without a barrier."""
-    domain.gather._turn = domain.scatter._turn = 0
+    domain.gather.turn = domain.scatter.turn = 0
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -68,3 +69,18 @@ def test_the_barrier_writes_signals_and_nothing_else() -> None:
 
     assert_passes(gathers("chunked", Simulation(3), calls=1, before=look), range(1))
     assert elsewhere == [False] * 6
+
+
+def test_capturing_leaves_the_turns_where_they_were() -> None:
+    """What is captured has not run, so that eager calls before the first replay must not count on its barriers."""
+    turns: list[tuple[str, int, int]] = []
+
+    def capture(domain: SimulatedDomain) -> None:
+        domain.gather.barrier("an odd number of calls before")
+        domain.gather.turn = 1
+        with mock.patch.object(core("graph"), "made_domain", return_value=domain), core("graph").graphed(None):
+            turns.append(("inside", domain.gather.turn, domain.scatter.turn))
+        turns.append(("behind", domain.gather.turn, domain.scatter.turn))
+
+    assert_passes(gathers("chunked", Simulation(2), calls=1, before=capture), range(1))
+    assert sorted(turns) == [("behind", 1, 0)] * 2 + [("inside", 0, 0)] * 2

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 pytest.importorskip("triton")
 
-from overlap_train.packed_launch import _Parameters, entry_of, layout_of
+from overlap_train.packed_launch import Launch, LaunchCache, _Parameters, entry_of, layout_of
 from tests.unit import hopper_ptx
 
 KERNELS = [("hopper_all_gather_gemm", {"WHOLE_TILES": True}), ("hopper_gemm_reduce_scatter", {"DIRECT": True})]
@@ -42,3 +44,25 @@ def test_parameters_lie_on_64_bytes_and_keep_their_values() -> None:
     words = [parameters.set(1, -2), parameters.set(2, 1 << 40)]
     assert [parameters.words[word] for word in words] == [2**64 - 2, 1 << 40]
     assert parameters.address(2) - parameters.address(0) == 192
+
+
+def test_a_kernel_that_cannot_be_packed_runs_through_triton_and_says_so_once() -> None:
+    launches: list[str] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
+            return lambda **arguments: launches.append("triton")
+
+    described: list[Launch] = []
+
+    def describe() -> Launch:
+        described.append(Launch(Kernel(), (1,), {}, {}))
+        return described[-1]
+
+    cache = LaunchCache(driver=object())  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="host time"):
+        cache.run("kernel", (), describe)  # what Triton returned has no metadata: another version, say
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.run("kernel", (), describe)
+    assert launches == ["triton"] * 2
