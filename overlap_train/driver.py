@@ -59,7 +59,8 @@ class CudaDriver:
 
     def enter(self) -> None:
         """Make the device's context current in this thread: a thread of autograd may come here before its first CUDA call."""
-        self.check(self.set_context(self._context))
+        if self._context is not None:
+            self.check(self.set_context(self._context))
 
     def current_stream(self) -> int:
         """The handle of torch's current stream; Triton asks in the same way. torch.cuda.current_stream takes ten times longer."""
