@@ -64,6 +64,12 @@ def test_defaults_where_copies_take_longer_than_the_gemm(hopper_gpu: pytest.Monk
     assert untuned(PROJ, GPU).method == "direct"
 
 
+def test_default_of_long_products(hopper_gpu: pytest.MonkeyPatch) -> None:
+    """At the power limit cuBLAS is faster."""
+    for pass_ in (FC1, FC1.dgrad, FC2, FC2.dgrad):
+        assert untuned(replace(pass_, n=2 * pass_.n, k=2 * pass_.k), GPU).method == "chunked"  # Llama-3-70B
+
+
 def test_defaults_of_short_products(hopper_gpu: pytest.MonkeyPatch) -> None:
     """Host time decides: chunked takes 110 microseconds of it, direct 22."""
     assert untuned(replace(FC2, m=1024), GPU).method == "direct"
