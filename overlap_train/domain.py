@@ -228,9 +228,10 @@ def shutdown() -> None:
     """Free all symmetric memory. Collective over every group that was used; call it before destroy_process_group."""
     domains = list(_domains.values())
     _domains.clear()
+    providers = {domain.heap.provider for domain in domains if domain.heap is not None}
     for domain in domains:
         domain.close()
-    if any(domain.heap is not None and domain.heap.provider == "nvshmem" for domain in domains):
+    if "nvshmem" in providers:
         from .symmetric.nvshmem import finalize
 
         finalize()

@@ -5,7 +5,7 @@ descriptors. What a slot's kernel is told never changes but for the addresses of
 through Triton, which compiles; later ones replace those addresses and make one driver call.
 
 The layout is taken from Triton's signature and checked against the parameters in the PTX. Where they disagree (another Triton
-version, perhaps), a warning says so and every launch goes through Triton.
+version, perhaps), one warning says so and every launch of that kernel goes through Triton.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class LaunchCache:
             return
         try:
             self._packed[key] = PackedLaunch(self._driver, compiled, launch)
-        except (
-            Exception
-        ) as error:  # whatever another Triton does differently: the kernel runs, and its pushes must follow
+        except Exception as error:  # whatever another Triton does differently, the kernel runs, and its pushes must follow
             self._refused.add(key)
             warnings.warn(f"{error}; launches of this kernel take 50 to 80 microseconds of host time", stacklevel=2)
 
@@ -85,10 +83,8 @@ class PackedLaunch:
         metadata = compiled.metadata
         sizes, threads = entry_of(compiled.asm["ptx"])
         layout = layout_of(compiled.src.signature)
-        if [size for _, size in layout] + [
-            8,
-            8,
-        ] != sizes or threads is None:  # two pointers to scratch memory at the end
+        expected = [*(size for _, size in layout), 8, 8]  # at the end two pointers to scratch memory
+        if expected != sizes or threads is None:
             raise LayoutError(f"the parameters of {metadata.name} are {sizes}, expected {layout} and two pointers")
         if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas > 1:
             raise LayoutError(f"{metadata.name} asks for scratch memory or clusters")

@@ -30,7 +30,7 @@ PURPOSES = {
     "nvshmem4py-cu13": "the provider nvshmem (without it: torch, on one node)",
     "nvidia-nvshmem-cu13": "the provider nvshmem",
     "nvidia-nccl-cu13": "collectives on GPUs",
-    "cuda-bindings": "the copy engine on GPUs",
+    "cuda-bindings": "what the doctor asks the driver",
     "cuda-core": "the provider nvshmem",
 }
 _ASKING = (US, "torch", "nvshmem4py-cu13", "megatron-core", "transformer-engine")
