@@ -5,7 +5,8 @@ because their loads, waits and stores stop the tensor cores. Here they do not: t
 shapes of benchmarks/. Only the loading warp waits for signals, while the tiles before are still being multiplied.
 
 Shared memory: a ring of STAGES panels of A [BLOCK_M, BLOCK_K] and B, and a ring of two tile indices that the loading warp hands
-over. Each ring slot has a `full` barrier (its content is there) and a `free` one (it has been read).
+over. Each ring slot has a `full` barrier (its content is there) and a `free` one (it has been read). GEMM + RS has a storing
+warp, which takes half tiles from an outbox with the same two barriers; AG + GEMM stores from the multiplying warps.
 """
 
 from triton.experimental import gluon

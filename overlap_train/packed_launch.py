@@ -67,7 +67,8 @@ class LaunchCache:
             return
         try:
             self._packed[key] = PackedLaunch(self._driver, compiled, launch)
-        except Exception as error:  # whatever another Triton does differently, the kernel runs, and its pushes must follow
+        except Exception as error:
+            # Whatever another Triton does differently: the kernel is running, and its pushes must follow.
             self._refused.add(key)
             warnings.warn(f"{error}; launches of this kernel take 50 to 80 microseconds of host time", stacklevel=2)
 
