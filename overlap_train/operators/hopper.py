@@ -20,7 +20,7 @@ BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES = 128, 256, 64, 8, 4
 # Tiles that are stored at a peer leave at NVLink's pace: buffers for both halves of one, and a stage less, hide that.
 STAGES_DIRECT, HALVES_DIRECT = 3, 2
 MOST_PEERS = 7  # that the kernel has a tensor descriptor for
-# 8 multiplying warps and the loading and storing ones, padded to 4, share 65,536 registers: 168 a thread at entry, then 232 and 40.
+# 8 multiplying warps and the loading and storing one, padded to 4, share 65,536 registers: 168 a thread, then 232 and 40.
 _LAUNCH = {"num_warps": 8, "maxnreg": 168}
 
 
