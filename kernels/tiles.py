@@ -11,9 +11,21 @@ def arrival(unit, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def departure(unit, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
-    """The unit-th chunk to be multiplied -> (target rank, its chunk): rank+1's rows, rank+2's, ..., own rows last."""
-    return (rank + 1 + unit // CHUNKS) % WORLD, unit % CHUNKS
+def departure(index, per_chunk, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr):
+    """The index-th tile to be multiplied -> (target rank, its chunk, tile in the chunk); own rows last.
+
+    For the copy engine one chunk after the other: rank+1's, then rank+2's, ... DIRECT: tiles for all peers in turn, because ranks
+    that are not in step would otherwise meet at one peer, whose link then gives each of them half.
+    """
+    if DIRECT and WORLD > 1:
+        foreign = per_chunk * CHUNKS * (WORLD - 1)
+        is_own = index >= foreign
+        target = tl.where(is_own, rank, (rank + 1 + index % (WORLD - 1)) % WORLD)
+        place = tl.where(is_own, index - foreign, index // (WORLD - 1))
+        return target, place // per_chunk, place % per_chunk
+    else:
+        unit = index // per_chunk
+        return (rank + 1 + unit // CHUNKS) % WORLD, unit % CHUNKS, index % per_chunk
 
 
 @triton.jit

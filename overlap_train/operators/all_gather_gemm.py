@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..domain import OverlapDomain
 from . import hopper
-from .tiles import chunk_count, grid_size, launch_arguments, tile_config
+from .tiles import chunk_count, grid_size, launch_arguments, tile_config, worth_a_stream
 
 
 class Gather(Protocol):
@@ -40,10 +40,12 @@ class CollectiveGather:
     def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str) -> None:
         m_shard, k = x_shard_m.shape
         self._x = x_shard_m.new_empty(m_shard * domain.world_size, k)
-        self._work = dist.all_gather_into_tensor(self._x, x_shard_m, group=domain.group, async_op=True)
+        aside = worth_a_stream(self._x)
+        self._work = dist.all_gather_into_tensor(self._x, x_shard_m, group=domain.group, async_op=aside)
 
     def full(self) -> torch.Tensor:
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._x
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:

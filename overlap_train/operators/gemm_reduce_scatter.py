@@ -18,7 +18,7 @@ from ..domain import OverlapDomain
 from ..packed_launch import Launch
 from ..workspace import Call
 from . import hopper
-from .tiles import chunk_count, grid_size, launch_arguments, stored_chunk_count, tile_config
+from .tiles import chunk_count, grid_size, launch_arguments, stored_chunk_count, tile_config, worth_a_stream
 
 
 class Scatter(Protocol):
@@ -30,9 +30,15 @@ class Scatter(Protocol):
 
 
 def start_gemm_reduce_scatter(
-    domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, method: str, op: str
+    domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, method: str, op: str, work_follows: bool = False
 ) -> Scatter:
-    """Start the GEMM and the pushes; `finish` waits for the peers' partials."""
+    """Start the GEMM and the pushes; `finish` waits for the peers' partials.
+
+    Args:
+        work_follows: other work will be enqueued before `finish`, for which SMs are worth more than waiting for peers.
+    """
+    if method == "direct" and work_follows:
+        return DeferredDirectScatter(domain, a_mk, b_kn, op)
     return SCATTERS[method](domain, a_mk, b_kn, op)
 
 
@@ -42,10 +48,12 @@ class CollectiveScatter:
     def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str) -> None:
         self._partial = a_mk @ b_kn
         self._y = self._partial.new_empty(a_mk.shape[0] // domain.world_size, b_kn.shape[1])
-        self._work = dist.reduce_scatter_tensor(self._y, self._partial, group=domain.group, async_op=True)
+        aside = worth_a_stream(self._partial)
+        self._work = dist.reduce_scatter_tensor(self._y, self._partial, group=domain.group, async_op=aside)
 
     def finish(self) -> torch.Tensor:
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._y
 
 
@@ -94,6 +102,7 @@ class PersistentScatter:
     """One kernel whose last tiles are the reduction."""
 
     _most_ranks = sys.maxsize  # that the Hopper kernel serves
+    _reduces = True  # or leaves that to `finish`
 
     def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str) -> None:
         m_shard, n = a_mk.shape[0] // domain.world_size, b_kn.shape[1]
@@ -114,7 +123,7 @@ class PersistentScatter:
     def _kernel(self, staging: torch.Tensor | None) -> None:
         """Launch it; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
         if self._on_hopper:
-            hopper.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y)
+            hopper.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y, self._reduces)
         else:
             self._portable_kernel(staging)
 
@@ -127,7 +136,7 @@ class PersistentScatter:
             a_mk, b_kn, self._y if staging is None else staging, self._call.blocks, self._y,
             m_shard, n, a_mk.shape[1], a_mk.stride(0), a_mk.stride(1), b_kn.stride(0), b_kn.stride(1),
             complete_ptr=slot.complete, memory_at_ptr=slot.memory_at, outgoing_at_ptr=slot.outgoing_at,
-            DIRECT=staging is None, **launch_arguments(domain, self._call, a_mk.dtype),
+            DIRECT=staging is None, REDUCES=self._reduces, **launch_arguments(domain, self._call, a_mk.dtype),
         )  # fmt: skip
 
     def finish(self) -> torch.Tensor:
@@ -159,6 +168,16 @@ class DirectScatter(PersistentScatter):
 
     def _start(self) -> None:
         self._kernel(None)
+
+
+class DeferredDirectScatter(DirectScatter):
+    """Its kernel waits for nobody, so that a weight gradient finds the SMs free while peers are still sending."""
+
+    _reduces = False
+
+    def finish(self) -> torch.Tensor:
+        self._call.wait_for_all()
+        return reduce_partials(self._call, self._y)
 
 
 SCATTERS: dict[str, Callable[[OverlapDomain, torch.Tensor, torch.Tensor, str], Scatter]] = {

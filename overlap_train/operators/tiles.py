@@ -19,6 +19,8 @@ _INTERPRETER_POLLS_PER_SECOND = 10_000
 _SHORTEST_COPY = 8 << 20
 # A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2.
 _SHORTEST_STORED = 1024
+# NCCL on a stream of its own costs 10 microseconds of host time for the events, as long as it takes for 4 MB.
+_SHORTEST_ASIDE = 8 << 20
 # Tiles of every kernel are at most this tall, so that chunks of whole multiples hold whole tiles.
 _TALLEST_TILE = 128
 
@@ -72,6 +74,11 @@ def stored_chunk_count(m_shard: int, device: torch.device) -> int:
         return 2 if m_shard % 2 == 0 else 1
     fits = [c for c in (1, 2, 4, 8) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard >= c * _SHORTEST_STORED]
     return max(fits, default=1)
+
+
+def worth_a_stream(whole: torch.Tensor) -> bool:
+    """Whether a collective that gathers or scatters `whole` shall run beside the caller's stream and not in it."""
+    return whole.nbytes > _SHORTEST_ASIDE
 
 
 @dataclass(frozen=True)
