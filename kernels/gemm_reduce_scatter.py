@@ -8,8 +8,8 @@
 Destinations are computed in the order rank+1, rank+2, ..., rank. A counter per destination and chunk tells the copy engine when
 its rows are complete. Or (DIRECT) there is no staging: tiles are stored at the peer, and whoever counts the last tile of a chunk
 sends the signal, which needs neither copies nor host time. The own rows come last: their epilogue is the reduction
-(docs/design.md, GEMM+RS), or, without REDUCES, reduce_partials_kernel follows later. The own partial is the first term because
-it is in the accumulator already: a second [BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread.
+(docs/design.md, GEMM+RS). The own partial is the first term because it is in the accumulator already: a second
+[BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread.
 """
 
 import triton
@@ -24,8 +24,8 @@ def gemm_reduce_scatter_kernel(
     a_ptr, b_ptr, staging_ptr, received_ptr, y_ptr,
     m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
     rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, memory_at_ptr, outgoing_at_ptr,
-    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, REDUCES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
+    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     m_chunk = m_shard // CHUNKS
     per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
@@ -52,13 +52,12 @@ def gemm_reduce_scatter_kernel(
                 tl.store(staging_ptr + target * block + offsets, part, mask=mask)
                 announce(complete_ptr + signal_word(target, chunk))
         else:
-            if REDUCES:
-                for source in tl.static_range(WORLD):
-                    if source != rank:
-                        word = signal_word(source, chunk)
-                        arrived = wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED)
-                        part = tl.load(received_ptr + source * block + offsets, mask=mask, other=0.0)
-                        acc += tl.where(arrived, part.to(tl.float32), float("nan"))
+            for source in tl.static_range(WORLD):
+                if source != rank:
+                    word = signal_word(source, chunk)
+                    arrived = wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED)
+                    part = tl.load(received_ptr + source * block + offsets, mask=mask, other=0.0)
+                    acc += tl.where(arrived, part.to(tl.float32), float("nan"))
             tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)
         index = claim(counter_ptr).to(tl.int32)
 

@@ -34,9 +34,8 @@ from .tiles import departure, tile_in_block
 
 @gluon.jit
 def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes,
-          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCES: gl.constexpr, BLOCK_M: gl.constexpr,
-          BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-          B_IS_NK: gl.constexpr):  # fmt: skip
+          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
@@ -53,23 +52,23 @@ def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, size
         step = load_tile(
             panels, step, a_desc, b_desc, target * m_shard + row, tile_n * BLOCK_N, k_steps, BLOCK_K, STAGES, B_IS_NK
         )
-        if REDUCES:
-            if target == rank:
-                for source in gl.static_range(WORLD):
-                    if source != rank:
-                        word = signal_word(source, chunk)
-                        wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, True)
-                        fence_for_tma()
-                        row_there = source * m_shard + row
-                        step = load_halves(panels, step, received_desc, row_there, tile_n * BLOCK_N, BLOCK_N, STAGES)
+        if target == rank:
+            for source in gl.static_range(WORLD):
+                if source != rank:
+                    word = signal_word(source, chunk)
+                    wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, True)
+                    fence_for_tma()
+                    step = load_halves(
+                        panels, step, received_desc, source * m_shard + row, tile_n * BLOCK_N, BLOCK_N, STAGES
+                    )
         turn += 1
         index = claim_and_hand_over(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
 
 
 @gluon.jit
 def _multiply(panels, tiles, outbox, y_desc, abort_ptr, rank, sizes,
-              WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCES: gl.constexpr, BLOCK_M: gl.constexpr,
-              BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, HALVES: gl.constexpr,
+              WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+              BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, HALVES: gl.constexpr,
               WARPS: gl.constexpr):  # fmt: skip
     m_shard, n, k = sizes
     per_chunk = gl.cdiv(m_shard // CHUNKS, BLOCK_M) * gl.cdiv(n, BLOCK_N)
@@ -82,12 +81,11 @@ def _multiply(panels, tiles, outbox, y_desc, abort_ptr, rank, sizes,
         target, _, _ = departure(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
         acc, step = multiply_tile(panels, step, k_steps, BLOCK_M, BLOCK_N, STAGES, B_IS_NK, WARPS)
         left, right = split_tile(acc, BLOCK_M, BLOCK_N)
-        if REDUCES:
-            if target == rank:
-                for _ in range(WORLD - 1):  # in the order of ranks; unrolled, the additions came last and 550 bytes spilled
-                    left, right, step = add_halves(panels, step, left, right, y_desc, STAGES)
-                if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: what was added must not look like a result
-                    left, right = left + float("nan"), right + float("nan")
+        if target == rank:
+            for _ in range(WORLD - 1):  # in the order of ranks; unrolled, the additions came last and 550 bytes spilled
+                left, right, step = add_halves(panels, step, left, right, y_desc, STAGES)
+            if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: whatever was added must not look like a result
+                left, right = left + float("nan"), right + float("nan")
         sent = put_half(outbox, sent, left, HALVES)
         sent = put_half(outbox, sent, right, HALVES)
         turn += 1
@@ -133,13 +131,13 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
 def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc, m_shard, n, k,
     rank, counter_ptr, complete_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCES: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
-    B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, B_IS_NK: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS x BLOCK_M, rows 16-byte aligned.
 
-    received_desc: [M, N], block s from rank s. y_desc: [M/W, N], the sum, or the own partial if the kernel does not REDUCE.
+    received_desc: [M, N], block s from rank s. y_desc: [M/W, N].
     HALVES: buffers of half a tile on its way out; two and three stages, or one and four, fit into shared memory.
     to1_desc: staging [M, N]; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks rank+1, rank+2, ...
     """
@@ -149,10 +147,10 @@ def hopper_gemm_reduce_scatter_kernel(
     words = (rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (_multiply, (panels, tiles, outbox, y_desc, abort_ptr, rank, sizes, WORLD, CHUNKS, DIRECT, REDUCES, BLOCK_M, BLOCK_N,
-                     BLOCK_K, STAGES, B_IS_NK, HALVES, num_warps)),
-        (_load, (panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, DIRECT, REDUCES,
-                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (_multiply, (panels, tiles, outbox, y_desc, abort_ptr, rank, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M, BLOCK_N, BLOCK_K,
+                     STAGES, B_IS_NK, HALVES, num_warps)),
+        (_load, (panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
+                 BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, rank, sizes, WORLD, CHUNKS, DIRECT,
                   BLOCK_M, BLOCK_N, GROUP_M, HALVES)),
     ], [1, 1], [40, 40])  # fmt: skip

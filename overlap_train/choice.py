@@ -13,8 +13,8 @@ from .tuning.table import Table
 __all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
 
 # Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
-# H200: at M = 256 by 1.3, while at M = 1024 fused is 1.1 and direct 1.3 times faster).
-SMALL_M = 512
+# H200: at M = 256 by 1.3 to 2, for a gather at M = 512 by up to 1.1; scattering at M = 512, direct is 1.03 to 1.1 times faster).
+SMALL_M_GATHER, SMALL_M_SCATTER = 512, 256
 # Chunked takes 110 microseconds of host time: below that, nothing is gained by what it hides.
 CHUNKED_HOST_US = 120.0
 # Where copies take more than this part of the GEMM's time, library GEMMs on shards beat a persistent kernel: its last wave waits.
@@ -56,14 +56,15 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     """(method, reason)."""
     if device.type != "cuda":
         return "chunked", "CPU tensors"
-    if pass_.m is not None and pass_.m <= SMALL_M:
-        return "collective", f"M={pass_.m} is at most {SMALL_M}"
+    small_m = SMALL_M_GATHER if pass_.kind == GATHER else SMALL_M_SCATTER
+    if pass_.m is not None and pass_.m <= small_m:
+        return "collective", f"M={pass_.m} is at most {small_m}"
     if not _on_hopper(pass_, device):
         return "chunked", "no Hopper kernel for this GPU, dtype or shape"
     if pass_.m is None:
         return (
             "fused",
-            f"the Hopper kernels serve it; another where M shows to be better served, collective up to {SMALL_M}",
+            f"the Hopper kernels serve it; another where M shows to be better served, collective up to {small_m}",
         )
     part = COPIES_THAT_SHOW if pass_.kind == GATHER else COPIES_THAT_SHOW_BEFORE_WGRAD
     if pass_.kind != SCATTER and pass_.copy_us > max(CHUNKED_HOST_US, part * pass_.gemm_us):

@@ -191,9 +191,7 @@ class _AllGatherLinear(torch.autograd.Function):
             if wants_dw and not ctx.kept:
                 gather = start_all_gather(plan.domain, saved, plan.gather_method, plan.wgrad)
             if wants_dx:
-                scatter = start_gemm_reduce_scatter(
-                    plan.domain, dy_shard_n, w_shard_n, plan.scatter_method, plan.dgrad, work_follows=wants_dw
-                )
+                scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, plan.scatter_method, plan.dgrad)
             if wants_dw:
                 x = saved if gather is None else gather.full()
                 with profiled(plan.wgrad_range):

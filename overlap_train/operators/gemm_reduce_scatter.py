@@ -30,15 +30,9 @@ class Scatter(Protocol):
 
 
 def start_gemm_reduce_scatter(
-    domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, method: str, op: str, work_follows: bool = False
+    domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, method: str, op: str
 ) -> Scatter:
-    """Start the GEMM and the pushes; `finish` waits for the peers' partials.
-
-    Args:
-        work_follows: other work will be enqueued before `finish`, for which SMs are worth more than waiting for peers.
-    """
-    if method == "direct" and work_follows:
-        return DeferredDirectScatter(domain, a_mk, b_kn, op)
+    """Start the GEMM and the pushes; `finish` waits for the peers' partials."""
     return SCATTERS[method](domain, a_mk, b_kn, op)
 
 
@@ -102,7 +96,6 @@ class PersistentScatter:
     """One kernel whose last tiles are the reduction."""
 
     _most_ranks = sys.maxsize  # that the Hopper kernel serves
-    _reduces = True  # or leaves that to `finish`
 
     def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str) -> None:
         m_shard, n = a_mk.shape[0] // domain.world_size, b_kn.shape[1]
@@ -123,7 +116,7 @@ class PersistentScatter:
     def _kernel(self, staging: torch.Tensor | None) -> None:
         """Launch it; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
         if self._on_hopper:
-            hopper.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y, self._reduces)
+            hopper.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y)
         else:
             self._portable_kernel(staging)
 
@@ -136,7 +129,7 @@ class PersistentScatter:
             a_mk, b_kn, self._y if staging is None else staging, self._call.blocks, self._y,
             m_shard, n, a_mk.shape[1], a_mk.stride(0), a_mk.stride(1), b_kn.stride(0), b_kn.stride(1),
             complete_ptr=slot.complete, memory_at_ptr=slot.memory_at, outgoing_at_ptr=slot.outgoing_at,
-            DIRECT=staging is None, REDUCES=self._reduces, **launch_arguments(domain, self._call, a_mk.dtype),
+            DIRECT=staging is None, **launch_arguments(domain, self._call, a_mk.dtype),
         )  # fmt: skip
 
     def finish(self) -> torch.Tensor:
@@ -168,16 +161,6 @@ class DirectScatter(PersistentScatter):
 
     def _start(self) -> None:
         self._kernel(None)
-
-
-class DeferredDirectScatter(DirectScatter):
-    """Its kernel waits for nobody, so that a weight gradient finds the SMs free while peers are still sending."""
-
-    _reduces = False
-
-    def finish(self) -> torch.Tensor:
-        self._call.wait_for_all()
-        return reduce_partials(self._call, self._y)
 
 
 SCATTERS: dict[str, Callable[[OverlapDomain, torch.Tensor, torch.Tensor, str], Scatter]] = {

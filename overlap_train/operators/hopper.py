@@ -80,18 +80,16 @@ def gemm_reduce_scatter(
     b_kn: torch.Tensor,
     staging: torch.Tensor | None,
     y: torch.Tensor,
-    reduces: bool,
 ) -> None:
     """y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send.
 
     Args:
         staging: [W, M/W, N], where partials for the peers are written; None: at the peers.
-        reduces: whether what the peers send is added; else y is the own partial, and nothing is waited for.
     """
     staged = () if staging is None else (staging.data_ptr(),)
-    key = ("scatter", len(staged), reduces, a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride())
+    key = ("scatter", len(staged), a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride())
     addresses = (a_mk.data_ptr(), b_kn.data_ptr(), y.data_ptr(), *staged)
-    call.launches.run(key, addresses, lambda: _scatter_launch(domain, call, a_mk, b_kn, staging, y, reduces))
+    call.launches.run(key, addresses, lambda: _scatter_launch(domain, call, a_mk, b_kn, staging, y))
 
 
 def _scatter_launch(
@@ -101,7 +99,6 @@ def _scatter_launch(
     b_kn: torch.Tensor,
     staging: torch.Tensor | None,
     y: torch.Tensor,
-    reduces: bool,
 ) -> Launch:
     from ..kernels.hopper_gemm_reduce_scatter import hopper_gemm_reduce_scatter_kernel
 
@@ -116,7 +113,7 @@ def _scatter_launch(
         arguments[f"to{step}_desc"] = _descriptor(place, BLOCK_M, BLOCK_N // 2)
     direct = staging is None
     constants = _constants(b_kn, STAGES_DIRECT if direct else STAGES)
-    constants |= {"DIRECT": direct, "REDUCES": reduces, "HALVES": HALVES_DIRECT if direct else 1}
+    constants |= {"DIRECT": direct, "HALVES": HALVES_DIRECT if direct else 1}
     replaced = ("a_desc", "b_desc", "y_desc", *([] if staging is None else ["to1_desc"]))
     m_shard, k = y.shape[0], a_mk.shape[1]
     return _launch(hopper_gemm_reduce_scatter_kernel, domain, call, (m_shard, k), b_kn, arguments, constants, replaced)

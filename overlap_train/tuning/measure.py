@@ -86,7 +86,7 @@ def backward(domain: OverlapDomain, method: str) -> Run:
         with domain.operator():
             x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
             gather = start_all_gather(domain, x_shard_m, gathered_by, "tune/wgrad")
-            scatter = start_gemm_reduce_scatter(domain, o.left, o.right, method, "tune/dgrad", work_follows=True)
+            scatter = start_gemm_reduce_scatter(domain, o.left, o.right, method, "tune/dgrad")
             torch.mm(o.left.t(), gather.full())
             return scatter.finish()
 

@@ -35,12 +35,7 @@ def gathers(
 
 
 def scatters(
-    method: str,
-    machine: Simulation,
-    calls: int = CALLS,
-    columns: int = TILE,
-    before: Before | None = None,
-    work_follows: bool = False,
+    method: str, machine: Simulation, calls: int = CALLS, columns: int = TILE, before: Before | None = None
 ) -> Build:
     """Calls of reduce_scatter(a [W * TILE, TILE] @ b [TILE, columns], two chunks a rank); a, b differ by rank."""
     world = machine.world_size
@@ -49,7 +44,7 @@ def scatters(
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         return (
             core("operators.gemm_reduce_scatter")
-            .start_gemm_reduce_scatter(domain, own, mine, method, "scatter", work_follows)
+            .start_gemm_reduce_scatter(domain, own, mine, method, "scatter")
             .finish()
         )
 

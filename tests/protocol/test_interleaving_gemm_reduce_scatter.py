@@ -29,8 +29,6 @@ BARRIER = "tl.debug_barrier()\n    tl.atomic_add("
 COUNT_BARRIER = "tl.debug_barrier()\n    counted"
 COUNTERS = "self.slot.complete.split(1)[peer * MAX_CHUNKS :]"
 DEADLOCK = "deadlock.*complete.* to reach"
-CHUNKED_WAIT = "self._call.wait_for_all()\n        return reduce_partials(self._call, self._partials"
-DEFERRED_WAIT = "self._call.wait_for_all()\n        return reduce_partials(self._call, self._y)"
 FOREIGN = "foreign = per_chunk * CHUNKS * (WORLD - 1)"
 BACKWARDS = "index = per_chunk * CHUNKS * WORLD - 1 - index"
 
@@ -95,7 +93,7 @@ TWO_TILES_A_CHUNK = (
 
 CHUNKED_FAULTS = {
     **host_faults(),
-    "no wait": Fault(OPERATOR, CHUNKED_WAIT, CHUNKED_WAIT.replace("self._call.wait_for_all()", "pass")),
+    "no wait": Fault(OPERATOR, "self._call.wait_for_all()", "pass"),
 }
 CHUNKED_ON_HOST_FAULTS = {
     "no epoch increment on the host": Fault("workspace", "        self.expected += 1\n", ""),
@@ -126,18 +124,6 @@ def test_direct_passes() -> None:
     assert_passes(scatters("direct", Simulation(2)), range(45))
     assert_passes(scatters("direct", Simulation(3)), range(15))
     assert_passes(scatters("direct", Simulation(2, ctas=3), columns=2 * TILE), range(15), resident=1)
-
-
-@pytest.mark.parametrize("device_waits", [False, True])
-def test_deferred_direct_passes(device_waits: bool) -> None:
-    machine = Simulation(3, device_waits=device_waits)
-    assert_passes(scatters("direct", machine, work_follows=True), range(30))
-
-
-def test_deferred_direct_without_its_wait_is_caught() -> None:
-    fault = Fault(OPERATOR, DEFERRED_WAIT, DEFERRED_WAIT.replace("self._call.wait_for_all()", "pass"))
-    with fault.planted():
-        assert_caught(scatters("direct", Simulation(3), work_follows=True), range(30))
 
 
 def test_fused_passes_with_one_resident_cta_of_three() -> None:

@@ -41,8 +41,8 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
     constants: dict[str, Any] = dict(
         WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
         STAGES=STAGES_DIRECT if switches.get("DIRECT") else STAGES, B_IS_NK=b_is_nk, num_warps=_LAUNCH["num_warps"],
-        **({"HALVES": HALVES_DIRECT if switches["DIRECT"] else 1, "REDUCES": True} if "DIRECT" in switches else {}),
-    ) | switches  # fmt: skip
+        **({"HALVES": HALVES_DIRECT if switches["DIRECT"] else 1} if "DIRECT" in switches else {}), **switches,
+    )  # fmt: skip
     panel, out = _descriptor(BLOCK_M, BLOCK_K), _descriptor(BLOCK_M, BLOCK_N // 2)
     b = _descriptor(BLOCK_N, BLOCK_K) if b_is_nk else _descriptor(BLOCK_K, BLOCK_N)
     types = {

@@ -77,17 +77,10 @@ def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled:
         assert len(re.findall(TMA_LOAD, part.split("globaltimer")[0])) >= 4
 
 
-def test_the_scattering_kernel_that_leaves_the_reduction_waits_for_nobody(compiled: Compile) -> None:
-    ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=True, REDUCES=False)
-    assert not re.search(ACQUIRE, ptx)
-    assert re.search(SIGNAL, ptx)
-
-
 KERNELS = [
     ("hopper_all_gather_gemm", {"WHOLE_TILES": True}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}),
-    ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCES": False}),
 ]
 
 
