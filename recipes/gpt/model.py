@@ -131,6 +131,7 @@ def transformer_config(settings: Settings, on_gpu: bool) -> TransformerConfig:
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable_seq_lengths, experts or not
         **expert_settings(architecture),
         **recompute_settings(settings),
     )
@@ -154,7 +155,6 @@ def expert_settings(architecture: Architecture) -> dict[str, Any]:
         "moe_ffn_hidden_size": architecture.ffn_hidden_size,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": architecture.expert_balance,
-        "moe_token_dispatcher_type": "alltoall",
     }
 
 
