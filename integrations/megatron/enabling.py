@@ -70,7 +70,11 @@ def _stage() -> str:
     if not parallel_state.model_parallel_is_initialized():
         return ""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    return f"pipeline stage {parallel_state.get_pipeline_model_parallel_rank()} of {stages}, layers counted within it:\n" if stages > 1 else ""
+    return (
+        f"pipeline stage {parallel_state.get_pipeline_model_parallel_rank()} of {stages}, layers counted within it:\n"
+        if stages > 1
+        else ""
+    )
 
 
 def _enable_chunk(chunk: torch.nn.Module, config: OverlapConfig) -> None:

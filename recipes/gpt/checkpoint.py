@@ -25,7 +25,16 @@ from gpt.world import on_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN = "run.json"
-ORDER = ("seq_length", "variable_seq_length", "global_batch_size", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters")
+ORDER = (
+    "seq_length",
+    "variable_seq_length",
+    "global_batch_size",
+    "train_iters",
+    "seed",
+    "lr",
+    "min_lr",
+    "lr_warmup_iters",
+)
 
 
 FIRST = {"model": SMALL, "variable_seq_length": 0}  # what checkpoints have that were saved before there was a choice

@@ -62,9 +62,7 @@ class Trainer:
     def evaluate(self, batches: Iterator[Batch], steps: int) -> float:
         """Nats per byte over `steps` global batches, summed over all data-parallel ranks."""
         self.model.trained.eval()
-        return per_byte(
-            sum(_run(self, batches, micro_batches(self.settings), forward_only=True) for _ in range(steps))
-        )
+        return per_byte(sum(_run(self, batches, micro_batches(self.settings), forward_only=True) for _ in range(steps)))
 
     def learning_rate(self) -> float:
         """Of the next step."""
