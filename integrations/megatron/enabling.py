@@ -29,7 +29,8 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
 
     Collective only in that every rank of the job must call it with the same config; it does not communicate. Linears
     that cannot overlap (experts, generalized tensor parallelism) are left as they are, and the report says why.
-    Global rank 0 prints the report, and the first rank of every other pipeline stage that of its stage. A second call with the same config changes nothing.
+    Global rank 0 prints the report, and in a pipeline the first rank of each other stage that of its stage. A second
+    call with the same config changes nothing.
 
     Returns:
         Report: which linear takes which path and why; `report(model)` returns it again, with the calls counted so far.

@@ -35,8 +35,6 @@ ORDER = (
     "min_lr",
     "lr_warmup_iters",
 )
-
-
 FIRST = {"model": SMALL, "variable_seq_length": 0}  # what checkpoints have that were saved before there was a choice
 
 

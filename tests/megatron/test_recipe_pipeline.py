@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpt.data import batches, build_datasets
+from overlap_train import OverlapConfig, shutdown
 from tests.megatron.recipe_runs import Ended, run_recipe
 from tests.processes import run_ranks, values
 
@@ -38,51 +41,76 @@ def train_all(rank: int, world: int, folder: str) -> dict[str, Curve]:
     """Called in each process: the same steps whole and in stages, with and without overlap."""
     from overlap_train.integrations.megatron import run_without_cuda
 
-    run_without_cuda()
+    assert run_without_cuda()
     several = {"variable_seq_length": 1}
     return {
         "whole": train(folder, {}, None),
-        "stages, recomputed": train(folder, {"pp": 2, "recompute": "full"}, {}),
+        "stages, recomputed": train(folder, {"pp": 2, "recompute": "full"}, OverlapConfig()),
+        "several, padded": train(folder, {"pp": 2, "micro_batch_size": 8}, None, padded),
         "several, whole": train(folder, several, None),
-        "several, whole, overlapped": train(folder, several, {}),
+        "several, whole, overlapped": train(folder, several, OverlapConfig()),
         "several, stages": train(folder, {**several, "pp": 2}, None),
-        "several, stages, overlapped": train(folder, {**several, "pp": 2}, {}),
+        "several, stages, overlapped": train(folder, {**several, "pp": 2}, OverlapConfig()),
     }
 
 
-def train(folder: str, changes: dict[str, Any], overlap: dict[str, Any] | None) -> Curve:
-    """STEPS steps of the small model; with overlap where its settings are given."""
+def train(
+    folder: str, changes: dict[str, Any], overlap: OverlapConfig | None, read: Callable[..., Iterator[Any]] = batches
+) -> Curve:
+    """STEPS steps of the small model in a layout of their own; with overlap where its settings are given."""
     import torch
     from megatron.core import parallel_state
 
-    import overlap_train
-    from gpt.data import batches, build_datasets
     from gpt.model import build_model
     from gpt.rules import resolve
-    from gpt.run import validate
-    from gpt.sample import generate
     from gpt.settings import Settings
-    from gpt.training import build_trainer, data_share, per_byte
+    from gpt.training import build_trainer, data_share
 
     small = dict(num_layers=2, hidden_size=32, ffn_hidden_size=64, seq_length=64, lr_warmup_iters=1, sample_bytes=3)
     data = dict(data_dir=folder, train_iters=STEPS, micro_batch_size=1, global_batch_size=8, eval_iters=1, tp=2)
-    settings = resolve(replace(Settings(), **small, **data, **changes), RANKS)
-    cpu = torch.device("cpu")
+    settings, cpu = resolve(replace(Settings(), **{**small, **data, **changes}), RANKS), torch.device("cpu")
     parallel_state.initialize_model_parallel(settings.tp, pipeline_model_parallel_size=settings.pp)
     datasets = build_datasets(settings)
-    config = None if overlap is None else overlap_train.OverlapConfig(**overlap)
-    trainer = build_trainer(settings, build_model(settings, config, cpu))
-    trainer.rehearse(cpu)
-    before = symmetric_bytes()
-    stream = batches(datasets.train, 0, settings, data_share(), cpu)
-    steps = [trainer.step(stream) for _ in range(STEPS)]
-    losses, grown = [per_byte(total) for total, _ in steps], symmetric_bytes() != before
-    linears = paths(trainer.model.trained)
-    curve = Curve(losses, validate(trainer, datasets, cpu), [norm for _, norm in steps], linears, grown, b"")
-    curve = replace(curve, sample=generate(trainer.model, settings, cpu))
-    overlap_train.shutdown()
+    trainer = build_trainer(settings, build_model(settings, overlap, cpu))
+    curve = curve_of(trainer, read(datasets.train, 0, settings, data_share(), cpu), datasets)
+    shutdown()
     parallel_state.destroy_model_parallel()
     return curve
+
+
+def curve_of(trainer: Any, stream: Iterator[Any], datasets: Any) -> Curve:
+    import torch
+
+    from gpt.run import validate
+    from gpt.sample import generate
+    from gpt.training import per_byte
+
+    cpu = torch.device("cpu")
+    trainer.rehearse(cpu)
+    before = symmetric_bytes()
+    steps = [trainer.step(stream) for _ in range(STEPS)]
+    return Curve(
+        losses=[per_byte(total) for total, _ in steps],
+        grad_norms=[norm for _, norm in steps],
+        linears=paths(trainer.model.trained),
+        grown=symmetric_bytes() != before,
+        validation=validate(trainer, datasets, cpu),
+        sample=generate(trainer.model, trainer.settings, cpu),
+    )
+
+
+def padded(dataset: Any, first: int, settings: Any, share: Any, device: Any) -> Iterator[Any]:
+    """What a run with several lengths trains on: one micro-batch a step, filled up with bytes that do not count."""
+    import torch
+
+    several = replace(settings, variable_seq_length=1, micro_batch_size=1)
+    stream = batches(dataset, first, several, share, device)
+    while True:
+        parts = [next(stream) for _ in range(settings.micro_batch_size)]
+        yield {
+            key: torch.cat([torch.nn.functional.pad(part[key], (0, 64 - part[key].shape[1])) for part in parts])
+            for key in parts[0]
+        }
 
 
 def symmetric_bytes() -> int:
@@ -113,6 +141,7 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
         ("stages, recomputed", "whole"),
         ("several, whole, overlapped", "several, whole"),
         ("several, stages", "several, whole"),
+        ("several, whole", "several, padded"),
         ("several, stages, overlapped", "several, whole"),
     ],
 )
