@@ -6,7 +6,7 @@ for their global name `torch` which answers those requests with the CPU, and rep
 answered that way. `torch` itself stays as it is, so the caller's own code sees no difference.
 
 What this does not cover: `DistributedOptimizer` and the 16-bit optimizers (they sort parameters by the string
-"torch.cuda.FloatTensor"), pipeline parallelism, experts, CUDA graphs, TransformerEngine.
+"torch.cuda.FloatTensor"), a virtual pipeline, experts, CUDA graphs, TransformerEngine.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ CUDA_USERS: dict[str, str] = {
     "megatron.core.optimizer.optimizer": "the loss scale of FP32Optimizer",
     "megatron.core.optimizer.clip_grads": "gradient norms and counts of zeros",
     "megatron.core.pipeline_parallel.schedules": "the token count of each step",
+    "megatron.core.pipeline_parallel.p2p_communication": "what a pipeline stage receives, and synchronize() behind it",
     "megatron.core.timers": "synchronize() around a timer, and the gathered times",
     "megatron.core.dist_checkpointing.strategies.filesystem_async": "synchronize() before tensors are written",
     "megatron.core.dist_checkpointing.strategies.fully_parallel": "synchronize() after the exchange of tensors",

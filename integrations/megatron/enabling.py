@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from overlap_train import OverlapConfig
@@ -28,7 +29,8 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
 
     Collective only in that every rank of the job must call it with the same config; it does not communicate. Linears
     that cannot overlap (experts, generalized tensor parallelism) are left as they are, and the report says why.
-    Global rank 0 prints the report. A second call with the same config changes nothing.
+    Global rank 0 prints the report, and in a pipeline the first rank of each other stage that of its stage. A second
+    call with the same config changes nothing.
 
     Returns:
         Report: which linear takes which path and why; `report(model)` returns it again, with the calls counted so far.
@@ -49,9 +51,31 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
         for chunk in chunks:
             _enable_chunk(chunk, config)
     result = report(chunks, problem)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(result, flush=True)
+    if _prints():
+        print(f"{_stage()}{result}", flush=True)
     return result
+
+
+def _prints() -> bool:
+    """Whether this rank speaks for the ranks whose table is the same: those of its pipeline stage."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        return True
+    if not _stage():
+        return False
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and replica == 0
+
+
+def _stage() -> str:
+    """A heading for the table of a pipeline stage; empty without a pipeline."""
+    if not parallel_state.model_parallel_is_initialized():
+        return ""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return (
+        f"pipeline stage {parallel_state.get_pipeline_model_parallel_rank()} of {stages}, layers counted within it:\n"
+        if stages > 1
+        else ""
+    )
 
 
 def _enable_chunk(chunk: torch.nn.Module, config: OverlapConfig) -> None:

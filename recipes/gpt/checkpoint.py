@@ -25,7 +25,17 @@ from gpt.world import on_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN = "run.json"
-ORDER = ("seq_length", "global_batch_size", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters")
+ORDER = (
+    "seq_length",
+    "variable_seq_length",
+    "global_batch_size",
+    "train_iters",
+    "seed",
+    "lr",
+    "min_lr",
+    "lr_warmup_iters",
+)
+FIRST = {"model": SMALL, "variable_seq_length": 0}  # what checkpoints have that were saved before there was a choice
 
 
 def save(trainer: Trainer, iteration: int, text_key: str) -> None:
@@ -136,7 +146,7 @@ def _last_good(bad: Path) -> str:
 
 
 def _compare(run: dict[str, Any], settings: Settings, text_key: str) -> None:
-    saved, now = {"model": SMALL, **run["settings"]}, asdict(settings)  # SMALL: saved before there were others
+    saved, now = {**FIRST, **run["settings"]}, asdict(settings)
     for name in ("model", *SHAPE):
         if saved[name] != now[name]:
             raise RecipeError(

@@ -19,6 +19,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bi
 from gpt.corpus import Corpus, read_corpus
 from gpt.errors import RecipeError
 from gpt.files import damage, publish, seal
+from gpt.lengths import length_of
 from gpt.settings import Settings
 from gpt.tokenizer import EOD, ByteTokenizer
 from gpt.world import on_rank_0
@@ -37,7 +38,7 @@ class Datasets:
 
 @dataclass(frozen=True)
 class Share:
-    """Which samples of a global batch this data-parallel rank reads; ranks of one TP group read the same ones."""
+    """Which samples of a global batch this data-parallel rank reads; the ranks of one replica read the same ones."""
 
     rank: int
     size: int
@@ -65,6 +66,8 @@ def build_datasets(settings: Settings) -> Datasets:
 def batches(dataset: GPTDataset, first: int, settings: Settings, share: Share, device: torch.device) -> Iterator[Batch]:
     """Micro-batches [micro_batch_size, seq_length] of this share, from sample number `first` on, without end.
 
+    With `variable_seq_length` each is cut to a length of its own, the same however many replicas there are.
+
     Past the last sample come samples whose loss mask is zero. Labels that end a document do not count either: losses
     are nats per byte.
     """
@@ -73,7 +76,8 @@ def batches(dataset: GPTDataset, first: int, settings: Settings, share: Share, d
     while True:
         numbers = range(start, start + settings.micro_batch_size)
         samples = [dataset[number if number < len(dataset) else None] for number in numbers]
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        length = length_of(settings, start // settings.micro_batch_size)
+        batch = {key: torch.stack([sample[key][:length] for sample in samples]) for key in samples[0]}
         batch["loss_mask"] = counted(batch["loss_mask"], batch["labels"])
         yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         start += step

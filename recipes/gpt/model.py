@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gpt.architectures import SMALL, Architecture, architecture_of
 from gpt.errors import RecipeError, refused_by_rule
 from gpt.settings import Settings
+from gpt.stages import pipeline_settings, pipeline_stage, seed_weights, take_weights
 from gpt.tokenizer import padded_vocab_size
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec
@@ -43,12 +44,10 @@ def build_model(
     """Build it on `device`: bf16 on a GPU, fp32 on the CPU, with overlapped linears where `overlap` is given.
 
     `change` is called with the bare model before anything wraps it. The initial weights depend on `settings.seed` only;
-    those of the small model are the same for every `settings.tp`. Raises RecipeError where enable() refuses.
+    those of the small model are the same for every `tp` and `pp`. Raises RecipeError where enable() refuses.
     """
     on_gpu = device.type == "cuda"
-    tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
-    torch.manual_seed(settings.seed)
-    bare = bare_model(settings, on_gpu).to(device)
+    bare = stage_of_model(settings, on_gpu).to(device)
     if overlap is not None:
         with refused_by_rule():
             enable(bare, overlapped_part(overlap, architecture_of(settings)))
@@ -59,16 +58,32 @@ def build_model(
     return Model(bare, DistributedDataParallel(config, ddp_config(on_gpu), wrapped), config)
 
 
+def stage_of_model(settings: Settings, on_gpu: bool) -> GPTModel:
+    """`bare_model` with its initial weights. Each stage of the small model takes its part of the whole model's."""
+    is_part, is_small = settings.pp > 1, settings.model == SMALL
+    seed_weights(settings.seed if is_small else settings.seed + 100 * pipeline_stage(settings))  # as Megatron-LM has it
+    if not (is_part and is_small):
+        return bare_model(settings, on_gpu)
+    whole, part = bare_model(replace(settings, pp=1), on_gpu), bare_model(settings, on_gpu)
+    take_weights(part, whole)
+    return part
+
+
 def bare_model(settings: Settings, on_gpu: bool) -> GPTModel:
-    """Megatron's model of the architecture that the settings ask for, with our norm and attention."""
+    """Megatron's model of the architecture that the settings ask for, with our norm and attention.
+
+    With pipeline stages, what this rank's stage has of it; the whole model where `settings.pp` is 1.
+    """
     if architecture_of(settings).experts and not on_gpu:
         raise RecipeError(f"--model {settings.model} has experts, which Megatron-Core runs on GPUs only")
-    config = transformer_config(settings, on_gpu)
+    config, stage = transformer_config(settings, on_gpu), pipeline_stage(settings)
     return GPTModel(
         config,
         gpt_block_spec(config),
         vocab_size=padded_vocab_size(settings.tp, architecture_of(settings).vocab_size),
         max_sequence_length=settings.seq_length,
+        pre_process=stage == 0,
+        post_process=stage == settings.pp - 1,
         position_embedding_type="rope",
         rotary_base=architecture_of(settings).rope_base,
         share_embeddings_and_output_weights=False,
@@ -84,7 +99,7 @@ def overlapped_part(overlap: OverlapConfig, architecture: Architecture) -> Overl
 
 def transformer_config(settings: Settings, on_gpu: bool) -> TransformerConfig:
     """Megatron's description of the model. No dropout, so a resumed run needs no random state."""
-    architecture = architecture_of(settings)
+    architecture, dtype = architecture_of(settings), torch.bfloat16 if on_gpu else torch.float32
     return TransformerConfig(
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
@@ -93,6 +108,7 @@ def transformer_config(settings: Settings, on_gpu: bool) -> TransformerConfig:
         num_query_groups=settings.num_query_groups,
         tensor_model_parallel_size=settings.tp,
         sequence_parallel=settings.tp > 1,
+        **pipeline_settings(settings, dtype),
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[architecture.activation],
@@ -103,7 +119,9 @@ def transformer_config(settings: Settings, on_gpu: bool) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=on_gpu,
-        params_dtype=torch.bfloat16 if on_gpu else torch.float32,
+        params_dtype=dtype,
+        # Micro-batches of several lengths: every byte of a step weighs the same, not every micro-batch.
+        calculate_per_token_loss=settings.variable_seq_length > 0,
         # Weights of the small model are drawn on the CPU and then cut, so that they are the same for every
         # tensor-parallel size; billions of them would take minutes.
         use_cpu_initialization=settings.model == SMALL,
@@ -113,6 +131,7 @@ def transformer_config(settings: Settings, on_gpu: bool) -> TransformerConfig:
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable_seq_lengths, experts or not
         **expert_settings(architecture),
         **recompute_settings(settings),
     )
@@ -136,7 +155,6 @@ def expert_settings(architecture: Architecture) -> dict[str, Any]:
         "moe_ffn_hidden_size": architecture.ffn_hidden_size,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": architecture.expert_balance,
-        "moe_token_dispatcher_type": "alltoall",
     }
 
 

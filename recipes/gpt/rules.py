@@ -16,6 +16,7 @@ POSITIVE = (
     "num_attention_heads",
     "num_query_groups",
     "seq_length",
+    "pp",
     "micro_batch_size",
     "global_batch_size",
     "train_iters",
@@ -24,6 +25,7 @@ POSITIVE = (
     "eval_iters",
 )
 NOT_NEGATIVE = (
+    "variable_seq_length",
     "tp",
     "min_lr",
     "lr_warmup_iters",
@@ -46,9 +48,9 @@ def resolve(settings: Settings, world_size: int) -> Settings:
     """
     _check_words(settings)
     _check_ranges(settings)
-    settings = replace(settings, tp=settings.tp or world_size)
+    settings = replace(settings, tp=settings.tp or max(1, world_size // settings.pp))
     _check_parallel(settings, world_size)
-    _check_training(settings, world_size // settings.tp)
+    _check_training(settings, world_size // (settings.tp * settings.pp))
     _check_checkpoint(settings)
     return settings
 
@@ -69,11 +71,14 @@ def _check_ranges(settings: Settings) -> None:
 
 
 def _check_parallel(settings: Settings, world_size: int) -> None:
-    if world_size % settings.tp:
+    model_ranks = settings.tp * settings.pp
+    if world_size % model_ranks:
+        stages = f" times {_shown(settings, 'pp')}" if settings.pp > 1 else ""
         raise RecipeError(
-            f"{_shown(settings, 'tp')} does not divide the {world_size} ranks started; "
-            f"start a multiple of {settings.tp} (torchrun --nproc-per-node) or change --tp"
+            f"{_shown(settings, 'tp')}{stages} does not divide the {world_size} ranks started; "
+            f"start a multiple of {model_ranks} (torchrun --nproc-per-node) or change --tp{' or --pp' if stages else ''}"
         )
+    _check_divides(settings, "pp", "num_layers", "every pipeline stage has as many layers; change one of them")
     _check_divides(settings, "num_attention_heads", "hidden_size", "each head has an equal part of the width")
     _check_divides(settings, "num_query_groups", "num_attention_heads", "query heads share key and value heads evenly")
     if settings.hidden_size // settings.num_attention_heads % 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import megatron.core
 import torch
@@ -34,7 +35,7 @@ def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None
     started = time.perf_counter()
     run_without_cuda()
     make_deterministic(settings)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.tp)
+    parallel_state.initialize_model_parallel(settings.tp, pipeline_model_parallel_size=settings.pp)
     checkpoint.check_target(settings)
     datasets = build_datasets(settings)
     trainer = build_trainer(settings, build_model(settings, overlap, world.device))
@@ -55,6 +56,7 @@ def train(trainer: Trainer, datasets: Datasets, first: int, device: torch.device
     """Steps `first` + 1 to `train_iters`, with iteration lines, validations and checkpoints between them."""
     settings = trainer.settings
     data = batches(datasets.train, first * settings.global_batch_size, settings, data_share(), device)
+    trainer.rehearse(device)
     log = IterationLog(settings, first)
     for iteration in range(first + 1, settings.train_iters + 1):
         learning_rate = trainer.learning_rate()
@@ -74,8 +76,8 @@ def train(trainer: Trainer, datasets: Datasets, first: int, device: torch.device
 
 
 def validate(trainer: Trainer, datasets: Datasets, device: torch.device) -> float:
-    """Nats per byte of the model on the validation part."""
-    data = batches(datasets.valid, 0, trainer.settings, data_share(), device)
+    """Nats per byte of the model on the validation part, in samples of full length."""
+    data = batches(datasets.valid, 0, replace(trainer.settings, variable_seq_length=0), data_share(), device)
     return trainer.evaluate(data, validation_steps(trainer.settings, datasets))
 
 
@@ -109,16 +111,20 @@ def conclude(trainer: Trainer, datasets: Datasets, device: torch.device) -> None
 
 def introduction(trainer: Trainer, datasets: Datasets, world: World) -> str:
     """What is about to be trained, on what, and where."""
-    settings, tp = trainer.settings, trainer.settings.tp
+    settings, tp, pp = trainer.settings, trainer.settings.tp, trainer.settings.pp
     millions = sum(parameter.numel() for parameter in trainer.model.bare.parameters()) / 1e6
     text = settings.text or "the topics of Python's help()"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     return (
         f" text: {text}, {_tokens(datasets.train)} bytes to train on, {_tokens(datasets.valid)} to validate\n"
-        f" ranks: {world.size} on {device}, tensor parallel {tp}, data parallel {world.size // tp}\n"
-        f" model: {millions:.2f} M parameters a rank, {trainer.model.config.params_dtype}\n"
+        f" ranks: {world.size} on {device}, tensor parallel {tp}, {_stages(pp)}data parallel {world.size // (tp * pp)}\n"
+        f" model: {millions:.2f} M parameters {'on rank 0' if pp > 1 else 'a rank'}, {trainer.model.config.params_dtype}\n"
         f" Megatron-Core {megatron.core.__version__}, torch {torch.__version__}"
     )
+
+
+def _stages(pp: int) -> str:
+    return f"pipeline parallel {pp}, " if pp > 1 else ""
 
 
 def _tokens(dataset: GPTDataset) -> int:

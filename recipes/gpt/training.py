@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gpt.data import Batch, Share
+from gpt.lengths import blank, lengths
 from gpt.model import Model
 from gpt.settings import Settings
 
@@ -30,7 +31,10 @@ class Trainer:
     schedule: OptimizerParamScheduler
 
     def step(self, batches: Iterator[Batch]) -> tuple[torch.Tensor, float]:
-        """Train on a global batch; returns (Σ nats, Σ bytes) of this replica as a tensor [2], and the gradient norm."""
+        """Train on a global batch; returns (Σ nats, Σ bytes) as a tensor [2], and the gradient norm.
+
+        The sums are those of this replica on its last pipeline stage, and zeros on the others; see `per_byte`.
+        """
         self.optimizer.zero_grad()
         total = self.forward_backward(batches)
         _, grad_norm, _ = self.optimizer.step()
@@ -41,13 +45,24 @@ class Trainer:
         """Reduced gradients of a global batch, in the place of the last ones; returns Σ nats and Σ bytes as above."""
         self.model.trained.train()
         self.model.trained.zero_grad_buffer()
-        return _run(self, batches, forward_only=False)
+        return _run(self, batches, micro_batches(self.settings), forward_only=False)
+
+    def rehearse(self, device: torch.device) -> None:
+        """Where micro-batches differ in length: forward and backward of each length, the longest first.
+
+        What is made at the first use of a shape (symmetric memory, plans of the operators, the allocator's blocks) is
+        there then before the first step. Weights stay as they are; the next step clears the gradients.
+        """
+        self.model.trained.train()
+        for length in lengths(self.settings) if self.settings.variable_seq_length else ():
+            self.model.trained.zero_grad_buffer()
+            _run(self, iter([blank(self.settings.micro_batch_size, length, device)]), 1, forward_only=False)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], steps: int) -> float:
         """Nats per byte over `steps` global batches, summed over all data-parallel ranks."""
         self.model.trained.eval()
-        return per_byte(sum(_run(self, batches, forward_only=True) for _ in range(steps)))
+        return per_byte(sum(_run(self, batches, micro_batches(self.settings), forward_only=True) for _ in range(steps)))
 
     def learning_rate(self) -> float:
         """Of the next step."""
@@ -78,9 +93,11 @@ def build_trainer(settings: Settings, model: Model) -> Trainer:
 
 
 def per_byte(total: torch.Tensor) -> float:
-    """Σ nats / Σ bytes of a tensor [2], each summed over the data-parallel ranks."""
+    """Σ nats / Σ bytes of a tensor [2], each summed over replicas and pipeline stages: the same on every rank."""
     total = total.clone()
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
     return (total[0] / total[1]).item()
 
 
@@ -113,22 +130,24 @@ def _schedule(settings: Settings, optimizer: MegatronOptimizer) -> OptimizerPara
     )
 
 
-def _run(trainer: Trainer, batches: Iterator[Batch], forward_only: bool) -> torch.Tensor:
+def _run(trainer: Trainer, batches: Iterator[Batch], count: int, forward_only: bool) -> torch.Tensor:
     settings = trainer.settings
     losses = get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=batches,
         model=[trainer.model.trained],
-        num_microbatches=micro_batches(settings),
+        num_microbatches=count,
         seq_length=settings.seq_length,
         micro_batch_size=settings.micro_batch_size,
         forward_only=forward_only,
     )
+    if not losses:  # they are known to the last pipeline stage only
+        return next(trainer.model.bare.parameters()).new_zeros(2, dtype=torch.float64)
     return torch.stack([loss["lm loss"] for loss in losses]).sum(0)
 
 
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, partial[Any]]:
-    """Megatron's pair: the output of the model [b, s], and what makes a loss of it."""
+    """Megatron's pair: the output of the model, on the last stage losses [b, s], and what makes a loss of it."""
     batch = next(batches)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return losses, partial(_loss, batch["loss_mask"])

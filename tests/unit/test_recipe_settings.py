@@ -49,11 +49,20 @@ def test_tp_below_the_world_size_leaves_data_parallel_replicas():
     assert resolve(replace(Settings(), tp=2), 4).tp == 2
 
 
+@pytest.mark.parametrize(("given", "found"), [({"pp": 2}, (2, 2)), ({"pp": 4}, (1, 4)), ({"tp": 1, "pp": 2}, (1, 2))])
+def test_tp_is_all_that_the_stages_leave(given: dict, found: tuple[int, int]):
+    settings = resolve(replace(Settings(), **given), 4)
+    assert (settings.tp, settings.pp) == found
+
+
 BROKEN = [
     ({"num_layers": 0}, ["--num-layers 0", "positive"]),
     ({"lr": float("nan")}, ["--lr nan", "positive"]),
     ({"seed": -1}, ["--seed -1", "negative"]),
     ({"tp": 3}, ["--tp 3", "2 ranks"]),
+    ({"pp": 3}, ["--tp 1 times --pp 3", "2 ranks", "change --tp or --pp"]),
+    ({"pp": 2, "num_layers": 3}, ["--num-layers 3", "--pp 2", "stage"]),
+    ({"pp": 0}, ["--pp 0", "positive"]),
     ({"num_attention_heads": 3}, ["--hidden-size 128", "--num-attention-heads 3"]),
     ({"num_query_groups": 3}, ["--num-attention-heads 4", "--num-query-groups 3"]),
     ({"num_query_groups": 1}, ["--num-query-groups 1", "--tp 2"]),
