@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gpt.architectures import SMALL, Architecture, architecture_of
 from gpt.errors import RecipeError, refused_by_rule
 from gpt.settings import Settings
+from gpt.streams import graph_stream, on_stream, random_states
 from gpt.tokenizer import padded_vocab_size
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec
@@ -32,6 +33,7 @@ class Model:
     bare: GPTModel
     trained: DistributedDataParallel
     config: TransformerConfig
+    stream: torch.cuda.Stream | None = None  # the one to train in, with --cuda-graph 1
 
 
 Change = Callable[[GPTModel], None]
@@ -46,7 +48,7 @@ def build_model(
     those of the small model are the same for every `settings.tp`. Raises RecipeError where enable() refuses.
     """
     on_gpu = device.type == "cuda"
-    tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(settings.seed, **random_states(settings))
     torch.manual_seed(settings.seed)
     bare = bare_model(settings, on_gpu).to(device)
     if overlap is not None:
@@ -56,7 +58,10 @@ def build_model(
         change(bare)
     config = bare.config
     wrapped = Float16Module(config, bare) if on_gpu else bare
-    return Model(bare, DistributedDataParallel(config, ddp_config(on_gpu), wrapped), config)
+    stream = graph_stream(settings)
+    with on_stream(stream):
+        trained = DistributedDataParallel(config, ddp_config(on_gpu), wrapped)
+    return Model(bare, trained, config, stream)
 
 
 def bare_model(settings: Settings, on_gpu: bool) -> GPTModel:
