@@ -25,8 +25,7 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
 
     All ranks capture the same and replay it equally often, in the stream of the eager calls or ordered with them by events.
     Replays call no operator: `check()` behind them raises what a wait in them has found. Run the same twice before, so that
-    kernels are compiled and symmetric memory is there. Not with the method collective, whose NCCL calls PyTorch captures in its
-    own way.
+    kernels are compiled and symmetric memory is there. Calls of the method collective are captured as PyTorch captures NCCL's.
 
     Raises:
         ValueError: no operator of this group has run yet.
