@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gpt.architectures import SMALL, Architecture, architecture_of
 from gpt.errors import RecipeError, refused_by_rule
 from gpt.settings import Settings
-from gpt.streams import graph_stream, on_stream, random_states
+from gpt.streams import graph_stream, on_stream, prepare_random_states
 from gpt.tokenizer import padded_vocab_size
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec
@@ -48,7 +48,8 @@ def build_model(
     those of the small model are the same for every `settings.tp`. Raises RecipeError where enable() refuses.
     """
     on_gpu = device.type == "cuda"
-    tensor_parallel.model_parallel_cuda_manual_seed(settings.seed, **random_states(settings))
+    prepare_random_states(settings)
+    tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
     torch.manual_seed(settings.seed)
     bare = bare_model(settings, on_gpu).to(device)
     if overlap is not None:

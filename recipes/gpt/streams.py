@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from gpt.settings import Settings
 
@@ -21,12 +21,13 @@ def graph_stream(settings: Settings) -> torch.cuda.Stream | None:
     return torch.cuda.Stream() if settings.cuda_graph else None
 
 
-def random_states(settings: Settings) -> dict[str, Any]:
-    """Arguments of Megatron's model_parallel_cuda_manual_seed: states that a captured model may switch between.
+def prepare_random_states(settings: Settings) -> None:
+    """With `--cuda-graph 1`, before a model is built: a capture may switch between Megatron's random states from now on.
 
-    They draw the same numbers. They stay for all models that are built afterwards in this process.
+    They draw the same numbers. They stay so for all models of this process; those built before look them up at each call.
     """
-    return {"use_cudagraphable_rng": True, "force_reset_rng": True} if settings.cuda_graph else {}
+    if settings.cuda_graph:
+        initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
 
 
 @contextmanager

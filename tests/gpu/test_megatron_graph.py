@@ -62,6 +62,16 @@ def batches(settings: Settings, device: torch.device, seed: int = 0) -> Iterator
         yield {key: value.contiguous().to(device) for key, value in batch.items()}
 
 
+@pytest.fixture
+def trainers() -> Iterator[list[GraphedTrainer]]:
+    """Those put into the list are freed at the end, also after a failure: NCCL does not end while a graph holds its calls."""
+    made: list[GraphedTrainer] = []
+    yield made
+    for trainer in made:
+        trainer.release()
+    forget_graphs(parallel_state.get_tensor_model_parallel_group())
+
+
 def trainer_of(settings: Settings, overlap: OverlapConfig | None, device: torch.device) -> Trainer:
     return with_graph(build_trainer(settings, build_model(settings, overlap, device)))
 
@@ -72,7 +82,12 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("is_overlapped", [True, False], ids=["overlapped", "Megatron's linears"])
 def test_replays_are_like_eager_passes(
-    settings: Settings, group: dist.ProcessGroup, device: torch.device, provider: str, method: str, is_overlapped: bool
+    settings: Settings,
+    trainers: list[GraphedTrainer],
+    device: torch.device,
+    provider: str,
+    method: str,
+    is_overlapped: bool,
 ) -> None:
     if not is_overlapped and method != "fused":
         pytest.skip("the method means nothing to Megatron's linears")
@@ -80,6 +95,7 @@ def test_replays_are_like_eager_passes(
     eager = trainer_of(settings, overlap, device)
     graphed = trainer_of(replace(settings, cuda_graph=1), overlap, device)
     assert isinstance(graphed, GraphedTrainer)
+    trainers.append(graphed)
     ours, theirs = batches(settings, device), batches(settings, device)
     for number in range(EAGER_STEPS + REPLAYS):
         total, expected = graphed.forward_backward(ours), eager.forward_backward(theirs)
@@ -98,8 +114,6 @@ def test_replays_are_like_eager_passes(
     calls = [linear.overlapped_calls for linear in report(graphed.model.bare).linears if linear.slot]
     # eager passes and one capture: replays call nothing
     assert calls == [(EAGER_STEPS + 1) * micro_batches(settings) * is_overlapped] * len(calls)
-    graphed.release()
-    forget_graphs(parallel_state.get_tensor_model_parallel_group())
 
 
 def test_an_operator_outside_the_bracket_is_refused(

@@ -12,6 +12,7 @@ import torch
 
 import overlap_train
 from gpt import graph as recipe_graph
+from gpt import streams
 from gpt.data import Batch
 from gpt.errors import RecipeError
 from gpt.graph import EAGER_STEPS, GraphedTrainer, Passes, released, with_graph
@@ -161,3 +162,37 @@ def test_compare_mfu_captures_nothing_in_its_first_steps() -> None:
     """All variants take theirs before the first capture, because they share a heap."""
     assert EAGER_STEPS >= WARM_UP_STEPS
     assert Passes().eager_calls == 0
+
+
+@pytest.mark.parametrize(("cuda_graph", "asked"), [(0, []), (1, [(True, True)])])
+def test_random_states_can_be_captured_only_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, cuda_graph: int, asked: list[tuple[bool, bool]]
+) -> None:
+    calls: list[tuple[bool, bool]] = []
+
+    def initialize(*, use_cudagraphable_rng: bool, force_reset: bool) -> None:
+        calls.append((use_cudagraphable_rng, force_reset))
+
+    monkeypatch.setattr(streams, "initialize_rng_tracker", initialize)
+    streams.prepare_random_states(Settings(cuda_graph=cuda_graph))
+    assert calls == asked
+
+
+class FakeStream:
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.events.append(f"{self.name} waits for {other.name}")
+
+
+def test_the_side_stream_is_between_what_its_caller_enqueues(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    side: Any = FakeStream("side", events)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: FakeStream("caller", events))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(events.append(f"in {stream.name}")))
+    with streams.on_stream(side):
+        events.append("passes")
+    assert events == ["side waits for caller", "in side", "passes", "caller waits for side"]
+    with streams.on_stream(None):
+        assert len(events) == 4
