@@ -54,7 +54,8 @@ class OverlapConfig:
     )
     on_unsupported: str = _setting(
         "error",
-        "what enabling does where overlap cannot act (no sequence parallelism, TP 1): error, or fallback to Megatron's code",
+        "what to do where overlap cannot act (no sequence parallelism, TP 1, CUDA graphs of single layers): error, or fallback "
+        "to Megatron's code",
         ("error", "fallback"),
     )
 

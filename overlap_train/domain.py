@@ -43,6 +43,7 @@ class OverlapDomain:
     def __init__(self, group: dist.ProcessGroup, config: OverlapConfig, device: torch.device) -> None:
         self.group, self.config, self.device = group, config, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._on_gpu = device.type == "cuda"
         self.engine: CopyEngine = (
             StreamCopyEngine(device) if device.type == "cuda" else HostCopyEngine(config.timeout_s)
         )
@@ -68,6 +69,11 @@ class OverlapDomain:
             if problem is None:
                 return
             raise ValueError(problem)  # peers whose arguments are right may be in the operator already: they time out
+        if self.is_capturing():
+            raise RuntimeError(
+                f"{demand.op} with {demand.shapes} is new to its group, and a CUDA graph is being captured, in which ranks can "
+                f"neither agree nor compile; run what is captured twice before capturing it"
+            )
         terms, unmet = self._terms()
         replies: list[tuple[str | None, Demand, str]] = [(None, demand, terms)] * self.world_size
         dist.all_gather_object(replies, (problem or unmet, demand, terms), group=self.group)
@@ -142,8 +148,21 @@ class OverlapDomain:
 
         Raises an earlier time-out before and, without waiting for the device, after. Calls from several streams are put in
         order. Pushes are joined at the end, so that their sources may be freed.
+
+        Raises:
+            RuntimeError: it is captured into a CUDA graph whose replays would not be between barriers.
         """
+        if not self.graphed and self.is_capturing():
+            raise RuntimeError(
+                "an operator was called while a CUDA graph is captured, but not inside overlap_train.graphed(group), without "
+                "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
+                "those of the full iteration are), or train without CUDA graphs"
+            )
         return _Operator(self.engine, self.fault)
+
+    def is_capturing(self) -> bool:
+        """Whether what the caller's stream is given goes into a CUDA graph."""
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def close(self) -> None:
         self.engine.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 
 from .domain import OverlapDomain, made_domain
@@ -26,8 +25,7 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
 
     All ranks capture the same and replay it equally often, in the stream of the eager calls or ordered with them by events.
     Replays call no operator: `check()` behind them raises what a wait in them has found. Run the same twice before, so that
-    kernels are compiled and symmetric memory is there. Not with the method collective, whose NCCL calls PyTorch captures in its
-    own way.
+    kernels are compiled and symmetric memory is there. Calls of the method collective are captured as PyTorch captures NCCL's.
 
     Raises:
         ValueError: no operator of this group has run yet.
@@ -37,17 +35,24 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
         raise ValueError(
             "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
         )
-    domain.captured |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    domain.captured |= domain.is_capturing()
     turns = domain.gather.turn, domain.scatter.turn
     try:
-        meet(domain, "graph/begin")
         domain.graphed = True
+        meet(domain, "graph/begin")
         yield
         meet(domain, "graph/end")
     finally:
         domain.graphed = False
         # Capturing runs nothing, barriers neither: eager calls before the first replay go on where they were.
         domain.gather.turn, domain.scatter.turn = turns
+
+
+def forget_graphs(group: dist.ProcessGroup) -> None:
+    """No graph that was captured so far is replayed any more: symmetric memory may be replaced again. All ranks call it."""
+    domain = made_domain(group)
+    if domain is not None:
+        domain.captured = False
 
 
 def is_graphed(group: dist.ProcessGroup) -> bool:

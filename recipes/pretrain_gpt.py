@@ -13,7 +13,7 @@ import sys
 
 from gpt.errors import refused_by_rule
 from gpt.program import hush_megatron, run_program
-from gpt.rules import resolve
+from gpt.rules import check_device, resolve
 from gpt.settings import HelpFormatter, Parser, Settings, add_settings, defaults, named_model, settings_from_args
 from gpt.world import World, find_world, join
 from overlap_train import OverlapConfig
@@ -50,7 +50,9 @@ def read_flags(arguments: list[str], world: World) -> tuple[Settings, OverlapCon
     args = parser.parse_args(arguments)
     with refused_by_rule():
         overlap = config_from_args(args)
-    return resolve(settings_from_args(args), world.size), overlap
+    settings = resolve(settings_from_args(args), world.size)
+    check_device(settings, world.device.type == "cuda")
+    return settings, overlap
 
 
 if __name__ == "__main__":

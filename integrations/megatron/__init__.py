@@ -2,6 +2,7 @@
 
     enable(model, config)         turn the parallel linears of a built model into overlapped ones, before DDP wraps it
     report(model)                 which linear takes which path, why, and how often each path has run
+    graphed_model(model)          bracket for the capture of its passes into a CUDA graph
     gpt_block_spec(config)        layer specs with a norm and an attention that sequence parallelism works with
     run_without_cuda()            let Megatron-Core run on CPU processes
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from overlap_train.integrations.megatron.attention import SDPACoreAttention
     from overlap_train.integrations.megatron.cpu import run_without_cuda
     from overlap_train.integrations.megatron.enabling import enable
+    from overlap_train.integrations.megatron.graphing import graphed_model, graphed_passes
     from overlap_train.integrations.megatron.linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
     from overlap_train.integrations.megatron.norm import LayerNorm, Norm, RMSNorm
     from overlap_train.integrations.megatron.reporting import Report, report
@@ -33,6 +35,8 @@ _HOME = {
     "enable": "enabling",
     "gpt_block_spec": "spec",
     "gpt_layer_spec": "spec",
+    "graphed_model": "graphing",
+    "graphed_passes": "graphing",
     "report": "reporting",
     "run_without_cuda": "cpu",
 }
@@ -48,6 +52,8 @@ __all__ = [
     "enable",
     "gpt_block_spec",
     "gpt_layer_spec",
+    "graphed_model",
+    "graphed_passes",
     "report",
     "run_without_cuda",
 ]

@@ -91,9 +91,14 @@ def _input_reason(linear: ParallelLinear, x: torch.Tensor, weight: torch.Tensor)
     device = x.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
         return f"autocast to {torch.get_autocast_dtype(device)} of {x.dtype} tensors"
-    if x.is_cuda and torch.cuda.is_current_stream_capturing() and not is_graphed(linear.tp_group):
+    if linear.overlap.config.on_unsupported == "fallback" and x.is_cuda and _is_captured(linear):
         return "CUDA graph capture outside overlap_train.graphed"
     is_row = getattr(linear, "input_is_parallel", False)
     if is_row and x.size(0) % linear.tp_group.size():
         return f"sequence of {x.size(0)} is not divisible by the {linear.tp_group.size()} ranks"
     return None
+
+
+def _is_captured(linear: ParallelLinear) -> bool:
+    """Into a graph whose replays the operators could not stand; with on_unsupported='error' they raise."""
+    return torch.cuda.is_current_stream_capturing() and not is_graphed(linear.tp_group)

@@ -1,14 +1,15 @@
-"""What is put into Megatron while a user's script runs under our launcher: five functions, each replaced by itself and
-a little more.
+"""What is put into Megatron while a user's script runs under our launcher: five functions and a class, each replaced by
+itself and a little more.
 
     megatron.training.arguments.add_megatron_arguments    adds our flags to the script's parser
     megatron.training.training.setup_model_and_optimizer  enables overlap between the build of the model and its DDP
     megatron.training.training.training_log               writes our counters next to Megatron's
+    megatron.core.full_cuda_graph.FullCudaGraphWrapper    brackets what it captures
     megatron.core.datasets.utils.compile_helpers          skips `make` where the wheel brings the compiled helpers
     megatron.core.transformer.transformer_block._get_block_submodules
                                                           calls a `--spec` that is a function, as Megatron 0.19 does
 
-The second and third only with --overlap-train. They fit Megatron-LM core_v0.16 to 0.20-dev and the `megatron.training` of
+The second to fourth only with --overlap-train. They fit Megatron-LM core_v0.16 to 0.20-dev and the `megatron.training` of
 the megatron-core 0.19 wheel. Where one has no place any more, the import of that module raises.
 """
 
@@ -56,6 +57,7 @@ class ScriptHooks:
                 "setup_model_and_optimizer": self._enabling,
                 "training_log": self._counting,
             }
+            hooks["megatron.core.full_cuda_graph"] = {"FullCudaGraphWrapper": _bracketing}
         return {name: functools.partial(_replace, functions) for name, functions in hooks.items()}
 
     def finish(self) -> None:
@@ -147,6 +149,7 @@ class ScriptHooks:
         @functools.wraps(log)
         def training_log(*args: Any, **kwargs: Any) -> Any:
             self._assert_enabled("training has begun")
+            overlap_train.check()  # replays of a CUDA graph call no operator that would
             result = log(*args, **kwargs)
             from overlap_train.integrations.megatron.counters import write_counters
 
@@ -184,6 +187,12 @@ def _with_our_flags(add: Callable[..., Any]) -> Callable[..., Any]:
         return add_flags(add(parser, *args, **kwargs))
 
     return add_megatron_arguments
+
+
+def _bracketing(wrapper: type[Any]) -> type[Any]:
+    from overlap_train.integrations.megatron.graphing import bracketing
+
+    return bracketing(wrapper)
 
 
 def _calling_spec_functions(get: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from gpt.architectures import SMALL, Architecture, architecture_of
 from gpt.errors import RecipeError, refused_by_rule
 from gpt.settings import Settings
 from gpt.stages import pipeline_settings, pipeline_stage, seed_weights, take_weights
+from gpt.streams import graph_stream, on_stream, prepare_random_states
 from gpt.tokenizer import padded_vocab_size
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec
@@ -33,6 +34,7 @@ class Model:
     bare: GPTModel
     trained: DistributedDataParallel
     config: TransformerConfig
+    stream: torch.cuda.Stream | None = None  # the one to train in, with --cuda-graph 1
 
 
 Change = Callable[[GPTModel], None]
@@ -47,6 +49,7 @@ def build_model(
     those of the small model are the same for every `tp` and `pp`. Raises RecipeError where enable() refuses.
     """
     on_gpu = device.type == "cuda"
+    prepare_random_states(settings)
     bare = stage_of_model(settings, on_gpu).to(device)
     if overlap is not None:
         with refused_by_rule():
@@ -55,7 +58,10 @@ def build_model(
         change(bare)
     config = bare.config
     wrapped = Float16Module(config, bare) if on_gpu else bare
-    return Model(bare, DistributedDataParallel(config, ddp_config(on_gpu), wrapped), config)
+    stream = graph_stream(settings)
+    with on_stream(stream):
+        trained = DistributedDataParallel(config, ddp_config(on_gpu), wrapped)
+    return Model(bare, trained, config, stream)
 
 
 def stage_of_model(settings: Settings, on_gpu: bool) -> GPTModel:

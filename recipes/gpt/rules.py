@@ -31,6 +31,7 @@ NOT_NEGATIVE = (
     "lr_warmup_iters",
     "weight_decay",
     "clip_grad",
+    "cuda_graph",
     "deterministic",
     "seed",
     "eval_interval",
@@ -51,6 +52,7 @@ def resolve(settings: Settings, world_size: int) -> Settings:
     settings = replace(settings, tp=settings.tp or max(1, world_size // settings.pp))
     _check_parallel(settings, world_size)
     _check_training(settings, world_size // (settings.tp * settings.pp))
+    _check_graph(settings)
     _check_checkpoint(settings)
     return settings
 
@@ -104,6 +106,33 @@ def _check_training(settings: Settings, dp: int) -> None:
         )
     if settings.min_lr > settings.lr:
         raise RecipeError(f"{_shown(settings, 'min_lr')} must not be above {_shown(settings, 'lr')}")
+
+
+def check_device(settings: Settings, on_gpu: bool) -> None:
+    """Raise RecipeError for what this machine cannot do."""
+    if settings.cuda_graph and not on_gpu:
+        raise RecipeError(f"{_shown(settings, 'cuda_graph')} needs GPUs, and this process sees none; leave it out")
+
+
+def graph_problem(settings: Settings) -> str | None:
+    """Why the passes of this model cannot be captured into a CUDA graph, or None."""
+    cannot = "cannot be captured into a CUDA graph"
+    if settings.recompute != "none":
+        return f"{_shown(settings, 'recompute')} {cannot}: it reads the random state; use none"
+    if ARCHITECTURES[settings.model].experts:
+        reason = "the host reads how many tokens each expert gets"
+        return f"{_shown(settings, 'model')} {cannot}: {reason}; choose a model without experts"
+    if settings.pp > 1:
+        return f"{_shown(settings, 'pp')} {cannot}: stages synchronise the host; use 1"
+    if settings.variable_seq_length:
+        return f"{_shown(settings, 'variable_seq_length')} {cannot}: its inputs have one shape; use 0"
+    return None
+
+
+def _check_graph(settings: Settings) -> None:
+    problem = graph_problem(settings) if settings.cuda_graph else None
+    if problem is not None:
+        raise RecipeError(f"{_shown(settings, 'cuda_graph')}: {problem}")
 
 
 def _check_checkpoint(settings: Settings) -> None:

@@ -15,6 +15,7 @@ from gpt import checkpoint
 from gpt.bigram import Bigram
 from gpt.data import Datasets, batches, build_datasets, counted
 from gpt.errors import RecipeError
+from gpt.graph import released, with_graph
 from gpt.model import build_model
 from gpt.progress import IterationLog, say
 from gpt.sample import generate
@@ -38,11 +39,12 @@ def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None
     parallel_state.initialize_model_parallel(settings.tp, pipeline_model_parallel_size=settings.pp)
     checkpoint.check_target(settings)
     datasets = build_datasets(settings)
-    trainer = build_trainer(settings, build_model(settings, overlap, world.device))
+    trainer = with_graph(build_trainer(settings, build_model(settings, overlap, world.device)))
     say(introduction(trainer, datasets, world))
     first = checkpoint.load(trainer, datasets.key) if settings.load else 0
-    train(trainer, datasets, first, world.device)
-    conclude(trainer, datasets, world.device)
+    with released(trainer):
+        train(trainer, datasets, first, world.device)
+        conclude(trainer, datasets, world.device)
     say(f" {time.perf_counter() - started:.0f} s in all")
 
 

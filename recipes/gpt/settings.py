@@ -48,6 +48,9 @@ class Settings:
     recompute: str = _option(
         "training", "none", f"{', '.join(RECOMPUTE)}: what backward computes again instead of keeping it from forward"
     )
+    cuda_graph: int = _option(
+        "training", 0, "1: forward and backward as one CUDA graph (GPUs), where the host is the limit"
+    )
     deterministic: int = _option("training", 0, "1: the same bits on every run, at some cost in speed")
     seed: int = _option("training", 1234, "seed of weights, data order and sample")
     log_interval: int = _option("report", 10, "steps between iteration lines")

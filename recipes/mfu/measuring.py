@@ -16,13 +16,14 @@ from megatron.core import parallel_state
 from gpt.errors import RecipeError
 from gpt.settings import Settings
 from mfu import layer_timeline
-from mfu.plan import AGAIN, MEGATRON, OVERLAP, Plan, settings_for
+from mfu.plan import AGAIN, MEGATRON, OVERLAP, Plan, is_graph, settings_for
 from mfu.trained import Trained, have_equal_weights, load_batches, on_every_rank, start
 from mfu.variants import obstacle
 from overlap_train import OverlapConfig
 from overlap_train.bench.timing import Pace, measure
 from overlap_train.bench.world import World, heat
 from overlap_train.domain import domain_of
+from overlap_train.graph import forget_graphs
 from overlap_train.integrations.megatron import report
 
 EXPOSED_BURST = 3
@@ -33,7 +34,8 @@ class Measured:
     """What is known of one model. Keys are names of variants; times are milliseconds, the slowest rank's.
 
     step_ms: of each round. passes_ms: forward and backward without the optimizer; alone_ms: without the linears'
-    communication. absent: why a variant did not run. same: whether a repeated variant ended with the same bits.
+    communication, which is unknown of graphs. absent: why a variant did not run. same: whether a repeated variant ended with the
+    same bits.
     """
 
     settings: Settings
@@ -49,9 +51,9 @@ class Measured:
     absent: dict[str, str] = field(default_factory=dict)
     same: dict[str, bool] = field(default_factory=dict)
 
-    def exposed_ms(self, name: str) -> float:
-        """Time of a step's forward and backward that goes when the linears' communication goes."""
-        return self.passes_ms[name] - self.alone_ms[name]
+    def exposed_ms(self, name: str) -> float | None:
+        """Time of a step's forward and backward that goes when the linears' communication goes; None where that is unknown."""
+        return self.passes_ms[name] - self.alone_ms[name] if name in self.alone_ms else None
 
     def median_ms(self, name: str) -> float:
         return statistics.median(self.step_ms[name])
@@ -62,12 +64,14 @@ def compare(plan: Plan, number: int, overlap: OverlapConfig, world: World) -> Me
     settings = settings_for(plan, number, world.size)
     measured = Measured(settings)
     trained = start_all(plan, settings, overlap, measured, world)
+    capture_all(trained, measured, world)
     heat(world.device, 0.5)
     train_in_turns(plan, trained, measured, world)
     collect(trained, measured, world)
     time_without_communication(plan, trained, measured, world)
     if world.device.type == "cuda":
         record_timelines(trained, measured, world)
+        release_all(trained)
     return measured
 
 
@@ -101,6 +105,31 @@ def start_all(
     return trained
 
 
+def capture_all(trained: dict[str, Trained], measured: Measured, world: World) -> None:
+    """The graphs of those variants that have one, when all variants have taken their first steps.
+
+    Raises:
+        RecipeError: nothing is left to compare.
+    """
+    for name in [name for name in trained if is_graph(name)]:
+        world.say(f" {measured.settings.model}: capturing {name}")
+        problem = world.attempt(trained[name].capture)
+        if problem is not None:
+            world.say(f" {measured.settings.model}: without {name}: {problem}")
+            measured.absent[name] = problem
+            del trained[name]
+    if not trained:
+        reasons = "; ".join(f"{name}: {problem}" for name, problem in measured.absent.items())
+        raise RecipeError(f"--model {measured.settings.model}: no variant can be captured here: {reasons}")
+
+
+def release_all(trained: dict[str, Trained]) -> None:
+    """Free all graphs, so that NCCL can end and the next model may ask for more symmetric memory; collective."""
+    for run in trained.values():
+        run.release()
+    forget_graphs(parallel_state.get_tensor_model_parallel_group())
+
+
 def train_in_turns(plan: Plan, trained: dict[str, Trained], measured: Measured, world: World) -> None:
     """Rounds of timed steps; who comes first changes from round to round."""
     names = list(trained)
@@ -116,15 +145,20 @@ def train_in_turns(plan: Plan, trained: dict[str, Trained], measured: Measured, 
 
 
 def time_without_communication(plan: Plan, trained: dict[str, Trained], measured: Measured, world: World) -> None:
-    """Forward and backward with and without the linears' communication, in turns; repetitions are left out."""
+    """Forward and backward with and without the linears' communication, in turns; repetitions are left out.
+
+    A graph has no second form, and without one the host's time would show: what it exposes stays unknown.
+    """
     once = {name: run for name, run in trained.items() if not name.endswith(AGAIN)}
     calls = {name: run.forward_backward for name, run in once.items()}
-    alone = {f"{name}, alone": run.forward_backward_alone for name, run in once.items()}
+    alone = {f"{name}, alone": run.forward_backward_alone for name, run in once.items() if not is_graph(name)}
     timings = measure(calls | alone, Pace(plan.exposed_rounds, EXPOSED_BURST), world.group, world.device)
     for name in once:
         measured.passes_ms[name] = timings[name].ms
-        measured.alone_ms[name] = timings[f"{name}, alone"].ms
-        times = f"{measured.passes_ms[name]:.1f}, without communication {measured.alone_ms[name]:.1f}"
+        times = f"{measured.passes_ms[name]:.1f}"
+        if not is_graph(name):
+            measured.alone_ms[name] = timings[f"{name}, alone"].ms
+            times += f", without communication {measured.alone_ms[name]:.1f}"
         world.say(f" {measured.settings.model}: {name}: ms of forward and backward: {times}")
 
 
@@ -157,6 +191,11 @@ def symmetric_bytes(device: torch.device) -> int:
 def record_timelines(trained: dict[str, Trained], measured: Measured, world: World) -> None:
     """One layer of each variant under the profiler; a profiler that does not work costs the picture only."""
     for name in (name for name in trained if not name.endswith(AGAIN)):
+        if is_graph(name):
+            world.say(
+                f" {measured.settings.model}: no timeline of {name}: a replay does not launch the layers' markers"
+            )
+            continue
         problem = world.attempt(lambda name=name: measured.spans.update({name: layer_timeline.record(trained[name])}))
         if problem is not None:
             world.say(f" {measured.settings.model}: no timeline of {name}: {problem}")

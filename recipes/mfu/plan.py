@@ -16,6 +16,8 @@ from overlap_train.flags import add_flags
 
 MEGATRON, OVERLAP, ASYNC_TP, USERBUFFERS = "megatron", "overlap", "async_tp", "te_userbuffers"
 VARIANTS = (MEGATRON, OVERLAP, ASYNC_TP, USERBUFFERS)
+OVERLAP_GRAPH, MEGATRON_GRAPH = "overlap_graph", "megatron_graph"
+GRAPHS = {OVERLAP_GRAPH: OVERLAP, MEGATRON_GRAPH: MEGATRON}  # these two with their passes in a CUDA graph
 AGAIN = " again"  # behind the name of a variant that is trained a second time from the same seed
 WARM_UP_STEPS = 3
 
@@ -69,6 +71,11 @@ class Plan:
         return (*self.variants, *(name + AGAIN for name in self.repeat))
 
 
+def is_graph(name: str) -> bool:
+    """Whether a variant, or its repetition, replays a CUDA graph."""
+    return name.removesuffix(AGAIN) in GRAPHS
+
+
 def parser() -> argparse.ArgumentParser:
     """The flags: the plan's own, and those of OverlapConfig for the overlapped variant."""
     top = Parser("compare_mfu", usage="torchrun --nproc-per-node RANKS recipes/compare_mfu.py [flags]")
@@ -113,7 +120,7 @@ def plan_from_args(args: argparse.Namespace) -> Plan:
     variants = tuple(dict.fromkeys(args.variants))
     repeat = tuple(dict.fromkeys((*args.repeat, *((OVERLAP,) if args.bitwise else ()))))
     _check_words("--model", args.model, tuple(ARCHITECTURES))
-    _check_words("--variants", variants, (*VARIANTS, *METHODS))
+    _check_words("--variants", variants, (*VARIANTS, *GRAPHS, *METHODS))
     _check_words("--repeat", repeat, variants)
     if len(layers) != len(args.model):
         raise RecipeError(f"--layers has {len(layers)} numbers for {len(args.model)} models; give one for each")
@@ -181,7 +188,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _variants_help() -> str:
-    return f"of {', '.join(VARIANTS)}, or a method of the overlap ({', '.join(METHODS)}) as a variant of its own"
+    return f"of {', '.join((*VARIANTS, *GRAPHS))}, or a method of the overlap ({', '.join(METHODS)}) as a variant of its own"
 
 
 def _check_words(flag: str, words: tuple[str, ...], known: tuple[str, ...]) -> None:

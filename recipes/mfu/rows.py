@@ -11,13 +11,15 @@ from typing import Any
 from gpt.architectures import architecture_of
 from mfu.flops import step_flops
 from mfu.measuring import Measured, baseline_of
-from mfu.plan import AGAIN, ASYNC_TP, MEGATRON, OVERLAP, USERBUFFERS, Plan
+from mfu.plan import AGAIN, ASYNC_TP, MEGATRON, MEGATRON_GRAPH, OVERLAP, OVERLAP_GRAPH, USERBUFFERS, Plan, is_graph
 from overlap_train.bench.output import Column, Row
 
 GIB, MIB = 1 << 30, 1 << 20
 LABELS = {
     MEGATRON: "Megatron-Core",
     OVERLAP: "overlap_train",
+    OVERLAP_GRAPH: "overlap_train, CUDA graph",
+    MEGATRON_GRAPH: "Megatron-Core, CUDA graph",
     ASYNC_TP: "PyTorch async-TP",
     USERBUFFERS: "TransformerEngine userbuffers",
 }
@@ -73,13 +75,17 @@ def _speed(name: str, measured: Measured, world_size: int, peak: float | None) -
 
 
 def _exposed(name: str, measured: Measured) -> Row:
-    """Milliseconds a step; the last is a fraction of what the baseline leaves exposed."""
+    """Milliseconds a step; the last is a fraction of what the baseline leaves exposed. Of a graph only the first is known."""
     keys = ("forward_backward_ms", "alone_ms", "exposed_ms", "exposed_of_baseline")
     if name not in measured.passes_ms:
         return dict.fromkeys(keys)
-    exposed, baseline = measured.exposed_ms(name), measured.exposed_ms(baseline_of(measured))
-    ratio = exposed / baseline if baseline > 0 else None
-    return dict(zip(keys, (measured.passes_ms[name], measured.alone_ms[name], exposed, ratio), strict=True))
+    passes, exposed, baseline = (
+        measured.passes_ms[name],
+        measured.exposed_ms(name),
+        measured.exposed_ms(baseline_of(measured)),
+    )
+    ratio = exposed / baseline if exposed is not None and baseline is not None and baseline > 0 else None
+    return dict(zip(keys, (passes, measured.alone_ms.get(name), exposed, ratio), strict=True))
 
 
 def _losses(name: str, measured: Measured) -> Row:
@@ -172,6 +178,11 @@ def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
                 f"{row['model']}: {row['variant']}: losses and weights have {verdict} as those of the first run; "
                 f"from the baseline's losses at most {row['loss_difference']:.1e}"
             )
+    if any(is_graph(row["variant"]) for row in rows):
+        notes.append(
+            "CUDA graph: forward and backward are replayed, the optimizer is not; exposed communication is unknown, the calls of "
+            "linears are those before the first replay, and the graph's memory counts"
+        )
     if plan.is_bitwise:
         notes.append("deterministic kernels: these times are not those of ordinary training")
     return notes

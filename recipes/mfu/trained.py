@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from gpt.data import Batch, batches, build_datasets
+from gpt.graph import GraphedTrainer, with_graph
 from gpt.settings import Settings
 from gpt.training import Trainer, build_trainer, data_share, micro_batches
 from mfu import variants
@@ -47,6 +48,20 @@ class Trained:
         with without_communication(parallel_linears(self.trainer.model.bare), self.wholes):
             self.forward_backward()
 
+    def capture(self) -> None:
+        """Capture the passes of a graph variant; collective. Its memory stays, and counts from here on."""
+        assert isinstance(self.trainer, GraphedTrainer)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        self.trainer.capture(self._micro_batches(0))
+        self.held_bytes += torch.cuda.memory_reserved() - before
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    def release(self) -> None:
+        """Free the graph, if there is one."""
+        if isinstance(self.trainer, GraphedTrainer):
+            self.trainer.release()
+
     def losses(self) -> list[float]:
         """Nats per byte of every step, over all data-parallel ranks; collective."""
         totals = torch.stack(self.totals)
@@ -67,12 +82,16 @@ def load_batches(settings: Settings, device: torch.device) -> list[Batch]:
 def start(
     name: str, settings: Settings, overlap: OverlapConfig, data: Sequence[Batch], device: torch.device
 ) -> Trained:
-    """Build a variant and take its first steps, in which kernels compile and the optimizer's state is made; collective."""
+    """Build a variant and take its first steps, in which kernels compile and the optimizer's state is made; collective.
+
+    None of them is captured: all variants share a heap, which cannot grow once a graph knows it.
+    """
     variant = name.removesuffix(AGAIN)
+    settings = variants.settings_of(variant, settings)
     before = _allocated(device)
     model = variants.build(variant, settings, overlap, device)
     wholes = Wholes(settings.tp, variants.main_grad_of(variant, overlap))
-    trained = Trained(name, build_trainer(settings, model), data, fingerprint(model.bare), wholes)
+    trained = Trained(name, with_graph(build_trainer(settings, model)), data, fingerprint(model.bare), wholes)
     for _ in range(WARM_UP_STEPS - 1):
         trained.step()
     trained.held_bytes = _allocated(device) - before

@@ -1,4 +1,5 @@
-"""What is compared: the same model with its linears overlapped, as Megatron-Core has them, and on PyTorch's async-TP."""
+"""What is compared: the same model with its linears overlapped, as Megatron-Core has them, and on PyTorch's async-TP;
+the first two also with their passes in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from gpt.model import Model, build_model
+from gpt.rules import graph_problem
 from gpt.settings import Settings
 from mfu.alone import parallel_linears
-from mfu.plan import ASYNC_TP, MEGATRON, OVERLAP, USERBUFFERS
+from mfu.plan import ASYNC_TP, GRAPHS, MEGATRON, OVERLAP, USERBUFFERS
 from overlap_train import OverlapConfig
 from overlap_train.bench.async_tp import AsyncColumn, AsyncRow
 from overlap_train.config import METHODS
@@ -21,6 +23,9 @@ from overlap_train.config import METHODS
 
 def obstacle(variant: str, settings: Settings, device: torch.device) -> str | None:
     """Why a variant cannot run here, or None."""
+    if variant in GRAPHS:
+        problem = "CUDA graphs need CUDA devices" if device.type != "cuda" else graph_problem(settings)
+        return problem or obstacle(GRAPHS[variant], settings, device)
     if settings.tp == 1 and variant != MEGATRON:
         return "tensor-parallel size 1: nothing to overlap"
     if variant == ASYNC_TP and device.type != "cuda":
@@ -33,12 +38,22 @@ def obstacle(variant: str, settings: Settings, device: torch.device) -> str | No
 
 
 def build(variant: str, settings: Settings, overlap: OverlapConfig, device: torch.device) -> Model:
-    """The model of a variant; collective. Raises RecipeError where enable() refuses."""
+    """The model of a variant; collective. Raises RecipeError where enable() refuses.
+
+    Args:
+        settings: as `settings_of` returns them.
+    """
+    variant = GRAPHS.get(variant, variant)
     if variant == MEGATRON:
         return build_model(settings, None, device)
     if variant == ASYNC_TP:
         return build_model(settings, None, device, change=use_async_tp)
     return build_model(settings, overlap_of(variant, overlap), device)
+
+
+def settings_of(variant: str, settings: Settings) -> Settings:
+    """The recipe settings of a variant."""
+    return replace(settings, cuda_graph=1) if variant in GRAPHS else settings
 
 
 def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig:
@@ -51,6 +66,7 @@ def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig:
 
 def main_grad_of(variant: str, overlap: OverlapConfig) -> str:
     """Where the variant's weight gradients go, in the words of OverlapConfig. Rivals return them, and DDP adds them."""
+    variant = GRAPHS.get(variant, variant)
     return "off" if variant in (MEGATRON, ASYNC_TP) else overlap.main_grad
 
 

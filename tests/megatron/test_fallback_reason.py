@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import fallback
 from overlap_train.integrations.megatron.fallback import fallback_reason, standing_reason
 
@@ -24,6 +25,7 @@ def linear(**changes: Any) -> SimpleNamespace:
         "disable_grad_reduce": False,
         "gtp_remat_size": 1,
         "training": True,
+        "overlap": SimpleNamespace(config=OverlapConfig(on_unsupported="fallback")),
         "config": SimpleNamespace(**config),
     }
     settings.update({name: value for name, value in changes.items() if not name.startswith("config__")})
@@ -109,3 +111,5 @@ def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fallback, "is_graphed", lambda group, answer=inside: answer)
         expected = "CUDA graph capture outside overlap_train.graphed" if capturing and not inside else None
         assert fallback_reason(linear(), on_gpu, weight()) == expected  # type: ignore[arg-type]
+        strict = SimpleNamespace(config=OverlapConfig())
+        assert fallback_reason(linear(overlap=strict), on_gpu, weight()) is None, "the operator raises"  # type: ignore[arg-type]

@@ -126,6 +126,9 @@ class SimulatedDomain:
     def operator(self) -> AbstractContextManager[None]:
         return core("domain").OverlapDomain.operator(self)
 
+    def is_capturing(self) -> bool:
+        return False
+
     def _channel(self, name: str, device_waits: bool) -> Any:
         timeout_s = self.config.timeout_s
         channel = core("workspace").Channel(

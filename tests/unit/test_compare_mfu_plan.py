@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpt.errors import RecipeError
-from mfu.plan import AGAIN, WARM_UP_STEPS, Plan, parser, plan_from_args, settings_for
+from mfu.plan import AGAIN, WARM_UP_STEPS, Plan, is_graph, parser, plan_from_args, settings_for
 
 
 def plan(line: str = "") -> Plan:
@@ -43,6 +43,13 @@ def test_bitwise_trains_the_overlapped_variant_twice() -> None:
 
 def test_a_method_can_be_a_variant() -> None:
     assert plan("--variants megatron,fused,chunked").names == ("megatron", "fused", "chunked")
+
+
+def test_graphs_are_variants_that_must_be_asked_for() -> None:
+    asked = plan("--variants megatron,overlap_graph,megatron_graph --repeat overlap_graph")
+    assert asked.names == ("megatron", "overlap_graph", "megatron_graph", "overlap_graph" + AGAIN)
+    assert [is_graph(name) for name in asked.names] == [False, True, True, True]
+    assert not any(is_graph(name) for name in plan().names)
 
 
 WRONG = [

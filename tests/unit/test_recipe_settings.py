@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpt.errors import RecipeError
-from gpt.rules import resolve
+from gpt.rules import check_device, resolve
 from gpt.settings import Parser, Settings, add_settings, defaults, flag, settings_from_args
 
 
@@ -73,6 +73,10 @@ BROKEN = [
     ({"lr_warmup_iters": 400}, ["--lr-warmup-iters 400", "--train-iters 400"]),
     ({"min_lr": 1.0}, ["--min-lr 1.0", "--lr"]),
     ({"save_interval": 5}, ["--save-interval 5", "--save"]),
+    ({"cuda_graph": 1, "recompute": "full"}, ["--cuda-graph 1", "--recompute full", "random state"]),
+    ({"cuda_graph": 1, "pp": 2}, ["--cuda-graph 1", "--pp 2", "synchronise"]),
+    ({"cuda_graph": 1, "variable_seq_length": 1}, ["--cuda-graph 1", "--variable-seq-length 1", "one shape"]),
+    ({"cuda_graph": 1, "model": "mixtral-8x7b"}, ["--cuda-graph 1", "--model mixtral-8x7b", "experts"]),
 ]
 
 
@@ -96,3 +100,11 @@ def test_a_file_where_a_folder_belongs_is_refused(tmp_path: Path, name: str):
 def test_a_flag_that_cannot_be_parsed_raises_instead_of_exiting(arguments: list[str]):
     with pytest.raises(RecipeError, match=arguments[0]):
         parse(*arguments)
+
+
+def test_cuda_graphs_need_gpus():
+    graphed = resolve(replace(Settings(), cuda_graph=1), 2)
+    check_device(graphed, on_gpu=True)
+    check_device(Settings(), on_gpu=False)
+    with pytest.raises(RecipeError, match="--cuda-graph 1 needs GPUs"):
+        check_device(graphed, on_gpu=False)

@@ -1,0 +1,64 @@
+"""Overlapped linears inside a CUDA graph of all passes of a step, Megatron's (full-iteration graphs) or one's own.
+
+Megatron's FullCudaGraphWrapper calls its forward_backward_func while it captures; under our launcher that call is bracketed
+(script_hooks.py). Graphs of single layers (`--cuda-graph-impl local` and `transformer_engine`) are not: each of them would need
+barriers of its own, and the operators refuse to be captured there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from overlap_train import graphed
+from overlap_train.integrations.megatron.reporting import named_linears
+
+
+@contextmanager
+def graphed_model(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Bracket of the capture of a model's passes, or of its chunks': `overlap_train.graphed` of each group whose linears overlap.
+
+        with torch.cuda.graph(graph), graphed_model(model):
+            forward_and_backward(model)
+
+    Run the same at least twice before. Which linears overlap is known from their calls so far; without any it does nothing.
+    """
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    linears = [linear for chunk in chunks for _, linear in named_linears(chunk) if hasattr(linear, "overlap")]
+    groups = dict.fromkeys(linear.tp_group for linear in linears if linear.overlap.overlapped_calls)
+    with ExitStack() as brackets:
+        for group in groups:
+            brackets.enter_context(graphed(group))
+        yield
+
+
+def graphed_passes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's forward_backward_func, bracketed while it is captured: for FullCudaGraphWrapper(graphed_passes(func)).
+
+    Validation (forward_only) is not bracketed: in evaluation mode linears run Megatron's own code.
+    """
+
+    @functools.wraps(forward_backward)
+    def bracketed(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("forward_only") or not torch.cuda.is_current_stream_capturing():
+            return forward_backward(*args, **kwargs)
+        with graphed_model(kwargs["model"]):
+            return forward_backward(*args, **kwargs)
+
+    return bracketed
+
+
+def bracketing(wrapper: type[Any]) -> type[Any]:
+    """FullCudaGraphWrapper with the bracket around what it captures; its graphs stay those of the class."""
+
+    class FullCudaGraphWrapper(wrapper):  # type: ignore[misc]
+        __doc__ = wrapper.__doc__
+
+        def __init__(self, forward_backward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            super().__init__(graphed_passes(forward_backward_func), *args, **kwargs)
+
+    return FullCudaGraphWrapper

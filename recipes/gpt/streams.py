@@ -1,0 +1,43 @@
+"""The side stream of models whose passes are captured into a CUDA graph.
+
+Everything of such a model that autograd remembers must have been made in the stream that is captured. DDP keeps the nodes that
+collect gradients, and they run in the stream in which DDP was built: were that the default stream, backward would leave the
+capture. So DDP, the eager steps and the capture share one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+from gpt.settings import Settings
+
+
+def graph_stream(settings: Settings) -> torch.cuda.Stream | None:
+    """A new stream with `--cuda-graph 1`, else None: whatever stream is current."""
+    return torch.cuda.Stream() if settings.cuda_graph else None
+
+
+def prepare_random_states(settings: Settings) -> None:
+    """With `--cuda-graph 1`, before a model is built: a capture may switch between Megatron's random states from now on.
+
+    They draw the same numbers. They stay so for all models of this process; those built before look them up at each call.
+    """
+    if settings.cuda_graph:
+        initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What the block enqueues goes into `stream`, behind the caller's stream, which goes on behind it. None: nothing changes."""
+    if stream is None:
+        yield
+        return
+    caller = torch.cuda.current_stream()
+    stream.wait_stream(caller)
+    with torch.cuda.stream(stream):
+        yield
+    caller.wait_stream(stream)
