@@ -5,9 +5,9 @@ Importing this package touches no device and needs neither a GPU, nor NVSHMEM, n
 
 from .choice import Choice, Pass, choose
 from .config import OverlapConfig
-from .domain import check, shutdown
 from .graph import graphed
 from .linear import all_gather_linear, linear_reduce_scatter
+from .registry import check, shutdown
 from .watchdog import OverlapTimeoutError
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""The overlap domain of a process group: its heap, channels and copy engine. All state that outlives a call hangs here."""
+"""The overlap domain of a process group: its heap, channels and copy engine. All state that outlives a call hangs here.
+
+registry.py knows the domains of this process.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ import torch.distributed as dist
 
 from .config import OverlapConfig, flag_name
 from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
+from .layout import Layout
 from .symmetric import SymmetricHeap, open_heap, resolve_provider
 from .tuning.table import agreed
 from .watchdog import FaultRecord
-from .workspace import Channel, Layout
+from .workspace import Channel
 
 _MIB = 1 << 20
 
@@ -186,71 +190,3 @@ class _Operator:
         self._engine.join()  # whatever was raised, pushes must not outlive the operator: the next call resets their counters
         if raised is None:
             self._fault.check()
-
-
-_domains: dict[dist.ProcessGroup, OverlapDomain] = {}
-
-
-def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device) -> OverlapDomain:
-    """The domain of `group`, made at its first use. Symmetric memory is allocated when the first operator asks for it.
-
-    Raises:
-        ValueError: this process is not in the group, or provider, symmetric_mib or timeout_s differ from the domain's.
-    """
-    domain = _domains.get(group)
-    if domain is None:
-        if dist.get_rank(group) < 0:
-            raise ValueError(
-                f"group={group}: rank {dist.get_rank()} is not a member; pass a group that contains this rank"
-            )
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            raise ValueError(
-                f"input is on {device}, the current device is {torch.cuda.current_device()}; set_device first"
-            )
-        domain = _domains[group] = OverlapDomain(group, config or OverlapConfig(), device)
-    _check_same(domain, group, config, device)
-    return domain
-
-
-def made_domain(group: dist.ProcessGroup) -> OverlapDomain | None:
-    """The domain of `group` if an operator has made it. Does not communicate."""
-    return _domains.get(group)
-
-
-def _check_same(
-    domain: OverlapDomain, group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device
-) -> None:
-    if device != domain.device:
-        raise ValueError(
-            f"input is on {device}, but the group's symmetric memory is on {domain.device}; use one device"
-        )
-    if group.size() != domain.world_size:
-        raise ValueError(f"group has {group.size()} ranks, its symmetric memory {domain.world_size}; call shutdown()")
-    if config is None or config is domain.config:
-        return
-    for name in ("provider", "symmetric_mib", "timeout_s"):
-        mine, theirs = getattr(config, name), getattr(domain.config, name)
-        if mine != theirs:
-            raise ValueError(
-                f"{name}={mine!r}, but the group's domain was made with {theirs!r}; call shutdown() to change it"
-            )
-
-
-def check() -> None:
-    """Raise OverlapTimeoutError if a wait of this process has given up. Every operator checks before and after, so this is needed
-    behind the last operator of a program and behind replays of a CUDA graph, which call no operator."""
-    for domain in _domains.values():
-        domain.fault.check()
-
-
-def shutdown() -> None:
-    """Free all symmetric memory. Collective over every group that was used; call it before destroy_process_group."""
-    domains = list(_domains.values())
-    _domains.clear()
-    providers = {domain.heap.provider for domain in domains if domain.heap is not None}
-    for domain in domains:
-        domain.close()
-    if "nvshmem" in providers:
-        from .symmetric.nvshmem import finalize
-
-        finalize()

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from .domain import OverlapDomain, made_domain
+from .domain import OverlapDomain
+from .registry import made_domain
 
 
 @contextmanager

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from .arguments import Problem, all_gather_problem, reduce_scatter_problem
 from .choice import GATHER, SCATTER, Choice, Pass, choose
 from .config import OverlapConfig, flag_name
-from .domain import OverlapDomain, domain_of
+from .domain import OverlapDomain
 from .operators.all_gather_gemm import start_all_gather
 from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from .profiling import profiled
+from .registry import domain_of
 from .weight_gradient import weight_gradient
 
 

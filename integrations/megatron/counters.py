@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from overlap_train.domain import made_domain
 from overlap_train.integrations.megatron.linear import OVERLAPPED
 from overlap_train.integrations.megatron.reporting import named_linears
+from overlap_train.registry import made_domain
 
 
 def counters(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from overlap_train.choice import GATHER, SCATTER, Choice, Pass, choose
-from overlap_train.domain import made_domain
 from overlap_train.integrations.megatron.fallback import standing_reason
 from overlap_train.integrations.megatron.linear import OVERLAPPED
+from overlap_train.registry import made_domain
 from overlap_train.tuning.table import key_of, read
 
 # How Megatron-Core names the linears in its modules -> our name of the slot.

@@ -18,9 +18,10 @@ from typing import Any, cast
 
 import torch
 
-from ..domain import Demand, domain_of
-from ..domain import check as check_timeouts
+from ..domain import Demand
 from ..linear import all_gather_linear, linear_reduce_scatter
+from ..registry import check as check_timeouts
+from ..registry import domain_of
 from .async_tp import AsyncColumn, AsyncRow
 from .check import Reference, check, product_reference, scatter_reference
 from .operands import gathered

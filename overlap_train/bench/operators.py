@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ..choice import GATHER, SCATTER, Pass, choose
-from ..domain import Demand, OverlapDomain, domain_of
-from ..domain import check as check_timeouts
+from ..domain import Demand, OverlapDomain
 from ..operators.all_gather_gemm import start_all_gather
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
+from ..registry import check as check_timeouts
+from ..registry import domain_of
 from .check import Reference, check, product_reference, scatter_reference
 from .operands import Operands, make_operands
 from .output import Results

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
-from ..domain import shutdown
 from ..linear import all_gather_linear, linear_reduce_scatter
+from ..registry import shutdown
 
 METHODS = ("collective", "chunked", "fused")
 # Llama-3-8B MLP at s = 8192: M, features in, features out of the first and the second linear

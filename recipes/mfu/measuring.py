@@ -22,9 +22,9 @@ from mfu.variants import obstacle
 from overlap_train import OverlapConfig
 from overlap_train.bench.timing import Pace, measure
 from overlap_train.bench.world import World, heat
-from overlap_train.domain import domain_of
 from overlap_train.graph import forget_graphs
 from overlap_train.integrations.megatron import report
+from overlap_train.registry import domain_of
 
 EXPOSED_BURST = 3
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overlap_train import all_gather_linear, graphed, linear_reduce_scatter
-from overlap_train.domain import domain_of
+from overlap_train.registry import domain_of
 from tests.linear_cases import OPERATORS, Case
 
 K, N_SHARD, ROWS = 512, 256, 256

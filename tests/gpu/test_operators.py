@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from overlap_train import all_gather_linear, linear_reduce_scatter
-from overlap_train.domain import domain_of
+from overlap_train.registry import domain_of
 from tests.linear_cases import OPERATORS, SHAPES, Case, poison, rounding_bound
 
 SHAPES_OF_TILES = {**SHAPES, "several tiles": ((300, 2), 520, 390), "many tiles": ((1024, 1), 1024, 1536)}

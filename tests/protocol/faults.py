@@ -41,7 +41,7 @@ def host_faults() -> dict[str, Fault]:
         "flag before data": Fault("copy_engine", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
         "dropped signal": Fault("copy_engine", _SIGNAL, "pass\n", "deadlock"),
         "dropped data": Fault("copy_engine", _COPY, "pass\n"),
-        "slot reused one epoch early": Fault("workspace", "SLOTS = 2\n", "SLOTS = 1\n"),
+        "slot reused one epoch early": Fault("layout", "SLOTS = 2 ", "SLOTS = 1 ", reload=("workspace",)),
         "slots not used in turn": Fault("workspace", "self.turn = (self.turn + 1) % SLOTS", "self.turn = 0"),
         "no epoch increment": Fault("workspace", "_increment[0] = 1", "_increment[0] = 0", "wrong result|deadlock"),
         "epoch forgotten": Fault("workspace", _KEEP, "torch.zeros_like(self._increment)", "wrong result|deadlock"),

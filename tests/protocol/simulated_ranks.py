@@ -53,7 +53,7 @@ class Simulation:
     def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
         """The domains of all ranks, with an engine actor each; patches the core for the duration of the run."""
         self.memory.update({rank: Memory() for rank in range(self.world_size)})
-        layout = core("workspace").Layout(self.world_size, SLOT_BYTES, SLOT_BYTES)
+        layout = core("layout").Layout(self.world_size, SLOT_BYTES, SLOT_BYTES)
         heap = SimulatedHeap(self.world_size, layout)
         self.patch(scheduler)
         domains = [SimulatedDomain(self, scheduler, heap, layout, rank) for rank in range(self.world_size)]

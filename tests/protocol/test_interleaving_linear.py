@@ -131,7 +131,7 @@ FAULTS = {
     "gathered x not waited for": Fault(GATHER, "self._call.wait_for_all()", "pass", reload=("linear",)),
     "own block not copied": Fault(GATHER, OWN, "pass", reload=("linear",)),
     "kept x not copied out of its slot": Fault("linear", "gather.full().clone() if keep", "gather.full() if keep"),
-    "one slot": Fault("workspace", "SLOTS = 2\n", "SLOTS = 1\n"),
+    "one slot": Fault("layout", "SLOTS = 2 ", "SLOTS = 1 ", reload=("workspace",)),
 }
 
 

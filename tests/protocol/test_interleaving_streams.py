@@ -68,7 +68,7 @@ FAULTS = [
     ),
     ("push without its counter", Fault("copy_engine", WAIT, "pass"), ["scatter fused"]),
     ("no epoch increment", Fault("workspace", "_increment[0] = 1", "_increment[0] = 0"), BOTH_CHUNKED),
-    ("slot reused early", Fault("workspace", "SLOTS = 2\n", "SLOTS = 1\n"), BOTH_CHUNKED),
+    ("slot reused early", Fault("layout", "SLOTS = 2 ", "SLOTS = 1 ", reload=("workspace",)), BOTH_CHUNKED),
 ]
 
 

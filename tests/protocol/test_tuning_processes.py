@@ -21,9 +21,9 @@ from overlap_train.bench.operators import open_domain
 from overlap_train.bench.output import Results
 from overlap_train.bench.settings import Settings
 from overlap_train.bench.world import World
-from overlap_train.domain import made_domain
 from overlap_train.operators.all_gather_gemm import GATHERS
 from overlap_train.operators.gemm_reduce_scatter import SCATTERS
+from overlap_train.registry import made_domain
 from overlap_train.tuning.command import keep, model_cases
 from overlap_train.tuning.measure import tune_case
 from overlap_train.tuning.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass

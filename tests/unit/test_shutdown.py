@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from overlap_train import domain, shutdown
+from overlap_train import registry, shutdown
 from overlap_train.symmetric import nvshmem
 
 
@@ -27,7 +27,7 @@ def test_nvshmem_ends_where_a_heap_came_from_it(
     providers: list[str | None], ends: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(domain, "_domains", {number: Domain(provider) for number, provider in enumerate(providers)})
+    monkeypatch.setattr(registry, "_domains", {number: Domain(provider) for number, provider in enumerate(providers)})
     monkeypatch.setattr(nvshmem, "finalize", lambda: ended.append("nvshmem"))
     shutdown()
-    assert len(ended) == ends and not domain._domains
+    assert len(ended) == ends and not registry._domains

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from overlap_train.workspace import SLOTS, Layout
+from overlap_train.layout import SLOTS, Layout
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 72])
