@@ -5,7 +5,7 @@ Importing this package touches no device and needs neither a GPU, nor NVSHMEM, n
 
 from .choice import Choice, Pass, choose
 from .config import OverlapConfig
-from .graph import graphed
+from .graph import forget_graphs, graphed
 from .linear import all_gather_linear, linear_reduce_scatter
 from .registry import check, shutdown
 from .watchdog import OverlapTimeoutError
@@ -18,6 +18,7 @@ __all__ = [
     "all_gather_linear",
     "check",
     "choose",
+    "forget_graphs",
     "graphed",
     "linear_reduce_scatter",
     "shutdown",

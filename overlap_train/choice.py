@@ -14,7 +14,7 @@ __all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose",
 
 # Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
 # H200: at M = 256 by 1.3 to 2, for a gather at M = 512 by up to 1.1; scattering at M = 512, direct is 1.03 to 1.1 times faster).
-SMALL_M_GATHER, SMALL_M_SCATTER = 512, 256
+SMALL_M, SMALL_M_DIRECT = 512, 256  # the second where direct can take over
 # Chunked takes 110 microseconds of host time: below that, nothing is gained by what it hides.
 CHUNKED_HOST_US = 120.0
 # Where copies take more than this part of the GEMM's time, library GEMMs on shards beat a persistent kernel: its last wave waits.
@@ -56,7 +56,7 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     """(method, reason)."""
     if device.type != "cuda":
         return "chunked", "CPU tensors"
-    small_m = SMALL_M_GATHER if pass_.kind == GATHER else SMALL_M_SCATTER
+    small_m = SMALL_M_DIRECT if pass_.kind != GATHER and _on_hopper(pass_, device) else SMALL_M
     if pass_.m is not None and pass_.m <= small_m:
         return "collective", f"M={pass_.m} is at most {small_m}"
     if not _on_hopper(pass_, device):

@@ -48,9 +48,7 @@ class OverlapDomain:
         self.group, self.config, self.device = group, config, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._on_gpu = device.type == "cuda"
-        self.engine: CopyEngine = (
-            StreamCopyEngine(device) if device.type == "cuda" else HostCopyEngine(config.timeout_s)
-        )
+        self.engine: CopyEngine = StreamCopyEngine(device) if self._on_gpu else HostCopyEngine(config.timeout_s)
         self.fault = FaultRecord(device)
         self.layout = Layout(self.world_size, 0, 0)
         self.heap: SymmetricHeap | None = None
@@ -81,6 +79,12 @@ class OverlapDomain:
         terms, unmet = self._terms()
         replies: list[tuple[str | None, Demand, str]] = [(None, demand, terms)] * self.world_size
         dist.all_gather_object(replies, (problem or unmet, demand, terms), group=self.group)
+        self._compare(demand, terms, replies)
+        self._hold(demand)
+        self._agreed.add(demand)
+
+    def _compare(self, demand: Demand, terms: str, replies: list[tuple[str | None, Demand, str]]) -> None:
+        """replies: of each rank its problem, its demand and its terms. Raises ValueError as `prepare` says."""
         for rank, (reported, _, _) in enumerate(replies):
             if reported is not None:
                 raise ValueError(reported if rank == self.rank else f"{reported} (on rank {rank} of the group)")
@@ -95,8 +99,6 @@ class OverlapDomain:
                     f"{demand.op}: this rank has {terms}, rank {rank} of the group has {their_terms}; all ranks of a group "
                     f"need the same OverlapConfig, and nvshmem4py installed on all or none"
                 )
-        self._hold(demand)
-        self._agreed.add(demand)
 
     def _terms(self) -> tuple[str, str | None]:
         """What symmetric memory needs to be equal everywhere, in words; and why this rank cannot have it, or None."""
@@ -113,7 +115,8 @@ class OverlapDomain:
         if self.captured:
             raise ValueError(
                 f"{demand.op} with {demand.shapes} needs more symmetric memory, but a CUDA graph holds addresses of what is "
-                f"there; run the largest shapes before capturing, or call shutdown() and capture again"
+                f"there; run the largest shapes before capturing, or free the graph, call overlap_train.forget_graphs(group) on "
+                f"all ranks and capture again"
             )
         if layout.nbytes > self.config.symmetric_mib * _MIB:
             raise ValueError(
@@ -126,7 +129,7 @@ class OverlapDomain:
 
     def _reallocate(self, layout: Layout) -> None:
         """Replace the heap by a larger one. Collective, and outside the hot path: once for each larger shape."""
-        if self.device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self.device)
         dist.barrier(self.group)  # nobody is still pushing into the old heap
         self._close_heap()
@@ -170,7 +173,7 @@ class OverlapDomain:
 
     def close(self) -> None:
         self.engine.close()
-        if self.device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self.device)
             dist.barrier(self.group)  # nobody is still pushing into memory that is about to be unmapped
         self._close_heap()

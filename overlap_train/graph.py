@@ -36,13 +36,13 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
         raise ValueError(
             "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
         )
-    domain.captured |= domain.is_capturing()
     turns = domain.gather.turn, domain.scatter.turn
     try:
         domain.graphed = True
         meet(domain, "graph/begin")
         yield
         meet(domain, "graph/end")
+        domain.captured |= domain.is_capturing()  # not before: a capture that failed leaves no graph
     finally:
         domain.graphed = False
         # Capturing runs nothing, barriers neither: eager calls before the first replay go on where they were.

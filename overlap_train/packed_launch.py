@@ -2,7 +2,8 @@
 
 Triton's launcher looks up, checks and packs every argument at every call, 50 to 80 microseconds of host time with tensor
 descriptors. What a slot's kernel is told never changes but for the addresses of the caller's tensors. So the first launch goes
-through Triton, which compiles; later ones replace those addresses and make one driver call.
+through Triton, which compiles (self_check.py looks at the result before it runs); later ones replace those addresses and make one
+driver call.
 
 The layout is taken from Triton's signature and checked against the parameters in the PTX. Where they disagree (another Triton
 version, perhaps), one warning says so and every launch of that kernel goes through Triton.
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .driver import CudaDriver
+from .self_check import verify
 
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _NBYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "u32": 4, "fp32": 4, "i64": 8, "u64": 8}
@@ -56,12 +58,17 @@ class LaunchCache:
         Args:
             addresses: of the arguments in Launch.replaced, in that order.
             describe: the launch, asked for the first time only; for equal keys it differs in these addresses alone.
+
+        Raises:
+            RuntimeError: the compiled kernel lacks a wait or a signal; it does not run.
         """
         packed = self._packed.get(key)
         if packed is not None:
             packed(addresses)
             return
         launch = describe()
+        if self._driver is not None and key not in self._refused:
+            verify(launch.kernel, launch.grid, launch.arguments, launch.constants)
         compiled = launch.kernel[launch.grid](**launch.arguments, **launch.constants)
         if self._driver is None or key in self._refused:
             return

@@ -21,7 +21,7 @@ from ..config import OverlapConfig
 from ..linear import all_gather_linear, linear_reduce_scatter
 from ..registry import shutdown
 
-METHODS = ("collective", "chunked", "fused")
+METHODS = ("collective", "chunked", "fused", "direct")
 # Llama-3-8B MLP at s = 8192: M, features in, features out of the first and the second linear
 M, HIDDEN, FFN = 8192, 4096, 14336
 
@@ -52,7 +52,8 @@ def record(out: Path) -> None:
     calls: dict[str, list[dict[str, Any]]] = {}
     for method in METHODS:
         settings = {"group": group, "config": OverlapConfig(method=method)}
-        calls[f"all_gather_linear {method}"] = _profile(partial(all_gather_linear, x, w1, **settings))
+        if method != "direct":  # gathering, the same as fused
+            calls[f"all_gather_linear {method}"] = _profile(partial(all_gather_linear, x, w1, **settings))
         calls[f"linear_reduce_scatter {method}"] = _profile(partial(linear_reduce_scatter, h, w2, **settings))
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)

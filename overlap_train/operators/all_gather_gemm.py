@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..domain import OverlapDomain
-from . import hopper
-from .tiles import chunk_count, grid_size, launch_arguments, tile_config, worth_a_stream
+from . import hopper, portable
+from .tiles import chunk_count, worth_a_stream
 
 
 class Gather(Protocol):
@@ -92,21 +92,8 @@ class FusedGather(ChunkedGather):
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         # full() waits again: its wait costs nothing where the kernel's waits were met, and poisons x where one gave up.
-        if hopper.serves(self._own, b_kn):
-            return hopper.all_gather_gemm(self._domain, self._call, self._own, b_kn)
-        return self._portable_matmul(b_kn)
-
-    def _portable_matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        from ..kernels.all_gather_gemm import all_gather_gemm_kernel
-
-        domain, (m_shard, k), n = self._domain, self._own.shape, b_kn.shape[1]
-        y = self._own.new_empty(m_shard * domain.world_size, n)
-        grid = grid_size(m_shard, n, domain.world_size, tile_config(y.dtype, domain.device), domain.device)
-        all_gather_gemm_kernel[grid](
-            self._own, self._call.blocks, b_kn, y, m_shard, n, k, b_kn.stride(0), b_kn.stride(1),
-            **launch_arguments(domain, self._call, y.dtype),
-        )  # fmt: skip
-        return y
+        kernels = hopper if hopper.serves(self._own, b_kn) else portable
+        return kernels.all_gather_gemm(self._domain, self._call, self._own, b_kn)
 
 
 GATHERS: dict[str, Callable[[OverlapDomain, torch.Tensor, str], Gather]] = {

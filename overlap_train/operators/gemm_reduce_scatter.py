@@ -1,7 +1,8 @@
 """GEMM + ReduceScatter: y_shard_m [M/W, N] = this rank's rows of the sum over ranks of a_mk [M, K/W] @ b_kn [K/W, N].
 
-The GEMM computes the rows of rank R+1 first and its own last. The copy engine pushes a destination's rows as soon as they are
-complete. The own rows then add the partials that have arrived, in fp32 and in fixed order: the same bits on every run.
+The GEMM computes the rows of rank R+1 first (direct: tiles for all peers in turn) and its own last. The copy engine pushes a
+destination's rows as soon as they are complete. The own rows then add the partials that have arrived, in fp32 and in fixed
+order: the same bits on every run.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from ..domain import OverlapDomain
 from ..packed_launch import Launch
 from ..workspace import Call
-from . import hopper
-from .tiles import chunk_count, grid_size, launch_arguments, stored_chunk_count, tile_config, worth_a_stream
+from . import hopper, portable
+from .tiles import chunk_count, stored_chunk_count, worth_a_stream
 
 
 class Scatter(Protocol):
@@ -37,7 +38,7 @@ def start_gemm_reduce_scatter(
 
 
 class CollectiveScatter:
-    """One GEMM, then NCCL or gloo, which runs beside what the caller does before `finish`."""
+    """One GEMM, then NCCL or gloo; where that is long (`worth_a_stream`) beside what the caller does before `finish`."""
 
     def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str) -> None:
         self._partial = a_mk @ b_kn
@@ -115,22 +116,8 @@ class PersistentScatter:
 
     def _kernel(self, staging: torch.Tensor | None) -> None:
         """Launch it; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
-        if self._on_hopper:
-            hopper.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y)
-        else:
-            self._portable_kernel(staging)
-
-    def _portable_kernel(self, staging: torch.Tensor | None) -> None:
-        from ..kernels.gemm_reduce_scatter import gemm_reduce_scatter_kernel
-
-        domain, a_mk, b_kn, (m_shard, n), slot = self._domain, self._a, self._b, self._y.shape, self._call.slot
-        tile = tile_config(a_mk.dtype, domain.device)
-        gemm_reduce_scatter_kernel[grid_size(m_shard, n, domain.world_size, tile, domain.device)](
-            a_mk, b_kn, self._y if staging is None else staging, self._call.blocks, self._y,
-            m_shard, n, a_mk.shape[1], a_mk.stride(0), a_mk.stride(1), b_kn.stride(0), b_kn.stride(1),
-            complete_ptr=slot.complete, memory_at_ptr=slot.memory_at, outgoing_at_ptr=slot.outgoing_at,
-            DIRECT=staging is None, **launch_arguments(domain, self._call, a_mk.dtype),
-        )  # fmt: skip
+        kernels = hopper if self._on_hopper else portable
+        kernels.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y)
 
     def finish(self) -> torch.Tensor:
         return self._y
@@ -144,7 +131,7 @@ class FusedScatter(PersistentScatter):
 
     def _start(self) -> None:
         m_shard, n = self._y.shape
-        tile = tile_config(self._y.dtype, self._domain.device)
+        tile = portable.tile_config(self._y.dtype, self._domain.device)
         block_m, block_n = (hopper.BLOCK_M, hopper.BLOCK_N) if self._on_hopper else (tile.block_m, tile.block_n)
         tiles = -(-(m_shard // self._call.chunks) // block_m) * -(-n // block_n)  # of one chunk
         staging = self._a.new_empty(self._domain.world_size, m_shard, n)

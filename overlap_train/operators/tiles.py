@@ -25,36 +25,6 @@ _SHORTEST_ASIDE = 8 << 20
 _TALLEST_TILE = 128
 
 
-@dataclass(frozen=True)
-class TileConfig:
-    """How a portable kernel is cut: output tile, depth of a step, rows of tiles that share columns in L2, warps, stages."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int = 8
-    num_warps: int = 8
-    num_stages: int = 3
-
-    def arguments(self) -> dict[str, int]:
-        return dict(
-            BLOCK_M=self.block_m, BLOCK_N=self.block_n, BLOCK_K=self.block_k, GROUP_M=self.group_m,
-            num_warps=self.num_warps, num_stages=self.num_stages,
-        )  # fmt: skip
-
-
-_HALF = TileConfig(128, 256, 64)
-_FULL = TileConfig(64, 64, 32, num_warps=4)  # fp32 has no tensor-core path
-_INTERPRETED = TileConfig(32, 32, 32, num_warps=4)
-
-
-def tile_config(dtype: torch.dtype, device: torch.device) -> TileConfig:
-    """The portable kernels' tile for a dtype. The interpreter pays per operation, not per element."""
-    if device.type != "cuda":
-        return _INTERPRETED
-    return _FULL if dtype == torch.float32 else _HALF
-
-
 @functools.cache
 def chunk_count(m_shard: int, row_bytes: int, device: torch.device) -> int:
     """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
@@ -98,21 +68,6 @@ def protocol_arguments(domain: OverlapDomain, call: Call) -> Words:
         limit=int(timeout_s * (1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)),
     )  # fmt: skip
     return Words(arguments, dict(WORLD=domain.world_size, CHUNKS=call.chunks))
-
-
-def launch_arguments(domain: OverlapDomain, call: Call, dtype: torch.dtype) -> dict[str, Any]:
-    """The protocol's words and the tile, for the portable kernels."""
-    words, tile = protocol_arguments(domain, call), tile_config(dtype, domain.device)
-    timed = domain.device.type == "cuda"
-    return dict(**words.arguments, **words.constants, PRECISION="ieee", TIMED=timed, **tile.arguments())
-
-
-def grid_size(m_shard: int, n: int, world_size: int, tile: TileConfig, device: torch.device) -> tuple[int]:
-    """One CTA per SM, or per tile if there are fewer; one in the interpreter, which runs CTAs one after the other."""
-    if device.type != "cuda":
-        return (1,)
-    tiles = -(-m_shard // tile.block_m) * -(-n // tile.block_n) * world_size
-    return (min(tiles, multiprocessors(device)),)
 
 
 @functools.cache

@@ -12,8 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
+import overlap_train
 from gpt.adam_state import load_optimizer, make_describable
 from gpt.architectures import SHAPE, SMALL
 from gpt.errors import RecipeError
@@ -48,6 +50,8 @@ def save(trainer: Trainer, iteration: int, text_key: str) -> None:
     draft = folder.with_name(folder.name + ".tmp")
     on_rank_0(lambda: _start(draft))
     dist_checkpointing.save(_state(trainer, is_loading=False), str(draft))
+    overlap_train.check()  # a wait that gave up has left NaN in what was written
+    dist.barrier()  # nor does rank 0 publish what another rank knows to be wrong
     run = {"iteration": iteration, "text": text_key, "settings": asdict(trainer.settings)}
     on_rank_0(lambda: _finish(draft, folder, run))
     say(f"  saved checkpoint {folder}")
@@ -153,7 +157,8 @@ def _compare(run: dict[str, Any], settings: Settings, text_key: str) -> None:
                 f"--load {settings.load}: the checkpoint was saved with {flag(name)} {saved[name]}, this run has "
                 f"{now[name]}; pass {flag(name)} {saved[name]}"
             )
-    changed = [flag(name) for name in ORDER if saved[name] != now[name]]
+    order = (*ORDER, *(("micro_batch_size", "tp") if now["variable_seq_length"] else ()))
+    changed = [flag(name) for name in order if saved[name] != now[name]]
     if run["text"] != text_key:
         changed.append("the text")
     if changed:

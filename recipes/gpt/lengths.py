@@ -1,7 +1,8 @@
 """Lengths of micro-batches with --variable-seq-length 1: from half of --seq-length to all of it, drawn for each.
 
-A draw depends on the seed and the number of the micro-batch since the start of training only, so a resumed run draws
-the same, and so do all ranks of a replica. There are few lengths, because operators prepare for each of them.
+A draw depends on the seed, the number of the micro-batch since the start of training, --micro-batch-size, --seq-length and --tp,
+so a run resumed with the same draws the same, and so do all ranks of a replica. There are few lengths, because operators prepare
+for each of them.
 """
 
 from __future__ import annotations

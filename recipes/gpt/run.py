@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
+import overlap_train
 from gpt import checkpoint
 from gpt.bigram import Bigram
 from gpt.data import Datasets, batches, build_datasets, counted
@@ -63,6 +64,7 @@ def train(trainer: Trainer, datasets: Datasets, first: int, device: torch.device
     for iteration in range(first + 1, settings.train_iters + 1):
         learning_rate = trainer.learning_rate()
         total, grad_norm = trainer.step(data)
+        overlap_train.check()  # the norm has waited for the device: what gave up until now has left NaN behind
         if log.is_due(iteration):
             loss = per_byte(total)
             say(log.line(iteration, learning_rate, loss, grad_norm))

@@ -117,7 +117,7 @@ def capture_all(trained: dict[str, Trained], measured: Measured, world: World) -
         if problem is not None:
             world.say(f" {measured.settings.model}: without {name}: {problem}")
             measured.absent[name] = problem
-            del trained[name]
+            trained.pop(name).release()  # on some ranks it may have worked
     if not trained:
         reasons = "; ".join(f"{name}: {problem}" for name, problem in measured.absent.items())
         raise RecipeError(f"--model {measured.settings.model}: no variant can be captured here: {reasons}")

@@ -25,12 +25,15 @@ class Run:
     """A variant in training."""
 
     def __init__(self, name: str, problem: str = "") -> None:
-        self.name, self.problem, self.captures = name, problem, 0
+        self.name, self.problem, self.captures, self.releases = name, problem, 0, 0
 
     def capture(self) -> None:
         self.captures += 1
         if self.problem:
             raise RuntimeError(self.problem)
+
+    def release(self) -> None:
+        self.releases += 1
 
     def forward_backward(self, index: int = 0) -> None: ...
 
@@ -66,9 +69,11 @@ def test_only_graph_variants_are_captured_once_each() -> None:
 
 def test_what_cannot_be_captured_is_absent_with_its_reason() -> None:
     measured, world = Measured(SETTINGS), World()
-    trained: Any = {"megatron": Run("megatron"), "megatron_graph": Run("megatron_graph", "no capture here")}
+    refused = Run("megatron_graph", "no capture here")
+    trained: Any = {"megatron": Run("megatron"), "megatron_graph": refused}
     capture_all(trained, measured, world)  # type: ignore[arg-type]
     assert list(trained) == ["megatron"] and measured.absent == {"megatron_graph": "no capture here"}
+    assert refused.releases == 1, "other ranks may have a graph"
     with pytest.raises(RecipeError, match="no variant can be captured here: overlap_graph: none"):
         capture_all({"overlap_graph": Run("overlap_graph", "none")}, Measured(SETTINGS), world)  # type: ignore[dict-item,arg-type]
 

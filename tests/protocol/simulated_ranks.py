@@ -79,10 +79,9 @@ class Simulation:
 
     def patch(self, scheduler: Scheduler) -> None:
         """Put the simulated machine under the core for the duration of the run."""
-        tiles = core("operators.tiles")
-        scheduler.patch(tiles, "_INTERPRETED", tiles.TileConfig(TILE, TILE, TILE))
-        for operator in ("operators.all_gather_gemm", "operators.gemm_reduce_scatter"):
-            scheduler.patch(core(operator), "grid_size", lambda *args: (self.ctas,))
+        portable = core("operators.portable")
+        scheduler.patch(portable, "_INTERPRETED", portable.TileConfig(TILE, TILE, TILE))
+        scheduler.patch(portable, "grid_size", lambda *args: (self.ctas,))
         for waiting in ("workspace", "copy_engine"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
         scheduler.patch(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train.operators import tiles
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
 from tests.processes import run_ranks, values
 
@@ -35,6 +36,16 @@ def _every_shape(rank: int, world: int, method: str) -> int:
 @pytest.mark.parametrize("method", ["chunked", "collective", "auto"])
 def test_every_shape(method: str, world: int) -> None:
     assert values(run_ranks(world, _every_shape, method, limit_s=60)) == [10] * world
+
+
+def _every_shape_aside(rank: int, world: int) -> int:
+    tiles._SHORTEST_ASIDE = 0  # of this process
+    return _every_shape(rank, world, "collective")
+
+
+def test_collectives_beside_the_callers_work() -> None:
+    """As the long ones run; the others wait for the result at once."""
+    assert values(run_ranks(2, _every_shape_aside, limit_s=60)) == [10] * 2
 
 
 def test_every_shape_fused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Compiles the Hopper kernels for sm_90 without a GPU. Runs in a process of its own (see test_hopper_kernels.py)."""
+"""Compiles kernels for sm_90 without a GPU. Runs in a process of its own (see test_hopper_kernels.py)."""
 
 from __future__ import annotations
 
@@ -67,3 +67,20 @@ def _descriptor(rows: int, cols: int) -> str:
 
     layout = gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
     return f"tensordesc<bf16[{rows}, {cols}],{layout!r}>"
+
+
+def compiled_portable(module_name: str, kernel_name: str, **constants: Any) -> str:
+    """PTX of a plain Triton kernel for bf16 data."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(__import__(f"overlap_train.kernels.{module_name}", fromlist=["kernel"]), kernel_name)
+    names = kernel.arg_names
+    pointers = {
+        name: "*i64" if name in (*WORDS, "memory_at_ptr") else "*bf16" for name in names if name.endswith("_ptr")
+    }
+    types = pointers | {"limit": "i64", "tag": "i64"} | dict.fromkeys(constants, "constexpr")
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, values)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]

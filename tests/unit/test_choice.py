@@ -12,8 +12,8 @@ from overlap_train.choice import (
     GATHER,
     SCATTER,
     SCATTER_AND_WGRAD,
-    SMALL_M_GATHER,
-    SMALL_M_SCATTER,
+    SMALL_M,
+    SMALL_M_DIRECT,
     Pass,
     choose,
     untuned,
@@ -62,13 +62,19 @@ def test_defaults_on_hopper(hopper_gpu: pytest.MonkeyPatch) -> None:
         assert untuned(pass_, GPU).method == "fused"
         assert untuned(replace(pass_, dtype=torch.float16), GPU).method == "fused"
         assert untuned(replace(pass_, dtype=torch.float32), GPU).method == "chunked"
-        assert untuned(replace(pass_, m=SMALL_M_SCATTER), GPU).method == "collective"
+        assert untuned(replace(pass_, m=SMALL_M_DIRECT), GPU).method == "collective"
         assert untuned(pass_, CPU).method == "chunked"
 
 
 def test_at_m_512_a_gather_is_left_to_nccl_and_a_scatter_is_not(hopper_gpu: pytest.MonkeyPatch) -> None:
-    assert untuned(replace(FC1, m=SMALL_M_GATHER), GPU).method == "collective"
-    assert untuned(replace(FC2, m=SMALL_M_GATHER), GPU).method == "direct"
+    assert untuned(replace(FC1, m=SMALL_M), GPU).method == "collective"
+    assert untuned(replace(FC2, m=SMALL_M), GPU).method == "direct"
+    for not_served in (
+        replace(FC2, m=SMALL_M, world=8),
+        replace(FC2, m=384),
+        replace(FC2, m=SMALL_M, dtype=torch.float32),
+    ):
+        assert untuned(not_served, GPU).method == "collective"
 
 
 def test_defaults_where_copies_take_longer_than_the_gemm(hopper_gpu: pytest.MonkeyPatch) -> None:
@@ -130,7 +136,7 @@ def test_before_m_is_known_the_largest_measured_m_answers(hopper_gpu: pytest.Mon
     choice = choose("auto", ANY_M, GPU, table_of(small, Winner(FC1, "chunked", {}), Winner(FC1.dgrad, "direct", {})))
     assert choice.method == "chunked" and "M=8192" in choice.reason
     default = choose("auto", ANY_M, GPU, UNTUNED)
-    assert default.method == "fused" and str(SMALL_M_GATHER) in default.reason
+    assert default.method == "fused" and str(SMALL_M) in default.reason
 
 
 @pytest.mark.parametrize("m", [None, 1, 1024, 1025, 1 << 20])

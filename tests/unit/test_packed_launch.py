@@ -6,6 +6,7 @@ import multiprocessing
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +53,9 @@ def test_a_kernel_that_cannot_be_packed_runs_through_triton_and_says_so_once() -
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
             return lambda **arguments: launches.append("triton")
+
+        def warmup(self, grid: tuple[int]) -> SimpleNamespace:
+            return SimpleNamespace(metadata=SimpleNamespace(name="reduce_partials_kernel"), asm={"ptx": ""})
 
     described: list[Launch] = []
 

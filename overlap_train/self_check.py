@@ -1,0 +1,59 @@
+"""Proof that a compiled kernel still waits and signals, before it runs for the first time.
+
+Compilers are known to drop polls and to move stores behind the count that announces them, which shows as a wrong result once in a
+thousand steps. Triton compiles on the user's machine, in whatever version is there, so that is where its PTX is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# Modifiers come in another order in other versions of Triton, so each is looked for by itself.
+ACQUIRE = r"\b(?:ld|atom)\.(?=\S*acquire)(?=\S*\bsys\b)\S+"
+COUNT = r"\b(?:atom|red)\.(?=\S*\b(?:release|acq_rel)\b)(?=\S*\bsys\b)(?=\S*\badd\b)\S+"
+SIGNAL = r"\batom\.(?=\S*\brelease\b)(?=\S*\bsys\b)(?=\S*\bexch\b)\S+"
+FENCE = r"fence\.proxy\.async\.global"
+TMA_LOAD = r"cp\.async\.bulk\.tensor\.2d\.shared"
+TMA_STORED = r"cp\.async\.bulk\.wait_group\s+0"
+BARRIER = r"\bbar(?:rier)?\.\S*sync"
+STORE = r"\bst\.global"
+POLLS = (ACQUIRE, ACQUIRE)  # one before the loop, one inside
+
+_Proofs = tuple[tuple[str, ...], ...]  # each: found one behind the other
+PROOFS: dict[str, _Proofs] = {
+    "wait_kernel": (POLLS,),
+    "all_gather_gemm_kernel": (POLLS,),
+    "gemm_reduce_scatter_kernel": (POLLS, (STORE, BARRIER, COUNT)),
+    "hopper_all_gather_gemm_kernel": ((*POLLS, FENCE, TMA_LOAD),),
+    "hopper_gemm_reduce_scatter_kernel": ((*POLLS, FENCE, TMA_LOAD), (TMA_STORED, BARRIER, COUNT)),
+    "reduce_partials_kernel": (),  # runs behind a wait kernel
+}
+PROOFS_OF_DIRECT: dict[str, _Proofs] = {
+    "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT, SIGNAL),),
+    "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT, SIGNAL),),
+}
+
+
+def missing(ptx: str, name: str, is_direct: bool = False) -> tuple[str, ...] | None:
+    """The first proof that the PTX of kernel `name` lacks, or None. is_direct: its epilogue signals the peers."""
+    proofs = PROOFS[name] + (PROOFS_OF_DIRECT.get(name, ()) if is_direct else ())
+    return next((proof for proof in proofs if not re.search(".*?".join(proof), ptx, flags=re.DOTALL)), None)
+
+
+def verify(kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
+    """Compile `kernel` for these arguments, without launching it, and look for its waits and signals.
+
+    Raises:
+        RuntimeError: one is not there, or not in its place.
+    """
+    compiled = kernel.warmup(grid=grid, **arguments, **constants)
+    name = compiled.metadata.name
+    lacking = missing(compiled.asm["ptx"], name, constants.get("DIRECT", False))
+    if lacking is not None:
+        import triton
+
+        raise RuntimeError(
+            f"{name}: as Triton {triton.__version__} has compiled it, its PTX lacks, in this order: {'; '.join(lacking)}. "
+            f"It would not wait or signal as it must. Use Triton 3.6, which was tested, or --overlap-train-method collective"
+        )

@@ -1,0 +1,114 @@
+"""What is demanded of compiled kernels: each has it as Triton compiles it here, and misses it when a line of its PTX is gone."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from overlap_train.packed_launch import Launch, LaunchCache
+from overlap_train.self_check import (
+    ACQUIRE,
+    BARRIER,
+    COUNT,
+    FENCE,
+    PROOFS,
+    SIGNAL,
+    STORE,
+    TMA_LOAD,
+    TMA_STORED,
+    missing,
+)
+from tests.unit import hopper_ptx
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
+
+TILES = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, PRECISION="ieee", TIMED=True, WORLD=4, CHUNKS=2)
+PORTABLE = {
+    "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),
+    "all_gather_gemm_kernel": ("all_gather_gemm", TILES),
+    "gemm_reduce_scatter_kernel": ("gemm_reduce_scatter", TILES),
+}
+CASES = [
+    ("wait_kernel", False, (ACQUIRE,)),
+    ("all_gather_gemm_kernel", False, (ACQUIRE,)),
+    ("gemm_reduce_scatter_kernel", False, (ACQUIRE, COUNT, STORE)),
+    ("gemm_reduce_scatter_kernel", True, (ACQUIRE, COUNT, SIGNAL)),
+    ("hopper_all_gather_gemm_kernel", False, (ACQUIRE, FENCE, TMA_LOAD)),
+    ("hopper_gemm_reduce_scatter_kernel", False, (ACQUIRE, FENCE, COUNT, TMA_STORED, BARRIER)),
+    ("hopper_gemm_reduce_scatter_kernel", True, (ACQUIRE, FENCE, COUNT, SIGNAL)),
+]
+
+Ptx = Callable[[str, bool], str]
+
+
+@pytest.fixture(scope="module")
+def ptx_of() -> Iterator[Ptx]:
+    """PTX of a kernel by its name, compiled in a process that does not interpret."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
+
+        @functools.cache
+        def compiled(name: str, is_direct: bool) -> str:
+            switches = {"DIRECT": is_direct} if "reduce_scatter" in name else {}
+            if name in PORTABLE:
+                module, constants = PORTABLE[name]
+                return process.submit(hopper_ptx.compiled_portable, module, name, **constants, **switches).result(120)
+            switches = switches or {"WHOLE_TILES": True}
+            return process.submit(hopper_ptx.compiled, name.removesuffix("_kernel"), True, **switches).result(120)[0]
+
+        yield compiled
+
+
+@pytest.mark.parametrize(("name", "is_direct", "needed"), CASES)
+def test_what_is_demanded_is_there_and_is_missed_when_it_is_gone(
+    ptx_of: Ptx, name: str, is_direct: bool, needed: tuple[str, ...]
+) -> None:
+    ptx = ptx_of(name, is_direct)
+    assert missing(ptx, name, is_direct) is None
+    for instruction in needed:
+        assert missing(re.sub(instruction, "nop", ptx), name, is_direct), instruction
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_count_before_its_store_is_noticed(ptx_of: Ptx, is_direct: bool) -> None:
+    ptx = ptx_of("hopper_gemm_reduce_scatter_kernel", is_direct)
+    (count,) = re.findall(rf"^.*{COUNT}.*$", ptx, flags=re.MULTILINE)
+    early = count + "\n" + ptx.replace(count, "")
+    assert missing(early, "hopper_gemm_reduce_scatter_kernel", is_direct)
+
+
+def test_a_poll_that_was_moved_out_of_its_loop_is_noticed(ptx_of: Ptx) -> None:
+    ptx = re.sub(ACQUIRE, "nop", ptx_of("wait_kernel", False), count=1)
+    assert missing(ptx, "wait_kernel")
+
+
+def test_every_kernel_has_an_entry() -> None:
+    """One without is an error at its first launch, not silence."""
+    from overlap_train.kernels import all_gather_gemm, gemm_reduce_scatter, signal
+
+    modules = (all_gather_gemm, gemm_reduce_scatter, signal)
+    names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    assert names | {"hopper_all_gather_gemm_kernel", "hopper_gemm_reduce_scatter_kernel"} == set(PROOFS)
+
+
+def test_a_kernel_that_lacks_its_wait_is_not_launched() -> None:
+    launches: list[str] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
+            return lambda **arguments: launches.append("launched")
+
+        def warmup(self, grid: tuple[int]) -> SimpleNamespace:
+            return SimpleNamespace(metadata=SimpleNamespace(name="wait_kernel"), asm={"ptx": ".entry wait_kernel()"})
+
+    cache = LaunchCache(driver=object())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"wait_kernel: as Triton .* its PTX lacks, in this order"):
+        cache.run("kernel", (), lambda: Launch(Kernel(), (1,), {}, {}))
+    assert not launches
