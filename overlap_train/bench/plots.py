@@ -82,26 +82,35 @@ def bars(labels: list[str], series: dict[str, list[float | None]], bounds: list[
     """Grouped bars, with a black line over each group at its bound."""
     from matplotlib import pyplot
 
-    # as wide as the bars need; numbers stand upright, so that they do not run into each other
+    # as wide as the bars need; numbers stand upright inside them, so that they run into neither each other nor the bound
     figure, axes = pyplot.subplots(figsize=(max(6, 0.18 * len(labels) * (len(series) + 1)), 4.5), layout="constrained")
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         places = [i - 0.4 + (number + 0.5) * width for i, value in enumerate(values) if value is not None]
         drawn = axes.bar(places, [value for value in values if value is not None], width, label=name)
-        axes.bar_label(drawn, fmt="%.2f", fontsize=6, rotation=90, padding=2)
+        axes.bar_label(drawn, fmt="%.2f", fontsize=6, rotation=90, label_type="center", color="white")
     axes.hlines(
         bounds, [i - 0.45 for i in range(len(labels))], [i + 0.45 for i in range(len(labels))], "black", label="bound"
     )
-    axes.set_xticks(range(len(labels)), [label.replace(" ", "\n", 1) for label in labels], fontsize=6)
+    axes.set_xticks(range(len(labels)), [_broken(label) for label in labels], fontsize=6)
+    axes.margins(x=0.01)
     axes.set_title(title)
-    axes.margins(y=0.2)  # room for the legend
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     return save(figure, path)
+
+
+def _broken(label: str) -> str:
+    """With another line break at the first space of its first line."""
+    first, *rest = label.split("\n")
+    return "\n".join([first.replace(" ", "\n", 1), *rest])
 
 
 def _against_m(rows: list[Row], path: Path) -> Path:
     from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator, ScalarFormatter
 
+    names = list(curves(rows))  # a colour each, in all panels
+    sizes = sorted({row["m"] for row in rows})
     panels: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         panels.setdefault((row["op"], row["pass"], row["n"], row["k"]), []).append(row)
@@ -114,10 +123,16 @@ def _against_m(rows: list[Row], path: Path) -> Path:
         axes.remove()
     for axes, ((op, pass_, n, k), members) in zip(grid.flat, panels.items(), strict=False):
         for name, points in curves(members).items():
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-        axes.set(xscale="log", yscale="log", xlabel="M", ylabel="ms")
+            places, ms = zip(*points, strict=True)
+            axes.plot(places, [1e3 * value for value in ms], f"C{names.index(name)}o-", markersize=3, label=name)
+        axes.set(xscale="log", yscale="log", xlabel="M", ylabel="microseconds")
+        axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
+        axes.xaxis.set_minor_locator(NullLocator())
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis(ScalarFormatter())
+        axes.tick_params(labelsize=7, which="both")
         axes.set_title(f"{op} {pass_} N={n} K={k}", fontsize=8)
-    grid.flat[0].legend(fontsize=7)
+    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names))
     return save(figure, path)
 
 

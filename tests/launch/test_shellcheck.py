@@ -13,7 +13,12 @@ from overlap_train.slurm.job import KINDS, Job
 from overlap_train.slurm.script import render
 
 ROOT = Path(__file__).parents[2]
-FILES = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "launch").glob("*.sbatch")), ROOT / ".ci" / "run"]
+FILES = [
+    *sorted((ROOT / "launch").glob("*.sh")),
+    *sorted((ROOT / "launch").glob("*.sbatch")),
+    ROOT / ".ci" / "run",
+    ROOT / "benchmarks" / "record.sh",
+]
 SHELLCHECK = shutil.which(
     "shellcheck", path=f"{Path(sys.executable).parent}:{Path(sys.prefix, 'bin')}"
 ) or shutil.which("shellcheck")

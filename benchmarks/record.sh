@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Records everything that lies under benchmarks/ on this machine's GPUs, about ten minutes on 4 x H200:
+#   benchmarks/record.sh FOLDER [SECONDS]
+# SECONDS: start nothing that would end later, and stop what does (default 3600). Needs .venv, which any make target makes.
+# Set CONNECTIONS for another CUDA_DEVICE_MAX_CONNECTIONS than 1, STEPS for some of the steps below only.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+out=${1:?the folder to write}
+limit=${2:-3600}
+export CUDA_DEVICE_MAX_CONNECTIONS=${CONNECTIONS:-1} OMP_NUM_THREADS=1
+gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
+mkdir -p "$out"
+failed=0
+
+# step NAME SECONDS ARGUMENTS...: torchrun with these arguments, its output in FOLDER/NAME.log
+step() {
+  local name=$1 needs=$2
+  shift 2
+  [[ " ${STEPS:-$name} " == *" $name "* ]] || return 0
+  local left=$((limit - SECONDS))
+  if [ "$left" -lt "$needs" ]; then
+    echo "$name: left out, $left s are left and it takes $needs"
+    return 0
+  fi
+  local begin=$SECONDS
+  if timeout "$left" .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$@" >"$out/$name.log" 2>&1; then
+    echo "$name: $((SECONDS - begin)) s"
+  else
+    failed=$((failed + 1))
+    echo "$name: failed after $((SECONDS - begin)) s, see $out/$name.log"
+  fi
+}
+
+mfu=recipes/compare_mfu.py
+step tune-8b 20 -m overlap_train tune --model llama3-8b --seq 8192 4096 2048
+step tune-70b 15 -m overlap_train tune --model llama3-70b --seq 8192
+step operators 35 -m overlap_train.bench operators --methods auto,fused,direct,chunked --out "$out"
+step layers 35 -m overlap_train.bench layers --methods auto,fused,direct,chunked --out "$out"
+step small_m 30 -m overlap_train.bench operators --rows 256 512 1024 --methods auto,fused,direct,collective --out "$out/small_m"
+step sweep 60 -m overlap_train.bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
+  --methods auto,fused,chunked --quick --out "$out/sweep"
+step timeline 15 -m overlap_train.bench.timeline --out "$out"
+step mfu 130 $mfu --model llama3-8b,llama3-70b --layers 8,4 --global-batch-size 4 --quick --variants megatron,overlap,async_tp --out "$out/mfu"
+step mfu_s2048 45 $mfu --model llama3-8b --layers 4 --seq-length 2048 --global-batch-size 8 --quick \
+  --variants megatron,overlap,megatron_graph,overlap_graph --out "$out/mfu_s2048"
+step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
+  --repeat megatron,overlap --out "$out/loss"
+step bitwise 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
+  --bitwise --out "$out/bitwise"
+exit "$failed"
