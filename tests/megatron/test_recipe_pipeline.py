@@ -196,20 +196,13 @@ def test_each_stage_shows_its_linears_and_rank_0_all_else(saved: tuple[Path, lis
     assert "| byte bigram " in first.output
 
 
-def test_a_run_in_stages_resumes_without_overlap_and_with_it_again(
+def test_a_checkpoint_of_two_stages_loads_into_one_without_overlap_and_back(
     saved: tuple[Path, list[Ended]], data: Path, tmp_path: Path
 ) -> None:
     folder, ranks = saved
     expected = ranks[0].losses()
     save = ("--save", tmp_path, "--save-interval", 5)
-    without = run_recipe(RANKS, *STAGES, "--load", folder / "iter_0000003", *save, data=data)[0]
-    assert without.losses() == pytest.approx({i: expected[i] for i in (4, 5, 6)}, rel=1e-5), without.errors
-    again = run_recipe(RANKS, *STAGES, "--overlap-train", "--load", tmp_path / "iter_0000005", data=data)[0]
-    assert again.losses() == pytest.approx({6: expected[6]}, rel=1e-5), again.errors
-
-
-def test_a_checkpoint_of_two_stages_loads_into_one(saved: tuple[Path, list[Ended]], data: Path) -> None:
-    folder, ranks = saved
-    whole = (*STAGES, "--pp", 1)
-    resumed = run_recipe(2, *whole, "--load", folder / "iter_0000003", data=data)[0]
-    assert resumed.losses() == pytest.approx({i: ranks[0].losses()[i] for i in (4, 5, 6)}, rel=1e-5), resumed.errors
+    whole = run_recipe(2, *STAGES, "--pp", 1, "--load", folder / "iter_0000003", *save, data=data)[0]
+    assert whole.losses() == pytest.approx({i: expected[i] for i in (4, 5, 6)}, rel=1e-5), whole.errors
+    back = run_recipe(RANKS, *STAGES, "--overlap-train", "--load", tmp_path / "iter_0000005", data=data)[0]
+    assert back.losses() == pytest.approx({6: expected[6]}, rel=1e-5), back.errors
