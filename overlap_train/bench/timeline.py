@@ -66,20 +66,32 @@ def record(out: Path) -> None:
 
 def _profile(call: Callable[[], Any]) -> list[dict[str, Any]]:
     """Device intervals of the third of three back-to-back calls after warm-up: name, stream, start and end in microseconds."""
-    from torch.profiler import ProfilerActivity, profile
-
     marker = torch.zeros(1, device="cuda")  # its kernels separate the calls on the compute stream
     for _ in range(5):
         call()
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        torch.cuda._sleep(4_000_000)  # about two milliseconds, in which the host gets ahead
+
+    def three_calls() -> None:
         for number in range(3):
             marker.fill_(number)
             call()
         marker.fill_(0)
+
+    return device_spans(three_calls, head_start_cycles=4_000_000)
+
+
+def device_spans(work: Callable[[], object], head_start_cycles: int) -> list[dict[str, Any]]:
+    """Everything on the device during `work`: name, stream, start and end in microseconds, in the order of starts.
+
+    The device starts later than the host by so many cycles (2,000,000 are about a millisecond), so that launches do not show.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        torch.cuda._sleep(head_start_cycles)
+        work()
         torch.cuda.synchronize()
     events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
     spans = [

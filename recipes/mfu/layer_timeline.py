@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from overlap_train.bench.timeline import exposed, kind_of
+from overlap_train.bench.timeline import device_spans, exposed, kind_of
 
 if TYPE_CHECKING:
     from mfu.trained import Trained
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Span = dict[str, Any]  # pass, kind, name, stream, start and end in microseconds from the pass's begin
 
 MARKER = "nextafter"  # a kernel that nobody else launches; PyTorch's async-TP has spin kernels (torch.cuda._sleep) of its own
-HEAD_START_CYCLES = 20_000_000  # about 10 ms, in which the host gets ahead
+HEAD_START_CYCLES = 20_000_000  # about 10 ms
 PASSES = ("forward", "backward")
 # Names that the classification of bench.timeline knows, for spans whose kind is known already.
 _KNOWN_AS = {"gemm": "gemm", "compute": "gemm", "communication": "memcpy", "waiting": "memcpy"}
@@ -35,7 +35,7 @@ def record(trained: Trained) -> list[Span]:
         trained.forward_backward()
         torch.cuda.synchronize()
         dist.barrier()
-        return cut(_profile(trained))
+        return cut(device_spans(trained.forward_backward, HEAD_START_CYCLES))
     finally:
         for handle in handles:
             handle.remove()
@@ -62,22 +62,6 @@ def launch_marker(like: torch.Tensor) -> None:
     """One small kernel on the device of `like`, in its current stream."""
     one = torch.empty(1, device=like.device)
     torch.nextafter(one, one)
-
-
-def _profile(trained: Trained) -> list[Span]:
-    """Everything on the device during one forward and backward: name, stream, start and end in microseconds."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        torch.cuda._sleep(HEAD_START_CYCLES)
-        trained.forward_backward()
-        torch.cuda.synchronize()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
-    spans = [
-        {"name": e.name(), "stream": e.device_resource_id(), "start": e.start_ns() / 1e3, "end": e.end_ns() / 1e3}
-        for e in events
-    ]
-    return sorted(spans, key=lambda span: span["start"])
 
 
 def cut(spans: Sequence[Span]) -> list[Span]:
