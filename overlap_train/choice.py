@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from .operators import hopper
-from .tuning.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
-from .tuning.table import Table
+from .tuned.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
+from .tuned.table import Table
 
 __all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
 

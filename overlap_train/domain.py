@@ -18,7 +18,7 @@ from .config import OverlapConfig, flag_name
 from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from .layout import Layout
 from .symmetric import SymmetricHeap, open_heap, resolve_provider
-from .tuning.table import agreed
+from .tuned.table import agreed
 from .watchdog import FaultRecord
 from .workspace import Channel
 

@@ -13,7 +13,7 @@ from overlap_train.choice import GATHER, SCATTER, Choice, Pass, choose
 from overlap_train.integrations.megatron.fallback import standing_reason
 from overlap_train.integrations.megatron.linear import OVERLAPPED
 from overlap_train.registry import made_domain
-from overlap_train.tuning.table import key_of, read
+from overlap_train.tuned.table import key_of, read
 
 # How Megatron-Core names the linears in its modules -> our name of the slot.
 SLOT_OF_ATTRIBUTE = {

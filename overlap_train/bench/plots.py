@@ -128,8 +128,8 @@ def _against_m(rows: list[Row], path: Path) -> Path:
         axes.set(xscale="log", yscale="log", xlabel="M", ylabel="microseconds")
         axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
         axes.xaxis.set_minor_locator(NullLocator())
-        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            axis(ScalarFormatter())
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
         axes.tick_params(labelsize=7, which="both")
         axes.set_title(f"{op} {pass_} N={n} K={k}", fontsize=8)
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names))

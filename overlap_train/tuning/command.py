@@ -21,9 +21,9 @@ from ..bench.output import Results, collect_notes, screen
 from ..bench.settings import Settings
 from ..bench.shapes import LAYERS, OPS, Case, Layer, layer_cases
 from ..config import METHODS
+from ..tuned.passes import Pass
+from ..tuned.table import Key, Winner, key_of, save
 from .measure import tune_case
-from .passes import Pass
-from .table import Key, Winner, key_of, save
 
 CANDIDATES = tuple(method for method in METHODS if method != "auto")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -6,11 +6,7 @@ many rows as in the real model, and cost as much.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gpt.settings import Settings
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -108,11 +104,6 @@ ARCHITECTURES = {
         expert_balance=0.02,
     ),
 }
-
-
-def architecture_of(settings: Settings) -> Architecture:
-    """The architecture that `settings.model` names, with the shape that the flags ask for."""
-    return replace(ARCHITECTURES[settings.model], **{name: getattr(settings, name) for name in SHAPE})
 
 
 def shape_of(model: str) -> dict[str, int]:

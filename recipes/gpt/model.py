@@ -14,9 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gpt.architectures import SMALL, Architecture, architecture_of
+from gpt.architectures import SMALL, Architecture
 from gpt.errors import RecipeError, refused_by_rule
-from gpt.settings import Settings
+from gpt.settings import Settings, architecture_of
 from gpt.stages import pipeline_settings, pipeline_stage, seed_weights, take_weights
 from gpt.streams import graph_stream, on_stream, prepare_random_states
 from gpt.tokenizer import padded_vocab_size

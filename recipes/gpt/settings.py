@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpt.architectures import ARCHITECTURES, SMALL, shape_of
+from gpt.architectures import ARCHITECTURES, SHAPE, SMALL, Architecture, shape_of
 from gpt.errors import RecipeError
 
 CACHE = Path.home() / ".cache" / "overlap_train" / "pretrain_gpt"
 
-SHAPE = ARCHITECTURES[SMALL]
+_DEFAULT = ARCHITECTURES[SMALL]
 RECOMPUTE = ("none", "selective", "full")  # nothing, the core attention, whole layers
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -28,11 +28,11 @@ class Settings:
     text: str = _option("data", "", "file to train on; without it, the topics of Python's own help()")
     data_dir: str = _option("data", str(CACHE), "where index files are kept; shared by all nodes")
     model: str = _option("model", SMALL, f"{', '.join(ARCHITECTURES)}; sets the defaults of the flags below")
-    num_layers: int = _option("model", SHAPE.num_layers, "transformer layers")
-    hidden_size: int = _option("model", SHAPE.hidden_size, "width of the residual stream")
-    ffn_hidden_size: int = _option("model", SHAPE.ffn_hidden_size, "width inside the SwiGLU MLP")
-    num_attention_heads: int = _option("model", SHAPE.num_attention_heads, "query heads")
-    num_query_groups: int = _option("model", SHAPE.num_query_groups, "key and value heads (GQA)")
+    num_layers: int = _option("model", _DEFAULT.num_layers, "transformer layers")
+    hidden_size: int = _option("model", _DEFAULT.hidden_size, "width of the residual stream")
+    ffn_hidden_size: int = _option("model", _DEFAULT.ffn_hidden_size, "width inside the SwiGLU MLP")
+    num_attention_heads: int = _option("model", _DEFAULT.num_attention_heads, "query heads")
+    num_query_groups: int = _option("model", _DEFAULT.num_query_groups, "key and value heads (GQA)")
     seq_length: int = _option("model", 128, "bytes in a sample")
     variable_seq_length: int = _option("model", 0, "1: micro-batches of half of --seq-length up to all of it")
     tp: int = _option("parallel", 0, "tensor-parallel ranks, with sequence parallelism; 0: all that --pp leaves")
@@ -62,6 +62,11 @@ class Settings:
     save: str = _option("checkpoint", "", "folder to write checkpoints to")
     save_interval: int = _option("checkpoint", 0, "steps between checkpoints; 0: only at the end")
     load: str = _option("checkpoint", "", "where to resume: a --save folder (its newest checkpoint) or an iter_ folder")
+
+
+def architecture_of(settings: Settings) -> Architecture:
+    """The architecture that `settings.model` names, with the shape that the flags ask for."""
+    return replace(ARCHITECTURES[settings.model], **{name: getattr(settings, name) for name in SHAPE})
 
 
 def defaults(on_gpu: bool, model: str = SMALL) -> Settings:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from gpt.architectures import Architecture, architecture_of
-from gpt.settings import Settings
+from gpt.architectures import Architecture
+from gpt.settings import Settings, architecture_of
 from gpt.tokenizer import padded_vocab_size
 
 # Dense bf16, in TFLOP/s, from NVIDIA's data sheets; the first name that the device's name contains counts.

@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from gpt.architectures import architecture_of
 from gpt.errors import RecipeError
 from gpt.progress import say
+from gpt.settings import architecture_of
 from gpt.world import World
 from mfu.flops import peak_tflops
 from mfu.measuring import Measured

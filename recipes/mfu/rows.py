@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gpt.architectures import architecture_of
+from gpt.settings import architecture_of
 from mfu.flops import step_flops
 from mfu.measuring import Measured, baseline_of
 from mfu.plan import AGAIN, ASYNC_TP, MEGATRON, MEGATRON_GRAPH, OVERLAP, OVERLAP_GRAPH, USERBUFFERS, Plan, is_graph

@@ -20,8 +20,8 @@ from overlap_train.integrations.megatron import (
     report,
 )
 from overlap_train.integrations.megatron.reporting import LinearReport, Report
-from overlap_train.tuning.passes import Pass
-from overlap_train.tuning.table import Winner, key_of, save
+from overlap_train.tuned.passes import Pass
+from overlap_train.tuned.table import Winner, key_of, save
 from tests.megatron.linears import model_config
 from tests.megatron.models import BATCH, LLAMA, SEQUENCE, Recipe, gpt, quietly_enable, train, wrap
 from tests.megatron.test_spec import MIXTURE

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from gpt.architectures import ARCHITECTURES, SHAPE, SMALL, Architecture, architecture_of
+from gpt.architectures import ARCHITECTURES, SHAPE, SMALL, Architecture
 from gpt.errors import RecipeError
 from gpt.rules import resolve
-from gpt.settings import Settings, defaults, named_model
+from gpt.settings import Settings, architecture_of, defaults, named_model
 from gpt.tokenizer import padded_vocab_size
 from mfu.flops import step_flops
 

@@ -20,7 +20,7 @@ from overlap_train.choice import (
 )
 from overlap_train.config import METHODS
 from overlap_train.operators import hopper
-from overlap_train.tuning.table import UNTUNED, Table, Winner
+from overlap_train.tuned.table import UNTUNED, Table, Winner
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 WORLD = 4

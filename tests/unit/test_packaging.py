@@ -27,6 +27,7 @@ SUBPACKAGES = (
     "operators",
     "doctor",
     "slurm",
+    "tuned",
     "tuning",
 )
 STRANGERS = {"kernels", "integrations", "recipes", "tests", "launch", "benchmarks", "docs"}

@@ -7,9 +7,9 @@ import torch
 
 from overlap_train import cli
 from overlap_train.bench.operators import pass_of
+from overlap_train.tuned.passes import Pass
+from overlap_train.tuned.table import Winner
 from overlap_train.tuning.command import MODELS, columns_of, figures, main, model_cases
-from overlap_train.tuning.passes import Pass
-from overlap_train.tuning.table import Winner
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.tuning import table as table_module
+from overlap_train.tuned import table as table_module
+from overlap_train.tuned.passes import GATHER, SCATTER, Pass, rounded_up
+from overlap_train.tuned.table import Key, Table, Winner, key_of, path_of, read, save
 from overlap_train.tuning.measure import NOISE, candidates, decide
-from overlap_train.tuning.passes import GATHER, SCATTER, Pass, rounded_up
-from overlap_train.tuning.table import Key, Table, Winner, key_of, path_of, read, save
 
 KEY = Key("NVIDIA H200", "2.11.0", "3.6.0", "570.86.15", "0.1.0", 4)
 FC1 = Pass(GATHER, 8192, 7168, 4096, torch.bfloat16, 4)
