@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Records everything that lies under benchmarks/ on this machine's GPUs, about ten minutes on 4 x H200:
+# Records what lies under benchmarks/h200x4 on this machine's GPUs, with pictures; about eleven minutes on 4 x H200:
 #   benchmarks/record.sh FOLDER [SECONDS]
 # SECONDS: start nothing that would end later, and stop what does (default 3600). Needs .venv, which any make target makes.
 # Set CONNECTIONS for another CUDA_DEVICE_MAX_CONNECTIONS than 1, STEPS for some of the steps below only.
@@ -41,11 +41,18 @@ step small_m 30 -m overlap_train.bench operators --rows 256 512 1024 --methods a
 step sweep 60 -m overlap_train.bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
   --methods auto,fused,chunked --quick --out "$out/sweep"
 step timeline 15 -m overlap_train.bench.timeline --out "$out"
-step mfu 130 $mfu --model llama3-8b,llama3-70b --layers 8,4 --global-batch-size 4 --quick --variants megatron,overlap,async_tp --out "$out/mfu"
+step mfu 130 $mfu --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4 --quick --variants megatron,chunked,fused,overlap \
+  --out "$out/mfu"
+step mfu_8_layers 60 $mfu --model llama3-8b --layers 8 --global-batch-size 2 --quick --variants megatron,overlap --out "$out/mfu_8_layers"
+step mfu_one_micro_batch 90 $mfu --model llama3-8b,llama3-70b --layers 4,2 --quick --out "$out/mfu_one_micro_batch"
 step mfu_s2048 45 $mfu --model llama3-8b --layers 4 --seq-length 2048 --global-batch-size 8 --quick \
   --variants megatron,overlap,megatron_graph,overlap_graph --out "$out/mfu_s2048"
 step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
   --repeat megatron,overlap --out "$out/loss"
 step bitwise 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
   --bitwise --out "$out/bitwise"
+for folder in "$out" "$out/small_m" "$out/sweep"; do
+  [ ! -d "$folder" ] || .venv/bin/python -m overlap_train.bench plot "$folder"
+done
+[ ! -f "$out/timeline.json" ] || .venv/bin/python -m overlap_train.bench.timeline --draw "$out/timeline.json"
 exit "$failed"

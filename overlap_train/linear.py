@@ -91,8 +91,8 @@ def linear_reduce_scatter(
     `sequence_parallel`).
 
     Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W. With the methods
-    fused and chunked the reduction is in fp32 and in a fixed order, so that every run gives the same bits; collective reduces
-    as NCCL or gloo does.
+    fused, direct and chunked the reduction is in fp32 and in a fixed order, so that every run gives the same bits; collective
+    reduces as NCCL or gloo does.
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
