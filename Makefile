@@ -1,7 +1,7 @@
 # Every target makes the environment that it needs (launch/bootstrap.sh) and uses this machine's GPUs if it has any.
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-launch test-gpu test-other lint types imports format docs
+.PHONY: help train test test-recipes test-launch test-gpu test-other lint types imports format docs
 SHELL := /bin/bash
 
 python := .venv/bin/python
@@ -16,9 +16,13 @@ train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="-
 	$(bootstrap) main
 	launch/torchrun.sh recipes/pretrain_gpt.py --overlap-train $(TRAIN_ARGS)
 
-test: ## every test that needs no GPU (TEST_ARGS="-k name ..." is passed on)
+test: ## the tests that need no GPU, but for the next two (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main
 	$(pytest) tests/unit tests/protocol tests/megatron $(TEST_ARGS)
+
+test-recipes: ## the recipe with published models and in pipeline stages, on CPU processes
+	$(bootstrap) main
+	$(pytest) tests/recipes $(TEST_ARGS)
 
 test-launch: ## batch jobs on a real Slurm, where its packages are installed, and shellcheck
 	$(bootstrap) main
@@ -31,7 +35,7 @@ test-gpu: ## the GPU tests, on 2 or 4 GPUs, for every provider (TEST_ARGS="-k na
 test-other: ## the suite's fast part on the other Python and Megatron-Core
 	$(bootstrap) other
 	@if [ ! -x .venv-other/bin/python ]; then echo "make test-other: skipped, see the line above"; else \
-	  $(subst $(python),.venv-other/bin/python,$(pytest)) tests/unit tests/megatron -m "not slow" $(TEST_ARGS); fi
+	  $(subst $(python),.venv-other/bin/python,$(pytest)) tests/unit tests/megatron tests/recipes -m "not slow" $(TEST_ARGS); fi
 
 lint: ## ruff, mypy over the public API, import-linter for the layers
 	$(bootstrap) main

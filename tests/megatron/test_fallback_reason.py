@@ -63,7 +63,7 @@ def test_nothing_against_overlap() -> None:
         ({"config__fine_grained_activation_offloading": True}, "offloaded"),
         ({"training": False}, "evaluation mode"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
 def test_settings_of_the_linear(changes: dict[str, Any], reason: str) -> None:
     assert reason in str(fallback_reason(linear(**changes), X, weight()))
