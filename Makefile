@@ -16,7 +16,7 @@ train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="-
 	$(bootstrap) main
 	launch/torchrun.sh recipes/pretrain_gpt.py --overlap-train $(TRAIN_ARGS)
 
-test: ## the tests that need no GPU, but for the next two (TEST_ARGS="-k name ..." is passed on)
+test: ## the tests that need no GPU, but for test-recipes and test-launch (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main
 	$(pytest) tests/unit tests/protocol tests/megatron $(TEST_ARGS)
 
