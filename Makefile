@@ -10,7 +10,7 @@ pytest := OMP_NUM_THREADS=1 $(python) -m pytest
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
-	  while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
+	  while IFS='|' read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
 
 train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="--train-iters 100 ..." is passed on)
 	$(bootstrap) main
