@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from overlap_train import all_gather_linear, graphed, linear_reduce_scatter
-from overlap_train.registry import domain_of
+from overlap_train import all_gather_linear, forget_graphs, graphed, linear_reduce_scatter
 from tests.linear_cases import OPERATORS, Case
 
 K, N_SHARD, ROWS = 512, 256, 256
@@ -79,4 +78,4 @@ def test_replays_are_exact(case: Case, method: str) -> None:
         all_gather_linear(large, weight, group=case.group, config=case.config)
     torch.cuda.synchronize()
     del graph, results
-    domain_of(case.group, case.config, case.device).captured = False  # for the tests behind this one
+    forget_graphs(case.group)  # for the tests behind this one
