@@ -33,7 +33,7 @@ def all_gather_problem(
     error = _common_error(name, "x_shard_m", x, "w_shard_n", w, bias)
     rows = x.shape[:-1].numel() * world
     nbytes = rows * x.shape[-1] * x.element_size()
-    return Problem(Demand(name, _shapes(x, w), nbytes, nbytes), rows, x.device, error)
+    return Problem(Demand(name, _shapes(x, w), nbytes), rows, x.device, error)
 
 
 def reduce_scatter_problem(
@@ -49,7 +49,7 @@ def reduce_scatter_problem(
         )
     rows = x.shape[:-1].numel()
     nbytes = rows * w.shape[0] * x.element_size()
-    return Problem(Demand(name, _shapes(x, w), nbytes, nbytes), rows, x.device, error)
+    return Problem(Demand(name, _shapes(x, w), nbytes), rows, x.device, error)
 
 
 def _shapes(x: torch.Tensor, w: torch.Tensor) -> str:

@@ -146,8 +146,8 @@ class HostCopyEngine:
 class StreamCopyEngine:
     """A side stream whose copies the driver gives to the copy engine."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.driver = driver = CudaDriver(device)
+    def __init__(self, device: torch.device, driver: CudaDriver) -> None:
+        self._driver = driver
         self._held: list[torch.Tensor] = []  # keeps sources from the allocator until the stream has read them
         self._forked, self._joined, self._ended = driver.new_event(), driver.new_event(), driver.new_event()
         self._last_stream: int | None = None  # that an operator was called in
@@ -155,14 +155,14 @@ class StreamCopyEngine:
         self._handle = self.stream.cuda_stream
 
     def begin(self) -> None:
-        current, last = self.driver.current_stream(), self._last_stream
+        current, last = self._driver.current_stream(), self._last_stream
         # What is captured into a graph cannot wait for what is not, and has not run; graph.py puts a barrier at both ends.
-        if current == last or self.driver.is_capturing():
+        if current == last or self._driver.is_capturing():
             return
         if last is not None:
-            self.driver.enter()
-            self.driver.check(self.driver.record_event(self._ended, last))
-            self.driver.check(self.driver.wait_event(current, self._ended, 0))
+            self._driver.enter()
+            self._driver.check(self._driver.record_event(self._ended, last))
+            self._driver.check(self._driver.wait_event(current, self._ended, 0))
         self._last_stream = current
 
     def push(self, source: torch.Tensor, routes: list[Route]) -> None:
@@ -179,18 +179,18 @@ class StreamCopyEngine:
     def join(self) -> None:
         if not self._held:
             return
-        failed = self.driver.record_event(self._joined, self._handle)
-        failed = self.driver.wait_event(self.driver.current_stream(), self._joined, 0) or failed
-        self.driver.check(failed)
+        failed = self._driver.record_event(self._joined, self._handle)
+        failed = self._driver.wait_event(self._driver.current_stream(), self._joined, 0) or failed
+        self._driver.check(failed)
         self._held.clear()
 
     def close(self) -> None:
         self.stream.synchronize()
 
     def _fork(self) -> None:
-        failed = self.driver.record_event(self._forked, self.driver.current_stream())
-        failed = self.driver.wait_event(self._handle, self._forked, 0) or failed
-        self.driver.check(failed)
+        failed = self._driver.record_event(self._forked, self._driver.current_stream())
+        failed = self._driver.wait_event(self._handle, self._forked, 0) or failed
+        self._driver.check(failed)
 
     def _enqueue(self, source: torch.Tensor, routes: list[Route]) -> None:
         """The wait is made by the stream itself. A waiting kernel might find no room beside a GEMM that fills every SM's
@@ -198,11 +198,11 @@ class StreamCopyEngine:
         it owes a foreign tile, so this wait needs no bound of its own. The signal is a copy, not a write-value, so that a
         replayed graph sends a new epoch."""
         self._held.append(source)
-        start, stream, copy, wait_value = source.data_ptr(), self._handle, self.driver.copy, self.driver.wait_value
+        start, stream, copy, wait_value = source.data_ptr(), self._handle, self._driver.copy, self._driver.wait_value
         failed = 0
         for route in routes:
             if route.counter_at:
                 failed = wait_value(stream, route.counter_at, route.goal, _AT_LEAST) or failed
             failed = copy(route.place, start + route.offset, route.nbytes, stream) or failed
             failed = copy(route.signal_at, route.epoch_at, 8, stream) or failed
-        self.driver.check(failed)
+        self._driver.check(failed)

@@ -1,4 +1,4 @@
-"""The overlap domain of a process group: its heap, channels and copy engine. All state that outlives a call hangs here.
+"""The overlap domain of a process group: its heap, slots and copy engine. All state that outlives a call hangs here.
 
 registry.py knows the domains of this process.
 """
@@ -16,11 +16,13 @@ import torch.distributed as dist
 
 from .config import OverlapConfig, flag_name
 from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
-from .layout import Layout
+from .driver import CudaDriver
+from .layout import SLOTS, Layout
 from .symmetric import SymmetricHeap, open_heap, resolve_provider
 from .tuned.table import agreed
+from .waits import BoundedWaits
 from .watchdog import FaultRecord
-from .workspace import Channel
+from .workspace import Workspace
 
 _MIB = 1 << 20
 
@@ -29,28 +31,29 @@ _MIB = 1 << 20
 class Demand:
     """What one operator call, forward and backward, asks of the domain. Ranks must agree on it.
 
-    gather_bytes, scatter_bytes: size of a slot of each channel.
+    slot_bytes: of what its gather receives, which is as large as what its scatter receives.
     """
 
     op: str
     shapes: str
-    gather_bytes: int
-    scatter_bytes: int
+    slot_bytes: int
 
 
 class OverlapDomain:
     """The ranks that exchange chunks with each other, and what they share. Made by `domain_of`, by all ranks together."""
 
-    gather: Channel
-    scatter: Channel
+    workspace: Workspace
 
     def __init__(self, group: dist.ProcessGroup, config: OverlapConfig, device: torch.device) -> None:
         self.group, self.config, self.device = group, config, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._on_gpu = device.type == "cuda"
-        self.engine: CopyEngine = StreamCopyEngine(device) if self._on_gpu else HostCopyEngine(config.timeout_s)
+        self._driver = CudaDriver(device) if self._on_gpu else None
+        self.engine: CopyEngine = (
+            HostCopyEngine(config.timeout_s) if self._driver is None else StreamCopyEngine(device, self._driver)
+        )
         self.fault = FaultRecord(device)
-        self.layout = Layout(self.world_size, 0, 0)
+        self.layout = Layout(self.world_size, 0)
         self.heap: SymmetricHeap | None = None
         self.table = agreed(group, config.tuning_dir, device)  # what method=auto goes by, the same on all ranks
         self.graphed = False  # inside graph.graphed
@@ -109,7 +112,7 @@ class OverlapDomain:
             return limits, str(error)
 
     def _hold(self, demand: Demand) -> None:
-        layout = self.layout.covering(demand.gather_bytes, demand.scatter_bytes)
+        layout = self.layout.covering(demand.slot_bytes)
         if self.heap is not None and layout == self.layout:
             return
         if self.captured:
@@ -121,9 +124,8 @@ class OverlapDomain:
         if layout.nbytes > self.config.symmetric_mib * _MIB:
             raise ValueError(
                 f"symmetric_mib={self.config.symmetric_mib} is too small: {demand.op} with {demand.shapes} needs "
-                f"{-(-layout.nbytes // _MIB)} MiB of symmetric memory per rank (two gather slots of "
-                f"{layout.gather_slot / _MIB:.1f} MiB and two scatter slots of {layout.scatter_slot / _MIB:.1f} MiB); "
-                f"raise OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
+                f"{-(-layout.nbytes // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
+                f"{layout.slot_bytes / _MIB:.1f} MiB); raise OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
             )
         self._reallocate(layout)
 
@@ -135,23 +137,22 @@ class OverlapDomain:
         self._close_heap()
         self.heap = open_heap(self.group, layout.nbytes, self.config.provider, self.device)
         self.layout = layout
-        self.gather, self.scatter = (
-            Channel(name, self.heap, layout, self.rank, self.device, self.engine, self.fault, self.config.timeout_s)
-            for name in ("gather", "scatter")
-        )
+        waits = BoundedWaits(self.rank, self.world_size, self.config.timeout_s, self.fault, self._driver)
+        self.workspace = Workspace(self.heap, layout, self.device, self.engine, waits)
 
     def _close_heap(self) -> None:
         """Unmap what was there, now: torch's heap waits for the device when it goes, which later could be between the launch of a
         kernel and its pushes (copy_engine.py)."""
         if self.heap is None:
             return
-        del self.gather, self.scatter  # they hold views of it
-        gc.collect()  # and know each other, so that only the collector ends them
+        del self.workspace  # it holds views of it
+        gc.collect()  # in objects that know each other, so that only the collector ends them
         self.heap.close()
         self.heap = None
 
-    def operator(self) -> AbstractContextManager[None]:
-        """Bracket of everything that one autograd pass of one operator does here.
+    def operator(self, calls: int) -> AbstractContextManager[None]:
+        """Bracket of everything that one autograd pass of one operator does here: up to so many gathers and scatters, each waited
+        for before the end.
 
         Raises an earlier time-out before and, without waiting for the device, after. Calls from several streams are put in
         order. Pushes are joined at the end, so that their sources may be freed.
@@ -165,7 +166,7 @@ class OverlapDomain:
                 "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
                 "those of the full iteration are), or train without CUDA graphs"
             )
-        return _Operator(self.engine, self.fault)
+        return _Operator(self, calls)
 
     def is_capturing(self) -> bool:
         """Whether what the caller's stream is given goes into a CUDA graph."""
@@ -182,14 +183,16 @@ class OverlapDomain:
 class _Operator:
     """OverlapDomain.operator; not a generator, which would take 2 microseconds more."""
 
-    def __init__(self, engine: CopyEngine, fault: FaultRecord) -> None:
-        self._engine, self._fault = engine, fault
+    def __init__(self, domain: OverlapDomain, calls: int) -> None:
+        self._domain, self._calls = domain, calls
 
     def __enter__(self) -> None:
-        self._fault.check()
-        self._engine.begin()
+        self._domain.fault.check()
+        self._domain.engine.begin()
+        self._domain.workspace.begin(self._calls)
 
     def __exit__(self, raised: object, *_: object) -> None:
-        self._engine.join()  # whatever was raised, pushes must not outlive the operator: the next call resets their counters
+        # Whatever was raised, pushes must not outlive the operator: the next call resets their counters.
+        self._domain.engine.join()
         if raised is None:
-            self._fault.check()
+            self._domain.fault.check()

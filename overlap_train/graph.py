@@ -1,12 +1,13 @@
 """Operators inside a CUDA graph.
 
-Epochs count on the device, so that a replay sends new ones. But a graph uses the same slots at every replay, an odd number of
-times perhaps, and eager calls come between: slots no longer take turns (docs/design.md, rule 3). A barrier of signals at both
-ends of the graph makes up for that, 10 microseconds each.
+Epochs count on the device, so that a replay sends new ones. But a graph uses the same slots at every replay, and whoever runs
+before and behind it knows nothing of that (docs/design.md, rule 3). A barrier of signals at both ends of the graph makes up for
+that, 10 microseconds each.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,7 +37,7 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
         raise ValueError(
             "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
         )
-    turns = domain.gather.turn, domain.scatter.turn
+    turns = copy.deepcopy(domain.workspace.turns)
     try:
         domain.graphed = True
         meet(domain, "graph/begin")
@@ -46,7 +47,7 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
     finally:
         domain.graphed = False
         # Capturing runs nothing, barriers neither: eager calls before the first replay go on where they were.
-        domain.gather.turn, domain.scatter.turn = turns
+        domain.workspace.turns = turns
 
 
 def forget_graphs(group: dist.ProcessGroup) -> None:
@@ -63,7 +64,6 @@ def is_graphed(group: dist.ProcessGroup) -> bool:
 
 
 def meet(domain: OverlapDomain, op: str) -> None:
-    """All ranks' streams meet; both channels start again with their first slot."""
-    with domain.operator():
-        domain.gather.barrier(op)
-        domain.scatter.barrier(op)
+    """All ranks' streams meet; all slots are free."""
+    with domain.operator(calls=0):
+        domain.workspace.barrier(op)

@@ -6,42 +6,41 @@ from dataclasses import dataclass
 
 from .kernels.signal_words import MAX_CHUNKS
 
-SLOTS = 2  # of each channel
+SLOTS = 3  # that calls use: two gathered activations and one scatter buffer at a time, whichever they are
+BARRIER = SLOTS  # one slot more, for signals only
 _ALIGN = 4096
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in the heap: signals of both channels, then the gather slots, then the scatter slots. Sizes in bytes."""
+    """Where things lie in the heap: signals of all slots, then their blocks. slot_bytes: of the blocks of one slot."""
 
     world_size: int
-    gather_slot: int
-    scatter_slot: int
+    slot_bytes: int
 
     @property
     def nbytes(self) -> int:
-        return self.offset("scatter", SLOTS)
+        return self.offset(BARRIER) + _aligned(self.size(BARRIER))
 
-    def offset(self, channel: str, slot: int) -> int:
+    def offset(self, slot: int) -> int:
         """Byte offset of a slot's blocks."""
-        if channel == "gather":
-            return _aligned(2 * SLOTS * self.signals_bytes) + slot * _aligned(self.gather_slot)
-        return self.offset("gather", SLOTS) + slot * _aligned(self.scatter_slot)
+        return _aligned((BARRIER + 1) * self.signals_bytes) + slot * _aligned(self.slot_bytes)
 
-    def signals_offset(self, channel: str, slot: int) -> int:
+    def size(self, slot: int) -> int:
+        """Bytes of a slot's blocks; of the barrier's one word a rank."""
+        return self.world_size * 8 if slot == BARRIER else self.slot_bytes
+
+    def signals_offset(self, slot: int) -> int:
         """Byte offset of a slot's W x MAX_CHUNKS signals."""
-        return ((channel == "scatter") * SLOTS + slot) * self.signals_bytes
+        return slot * self.signals_bytes
 
     @property
     def signals_bytes(self) -> int:
         return self.world_size * MAX_CHUNKS * 8
 
-    def slot_bytes(self, channel: str) -> int:
-        return self.gather_slot if channel == "gather" else self.scatter_slot
-
-    def covering(self, gather_slot: int, scatter_slot: int) -> Layout:
-        """The smallest layout that holds both this one and slots of the given sizes."""
-        return Layout(self.world_size, max(self.gather_slot, gather_slot), max(self.scatter_slot, scatter_slot))
+    def covering(self, slot_bytes: int) -> Layout:
+        """The smallest layout that holds both this one and slots of the given size."""
+        return Layout(self.world_size, max(self.slot_bytes, slot_bytes))
 
 
 def _aligned(nbytes: int) -> int:

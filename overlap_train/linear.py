@@ -174,7 +174,7 @@ class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan) -> torch.Tensor:
         keep = plan.config.gathered_input == "keep" and w_shard_n.requires_grad
-        with plan.domain.operator(), profiled(plan.fprop_range):
+        with plan.domain.operator(calls=1), profiled(plan.fprop_range):
             gather = start_all_gather(plan.domain, x_shard_m, plan.gather_method, plan.fprop)
             y_shard_n = gather.matmul(w_shard_n.t())
             saved = gather.full().clone() if keep else x_shard_m
@@ -188,8 +188,9 @@ class _AllGatherLinear(torch.autograd.Function):
         plan: _Plan = ctx.plan
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_m = dw_shard_n = scatter = gather = None
-        with plan.domain.operator(), profiled(plan.dgrad_range):
-            if wants_dw and not ctx.kept:
+        gathers = wants_dw and not ctx.kept
+        with plan.domain.operator(calls=gathers + wants_dx), profiled(plan.dgrad_range):
+            if gathers:
                 gather = start_all_gather(plan.domain, saved, plan.gather_method, plan.wgrad)
             if wants_dx:
                 scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, plan.scatter_method, plan.dgrad)
@@ -205,7 +206,7 @@ class _AllGatherLinear(torch.autograd.Function):
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        with plan.domain.operator(), profiled(plan.fprop_range):
+        with plan.domain.operator(calls=1), profiled(plan.fprop_range):
             scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), plan.scatter_method, plan.fprop)
             y_shard_m = scatter.finish()
         ctx.plan = plan
@@ -218,7 +219,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         plan: _Plan = ctx.plan
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_k = dw_shard_k = None
-        with plan.domain.operator(), profiled(plan.dgrad_range):
+        with plan.domain.operator(calls=1), profiled(plan.dgrad_range):
             gather = start_all_gather(plan.domain, dy_shard_m, plan.gather_method, plan.dgrad)
             if wants_dx:
                 dx_shard_k = gather.matmul(w_shard_k)

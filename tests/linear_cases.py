@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from overlap_train.layout import BARRIER
 from overlap_train.registry import domain_of
 
 # Sizes no tile divides, a single row per rank, a single column, several leading dimensions, several tiles.
@@ -59,9 +60,8 @@ def poison(case: Case) -> None:
     domain = domain_of(case.group, case.config, case.device)
     dist.barrier(case.group)
     if domain.heap is not None:
-        for channel in ("gather", "scatter"):
-            start, end = domain.layout.offset(channel, 0), domain.layout.offset(channel, 2)
-            domain.heap.view(case.rank)[start:end].fill_(255)  # all ones is NaN in every floating dtype
+        blocks = slice(domain.layout.offset(0), domain.layout.offset(BARRIER))
+        domain.heap.view(case.rank)[blocks].fill_(255)  # all ones is NaN in every floating dtype
     if case.device.type == "cuda":
         torch.cuda.synchronize(case.device)
     dist.barrier(case.group)

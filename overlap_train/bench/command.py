@@ -148,7 +148,7 @@ def _measure(args: argparse.Namespace, here: world.World, results: output.Result
 def _settings(args: argparse.Namespace, device: torch.device) -> Settings:
     methods = args.methods or [*(["fused", "direct"] if device.type == "cuda" else []), "chunked", "collective"]
     dtype = torch.float32 if args.tiny else torch.bfloat16
-    # symmetric_mib: enough for two gather and two scatter slots of 1 GiB, the largest shape with M = 32768
+    # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
     config = OverlapConfig(provider=args.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off")
     return Settings(tuple(methods), dtype, args.quick, config)
 

@@ -71,7 +71,7 @@ def run(layers: list[tuple[Layer, int]], settings: Settings, world: World, resul
     """Measure every layer and add its rows to `results`. Collective."""
     nbytes = max(sequence * max(layer.column_k, layer.row_n) for layer, sequence in layers) * settings.dtype.itemsize
     domain = domain_of(world.group, settings.config, world.device)
-    domain.prepare(Demand("overlap_train.bench", "the largest layer", nbytes, nbytes), None)
+    domain.prepare(Demand("overlap_train.bench", "the largest layer", nbytes), None)
     for number, (layer, sequence) in enumerate(layers):
         rows = measure_layer(layer, sequence, settings, world, results)
         results.add(rows)

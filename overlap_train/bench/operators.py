@@ -41,11 +41,8 @@ def run(cases: list[Case], settings: Settings, world: World, results: Results) -
 def open_domain(cases: list[Case], settings: Settings, world: World) -> OverlapDomain:
     """The domain with symmetric memory for the largest case, so that it is allocated once."""
     domain = domain_of(world.group, settings.config, world.device)
-    gather, scatter = (
-        max((slot_bytes(case, settings.dtype) for case in cases if case.kind in kinds), default=0)
-        for kinds in (("gather", "weight"), ("scatter",))
-    )
-    domain.prepare(Demand("overlap_train.bench", "the largest case", gather, scatter), None)
+    largest = max((slot_bytes(case, settings.dtype) for case in cases), default=0)
+    domain.prepare(Demand("overlap_train.bench", "the largest case", largest), None)
     return domain
 
 
@@ -112,15 +109,15 @@ def overlapped(case: Case, domain: OverlapDomain, method: str, dtype: torch.dtyp
     name = f"bench/{case.op}/{case.pass_}"
 
     def gather(o: Operands) -> torch.Tensor:
-        with domain.operator():
+        with domain.operator(calls=1):
             return start_all_gather(domain, o.left, method, name).matmul(o.right)
 
     def scatter(o: Operands) -> torch.Tensor:
-        with domain.operator():
+        with domain.operator(calls=1):
             return start_gemm_reduce_scatter(domain, o.left, o.right, method, name).finish()
 
     def column_weight(o: Operands) -> torch.Tensor:
-        with domain.operator():
+        with domain.operator(calls=1):
             return into_target(o, o.right, start_all_gather(domain, o.left, method, name).full())
 
     def row_weight(o: Operands) -> torch.Tensor:

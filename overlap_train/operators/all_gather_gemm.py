@@ -58,7 +58,7 @@ class ChunkedGather:
     def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str) -> None:
         self._domain, self._own = domain, x_shard_m
         self._arrived = False  # whether all blocks have been waited for
-        self._call = domain.gather.open(x_shard_m.shape, x_shard_m.dtype, op, self._chunks(x_shard_m))
+        self._call = domain.workspace.open(x_shard_m.shape, x_shard_m.dtype, op, self._chunks(x_shard_m))
         domain.engine.push(x_shard_m, self._call.broadcast())
 
     def _chunks(self, x_shard_m: torch.Tensor) -> int:

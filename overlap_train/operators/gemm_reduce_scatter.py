@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..domain import OverlapDomain
 from ..packed_launch import Launch
-from ..workspace import Call
+from ..slot import Call
 from . import hopper, portable
 from .tiles import chunk_count, stored_chunk_count, worth_a_stream
 
@@ -59,7 +59,7 @@ class ChunkedScatter:
         world, n = domain.world_size, b_kn.shape[1]
         self._domain = domain
         self._partials = a_mk.new_empty(world, a_mk.shape[0] // world, n)  # block d: rows of rank d
-        self._call = domain.scatter.open(self._partials.shape[1:], a_mk.dtype, op)
+        self._call = domain.workspace.open(self._partials.shape[1:], a_mk.dtype, op)
         rows = a_mk.unflatten(0, (world, -1))
         for target in self._call.peers:
             torch.mm(rows[target], b_kn, out=self._partials[target])
@@ -103,7 +103,7 @@ class PersistentScatter:
         self._domain, self._a, self._b = domain, a_mk, b_kn
         self._y = a_mk.new_empty(m_shard, n)
         chunks = self._chunks(m_shard, n * a_mk.element_size())
-        self._call = domain.scatter.open(self._y.shape, a_mk.dtype, op, chunks)
+        self._call = domain.workspace.open(self._y.shape, a_mk.dtype, op, chunks)
         fits = domain.world_size <= self._most_ranks
         self._on_hopper = fits and hopper.serves_scatter(a_mk, b_kn, m_shard // chunks)
         self._start()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import overlap_train
 from overlap_train import OverlapConfig
 from tests.linear_cases import Case
 
@@ -37,7 +38,8 @@ def group(device: torch.device, request: pytest.FixtureRequest) -> Iterator[dist
     size = request.config.getoption("--domain-size") or dist.get_world_size()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
     yield groups[dist.get_rank() // size]
-    torch.cuda.synchronize()
+    overlap_train.shutdown()
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

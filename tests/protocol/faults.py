@@ -24,6 +24,12 @@ class Fault:
         return planted(f"overlap_train.{self.module}", self.old, self.new, reload=reload)
 
 
+def in_slot(old: str, new: str, report: str = "wrong result") -> Fault:
+    """A fault of slot.py, which workspace.py imports."""
+    return Fault("slot", old, new, report, ("workspace",))
+
+
+_TAKEN = ("workspace",)  # what imports the choice of a slot
 _COPY = "push.target.copy_(push.source)\n"
 _SIGNAL = "push.signal.copy_(push.epoch)\n"
 _WORD = "word = signal_word(source, chunk)"
@@ -41,13 +47,13 @@ def host_faults() -> dict[str, Fault]:
         "flag before data": Fault("copy_engine", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
         "dropped signal": Fault("copy_engine", _SIGNAL, "pass\n", "deadlock"),
         "dropped data": Fault("copy_engine", _COPY, "pass\n"),
-        "slot reused one epoch early": Fault("layout", "SLOTS = 2 ", "SLOTS = 1 ", reload=("workspace",)),
-        "slots not used in turn": Fault("workspace", "self.turn = (self.turn + 1) % SLOTS", "self.turn = 0"),
-        "no epoch increment": Fault("workspace", "_increment[0] = 1", "_increment[0] = 0", "wrong result|deadlock"),
-        "epoch forgotten": Fault("workspace", _KEEP, "torch.zeros_like(self._increment)", "wrong result|deadlock"),
-        "wrong block at the peer": Fault("workspace", "memory[peer])[self.rank]", "memory[peer])[peer]"),
-        "wrong signal word": Fault("workspace", "outgoing[peer]", "outgoing[self.rank]", "deadlock"),
-        "operator ends before its pushes": Fault("domain", "self._engine.join()", "pass"),
+        "slot reused one operator early": Fault("turns", "self._operator - 1]", "self._operator]", reload=_TAKEN),
+        "always the same slot": Fault("turns", "if user < self._operator - 1", "", reload=_TAKEN),
+        "no epoch increment": in_slot("_increment[0] = 1", "_increment[0] = 0", "wrong result|deadlock"),
+        "epoch forgotten": in_slot(_KEEP, "torch.zeros_like(self._increment)", "wrong result|deadlock"),
+        "wrong block at the peer": in_slot("memory[peer])[self.rank]", "memory[peer])[peer]"),
+        "wrong signal word": in_slot("outgoing[peer]", "outgoing[self.rank]", "deadlock"),
+        "operator ends before its pushes": Fault("domain", "self._domain.engine.join()", "pass"),
     }
 
 
@@ -59,8 +65,8 @@ def fused_faults(kernel: str) -> dict[str, Fault]:
 
     order = "a wait acquires at system scope"
     return {
-        "counters not zeroed": Fault("workspace", _KEEP, "torch.ones_like(self._increment)"),
-        "signal of another chunk": Fault("workspace", _WORDS, "[self.slot.outgoing[peer][:1]] * 2", "deadlock"),
+        "counters not zeroed": in_slot(_KEEP, "torch.ones_like(self._increment)"),
+        "signal of another chunk": in_slot(_WORDS, "[self.slot.outgoing[peer][:1]] * 2", "deadlock"),
         "no wait": Fault(kernel, "arrived = wait_signal(", "arrived = source == source  # "),
         "wait for somebody else": Fault(kernel, _WORD, _WORD.replace("source", "(2 * rank + WORLD - source) % WORLD")),
         "wait for the first chunk only": Fault(kernel, _WORD, _WORD.replace("chunk", "0 * chunk")),

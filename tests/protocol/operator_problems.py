@@ -15,7 +15,7 @@ from tests.protocol.explore import Build
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 
-CALLS = 4  # both slots are used twice
+CALLS = 4  # two slots are used twice
 
 Before = Callable[[SimulatedDomain], object]
 Run = Callable[[SimulatedDomain, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -71,7 +71,7 @@ def _calls(
                 own.copy_(inputs[call, domain.rank])
                 if before is not None:
                     before(domain)
-                with domain.operator():
+                with domain.operator(calls=1):
                     y = run(domain, own, weights[domain.rank])
                 outputs[call, domain.rank] = y
                 own.fill_(torch.nan)

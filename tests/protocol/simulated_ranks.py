@@ -53,7 +53,7 @@ class Simulation:
     def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
         """The domains of all ranks, with an engine actor each; patches the core for the duration of the run."""
         self.memory.update({rank: Memory() for rank in range(self.world_size)})
-        layout = core("layout").Layout(self.world_size, SLOT_BYTES, SLOT_BYTES)
+        layout = core("layout").Layout(self.world_size, SLOT_BYTES)
         heap = SimulatedHeap(self.world_size, layout)
         self.patch(scheduler)
         domains = [SimulatedDomain(self, scheduler, heap, layout, rank) for rank in range(self.world_size)]
@@ -82,7 +82,7 @@ class Simulation:
         portable = core("operators.portable")
         scheduler.patch(portable, "_INTERPRETED", portable.TileConfig(TILE, TILE, TILE))
         scheduler.patch(portable, "grid_size", lambda *args: (self.ctas,))
-        for waiting in ("workspace", "copy_engine"):
+        for waiting in ("waits", "copy_engine"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
         scheduler.patch(
             core("kernels.signal"), "clock", lambda spins, TIMED: spins
@@ -96,7 +96,7 @@ class SimulatedHeap:
     provider = "simulated"
 
     def __init__(self, world_size: int, layout: Any) -> None:
-        self.words = layout.offset("gather", 0)
+        self.words = layout.offset(0)
         self._views = [torch.full((layout.nbytes,), 255, dtype=torch.uint8) for _ in range(world_size)]
         for view in self._views:
             view[: self.words] = 0
@@ -120,22 +120,16 @@ class SimulatedDomain:
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
         self.fault, self.heap, self.layout = FaultRecord(self.device), heap, layout
         self.engine = simulation.engine(scheduler, rank)
-        self.gather, self.scatter = (self._channel(name, simulation.device_waits) for name in ("gather", "scatter"))
+        waits = core("waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)
+        if simulation.device_waits:
+            waits.wait = waits.on_stream
+        self.workspace = core("workspace").Workspace(heap, layout, self.device, self.engine, waits)
 
-    def operator(self) -> AbstractContextManager[None]:
-        return core("domain").OverlapDomain.operator(self)
+    def operator(self, calls: int) -> AbstractContextManager[None]:
+        return core("domain").OverlapDomain.operator(self, calls)
 
     def is_capturing(self) -> bool:
         return False
-
-    def _channel(self, name: str, device_waits: bool) -> Any:
-        timeout_s = self.config.timeout_s
-        channel = core("workspace").Channel(
-            name, self.heap, self.layout, self.rank, self.device, self.engine, self.fault, timeout_s
-        )
-        if device_waits:
-            channel.wait = channel._wait_on_stream
-        return channel
 
 
 class SimulatedEngine:
@@ -250,13 +244,11 @@ def _allocating(scheduler: Scheduler, memory: dict[int, Memory]) -> Callable[...
 
 
 def _name_words(scheduler: Scheduler, heap: SimulatedHeap, domain: SimulatedDomain) -> None:
-    """Names for reports: signals[channel, slot, source, chunk]; claimed[0]; complete[target * MAX_CHUNKS + chunk]."""
-    rank, slots, chunks = domain.rank, len(domain.gather._slots), core("kernels.signal_words").MAX_CHUNKS
-    count = 2 * slots * domain.world_size * chunks
-    words = heap.view(rank)[: 8 * count].view(torch.int64).view(2, slots, domain.world_size, chunks)
+    """Names for reports: signals[slot, source, chunk]; claimed[0]; complete[target * MAX_CHUNKS + chunk]."""
+    rank, slots, chunks = domain.rank, domain.workspace.slots, core("kernels.signal_words").MAX_CHUNKS
+    count = (len(slots) + 1) * domain.world_size * chunks  # one slot more for the barrier
+    words = heap.view(rank)[: 8 * count].view(torch.int64).view(-1, domain.world_size, chunks)
     scheduler.watch(**{f"signals{rank}": words, f"abort{rank}": domain.fault.abort})
-    for channel in ("gather", "scatter"):
-        for index, slot in enumerate(getattr(domain, channel)._slots):
-            name = f"{channel}{rank}.slot{index}"
-            words = {"epoch": slot.epoch, "claimed": slot.claimed, "complete": slot.complete}
-            scheduler.watch(**{f"{name}.{word}": memory for word, memory in words.items()})
+    for index, slot in enumerate(slots):
+        words = {"epoch": slot.epoch, "claimed": slot.claimed, "complete": slot.complete}
+        scheduler.watch(**{f"rank{rank}.slot{index}.{word}": memory for word, memory in words.items()})

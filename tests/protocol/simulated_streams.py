@@ -32,10 +32,8 @@ class StreamSimulation(Simulation):
     def engine(self, scheduler: Scheduler, rank: int) -> Any:
         """The real engine on a simulated side stream."""
         self.gpus[rank] = gpu = SimulatedGpu(scheduler, rank, self.one_queue)
-        engine = core("copy_engine")
-        driver = mock.patch.object(engine, "CudaDriver", return_value=SimulatedDriver(gpu))
-        with mock.patch.object(torch.cuda, "Stream", gpu.new_stream), driver:
-            return engine.StreamCopyEngine(torch.device("cpu"))
+        with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
+            return core("copy_engine").StreamCopyEngine(torch.device("cpu"), SimulatedDriver(gpu))
 
     def patch(self, scheduler: Scheduler) -> None:
         """As `Simulation.patch`, and host actors enqueue on their rank's current stream."""

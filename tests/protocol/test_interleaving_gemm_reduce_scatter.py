@@ -10,7 +10,7 @@ pytest.importorskip("greenlet")
 
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import assert_caught, assert_passes
-from tests.protocol.faults import Fault, fused_faults, host_faults
+from tests.protocol.faults import Fault, fused_faults, host_faults, in_slot
 from tests.protocol.operator_problems import scatters
 from tests.protocol.simulated_ranks import TILE, Simulation
 
@@ -48,9 +48,9 @@ FUSED_FAULTS = {
     "announced relaxed": Fault("kernels.signal", RELEASE, RELEASE.replace("release", "relaxed"), "released", (KERNEL,)),
     "announced at GPU scope": Fault("kernels.signal", RELEASE, RELEASE.replace("sys", "gpu"), "released", (KERNEL,)),
     "push does not wait for its rows": Fault("copy_engine", "counter.item() >= goal", "counter.item() >= 0"),
-    "push waits for all tiles but one": Fault("workspace", GOAL, GOAL.replace("tiles", "tiles - 1")),
-    "push waits for another chunk": Fault("workspace", COUNTERS, f"[{COUNTERS}[0]] * 2"),
-    "push waits for another counter": Fault("workspace", COUNTERS, COUNTERS.replace("peer", "self.rank"), DEADLOCK),
+    "push waits for all tiles but one": in_slot(GOAL, GOAL.replace("tiles", "tiles - 1")),
+    "push waits for another chunk": in_slot(COUNTERS, f"[{COUNTERS}[0]] * 2"),
+    "push waits for another counter": in_slot(COUNTERS, COUNTERS.replace("peer", "self.rank"), DEADLOCK),
     "wrong chunk order": Fault(KERNEL, "received_ptr + source * block", "received_ptr + (source + 1) % WORLD * block"),
     "tiles claimed twice": Fault("kernels.signal", CLAIM, f"{CLAIM} // 2", "wrong result|deadlock", (KERNEL,)),
     "own rows first": Fault("kernels.tiles", "(rank + 1 + unit //", "(rank + unit //", "deadlock", (KERNEL,)),
@@ -96,9 +96,9 @@ CHUNKED_FAULTS = {
     "no wait": Fault(OPERATOR, "self._call.wait_for_all()", "pass"),
 }
 CHUNKED_ON_HOST_FAULTS = {
-    "no epoch increment on the host": Fault("workspace", "        self.expected += 1\n", ""),
-    "stale epoch": Fault("workspace", "word.item() >= expected", "word.item() >= expected - 1"),
-    "wait for one peer only": Fault("workspace", "range(first, first + count)", "range(first, first + 1)"),
+    "no epoch increment on the host": in_slot("        self.expected += 1\n", ""),
+    "stale epoch": Fault("waits", "word.item() >= expected", "word.item() >= expected - 1"),
+    "wait for one peer only": Fault("waits", "range(first, first + count)", "range(first, first + 1)"),
 }
 CHUNKED_ON_DEVICE_FAULTS = {
     "stale epoch": Fault("kernels.signal", "epoch = tl.load(epoch_ptr)", "epoch = tl.load(epoch_ptr) - 1"),

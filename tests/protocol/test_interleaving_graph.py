@@ -1,4 +1,4 @@
-"""Calls whose slots do not take turns, as in a replayed graph: right between barriers, and wrong without them."""
+"""Calls that use one slot again and again, as a replayed graph does: right between barriers, and wrong without them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
-import torch
 
 pytest.importorskip("greenlet")
 
@@ -31,7 +30,7 @@ def replays(domain: SimulatedDomain) -> None:
 
 def forgetful(domain: SimulatedDomain) -> None:
     """The same without a barrier."""
-    domain.gather.turn = domain.scatter.turn = 0
+    domain.workspace.turns.clear()
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -63,9 +62,10 @@ def test_the_barrier_writes_signals_and_nothing_else() -> None:
     elsewhere: list[bool] = []
 
     def look(domain: SimulatedDomain) -> None:
-        call = domain.gather.open(torch.Size([1]), torch.int64, "look")
-        elsewhere.extend(route.target.data_ptr() != route.signal.data_ptr() for route in call.knock())
-        domain.gather.barrier("look")  # every rank has opened one call more
+        with mock.patch.object(domain.engine, "push", side_effect=domain.engine.push) as push:
+            domain.workspace.barrier("look")
+        (_, routes), _ = push.call_args
+        elsewhere.extend(route.target.data_ptr() != route.signal.data_ptr() for route in routes)
 
     assert_passes(gathers("chunked", Simulation(3), calls=1, before=look), range(1))
     assert elsewhere == [False] * 6
@@ -73,14 +73,13 @@ def test_the_barrier_writes_signals_and_nothing_else() -> None:
 
 def test_capturing_leaves_the_turns_where_they_were() -> None:
     """What is captured has not run, so that eager calls before the first replay must not count on its barriers."""
-    turns: list[tuple[str, int, int]] = []
+    free: list[tuple[str, list[int]]] = []
 
     def capture(domain: SimulatedDomain) -> None:
-        domain.gather.barrier("an odd number of calls before")
-        domain.gather.turn = 1
+        domain.workspace.turns.take()
         with mock.patch.object(core("graph"), "made_domain", return_value=domain), core("graph").graphed(None):
-            turns.append(("inside", domain.gather.turn, domain.scatter.turn))
-        turns.append(("behind", domain.gather.turn, domain.scatter.turn))
+            free.append(("inside", domain.workspace.turns.free()))
+        free.append(("behind", domain.workspace.turns.free()))
 
     assert_passes(gathers("chunked", Simulation(2), calls=1, before=capture), range(1))
-    assert sorted(turns) == [("behind", 1, 0)] * 2 + [("inside", 0, 0)] * 2
+    assert sorted(free) == [("behind", [1, 2])] * 2 + [("inside", [0, 1, 2])] * 2

@@ -51,7 +51,7 @@ def mlp(
         buffers = torch.empty(2, MICROBATCHES, world, TILE, TILE)
 
         def host(domain: SimulatedDomain) -> None:
-            plan, rank = _plan(domain, method, gathered_input), domain.rank
+            plan, rank = plan_of(domain, method, gathered_input), domain.rank
             for step in range(steps):
                 contexts = [(Context(wants_dx), Context(True)) for _ in range(MICROBATCHES)]
                 batches = [(step * MICROBATCHES + i, buffers[:, i, rank], contexts[i]) for i in range(MICROBATCHES)]
@@ -76,7 +76,7 @@ def mlp(
     return build
 
 
-def _plan(domain: SimulatedDomain, method: str, gathered_input: str) -> SimpleNamespace:
+def plan_of(domain: SimulatedDomain, method: str, gathered_input: str) -> SimpleNamespace:
     """What the autograd functions read of a `linear._Plan`."""
     config = SimpleNamespace(gathered_input=gathered_input, main_grad="off")
     names = {part + end: part for part in ("fprop", "dgrad", "wgrad") for end in ("", "_range")}
@@ -131,7 +131,7 @@ FAULTS = {
     "gathered x not waited for": Fault(GATHER, "self._call.wait_for_all()", "pass", reload=("linear",)),
     "own block not copied": Fault(GATHER, OWN, "pass", reload=("linear",)),
     "kept x not copied out of its slot": Fault("linear", "gather.full().clone() if keep", "gather.full() if keep"),
-    "one slot": Fault("layout", "SLOTS = 2 ", "SLOTS = 1 ", reload=("workspace",)),
+    "slot reused early": Fault("turns", "self._operator - 1]", "self._operator]", reload=("workspace",)),
 }
 
 
@@ -143,7 +143,7 @@ def test_fault_is_caught(fault: str) -> None:
 
 
 CHUNK_FAULTS = [
-    (Fault("workspace", "range(call.chunks)", "range(1)"), False),
+    (Fault("waits", "range(call.chunks)", "range(1)"), False),
     (Fault("kernels.signal", "tl.static_range(CHUNKS)", "tl.static_range(1)"), True),
 ]
 

@@ -10,7 +10,7 @@ pytest.importorskip("greenlet")
 
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import assert_caught, assert_passes
-from tests.protocol.faults import Fault
+from tests.protocol.faults import Fault, in_slot
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, scatters
 from tests.protocol.simulated_streams import StreamSimulation
@@ -21,8 +21,8 @@ COPY = "failed = copy(route.place, start + route.offset, route.nbytes, stream) o
 SIGNAL = "failed = copy(route.signal_at, route.epoch_at, 8, stream) or failed"
 WAIT = "failed = wait_value(stream, route.counter_at, route.goal, _AT_LEAST) or failed"
 KERNEL = "        kernel()  # first"
-FORK = "self.driver.wait_event(self._handle, self._forked, 0) or failed"
-JOIN = "self.driver.wait_event(self.driver.current_stream(), self._joined, 0) or failed"
+FORK = "self._driver.wait_event(self._handle, self._forked, 0) or failed"
+JOIN = "self._driver.wait_event(self._driver.current_stream(), self._joined, 0) or failed"
 FORKED_PUSH = "routes: list[Route]) -> None:\n        self._fork()\n        self._enqueue"
 
 
@@ -67,8 +67,12 @@ FAULTS = [
         ["scatter fused"],
     ),
     ("push without its counter", Fault("copy_engine", WAIT, "pass"), ["scatter fused"]),
-    ("no epoch increment", Fault("workspace", "_increment[0] = 1", "_increment[0] = 0"), BOTH_CHUNKED),
-    ("slot reused early", Fault("layout", "SLOTS = 2 ", "SLOTS = 1 ", reload=("workspace",)), BOTH_CHUNKED),
+    ("no epoch increment", in_slot("_increment[0] = 1", "_increment[0] = 0"), BOTH_CHUNKED),
+    (
+        "slot reused early",
+        Fault("turns", "self._operator - 1]", "self._operator]", reload=("workspace",)),
+        BOTH_CHUNKED,
+    ),
 ]
 
 
@@ -90,7 +94,7 @@ def test_pushes_enqueued_before_their_kernel_deadlock_with_one_hardware_queue() 
         assert_passes(scatters("fused", StreamSimulation(2)), range(4))
         error = assert_caught(scatters("fused", StreamSimulation(2, one_queue=True)), range(4))
     assert isinstance(error, Deadlock)
-    assert re.search(r"scatter[01]\.slot0\.complete\[\d+\] to reach 1", str(error))
+    assert re.search(r"rank[01]\.slot0\.complete\[\d+\] to reach 1", str(error))
 
 
 def test_a_host_that_reads_device_memory_is_found() -> None:

@@ -1,0 +1,37 @@
+"""The layout of the symmetric heap: nothing overlaps, everything is aligned, growing keeps what fits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from overlap_train.layout import BARRIER, Layout
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 72, 600])
+@pytest.mark.parametrize("slot_bytes", [1, 24, 4096, 4097, 10_000_000])
+def test_regions_do_not_overlap_and_fill_the_heap(world: int, slot_bytes: int) -> None:
+    layout = Layout(world, slot_bytes)
+    regions = []
+    for slot in range(BARRIER + 1):
+        words = layout.signals_offset(slot)
+        regions.append((words, words + layout.signals_bytes))
+        assert layout.signals_bytes >= 8 * world
+        start = layout.offset(slot)
+        assert start % 512 == 0  # what TMA and 16-byte copies need, and more
+        regions.append((start, start + layout.size(slot)))
+    regions.sort()
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(regions))
+    assert regions[-1][1] <= layout.nbytes
+
+
+def test_covering_grows_and_never_shrinks() -> None:
+    layout = Layout(2, 5000)
+    assert layout.covering(50) == layout
+    assert layout.covering(6000) == Layout(2, 6000)
+
+
+def test_memory_is_three_activations_and_little_more() -> None:
+    activation = 8192 * 4096 * 2
+    assert 3 * activation < Layout(8, activation).nbytes < 3 * activation + (1 << 20)
