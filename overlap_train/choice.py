@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,18 +25,37 @@ SHORT_GEMM_US = 160.0
 # Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
 # A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
 LONG_GEMM_US = 1000.0
+# Ranks out of step push to one peer at a time, whose link gives each half, and go on like that from push to push. Where a column
+# linear's backward gathers and scatters for longer than it multiplies, they meet first, which takes 10 microseconds: Llama-3 8B
+# qkv by chunked took 0.385 ms behind a barrier and 0.484 to 0.512 without (whole backwards in the tuner, four runs before and one
+# after, 4 x H200). Shorter copies gain nothing: at half of these rows, in blocks of 8 MiB, 0.288 ms and 0.255 to 0.261.
+LONG_COPY_US = 150.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A method of one operator pass and the reason for it."""
+    """A method of one operator pass and the reason for it. in_step: ranks meet before they begin."""
 
     method: str
     reason: str
+    in_step: bool = False
 
 
 def choose(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or a model-based default."""
+    choice = _chosen(requested, pass_, device, table)
+    if device.type != "cuda" or not _collides(pass_, choice.method):
+        return choice
+    return replace(choice, reason=f"{choice.reason}; ranks begin in step", in_step=True)
+
+
+def _collides(pass_: Pass, method: str) -> bool:
+    """Whether pushes of ranks that are out of step would show: two rounds of them, to several peers, longer than the products."""
+    pushes = pass_.kind == SCATTER_AND_WGRAD and pass_.world > 2 and method in ("chunked", "fused")
+    return pushes and pass_.copy_us > max(LONG_COPY_US, pass_.gemm_us)
+
+
+def _chosen(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
     if requested != "auto":
         return Choice(requested, "asked for")
     winner = table.find(pass_)

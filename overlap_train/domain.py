@@ -150,9 +150,9 @@ class OverlapDomain:
         self.heap.close()
         self.heap = None
 
-    def operator(self, calls: int) -> AbstractContextManager[None]:
+    def operator(self, calls: int, in_step: bool = False) -> AbstractContextManager[None]:
         """Bracket of everything that one autograd pass of one operator does here: up to so many gathers and scatters, each waited
-        for before the end.
+        for before the end. in_step: the ranks meet first.
 
         Raises an earlier time-out before and, without waiting for the device, after. Calls from several streams are put in
         order. Pushes are joined at the end, so that their sources may be freed.
@@ -166,7 +166,7 @@ class OverlapDomain:
                 "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
                 "those of the full iteration are), or train without CUDA graphs"
             )
-        return _Operator(self, calls)
+        return _Operator(self, calls, in_step)
 
     def is_capturing(self) -> bool:
         """Whether what the caller's stream is given goes into a CUDA graph."""
@@ -183,13 +183,13 @@ class OverlapDomain:
 class _Operator:
     """OverlapDomain.operator; not a generator, which would take 2 microseconds more."""
 
-    def __init__(self, domain: OverlapDomain, calls: int) -> None:
-        self._domain, self._calls = domain, calls
+    def __init__(self, domain: OverlapDomain, calls: int, in_step: bool) -> None:
+        self._domain, self._calls, self._in_step = domain, calls, in_step
 
     def __enter__(self) -> None:
         self._domain.fault.check()
         self._domain.engine.begin()
-        self._domain.workspace.begin(self._calls)
+        self._domain.workspace.begin(self._calls, self._in_step)
 
     def __exit__(self, raised: object, *_: object) -> None:
         # Whatever was raised, pushes must not outlive the operator: the next call resets their counters.

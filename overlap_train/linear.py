@@ -120,6 +120,7 @@ class _Plan:
         self.choices: tuple[Choice, Choice] = first, second  # of fprop and dgrad
         gather, scatter = (first, second) if fprop.kind == GATHER else (second, first)
         self.gather_method, self.scatter_method = gather.method, scatter.method
+        self.in_step = second.in_step
         self.fprop, self.dgrad, self.wgrad = (f"{problem.demand.op}/{part}" for part in ("fprop", "dgrad", "wgrad"))
         slot = problem.demand.op.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
         self.fprop_range, self.dgrad_range, self.wgrad_range = (
@@ -189,7 +190,8 @@ class _AllGatherLinear(torch.autograd.Function):
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_m = dw_shard_n = scatter = gather = None
         gathers = wants_dw and not ctx.kept
-        with plan.domain.operator(calls=gathers + wants_dx), profiled(plan.dgrad_range):
+        in_step = plan.in_step and gathers and wants_dx
+        with plan.domain.operator(gathers + wants_dx, in_step), profiled(plan.dgrad_range):
             if gathers:
                 gather = start_all_gather(plan.domain, saved, plan.gather_method, plan.wgrad)
             if wants_dx:

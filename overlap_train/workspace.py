@@ -23,11 +23,11 @@ class Workspace:
         self._barrier = Slot(heap, layout, BARRIER, waits.rank, device)
         self.turns = Turns()
 
-    def begin(self, calls: int) -> None:
-        """Start an operator that opens up to so many calls: there are slots for them behind this."""
+    def begin(self, calls: int, in_step: bool) -> None:
+        """Start an operator that opens up to so many calls: there are slots for them behind this. in_step: the ranks meet."""
         self.turns.begin()
-        if len(self.turns.free()) < calls:
-            self.barrier("slots/barrier")
+        if in_step or len(self.turns.free()) < calls:
+            self.barrier("operator/begin")
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int = 1) -> Call:
         """Start a call on a free slot."""

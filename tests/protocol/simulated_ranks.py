@@ -125,8 +125,8 @@ class SimulatedDomain:
             waits.wait = waits.on_stream
         self.workspace = core("workspace").Workspace(heap, layout, self.device, self.engine, waits)
 
-    def operator(self, calls: int) -> AbstractContextManager[None]:
-        return core("domain").OverlapDomain.operator(self, calls)
+    def operator(self, calls: int, in_step: bool = False) -> AbstractContextManager[None]:
+        return core("domain").OverlapDomain.operator(self, calls, in_step)
 
     def is_capturing(self) -> bool:
         return False

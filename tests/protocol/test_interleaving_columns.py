@@ -1,4 +1,4 @@
-"""Backwards of two column linears in a row: two calls an operator, twice, for which three slots are too few without a barrier."""
+"""Backwards of column linears: two calls an operator, and for two of them in a row three slots are too few without a barrier."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, co
 from tests.protocol.test_interleaving_linear import Context, plan_of
 
 
-def columns(method: str, machine: Simulation, count: int = 3) -> Build:
-    """dx [TILE, TILE] and dw of `count` column linears, each of its own x, w and dy, one after the other."""
+def columns(
+    method: str, machine: Simulation, count: int = 3, in_step: bool = False, barriers: list[str] | None = None
+) -> Build:
+    """dx [TILE, TILE] and dw of `count` column linears, each of its own x, w and dy, one after the other.
+
+    in_step: ranks meet before each. barriers: gets the name of each barrier of each rank.
+    """
     world = machine.world_size
     x, w = integers(count, world, TILE, TILE, seed=11), integers(count, world, TILE, TILE, seed=12)
     dy = integers(count, world, world * TILE, TILE, seed=13)
@@ -27,7 +32,10 @@ def columns(method: str, machine: Simulation, count: int = 3) -> Build:
         results: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
         def host(domain: SimulatedDomain) -> None:
-            plan, rank = plan_of(domain, method, "regather"), domain.rank
+            plan, rank = plan_of(domain, method, "regather", in_step), domain.rank
+            if barriers is not None:
+                meet = domain.workspace.barrier
+                domain.workspace.barrier = lambda op: (barriers.append(op), meet(op))
             for number in range(count):
                 context = Context(wants_dx=True)
                 context.plan, context.kept, context.saved_tensors = plan, False, (x[number, rank], w[number, rank])
@@ -53,7 +61,14 @@ def test_they_wait_for_each_other(method: str, ranks: int) -> None:
     assert_passes(columns(method, Simulation(ranks)), range(8))
 
 
-BARRIER = 'self.barrier("slots/barrier")'
+@pytest.mark.parametrize(("count", "in_step", "each"), [(1, False, 0), (1, True, 1), (3, False, 2), (3, True, 3)])
+def test_ranks_meet_where_asked_and_where_slots_run_out(count: int, in_step: bool, each: int) -> None:
+    barriers: list[str] = []
+    assert_passes(columns("chunked", Simulation(2, device_waits=True), count, in_step, barriers), range(1))
+    assert barriers == ["operator/begin"] * 2 * each
+
+
+BARRIER = 'self.barrier("operator/begin")'
 
 
 @pytest.mark.parametrize("fault", [Fault("workspace", BARRIER, "self.turns.clear()")], ids=["no barrier"])

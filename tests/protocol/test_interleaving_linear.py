@@ -76,12 +76,12 @@ def mlp(
     return build
 
 
-def plan_of(domain: SimulatedDomain, method: str, gathered_input: str) -> SimpleNamespace:
+def plan_of(domain: SimulatedDomain, method: str, gathered_input: str, in_step: bool = False) -> SimpleNamespace:
     """What the autograd functions read of a `linear._Plan`."""
     config = SimpleNamespace(gathered_input=gathered_input, main_grad="off")
     names = {part + end: part for part in ("fprop", "dgrad", "wgrad") for end in ("", "_range")}
     methods = {"gather_method": method, "scatter_method": method}
-    return SimpleNamespace(domain=domain, config=config, **methods, **names)
+    return SimpleNamespace(domain=domain, config=config, in_step=in_step, **methods, **names)
 
 
 def _forward(

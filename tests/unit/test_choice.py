@@ -147,3 +147,21 @@ def test_every_choice_has_a_reason(m: int | None, device: torch.device, hopper_g
             choice = choose(method, pass_, device, UNTUNED)
             assert choice.method in METHODS and choice.method != "auto"
             assert choice.reason.startswith("auto: default, not tuned: " if method == "auto" else "asked for")
+
+
+def test_ranks_begin_in_step_where_two_rounds_of_long_copies_would_collide(hopper_gpu: pytest.MonkeyPatch) -> None:
+    for method in ("chunked", "fused"):
+        choice = choose(method, QKV.dgrad, GPU, UNTUNED)
+        assert (choice.in_step, choice.reason) == (True, "asked for; ranks begin in step")
+    assert choose("auto", QKV.dgrad, GPU, UNTUNED).in_step
+    elsewhere = {
+        "stores that take turns": choose("direct", QKV.dgrad, GPU, UNTUNED),
+        "NCCL": choose("collective", QKV.dgrad, GPU, UNTUNED),
+        "one round": choose("chunked", QKV, GPU, UNTUNED),
+        "short copies": choose("chunked", replace(QKV.dgrad, m=4096), GPU, UNTUNED),
+        "M is not known": choose("chunked", replace(QKV.dgrad, m=None), GPU, UNTUNED),
+        "products are longer": choose("chunked", FC1.dgrad, GPU, UNTUNED),
+        "one peer only": choose("chunked", replace(QKV.dgrad, world=2), GPU, UNTUNED),
+        "no links": choose("chunked", QKV.dgrad, CPU, UNTUNED),
+    }
+    assert not [why for why, choice in elsewhere.items() if choice.in_step]
