@@ -1,4 +1,4 @@
-"""W ranks of the real core in one process, under the scheduler: real channels, operators, kernels and push execution.
+"""W ranks of the real core in one process, under the scheduler: real slots, operators, kernels and push execution.
 
     host of rank r    an actor that runs the operator calls; like a stream it goes on when its kernel has ended
     engine of rank r  an actor that executes the rank's pushes in order with the real `run_push`, one step for each half
