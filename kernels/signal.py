@@ -99,8 +99,8 @@ def wait_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, rank,
                 CHUNKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One CTA that holds its stream until the blocks of `count` ranks from rank `first` on are there, but for the own one.
 
-    The bounded wait of library GEMMs, which replays in a graph. A wait that gives up writes NaN over the row at `row_ptr`
-    (`row_size` elements), so that the loss shows it even before the host raises.
+    The bounded wait of library GEMMs, which replays in a graph. Where it, or any wait of the rank before, gave up, it writes NaN
+    over the row at `row_ptr` (`row_size` elements), so that the loss shows it even before the host raises.
     """
     epoch = tl.load(epoch_ptr)
     missing = 0
@@ -110,6 +110,8 @@ def wait_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, rank,
                 word = signal_word(source, chunk)
                 arrived = wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED)
                 missing += (arrived == 0).to(tl.int32)
+    # A barrier that gave up has no output of its own: what comes after it may be wrong, and shows it here.
+    missing += (tl.load(abort_ptr, volatile=True) != 0).to(tl.int32)
     if missing > 0:
         for start in range(0, row_size, BLOCK):
             offsets = start + tl.arange(0, BLOCK)

@@ -7,8 +7,8 @@ from .choice import Choice, Pass, choose
 from .config import OverlapConfig
 from .graph import forget_graphs, graphed
 from .linear import all_gather_linear, linear_reduce_scatter
+from .protocol.watchdog import OverlapTimeoutError
 from .registry import check, shutdown
-from .watchdog import OverlapTimeoutError
 
 __all__ = [
     "Choice",

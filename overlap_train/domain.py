@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from .config import OverlapConfig, flag_name
-from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from .driver import CudaDriver
-from .layout import SLOTS, Layout
+from .protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
+from .protocol.layout import SLOTS, Layout
+from .protocol.waits import BoundedWaits
+from .protocol.watchdog import FaultRecord
+from .protocol.workspace import Workspace
 from .symmetric import SymmetricHeap, open_heap, resolve_provider
 from .tuned.table import agreed
-from .waits import BoundedWaits
-from .watchdog import FaultRecord
-from .workspace import Workspace
 
 _MIB = 1 << 20
 
@@ -150,9 +150,9 @@ class OverlapDomain:
         self.heap.close()
         self.heap = None
 
-    def operator(self, calls: int, in_step: bool = False) -> AbstractContextManager[None]:
+    def operator(self, name: str, calls: int, in_step: bool = False) -> AbstractContextManager[None]:
         """Bracket of everything that one autograd pass of one operator does here: up to so many gathers and scatters, each waited
-        for before the end. in_step: the ranks meet first.
+        for before the end. in_step: the ranks meet first. name: what a time-out of that says.
 
         Raises an earlier time-out before and, without waiting for the device, after. Calls from several streams are put in
         order. Pushes are joined at the end, so that their sources may be freed.
@@ -166,7 +166,7 @@ class OverlapDomain:
                 "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
                 "those of the full iteration are), or train without CUDA graphs"
             )
-        return _Operator(self, calls, in_step)
+        return _Operator(self, name, calls, in_step)
 
     def is_capturing(self) -> bool:
         """Whether what the caller's stream is given goes into a CUDA graph."""
@@ -183,16 +183,23 @@ class OverlapDomain:
 class _Operator:
     """OverlapDomain.operator; not a generator, which would take 2 microseconds more."""
 
-    def __init__(self, domain: OverlapDomain, calls: int, in_step: bool) -> None:
-        self._domain, self._calls, self._in_step = domain, calls, in_step
+    def __init__(self, domain: OverlapDomain, name: str, calls: int, in_step: bool) -> None:
+        self._domain, self._name, self._calls, self._in_step = domain, name, calls, in_step
 
     def __enter__(self) -> None:
-        self._domain.fault.check()
-        self._domain.engine.begin()
-        self._domain.workspace.begin(self._calls, self._in_step)
+        domain = self._domain
+        domain.fault.check()
+        domain.engine.begin()
+        try:
+            domain.workspace.begin(self._name, self._calls, self._in_step)
+        except BaseException:
+            self.__exit__(True)
+            raise
 
     def __exit__(self, raised: object, *_: object) -> None:
-        # Whatever was raised, pushes must not outlive the operator: the next call resets their counters.
-        self._domain.engine.join()
+        domain = self._domain
+        domain.engine.join()  # whatever was raised, pushes must not outlive the operator: the next call resets their counters
         if raised is None:
-            self._domain.fault.check()
+            domain.fault.check()
+        else:
+            domain.workspace.use.doubt()

@@ -25,9 +25,10 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
             y = model(x)
             y.backward(dy)
 
-    All ranks capture the same and replay it equally often, in the stream of the eager calls or ordered with them by events.
-    Replays call no operator: `check()` behind them raises what a wait in them has found. Run the same twice before, so that
-    kernels are compiled and symmetric memory is there. Calls of the method collective are captured as PyTorch captures NCCL's.
+    In this order: a graph that is captured inside `graphed` would have no barriers. All ranks capture the same, with all
+    operators in one stream, and replay it equally often, in the stream of the eager calls or ordered with them by events. Replays
+    call no operator: `check()` behind them raises what a wait in them has found. Run the same twice before, so that kernels are
+    compiled and symmetric memory is there. Calls of the method collective are captured as PyTorch captures NCCL's.
 
     Raises:
         ValueError: no operator of this group has run yet.
@@ -37,17 +38,21 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
         raise ValueError(
             "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
         )
-    turns = copy.deepcopy(domain.workspace.turns)
+    workspace = domain.workspace
+    before = copy.deepcopy(workspace.use)
     try:
         domain.graphed = True
         meet(domain, "graph/begin")
         yield
         meet(domain, "graph/end")
         domain.captured |= domain.is_capturing()  # not before: a capture that failed leaves no graph
+    except BaseException:
+        before.doubt()
+        raise
     finally:
         domain.graphed = False
         # Capturing runs nothing, barriers neither: eager calls before the first replay go on where they were.
-        domain.workspace.turns = turns
+        workspace.use = before
 
 
 def forget_graphs(group: dist.ProcessGroup) -> None:
@@ -65,5 +70,5 @@ def is_graphed(group: dist.ProcessGroup) -> bool:
 
 def meet(domain: OverlapDomain, op: str) -> None:
     """All ranks' streams meet; all slots are free."""
-    with domain.operator(calls=0):
+    with domain.operator(op, calls=0):
         domain.workspace.barrier(op)

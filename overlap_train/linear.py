@@ -120,7 +120,7 @@ class _Plan:
         self.choices: tuple[Choice, Choice] = first, second  # of fprop and dgrad
         gather, scatter = (first, second) if fprop.kind == GATHER else (second, first)
         self.gather_method, self.scatter_method = gather.method, scatter.method
-        self.in_step = second.in_step
+        self.in_step = second.in_step and gather.method != "collective"  # only pushes collide
         self.fprop, self.dgrad, self.wgrad = (f"{problem.demand.op}/{part}" for part in ("fprop", "dgrad", "wgrad"))
         slot = problem.demand.op.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
         self.fprop_range, self.dgrad_range, self.wgrad_range = (
@@ -154,9 +154,10 @@ def _plan(
 def _agreed_plan(domain: OverlapDomain, config: OverlapConfig, problem: Problem, fprop: Pass) -> _Plan:
     """A new plan, the same on all ranks. Raises ValueError on all of them if they differ or a rank has a problem."""
     plan = _Plan(domain, config, problem, fprop)
-    # A fused rank sends other chunks than a chunked one waits for: the methods are part of what ranks agree on.
+    # Ranks agree on what decides which chunks they send, how many calls they make and where they meet.
     methods = f"method {plan.gather_method} for the gather and {plan.scatter_method} for the scatter"
-    demand = replace(problem.demand, shapes=f"{problem.demand.shapes}, {methods}")
+    how = f"{methods}, gathered_input={config.gathered_input}"
+    demand = replace(problem.demand, shapes=f"{problem.demand.shapes}, {how}")
     domain.prepare(demand, problem.error or _other_table(domain, config))
     return plan
 
@@ -175,7 +176,7 @@ class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan) -> torch.Tensor:
         keep = plan.config.gathered_input == "keep" and w_shard_n.requires_grad
-        with plan.domain.operator(calls=1), profiled(plan.fprop_range):
+        with plan.domain.operator(plan.fprop, calls=1), profiled(plan.fprop_range):
             gather = start_all_gather(plan.domain, x_shard_m, plan.gather_method, plan.fprop)
             y_shard_n = gather.matmul(w_shard_n.t())
             saved = gather.full().clone() if keep else x_shard_m
@@ -191,7 +192,7 @@ class _AllGatherLinear(torch.autograd.Function):
         dx_shard_m = dw_shard_n = scatter = gather = None
         gathers = wants_dw and not ctx.kept
         in_step = plan.in_step and gathers and wants_dx
-        with plan.domain.operator(gathers + wants_dx, in_step), profiled(plan.dgrad_range):
+        with plan.domain.operator(plan.dgrad, gathers + wants_dx, in_step), profiled(plan.dgrad_range):
             if gathers:
                 gather = start_all_gather(plan.domain, saved, plan.gather_method, plan.wgrad)
             if wants_dx:
@@ -208,7 +209,7 @@ class _AllGatherLinear(torch.autograd.Function):
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        with plan.domain.operator(calls=1), profiled(plan.fprop_range):
+        with plan.domain.operator(plan.fprop, calls=1), profiled(plan.fprop_range):
             scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), plan.scatter_method, plan.fprop)
             y_shard_m = scatter.finish()
         ctx.plan = plan
@@ -221,7 +222,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         plan: _Plan = ctx.plan
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_k = dw_shard_k = None
-        with plan.domain.operator(calls=1), profiled(plan.dgrad_range):
+        with plan.domain.operator(plan.dgrad, calls=1), profiled(plan.dgrad_range):
             gather = start_all_gather(plan.domain, dy_shard_m, plan.gather_method, plan.dgrad)
             if wants_dx:
                 dx_shard_k = gather.matmul(w_shard_k)

@@ -109,15 +109,15 @@ def overlapped(case: Case, domain: OverlapDomain, method: str, dtype: torch.dtyp
     name = f"bench/{case.op}/{case.pass_}"
 
     def gather(o: Operands) -> torch.Tensor:
-        with domain.operator(calls=1):
+        with domain.operator(name, calls=1):
             return start_all_gather(domain, o.left, method, name).matmul(o.right)
 
     def scatter(o: Operands) -> torch.Tensor:
-        with domain.operator(calls=1):
+        with domain.operator(name, calls=1):
             return start_gemm_reduce_scatter(domain, o.left, o.right, method, name).finish()
 
     def column_weight(o: Operands) -> torch.Tensor:
-        with domain.operator(calls=1):
+        with domain.operator(name, calls=1):
             return into_target(o, o.right, start_all_gather(domain, o.left, method, name).full())
 
     def row_weight(o: Operands) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..watchdog import poll
+from ..protocol.watchdog import poll
 
 _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

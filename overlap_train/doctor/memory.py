@@ -13,8 +13,8 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
+from ..protocol.watchdog import poll
 from ..symmetric import SymmetricHeap, open_heap
-from ..watchdog import poll
 from .place import Place, first_line
 from .report import CheckFailed, Finding
 

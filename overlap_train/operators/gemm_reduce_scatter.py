@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..domain import OverlapDomain
 from ..packed_launch import Launch
-from ..slot import Call
+from ..protocol.slot import Call
 from . import hopper, portable
 from .tiles import chunk_count, stored_chunk_count, worth_a_stream
 

@@ -13,7 +13,7 @@ import torch
 
 from ..domain import OverlapDomain
 from ..packed_launch import Launch
-from ..slot import Call
+from ..protocol.slot import Call
 from .tiles import multiprocessors, protocol_arguments
 
 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES = 128, 256, 64, 8, 4

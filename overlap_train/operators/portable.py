@@ -9,7 +9,7 @@ import torch
 
 from ..domain import OverlapDomain
 from ..packed_launch import Launch
-from ..slot import Call
+from ..protocol.slot import Call
 from .tiles import multiprocessors, protocol_arguments
 
 

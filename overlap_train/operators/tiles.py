@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..domain import OverlapDomain
-from ..slot import Call
+from ..protocol.slot import Call
 
 # A poll in Triton's interpreter takes about 0.1 ms, and the interpreter has no clock: its time-out is a number of polls.
 _INTERPRETER_POLLS_PER_SECOND = 10_000

@@ -85,7 +85,7 @@ def backward(domain: OverlapDomain, method: str) -> Run:
     def run(o: Operands) -> torch.Tensor:
         # In step, whether training has it so or not: one backward behind another needs a barrier for its slots, and collective,
         # which needs none, is measured with it too.
-        with domain.operator(calls=2, in_step=True):
+        with domain.operator("tune", calls=2, in_step=True):
             x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
             gather = start_all_gather(domain, x_shard_m, gathered_by, "tune/wgrad")
             scatter = start_gemm_reduce_scatter(domain, o.left, o.right, method, "tune/dgrad")

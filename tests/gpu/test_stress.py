@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, OverlapTimeoutError, all_gather_linear, linear_reduce_scatter
-from overlap_train.copy_engine import Route, StreamCopyEngine
+from overlap_train.protocol.copy_engine import Route, StreamCopyEngine
 from overlap_train.registry import domain_of
 from tests.linear_cases import OPERATORS, Case
 

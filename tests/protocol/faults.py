@@ -26,10 +26,10 @@ class Fault:
 
 def in_slot(old: str, new: str, report: str = "wrong result") -> Fault:
     """A fault of slot.py, which workspace.py imports."""
-    return Fault("slot", old, new, report, ("workspace",))
+    return Fault("protocol.slot", old, new, report, ("protocol.workspace",))
 
 
-_TAKEN = ("workspace",)  # what imports the choice of a slot
+_TAKEN = ("protocol.workspace",)  # what imports the choice of a slot
 _COPY = "push.target.copy_(push.source)\n"
 _SIGNAL = "push.signal.copy_(push.epoch)\n"
 _WORD = "word = signal_word(source, chunk)"
@@ -44,11 +44,13 @@ _NEXT_POLL = f"while waiting:\n        {_POLL}"
 def host_faults() -> dict[str, Fault]:
     """Faults of the host code, for either operator and any method."""
     return {
-        "flag before data": Fault("copy_engine", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
-        "dropped signal": Fault("copy_engine", _SIGNAL, "pass\n", "deadlock"),
-        "dropped data": Fault("copy_engine", _COPY, "pass\n"),
-        "slot reused one operator early": Fault("turns", "self._operator - 1]", "self._operator]", reload=_TAKEN),
-        "always the same slot": Fault("turns", "if user < self._operator - 1", "", reload=_TAKEN),
+        "flag before data": Fault("protocol.copy_engine", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
+        "dropped signal": Fault("protocol.copy_engine", _SIGNAL, "pass\n", "deadlock"),
+        "dropped data": Fault("protocol.copy_engine", _COPY, "pass\n"),
+        "slot reused one operator early": Fault(
+            "protocol.slot_use", "self._operator - 1]", "self._operator]", reload=_TAKEN
+        ),
+        "always the same slot": Fault("protocol.slot_use", "if user < self._operator - 1", "", reload=_TAKEN),
         "no epoch increment": in_slot("_increment[0] = 1", "_increment[0] = 0", "wrong result|deadlock"),
         "epoch forgotten": in_slot(_KEEP, "torch.zeros_like(self._increment)", "wrong result|deadlock"),
         "wrong block at the peer": in_slot("memory[peer])[self.rank]", "memory[peer])[peer]"),

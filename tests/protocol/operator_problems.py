@@ -71,7 +71,7 @@ def _calls(
                 own.copy_(inputs[call, domain.rank])
                 if before is not None:
                     before(domain)
-                with domain.operator(calls=1):
+                with domain.operator("call", calls=1):
                     y = run(domain, own, weights[domain.rank])
                 outputs[call, domain.rank] = y
                 own.fill_(torch.nan)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from overlap_train.watchdog import FaultRecord
+from overlap_train.protocol.watchdog import FaultRecord
 from tests.protocol.interleaving import Scheduler
 
 TILE = 16
@@ -53,7 +53,7 @@ class Simulation:
     def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
         """The domains of all ranks, with an engine actor each; patches the core for the duration of the run."""
         self.memory.update({rank: Memory() for rank in range(self.world_size)})
-        layout = core("layout").Layout(self.world_size, SLOT_BYTES)
+        layout = core("protocol.layout").Layout(self.world_size, SLOT_BYTES)
         heap = SimulatedHeap(self.world_size, layout)
         self.patch(scheduler)
         domains = [SimulatedDomain(self, scheduler, heap, layout, rank) for rank in range(self.world_size)]
@@ -82,7 +82,7 @@ class Simulation:
         portable = core("operators.portable")
         scheduler.patch(portable, "_INTERPRETED", portable.TileConfig(TILE, TILE, TILE))
         scheduler.patch(portable, "grid_size", lambda *args: (self.ctas,))
-        for waiting in ("waits", "copy_engine"):
+        for waiting in ("protocol.waits", "protocol.copy_engine"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
         scheduler.patch(
             core("kernels.signal"), "clock", lambda spins, TIMED: spins
@@ -120,13 +120,13 @@ class SimulatedDomain:
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
         self.fault, self.heap, self.layout = FaultRecord(self.device), heap, layout
         self.engine = simulation.engine(scheduler, rank)
-        waits = core("waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)
+        waits = core("protocol.waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)
         if simulation.device_waits:
             waits.wait = waits.on_stream
-        self.workspace = core("workspace").Workspace(heap, layout, self.device, self.engine, waits)
+        self.workspace = core("protocol.workspace").Workspace(heap, layout, self.device, self.engine, waits)
 
-    def operator(self, calls: int, in_step: bool = False) -> AbstractContextManager[None]:
-        return core("domain").OverlapDomain.operator(self, calls, in_step)
+    def operator(self, name: str, calls: int, in_step: bool = False) -> AbstractContextManager[None]:
+        return core("domain").OverlapDomain.operator(self, name, calls, in_step)
 
     def is_capturing(self) -> bool:
         return False
@@ -160,7 +160,7 @@ class SimulatedEngine:
         self._closed = True
 
     def _work(self) -> None:
-        run_push = core("copy_engine").run_push
+        run_push = core("protocol.copy_engine").run_push
         while True:
             self._scheduler.wait_until(lambda: self._queue or self._closed, "a push or the end")
             if not self._queue:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, OverlapTimeoutError, all_gather_linear, check, linear_reduce_scatter
-from overlap_train.copy_engine import HostCopyEngine, Route
+from overlap_train.protocol.copy_engine import HostCopyEngine, Route
 from overlap_train.registry import domain_of
 from tests.processes import Outcome, run_ranks, values
 

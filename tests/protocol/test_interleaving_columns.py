@@ -65,13 +65,13 @@ def test_they_wait_for_each_other(method: str, ranks: int) -> None:
 def test_ranks_meet_where_asked_and_where_slots_run_out(count: int, in_step: bool, each: int) -> None:
     barriers: list[str] = []
     assert_passes(columns("chunked", Simulation(2, device_waits=True), count, in_step, barriers), range(1))
-    assert barriers == ["operator/begin"] * 2 * each
+    assert barriers == ["dgrad/begin"] * 2 * each
 
 
-BARRIER = 'self.barrier("operator/begin")'
+BARRIER = 'self.barrier(f"{name}/begin")'
 
 
-@pytest.mark.parametrize("fault", [Fault("workspace", BARRIER, "self.turns.clear()")], ids=["no barrier"])
+@pytest.mark.parametrize("fault", [Fault("protocol.workspace", BARRIER, "self.use.clear()")], ids=["no barrier"])
 def test_without_a_barrier_a_slot_is_written_that_is_still_read(fault: Fault) -> None:
     problem = columns("chunked", Simulation(3))
     with fault.planted():

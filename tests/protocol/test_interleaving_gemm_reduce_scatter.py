@@ -47,7 +47,7 @@ FUSED_FAULTS = {
     "announced without barrier": in_signal(BARRIER, BARRIER.replace("tl.debug_barrier()", "pass"), "without a CTA bar"),
     "announced relaxed": Fault("kernels.signal", RELEASE, RELEASE.replace("release", "relaxed"), "released", (KERNEL,)),
     "announced at GPU scope": Fault("kernels.signal", RELEASE, RELEASE.replace("sys", "gpu"), "released", (KERNEL,)),
-    "push does not wait for its rows": Fault("copy_engine", "counter.item() >= goal", "counter.item() >= 0"),
+    "push does not wait for its rows": Fault("protocol.copy_engine", "counter.item() >= goal", "counter.item() >= 0"),
     "push waits for all tiles but one": in_slot(GOAL, GOAL.replace("tiles", "tiles - 1")),
     "push waits for another chunk": in_slot(COUNTERS, f"[{COUNTERS}[0]] * 2"),
     "push waits for another counter": in_slot(COUNTERS, COUNTERS.replace("peer", "self.rank"), DEADLOCK),
@@ -65,7 +65,7 @@ DIRECT_FAULTS = {
     **{
         name: fault
         for name, fault in (host_faults() | fused_faults(KERNEL)).items()
-        if fault.module != "copy_engine" and name not in OF_PUSHES
+        if fault.module != "protocol.copy_engine" and name not in OF_PUSHES
     },
     "told before stored": Fault(KERNEL, LAND, f"                {TELL}\n{LAND}"),
     "not told": Fault(KERNEL, TELL, "pass", "deadlock"),
@@ -97,8 +97,8 @@ CHUNKED_FAULTS = {
 }
 CHUNKED_ON_HOST_FAULTS = {
     "no epoch increment on the host": in_slot("        self.expected += 1\n", ""),
-    "stale epoch": Fault("waits", "word.item() >= expected", "word.item() >= expected - 1"),
-    "wait for one peer only": Fault("waits", "range(first, first + count)", "range(first, first + 1)"),
+    "stale epoch": Fault("protocol.waits", "word.item() >= expected", "word.item() >= expected - 1"),
+    "wait for one peer only": Fault("protocol.waits", "range(first, first + count)", "range(first, first + 1)"),
 }
 CHUNKED_ON_DEVICE_FAULTS = {
     "stale epoch": Fault("kernels.signal", "epoch = tl.load(epoch_ptr)", "epoch = tl.load(epoch_ptr) - 1"),

@@ -30,7 +30,7 @@ def replays(domain: SimulatedDomain) -> None:
 
 def forgetful(domain: SimulatedDomain) -> None:
     """The same without a barrier."""
-    domain.workspace.turns.clear()
+    domain.workspace.use.clear()
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -47,8 +47,8 @@ def test_without_barriers_they_may_not(operator: str) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault("workspace", "        self._engine.push(call.slot.epoch, call.knock())\n", "", "deadlock"),
-        Fault("workspace", "call.knock())\n        call.wait_for_all()", "call.knock())"),
+        Fault("protocol.workspace", "        self._engine.push(call.slot.epoch, call.knock())\n", "", "deadlock"),
+        Fault("protocol.workspace", "call.knock())\n        call.wait_for_all()", "call.knock())"),
     ],
     ids=["nobody knocks", "nobody waits"],
 )
@@ -76,10 +76,10 @@ def test_capturing_leaves_the_turns_where_they_were() -> None:
     free: list[tuple[str, list[int]]] = []
 
     def capture(domain: SimulatedDomain) -> None:
-        domain.workspace.turns.take()
+        domain.workspace.use.take()
         with mock.patch.object(core("graph"), "made_domain", return_value=domain), core("graph").graphed(None):
-            free.append(("inside", domain.workspace.turns.free()))
-        free.append(("behind", domain.workspace.turns.free()))
+            free.append(("inside", domain.workspace.use.free()))
+        free.append(("behind", domain.workspace.use.free()))
 
     assert_passes(gathers("chunked", Simulation(2), calls=1, before=capture), range(1))
     assert sorted(free) == [("behind", [1, 2])] * 2 + [("inside", [0, 1, 2])] * 2

@@ -131,7 +131,9 @@ FAULTS = {
     "gathered x not waited for": Fault(GATHER, "self._call.wait_for_all()", "pass", reload=("linear",)),
     "own block not copied": Fault(GATHER, OWN, "pass", reload=("linear",)),
     "kept x not copied out of its slot": Fault("linear", "gather.full().clone() if keep", "gather.full() if keep"),
-    "slot reused early": Fault("turns", "self._operator - 1]", "self._operator]", reload=("workspace",)),
+    "slot reused early": Fault(
+        "protocol.slot_use", "self._operator - 1]", "self._operator]", reload=("protocol.workspace",)
+    ),
 }
 
 
@@ -143,7 +145,7 @@ def test_fault_is_caught(fault: str) -> None:
 
 
 CHUNK_FAULTS = [
-    (Fault("waits", "range(call.chunks)", "range(1)"), False),
+    (Fault("protocol.waits", "range(call.chunks)", "range(1)"), False),
     (Fault("kernels.signal", "tl.static_range(CHUNKS)", "tl.static_range(1)"), True),
 ]
 

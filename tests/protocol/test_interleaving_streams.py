@@ -42,35 +42,35 @@ def test_forward_and_backward_pass(one_queue: bool) -> None:
 BOTH_CHUNKED = ["gather chunked", "scatter chunked"]
 ALL = [*BOTH_CHUNKED, "gather fused", "scatter fused"]
 FAULTS = [
-    ("flag before data", Fault("copy_engine", COPY, f"{SIGNAL}; {COPY}"), ["gather chunked", "scatter fused"]),
-    ("dropped signal", Fault("copy_engine", SIGNAL, "pass", "deadlock"), ["gather chunked", "scatter fused"]),
-    ("fork without wait", Fault("copy_engine", FORK, "failed", "deadlock|wrong"), ALL),
+    ("flag before data", Fault("protocol.copy_engine", COPY, f"{SIGNAL}; {COPY}"), ["gather chunked", "scatter fused"]),
+    ("dropped signal", Fault("protocol.copy_engine", SIGNAL, "pass", "deadlock"), ["gather chunked", "scatter fused"]),
+    ("fork without wait", Fault("protocol.copy_engine", FORK, "failed", "deadlock|wrong"), ALL),
     (
         "fork without record",
-        Fault("copy_engine", "record_event(self._forked", "current_stream(), (self._forked", "deadlock|wrong"),
+        Fault("protocol.copy_engine", "record_event(self._forked", "current_stream(), (self._forked", "deadlock|wrong"),
         BOTH_CHUNKED,
     ),
-    ("join without wait", Fault("copy_engine", JOIN, "failed"), ALL),
+    ("join without wait", Fault("protocol.copy_engine", JOIN, "failed"), ALL),
     (
         "join without record",
-        Fault("copy_engine", "record_event(self._joined", "current_stream(), (self._joined"),
+        Fault("protocol.copy_engine", "record_event(self._joined", "current_stream(), (self._joined"),
         BOTH_CHUNKED,
     ),
     (
         "push without fork",
-        Fault("copy_engine", FORKED_PUSH, FORKED_PUSH.replace("self._fork()", "pass"), "deadlock|wrong"),
+        Fault("protocol.copy_engine", FORKED_PUSH, FORKED_PUSH.replace("self._fork()", "pass"), "deadlock|wrong"),
         BOTH_CHUNKED,
     ),
     (
         "kernel's pushes without fork",
-        Fault("copy_engine", "        self._fork()\n        # Nothing", "        # Nothing", "deadlock|wrong"),
+        Fault("protocol.copy_engine", "        self._fork()\n        # Nothing", "        # Nothing", "deadlock|wrong"),
         ["scatter fused"],
     ),
-    ("push without its counter", Fault("copy_engine", WAIT, "pass"), ["scatter fused"]),
+    ("push without its counter", Fault("protocol.copy_engine", WAIT, "pass"), ["scatter fused"]),
     ("no epoch increment", in_slot("_increment[0] = 1", "_increment[0] = 0"), BOTH_CHUNKED),
     (
         "slot reused early",
-        Fault("turns", "self._operator - 1]", "self._operator]", reload=("workspace",)),
+        Fault("protocol.slot_use", "self._operator - 1]", "self._operator]", reload=("protocol.workspace",)),
         BOTH_CHUNKED,
     ),
 ]
@@ -89,7 +89,9 @@ def test_fault_is_caught(fault: Fault, problem: str) -> None:
 
 def test_pushes_enqueued_before_their_kernel_deadlock_with_one_hardware_queue() -> None:
     """Rule 4 under CUDA_DEVICE_MAX_CONNECTIONS=1; with a queue for each stream nobody would notice."""
-    fault = Fault("copy_engine", KERNEL, f"        self._enqueue(source, routes)\n        return kernel()\n{KERNEL}")
+    fault = Fault(
+        "protocol.copy_engine", KERNEL, f"        self._enqueue(source, routes)\n        return kernel()\n{KERNEL}"
+    )
     with fault.planted():
         assert_passes(scatters("fused", StreamSimulation(2)), range(4))
         error = assert_caught(scatters("fused", StreamSimulation(2, one_queue=True)), range(4))

@@ -21,12 +21,12 @@ def domain_on_gpu(monkeypatch: pytest.MonkeyPatch, capturing: bool, graphed: boo
 def test_operators_run_eagerly_and_inside_graphed(
     monkeypatch: pytest.MonkeyPatch, capturing: bool, graphed: bool
 ) -> None:
-    assert domain_on_gpu(monkeypatch, capturing, graphed).operator(calls=1) is not None
+    assert domain_on_gpu(monkeypatch, capturing, graphed).operator("fc1", calls=1) is not None
 
 
 def test_an_operator_in_a_foreign_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"not inside overlap_train.graphed\(group\)"):
-        domain_on_gpu(monkeypatch, capturing=True, graphed=False).operator(calls=1)
+        domain_on_gpu(monkeypatch, capturing=True, graphed=False).operator("fc1", calls=1)
 
 
 @pytest.mark.parametrize("graphed", [False, True])
@@ -40,4 +40,4 @@ def test_new_shapes_are_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch, gr
 def test_on_the_cpu_nobody_asks_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     domain = domain_on_gpu(monkeypatch, capturing=True, graphed=False)
     domain._on_gpu = False
-    assert domain.operator(calls=1) is not None
+    assert domain.operator("fc1", calls=1) is not None

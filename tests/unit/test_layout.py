@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from overlap_train.layout import BARRIER, Layout
+from overlap_train.protocol.layout import BARRIER, Layout
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 72, 600])

@@ -7,7 +7,7 @@ import torch
 
 from overlap_train import OverlapTimeoutError
 from overlap_train.kernels import signal_words as words
-from overlap_train.watchdog import FaultRecord, Waiting, poll
+from overlap_train.protocol.watchdog import FaultRecord, Waiting, poll
 
 
 def test_poll_returns_as_soon_as_it_is_ready() -> None:

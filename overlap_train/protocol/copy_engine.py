@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from .driver import CudaDriver
+from ..driver import CudaDriver
 from .watchdog import poll
 
 _AT_LEAST = 0  # how a stream compares a word with the value that it waits for

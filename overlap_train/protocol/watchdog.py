@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from .kernels.signal_words import FAULT_EXPECTED, FAULT_SEEN, FAULT_SET, FAULT_TAG, FAULT_WORD, FAULT_WORDS, MAX_CHUNKS
+from ..kernels.signal_words import FAULT_EXPECTED, FAULT_SEEN, FAULT_SET, FAULT_TAG, FAULT_WORD, FAULT_WORDS, MAX_CHUNKS
 
 
 class OverlapTimeoutError(RuntimeError):

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 
+from ..driver import CudaDriver
+from ..kernels.signal_words import MAX_CHUNKS
+from ..packed_launch import LaunchCache
+from ..symmetric import SymmetricHeap
 from .copy_engine import Route
-from .driver import CudaDriver
-from .kernels.signal_words import MAX_CHUNKS
 from .layout import Layout
-from .packed_launch import LaunchCache
-from .symmetric import SymmetricHeap
 from .watchdog import Waiting
 
 

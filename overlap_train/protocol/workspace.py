@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ..symmetric import SymmetricHeap
 from .copy_engine import CopyEngine
 from .layout import BARRIER, SLOTS, Layout
 from .slot import Call, Slot
-from .symmetric import SymmetricHeap
-from .turns import Turns
+from .slot_use import SlotUse
 from .waits import BoundedWaits
 
 
@@ -18,32 +18,35 @@ class Workspace:
     def __init__(
         self, heap: SymmetricHeap, layout: Layout, device: torch.device, engine: CopyEngine, waits: BoundedWaits
     ) -> None:
-        self._engine, self.waits = engine, waits
+        self._engine, self._waits = engine, waits
         self.slots = [Slot(heap, layout, index, waits.rank, device) for index in range(SLOTS)]
         self._barrier = Slot(heap, layout, BARRIER, waits.rank, device)
-        self.turns = Turns()
+        self.use = SlotUse()
 
-    def begin(self, calls: int, in_step: bool) -> None:
+    def begin(self, name: str, calls: int, in_step: bool) -> None:
         """Start an operator that opens up to so many calls: there are slots for them behind this. in_step: the ranks meet."""
-        self.turns.begin()
-        if in_step or len(self.turns.free()) < calls:
-            self.barrier("operator/begin")
+        self.use.begin()
+        if in_step or len(self.use.free()) < calls:
+            self.barrier(f"{name}/begin")
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int = 1) -> Call:
         """Start a call on a free slot."""
-        return self._use(self.slots[self.turns.take()], block_shape, dtype, op, chunks)
+        return self._use(self.slots[self.use.take()], block_shape, dtype, op, chunks)
 
     def barrier(self, op: str) -> None:
-        """Hold the caller's stream until every rank has come here: what they enqueued before is done, every slot is free."""
+        """Hold the caller's stream until every rank has come here: what they enqueued before is done, every slot is free.
+
+        Once an operator: its end waits for the copies, which read the epoch that the next barrier raises.
+        """
         call = self._use(self._barrier, torch.Size([1]), torch.int64, op, 1)
         self._engine.push(call.slot.epoch, call.knock())
         call.wait_for_all()
-        self.turns.clear()
+        self.use.clear()
 
     def _use(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int) -> Call:
         slot.next_epoch()
         key = (block_shape, dtype, op, chunks)
         call = slot.calls.get(key)
         if call is None:
-            call = slot.calls[key] = Call(self.waits, slot, block_shape, dtype, op, chunks)
+            call = slot.calls[key] = Call(self._waits, slot, block_shape, dtype, op, chunks)
         return call

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .kernels.signal_words import MAX_CHUNKS
+from ..kernels.signal_words import MAX_CHUNKS
 
-SLOTS = 3  # that calls use: two gathered activations and one scatter buffer at a time, whichever they are
+SLOTS = 3  # what two operators in a row use: two calls and one (slot_use.py)
 BARRIER = SLOTS  # one slot more, for signals only
 _ALIGN = 4096
 
@@ -27,7 +27,7 @@ class Layout:
         return _aligned((BARRIER + 1) * self.signals_bytes) + slot * _aligned(self.slot_bytes)
 
     def size(self, slot: int) -> int:
-        """Bytes of a slot's blocks; of the barrier's one word a rank."""
+        """Bytes of a slot's blocks; the barrier has one word a rank, which nobody reads: a wait that gives up overwrites it."""
         return self.world_size * 8 if slot == BARRIER else self.slot_bytes
 
     def signals_offset(self, slot: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from .driver import CudaDriver
-from .packed_launch import Launch
+from ..driver import CudaDriver
+from ..packed_launch import Launch
 from .slot import Call
 from .watchdog import FaultRecord, poll
 
@@ -35,7 +35,7 @@ class BoundedWaits:
         call.launches.run(("wait", first, count), (), partial(self._launch, call, first, count))
 
     def _launch(self, call: Call, first: int, count: int) -> Launch:
-        from .kernels.signal import wait_kernel
+        from ..kernels.signal import wait_kernel
 
         victim = first if first != self.rank else (first + 1) % self.world_size  # a block that will be read
         row = call.blocks[victim]

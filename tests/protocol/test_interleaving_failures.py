@@ -1,0 +1,79 @@
+"""Operators that do not end as they should: one that raises behind its push, and a barrier that gives up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet")
+
+from overlap_train import OverlapTimeoutError
+from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.faults import Fault
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.operator_problems import gathers
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # NaN for the one integer of a barrier
+
+
+def raises_behind_its_push(domain: SimulatedDomain) -> None:
+    """What an allocation that fails does, on every rank alike."""
+    own = torch.full((TILE, TILE), torch.nan)
+    with contextlib.suppress(MemoryError), domain.operator("broken", calls=1):
+        core("operators.all_gather_gemm").start_all_gather(domain, own, "chunked", "broken")
+        raise MemoryError
+
+
+def test_the_operator_behind_one_that_raised_waits_for_all_ranks() -> None:
+    assert_passes(gathers("chunked", Simulation(3), before=raises_behind_its_push), range(30))
+
+
+def test_without_doubt_it_overwrites_what_a_peer_still_reads() -> None:
+    with Fault("domain", "domain.workspace.use.doubt()", "pass").planted():
+        error = assert_caught(gathers("chunked", Simulation(3), before=raises_behind_its_push), range(60))
+    assert "wrong result" in str(error)
+
+
+def late_meeting(late: int = 1) -> Build:
+    """Two ranks meet and gather ones, but rank `late` comes when the other has given up waiting for it."""
+
+    def build(scheduler: Scheduler) -> Callable[[], None]:
+        gave_up: list[int] = []
+        gathered: dict[int, torch.Tensor] = {}
+
+        def host(domain: SimulatedDomain) -> None:
+            if domain.rank == late:
+                scheduler.wait_until(lambda: bool(gave_up), "the other to give up")
+            domain.workspace.barrier("fc1/begin")
+            gave_up.append(domain.rank)
+            ones = torch.ones(TILE, TILE)
+            gathered[domain.rank] = (
+                core("operators.all_gather_gemm").start_all_gather(domain, ones, "chunked", "fc1").full()
+            )
+            if domain.rank != late:
+                with pytest.raises(OverlapTimeoutError, match=f"fc1/begin: rank {domain.rank} waited"):
+                    domain.fault.check()
+
+        # wait_kernel counts nanoseconds, of which a simulated one is a poll
+        Simulation(2, device_waits=True, timeout_s=100e-9).spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert gathered[1 - late].isnan().any(), "nothing shows that the ranks have not met"
+
+        return check
+
+    return build
+
+
+def test_a_barrier_that_gives_up_is_named_and_poisons_what_comes_after_it() -> None:
+    assert_passes(late_meeting(), range(20), spin=True)
+
+
+def test_without_a_look_at_the_flag_only_missing_blocks_are_poisoned() -> None:
+    look = "missing += (tl.load(abort_ptr, volatile=True) != 0).to(tl.int32)"
+    with Fault("kernels.signal", look, "pass").planted():
+        assert "nothing shows" in str(assert_caught(late_meeting(), range(60), spin=True))
