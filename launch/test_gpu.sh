@@ -18,12 +18,13 @@ sizes=$gpus
 [ "$gpus" -eq 4 ] && sizes="4 2"
 sizes=${SIZES:-$sizes}
 
-failed=0
+failed=0 sessions=0
 for size in $sizes; do
   for provider in ${PROVIDERS:-nvshmem torch}; do
     for connections in ${CONNECTIONS:-1 8}; do
       name="$provider-domain$size-connections$connections"
       echo "== $gpus GPUs: $name"
+      sessions=$((sessions + 1))
       mkdir -p "$logs/$name"
       # CUBLAS_WORKSPACE_CONFIG: what cuBLAS needs to be deterministic, which the bitwise training test asks for.
       if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
@@ -36,5 +37,9 @@ for size in $sizes; do
     done
   done
 done
-[ "$failed" -eq 0 ] || echo "make test-gpu: $failed sessions failed; each rank's output is under $logs" >&2
+if [ "$failed" -eq 0 ]; then
+  echo "make test-gpu: all $sessions sessions passed"
+else
+  echo "make test-gpu: $failed of $sessions sessions failed; each rank's output is under $logs" >&2
+fi
 exit "$failed"
