@@ -2,6 +2,7 @@
 
     enable(model, config)         turn the parallel linears of a built model into overlapped ones, before DDP wraps it
     report(model)                 which linear takes which path, why, and how often each path has run
+    announce_changes(model)       behind the first step: print it where it is not what enable() has printed
     graphed_model(model)          bracket for the capture of its passes into a CUDA graph
     gpt_block_spec(config)        layer specs with a norm and an attention that sequence parallelism works with
     run_without_cuda()            let Megatron-Core run on CPU processes
@@ -15,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from overlap_train.integrations.megatron.announcing import announce_changes
     from overlap_train.integrations.megatron.attention import SDPACoreAttention
     from overlap_train.integrations.megatron.cpu import run_without_cuda
     from overlap_train.integrations.megatron.enabling import enable
@@ -32,6 +34,7 @@ _HOME = {
     "RMSNorm": "norm",
     "Report": "reporting",
     "SDPACoreAttention": "attention",
+    "announce_changes": "announcing",
     "enable": "enabling",
     "gpt_block_spec": "spec",
     "gpt_layer_spec": "spec",
@@ -49,6 +52,7 @@ __all__ = [
     "RMSNorm",
     "Report",
     "SDPACoreAttention",
+    "announce_changes",
     "enable",
     "gpt_block_spec",
     "gpt_layer_spec",

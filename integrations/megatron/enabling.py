@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from overlap_train import OverlapConfig
+from overlap_train.integrations.megatron.announcing import announce
 from overlap_train.integrations.megatron.conditions import WAY_TO_FALL_BACK, bad_combination
 from overlap_train.integrations.megatron.fallback import standing_reason
 from overlap_train.integrations.megatron.linear import OVERLAPPED, attach
@@ -51,31 +50,8 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
         for chunk in chunks:
             _enable_chunk(chunk, config)
     result = report(chunks, problem)
-    if _prints():
-        print(f"{_stage()}{result}", flush=True)
+    announce(result)
     return result
-
-
-def _prints() -> bool:
-    """Whether this rank speaks for the ranks whose table is the same: those of its pipeline stage."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        return True
-    if not _stage():
-        return False
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return parallel_state.get_tensor_model_parallel_rank() == 0 and replica == 0
-
-
-def _stage() -> str:
-    """A heading for the table of a pipeline stage; empty without a pipeline."""
-    if not parallel_state.model_parallel_is_initialized():
-        return ""
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    return (
-        f"pipeline stage {parallel_state.get_pipeline_model_parallel_rank()} of {stages}, layers counted within it:\n"
-        if stages > 1
-        else ""
-    )
 
 
 def _enable_chunk(chunk: torch.nn.Module, config: OverlapConfig) -> None:

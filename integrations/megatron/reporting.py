@@ -105,20 +105,25 @@ def _report_linear(name: str, linear: Any) -> LinearReport:
     reason = standing_reason(linear, linear.weight)
     if reason is not None:
         return LinearReport(name, slot, "-", "-", "-", "megatron", reason, *counts)
-    fprop, dgrad = _choices(linear)
+    fprop, dgrad = choices(linear)
     method, reason = _both(fprop.method, dgrad.method), _both(fprop.reason, dgrad.reason)
     return LinearReport(name, slot, *_passes(linear), method, reason, *counts)
 
 
-def _choices(linear: Any) -> tuple[Choice, Choice]:
+def choices(linear: Any) -> tuple[Choice, Choice]:
     """How fprop and dgrad run: as decided at the linear's last new shape or, before its first call, for any M."""
     overlap, group = linear.overlap, linear.tp_group
     domain = made_domain(group)
     plans = [] if domain is None else domain.plans.values()
     # of a linear of that name with these settings; an earlier model may have had the same names
     decided = [plan for plan in plans if plan.fprop == f"{overlap.name}/fprop" and plan.config == overlap.config]
-    if decided:
-        return decided[-1].choices
+    return decided[-1].choices if decided else expected_choices(linear)
+
+
+def expected_choices(linear: Any) -> tuple[Choice, Choice]:
+    """How fprop and dgrad would run for any M."""
+    overlap, group = linear.overlap, linear.tp_group
+    domain = made_domain(group)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = read(overlap.config.tuning_dir, key_of(device, group.size())) if domain is None else domain.table
     fprop = _fprop(linear)

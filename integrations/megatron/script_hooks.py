@@ -44,6 +44,7 @@ class ScriptHooks:
     def __init__(self, overlap: OverlapConfig | None) -> None:
         self._overlap = overlap
         self._chunks: list[torch.nn.Module] = []  # of the models that were enabled
+        self._logged = False  # whether a step has been
 
     def by_module(self) -> Mapping[str, Action]:
         """The action for each module of Megatron."""
@@ -151,8 +152,12 @@ class ScriptHooks:
             self._assert_enabled("training has begun")
             overlap_train.check()  # replays of a CUDA graph call no operator that would
             result = log(*args, **kwargs)
+            from overlap_train.integrations.megatron.announcing import announce_changes
             from overlap_train.integrations.megatron.counters import write_counters
 
+            if not self._logged:
+                announce_changes(self._chunks)
+            self._logged = True
             write_counters(self._chunks, signature.bind(*args, **kwargs).arguments["iteration"])
             return result
 

@@ -24,7 +24,7 @@ from gpt.settings import Settings
 from gpt.training import Trainer, build_trainer, data_share, per_byte
 from gpt.world import World
 from overlap_train import OverlapConfig
-from overlap_train.integrations.megatron import run_without_cuda
+from overlap_train.integrations.megatron import announce_changes, run_without_cuda
 
 
 def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None:
@@ -65,6 +65,8 @@ def train(trainer: Trainer, datasets: Datasets, first: int, device: torch.device
         learning_rate = trainer.learning_rate()
         total, grad_norm = trainer.step(data)
         overlap_train.check()  # the norm has waited for the device: what gave up until now has left NaN behind
+        if iteration == first + 1:
+            announce_changes(trainer.model.bare)
         if log.is_due(iteration):
             loss = per_byte(total)
             say(log.line(iteration, learning_rate, loss, grad_norm))
