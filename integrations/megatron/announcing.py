@@ -22,9 +22,9 @@ def announce(table: Report, heading: str = "") -> None:
 
 
 def announce_changes(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Behind the first step: print what has run, with the calls, where it is not what enable() announced.
+    """Behind the first step: print what has run, with the calls, where it is not what enable() announced. Does not communicate.
 
-    enable() knows neither M, by which `auto` chooses, nor what single calls are like. It does not communicate.
+    enable() knows neither M, by which `auto` chooses, nor what single calls are like.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     linears = [linear for chunk in chunks for _, linear in named_linears(chunk) if type(linear) in OVERLAPPED.values()]

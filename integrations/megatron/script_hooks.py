@@ -44,7 +44,7 @@ class ScriptHooks:
     def __init__(self, overlap: OverlapConfig | None) -> None:
         self._overlap = overlap
         self._chunks: list[torch.nn.Module] = []  # of the models that were enabled
-        self._logged = False  # whether a step has been
+        self._logged = False  # whether a step has been logged
 
     def by_module(self) -> Mapping[str, Action]:
         """The action for each module of Megatron."""

@@ -106,7 +106,7 @@ def test_two_models_and_two_streams_in_one_process(case: Case) -> None:
 
 def test_growing_shapes_reallocate_the_heap(case: Case) -> None:
     for size in (64, 640, 1280):
-        for _ in range(2):  # the second time in other slots
+        for _ in range(2):  # so that slots are used again
             OPERATORS["column"](case, (size, 1), 128, 64)
             OPERATORS["row"](case, (size, 1), 64, 128)
 

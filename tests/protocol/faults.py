@@ -26,10 +26,11 @@ class Fault:
 
 def in_slot(old: str, new: str, report: str = "wrong result") -> Fault:
     """A fault of slot.py, which workspace.py imports."""
-    return Fault("protocol.slot", old, new, report, ("protocol.workspace",))
+    return Fault("protocol.slot", old, new, report, _IMPORTERS)
 
 
-_TAKEN = ("protocol.workspace",)  # what imports the choice of a slot
+_IMPORTERS = ("protocol.workspace",)  # of slot.py and slot_use.py
+SLOT_REUSED_EARLY = Fault("protocol.slot_use", "self._operator - 1]", "self._operator]", reload=_IMPORTERS)
 _COPY = "push.target.copy_(push.source)\n"
 _SIGNAL = "push.signal.copy_(push.epoch)\n"
 _WORD = "word = signal_word(source, chunk)"
@@ -47,10 +48,8 @@ def host_faults() -> dict[str, Fault]:
         "flag before data": Fault("protocol.copy_engine", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
         "dropped signal": Fault("protocol.copy_engine", _SIGNAL, "pass\n", "deadlock"),
         "dropped data": Fault("protocol.copy_engine", _COPY, "pass\n"),
-        "slot reused one operator early": Fault(
-            "protocol.slot_use", "self._operator - 1]", "self._operator]", reload=_TAKEN
-        ),
-        "always the same slot": Fault("protocol.slot_use", "if user < self._operator - 1", "", reload=_TAKEN),
+        "slot reused one operator early": SLOT_REUSED_EARLY,
+        "always the same slot": Fault("protocol.slot_use", "if user < self._operator - 1", "", reload=_IMPORTERS),
         "no epoch increment": in_slot("_increment[0] = 1", "_increment[0] = 0", "wrong result|deadlock"),
         "epoch forgotten": in_slot(_KEEP, "torch.zeros_like(self._increment)", "wrong result|deadlock"),
         "wrong block at the peer": in_slot("memory[peer])[self.rank]", "memory[peer])[peer]"),

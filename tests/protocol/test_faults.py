@@ -165,6 +165,8 @@ def _wrong_on_one_rank(rank: int, world: int) -> list[str]:
     ]
     config = OverlapConfig(method="chunked" if rank else "collective")
     calls.append(lambda: all_gather_linear(x, w, group=dist.group.WORLD, name="method", config=config))
+    other = OverlapConfig(gathered_input="keep" if rank else "regather")
+    calls.append(lambda: all_gather_linear(x, w, group=dist.group.WORLD, name="policy", config=other))
     messages = []
     for call in calls:
         with pytest.raises(ValueError) as caught:
@@ -175,9 +177,10 @@ def _wrong_on_one_rank(rank: int, world: int) -> list[str]:
 
 
 def test_wrong_arguments_raise_on_every_rank() -> None:
-    for odd, half, shapes, big, method in values(run_ranks(2, _wrong_on_one_rank)):
+    for odd, half, shapes, big, method, policy in values(run_ranks(2, _wrong_on_one_rank)):
         assert "(5, 8)" in odd and "divisible by the group's 2 ranks" in odd
         assert "torch.float16" in half and "w_shard_n" in half
         assert "method chunked" in method and "method collective" in method
+        assert "gathered_input=keep" in policy and "gathered_input=regather" in policy
         assert "input [2, 8]" in shapes and "input [4, 8]" in shapes and "same shapes" in shapes
         assert "symmetric_mib=2048" in big and "needs 2305 MiB" in big and "--overlap-train-symmetric-mib" in big

@@ -71,7 +71,7 @@ def test_the_barrier_writes_signals_and_nothing_else() -> None:
     assert elsewhere == [False] * 6
 
 
-def test_capturing_leaves_the_turns_where_they_were() -> None:
+def test_capturing_leaves_the_use_of_slots_as_it_was() -> None:
     """What is captured has not run, so that eager calls before the first replay must not count on its barriers."""
     free: list[tuple[str, list[int]]] = []
 

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("greenlet")
 
 from tests.protocol.explore import Build, assert_caught, assert_passes
-from tests.protocol.faults import Fault
+from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
@@ -131,9 +131,7 @@ FAULTS = {
     "gathered x not waited for": Fault(GATHER, "self._call.wait_for_all()", "pass", reload=("linear",)),
     "own block not copied": Fault(GATHER, OWN, "pass", reload=("linear",)),
     "kept x not copied out of its slot": Fault("linear", "gather.full().clone() if keep", "gather.full() if keep"),
-    "slot reused early": Fault(
-        "protocol.slot_use", "self._operator - 1]", "self._operator]", reload=("protocol.workspace",)
-    ),
+    "slot reused early": SLOT_REUSED_EARLY,
 }
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("greenlet")
 
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import assert_caught, assert_passes
-from tests.protocol.faults import Fault, in_slot
+from tests.protocol.faults import SLOT_REUSED_EARLY, Fault, in_slot
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, scatters
 from tests.protocol.simulated_streams import StreamSimulation
@@ -68,11 +68,7 @@ FAULTS = [
     ),
     ("push without its counter", Fault("protocol.copy_engine", WAIT, "pass"), ["scatter fused"]),
     ("no epoch increment", in_slot("_increment[0] = 1", "_increment[0] = 0"), BOTH_CHUNKED),
-    (
-        "slot reused early",
-        Fault("protocol.slot_use", "self._operator - 1]", "self._operator]", reload=("protocol.workspace",)),
-        BOTH_CHUNKED,
-    ),
+    ("slot reused early", SLOT_REUSED_EARLY, BOTH_CHUNKED),
 ]
 
 
