@@ -10,7 +10,7 @@ from .operators import hopper
 from .tuned.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
 from .tuned.table import Table
 
-__all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
+__all__ = ["GATHER", "PUSHING", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
 
 # Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
 # H200: at M = 256 by 1.3 to 2, for a gather at M = 512 by up to 1.1; scattering at M = 512, direct is 1.03 to 1.1 times faster).
@@ -30,6 +30,7 @@ LONG_GEMM_US = 1000.0
 # qkv by chunked took 0.385 ms behind a barrier and 0.484 to 0.512 without (whole backwards in the tuner, four runs before and one
 # after, 4 x H200). Shorter copies gain nothing: at half of these rows, in blocks of 8 MiB, 0.288 ms and 0.255 to 0.261.
 LONG_COPY_US = 150.0
+PUSHING = ("chunked", "fused")  # the methods whose blocks the copy engine sends
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,21 @@ class Choice:
 def choose(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or a model-based default."""
     choice = _chosen(requested, pass_, device, table)
-    if device.type != "cuda" or not _collides(pass_, choice.method):
+    if device.type != "cuda" or not _begins_in_step(pass_, choice.method, table):
         return choice
     return replace(choice, reason=f"{choice.reason}; ranks begin in step", in_step=True)
 
 
+def _begins_in_step(pass_: Pass, method: str, table: Table) -> bool:
+    """As was measured, else by the model."""
+    winner = table.find(pass_)
+    measured = None if winner is None else winner.begins_in_step(method)
+    return _collides(pass_, method) if measured is None else measured
+
+
 def _collides(pass_: Pass, method: str) -> bool:
     """Whether pushes of ranks that are out of step would show: two rounds of them, to several peers, longer than the products."""
-    pushes = pass_.kind == SCATTER_AND_WGRAD and pass_.world > 2 and method in ("chunked", "fused")
+    pushes = pass_.kind == SCATTER_AND_WGRAD and pass_.world > 2 and method in PUSHING
     return pushes and pass_.copy_us > max(LONG_COPY_US, pass_.gemm_us)
 
 

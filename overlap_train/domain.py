@@ -138,7 +138,8 @@ class OverlapDomain:
         self.heap = open_heap(self.group, layout.nbytes, self.config.provider, self.device)
         self.layout = layout
         waits = BoundedWaits(self.rank, self.world_size, self.config.timeout_s, self.fault, self._driver)
-        self.workspace = Workspace(self.heap, layout, self.device, self.engine, waits)
+        self.workspace = Workspace(self.heap, layout, self.device, waits)
+        meet(self, "overlap_train/open")  # so that the kernel is loaded: where a graph is captured it could not be
 
     def _close_heap(self) -> None:
         """Unmap what was there, now: torch's heap waits for the device when it goes, which later could be between the launch of a
@@ -178,6 +179,12 @@ class OverlapDomain:
             torch.cuda.synchronize(self.device)
             dist.barrier(self.group)  # nobody is still pushing into memory that is about to be unmapped
         self._close_heap()
+
+
+def meet(domain: OverlapDomain, op: str) -> None:
+    """All ranks' streams meet; all slots are free."""
+    with domain.operator(op, calls=0):
+        domain.workspace.barrier(op)
 
 
 class _Operator:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from .domain import OverlapDomain
+from .domain import meet
 from .registry import made_domain
 
 
@@ -66,9 +66,3 @@ def is_graphed(group: dist.ProcessGroup) -> bool:
     """Whether operators of this group are called inside `graphed`."""
     domain = made_domain(group)
     return domain is not None and domain.graphed
-
-
-def meet(domain: OverlapDomain, op: str) -> None:
-    """All ranks' streams meet; all slots are free."""
-    with domain.operator(op, calls=0):
-        domain.workspace.barrier(op)

@@ -120,7 +120,8 @@ class _Plan:
         self.choices: tuple[Choice, Choice] = first, second  # of fprop and dgrad
         gather, scatter = (first, second) if fprop.kind == GATHER else (second, first)
         self.gather_method, self.scatter_method = gather.method, scatter.method
-        self.in_step = second.in_step and gather.method != "collective"  # only pushes collide
+        self.fprop_in_step = first.in_step
+        self.dgrad_in_step = second.in_step and gather.method != "collective"  # only pushes collide
         self.fprop, self.dgrad, self.wgrad = (f"{problem.demand.op}/{part}" for part in ("fprop", "dgrad", "wgrad"))
         slot = problem.demand.op.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
         self.fprop_range, self.dgrad_range, self.wgrad_range = (
@@ -176,7 +177,7 @@ class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan) -> torch.Tensor:
         keep = plan.config.gathered_input == "keep" and w_shard_n.requires_grad
-        with plan.domain.operator(plan.fprop, calls=1), profiled(plan.fprop_range):
+        with plan.domain.operator(plan.fprop, 1, plan.fprop_in_step), profiled(plan.fprop_range):
             gather = start_all_gather(plan.domain, x_shard_m, plan.gather_method, plan.fprop)
             y_shard_n = gather.matmul(w_shard_n.t())
             saved = gather.full().clone() if keep else x_shard_m
@@ -191,7 +192,7 @@ class _AllGatherLinear(torch.autograd.Function):
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_m = dw_shard_n = scatter = gather = None
         gathers = wants_dw and not ctx.kept
-        in_step = plan.in_step and gathers and wants_dx
+        in_step = plan.dgrad_in_step and gathers and wants_dx
         with plan.domain.operator(plan.dgrad, gathers + wants_dx, in_step), profiled(plan.dgrad_range):
             if gathers:
                 gather = start_all_gather(plan.domain, saved, plan.gather_method, plan.wgrad)
@@ -209,7 +210,7 @@ class _AllGatherLinear(torch.autograd.Function):
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        with plan.domain.operator(plan.fprop, calls=1), profiled(plan.fprop_range):
+        with plan.domain.operator(plan.fprop, 1, plan.fprop_in_step), profiled(plan.fprop_range):
             scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), plan.scatter_method, plan.fprop)
             y_shard_m = scatter.finish()
         ctx.plan = plan
@@ -222,7 +223,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         plan: _Plan = ctx.plan
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_k = dw_shard_k = None
-        with plan.domain.operator(plan.dgrad, calls=1), profiled(plan.dgrad_range):
+        with plan.domain.operator(plan.dgrad, 1, plan.dgrad_in_step), profiled(plan.dgrad_range):
             gather = start_all_gather(plan.domain, dy_shard_m, plan.gather_method, plan.dgrad)
             if wants_dx:
                 dx_shard_k = gather.matmul(w_shard_k)

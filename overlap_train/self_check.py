@@ -23,6 +23,7 @@ POLLS = (ACQUIRE, ACQUIRE)  # one before the loop, one inside
 _Proofs = tuple[tuple[str, ...], ...]  # each: found one behind the other
 PROOFS: dict[str, _Proofs] = {
     "wait_kernel": (POLLS,),
+    "meet_kernel": ((SIGNAL, *POLLS),),
     "all_gather_gemm_kernel": (POLLS,),
     "gemm_reduce_scatter_kernel": (POLLS, (STORE, BARRIER, COUNT)),
     "hopper_all_gather_gemm_kernel": ((*POLLS, FENCE, TMA_LOAD),),

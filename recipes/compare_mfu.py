@@ -73,10 +73,8 @@ def read_flags(arguments: list[str]) -> tuple[Plan, OverlapConfig]:
 
 
 def set_variables(plan: Plan) -> None:
-    """What CUDA and cuBLAS read when they start."""
+    """What CUDA reads when it starts."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(plan.connections)
-    if plan.is_bitwise:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def measure(plan: Plan, number: int, overlap: OverlapConfig, world: World) -> Measured:

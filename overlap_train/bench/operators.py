@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..choice import GATHER, SCATTER, Pass, choose
+from ..choice import GATHER, SCATTER, Choice, Pass, choose
 from ..domain import Demand, OverlapDomain
 from ..operators.all_gather_gemm import start_all_gather
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
@@ -76,7 +76,11 @@ def correct_runs(
 ) -> dict[str, Run]:
     """Methods and rivals that gave the right result on every rank; notes about the others."""
     reference, rivals = reference_of(case, first, world), rivals_of(case.op, case.kind, world.group, first)
-    runs: dict[str, Run] = {method: overlapped(case, domain, method, settings.dtype) for method in settings.methods}
+    pass_ = pass_of(case, world.size, settings.dtype)
+    runs: dict[str, Run] = {
+        method: overlapped(case, domain, choose(method, pass_, domain.device, domain.table))
+        for method in settings.methods
+    }
     runs |= {"sequence": rivals.sequence, "async_tp": rivals.async_tp, "gemm": rivals.gemm}
     runs |= {"comm": rivals.communication}
     correct = {}
@@ -103,17 +107,16 @@ def pass_of(case: Case, world: int, dtype: torch.dtype) -> Pass:
     return fprop.dgrad if case.pass_ == "dgrad" else fprop
 
 
-def overlapped(case: Case, domain: OverlapDomain, method: str, dtype: torch.dtype) -> Run:
+def overlapped(case: Case, domain: OverlapDomain, choice: Choice) -> Run:
     """Our pass, as autograd runs it (linear.py)."""
-    method = choose(method, pass_of(case, domain.world_size, dtype), domain.device, domain.table).method
-    name = f"bench/{case.op}/{case.pass_}"
+    method, name = choice.method, f"bench/{case.op}/{case.pass_}"
 
     def gather(o: Operands) -> torch.Tensor:
-        with domain.operator(name, calls=1):
+        with domain.operator(name, 1, choice.in_step):
             return start_all_gather(domain, o.left, method, name).matmul(o.right)
 
     def scatter(o: Operands) -> torch.Tensor:
-        with domain.operator(name, calls=1):
+        with domain.operator(name, 1, choice.in_step):
             return start_gemm_reduce_scatter(domain, o.left, o.right, method, name).finish()
 
     def column_weight(o: Operands) -> torch.Tensor:

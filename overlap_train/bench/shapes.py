@@ -76,11 +76,11 @@ def cases(
         raise ValueError(f"--shapes: {unknown[0]!r} is not one of {', '.join(table)}, all")
     found = []
     for m in sorted(ms, reverse=True):
-        _check_divisible("--m", m, world)
+        check_divisible("--m", m, world)
         for op in ops:
             for model in models:
                 inside, outside = table[model]
-                _check_divisible(f"{model}: features", inside, world)
+                check_divisible(f"{model}: features", inside, world)
                 n, k = (inside, outside) if op == "ag_gemm" else (outside, inside)
                 found += [Case(model, op, pass_, m, n, k) for pass_ in passes]
     return found
@@ -145,14 +145,15 @@ def layer_cases(names: list[str], sequences: list[int], world: int) -> list[tupl
     else:
         pairs = list(DEFAULT_LAYERS)
     for name, sequence in pairs:
-        _check_divisible("--seq", sequence, world)
+        check_divisible("--seq", sequence, world)
         layer = LAYERS[name]
         for size in (layer.column_n, layer.row_k):
-            _check_divisible(f"{name}: features", size, world)
+            check_divisible(f"{name}: features", size, world)
     return [(LAYERS[name], sequence) for name, sequence in pairs]
 
 
-def _check_divisible(what: str, size: int, world: int) -> None:
+def check_divisible(what: str, size: int, world: int) -> None:
+    """Raises ValueError."""
     if size < world or size % world:
         raise ValueError(
             f"{what}: {size} must be divisible by the {world} ranks; choose another size or number of ranks"

@@ -27,8 +27,8 @@ class Layout:
         return _aligned((BARRIER + 1) * self.signals_bytes) + slot * _aligned(self.slot_bytes)
 
     def size(self, slot: int) -> int:
-        """Bytes of a slot's blocks; the barrier has one word a rank, which nobody reads: a wait that gives up overwrites it."""
-        return self.world_size * 8 if slot == BARRIER else self.slot_bytes
+        """Bytes of a slot's blocks; the barrier has none."""
+        return 0 if slot == BARRIER else self.slot_bytes
 
     def signals_offset(self, slot: int) -> int:
         """Byte offset of a slot's W x MAX_CHUNKS signals."""

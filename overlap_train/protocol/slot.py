@@ -67,6 +67,10 @@ class Waits(Protocol):
         """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks from `first` on are here."""
         ...
 
+    def meet(self, call: Call) -> None:
+        """Count the slot's epoch, send it to every peer as the signal of chunk 0, and wait for the same of each."""
+        ...
+
 
 class Call:
     """One kind of use of one slot: blocks [W, *block shape] of one dtype, each sent in `chunks` equal parts, under one name.
@@ -116,13 +120,6 @@ class Call:
             self._routes[target, tiles] = routes
         return routes
 
-    def knock(self) -> list[Route]:
-        """To every peer: the signal of chunk 0 and no data; the source is the slot's epoch."""
-        if "knock" not in self._routes:
-            words = [self.slot.outgoing[other][:1] for other in self.peers]
-            self._routes["knock"] = [Route(0, word, word, self.slot.epoch, None) for word in words]
-        return self._routes["knock"]
-
     def _routes_to(self, peer: int, first: int, tiles: int | None) -> list[Route]:
         """A block's way to `peer`, chunk by chunk; it starts at element `first` of the source."""
         target = self.landing(peer)
@@ -141,6 +138,10 @@ class Call:
     def wait_for_all(self) -> None:
         """Hold the caller's stream until the blocks of all other ranks are here."""
         self._waits.wait(self, 0, self.world_size)
+
+    def meet(self) -> None:
+        """Hold the caller's stream (on the CPU: the caller) until every rank has come here; no block is sent."""
+        self._waits.meet(self)
 
     def waiting(self, source: int, chunk: int = 0) -> Waiting:
         return Waiting(self.op, self.rank, source, chunk, self._waits.timeout_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..symmetric import SymmetricHeap
-from .copy_engine import CopyEngine
 from .layout import BARRIER, SLOTS, Layout
 from .slot import Call, Slot
 from .slot_use import SlotUse
@@ -15,10 +14,8 @@ from .waits import BoundedWaits
 class Workspace:
     """Three slots, which gathers and scatters alike take as they get free, and a barrier for when they do not."""
 
-    def __init__(
-        self, heap: SymmetricHeap, layout: Layout, device: torch.device, engine: CopyEngine, waits: BoundedWaits
-    ) -> None:
-        self._engine, self._waits = engine, waits
+    def __init__(self, heap: SymmetricHeap, layout: Layout, device: torch.device, waits: BoundedWaits) -> None:
+        self._waits = waits
         self.slots = [Slot(heap, layout, index, waits.rank, device) for index in range(SLOTS)]
         self._barrier = Slot(heap, layout, BARRIER, waits.rank, device)
         self.use = SlotUse()
@@ -31,20 +28,16 @@ class Workspace:
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int = 1) -> Call:
         """Start a call on a free slot."""
-        return self._use(self.slots[self.use.take()], block_shape, dtype, op, chunks)
+        slot = self.slots[self.use.take()]
+        slot.next_epoch()
+        return self._call(slot, block_shape, dtype, op, chunks)
 
     def barrier(self, op: str) -> None:
-        """Hold the caller's stream until every rank has come here: what they enqueued before is done, every slot is free.
-
-        Once an operator: its end waits for the copies, which read the epoch that the next barrier raises.
-        """
-        call = self._use(self._barrier, torch.Size([1]), torch.int64, op, 1)
-        self._engine.push(call.slot.epoch, call.knock())
-        call.wait_for_all()
+        """Hold the caller's stream until every rank has come here: what they enqueued before is done, every slot is free."""
+        self._call(self._barrier, torch.Size([0]), torch.int64, op, 1).meet()
         self.use.clear()
 
-    def _use(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int) -> Call:
-        slot.next_epoch()
+    def _call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int) -> Call:
         key = (block_shape, dtype, op, chunks)
         call = slot.calls.get(key)
         if call is None:

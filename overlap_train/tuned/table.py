@@ -71,13 +71,25 @@ def _driver_version() -> str:
     return found[0] if found else "unknown"
 
 
+IN_STEP = " in step"  # behind a method's name: the ranks meet before each call
+SAME = 0.02  # by so much two measurements of one thing differ
+
+
 @dataclass(frozen=True)
 class Winner:
-    """The method to take for all passes of a bucket. ms: of each method that ran, for the pass that was measured."""
+    """The method to take for all passes of a bucket.
+
+    ms: of each method that ran, for the pass that was measured; under "fused in step" with ranks that meet before each call.
+    """
 
     measured: Pass
     method: str
     ms: Mapping[str, float]
+
+    def begins_in_step(self, method: str) -> bool | None:
+        """Whether a method is faster with ranks that meet first; None where it was not measured both ways."""
+        free, in_step = self.ms.get(method), self.ms.get(method + IN_STEP)
+        return None if free is None or in_step is None else in_step < (1 - SAME) * free
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,15 +19,15 @@ from ..bench import world
 from ..bench.operators import open_domain, pass_of
 from ..bench.output import Results, collect_notes, screen
 from ..bench.settings import Settings
-from ..bench.shapes import LAYERS, OPS, Case, Layer, layer_cases
+from ..bench.shapes import Case
 from ..config import METHODS
 from ..tuned.passes import Pass
-from ..tuned.table import Key, Winner, key_of, save
+from ..tuned.table import IN_STEP, Key, Winner, key_of, save
+from .cases import MODELS, Sizes, model_cases, one_a_bucket, weight_cases
 from .measure import tune_case
 
 CANDIDATES = tuple(method for method in METHODS if method != "auto")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MODELS = tuple(dict.fromkeys(name.removesuffix("-attn").removesuffix("-mlp") for name in LAYERS))
 Row = dict[str, Any]
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     try:
         ranks = ranks_of(args.tp, args.dry_run)
-        cases = model_cases(args.model, [seq * args.micro_batch for seq in args.seq], ranks)
+        cases = cases_from(args, ranks)
         if args.dry_run:
             print(screen([shape_row(case, ranks) for case in cases], [], SHAPE_COLUMNS))
             return 0
@@ -53,7 +53,12 @@ def parser() -> argparse.ArgumentParser:
         prog="overlap-train tune",
         description="Under torchrun: torchrun --nproc-per-node 4 -m overlap_train tune --model llama3-8b --seq 8192",
     )
-    top.add_argument("--model", choices=MODELS, required=True, help="whose linears: qkv, proj, fc1 and fc2")
+    top.add_argument("--model", choices=MODELS, help="whose linears: qkv, proj, fc1 and fc2")
+    for kind in ("column", "row"):
+        meaning = (
+            f"{kind}-parallel linears by their whole weights [N, K]: the output layer, or a model that is not listed"
+        )
+        top.add_argument(f"--{kind}", type=_sizes, nargs="+", default=[], metavar="N,K", help=meaning)
     top.add_argument(
         "--tp", type=_positive, default=None, help="tensor-parallel ranks; default all that torchrun starts"
     )
@@ -95,27 +100,13 @@ def ranks_of(asked: int | None, dry_run: bool) -> int:
     return int(started)
 
 
-def model_cases(model: str, rows: list[int], ranks: int) -> list[Case]:
-    """fprop and dgrad of a model's linears for each M of `rows`, largest first, one case a bucket.
-
-    Raises:
-        ValueError: a size cannot be sharded over the ranks.
-    """
-    names = [name for name in (model, f"{model}-attn", f"{model}-mlp") if name in LAYERS]
-    found: dict[Any, Case] = {}
-    for layer, m in layer_cases(names, sorted(set(rows), reverse=True), ranks):
-        for case in cases_of(layer, m):
-            found.setdefault(pass_of(case, ranks, torch.float32).bucket, case)
-    return sorted(found.values(), key=lambda case: -case.m)
-
-
-def cases_of(layer: Layer, m: int) -> Iterable[Case]:
-    """The passes of both linears of a layer that choose a method: weight gradients gather as their linear does."""
-    slots = ("qkv", "proj") if layer.name.endswith("-attn") else ("fc1", "fc2")
-    sizes = ((layer.column_n, layer.column_k), (layer.row_n, layer.row_k))
-    for slot, op, (n, k) in zip(slots, OPS, sizes, strict=True):
-        for pass_ in ("fprop", "dgrad"):
-            yield Case(slot, op, pass_, m, n, k)
+def cases_from(args: argparse.Namespace, ranks: int) -> list[Case]:
+    """What the arguments ask for. Raises ValueError where that is nothing, or cannot be sharded over the ranks."""
+    if not (args.model or args.column or args.row):
+        raise ValueError(f"which linears? give --model (one of {', '.join(MODELS)}), --column N,K or --row N,K")
+    ms = [seq * args.micro_batch for seq in args.seq]
+    cases = model_cases(args.model, ms, ranks) if args.model else []
+    return one_a_bucket([*cases, *weight_cases(args.column, args.row, ms, ranks)], ranks)
 
 
 def tune(args: argparse.Namespace, cases: list[Case]) -> int:
@@ -169,8 +160,9 @@ def shape_row(case: Case, ranks: int) -> Row:
 def figures(winner: Winner) -> Row:
     """gain: how much faster than collective."""
     collective = winner.ms.get("collective")
-    gain = None if collective is None else f"{100 * (collective / winner.ms[winner.method] - 1):+.1f} %"
-    return {"ms": winner.ms, "winner": winner.method, "gain": gain}
+    name = winner.method + IN_STEP * bool(winner.begins_in_step(winner.method))
+    gain = None if collective is None else f"{100 * (collective / winner.ms[name] - 1):+.1f} %"
+    return {"ms": winner.ms, "winner": name, "gain": gain}
 
 
 SHAPE_COLUMNS = (
@@ -183,8 +175,10 @@ SHAPE_COLUMNS = (
 
 def columns_of(rows: list[Row]) -> tuple[Any, ...]:
     """The shape, the milliseconds of each method that ran anywhere, the winner and its gain."""
-    methods = [method for method in CANDIDATES if any(method in row["ms"] for row in rows)]
-    times = [(f"{method} ms", lambda row, method=method: row["ms"].get(method)) for method in methods]
+    names = [
+        name for method in CANDIDATES for name in (method, method + IN_STEP) if any(name in row["ms"] for row in rows)
+    ]
+    times = [(f"{name} ms", lambda row, name=name: row["ms"].get(name)) for name in names]
     ends = [("winner", lambda row: row["winner"]), ("over collective", lambda row: row["gain"])]
     return (*SHAPE_COLUMNS, *times, *ends)
 
@@ -193,6 +187,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def _sizes(text: str) -> Sizes:
+    found = re.fullmatch(r"([1-9][0-9]*),([1-9][0-9]*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not N,K: the sizes of a weight, such as 128256,4096")
+    return int(found[1]), int(found[2])
 
 
 def _methods(text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import replace
 
@@ -50,9 +51,13 @@ def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None
 
 
 def make_deterministic(settings: Settings) -> None:
-    """With `--deterministic 1`: no kernel of torch that adds in the order of arrival (attention and embedding do)."""
+    """With `--deterministic 1`: no kernel of torch or cuBLAS that adds in the order of arrival; an error where there is no other.
+
+    Not warn_only: attention's backward then warns and adds in the order of arrival, and losses differ from the third step on.
+    """
     if settings.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; torch insists on it
+        torch.use_deterministic_algorithms(True)
 
 
 def train(trainer: Trainer, datasets: Datasets, first: int, device: torch.device) -> None:

@@ -117,7 +117,7 @@ def _forward_backward(model: Any, data: Iterator[torch.Tensor], device: torch.de
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """Attention of torch adds in the order of arrival otherwise; so does the embedding, which deterministic_mode changes."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only attention would warn, and go on as before
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -161,7 +161,7 @@ class InterpreterHooks:
                 fault = f"polls with {semantic}, {scope}; a wait acquires at system scope"
         elif access.address in signals and (semantic not in _RELEASING or scope != _SCOPE.SYSTEM):
             fault = f"signals with {semantic}, {scope}; a signal is released at system scope"
-        elif access.address in signals and signals_for_all and actor.counted != _SEMANTIC.ACQUIRE_RELEASE:
+        elif access.address in signals and signals_for_all and actor.counted not in (None, _SEMANTIC.ACQUIRE_RELEASE):
             fault = f"signals for all after a count with {actor.counted}; such a count acquires and is released"
         elif (access.address in signals or counts) and actor.stored_since_barrier:
             fault = "signals after a store without a CTA barrier between; other threads' stores are not ordered"

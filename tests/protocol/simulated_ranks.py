@@ -122,8 +122,8 @@ class SimulatedDomain:
         self.engine = simulation.engine(scheduler, rank)
         waits = core("protocol.waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)
         if simulation.device_waits:
-            waits.wait = waits.on_stream
-        self.workspace = core("protocol.workspace").Workspace(heap, layout, self.device, self.engine, waits)
+            waits.wait, waits.meet = waits.on_stream, waits.meet_on_stream
+        self.workspace = core("protocol.workspace").Workspace(heap, layout, self.device, waits)
 
     def operator(self, name: str, calls: int, in_step: bool = False) -> AbstractContextManager[None]:
         return core("domain").OverlapDomain.operator(self, name, calls, in_step)

@@ -17,10 +17,6 @@ from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:invalid value encountered in cast"
-)  # NaN for the one integer of a barrier
-
 
 def raises_behind_its_push(domain: SimulatedDomain) -> None:
     """What an allocation that fails does, on every rank alike."""

@@ -44,31 +44,42 @@ def test_without_barriers_they_may_not(operator: str) -> None:
     assert_caught(PROBLEMS[operator]("chunked", Simulation(3, device_waits=True), before=forgetful), range(60))
 
 
+PEERS_WORD = "theirs_ptr = tl.load(outgoing_at_ptr + peer).to(epoch_ptr.dtype)"
+KNOCK = 'tl.atomic_xchg(theirs_ptr, epoch, sem="release", scope="sys")'
+LISTEN = "wait_signal(signals_ptr, signal_word(source, 0), epoch, abort_ptr, record_ptr, tag, limit, TIMED)"
+
+
+def in_kernel(old: str, new: str, report: str = "wrong result") -> Fault:
+    return Fault("kernels.signal", old, new, report)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault("protocol.workspace", "        self._engine.push(call.slot.epoch, call.knock())\n", "", "deadlock"),
-        Fault("protocol.workspace", "call.knock())\n        call.wait_for_all()", "call.knock())"),
+        in_kernel(f"{PEERS_WORD}\n            {KNOCK}", "pass", "deadlock"),
+        in_kernel(LISTEN, "pass"),
+        in_kernel("    tl.store(epoch_ptr, epoch)  #", "    #"),
+        in_kernel(KNOCK, KNOCK.replace("release", "relaxed"), "released at system scope"),
     ],
-    ids=["nobody knocks", "nobody waits"],
+    ids=["nobody knocks", "nobody waits", "the epoch stays", "knocks before it is done"],
 )
 def test_a_broken_barrier_is_caught(fault: Fault) -> None:
     with fault.planted():
         assert_caught(gathers("chunked", Simulation(3, device_waits=True), before=replays), range(60))
 
 
-def test_the_barrier_writes_signals_and_nothing_else() -> None:
-    """It runs while peers may still read what arrived before."""
-    elsewhere: list[bool] = []
-
-    def look(domain: SimulatedDomain) -> None:
-        with mock.patch.object(domain.engine, "push", side_effect=domain.engine.push) as push:
-            domain.workspace.barrier("look")
-        (_, routes), _ = push.call_args
-        elsewhere.extend(route.target.data_ptr() != route.signal.data_ptr() for route in routes)
-
-    assert_passes(gathers("chunked", Simulation(3), calls=1, before=look), range(1))
-    assert elsewhere == [False] * 6
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("protocol.waits", "call.slot.outgoing[peer][:1].copy_(call.slot.epoch)", "pass", "deadlock"),
+        Fault("protocol.waits", "        self.on_host(call, 0, self.world_size)\n", ""),
+        Fault("protocol.waits", "        call.slot.next_epoch()\n        for peer", "        for peer"),
+    ],
+    ids=["nobody knocks", "nobody waits", "the epoch stays"],
+)
+def test_so_is_one_of_the_host(fault: Fault) -> None:
+    with fault.planted():
+        assert_caught(gathers("chunked", Simulation(3), before=replays), range(60))
 
 
 def test_capturing_leaves_the_use_of_slots_as_it_was() -> None:

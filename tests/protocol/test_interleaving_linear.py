@@ -34,12 +34,18 @@ class Context(SimpleNamespace):
 
 
 def mlp(
-    method: str, machine: Simulation, gathered_input: str = "regather", steps: int = 2, wants_dx: bool = True
+    method: str,
+    machine: Simulation,
+    gathered_input: str = "regather",
+    steps: int = 2,
+    wants_dx: bool = True,
+    in_step: bool = False,
 ) -> Build:
     """`steps` times: forward of MICROBATCHES, then their backward in order (as a pipeline's first stage has it).
 
     x_shard_m [TILE, TILE] -> h [W * TILE, TILE] = x @ w1.T -> y_shard_m [TILE, TILE] = sum of h @ w2.T; gradient dy.
     x and dy lie in one buffer per microbatch, as in a training loop. wants_dx: whether x needs a gradient.
+    in_step: ranks meet before every pass.
     """
     world, runs = machine.world_size, steps * MICROBATCHES
     x, dy = integers(runs, world, TILE, TILE, seed=7), integers(runs, world, TILE, TILE, seed=8)
@@ -51,7 +57,7 @@ def mlp(
         buffers = torch.empty(2, MICROBATCHES, world, TILE, TILE)
 
         def host(domain: SimulatedDomain) -> None:
-            plan, rank = plan_of(domain, method, gathered_input), domain.rank
+            plan, rank = plan_of(domain, method, gathered_input, in_step), domain.rank
             for step in range(steps):
                 contexts = [(Context(wants_dx), Context(True)) for _ in range(MICROBATCHES)]
                 batches = [(step * MICROBATCHES + i, buffers[:, i, rank], contexts[i]) for i in range(MICROBATCHES)]
@@ -77,11 +83,12 @@ def mlp(
 
 
 def plan_of(domain: SimulatedDomain, method: str, gathered_input: str, in_step: bool = False) -> SimpleNamespace:
-    """What the autograd functions read of a `linear._Plan`."""
+    """What the autograd functions read of a `linear._Plan`. in_step: ranks meet before every pass."""
     config = SimpleNamespace(gathered_input=gathered_input, main_grad="off")
     names = {part + end: part for part in ("fprop", "dgrad", "wgrad") for end in ("", "_range")}
     methods = {"gather_method": method, "scatter_method": method}
-    return SimpleNamespace(domain=domain, config=config, in_step=in_step, **methods, **names)
+    begin = {"fprop_in_step": in_step, "dgrad_in_step": in_step}
+    return SimpleNamespace(domain=domain, config=config, **begin, **methods, **names)
 
 
 def _forward(
@@ -123,6 +130,11 @@ def test_chunked_passes(gathered_input: str, device_waits: bool) -> None:
 @pytest.mark.parametrize("gathered_input", ["regather", "keep"])
 def test_fused_passes(gathered_input: str) -> None:
     assert_passes(mlp("fused", Simulation(2), gathered_input), range(4))
+
+
+@pytest.mark.parametrize(("method", "ranks"), [("chunked", 3), ("fused", 2)])
+def test_so_do_passes_that_begin_in_step(method: str, ranks: int) -> None:
+    assert_passes(mlp(method, Simulation(ranks, device_waits=True), in_step=True), range(4))
 
 
 GATHER = "operators.all_gather_gemm"

@@ -26,7 +26,8 @@ from overlap_train.operators.gemm_reduce_scatter import SCATTERS
 from overlap_train.registry import made_domain
 from overlap_train.tuned.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
 from overlap_train.tuned.table import Winner, key_of, path_of, read, save
-from overlap_train.tuning.command import keep, model_cases
+from overlap_train.tuning.cases import model_cases
+from overlap_train.tuning.command import keep
 from overlap_train.tuning.measure import tune_case
 from tests.processes import run_ranks, values
 

@@ -165,3 +165,14 @@ def test_ranks_begin_in_step_where_two_rounds_of_long_copies_would_collide(hoppe
         "no links": choose("chunked", QKV.dgrad, CPU, UNTUNED),
     }
     assert not [why for why, choice in elsewhere.items() if choice.in_step]
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_what_was_measured_both_ways_begins_as_it_was_faster(faster: bool, hopper_gpu: pytest.MonkeyPatch) -> None:
+    ms = {"fused": 1.0, "fused in step": 0.9 if faster else 1.1, "chunked": 1.2}
+    table = table_of(Winner(FC1, "fused", ms), Winner(QKV.dgrad, "fused", ms))
+    for asked in ("auto", "fused"):
+        assert choose(asked, FC1, GPU, table).in_step == choose(asked, QKV.dgrad, GPU, table).in_step == faster
+    assert not choose("chunked", FC1, GPU, table).in_step, "measured one way: the model decides"
+    assert choose("chunked", QKV.dgrad, GPU, table).in_step
+    assert not choose("fused", FC1, CPU, table).in_step

@@ -32,11 +32,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 TILES = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, PRECISION="ieee", TIMED=True, WORLD=2, CHUNKS=2)
 PORTABLE = {
     "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),
+    "meet_kernel": ("signal", dict(WORLD=2, TIMED=True)),
     "all_gather_gemm_kernel": ("all_gather_gemm", TILES),
     "gemm_reduce_scatter_kernel": ("gemm_reduce_scatter", TILES),
 }
 CASES = [
     ("wait_kernel", False, (ACQUIRE,)),
+    ("meet_kernel", False, (SIGNAL, ACQUIRE)),
     ("all_gather_gemm_kernel", False, (ACQUIRE,)),
     ("gemm_reduce_scatter_kernel", False, (ACQUIRE, COUNT, STORE)),
     ("gemm_reduce_scatter_kernel", True, (ACQUIRE, COUNT, SIGNAL)),

@@ -9,7 +9,8 @@ from overlap_train import cli
 from overlap_train.bench.operators import pass_of
 from overlap_train.tuned.passes import Pass
 from overlap_train.tuned.table import Winner
-from overlap_train.tuning.command import MODELS, columns_of, figures, main, model_cases
+from overlap_train.tuning.cases import MODELS, model_cases, one_a_bucket
+from overlap_train.tuning.command import columns_of, figures, main
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sizes(model: str, ms: list[int], ranks: int) -> list[tuple[str, int | None, int, int]]:
-    passes = [pass_of(case, ranks, torch.bfloat16) for case in model_cases(model, ms, ranks)]
+    passes = [pass_of(case, ranks, torch.bfloat16) for case in one_a_bucket(model_cases(model, ms, ranks), ranks)]
     return [(p.kind, p.m, p.n, p.k) for p in passes]
 
 
@@ -51,9 +52,23 @@ def test_a_dry_run_prints_the_shapes(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[5].split() == ["fc1", "fprop", "gather", "8192,", "7168,", "4096"]
 
 
+def test_single_weights_are_cut_as_their_linears_cut_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """N of one rank for a column linear, K of one rank for a row linear; sizes of one bucket once."""
+    line = "--column 128256,4096 8192,512 8000,500 --row 4096,14336 --tp 4 --seq 4096 --dry-run"
+    assert main(line.split()) == 0
+    assert [line.split()[:2] + line.split()[-3:] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["column", "fprop", "4096,", "32064,", "4096"], ["column", "dgrad", "4096,", "4096,", "32064"],
+        ["column", "fprop", "4096,", "2048,", "512"], ["column", "dgrad", "4096,", "512,", "2048"],
+        ["row", "fprop", "4096,", "4096,", "3584"], ["row", "dgrad", "4096,", "3584,", "4096"],
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("--seq 16 --tp 2 --dry-run", "which linears? give --model (one of llama3-8b, "),
+        ("--column 6,8 --seq 16 --tp 4 --dry-run", "--column 6,8: features: 6 must be divisible by the 4 ranks"),
+        ("--row 8,6 --seq 16 --tp 4 --dry-run", "--row 8,6: features: 6 must be divisible by the 4 ranks"),
         ("--model tiny --seq 16 --dry-run", "how many ranks"),
         ("--model tiny --seq 16 --tp 2", "start it under torchrun: torchrun --nproc-per-node 2"),
         ("--model tiny --seq 15 --tp 2 --dry-run", "15 must be divisible by the 2 ranks"),
@@ -74,7 +89,9 @@ def test_another_number_of_ranks_than_torchrun_has_started(
     assert "torchrun has started 2 ranks; start it with --nproc-per-node 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["--methods auto", "--methods fast", "--methods ,", "--seq 0", "--model llama9"])
+@pytest.mark.parametrize(
+    "line", ["--methods auto", "--methods fast", "--methods ,", "--seq 0", "--model llama9", "--row 5"]
+)
 def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--model", "tiny", "--seq", "16", *line.split()])

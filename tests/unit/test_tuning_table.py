@@ -20,7 +20,7 @@ from overlap_train import OverlapConfig
 from overlap_train.tuned import table as table_module
 from overlap_train.tuned.passes import GATHER, SCATTER, Pass, rounded_up
 from overlap_train.tuned.table import Key, Table, Winner, key_of, path_of, read, save
-from overlap_train.tuning.measure import NOISE, candidates, decide
+from overlap_train.tuning.measure import NOISE, candidates, decide, ways_to_begin
 
 KEY = Key("NVIDIA H200", "2.11.0", "3.6.0", "570.86.15", "0.1.0", 4)
 FC1 = Pass(GATHER, 8192, 7168, 4096, torch.bfloat16, 4)
@@ -235,6 +235,24 @@ def test_a_winner_beats_the_default_by_more_than_noise() -> None:
     assert decide({"fused": 1.0, "collective": well}, "fused") == "collective"
     assert decide({"fused": 1.0, "chunked": well, "collective": 0.5}, "fused") == "collective"
     assert decide({"chunked": 3.0, "collective": 2.0}, "fused") == "collective", "the default did not work"
+
+
+def test_a_method_is_as_good_as_its_better_way_to_begin() -> None:
+    assert decide({"fused": 1.0, "fused in step": 0.8, "collective": 0.85}, "collective") == "fused"
+    assert decide({"fused": 1.0, "collective": 1.0, "collective in step": 0.8}, "fused") == "collective"
+
+
+@pytest.mark.parametrize(
+    ("in_step", "verdict"), [({}, None), ({"fused in step": 0.99}, False), ({"fused in step": 0.97}, True)]
+)
+def test_a_barrier_has_to_gain_more_than_noise(in_step: dict[str, float], verdict: bool | None) -> None:
+    assert Winner(FC1, "fused", {"fused": 1.0} | in_step).begins_in_step("fused") is verdict
+
+
+def test_both_ways_to_begin_are_tried_where_pushes_may_collide() -> None:
+    assert ways_to_begin(FC1, "fused") == ways_to_begin(FC1, "chunked") == [False, True]
+    assert ways_to_begin(FC1, "direct") == ways_to_begin(FC1, "collective") == [False]
+    assert ways_to_begin(replace(FC1, world=2), "fused") == ways_to_begin(replace(FC1, m=512), "fused") == [False]
 
 
 def test_collective_and_the_default_are_always_candidates() -> None:
