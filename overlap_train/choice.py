@@ -9,8 +9,9 @@ import torch
 from .operators import hopper
 from .tuned.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
 from .tuned.table import Table
+from .tuned.ways import PLAIN, Way
 
-__all__ = ["GATHER", "PUSHING", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
+__all__ = ["GATHER", "PUSHING", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "keeps_input", "untuned"]
 
 # Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
 # H200: at M = 256 by 1.3 to 2, for a gather at M = 512 by up to 1.1; scattering at M = 512, direct is 1.03 to 1.1 times faster).
@@ -35,26 +36,41 @@ PUSHING = ("chunked", "fused")  # the methods whose blocks the copy engine sends
 
 @dataclass(frozen=True)
 class Choice:
-    """A method of one operator pass and the reason for it. in_step: ranks meet before they begin."""
+    """A method of one operator pass, the way in which it runs, and the reason for both."""
 
     method: str
     reason: str
-    in_step: bool = False
+    way: Way = PLAIN
 
 
 def choose(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or a model-based default."""
     choice = _chosen(requested, pass_, device, table)
-    if device.type != "cuda" or not _begins_in_step(pass_, choice.method, table):
-        return choice
-    return replace(choice, reason=f"{choice.reason}; ranks begin in step", in_step=True)
+    way = _way(pass_, choice.method, table) if device.type == "cuda" else PLAIN
+    return replace(choice, reason=f"{choice.reason}{way}", way=way)
 
 
-def _begins_in_step(pass_: Pass, method: str, table: Table) -> bool:
+def _way(pass_: Pass, method: str, table: Table) -> Way:
     """As was measured, else by the model."""
-    winner = table.find(pass_)
-    measured = None if winner is None else winner.begins_in_step(method)
-    return _collides(pass_, method) if measured is None else measured
+    winner, collides = table.find(pass_), _collides(pass_, method)
+    measured = None if winner is None else winner.way_of(method)
+    if measured is None:
+        return Way(_outweighs(pass_, method), collides)
+    # Backwards that follow each other meet anyway, for their slots: there the tuner cannot tell what it gains.
+    return replace(measured, in_step=collides) if pass_.kind == SCATTER_AND_WGRAD else measured
+
+
+def _outweighs(pass_: Pass, method: str) -> bool:
+    """Whether pushes take so long beside the product that each of them costs more than chunks shorten the tail."""
+    return pass_.kind == GATHER and method in ("fused", "direct") and pass_.copy_us > pass_.gemm_us
+
+
+def keeps_input(policy: str, fprop: Pass) -> bool:
+    """Whether what a forward pass gathers is kept for its weight gradient: OverlapConfig.gathered_input.
+
+    Backward gathers under its two products and sends as much itself: what takes longer than one of them does not hide.
+    """
+    return fprop.kind == GATHER and (policy == "keep" or (policy == "auto" and fprop.copy_us > fprop.gemm_us))
 
 
 def _collides(pass_: Pass, method: str) -> bool:

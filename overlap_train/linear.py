@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from .arguments import Problem, all_gather_problem, reduce_scatter_problem
-from .choice import GATHER, SCATTER, Choice, Pass, choose
+from .choice import GATHER, SCATTER, Choice, Pass, choose, keeps_input
 from .config import OverlapConfig, flag_name
 from .domain import OverlapDomain
-from .operators.all_gather_gemm import start_all_gather
+from .operators.all_gather_gemm import in_whole_blocks, start_all_gather
 from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from .profiling import profiled
 from .registry import domain_of
@@ -119,9 +119,11 @@ class _Plan:
         first, second = (choose(config.method, p, domain.device, domain.table) for p in (fprop, fprop.dgrad))
         self.choices: tuple[Choice, Choice] = first, second  # of fprop and dgrad
         gather, scatter = (first, second) if fprop.kind == GATHER else (second, first)
-        self.gather_method, self.scatter_method = gather.method, scatter.method
-        self.fprop_in_step = first.in_step
-        self.dgrad_in_step = second.in_step and gather.method != "collective"  # only pushes collide
+        self.gather, self.scatter = gather, scatter
+        self.wgrad_gather = in_whole_blocks(gather.method)
+        self.keeps_input = keeps_input(config.gathered_input, fprop)
+        self.fprop_in_step = first.way.in_step
+        self.dgrad_in_step = second.way.in_step and gather.method != "collective"  # only pushes collide
         self.fprop, self.dgrad, self.wgrad = (f"{problem.demand.op}/{part}" for part in ("fprop", "dgrad", "wgrad"))
         slot = problem.demand.op.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
         self.fprop_range, self.dgrad_range, self.wgrad_range = (
@@ -156,8 +158,8 @@ def _agreed_plan(domain: OverlapDomain, config: OverlapConfig, problem: Problem,
     """A new plan, the same on all ranks. Raises ValueError on all of them if they differ or a rank has a problem."""
     plan = _Plan(domain, config, problem, fprop)
     # Ranks agree on what decides which chunks they send, how many calls they make and where they meet.
-    methods = f"method {plan.gather_method} for the gather and {plan.scatter_method} for the scatter"
-    how = f"{methods}, gathered_input={config.gathered_input}"
+    gather, scatter = (choice.way.named(choice.method) for choice in (plan.gather, plan.scatter))
+    how = f"method {gather} for the gather and {scatter} for the scatter, gathered_input={config.gathered_input}"
     demand = replace(problem.demand, shapes=f"{problem.demand.shapes}, {how}")
     domain.prepare(demand, problem.error or _other_table(domain, config))
     return plan
@@ -176,9 +178,9 @@ def _other_table(domain: OverlapDomain, config: OverlapConfig) -> str | None:
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        keep = plan.config.gathered_input == "keep" and w_shard_n.requires_grad
+        keep = plan.keeps_input and w_shard_n.requires_grad
         with plan.domain.operator(plan.fprop, 1, plan.fprop_in_step), profiled(plan.fprop_range):
-            gather = start_all_gather(plan.domain, x_shard_m, plan.gather_method, plan.fprop)
+            gather = start_all_gather(plan.domain, x_shard_m, plan.gather.method, plan.fprop, plan.gather.way.whole)
             y_shard_n = gather.matmul(w_shard_n.t())
             saved = gather.full().clone() if keep else x_shard_m
         ctx.plan, ctx.kept = plan, keep
@@ -195,9 +197,10 @@ class _AllGatherLinear(torch.autograd.Function):
         in_step = plan.dgrad_in_step and gathers and wants_dx
         with plan.domain.operator(plan.dgrad, gathers + wants_dx, in_step), profiled(plan.dgrad_range):
             if gathers:
-                gather = start_all_gather(plan.domain, saved, plan.gather_method, plan.wgrad)
+                gather = start_all_gather(plan.domain, saved, plan.wgrad_gather, plan.wgrad)
             if wants_dx:
-                scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, plan.scatter_method, plan.dgrad)
+                how = plan.scatter.method, plan.dgrad, plan.scatter.way.whole
+                scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, *how)
             if wants_dw:
                 x = saved if gather is None else gather.full()
                 with profiled(plan.wgrad_range):
@@ -211,7 +214,8 @@ class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, plan: _Plan) -> torch.Tensor:
         with plan.domain.operator(plan.fprop, 1, plan.fprop_in_step), profiled(plan.fprop_range):
-            scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), plan.scatter_method, plan.fprop)
+            how = plan.scatter.method, plan.fprop, plan.scatter.way.whole
+            scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), *how)
             y_shard_m = scatter.finish()
         ctx.plan = plan
         ctx.save_for_backward(x_shard_k, w_shard_k)
@@ -224,7 +228,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_k = dw_shard_k = None
         with plan.domain.operator(plan.dgrad, 1, plan.dgrad_in_step), profiled(plan.dgrad_range):
-            gather = start_all_gather(plan.domain, dy_shard_m, plan.gather_method, plan.dgrad)
+            gather = start_all_gather(plan.domain, dy_shard_m, plan.gather.method, plan.dgrad, plan.gather.way.whole)
             if wants_dx:
                 dx_shard_k = gather.matmul(w_shard_k)
             if wants_dw:

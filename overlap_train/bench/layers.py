@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from ..domain import Demand
+from ..graph import forget_graphs, graphed
 from ..linear import all_gather_linear, linear_reduce_scatter
 from ..registry import check as check_timeouts
 from ..registry import domain_of
@@ -35,6 +36,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 Outcome = tuple[torch.Tensor, ...]  # y, z, dx, dw1, dh, dw2
 Maker = Callable[["Data"], tuple[Linear, Linear]]  # linears with the weights of the data
 NAMES = ("y", "z", "dx", "dw1", "dh", "dw2")
+GRAPH = "auto_graph"
 MEGATRON_RIVAL = "overlap_train.integrations.megatron.bench_rival"
 
 
@@ -94,8 +96,45 @@ def measure_layer(
             calls[name] = forward_backward(*make(data), data)
         else:
             results.note(f"{layer.name} s={sequence}: {name}: {problem}", failure=name in settings.methods)
+    if GRAPH.removesuffix("_graph") in calls and world.device.type == "cuda":
+        add_graph(layer, sequence, calls, references, world, results)
     timings = measure(calls, pace(layer.flops(sequence, world.size), settings.quick), world.group, world.device)
-    return [row(layer, sequence, method, timings, world.size) for method in settings.methods if method in timings]
+    forget_graphs(world.group)
+    return [row(layer, sequence, name, timings, world.size) for name in (*settings.methods, GRAPH) if name in timings]
+
+
+def add_graph(
+    layer: Layer,
+    sequence: int,
+    calls: dict[str, Call],
+    references: dict[str, Reference],
+    world: World,
+    results: Results,
+) -> None:
+    """The call of `auto` once more, as a CUDA graph: what the GPU needs, whatever the host does meanwhile."""
+    eager = calls[GRAPH.removesuffix("_graph")]
+    problem = world.attempt(lambda: calls.update({GRAPH: captured(eager, references, world)}))
+    if problem is not None:
+        results.note(f"{layer.name} s={sequence}: {GRAPH}: {problem}", failure=True)
+        calls.pop(GRAPH, None)  # on some ranks it may have worked
+
+
+def captured(call: Call, references: dict[str, Reference], world: World) -> Call:
+    """A call that has run before, captured, replayed twice and checked; its replays return what it returned."""
+    call(0)
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog asks for events in a thread of its own, which a capture need not forbid.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), graphed(world.group):
+        outcome = cast(Outcome, call(0))
+
+    def replay(index: int) -> Outcome:
+        graph.replay()
+        return outcome
+
+    for index in range(2):
+        replay(index)
+    check_outcome(GRAPH, outcome, references)
+    return replay
 
 
 def overlapped(settings: Settings, method: str, world: World, data: Data) -> tuple[Linear, Linear]:
@@ -165,9 +204,13 @@ def check_linears(name: str, make: Maker, data: Data, decoy: Data, references: d
     other = forward_backward(*make(decoy), decoy)
     for index in range(2):
         other(index)
-    outcome = forward_backward(*make(data), data)(0)
+    check_outcome(name, cast(Outcome, forward_backward(*make(data), data)(0)), references)
+
+
+def check_outcome(name: str, outcome: Outcome, references: dict[str, Reference]) -> None:
+    """Raises WrongResult."""
     check_timeouts()
-    for result_name, result in zip(NAMES, cast(Outcome, outcome), strict=True):
+    for result_name, result in zip(NAMES, outcome, strict=True):
         check(f"{name}: {result_name}", result, references[result_name])
 
 

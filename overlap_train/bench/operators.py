@@ -10,7 +10,7 @@ import torch
 
 from ..choice import GATHER, SCATTER, Choice, Pass, choose
 from ..domain import Demand, OverlapDomain
-from ..operators.all_gather_gemm import start_all_gather
+from ..operators.all_gather_gemm import in_whole_blocks, start_all_gather
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from ..registry import check as check_timeouts
 from ..registry import domain_of
@@ -112,16 +112,16 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice) -> Run:
     method, name = choice.method, f"bench/{case.op}/{case.pass_}"
 
     def gather(o: Operands) -> torch.Tensor:
-        with domain.operator(name, 1, choice.in_step):
-            return start_all_gather(domain, o.left, method, name).matmul(o.right)
+        with domain.operator(name, 1, choice.way.in_step):
+            return start_all_gather(domain, o.left, method, name, choice.way.whole).matmul(o.right)
 
     def scatter(o: Operands) -> torch.Tensor:
-        with domain.operator(name, 1, choice.in_step):
-            return start_gemm_reduce_scatter(domain, o.left, o.right, method, name).finish()
+        with domain.operator(name, 1, choice.way.in_step):
+            return start_gemm_reduce_scatter(domain, o.left, o.right, method, name, choice.way.whole).finish()
 
     def column_weight(o: Operands) -> torch.Tensor:
         with domain.operator(name, calls=1):
-            return into_target(o, o.right, start_all_gather(domain, o.left, method, name).full())
+            return into_target(o, o.right, start_all_gather(domain, o.left, in_whole_blocks(method), name).full())
 
     def row_weight(o: Operands) -> torch.Tensor:
         return into_target(o, o.whole, o.right)

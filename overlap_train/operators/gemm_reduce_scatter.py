@@ -31,16 +31,18 @@ class Scatter(Protocol):
 
 
 def start_gemm_reduce_scatter(
-    domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, method: str, op: str
+    domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, method: str, op: str, whole: bool = False
 ) -> Scatter:
-    """Start the GEMM and the pushes; `finish` waits for the peers' partials."""
-    return SCATTERS[method](domain, a_mk, b_kn, op)
+    """Start the GEMM and the pushes; `finish` waits for the peers' partials. whole: fused cuts no block into chunks."""
+    return SCATTERS[method](domain, a_mk, b_kn, op, whole)
 
 
 class CollectiveScatter:
     """One GEMM, then NCCL or gloo; where that is long (`worth_a_stream`) beside what the caller does before `finish`."""
 
-    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str) -> None:
+    def __init__(
+        self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool = True
+    ) -> None:
         self._partial = a_mk @ b_kn
         self._y = self._partial.new_empty(a_mk.shape[0] // domain.world_size, b_kn.shape[1])
         aside = worth_a_stream(self._partial)
@@ -55,7 +57,9 @@ class CollectiveScatter:
 class ChunkedScatter:
     """A library GEMM for each destination's rows, pushed as it ends; the reduction is a pass of its own."""
 
-    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str) -> None:
+    def __init__(
+        self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool = True
+    ) -> None:
         world, n = domain.world_size, b_kn.shape[1]
         self._domain = domain
         self._partials = a_mk.new_empty(world, a_mk.shape[0] // world, n)  # block d: rows of rank d
@@ -98,17 +102,19 @@ class PersistentScatter:
 
     _most_ranks = sys.maxsize  # that the Hopper kernel serves
 
-    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str) -> None:
+    def __init__(
+        self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool = False
+    ) -> None:
         m_shard, n = a_mk.shape[0] // domain.world_size, b_kn.shape[1]
         self._domain, self._a, self._b = domain, a_mk, b_kn
         self._y = a_mk.new_empty(m_shard, n)
-        chunks = self._chunks(m_shard, n * a_mk.element_size())
+        chunks = self._chunks(m_shard, n * a_mk.element_size(), whole)
         self._call = domain.workspace.open(self._y.shape, a_mk.dtype, op, chunks)
         fits = domain.world_size <= self._most_ranks
         self._on_hopper = fits and hopper.serves_scatter(a_mk, b_kn, m_shard // chunks)
         self._start()
 
-    def _chunks(self, m_shard: int, row_bytes: int) -> int:
+    def _chunks(self, m_shard: int, row_bytes: int, whole: bool) -> int:
         raise NotImplementedError
 
     def _start(self) -> None:
@@ -126,8 +132,8 @@ class PersistentScatter:
 class FusedScatter(PersistentScatter):
     """A counter per destination and chunk releases its push by the copy engine."""
 
-    def _chunks(self, m_shard: int, row_bytes: int) -> int:
-        return chunk_count(m_shard, row_bytes, self._domain.device)
+    def _chunks(self, m_shard: int, row_bytes: int, whole: bool) -> int:
+        return 1 if whole else chunk_count(m_shard, row_bytes, self._domain.device)
 
     def _start(self) -> None:
         m_shard, n = self._y.shape
@@ -143,14 +149,14 @@ class DirectScatter(PersistentScatter):
 
     _most_ranks = hopper.MOST_PEERS + 1
 
-    def _chunks(self, m_shard: int, row_bytes: int) -> int:
+    def _chunks(self, m_shard: int, row_bytes: int, whole: bool) -> int:
         return stored_chunk_count(m_shard, self._domain.device)
 
     def _start(self) -> None:
         self._kernel(None)
 
 
-SCATTERS: dict[str, Callable[[OverlapDomain, torch.Tensor, torch.Tensor, str], Scatter]] = {
+SCATTERS: dict[str, Callable[[OverlapDomain, torch.Tensor, torch.Tensor, str, bool], Scatter]] = {
     "collective": CollectiveScatter,
     "chunked": ChunkedScatter,
     "fused": FusedScatter,

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ..config import METHODS, flag_name
 from .passes import KINDS, Bucket, Pass, dtype_name
+from .ways import PLAIN, WAYS, Way
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -71,7 +72,6 @@ def _driver_version() -> str:
     return found[0] if found else "unknown"
 
 
-IN_STEP = " in step"  # behind a method's name: the ranks meet before each call
 SAME = 0.02  # by so much two measurements of one thing differ
 
 
@@ -79,17 +79,20 @@ SAME = 0.02  # by so much two measurements of one thing differ
 class Winner:
     """The method to take for all passes of a bucket.
 
-    ms: of each method that ran, for the pass that was measured; under "fused in step" with ranks that meet before each call.
+    ms: of each method that ran, and of each way in which it ran (`Way.named`), for the pass that was measured.
     """
 
     measured: Pass
     method: str
     ms: Mapping[str, float]
 
-    def begins_in_step(self, method: str) -> bool | None:
-        """Whether a method is faster with ranks that meet first; None where it was not measured both ways."""
-        free, in_step = self.ms.get(method), self.ms.get(method + IN_STEP)
-        return None if free is None or in_step is None else in_step < (1 - SAME) * free
+    def way_of(self, method: str) -> Way | None:
+        """The fastest way in which a method ran, by more than noise; None where one way was measured, or none."""
+        measured = {way: self.ms[way.named(method)] for way in WAYS if way.named(method) in self.ms}
+        if len(measured) < 2 or PLAIN not in measured:
+            return None
+        fastest = min(measured, key=lambda way: measured[way])
+        return fastest if measured[fastest] < (1 - SAME) * measured[PLAIN] else PLAIN
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from ..bench.settings import Settings
 from ..bench.shapes import Case
 from ..config import METHODS
 from ..tuned.passes import Pass
-from ..tuned.table import IN_STEP, Key, Winner, key_of, save
+from ..tuned.table import Key, Winner, key_of, save
+from ..tuned.ways import PLAIN, WAYS
 from .cases import MODELS, Sizes, model_cases, one_a_bucket, weight_cases
 from .measure import tune_case
 
@@ -160,7 +161,7 @@ def shape_row(case: Case, ranks: int) -> Row:
 def figures(winner: Winner) -> Row:
     """gain: how much faster than collective."""
     collective = winner.ms.get("collective")
-    name = winner.method + IN_STEP * bool(winner.begins_in_step(winner.method))
+    name = (winner.way_of(winner.method) or PLAIN).named(winner.method)
     gain = None if collective is None else f"{100 * (collective / winner.ms[name] - 1):+.1f} %"
     return {"ms": winner.ms, "winner": name, "gain": gain}
 
@@ -175,9 +176,8 @@ SHAPE_COLUMNS = (
 
 def columns_of(rows: list[Row]) -> tuple[Any, ...]:
     """The shape, the milliseconds of each method that ran anywhere, the winner and its gain."""
-    names = [
-        name for method in CANDIDATES for name in (method, method + IN_STEP) if any(name in row["ms"] for row in rows)
-    ]
+    possible = [way.named(method) for method in CANDIDATES for way in WAYS]
+    names = [name for name in possible if any(name in row["ms"] for row in rows)]
     times = [(f"{name} ms", lambda row, name=name: row["ms"].get(name)) for name in names]
     ends = [("winner", lambda row: row["winner"]), ("over collective", lambda row: row["gain"])]
     return (*SHAPE_COLUMNS, *times, *ends)

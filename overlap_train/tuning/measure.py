@@ -20,9 +20,11 @@ from ..bench.timing import Call, input_sets, measure, pace
 from ..bench.world import World
 from ..choice import GATHER, PUSHING, SCATTER_AND_WGRAD, Choice, Pass, untuned
 from ..domain import OverlapDomain
-from ..operators.all_gather_gemm import start_all_gather
+from ..operators.all_gather_gemm import in_whole_blocks, start_all_gather
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
-from ..tuned.table import IN_STEP, Winner
+from ..operators.tiles import chunk_count
+from ..tuned.table import Winner
+from ..tuned.ways import WAYS, Way, method_of
 
 # Two measurements of one method differ by 2 %, and a layer around it does more: collective won a backward by 2.1 % here, and in
 # training that backward took 0.61 instead of 0.51 ms (Llama-3 8B qkv, 4 x H200).
@@ -40,17 +42,21 @@ def candidates(pass_: Pass, methods: Sequence[str], default: str) -> list[str]:
     return list(dict.fromkeys([*named, default, "collective"]))
 
 
-def ways_to_begin(pass_: Pass, method: str) -> list[bool]:
-    """Whether ranks meet first: both ways are tried where pushes of ranks that are out of step would collide, and show."""
-    collide = pass_.world > 2 and method in PUSHING and pass_.copy_us > SHORT_COPY_US
-    return [False, True] if collide else [False]
+def ways_to_run(pass_: Pass, method: str, device: torch.device) -> list[Way]:
+    """Those worth trying: whole blocks where there would be several chunks, ranks in step where their pushes may collide."""
+    row_bytes = (pass_.k if pass_.kind == GATHER else pass_.n) * pass_.dtype.itemsize
+    cuts = method == "fused" and chunk_count((pass_.m or 0) // pass_.world, row_bytes, device) > 1
+    collides = pass_.world > 2 and method in PUSHING and pass_.copy_us > SHORT_COPY_US
+    # One backward of a column linear behind another needs a barrier for its slots in any case.
+    is_free = pass_.kind != SCATTER_AND_WGRAD
+    return [way for way in WAYS if (cuts or not way.whole) and ((collides and is_free) or not way.in_step)]
 
 
 def decide(ms: Mapping[str, float], default: str) -> str:
     """The fastest method; the default where nothing beats it by more than noise. ms: as of a Winner."""
     best: dict[str, float] = {}
     for name, time in ms.items():
-        method = name.removesuffix(IN_STEP)
+        method = method_of(name)
         best[method] = min(time, best.get(method, time))
     fastest = min(best, key=lambda method: best[method])
     return default if default in best and best[fastest] >= (1 - NOISE) * best[default] else fastest
@@ -88,21 +94,20 @@ def working(
 
 
 def runs_of(case: Case, methods: Sequence[str], settings: Settings, domain: OverlapDomain) -> dict[str, Run]:
-    """Every method, with each way to begin."""
+    """Every method, in every way."""
     pass_ = pass_of(case, domain.world_size, settings.dtype)
-    if pass_.kind == SCATTER_AND_WGRAD:
-        return {method: backward(domain, method) for method in methods}
+    run_of = partial(backward, domain) if pass_.kind == SCATTER_AND_WGRAD else partial(overlapped, case, domain)
     return {
-        method + IN_STEP * in_step: overlapped(case, domain, Choice(method, "a candidate", in_step))
+        way.named(method): run_of(Choice(method, "a candidate", way))
         for method in methods
-        for in_step in ways_to_begin(pass_, method)
+        for way in ways_to_run(pass_, method, domain.device)
     }
 
 
-def backward(domain: OverlapDomain, method: str) -> Run:
+def backward(domain: OverlapDomain, choice: Choice) -> Run:
     """Of a column linear, as autograd runs it (linear.py): alone, a method that leaves its end to the weight gradient would look
     worse than it is."""
-    gathered_by = "fused" if method == "direct" else method
+    method, gathered_by = choice.method, in_whole_blocks(choice.method)
 
     def run(o: Operands) -> torch.Tensor:
         # In step, whether training has it so or not: one backward behind another needs a barrier for its slots, and collective,
@@ -110,7 +115,7 @@ def backward(domain: OverlapDomain, method: str) -> Run:
         with domain.operator("tune", calls=2, in_step=True):
             x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
             gather = start_all_gather(domain, x_shard_m, gathered_by, "tune/wgrad")
-            scatter = start_gemm_reduce_scatter(domain, o.left, o.right, method, "tune/dgrad")
+            scatter = start_gemm_reduce_scatter(domain, o.left, o.right, method, "tune/dgrad", choice.way.whole)
             torch.mm(o.left.t(), gather.full())
             return scatter.finish()
 

@@ -22,14 +22,23 @@ Run = Callable[[SimulatedDomain, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def gathers(
-    method: str, machine: Simulation, calls: int = CALLS, columns: int = TILE, before: Before | None = None
+    method: str,
+    machine: Simulation,
+    calls: int = CALLS,
+    columns: int = TILE,
+    before: Before | None = None,
+    complete: bool = False,
 ) -> Build:
-    """Calls of all_gather(x [TILE, TILE] of each rank, two chunks) @ b [TILE, columns] of this rank."""
+    """Calls of all_gather(x [TILE, TILE] of each rank, two chunks) @ b [TILE, columns] of this rank.
+
+    complete: all of x is waited for before the product, as for the weight gradient of a row linear with frozen input.
+    """
     x = integers(calls, machine.world_size, TILE, TILE, seed=1)
     b = integers(machine.world_size, TILE, columns, seed=2)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        return core("operators.all_gather_gemm").start_all_gather(domain, own, method, "gather").matmul(mine)
+        gather = core("operators.all_gather_gemm").start_all_gather(domain, own, method, "gather")
+        return gather.full() @ mine if complete else gather.matmul(mine)
 
     return _calls(machine, run, x, b, x.flatten(1, 2)[:, None] @ b, before)
 

@@ -17,7 +17,7 @@ pytest.importorskip("greenlet")
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.operator_problems import integers
+from tests.protocol.operator_problems import gathers, integers
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 
 MICROBATCHES = 2
@@ -84,9 +84,10 @@ def mlp(
 
 def plan_of(domain: SimulatedDomain, method: str, gathered_input: str, in_step: bool = False) -> SimpleNamespace:
     """What the autograd functions read of a `linear._Plan`. in_step: ranks meet before every pass."""
-    config = SimpleNamespace(gathered_input=gathered_input, main_grad="off")
+    config = SimpleNamespace(main_grad="off")
     names = {part + end: part for part in ("fprop", "dgrad", "wgrad") for end in ("", "_range")}
-    methods = {"gather_method": method, "scatter_method": method}
+    choice = core("choice").Choice(method, "asked for")
+    methods = {"gather": choice, "scatter": choice, "wgrad_gather": "chunked", "keeps_input": gathered_input == "keep"}
     begin = {"fprop_in_step": in_step, "dgrad_in_step": in_step}
     return SimpleNamespace(domain=domain, config=config, **begin, **methods, **names)
 
@@ -132,6 +133,10 @@ def test_fused_passes(gathered_input: str) -> None:
     assert_passes(mlp("fused", Simulation(2), gathered_input), range(4))
 
 
+def test_a_column_whose_input_is_frozen_passes() -> None:
+    assert_passes(mlp("fused", Simulation(2), wants_dx=False), range(3))
+
+
 @pytest.mark.parametrize(("method", "ranks"), [("chunked", 3), ("fused", 2)])
 def test_so_do_passes_that_begin_in_step(method: str, ranks: int) -> None:
     assert_passes(mlp(method, Simulation(ranks, device_waits=True), in_step=True), range(4))
@@ -162,8 +167,8 @@ CHUNK_FAULTS = [
 
 @pytest.mark.parametrize(("fault", "device_waits"), CHUNK_FAULTS, ids=["host", "device"])
 def test_waiting_for_the_first_chunk_only_is_caught(fault: Fault, device_waits: bool) -> None:
-    """Without dx nothing but the wait for the gathered x orders wgrad behind the pushes."""
-    problem = mlp("fused", Simulation(2, device_waits=device_waits), wants_dx=False)
+    """Where the gather has no product of its own, nothing but the wait for all of it orders what comes behind the pushes."""
+    problem = gathers("fused", Simulation(2, device_waits=device_waits), complete=True)
     assert_passes(problem, range(3))
     with fault.planted():
         assert "wrong result" in str(assert_caught(problem, range(20)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from overlap_train.bench.operators import open_domain
 from overlap_train.bench.output import Results
 from overlap_train.bench.settings import Settings
 from overlap_train.bench.world import World
-from overlap_train.operators.all_gather_gemm import GATHERS
+from overlap_train.operators.all_gather_gemm import GATHERS, in_whole_blocks
 from overlap_train.operators.gemm_reduce_scatter import SCATTERS
 from overlap_train.registry import made_domain
 from overlap_train.tuned.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
@@ -76,7 +77,7 @@ def train_a_step(config: OverlapConfig, world: int) -> Choices:
             found[name] = (choice.method, choice.reason)
     shutdown()
     methods = {name: method for name, (method, _) in found.items()}
-    assert ran == methods | {"fc1/wgrad": methods["fc1/fprop"]}, "what was chosen is what ran"
+    assert ran == methods | {"fc1/wgrad": in_whole_blocks(methods["fc1/fprop"])}, "what was chosen is what ran"
     return found
 
 
@@ -86,7 +87,7 @@ def record_engines() -> dict[str, str]:
 
     def recording(method: str, start: Callable[..., Any]) -> Callable[..., Any]:
         def started(*arguments: Any) -> Any:
-            ran[arguments[-1]] = method
+            ran[arguments[-2]] = method  # behind it: whether blocks are sent whole
             return start(*arguments)
 
         return started
@@ -155,7 +156,8 @@ def _tune(rank: int, world: int, folder: str) -> list[str]:
 
 def test_a_slow_default_loses_and_a_broken_candidate_is_left_out_and_noted(tmp_path: Path) -> None:
     for notes in values(run_ranks(2, _tune, str(tmp_path))):
-        assert len(notes) == 4 and all("fused left out: RuntimeError: no kernel image" in note for note in notes)
+        assert len(notes) == 8, "four passes, two ways"
+        assert all(re.search("fused( whole)? left out: RuntimeError: no kernel image", note) for note in notes)
     for choices in values(run_ranks(2, _train, str(tmp_path))):
         assert {method for method, _ in choices.values()} == {"collective"}
         assert all("tuned for M=16" in reason for _, reason in choices.values())

@@ -16,11 +16,13 @@ from overlap_train.choice import (
     SMALL_M_DIRECT,
     Pass,
     choose,
+    keeps_input,
     untuned,
 )
 from overlap_train.config import METHODS
 from overlap_train.operators import hopper
 from overlap_train.tuned.table import UNTUNED, Table, Winner
+from overlap_train.tuned.ways import PLAIN, WAYS, Way
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 WORLD = 4
@@ -152,8 +154,8 @@ def test_every_choice_has_a_reason(m: int | None, device: torch.device, hopper_g
 def test_ranks_begin_in_step_where_two_rounds_of_long_copies_would_collide(hopper_gpu: pytest.MonkeyPatch) -> None:
     for method in ("chunked", "fused"):
         choice = choose(method, QKV.dgrad, GPU, UNTUNED)
-        assert (choice.in_step, choice.reason) == (True, "asked for; ranks begin in step")
-    assert choose("auto", QKV.dgrad, GPU, UNTUNED).in_step
+        assert (choice.way, choice.reason) == (Way(in_step=True), "asked for; ranks begin in step")
+    assert choose("auto", QKV.dgrad, GPU, UNTUNED).way.in_step
     elsewhere = {
         "stores that take turns": choose("direct", QKV.dgrad, GPU, UNTUNED),
         "NCCL": choose("collective", QKV.dgrad, GPU, UNTUNED),
@@ -164,15 +166,42 @@ def test_ranks_begin_in_step_where_two_rounds_of_long_copies_would_collide(hoppe
         "one peer only": choose("chunked", replace(QKV.dgrad, world=2), GPU, UNTUNED),
         "no links": choose("chunked", QKV.dgrad, CPU, UNTUNED),
     }
-    assert not [why for why, choice in elsewhere.items() if choice.in_step]
+    assert not [why for why, choice in elsewhere.items() if choice.way.in_step]
 
 
-@pytest.mark.parametrize("faster", [False, True])
-def test_what_was_measured_both_ways_begins_as_it_was_faster(faster: bool, hopper_gpu: pytest.MonkeyPatch) -> None:
-    ms = {"fused": 1.0, "fused in step": 0.9 if faster else 1.1, "chunked": 1.2}
+def test_blocks_are_gathered_whole_where_copies_outweigh_the_product(hopper_gpu: pytest.MonkeyPatch) -> None:
+    choice = choose("fused", QKV, GPU, UNTUNED)
+    assert (choice.way, choice.reason) == (Way(whole=True), "asked for; blocks are sent whole")
+    assert choose("direct", QKV, GPU, UNTUNED).way.whole, "for a gather the same as fused"
+    elsewhere = [("fused", FC1), ("chunked", QKV), ("fused", PROJ), ("fused", replace(QKV, m=None))]
+    assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).way.whole]
+    assert not choose("fused", QKV, CPU, UNTUNED).way.whole
+
+
+@pytest.mark.parametrize("faster", ["fused", "fused whole", "fused in step", "fused whole in step"])
+def test_what_was_measured_in_several_ways_runs_in_the_fastest(faster: str, hopper_gpu: pytest.MonkeyPatch) -> None:
+    ms = {way.named("fused"): 1.0 for way in WAYS} | {"chunked": 1.2, faster: 0.9}
     table = table_of(Winner(FC1, "fused", ms), Winner(QKV.dgrad, "fused", ms))
     for asked in ("auto", "fused"):
-        assert choose(asked, FC1, GPU, table).in_step == choose(asked, QKV.dgrad, GPU, table).in_step == faster
-    assert not choose("chunked", FC1, GPU, table).in_step, "measured one way: the model decides"
-    assert choose("chunked", QKV.dgrad, GPU, table).in_step
-    assert not choose("fused", FC1, CPU, table).in_step
+        assert choose(asked, FC1, GPU, table).way.named("fused") == faster
+    assert choose("chunked", FC1, GPU, table).way == PLAIN, "measured in one way: the model decides"
+    assert choose("fused", FC1, CPU, table).way == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [("regather", set()), ("keep", {"fc1", "qkv", "any M"}), ("auto", {"qkv"})],
+)
+def test_the_gathered_input_is_kept_where_asked_or_where_gathering_it_again_would_show(
+    policy: str, kept: set[str]
+) -> None:
+    passes = {"fc1": FC1, "qkv": QKV, "any M": replace(QKV, m=None), "fc2": FC2, "proj": PROJ}
+    assert {name for name, pass_ in passes.items() if keeps_input(policy, pass_)} == kept
+
+
+def test_backwards_of_columns_begin_as_the_model_says_since_the_tuner_has_a_barrier_anyway(
+    hopper_gpu: pytest.MonkeyPatch,
+) -> None:
+    for pass_, in_step in ((QKV.dgrad, True), (FC1.dgrad, False)):
+        table = table_of(Winner(pass_, "fused", {"fused": 1.0, "fused whole": 0.9}))
+        assert choose("auto", pass_, GPU, table).way == Way(whole=True, in_step=in_step)

@@ -20,7 +20,8 @@ from overlap_train import OverlapConfig
 from overlap_train.tuned import table as table_module
 from overlap_train.tuned.passes import GATHER, SCATTER, Pass, rounded_up
 from overlap_train.tuned.table import Key, Table, Winner, key_of, path_of, read, save
-from overlap_train.tuning.measure import NOISE, candidates, decide, ways_to_begin
+from overlap_train.tuned.ways import PLAIN, WAYS, Way, method_of
+from overlap_train.tuning.measure import NOISE, candidates, decide, ways_to_run
 
 KEY = Key("NVIDIA H200", "2.11.0", "3.6.0", "570.86.15", "0.1.0", 4)
 FC1 = Pass(GATHER, 8192, 7168, 4096, torch.bfloat16, 4)
@@ -237,22 +238,52 @@ def test_a_winner_beats_the_default_by_more_than_noise() -> None:
     assert decide({"chunked": 3.0, "collective": 2.0}, "fused") == "collective", "the default did not work"
 
 
-def test_a_method_is_as_good_as_its_better_way_to_begin() -> None:
+def test_a_method_is_as_good_as_its_best_way() -> None:
     assert decide({"fused": 1.0, "fused in step": 0.8, "collective": 0.85}, "collective") == "fused"
     assert decide({"fused": 1.0, "collective": 1.0, "collective in step": 0.8}, "fused") == "collective"
+    assert decide({"fused": 1.0, "fused whole in step": 0.9, "chunked": 0.8}, "chunked") == "chunked"
 
 
 @pytest.mark.parametrize(
-    ("in_step", "verdict"), [({}, None), ({"fused in step": 0.99}, False), ({"fused in step": 0.97}, True)]
+    ("other", "way"),
+    [
+        ({}, None),
+        ({"fused in step": 0.99}, PLAIN),
+        ({"fused in step": 0.97}, Way(in_step=True)),
+        ({"fused in step": 0.97, "fused whole": 0.96, "fused whole in step": 0.98}, Way(whole=True)),
+    ],
 )
-def test_a_barrier_has_to_gain_more_than_noise(in_step: dict[str, float], verdict: bool | None) -> None:
-    assert Winner(FC1, "fused", {"fused": 1.0} | in_step).begins_in_step("fused") is verdict
+def test_another_way_has_to_gain_more_than_noise(other: dict[str, float], way: Way | None) -> None:
+    winner = Winner(FC1, "fused", {"fused": 1.0, "chunked": 0.5} | other)
+    assert winner.way_of("fused") == way
+    assert winner.way_of("chunked") is winner.way_of("direct") is None
 
 
-def test_both_ways_to_begin_are_tried_where_pushes_may_collide() -> None:
-    assert ways_to_begin(FC1, "fused") == ways_to_begin(FC1, "chunked") == [False, True]
-    assert ways_to_begin(FC1, "direct") == ways_to_begin(FC1, "collective") == [False]
-    assert ways_to_begin(replace(FC1, world=2), "fused") == ways_to_begin(replace(FC1, m=512), "fused") == [False]
+def test_every_way_has_a_name_of_its_own_that_says_the_method() -> None:
+    names = {way.named(method) for way in WAYS for method in ("fused", "chunked")}
+    assert len(names) == 8 and {method_of(name) for name in names} == {"fused", "chunked"}
+
+
+GPU = torch.device("cuda", 0)
+IN_STEP, WHOLE = Way(in_step=True), Way(whole=True)
+
+
+@pytest.mark.parametrize(
+    ("pass_", "method", "ways"),
+    [
+        (FC1, "fused", [PLAIN, IN_STEP, WHOLE, Way(whole=True, in_step=True)]),
+        (FC1, "chunked", [PLAIN, IN_STEP]),
+        (FC1, "collective", [PLAIN]),
+        (FC2, "direct", [PLAIN]),
+        (FC1.dgrad, "fused", [PLAIN, WHOLE]),
+        (FC1.dgrad, "chunked", [PLAIN]),
+        (replace(FC1, world=2), "fused", [PLAIN, WHOLE]),
+        (replace(FC1, m=4096), "fused", [PLAIN, IN_STEP]),
+        (replace(FC1, m=512), "fused", [PLAIN]),
+    ],
+)
+def test_the_ways_that_are_tried(pass_: Pass, method: str, ways: list[Way]) -> None:
+    assert ways_to_run(pass_, method, GPU) == ways
 
 
 def test_collective_and_the_default_are_always_candidates() -> None:
