@@ -103,7 +103,6 @@ def meet_kernel(epoch_ptr, outgoing_at_ptr, signals_ptr, abort_ptr, record_ptr, 
     the ten driver calls (40 microseconds of host time) of pushes with a waiting kernel behind them.
     """
     epoch = 1 + tl.load(epoch_ptr)
-    tl.store(epoch_ptr, epoch)  # counted here and not by the host, so that a replayed graph counts on
     for peer in range(WORLD):
         if peer != rank:
             theirs_ptr = tl.load(outgoing_at_ptr + peer).to(epoch_ptr.dtype)
@@ -111,6 +110,7 @@ def meet_kernel(epoch_ptr, outgoing_at_ptr, signals_ptr, abort_ptr, record_ptr, 
     for source in range(WORLD):
         if source != rank:
             wait_signal(signals_ptr, signal_word(source, 0), epoch, abort_ptr, record_ptr, tag, limit, TIMED)
+    tl.store(epoch_ptr, epoch)  # counted here and not by the host, so that a replayed graph counts on
 
 
 @triton.jit(do_not_specialize=["rank", "first", "count", "tag", "limit"])

@@ -8,7 +8,7 @@ import torch
 
 from .operators import hopper
 from .tuned.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
-from .tuned.table import Table
+from .tuned.table import Table, Winner
 from .tuned.ways import PLAIN, Way
 
 __all__ = ["GATHER", "PUSHING", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "keeps_input", "untuned"]
@@ -46,13 +46,13 @@ class Choice:
 def choose(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or a model-based default."""
     choice = _chosen(requested, pass_, device, table)
-    way = _way(pass_, choice.method, table) if device.type == "cuda" else PLAIN
+    way = _way(choice.method, pass_, device, table) if device.type == "cuda" else PLAIN
     return replace(choice, reason=f"{choice.reason}{way}", way=way)
 
 
-def _way(pass_: Pass, method: str, table: Table) -> Way:
+def _way(method: str, pass_: Pass, device: torch.device, table: Table) -> Way:
     """As was measured, else by the model."""
-    winner, collides = table.find(pass_), _collides(pass_, method)
+    winner, collides = _winner(pass_, device, table), _collides(pass_, method)
     measured = None if winner is None else winner.way_of(method)
     if measured is None:
         return Way(_outweighs(pass_, method), collides)
@@ -82,11 +82,18 @@ def _collides(pass_: Pass, method: str) -> bool:
 def _chosen(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
     if requested != "auto":
         return Choice(requested, "asked for")
-    winner = table.find(pass_)
-    # In one bucket there are sizes that the Hopper kernels serve and others: what was measured with them says nothing without.
-    if winner is not None and _on_hopper(winner.measured, device) == _on_hopper(pass_, device):
+    winner = _winner(pass_, device, table)
+    if winner is not None:
         return Choice(winner.method, f"auto: tuned for {winner.measured} on {table.gpu}")
     return untuned(pass_, device)
+
+
+def _winner(pass_: Pass, device: torch.device, table: Table) -> Winner | None:
+    """What was measured for a pass. In one bucket there are sizes that the Hopper kernels serve and others: what was measured
+    with them says nothing without."""
+    winner = table.find(pass_)
+    fits = winner is not None and _on_hopper(winner.measured, device) == _on_hopper(pass_, device)
+    return winner if fits else None
 
 
 def untuned(pass_: Pass, device: torch.device) -> Choice:

@@ -111,7 +111,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 class _Plan:
     """What the first call with some shapes decides for all later ones: the methods of forward and backward, and their names.
 
-    A linear has one gather and one scatter: one is its fprop, the other its dgrad. What wgrad gathers goes as the gather.
+    A linear has one gather and one scatter: one is its fprop, the other its dgrad. What wgrad gathers goes as the gather does, in
+    whole blocks.
     """
 
     def __init__(self, domain: OverlapDomain, config: OverlapConfig, problem: Problem, fprop: Pass) -> None:

@@ -56,5 +56,5 @@ def verify(kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: 
 
         raise RuntimeError(
             f"{name}: as Triton {triton.__version__} has compiled it, its PTX lacks, in this order: {'; '.join(lacking)}. "
-            f"It would not wait or signal as it must. Use Triton 3.6, which was tested, or --overlap-train-method collective"
+            f"It would not wait or signal as it must. Use Triton 3.6, which was tested, or leave --overlap-train out"
         )

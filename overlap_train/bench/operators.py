@@ -99,7 +99,7 @@ def rotating(run: Run, sets: list[Operands]) -> Call:
 
 
 def pass_of(case: Case, world: int, dtype: torch.dtype) -> Pass:
-    """What one rank multiplies in a case; a weight gradient takes the method of the fprop."""
+    """What one rank multiplies in a case; a weight gradient gathers by the method of the fprop."""
     if case.op == "ag_gemm":
         fprop = Pass(GATHER, case.m, case.n // world, case.k, dtype, world)
     else:

@@ -15,7 +15,7 @@ from ..protocol.slot import Call
 _INTERPRETER_POLLS_PER_SECOND = 10_000
 # A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB. Chunks shorten the end:
 # of a gather the last GEMM, of a scatter what the own rows wait for. AG + GEMM of 8192 x 14336 x 4096 reached 0.95 of its bound
-# with 8 MiB and 0.93 with 16 (4 x H200); where copies outweigh the GEMM 16 are 9 % faster, but there auto takes chunked.
+# with 8 MiB and 0.93 with 16 (4 x H200); where copies outweigh the GEMM 16 are 9 % faster (choice.py: blocks are sent whole).
 _SHORTEST_COPY = 8 << 20
 # A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2.
 _SHORTEST_STORED = 1024

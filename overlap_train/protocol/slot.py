@@ -39,7 +39,7 @@ class Slot:
         self.outgoing = [words[rank] for words in signals]  # the row that this rank writes at each peer
         self.outgoing_at = _addresses(self.outgoing, device)  # int64 [W], for kernels that signal peers themselves
         self.memory_at = _addresses(self.memory, device)  # int64 [W], for kernels that store at peers themselves
-        self.expected = 0  # the host's mirror of the epoch, for waits on the host and for messages
+        self.expected = 0  # the epoch again, for waits on the host alone: replayed graphs do not count here
         self.control = torch.zeros(2 + world * MAX_CHUNKS, dtype=torch.int64, device=device)
         self.epoch = self.control[:1]  # on the device, so that a replayed graph counts on
         self.claimed = self.control[1:2]  # tiles taken by some CTA

@@ -54,7 +54,8 @@ class BoundedWaits:
         return Launch(wait_kernel, (1,), arguments, dict(CHUNKS=call.chunks, TIMED=True, BLOCK=1024, num_warps=1))
 
     def meet_on_stream(self, call: Call) -> None:
-        call.slot.expected += 1  # the kernel counts the epoch itself
+        if self.driver is not None:
+            self.driver.enter()  # it may be the first CUDA call of a thread of autograd
         call.launches.run("meet", (), partial(self._meeting, call))
 
     def _meeting(self, call: Call) -> Launch:

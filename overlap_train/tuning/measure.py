@@ -53,11 +53,15 @@ def ways_to_run(pass_: Pass, method: str, device: torch.device) -> list[Way]:
 
 
 def decide(ms: Mapping[str, float], default: str) -> str:
-    """The fastest method; the default where nothing beats it by more than noise. ms: as of a Winner."""
-    best: dict[str, float] = {}
+    """The fastest method; the default where nothing beats it by more than noise. ms: as of a Winner.
+
+    A method that did not work plainly is none, though it may have worked in another way.
+    """
+    best = {name: time for name, time in ms.items() if method_of(name) == name}
     for name, time in ms.items():
         method = method_of(name)
-        best[method] = min(time, best.get(method, time))
+        if method in best:
+            best[method] = min(time, best[method])
     fastest = min(best, key=lambda method: best[method])
     return default if default in best and best[fastest] >= (1 - NOISE) * best[default] else fastest
 

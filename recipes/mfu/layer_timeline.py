@@ -91,7 +91,7 @@ def span_kind(span: Span, compute_stream: int) -> str:
         return ""
     if "nccl" in name or "memcpy ptop" in name or ("memcpy" in name and span["stream"] != compute_stream):
         return "communication"
-    if "wait" in name and "gemm" not in name:
+    if "meet_kernel" in name or ("wait" in name and "gemm" not in name):
         return "waiting"
     return "gemm" if kind_of(span["name"]) == "computation" else "compute"
 

@@ -330,6 +330,7 @@ def test_exposed_is_what_no_kernel_covers() -> None:
         ("Memcpy DtoD (Device -> Device)", 7, "compute"),  # a local copy of the model's own
         ("Memcpy DtoD (Device -> Device)", 9, "communication"),
         ("wait_kernel", 7, "waiting"),
+        ("meet_kernel", 7, "waiting"),
         ("flash_fwd_kernel", 7, "compute"),
         (f"void {MARKER}(long)", 7, ""),
     ],

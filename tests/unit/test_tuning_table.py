@@ -242,6 +242,7 @@ def test_a_method_is_as_good_as_its_best_way() -> None:
     assert decide({"fused": 1.0, "fused in step": 0.8, "collective": 0.85}, "collective") == "fused"
     assert decide({"fused": 1.0, "collective": 1.0, "collective in step": 0.8}, "fused") == "collective"
     assert decide({"fused": 1.0, "fused whole in step": 0.9, "chunked": 0.8}, "chunked") == "chunked"
+    assert decide({"fused whole": 1.0, "collective": 2.0}, "fused") == "collective", "plain fused did not work"
 
 
 @pytest.mark.parametrize(
