@@ -40,8 +40,6 @@ mlps="11008,4096 14336,4096 28672,8192 53248,16384 29568,8192" # the weights of 
 step tune-operators 40 -m overlap_train tune --seq 8192 --column $mlps --row $(sed -E 's/([0-9]+),([0-9]+)/\2,\1/g' <<<"$mlps")
 step operators 35 -m overlap_train.bench operators --methods auto,fused,direct,chunked --out "$out"
 step layers 35 -m overlap_train.bench layers --methods auto,fused,direct,chunked --out "$out"
-step layers_kept 15 -m overlap_train.bench layers --layers llama3-8b-attn --gathered-input auto --methods auto,fused,direct,chunked \
-  --out "$out/layers_kept"
 step small_m 30 -m overlap_train.bench operators --rows 256 512 1024 --methods auto,fused,direct,collective --out "$out/small_m"
 step sweep 60 -m overlap_train.bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
   --methods auto,fused,chunked --quick --out "$out/sweep"

@@ -11,16 +11,19 @@ from .tuned.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
 from .tuned.table import Table, Winner
 from .tuned.ways import PLAIN, Way
 
-__all__ = ["GATHER", "PUSHING", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "keeps_input", "untuned"]
+__all__ = ["GATHER", "PUSHING", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
 
 # Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
 # H200: at M = 256 by 1.3 to 2, for a gather at M = 512 by up to 1.1; scattering at M = 512, direct is 1.03 to 1.1 times faster).
 SMALL_M, SMALL_M_DIRECT = 512, 256  # the second where direct can take over
 # Chunked takes 110 microseconds of host time: below that, nothing is gained by what it hides.
 CHUNKED_HOST_US = 120.0
-# Where copies take more than this part of the GEMM's time, library GEMMs on shards beat a persistent kernel: its last wave waits.
-# In a column linear's backward the other half of their time runs under the weight gradient (70B qkv: 1.11 instead of 1.41 ms).
-COPIES_THAT_SHOW, COPIES_THAT_SHOW_BEFORE_WGRAD = 0.75, 0.5
+# Where a gather's copies take more than this part of its GEMM's time, each push costs more than chunks shorten the tail (8B qkv:
+# 0.204 ms with whole blocks, 0.226 with chunks; by chunked, in twice the host time, 0.209).
+COPIES_THAT_SHOW = 0.75
+# In a column linear's backward library GEMMs on shards beat a persistent kernel already here: the second half of the copies runs
+# under the weight gradient (70B qkv: 1.11 instead of 1.41 ms).
+COPIES_THAT_SHOW_BEFORE_WGRAD = 0.5
 # A storing kernel costs 22 microseconds of host time and a fused one 70, which shows in products shorter than this.
 SHORT_GEMM_US = 160.0
 # Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
@@ -62,15 +65,8 @@ def _way(method: str, pass_: Pass, device: torch.device, table: Table) -> Way:
 
 def _outweighs(pass_: Pass, method: str) -> bool:
     """Whether pushes take so long beside the product that each of them costs more than chunks shorten the tail."""
-    return pass_.kind == GATHER and method in ("fused", "direct") and pass_.copy_us > pass_.gemm_us
-
-
-def keeps_input(policy: str, fprop: Pass) -> bool:
-    """Whether what a forward pass gathers is kept for its weight gradient: OverlapConfig.gathered_input.
-
-    Backward gathers under its two products and sends as much itself: what takes longer than one of them does not hide.
-    """
-    return fprop.kind == GATHER and (policy == "keep" or (policy == "auto" and fprop.copy_us > fprop.gemm_us))
+    shows = pass_.copy_us > COPIES_THAT_SHOW * pass_.gemm_us
+    return pass_.kind == GATHER and method in ("fused", "direct") and shows
 
 
 def _collides(pass_: Pass, method: str) -> bool:
@@ -116,8 +112,8 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
             "fused",
             f"the Hopper kernels serve it; another where M shows to be better served, collective up to {small_m}",
         )
-    part = COPIES_THAT_SHOW if pass_.kind == GATHER else COPIES_THAT_SHOW_BEFORE_WGRAD
-    if pass_.kind != SCATTER and pass_.copy_us > max(CHUNKED_HOST_US, part * pass_.gemm_us):
+    shows = pass_.copy_us > max(CHUNKED_HOST_US, COPIES_THAT_SHOW_BEFORE_WGRAD * pass_.gemm_us)
+    if pass_.kind == SCATTER_AND_WGRAD and shows:
         return "chunked", "copies take long beside the GEMM"
     if pass_.kind != GATHER and (pass_.copy_us > pass_.gemm_us or pass_.gemm_us < SHORT_GEMM_US):
         return "direct", "a short GEMM"

@@ -32,8 +32,8 @@ class OverlapConfig:
     gathered_input: str = _setting(
         "regather",
         "what backward does about the gathered input: regather it under the dgrad GEMM, or keep it from forward "
-        "(costs M x K elements a linear); auto: keep it where gathering takes longer than the GEMM",
-        ("regather", "keep", "auto"),
+        "(costs M x K elements a linear)",
+        ("regather", "keep"),
     )
     main_grad: str = _setting(
         "accumulate",

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .arguments import Problem, all_gather_problem, reduce_scatter_problem
-from .choice import GATHER, SCATTER, Choice, Pass, choose, keeps_input
+from .choice import GATHER, SCATTER, Choice, Pass, choose
 from .config import OverlapConfig, flag_name
 from .domain import OverlapDomain
 from .operators.all_gather_gemm import in_whole_blocks, start_all_gather
@@ -122,7 +122,6 @@ class _Plan:
         gather, scatter = (first, second) if fprop.kind == GATHER else (second, first)
         self.gather, self.scatter = gather, scatter
         self.wgrad_gather = in_whole_blocks(gather.method)
-        self.keeps_input = keeps_input(config.gathered_input, fprop)
         self.fprop_in_step = first.way.in_step
         self.dgrad_in_step = second.way.in_step and gather.method != "collective"  # only pushes collide
         self.fprop, self.dgrad, self.wgrad = (f"{problem.demand.op}/{part}" for part in ("fprop", "dgrad", "wgrad"))
@@ -179,7 +178,7 @@ def _other_table(domain: OverlapDomain, config: OverlapConfig) -> str | None:
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        keep = plan.keeps_input and w_shard_n.requires_grad
+        keep = plan.config.gathered_input == "keep" and w_shard_n.requires_grad
         with plan.domain.operator(plan.fprop, 1, plan.fprop_in_step), profiled(plan.fprop_range):
             gather = start_all_gather(plan.domain, x_shard_m, plan.gather.method, plan.fprop, plan.gather.way.whole)
             y_shard_n = gather.matmul(w_shard_n.t())

@@ -12,15 +12,7 @@ from megatron.core import parallel_state
 
 from overlap_train.integrations.megatron.fallback import standing_reason
 from overlap_train.integrations.megatron.linear import OVERLAPPED
-from overlap_train.integrations.megatron.reporting import (
-    Report,
-    choices,
-    expected_choices,
-    expects_to_keep_input,
-    keeps_input,
-    named_linears,
-    report,
-)
+from overlap_train.integrations.megatron.reporting import Report, choices, expected_choices, named_linears, report
 
 
 def announce(table: Report, heading: str = "") -> None:
@@ -44,8 +36,7 @@ def _is_unexpected(linear: Any) -> bool:
     if standing_reason(linear, linear.weight) is not None:
         return False  # all of its calls are Megatron's own, as announced
     ran, expected = ([(choice.method, choice.way) for choice in how(linear)] for how in (choices, expected_choices))
-    as_expected = ran == expected and keeps_input(linear) == expects_to_keep_input(linear)
-    return not as_expected or bool(linear.overlap.fallback_calls)
+    return ran != expected or bool(linear.overlap.fallback_calls)
 
 
 def _prints() -> bool:

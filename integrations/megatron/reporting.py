@@ -112,28 +112,12 @@ def _report_linear(name: str, linear: Any) -> LinearReport:
 
 def choices(linear: Any) -> tuple[Choice, Choice]:
     """How fprop and dgrad run: as decided at the linear's last new shape or, before its first call, for any M."""
-    plan = _decided(linear)
-    return expected_choices(linear) if plan is None else plan.choices
-
-
-def keeps_input(linear: Any) -> bool:
-    """Whether it keeps what forward gathers, decided and known as `choices`."""
-    plan = _decided(linear)
-    return expects_to_keep_input(linear) if plan is None else plan.keeps_input
-
-
-def expects_to_keep_input(linear: Any) -> bool:
-    """For any M. `auto` regathers, as far as is known then."""
-    return not _is_row(linear) and linear.overlap.config.gathered_input == "keep"
-
-
-def _decided(linear: Any) -> Any:
-    """The plan of its last new shape, or None."""
-    overlap, domain = linear.overlap, made_domain(linear.tp_group)
+    overlap, group = linear.overlap, linear.tp_group
+    domain = made_domain(group)
     plans = [] if domain is None else domain.plans.values()
     # of a linear of that name with these settings; an earlier model may have had the same names
     decided = [plan for plan in plans if plan.fprop == f"{overlap.name}/fprop" and plan.config == overlap.config]
-    return decided[-1] if decided else None
+    return decided[-1].choices if decided else expected_choices(linear)
 
 
 def expected_choices(linear: Any) -> tuple[Choice, Choice]:
@@ -178,7 +162,8 @@ def _passes(linear: Any) -> tuple[str, str, str]:
     """What fprop, dgrad and wgrad do."""
     if _is_row(linear):
         return "GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy"
-    return "AG(x) + GEMM", "GEMM + RS", "GEMM with x kept" if keeps_input(linear) else "AG(x) under dgrad, then GEMM"
+    kept = linear.overlap.config.gathered_input == "keep"
+    return "AG(x) + GEMM", "GEMM + RS", "GEMM with x kept" if kept else "AG(x) under dgrad, then GEMM"
 
 
 def _grouped(linears: Sequence[LinearReport]) -> list[LinearReport]:

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +67,6 @@ def parser() -> argparse.ArgumentParser:
     )
     lay.add_argument(
         "--seq", type=int, nargs="+", default=[], help="sequence lengths; default 8192, and 4096 for llama3-8b-mlp"
-    )
-    lay.add_argument(
-        "--gathered-input", default="regather", metavar="POLICY", help="regather, keep or auto, as in training"
     )
     plot = commands.add_parser("plot", help="draw the results of a folder (needs matplotlib)")
     plot.add_argument("folder", type=Path)
@@ -153,8 +149,7 @@ def _settings(args: argparse.Namespace, device: torch.device) -> Settings:
     methods = args.methods or [*(["fused", "direct"] if device.type == "cuda" else []), "chunked", "collective"]
     dtype = torch.float32 if args.tiny else torch.bfloat16
     # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
-    limits = OverlapConfig(symmetric_mib=8192, timeout_s=30.0, main_grad="off")
-    config = replace(limits, provider=args.provider, gathered_input=getattr(args, "gathered_input", "regather"))
+    config = OverlapConfig(provider=args.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off")
     return Settings(tuple(methods), dtype, args.quick, config)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from .output import Row, speed_up
 
+TALLEST = 3.2  # of a bar: one rival at six times the rest would flatten what is to be compared
+
 
 def draw(folder: Path) -> list[Path]:
     """Draw what the JSON files of `folder` hold; the paths of the images, beside the files.
@@ -79,7 +81,7 @@ def _layers(rows: list[Row], path: Path) -> Path:
 
 
 def bars(labels: list[str], series: dict[str, list[float | None]], bounds: list[float], title: str, path: Path) -> Path:
-    """Grouped bars, with a black line over each group at its bound."""
+    """Grouped bars, with a black line over each group at its bound. Bars end at TALLEST; their numbers do not."""
     from matplotlib import pyplot
 
     # as wide as the bars need; numbers stand upright inside them, so that they run into neither each other nor the bound
@@ -87,8 +89,10 @@ def bars(labels: list[str], series: dict[str, list[float | None]], bounds: list[
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         places = [i - 0.4 + (number + 0.5) * width for i, value in enumerate(values) if value is not None]
-        drawn = axes.bar(places, [value for value in values if value is not None], width, label=name)
-        axes.bar_label(drawn, fmt="%.2f", fontsize=6, rotation=90, label_type="center", color="white")
+        known = [value for value in values if value is not None]
+        drawn = axes.bar(places, [min(value, TALLEST) for value in known], width, label=name)
+        figures = [f"{value:.2f}" for value in known]
+        axes.bar_label(drawn, figures, fontsize=6, rotation=90, label_type="center", color="white")
     axes.hlines(
         bounds, [i - 0.45 for i in range(len(labels))], [i + 0.45 for i in range(len(labels))], "black", label="bound"
     )
@@ -107,7 +111,7 @@ def _broken(label: str) -> str:
 
 def _against_m(rows: list[Row], path: Path) -> Path:
     from matplotlib import pyplot
-    from matplotlib.ticker import NullLocator, ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
     names = list(curves(rows))  # a colour each, in all panels
     sizes = sorted({row["m"] for row in rows})
@@ -128,8 +132,9 @@ def _against_m(rows: list[Row], path: Path) -> Path:
         axes.set(xscale="log", yscale="log", xlabel="M", ylabel="microseconds")
         axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
         axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.tick_params(labelsize=7, which="both")
         axes.set_title(f"{op} {pass_} N={n} K={k}", fontsize=8)
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names))

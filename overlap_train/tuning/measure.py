@@ -16,7 +16,7 @@ from ..bench.operators import Run, overlapped, pass_of, reference_of, rotating, 
 from ..bench.output import Results
 from ..bench.settings import Settings
 from ..bench.shapes import Case
-from ..bench.timing import Call, input_sets, measure, pace
+from ..bench.timing import Call, Timing, input_sets, measure, pace
 from ..bench.world import World
 from ..choice import GATHER, PUSHING, SCATTER_AND_WGRAD, Choice, Pass, untuned
 from ..domain import OverlapDomain
@@ -29,6 +29,10 @@ from ..tuned.ways import WAYS, Way, method_of
 # Two measurements of one method differ by 2 %, and a layer around it does more: collective won a backward by 2.1 % here, and in
 # training that backward took 0.61 instead of 0.51 ms (Llama-3 8B qkv, 4 x H200).
 NOISE = 0.05
+# Where launches take the host more than this part of the GPU's time, a layer may wait for them: 8B attention took 2.6 times its
+# GEMMs' time with chunked for qkv and 1.75 with direct, which alone was 2 % slower (4 x H200, a slow host). Long products have
+# launches to spare: there the default knows what bursts do not show (choice.py, LONG_GEMM_US).
+LAUNCHES_THAT_SHOW = 0.5
 # A barrier takes 10 microseconds; collisions of shorter copies cost less.
 SHORT_COPY_US = 40.0
 
@@ -52,18 +56,29 @@ def ways_to_run(pass_: Pass, method: str, device: torch.device) -> list[Way]:
     return [way for way in WAYS if (cuts or not way.whole) and ((collides and is_free) or not way.in_step)]
 
 
-def decide(ms: Mapping[str, float], default: str) -> str:
-    """The fastest method; the default where nothing beats it by more than noise. ms: as of a Winner.
+def decide(timings: Mapping[str, Timing], default: str) -> str:
+    """The fastest method; of those that are equal but for noise the default or, where its launches show, the one with the least.
 
-    A method that did not work plainly is none, though it may have worked in another way.
+    Equal to others, collective wins where it is the default, and only there: a burst flatters it. A method that did not work
+    plainly is none, though it may have worked in another way. timings: under the names of a Winner.
     """
-    best = {name: time for name, time in ms.items() if method_of(name) == name}
-    for name, time in ms.items():
+    best = {name: timing for name, timing in timings.items() if method_of(name) == name}
+    for name, timing in timings.items():
         method = method_of(name)
-        if method in best:
-            best[method] = min(time, best[method])
-    fastest = min(best, key=lambda method: best[method])
-    return default if default in best and best[fastest] >= (1 - NOISE) * best[default] else fastest
+        if method in best and timing.ms < best[method].ms:
+            best[method] = timing
+    least = min(timing.ms for timing in best.values())
+    equal = [method for method, timing in best.items() if least >= (1 - NOISE) * timing.ms]
+    if default in equal and (default == "collective" or not launches_show(best[default])):
+        return default
+    equal = [method for method in equal if method != "collective"] or equal
+    shows = any(launches_show(best[method]) for method in equal)
+    return min(equal, key=lambda method: best[method].host_us if shows else best[method].ms)
+
+
+def launches_show(timing: Timing) -> bool:
+    """Whether the host may be what a layer of such operators waits for."""
+    return timing.host_us > LAUNCHES_THAT_SHOW * 1e3 * timing.ms
 
 
 @torch.no_grad()
@@ -72,12 +87,11 @@ def tune_case(case: Case, settings: Settings, domain: OverlapDomain, world: Worl
     pass_ = pass_of(case, world.size, settings.dtype)
     default = untuned(pass_, world.device).method
     calls = working(case, candidates(pass_, settings.methods, default), settings, domain, world, results)
-    if not calls:
+    if not any(method_of(name) == name for name in calls):
         results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
         return None
     timings = measure(calls, pace(case.flops(world.size), settings.quick), world.group, world.device)
-    ms = {method: timing.ms for method, timing in timings.items()}
-    return Winner(pass_, decide(ms, default), ms)
+    return Winner(pass_, decide(timings, default), {name: timing.ms for name, timing in timings.items()})
 
 
 def working(

@@ -19,18 +19,12 @@ FUSED, CHUNKED = Choice("fused", "any M"), Choice("chunked", "a long GEMM")
 def linear(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An overlapped linear as far as announcing.py looks at it, of a model with no other."""
     linear = SimpleNamespace(
-        weight=None,
-        overlap=SimpleNamespace(fallback_calls=Counter()),
-        ran=(FUSED, FUSED),
-        keeps_input=False,
-        standing=None,
+        weight=None, overlap=SimpleNamespace(fallback_calls=Counter()), ran=(FUSED, FUSED), standing=None
     )
     monkeypatch.setattr(announcing, "OVERLAPPED", {"Megatron's": SimpleNamespace})
     monkeypatch.setattr(announcing, "named_linears", lambda chunk: [("fc1", linear)])
     monkeypatch.setattr(announcing, "choices", lambda linear: linear.ran)
     monkeypatch.setattr(announcing, "expected_choices", lambda linear: (FUSED, FUSED))
-    monkeypatch.setattr(announcing, "keeps_input", lambda linear: linear.keeps_input)
-    monkeypatch.setattr(announcing, "expects_to_keep_input", lambda linear: False)
     monkeypatch.setattr(announcing, "standing_reason", lambda linear, weight: linear.standing)
     monkeypatch.setattr(announcing, "report", lambda chunks: reporting.Report(()))
     return linear
@@ -51,11 +45,6 @@ def test_another_method_or_another_way_is(
     linear: SimpleNamespace, ran: tuple[Choice, Choice], capsys: pytest.CaptureFixture[str]
 ) -> None:
     linear.ran = ran
-    assert printed(capsys)
-
-
-def test_an_input_that_is_kept_is(linear: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    linear.keeps_input = True
     assert printed(capsys)
 
 

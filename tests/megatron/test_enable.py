@@ -6,6 +6,7 @@ import contextlib
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -303,20 +304,16 @@ def test_each_pass_says_how_it_runs_and_what_was_measured(workers: Workers, tmp_
             assert reason == f"auto: tuned for M={m} {fprop} on cpu / auto: tuned for M={m} {dgrad} on cpu"
 
 
-def kept_input(policy: str) -> list[dict[str, str]]:
-    """What wgrad does, by slot: before the first call and after."""
-    shutdown()  # the domain of other tests knows decisions of an earlier policy
-    recipe = replace(PLAIN, overlap=OverlapConfig(gathered_input=policy), microbatches=1)
-    reports = [report(gpt(recipe)), report(train(recipe, steps=1)[1])]
-    return [{linear.slot: linear.wgrad for linear in each.linears} for each in reports]
+def kept_input() -> Any:
+    model = gpt(PLAIN)
+    quietly_enable(model, OverlapConfig(gathered_input="keep"))
+    return {linear.slot: linear.wgrad for linear in report(model).linears}
 
 
 def test_report_says_what_backward_does_about_the_input(workers: Workers) -> None:
-    kept, again = "GEMM with x kept", "AG(x) under dgrad, then GEMM"
-    for policy, expected in (("keep", [kept, kept]), ("auto", [again, kept])):  # with so few features auto keeps all
-        found = workers.call(kept_input, policy)[0]
-        assert [wgrad["qkv"] for wgrad in found] == [wgrad["fc1"] for wgrad in found] == expected
-        assert all(wgrad["proj"] == wgrad["fc2"] == "GEMM with the gathered dy" for wgrad in found)
+    wgrad = workers.call(kept_input)[0]
+    assert wgrad["qkv"] == wgrad["fc1"] == wgrad["output"] == "GEMM with x kept"
+    assert wgrad["proj"] == wgrad["fc2"] == "GEMM with the gathered dy"
 
 
 def test_config_helper_has_no_hidden_refusal() -> None:

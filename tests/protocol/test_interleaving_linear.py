@@ -84,10 +84,10 @@ def mlp(
 
 def plan_of(domain: SimulatedDomain, method: str, gathered_input: str, in_step: bool = False) -> SimpleNamespace:
     """What the autograd functions read of a `linear._Plan`. in_step: ranks meet before every pass."""
-    config = SimpleNamespace(main_grad="off")
+    config = SimpleNamespace(gathered_input=gathered_input, main_grad="off")
     names = {part + end: part for part in ("fprop", "dgrad", "wgrad") for end in ("", "_range")}
     choice = core("choice").Choice(method, "asked for")
-    methods = {"gather": choice, "scatter": choice, "wgrad_gather": "chunked", "keeps_input": gathered_input == "keep"}
+    methods = {"gather": choice, "scatter": choice, "wgrad_gather": "chunked"}
     begin = {"fprop_in_step": in_step, "dgrad_in_step": in_step}
     return SimpleNamespace(domain=domain, config=config, **begin, **methods, **names)
 

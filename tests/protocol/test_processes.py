@@ -54,15 +54,14 @@ def test_every_shape_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values(run_ranks(2, _every_shape, "fused", limit_s=100)) == [10] * 2
 
 
-def _keep_gathered(rank: int, world: int, method: str, policy: str) -> None:
-    case = _case(method, gathered_input=policy)
+def _keep_gathered(rank: int, world: int, method: str) -> None:
+    case = _case(method, gathered_input="keep")
     for rows, k, n in SHAPES.values():
         OPERATORS["column"](case, rows, k, n)
 
 
-@pytest.mark.parametrize("policy", ["keep", "auto"])  # with so few features auto keeps all
-def test_keeping_the_gathered_input_gives_the_same(policy: str) -> None:
-    values(run_ranks(2, _keep_gathered, "chunked", policy))
+def test_keeping_the_gathered_input_gives_the_same() -> None:
+    values(run_ranks(2, _keep_gathered, "chunked"))
 
 
 def _dtypes(rank: int, world: int) -> None:

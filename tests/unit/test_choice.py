@@ -16,7 +16,6 @@ from overlap_train.choice import (
     SMALL_M_DIRECT,
     Pass,
     choose,
-    keeps_input,
     untuned,
 )
 from overlap_train.config import METHODS
@@ -80,8 +79,10 @@ def test_at_m_512_a_gather_is_left_to_nccl_and_a_scatter_is_not(hopper_gpu: pyte
 
 
 def test_defaults_where_copies_take_longer_than_the_gemm(hopper_gpu: pytest.MonkeyPatch) -> None:
-    """Attention's linears: chunks leave their copies to the next GEMM, a storing kernel has no copies."""
-    assert untuned(QKV, GPU).method == untuned(PROJ.dgrad, GPU).method == "chunked"
+    """Attention's linears: whole blocks, chunks that leave their copies to the next GEMM, a storing kernel without copies."""
+    for gather in (QKV, PROJ.dgrad):
+        choice = choose("auto", gather, GPU, UNTUNED)
+        assert choice.method == "fused" and choice.way.whole
     assert untuned(QKV.dgrad, GPU).method == "chunked"
     assert untuned(PROJ, GPU).method == "direct"
 
@@ -186,17 +187,6 @@ def test_what_was_measured_in_several_ways_runs_in_the_fastest(faster: str, hopp
         assert choose(asked, FC1, GPU, table).way.named("fused") == faster
     assert choose("chunked", FC1, GPU, table).way == PLAIN, "measured in one way: the model decides"
     assert choose("fused", FC1, CPU, table).way == PLAIN
-
-
-@pytest.mark.parametrize(
-    ("policy", "kept"),
-    [("regather", set()), ("keep", {"fc1", "qkv", "any M"}), ("auto", {"qkv"})],
-)
-def test_the_gathered_input_is_kept_where_asked_or_where_gathering_it_again_would_show(
-    policy: str, kept: set[str]
-) -> None:
-    passes = {"fc1": FC1, "qkv": QKV, "any M": replace(QKV, m=None), "fc2": FC2, "proj": PROJ}
-    assert {name for name, pass_ in passes.items() if keeps_input(policy, pass_)} == kept
 
 
 def test_backwards_of_columns_begin_as_the_model_says_since_the_tuner_has_a_barrier_anyway(

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
+from overlap_train.bench.timing import Timing
 from overlap_train.tuned import table as table_module
 from overlap_train.tuned.passes import GATHER, SCATTER, Pass, rounded_up
 from overlap_train.tuned.table import Key, Table, Winner, key_of, path_of, read, save
@@ -232,17 +233,45 @@ def test_the_driver_version(line: str, version: str, tmp_path: Path, monkeypatch
 
 def test_a_winner_beats_the_default_by_more_than_noise() -> None:
     just, well = 1 - NOISE / 2, 1 - 2 * NOISE
-    assert decide({"fused": 1.0, "collective": just}, "fused") == "fused"
-    assert decide({"fused": 1.0, "collective": well}, "fused") == "collective"
-    assert decide({"fused": 1.0, "chunked": well, "collective": 0.5}, "fused") == "collective"
-    assert decide({"chunked": 3.0, "collective": 2.0}, "fused") == "collective", "the default did not work"
+    assert winner("fused", fused=1.0, collective=just) == "fused"
+    assert winner("fused", fused=1.0, collective=well) == "collective"
+    assert winner("fused", fused=1.0, chunked=well, collective=0.5) == "collective"
+    assert winner("fused", chunked=3.0, collective=2.0) == "collective", "the default did not work"
+    assert winner("collective", fused=just, collective=1.0) == "collective"
+    assert winner("collective", fused=well, collective=1.0) == "fused"
+
+
+def test_of_equal_methods_the_one_with_the_least_launches_where_they_show() -> None:
+    """Training may be bound by its launches where a burst of one operator is not."""
+    just, well = 1 - NOISE / 2, 1 - 2 * NOISE
+    host = {"chunked": 600.0, "fused": 200.0, "direct": 60.0, "collective": 20.0}
+    assert winner("chunked", host, chunked=just, fused=1.0) == "fused"
+    assert winner("chunked", host, chunked=well, fused=1.0) == "chunked"
+    assert winner("chunked", host, chunked=1.0, fused=1.0, direct=1.0, collective=1.0) == "direct"
+    assert winner("collective", host, chunked=1.0, direct=1.0, collective=1.0) == "collective"
+    assert winner("fused", host, chunked=just, fused=1.0) == "fused"
+    assert winner("fused", host, chunked=well, direct=just * well, fused=2.0) == "direct"
+
+
+def test_long_products_keep_their_default() -> None:
+    just, well = 1 - NOISE / 2, 1 - 2 * NOISE
+    host = {"chunked": 400.0, "fused": 200.0}
+    assert winner("chunked", host, chunked=1.0, fused=just) == "chunked"
+    assert winner("direct", host, direct=1.0, chunked=well, fused=just * well) == "fused", "neither: the fastest"
+
+
+def winner(default: str, host_us: dict[str, float] | None = None, **ms: float) -> str:
+    """What `decide` says; names of ways with "_" for spaces."""
+    return decide(
+        {name.replace("_", " "): Timing(time, (host_us or {}).get(name, 1.0)) for name, time in ms.items()}, default
+    )
 
 
 def test_a_method_is_as_good_as_its_best_way() -> None:
-    assert decide({"fused": 1.0, "fused in step": 0.8, "collective": 0.85}, "collective") == "fused"
-    assert decide({"fused": 1.0, "collective": 1.0, "collective in step": 0.8}, "fused") == "collective"
-    assert decide({"fused": 1.0, "fused whole in step": 0.9, "chunked": 0.8}, "chunked") == "chunked"
-    assert decide({"fused whole": 1.0, "collective": 2.0}, "fused") == "collective", "plain fused did not work"
+    assert winner("collective", fused=1.0, fused_in_step=0.8, collective=0.85) == "fused"
+    assert winner("fused", fused=1.0, collective=1.0, collective_in_step=0.8) == "collective"
+    assert winner("chunked", fused=1.0, fused_whole_in_step=0.9, chunked=0.8) == "chunked"
+    assert winner("fused", fused_whole=1.0, collective=2.0) == "collective", "plain fused did not work"
 
 
 @pytest.mark.parametrize(
