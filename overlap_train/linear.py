@@ -22,7 +22,7 @@ from .arguments import Problem, all_gather_problem, reduce_scatter_problem
 from .choice import GATHER, SCATTER, Choice, Pass, choose
 from .config import OverlapConfig, flag_name
 from .domain import OverlapDomain
-from .operators.all_gather_gemm import in_whole_blocks, start_all_gather
+from .operators.all_gather_gemm import start_all_gather
 from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from .profiling import profiled
 from .registry import domain_of
@@ -121,7 +121,6 @@ class _Plan:
         self.choices: tuple[Choice, Choice] = first, second  # of fprop and dgrad
         gather, scatter = (first, second) if fprop.kind == GATHER else (second, first)
         self.gather, self.scatter = gather, scatter
-        self.wgrad_gather = in_whole_blocks(gather.method)
         self.fprop_in_step = first.way.in_step
         self.dgrad_in_step = second.way.in_step and gather.method != "collective"  # only pushes collide
         self.fprop, self.dgrad, self.wgrad = (f"{problem.demand.op}/{part}" for part in ("fprop", "dgrad", "wgrad"))
@@ -197,7 +196,7 @@ class _AllGatherLinear(torch.autograd.Function):
         in_step = plan.dgrad_in_step and gathers and wants_dx
         with plan.domain.operator(plan.dgrad, gathers + wants_dx, in_step), profiled(plan.dgrad_range):
             if gathers:
-                gather = start_all_gather(plan.domain, saved, plan.wgrad_gather, plan.wgrad)
+                gather = start_all_gather(plan.domain, saved, plan.gather.method, plan.wgrad, whole=True)
             if wants_dx:
                 how = plan.scatter.method, plan.dgrad, plan.scatter.way.whole
                 scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, *how)

@@ -36,7 +36,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 Outcome = tuple[torch.Tensor, ...]  # y, z, dx, dw1, dh, dw2
 Maker = Callable[["Data"], tuple[Linear, Linear]]  # linears with the weights of the data
 NAMES = ("y", "z", "dx", "dw1", "dh", "dw2")
-GRAPH = "auto_graph"
+AUTO, GRAPH = "auto", "auto_graph"
 MEGATRON_RIVAL = "overlap_train.integrations.megatron.bench_rival"
 
 
@@ -96,7 +96,7 @@ def measure_layer(
             calls[name] = forward_backward(*make(data), data)
         else:
             results.note(f"{layer.name} s={sequence}: {name}: {problem}", failure=name in settings.methods)
-    if GRAPH.removesuffix("_graph") in calls and world.device.type == "cuda":
+    if AUTO in calls and world.device.type == "cuda":
         add_graph(layer, sequence, calls, references, world, results)
     timings = measure(calls, pace(layer.flops(sequence, world.size), settings.quick), world.group, world.device)
     forget_graphs(world.group)
@@ -112,8 +112,7 @@ def add_graph(
     results: Results,
 ) -> None:
     """The call of `auto` once more, as a CUDA graph: what the GPU needs, whatever the host does meanwhile."""
-    eager = calls[GRAPH.removesuffix("_graph")]
-    problem = world.attempt(lambda: calls.update({GRAPH: captured(eager, world)}))
+    problem = world.attempt(lambda: calls.update({GRAPH: captured(calls[AUTO], world)}))
     if problem is None:  # else the replays of those where it worked would wait for the others
         problem = world.attempt(lambda: check_replays(calls[GRAPH], references))
     if problem is not None:
@@ -137,7 +136,7 @@ def captured(call: Call, world: World) -> Call:
 
 
 def check_replays(replay: Call, references: dict[str, Reference]) -> None:
-    """Of an even number: the second sends other epochs than the first."""
+    """Two of them: the second sends other epochs than the first."""
     replay(0)
     check_outcome(GRAPH, cast(Outcome, replay(1)), references)
 

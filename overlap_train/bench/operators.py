@@ -10,7 +10,7 @@ import torch
 
 from ..choice import GATHER, SCATTER, Choice, Pass, choose
 from ..domain import Demand, OverlapDomain
-from ..operators.all_gather_gemm import in_whole_blocks, start_all_gather
+from ..operators.all_gather_gemm import start_all_gather
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from ..registry import check as check_timeouts
 from ..registry import domain_of
@@ -121,7 +121,7 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice) -> Run:
 
     def column_weight(o: Operands) -> torch.Tensor:
         with domain.operator(name, calls=1):
-            return into_target(o, o.right, start_all_gather(domain, o.left, in_whole_blocks(method), name).full())
+            return into_target(o, o.right, start_all_gather(domain, o.left, method, name, whole=True).full())
 
     def row_weight(o: Operands) -> torch.Tensor:
         return into_target(o, o.whole, o.right)

@@ -32,19 +32,17 @@ class Gather(Protocol):
 def start_all_gather(
     domain: OverlapDomain, x_shard_m: torch.Tensor, method: str, op: str, whole: bool = False
 ) -> Gather:
-    """Start gathering x_shard_m [M/W, K]; nobody waits yet. whole: fused does not cut it into chunks."""
+    """Start gathering x_shard_m [M/W, K]; nobody waits yet.
+
+    whole: fused does not cut it into chunks; for a product that begins when all is there they would be pushes for nothing.
+    """
     return GATHERS[method](domain, x_shard_m.contiguous(), op, whole)
-
-
-def in_whole_blocks(method: str) -> str:
-    """How to gather for a product that begins when all is there (wgrad), where `method` gathers for tiles: with fewer pushes."""
-    return "collective" if method == "collective" else "chunked"
 
 
 class CollectiveGather:
     """NCCL or gloo, then one GEMM: nothing overlaps inside the operator."""
 
-    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str, whole: bool = True) -> None:
+    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str, whole: bool) -> None:
         m_shard, k = x_shard_m.shape
         self._x = x_shard_m.new_empty(m_shard * domain.world_size, k)
         aside = worth_a_stream(self._x)
@@ -62,7 +60,7 @@ class CollectiveGather:
 class ChunkedGather:
     """Library GEMMs on shards, each behind a wait for its shard."""
 
-    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str, whole: bool = True) -> None:
+    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str, whole: bool) -> None:
         self._domain, self._own = domain, x_shard_m
         self._arrived = False  # whether all blocks have been waited for
         self._call = domain.workspace.open(

@@ -40,9 +40,7 @@ def start_gemm_reduce_scatter(
 class CollectiveScatter:
     """One GEMM, then NCCL or gloo; where that is long (`worth_a_stream`) beside what the caller does before `finish`."""
 
-    def __init__(
-        self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool = True
-    ) -> None:
+    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool) -> None:
         self._partial = a_mk @ b_kn
         self._y = self._partial.new_empty(a_mk.shape[0] // domain.world_size, b_kn.shape[1])
         aside = worth_a_stream(self._partial)
@@ -57,9 +55,7 @@ class CollectiveScatter:
 class ChunkedScatter:
     """A library GEMM for each destination's rows, pushed as it ends; the reduction is a pass of its own."""
 
-    def __init__(
-        self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool = True
-    ) -> None:
+    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool) -> None:
         world, n = domain.world_size, b_kn.shape[1]
         self._domain = domain
         self._partials = a_mk.new_empty(world, a_mk.shape[0] // world, n)  # block d: rows of rank d
@@ -102,9 +98,7 @@ class PersistentScatter:
 
     _most_ranks = sys.maxsize  # that the Hopper kernel serves
 
-    def __init__(
-        self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool = False
-    ) -> None:
+    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool) -> None:
         m_shard, n = a_mk.shape[0] // domain.world_size, b_kn.shape[1]
         self._domain, self._a, self._b = domain, a_mk, b_kn
         self._y = a_mk.new_empty(m_shard, n)

@@ -20,7 +20,7 @@ from ..bench.timing import Call, Timing, input_sets, measure, pace
 from ..bench.world import World
 from ..choice import GATHER, PUSHING, SCATTER_AND_WGRAD, Choice, Pass, untuned
 from ..domain import OverlapDomain
-from ..operators.all_gather_gemm import in_whole_blocks, start_all_gather
+from ..operators.all_gather_gemm import start_all_gather
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from ..operators.tiles import chunk_count
 from ..tuned.table import Winner
@@ -125,15 +125,14 @@ def runs_of(case: Case, methods: Sequence[str], settings: Settings, domain: Over
 def backward(domain: OverlapDomain, choice: Choice) -> Run:
     """Of a column linear, as autograd runs it (linear.py): alone, a method that leaves its end to the weight gradient would look
     worse than it is."""
-    method, gathered_by = choice.method, in_whole_blocks(choice.method)
 
     def run(o: Operands) -> torch.Tensor:
         # In step, whether training has it so or not: one backward behind another needs a barrier for its slots, and collective,
         # which needs none, is measured with it too.
         with domain.operator("tune", calls=2, in_step=True):
             x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
-            gather = start_all_gather(domain, x_shard_m, gathered_by, "tune/wgrad")
-            scatter = start_gemm_reduce_scatter(domain, o.left, o.right, method, "tune/dgrad", choice.way.whole)
+            gather = start_all_gather(domain, x_shard_m, choice.method, "tune/wgrad", whole=True)
+            scatter = start_gemm_reduce_scatter(domain, o.left, o.right, choice.method, "tune/dgrad", choice.way.whole)
             torch.mm(o.left.t(), gather.full())
             return scatter.finish()
 

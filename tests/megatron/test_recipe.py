@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from gpt.run import make_deterministic
+from gpt.settings import Settings
 from tests.megatron.recipe_runs import RECIPE, Ended, run_recipe
 from tests.processes import run_ranks, values
 
@@ -182,3 +185,15 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
     dcp.load(state, storage_reader=reader, no_dist=True)
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def test_deterministic_means_an_error_and_not_a_warning(monkeypatch: pytest.MonkeyPatch):
+    """With warn_only attention's backward goes on adding in the order of arrival."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    try:
+        make_deterministic(Settings(deterministic=1))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "what the user has set stays"
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -87,7 +87,7 @@ def plan_of(domain: SimulatedDomain, method: str, gathered_input: str, in_step: 
     config = SimpleNamespace(gathered_input=gathered_input, main_grad="off")
     names = {part + end: part for part in ("fprop", "dgrad", "wgrad") for end in ("", "_range")}
     choice = core("choice").Choice(method, "asked for")
-    methods = {"gather": choice, "scatter": choice, "wgrad_gather": "chunked"}
+    methods = {"gather": choice, "scatter": choice}
     begin = {"fprop_in_step": in_step, "dgrad_in_step": in_step}
     return SimpleNamespace(domain=domain, config=config, **begin, **methods, **names)
 
