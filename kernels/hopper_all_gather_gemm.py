@@ -1,4 +1,8 @@
-"""AllGather + GEMM for Hopper: all_gather_gemm.py's protocol around the warp-specialised GEMM of hopper_tiles.py."""
+"""AllGather + GEMM for Hopper: all_gather_gemm.py's protocol around the warp-specialised GEMM of hopper_tiles.py.
+
+Tiles are computed in waves, one for each SM. Where the last wave would leave at least half of the SMs without one, its tiles are
+cut into left and right halves: 5.5 waves instead of 6 for 704 tiles on 132 SMs (8192 x 2752).
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,102 +10,149 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .hopper_tiles import (
     NO_TILE,
+    PARTS,
+    WARPS,
     claim_and_hand_over,
     fence_for_tma,
     load_tile,
     make_rings,
     multiply_tile,
     split_tile,
-    store_tile,
+    store_quarter,
     take_over,
 )
 from .signal import signal_word, wait_signal
-from .tiles import arrival, tile_in_block
+from .tiles import WHOLE, arrival, first_half, tile_and_side, tile_in_block
 
 
 @gluon.jit
-def _load(panels, tiles, own_desc, gathered_desc, b_desc, words, sizes,
+def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes,
           WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-          GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+          GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr):  # fmt: skip
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
+    total = per_chunk * WORLD * CHUNKS
+    halved = first_half(total, gl.num_programs(0), WHOLE_TILES)
     k_steps = gl.cdiv(k, BLOCK_K)
     epoch = gl.load(epoch_ptr)
     step = 0
     turn = 0
-    index = claim_and_hand_over(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
+    index = claim_and_hand_over(tiles, turn, counter_ptr, 2 * total - halved)
     while index != NO_TILE:
-        source, chunk = arrival(index // per_chunk, rank, WORLD, CHUNKS)
-        tile_m, tile_n = tile_in_block(index % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
-        row = chunk * m_chunk + tile_m * BLOCK_M
+        tile, side = tile_and_side(index, halved)
+        source, chunk = arrival(tile // per_chunk, rank, WORLD, CHUNKS)
+        tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
+        row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
         if source == rank:
-            step = load_tile(panels, step, own_desc, b_desc, row, tile_n * BLOCK_N, k_steps, BLOCK_K, STAGES, B_IS_NK)
+            step = _load_tile(
+                panels, step, own_desc, b_desc, b_half_desc, row, col, side, k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK
+            )
         else:
             wait_signal(signals_ptr, signal_word(source, chunk), epoch, abort_ptr, record_ptr, tag, limit, True)
             fence_for_tma()
             row += source * m_shard
-            step = load_tile(
-                panels, step, gathered_desc, b_desc, row, tile_n * BLOCK_N, k_steps, BLOCK_K, STAGES, B_IS_NK
+            step = _load_tile(
+                panels,
+                step,
+                gathered_desc,
+                b_desc,
+                b_half_desc,
+                row,
+                col,
+                side,
+                k_steps,
+                BLOCK_N,
+                BLOCK_K,
+                STAGES,
+                B_IS_NK,
             )
         turn += 1
-        index = claim_and_hand_over(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
+        index = claim_and_hand_over(tiles, turn, counter_ptr, 2 * total - halved)
 
 
 @gluon.jit
-def _multiply(panels, tiles, y_desc, y_ptr, half, rank, abort_ptr, sizes,
+def _load_tile(panels, step, a_desc, b_desc, b_half_desc, row, col, side, k_steps,
+               BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    if side == WHOLE:
+        step = load_tile(panels, step, a_desc, b_desc, row, col, k_steps, BLOCK_K, STAGES, B_IS_NK)
+    else:
+        col += side * (BLOCK_N // 2)
+        step = load_tile(panels, step, a_desc, b_half_desc, row, col, k_steps, BLOCK_K, STAGES, B_IS_NK)
+    return step
+
+
+@gluon.jit
+def _multiply(panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, PART: gl.constexpr,
               WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-              GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, WARPS: gl.constexpr,
-              WHOLE_TILES: gl.constexpr):  # fmt: skip
+              GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
+    halved = first_half(per_chunk * WORLD * CHUNKS, gl.num_programs(0), WHOLE_TILES)
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
     index = take_over(tiles, turn, WARPS)
     while index != NO_TILE:
-        source, chunk = arrival(index // per_chunk, rank, WORLD, CHUNKS)
-        tile_m, tile_n = tile_in_block(index % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
-        acc, step = multiply_tile(panels, step, k_steps, BLOCK_M, BLOCK_N, STAGES, B_IS_NK, WARPS)
-        if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: whatever was loaded must not look like a result
-            acc = acc + float("nan")
-        if WHOLE_TILES:
-            row = source * m_shard + chunk * m_chunk + tile_m * BLOCK_M
-            left, right = split_tile(acc, BLOCK_M, BLOCK_N)
-            store_tile(y_desc, half, left, right, row, tile_n * BLOCK_N, BLOCK_N)
-        else:
-            tile = acc.to(y_desc.dtype)
-            rows = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, tile.type.layout))
-            cols = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, tile.type.layout))
-            first = (source.to(gl.int64) * m_shard + chunk * m_chunk) * n
-            mask = (rows < m_chunk)[:, None] & (cols < n)[None, :]
-            gl.store(y_ptr + first + rows.to(gl.int64)[:, None] * n + cols[None, :], tile, mask=mask)
+        tile, side = tile_and_side(index, halved)
+        source, chunk = arrival(tile // per_chunk, rank, WORLD, CHUNKS)
+        tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
+        row, col = tile_m * BLOCK_M + PART * ROWS, tile_n * BLOCK_N  # row: in its chunk
+        first_row = source * m_shard + chunk * m_chunk
+        if side == WHOLE:
+            acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
+            acc = _unless_aborted(acc, abort_ptr)
+            if WHOLE_TILES:
+                left, right = split_tile(acc, ROWS, BLOCK_N)
+                store_quarter(y_desc, buffers.index(PART), left, first_row + row, col)
+                store_quarter(y_desc, buffers.index(PART), right, first_row + row, col + BLOCK_N // 2)
+            else:
+                values = acc.to(y_desc.dtype)
+                rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
+                cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, values.type.layout))
+                mask = (rows < m_chunk)[:, None] & (cols < n)[None, :]
+                gl.store(y_ptr + (first_row + rows).to(gl.int64)[:, None] * n + cols[None, :], values, mask=mask)
+        elif WHOLE_TILES:
+            half, step = multiply_tile(panels, step, b_half_desc, k_steps, PART, ROWS, BLOCK_N // 2, STAGES, B_IS_NK)
+            half = _unless_aborted(half, abort_ptr)
+            store_quarter(y_desc, buffers.index(PART), half, first_row + row, col + side * (BLOCK_N // 2))
         turn += 1
         index = take_over(tiles, turn, WARPS)
     if WHOLE_TILES:
         tma.store_wait(0)
 
 
+@gluon.jit
+def _unless_aborted(acc, abort_ptr):
+    """acc, or NaN once a wait gave up: whatever was loaded must not look like a result."""
+    if gl.load(abort_ptr, volatile=True) != 0:
+        acc = acc + float("nan")
+    return acc
+
+
 @gluon.jit(do_not_specialize=["rank", "tag", "limit"])
 def hopper_all_gather_gemm_kernel(
-    own_desc, gathered_desc, b_desc, y_desc, y_ptr, m_shard, n, k,
+    own_desc, gathered_desc, b_desc, b_half_desc, y_desc, y_ptr, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N]; all 16-byte aligned rows.
 
-    WHOLE_TILES: no tile crosses a chunk's edge, so that tiles may be stored by TMA.
+    b_half_desc: b again, in panels half as wide. WHOLE_TILES: no tile crosses a chunk's edge, so that tiles may be stored by TMA.
     """
-    panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=1)
-    half = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
+    panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS)
+    buffers = gl.allocate_shared_memory(y_desc.dtype, [PARTS] + y_desc.block_type.shape, y_desc.layout)
     words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (_multiply, (panels, tiles, y_desc, y_ptr, half, rank, abort_ptr, sizes, WORLD, CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K,
-                     GROUP_M, STAGES, B_IS_NK, num_warps, WHOLE_TILES)),
-        (_load, (panels, tiles, own_desc, gathered_desc, b_desc, words, sizes, WORLD, CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K,
-                 GROUP_M, STAGES, B_IS_NK)),
-    ], [1], [40])  # fmt: skip
+        (_multiply, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, 0, WORLD, CHUNKS,
+                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+        (_multiply, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, 1, WORLD, CHUNKS,
+                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+        (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, BLOCK_M, BLOCK_N,
+                 BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+    ], [WARPS, 1], [232, 40])  # fmt: skip

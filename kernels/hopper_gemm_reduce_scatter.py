@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 
 from .hopper_tiles import (
     NO_TILE,
+    PARTS,
+    WARPS,
     add_halves,
     claim_and_hand_over,
     fence_for_tma,
@@ -22,9 +24,9 @@ from .hopper_tiles import (
     make_outbox,
     make_rings,
     multiply_tile,
-    put_half,
+    put_quarter,
     split_tile,
-    store_halves,
+    store_quarters,
     stores_are_written,
     take_over,
 )
@@ -58,18 +60,16 @@ def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, size
                     word = signal_word(source, chunk)
                     wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, True)
                     fence_for_tma()
-                    step = load_halves(
-                        panels, step, received_desc, source * m_shard + row, tile_n * BLOCK_N, BLOCK_N, STAGES
-                    )
+                    step = load_halves(panels, step, received_desc, source * m_shard + row, tile_n * BLOCK_N, STAGES)
         turn += 1
         index = claim_and_hand_over(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
 
 
 @gluon.jit
-def _multiply(panels, tiles, outbox, y_desc, abort_ptr, rank, sizes,
+def _multiply(panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, PART: gl.constexpr,
               WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-              BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, HALVES: gl.constexpr,
-              WARPS: gl.constexpr):  # fmt: skip
+              BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
     per_chunk = gl.cdiv(m_shard // CHUNKS, BLOCK_M) * gl.cdiv(n, BLOCK_N)
     k_steps = gl.cdiv(k, BLOCK_K)
@@ -79,15 +79,15 @@ def _multiply(panels, tiles, outbox, y_desc, abort_ptr, rank, sizes,
     index = take_over(tiles, turn, WARPS)
     while index != NO_TILE:
         target, _, _ = departure(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
-        acc, step = multiply_tile(panels, step, k_steps, BLOCK_M, BLOCK_N, STAGES, B_IS_NK, WARPS)
-        left, right = split_tile(acc, BLOCK_M, BLOCK_N)
+        acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
+        left, right = split_tile(acc, ROWS, BLOCK_N)
         if target == rank:
             for _ in range(WORLD - 1):  # in the order of ranks; unrolled, the additions came last and 550 bytes spilled
-                left, right, step = add_halves(panels, step, left, right, y_desc, STAGES)
+                left, right, step = add_halves(panels, step, left, right, received_desc, PART, ROWS, STAGES)
             if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: whatever was added must not look like a result
                 left, right = left + float("nan"), right + float("nan")
-        sent = put_half(outbox, sent, left, HALVES)
-        sent = put_half(outbox, sent, right, HALVES)
+        sent = put_quarter(outbox, sent, left, PART, BUFFERS)
+        sent = put_quarter(outbox, sent, right, PART, BUFFERS)
         turn += 1
         index = take_over(tiles, turn, WARPS)
 
@@ -95,7 +95,7 @@ def _multiply(panels, tiles, outbox, y_desc, abort_ptr, rank, sizes,
 @gluon.jit
 def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, rank, sizes,
            WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-           GROUP_M: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
+           GROUP_M: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
     m_shard, n, _ = sizes
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
@@ -108,14 +108,14 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
         tile_m, tile_n = tile_in_block(tile, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
         if target == rank:
-            sent = store_halves(y_desc, outbox, sent, row, col, BLOCK_N, HALVES)
+            sent = store_quarters(y_desc, outbox, sent, row, col, BUFFERS)
         else:
             if DIRECT:
                 for distance in gl.static_range(1, WORLD):
                     if target == (rank + distance) % WORLD:
-                        sent = store_halves(places[distance - 1], outbox, sent, row, col, BLOCK_N, HALVES)
+                        sent = store_quarters(places[distance - 1], outbox, sent, row, col, BUFFERS)
             else:
-                sent = store_halves(places[0], outbox, sent, target * m_shard + row, col, BLOCK_N, HALVES)
+                sent = store_quarters(places[0], outbox, sent, target * m_shard + row, col, BUFFERS)
             stores_are_written()
             counter_ptr = complete_ptr + signal_word(target, chunk)
             if DIRECT:
@@ -132,25 +132,28 @@ def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc, m_shard, n, k,
     rank, counter_ptr, complete_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, B_IS_NK: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS x BLOCK_M, rows 16-byte aligned.
 
     received_desc: [M, N], block s from rank s. y_desc: [M/W, N].
-    HALVES: buffers of half a tile on its way out; two and three stages, or one and four, fit into shared memory.
+    BUFFERS: of each multiplying group for quarter tiles on their way out; two and three stages, or one and four, fit into
+    shared memory.
     to1_desc: staging [M, N]; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks rank+1, rank+2, ...
     """
-    panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=2)
-    outbox = make_outbox(y_desc, HALVES)
+    panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=PARTS + 1)
+    outbox = make_outbox(y_desc, BUFFERS)
     places = (to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc)
     words = (rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (_multiply, (panels, tiles, outbox, y_desc, abort_ptr, rank, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M, BLOCK_N, BLOCK_K,
-                     STAGES, B_IS_NK, HALVES, num_warps)),
+        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 0, WORLD, CHUNKS, DIRECT, BLOCK_M,
+                     BLOCK_N, BLOCK_K, STAGES, B_IS_NK, BUFFERS)),
+        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, CHUNKS, DIRECT, BLOCK_M,
+                     BLOCK_N, BLOCK_K, STAGES, B_IS_NK, BUFFERS)),
         (_load, (panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
                  BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, rank, sizes, WORLD, CHUNKS, DIRECT,
-                  BLOCK_M, BLOCK_N, GROUP_M, HALVES)),
-    ], [1, 1], [40, 40])  # fmt: skip
+                  BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
+    ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip

@@ -1,12 +1,16 @@
 """A warp-specialised tile GEMM for Hopper, in Gluon: one warp claims tiles, waits and loads; two warp groups multiply.
 
 The plain Triton kernels (all_gather_gemm.py, gemm_reduce_scatter.py) run anywhere and reach 74 to 91 % of cuBLAS on H200,
-because their loads, waits and stores stop the tensor cores. Here they do not: this form reached 90 to 102 % of cuBLAS on the
+because their loads, waits and stores stop the tensor cores. Here they do not: this form reached 96 to 100 % of cuBLAS on the
 shapes of benchmarks/. Only the loading warp waits for signals, while the tiles before are still being multiplied.
 
+The two multiplying groups, PART 0 and 1, have half of a tile's rows each and do not wait for one another: one stores what it has
+while the other keeps the tensor cores busy, as far ahead as the ring lets it be. In step they stood still for each store; apart
+they are 1 to 5 % faster, 2 to 3 % at K = 4096 (probes/gemm_shapes.py).
+
 Shared memory: a ring of STAGES panels of A [BLOCK_M, BLOCK_K] and B, and a ring of two tile indices that the loading warp hands
-over. Each ring slot has a `full` barrier (its content is there) and a `free` one (it has been read). GEMM + RS has a storing
-warp, which takes half tiles from an outbox with the same two barriers; AG + GEMM stores from the multiplying warps.
+over. Each ring slot has a `full` barrier (its content is there) and a `free` one (all have read it). GEMM + RS has a storing
+warp, which takes quarters of tiles from an outbox with the same two barriers; AG + GEMM stores from the multiplying warps.
 """
 
 from triton.experimental import gluon
@@ -26,6 +30,8 @@ from .signal import claim
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+PARTS = gl.constexpr(2)  # groups of warps that multiply
+WARPS = gl.constexpr(4)  # of each: what one instruction of the tensor cores takes
 HANDS = gl.constexpr(2)  # tile indices in flight between the loading warp and the others
 NO_TILE = gl.constexpr(-1)  # ends the other warps
 
@@ -45,7 +51,7 @@ def make_rings(a_desc, b_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     tile_free = gl.allocate_shared_memory(gl.int64, [HANDS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(panel_full.index(stage), count=1)
-        mbarrier.init(panel_free.index(stage), count=1)
+        mbarrier.init(panel_free.index(stage), count=PARTS)
     for hand in gl.static_range(HANDS):
         mbarrier.init(tile_full.index(hand), count=1)
         mbarrier.init(tile_free.index(hand), count=READERS)
@@ -67,12 +73,12 @@ def claim_and_hand_over(tiles, turn, counter_ptr, total):
 
 
 @gluon.jit
-def take_over(tiles, turn, WARPS: gl.constexpr):
-    """Multiplying (or storing) warps: the next tile index, or NO_TILE."""
+def take_over(tiles, turn, READING_WARPS: gl.constexpr):
+    """A group of multiplying (or storing) warps: the next tile index, or NO_TILE."""
     tile_ring, tile_full, tile_free = tiles
     hand = turn % HANDS
     mbarrier.wait(tile_full.index(hand), turn // HANDS & 1)
-    index = gl.max(tile_ring.index(hand).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    index = gl.max(tile_ring.index(hand).load(gl.BlockedLayout([1], [32], [READING_WARPS], [0])), 0)
     mbarrier.arrive(tile_free.index(hand), count=1)
     return index
 
@@ -80,8 +86,11 @@ def take_over(tiles, turn, WARPS: gl.constexpr):
 @gluon.jit
 def load_tile(panels, step, a_desc, b_desc, a_row, b_col, k_steps,
               BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
-    """Loading warp: bring all panels of one tile through the ring; `step` counts panels since the kernel began."""
-    a_ring, b_ring, panel_full, panel_free = panels
+    """Loading warp: bring all panels of one tile through the ring; `step` counts panels since the kernel began.
+
+    b_desc: its block is a panel of B, or of the half that a half tile needs.
+    """
+    a_ring, _, panel_full, panel_free = panels
     for k in range(k_steps):
         stage = step % STAGES
         mbarrier.wait(panel_free.index(stage), (step // STAGES & 1) ^ 1)
@@ -89,30 +98,39 @@ def load_tile(panels, step, a_desc, b_desc, a_row, b_col, k_steps,
         mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
         tma_load(a_desc, [a_row, k * BLOCK_K], full, a_ring.index(stage))
         if B_IS_NK:
-            tma_load(b_desc, [b_col, k * BLOCK_K], full, b_ring.index(stage))
+            tma_load(b_desc, [b_col, k * BLOCK_K], full, b_place(panels, stage, b_desc))
         else:
-            tma_load(b_desc, [k * BLOCK_K, b_col], full, b_ring.index(stage))
+            tma_load(b_desc, [k * BLOCK_K, b_col], full, b_place(panels, stage, b_desc))
         step += 1
     return step
 
 
 @gluon.jit
-def multiply_tile(panels, step, k_steps, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-                  B_IS_NK: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Multiplying warps: acc [BLOCK_M, BLOCK_N] fp32 of one tile. A panel is freed once the product behind it has been issued
-    and its own is done, so that the tensor cores always have the next one queued."""
-    a_ring, b_ring, panel_full, panel_free = panels
+def b_place(panels, stage, desc):
+    """Where a block of `desc` lies in a stage: in the place of B's panel, which is at least as large."""
+    return panels[1].index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def multiply_tile(panels, step, b_desc, k_steps, PART: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
+                  STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    """One multiplying group: acc [ROWS, COLS] fp32, from row PART x ROWS of a tile. A panel is freed once the product behind it
+    has been issued and its own is done, so that the tensor cores always have the next one queued.
+
+    b_desc: as for load_tile; its block has COLS columns.
+    """
+    a_ring, _, panel_full, panel_free = panels
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, COLS, 16]
     )
-    acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+    acc = gl.zeros((ROWS, COLS), gl.float32, layout)
     for k in range(k_steps):
         stage = step % STAGES
         mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
-        b = b_ring.index(stage)
+        b = b_place(panels, stage, b_desc)
         if B_IS_NK:
             b = b.permute((1, 0))
-        acc = warpgroup_mma(a_ring.index(stage), b, acc, is_async=True)
+        acc = warpgroup_mma(a_ring.index(stage).slice(PART * ROWS, ROWS), b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
         if k > 0:
             mbarrier.arrive(panel_free.index((step - 1) % STAGES), count=1)
@@ -139,48 +157,43 @@ def stores_are_written():
 
 
 @gluon.jit
-def split_tile(tile, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The left and right halves [BLOCK_M, BLOCK_N / 2] of a tile."""
-    return tile.reshape((BLOCK_M, 2, BLOCK_N // 2)).permute((0, 2, 1)).split()
+def split_tile(acc, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """The left and right halves [ROWS, COLS / 2] of what one group has multiplied."""
+    return acc.reshape((ROWS, 2, COLS // 2)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def store_tile(out_desc, half, left, right, row, col, BLOCK_N: gl.constexpr):
-    """Store a finished tile by TMA, its two halves through one buffer, beside which four stages fit."""
-    _store_half(out_desc, half, left.to(out_desc.dtype), row, col)
-    _store_half(out_desc, half, right.to(out_desc.dtype), row, col + BLOCK_N // 2)
-
-
-@gluon.jit
-def _store_half(out_desc, half, values, row, col):
+def store_quarter(out_desc, buffer, values, row, col):
+    """A multiplying group: store [ROWS, COLS / 2] by TMA through its only buffer, beside which four stages fit."""
     tma.store_wait(0)
     debug_barrier()
-    half.store(values)
+    buffer.store(values.to(out_desc.dtype))
     fence_async_shared()
     debug_barrier()
-    tma_store(out_desc, [row, col], half)
+    tma_store(out_desc, [row, col], buffer)
 
 
 @gluon.jit
-def make_outbox(desc, HALVES: gl.constexpr):
-    """Buffers of one half tile each between the multiplying warps and a storing one: (halves, full barriers, free barriers)."""
-    halves = gl.allocate_shared_memory(desc.dtype, [HALVES] + desc.block_type.shape, desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [HALVES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(HALVES):
+def make_outbox(desc, BUFFERS: gl.constexpr):
+    """Buffers of a quarter tile between the multiplying groups, BUFFERS each, and a storing warp: (quarters, full barriers, free
+    barriers)."""
+    quarters = gl.allocate_shared_memory(desc.dtype, [PARTS * BUFFERS] + desc.block_type.shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [PARTS * BUFFERS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [PARTS * BUFFERS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(PARTS * BUFFERS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(free.index(slot), count=1)
     fence_async_shared()
-    return halves, full, free
+    return quarters, full, free
 
 
 @gluon.jit
-def put_half(outbox, sent, values, HALVES: gl.constexpr):
-    """Multiplying warps: hand a half tile over; `sent` counts them since the kernel began."""
-    halves, full, free = outbox
-    slot = sent % HALVES
-    mbarrier.wait(free.index(slot), (sent // HALVES & 1) ^ 1)
-    halves.index(slot).store(values.to(halves.dtype))
+def put_quarter(outbox, sent, values, PART: gl.constexpr, BUFFERS: gl.constexpr):
+    """A multiplying group: hand a quarter tile over; `sent` counts those of this group since the kernel began."""
+    quarters, full, free = outbox
+    slot = PART * BUFFERS + sent % BUFFERS
+    mbarrier.wait(free.index(slot), (sent // BUFFERS & 1) ^ 1)
+    quarters.index(slot).store(values.to(quarters.dtype))
     fence_async_shared()
     debug_barrier()
     mbarrier.arrive(full.index(slot), count=1)
@@ -188,47 +201,48 @@ def put_half(outbox, sent, values, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def store_halves(out_desc, outbox, sent, row, col, BLOCK_N: gl.constexpr, HALVES: gl.constexpr):
-    """Storing warp: store the two halves of a tile at (row, col); their buffers are free once they have been read."""
-    halves, full, free = outbox
-    for half in gl.static_range(2):
-        slot = sent % HALVES
-        mbarrier.wait(full.index(slot), sent // HALVES & 1)
-        tma_store(out_desc, [row, col + half * (BLOCK_N // 2)], halves.index(slot))
-        tma.store_wait(0)
-        mbarrier.arrive(free.index(slot), count=1)
-        sent += 1
-    return sent
+def store_quarters(out_desc, outbox, sent, row, col, BUFFERS: gl.constexpr):
+    """Storing warp: store the four quarters of a tile at (row, col); their buffers are free once they have been read."""
+    quarters, full, free = outbox
+    rows: gl.constexpr = out_desc.block_type.shape[0]
+    cols: gl.constexpr = out_desc.block_type.shape[1]
+    for part in gl.static_range(PARTS):
+        for half in gl.static_range(2):
+            slot = part * BUFFERS + (sent + half) % BUFFERS
+            mbarrier.wait(full.index(slot), (sent + half) // BUFFERS & 1)
+            tma_store(out_desc, [row + part * rows, col + half * cols], quarters.index(slot))
+            tma.store_wait(0)
+            mbarrier.arrive(free.index(slot), count=1)
+    return sent + 2
 
 
 @gluon.jit
-def load_halves(panels, step, desc, row, col, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def load_halves(panels, step, desc, row, col, STAGES: gl.constexpr):
     """Loading warp: bring the two halves of a tile [BLOCK_M, BLOCK_N] through the ring, in the place of B's panels."""
-    _, b_ring, panel_full, panel_free = panels
+    _, _, panel_full, panel_free = panels
     for half in gl.static_range(2):
         stage = step % STAGES
         mbarrier.wait(panel_free.index(stage), (step // STAGES & 1) ^ 1)
         full = panel_full.index(stage)
         mbarrier.expect(full, desc.block_type.nbytes)
-        place = b_ring.index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-        tma_load(desc, [row, col + half * (BLOCK_N // 2)], full, place)
+        tma_load(desc, [row, col + half * desc.block_type.shape[1]], full, b_place(panels, stage, desc))
         step += 1
     return step
 
 
 @gluon.jit
-def add_halves(panels, step, left, right, desc, STAGES: gl.constexpr):
-    """Multiplying warps: (left, right) + the halves that load_halves brought, in fp32. desc: any with their shape."""
-    _, b_ring, panel_full, panel_free = panels
+def add_halves(panels, step, left, right, desc, PART: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    """A multiplying group: (left, right) + its rows of the halves that load_halves brought, in fp32."""
+    left, step = _add_half(panels, step, left, desc, PART, ROWS, STAGES)
+    right, step = _add_half(panels, step, right, desc, PART, ROWS, STAGES)
+    return left, right, step
+
+
+@gluon.jit
+def _add_half(panels, step, values, desc, PART: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    _, _, panel_full, panel_free = panels
     stage = step % STAGES
     mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
-    place = b_ring.index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-    left += place.load(left.type.layout).to(gl.float32)
+    values += b_place(panels, stage, desc).slice(PART * ROWS, ROWS).load(values.type.layout).to(gl.float32)
     mbarrier.arrive(panel_free.index(stage), count=1)
-    step += 1
-    stage = step % STAGES
-    mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
-    place = b_ring.index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-    right += place.load(right.type.layout).to(gl.float32)
-    mbarrier.arrive(panel_free.index(stage), count=1)
-    return left, right, step + 1
+    return values, step + 1

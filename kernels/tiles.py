@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+WHOLE = tl.constexpr(-1)  # a tile that is not cut, instead of 0 for its left half or 1 for its right
+
 
 @triton.jit
 def arrival(unit, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
@@ -38,6 +40,21 @@ def tile_in_block(index, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRO
     group_m = tl.minimum(tiles_m - first_m, GROUP_M)
     within = index % (GROUP_M * tiles_n)
     return first_m + within % group_m, within // group_m
+
+
+@triton.jit
+def first_half(total, programs, MAY_CUT: tl.constexpr):
+    """Of `total` tiles the first that is cut into halves: those of the last wave, if at least half of the programs would have
+    nothing to do in it; `total` if none is."""
+    rest = total % programs
+    return total - tl.where(MAY_CUT and 2 * rest <= programs, rest, 0)
+
+
+@triton.jit
+def tile_and_side(index, halved):
+    """The index-th piece of work -> (tile, side): whole tiles, then from tile `halved` on both halves of each."""
+    beyond = index - halved
+    return tl.where(beyond < 0, index, halved + beyond // 2), tl.where(beyond < 0, WHOLE, beyond % 2)
 
 
 @triton.jit

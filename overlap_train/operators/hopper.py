@@ -17,11 +17,13 @@ from ..protocol.slot import Call
 from .tiles import multiprocessors, protocol_arguments
 
 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES = 128, 256, 64, 8, 4
-# Tiles that are stored at a peer leave at NVLink's pace: buffers for both halves of one, and a stage less, hide that.
-STAGES_DIRECT, HALVES_DIRECT = 3, 2
+PART_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2  # what one of two multiplying groups stores at a time
+# Tiles that are stored at a peer leave at NVLink's pace: buffers for all quarters of one, and a stage less, hide that.
+STAGES_DIRECT, BUFFERS_DIRECT = 3, 2
 MOST_PEERS = 7  # that the kernel has a tensor descriptor for
-# 8 multiplying warps and the loading and storing one, padded to 4, share 65,536 registers: 168 a thread, then 232 and 40.
-_LAUNCH = {"num_warps": 8, "maxnreg": 168}
+# Two groups of 4 multiplying warps and the loading and storing one, padded to 4, share 65,536 registers: 168 a thread, then 232
+# and 40. Triton counts the first group only.
+_LAUNCH = {"num_warps": 4, "maxnreg": 168}
 
 
 def serves(a_mk: torch.Tensor, b_kn: torch.Tensor) -> bool:
@@ -51,7 +53,7 @@ def serves_scatter(a_mk: torch.Tensor, b_kn: torch.Tensor, m_chunk: int) -> bool
 def all_gather_gemm(domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
     """y [M, N] = (own [M/W, K] and the peers' shards) @ b_kn [K, N]."""
     y = own.new_empty(own.shape[0] * domain.world_size, b_kn.shape[1])
-    addresses = (own.data_ptr(), b_kn.data_ptr(), y.data_ptr(), y.data_ptr())
+    addresses = (own.data_ptr(), b_kn.data_ptr(), b_kn.data_ptr(), y.data_ptr(), y.data_ptr())
     key = ("gather", own.shape, b_kn.shape, b_kn.stride())
     call.launches.run(key, addresses, lambda: _gather_launch(domain, call, own, b_kn, y))
     return y
@@ -62,12 +64,12 @@ def _gather_launch(domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: t
 
     m_shard = own.shape[0]
     arguments = dict(
-        own_desc=_descriptor(own, BLOCK_M, BLOCK_K), b_desc=_operand(b_kn), y_desc=_descriptor(y, BLOCK_M, BLOCK_N // 2),
-        y_ptr=y, gathered_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K),
+        own_desc=_descriptor(own, BLOCK_M, BLOCK_K), gathered_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K),
+        b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N), y_desc=_descriptor(y, PART_M, HALF_N), y_ptr=y,
     )  # fmt: skip
     whole = m_shard % (call.chunks * BLOCK_M) == 0
     constants = _constants(b_kn, STAGES) | {"WHOLE_TILES": whole}
-    replaced = ("own_desc", "b_desc", "y_desc", "y_ptr")
+    replaced = ("own_desc", "b_desc", "b_half_desc", "y_desc", "y_ptr")
     return _launch(
         hopper_all_gather_gemm_kernel, domain, call, (m_shard, own.shape[1]), b_kn, arguments, constants, replaced
     )
@@ -103,17 +105,17 @@ def _scatter_launch(
     from ..kernels.hopper_gemm_reduce_scatter import hopper_gemm_reduce_scatter_kernel
 
     arguments = dict(
-        a_desc=_descriptor(a_mk, BLOCK_M, BLOCK_K), b_desc=_operand(b_kn), y_desc=_descriptor(y, BLOCK_M, BLOCK_N // 2),
-        received_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_N // 2),
+        a_desc=_descriptor(a_mk, BLOCK_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), y_desc=_descriptor(y, PART_M, HALF_N),
+        received_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, HALF_N),
         complete_ptr=call.slot.complete, outgoing_at_ptr=call.slot.outgoing_at,
     )  # fmt: skip
     places = [staging.flatten(0, 1)] if staging is not None else [call.landing(peer) for peer in call.peers] or [y]
     places += places[:1] * (MOST_PEERS - len(places))  # every parameter wants a value
     for step, place in enumerate(places, start=1):
-        arguments[f"to{step}_desc"] = _descriptor(place, BLOCK_M, BLOCK_N // 2)
+        arguments[f"to{step}_desc"] = _descriptor(place, PART_M, HALF_N)
     direct = staging is None
     constants = _constants(b_kn, STAGES_DIRECT if direct else STAGES)
-    constants |= {"DIRECT": direct, "HALVES": HALVES_DIRECT if direct else 1}
+    constants |= {"DIRECT": direct, "BUFFERS": BUFFERS_DIRECT if direct else 1}
     replaced = ("a_desc", "b_desc", "y_desc", *([] if staging is None else ["to1_desc"]))
     m_shard, k = y.shape[0], a_mk.shape[1]
     return _launch(hopper_gemm_reduce_scatter_kernel, domain, call, (m_shard, k), b_kn, arguments, constants, replaced)
@@ -125,6 +127,8 @@ def _launch(
 ) -> Launch:  # fmt: skip
     (m_shard, k), n = sizes, b_kn.shape[1]
     tiles = -(-m_shard // BLOCK_M) * -(-n // BLOCK_N) * domain.world_size
+    if constants.get("WHOLE_TILES"):
+        tiles *= 2  # they may be cut into halves, so that half as many still reach every SM
     words = protocol_arguments(domain, call)
     return Launch(
         kernel, (min(tiles, multiprocessors(domain.device)),),
@@ -144,11 +148,11 @@ def _constants(b_kn: torch.Tensor, stages: int) -> dict[str, Any]:
     )
 
 
-def _operand(b_kn: torch.Tensor) -> Any:
-    """The descriptor of b_kn [K, N] as it lies in memory: [N, K] or [K, N]."""
+def _operand(b_kn: torch.Tensor, cols: int) -> Any:
+    """The descriptor of b_kn [K, N] as it lies in memory, [N, K] or [K, N], in panels of `cols` columns."""
     if b_kn.stride(0) == 1:
-        return _descriptor(b_kn.t(), BLOCK_N, BLOCK_K)
-    return _descriptor(b_kn, BLOCK_K, BLOCK_N)
+        return _descriptor(b_kn.t(), cols, BLOCK_K)
+    return _descriptor(b_kn, BLOCK_K, cols)
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, cols: int) -> Any:

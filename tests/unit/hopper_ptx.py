@@ -30,8 +30,10 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
         BLOCK_K,
         BLOCK_M,
         BLOCK_N,
+        BUFFERS_DIRECT,
         GROUP_M,
-        HALVES_DIRECT,
+        HALF_N,
+        PART_M,
         STAGES,
         STAGES_DIRECT,
     )
@@ -41,17 +43,18 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
     constants: dict[str, Any] = dict(
         WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
         STAGES=STAGES_DIRECT if switches.get("DIRECT") else STAGES, B_IS_NK=b_is_nk, num_warps=_LAUNCH["num_warps"],
-        **({"HALVES": HALVES_DIRECT if switches["DIRECT"] else 1} if "DIRECT" in switches else {}), **switches,
+        **({"BUFFERS": BUFFERS_DIRECT if switches["DIRECT"] else 1} if "DIRECT" in switches else {}), **switches,
     )  # fmt: skip
-    panel, out = _descriptor(BLOCK_M, BLOCK_K), _descriptor(BLOCK_M, BLOCK_N // 2)
-    b = _descriptor(BLOCK_N, BLOCK_K) if b_is_nk else _descriptor(BLOCK_K, BLOCK_N)
+    panel, out = _descriptor(BLOCK_M, BLOCK_K), _descriptor(PART_M, HALF_N)
+    b, b_half = (_descriptor(n, BLOCK_K) if b_is_nk else _descriptor(BLOCK_K, n) for n in (BLOCK_N, HALF_N))
     types = {
         "own_desc": panel,
         "gathered_desc": panel,
         "a_desc": panel,
         "b_desc": b,
+        "b_half_desc": b_half,
         "y_desc": out,
-        "received_desc": out,
+        "received_desc": _descriptor(BLOCK_M, HALF_N),
     } | {f"to{step}_desc": out for step in range(1, 8)}
     types |= dict.fromkeys(WORDS, "*i64") | {"y_ptr": "*bf16", "limit": "i64"}
     names = kernel.arg_names
