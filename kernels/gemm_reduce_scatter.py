@@ -9,7 +9,8 @@ Destinations are computed in the order rank+1, rank+2, ..., rank. A counter per 
 its rows are complete. Or (DIRECT) there is no staging: tiles, for all peers in turn, are stored at the peer, and whoever counts
 the last tile of a chunk sends the signal, which needs neither copies nor host time. The own rows come last: their epilogue is
 the reduction (docs/design.md, GEMM+RS). The own partial is the first term because it is in the accumulator already: a second
-[BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread.
+[BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread. Without REDUCE nobody waits here: y is the own partial, to which
+reduce_partials_kernel adds the others, behind what the caller does meanwhile.
 """
 
 import triton
@@ -24,8 +25,8 @@ def gemm_reduce_scatter_kernel(
     a_ptr, b_ptr, staging_ptr, received_ptr, y_ptr,
     m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
     rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, memory_at_ptr, outgoing_at_ptr,
-    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
+    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, REDUCE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     m_chunk = m_shard // CHUNKS
     per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
@@ -53,7 +54,7 @@ def gemm_reduce_scatter_kernel(
                 announce(complete_ptr + signal_word(target, chunk))
         else:
             for source in tl.static_range(WORLD):
-                if source != rank:
+                if REDUCE and source != rank:
                     word = signal_word(source, chunk)
                     arrived = wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED)
                     part = tl.load(received_ptr + source * block + offsets, mask=mask, other=0.0)

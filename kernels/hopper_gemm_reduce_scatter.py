@@ -36,8 +36,9 @@ from .tiles import departure, tile_in_block
 
 @gluon.jit
 def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes,
-          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, BLOCK_M: gl.constexpr,
+          BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+          B_IS_NK: gl.constexpr):  # fmt: skip
     rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
@@ -56,7 +57,7 @@ def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, size
         )
         if target == rank:
             for source in gl.static_range(WORLD):
-                if source != rank:
+                if REDUCE and source != rank:
                     word = signal_word(source, chunk)
                     wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, True)
                     fence_for_tma()
@@ -67,8 +68,9 @@ def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, size
 
 @gluon.jit
 def _multiply(panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, PART: gl.constexpr,
-              WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-              BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+              WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, BLOCK_M: gl.constexpr,
+              BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
+              BUFFERS: gl.constexpr):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
     per_chunk = gl.cdiv(m_shard // CHUNKS, BLOCK_M) * gl.cdiv(n, BLOCK_N)
@@ -81,7 +83,7 @@ def _multiply(panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, siz
         target, _, _ = departure(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
         acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
         left, right = split_tile(acc, ROWS, BLOCK_N)
-        if target == rank:
+        if REDUCE and target == rank:
             for _ in range(WORLD - 1):  # in the order of ranks; unrolled, the additions came last and 550 bytes spilled
                 left, right, step = add_halves(panels, step, left, right, received_desc, PART, ROWS, STAGES)
             if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: whatever was added must not look like a result
@@ -131,9 +133,9 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
 def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc, m_shard, n, k,
     rank, counter_ptr, complete_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr,
-    num_warps: gl.constexpr,
+    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS x BLOCK_M, rows 16-byte aligned.
 
@@ -148,12 +150,12 @@ def hopper_gemm_reduce_scatter_kernel(
     words = (rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 0, WORLD, CHUNKS, DIRECT, BLOCK_M,
-                     BLOCK_N, BLOCK_K, STAGES, B_IS_NK, BUFFERS)),
-        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, CHUNKS, DIRECT, BLOCK_M,
-                     BLOCK_N, BLOCK_K, STAGES, B_IS_NK, BUFFERS)),
-        (_load, (panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
-                 BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 0, WORLD, CHUNKS, DIRECT, REDUCE,
+                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK, BUFFERS)),
+        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, CHUNKS, DIRECT, REDUCE,
+                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK, BUFFERS)),
+        (_load, (panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, DIRECT, REDUCE,
+                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, rank, sizes, WORLD, CHUNKS, DIRECT,
                   BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
     ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip

@@ -58,7 +58,7 @@ def _way(method: str, pass_: Pass, device: torch.device, table: Table) -> Way:
     winner, collides = _winner(pass_, device, table), _collides(pass_, method)
     measured = None if winner is None else winner.way_of(method)
     if measured is None:
-        return Way(_outweighs(pass_, method), collides)
+        return Way(_outweighs(pass_, method), _is_late(pass_, method), collides)
     # Backwards that follow each other meet anyway, for their slots: there the tuner cannot tell what it gains.
     return replace(measured, in_step=collides) if pass_.kind == SCATTER_AND_WGRAD else measured
 
@@ -67,6 +67,12 @@ def _outweighs(pass_: Pass, method: str) -> bool:
     """Whether pushes take so long beside the product that each of them costs more than chunks shorten the tail."""
     shows = pass_.copy_us > COPIES_THAT_SHOW * pass_.gemm_us
     return pass_.kind == GATHER and method in ("fused", "direct") and shows
+
+
+def _is_late(pass_: Pass, method: str) -> bool:
+    """Whether the peers' partials, which follow the blocks of x, come when a fused scatter's last tiles already wait for them."""
+    until_own = (pass_.world - 1) / pass_.world * pass_.gemm_us
+    return pass_.kind == SCATTER_AND_WGRAD and method == "fused" and 2 * pass_.copy_us > until_own
 
 
 def _collides(pass_: Pass, method: str) -> bool:

@@ -26,6 +26,7 @@ from .operators.all_gather_gemm import start_all_gather
 from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from .profiling import profiled
 from .registry import domain_of
+from .tuned.ways import IN_WHOLE
 from .weight_gradient import weight_gradient
 
 
@@ -179,7 +180,7 @@ class _AllGatherLinear(torch.autograd.Function):
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan) -> torch.Tensor:
         keep = plan.config.gathered_input == "keep" and w_shard_n.requires_grad
         with plan.domain.operator(plan.fprop, 1, plan.fprop_in_step), profiled(plan.fprop_range):
-            gather = start_all_gather(plan.domain, x_shard_m, plan.gather.method, plan.fprop, plan.gather.way.whole)
+            gather = start_all_gather(plan.domain, x_shard_m, plan.gather.method, plan.fprop, plan.gather.way)
             y_shard_n = gather.matmul(w_shard_n.t())
             saved = gather.full().clone() if keep else x_shard_m
         ctx.plan, ctx.kept = plan, keep
@@ -196,9 +197,9 @@ class _AllGatherLinear(torch.autograd.Function):
         in_step = plan.dgrad_in_step and gathers and wants_dx
         with plan.domain.operator(plan.dgrad, gathers + wants_dx, in_step), profiled(plan.dgrad_range):
             if gathers:
-                gather = start_all_gather(plan.domain, saved, plan.gather.method, plan.wgrad, whole=True)
+                gather = start_all_gather(plan.domain, saved, plan.gather.method, plan.wgrad, IN_WHOLE)
             if wants_dx:
-                how = plan.scatter.method, plan.dgrad, plan.scatter.way.whole
+                how = plan.scatter.method, plan.dgrad, plan.scatter.way
                 scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, *how)
             if wants_dw:
                 x = saved if gather is None else gather.full()
@@ -213,7 +214,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, plan: _Plan) -> torch.Tensor:
         with plan.domain.operator(plan.fprop, 1, plan.fprop_in_step), profiled(plan.fprop_range):
-            how = plan.scatter.method, plan.fprop, plan.scatter.way.whole
+            how = plan.scatter.method, plan.fprop, plan.scatter.way
             scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), *how)
             y_shard_m = scatter.finish()
         ctx.plan = plan
@@ -227,7 +228,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_k = dw_shard_k = None
         with plan.domain.operator(plan.dgrad, 1, plan.dgrad_in_step), profiled(plan.dgrad_range):
-            gather = start_all_gather(plan.domain, dy_shard_m, plan.gather.method, plan.dgrad, plan.gather.way.whole)
+            gather = start_all_gather(plan.domain, dy_shard_m, plan.gather.method, plan.dgrad, plan.gather.way)
             if wants_dx:
                 dx_shard_k = gather.matmul(w_shard_k)
             if wants_dw:

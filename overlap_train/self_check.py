@@ -7,6 +7,7 @@ thousand steps. Triton compiles on the user's machine, in whatever version is th
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 # Modifiers come in another order in other versions of Triton, so each is looked for by itself.
@@ -25,20 +26,28 @@ PROOFS: dict[str, _Proofs] = {
     "wait_kernel": (POLLS,),
     "meet_kernel": ((SIGNAL, *POLLS),),
     "all_gather_gemm_kernel": (POLLS,),
-    "gemm_reduce_scatter_kernel": (POLLS, (STORE, BARRIER, COUNT)),
+    "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT),),
     "hopper_all_gather_gemm_kernel": ((*POLLS, FENCE, TMA_LOAD),),
-    "hopper_gemm_reduce_scatter_kernel": ((*POLLS, FENCE, TMA_LOAD), (TMA_STORED, BARRIER, COUNT)),
+    "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT),),
     "reduce_partials_kernel": (),  # runs behind a wait kernel
 }
-PROOFS_OF_DIRECT: dict[str, _Proofs] = {
-    "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT, SIGNAL),),
-    "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT, SIGNAL),),
+# And where a switch of the kernel is on: DIRECT, its epilogue signals the peers; REDUCE, its last tiles wait for theirs.
+PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {
+    "DIRECT": {
+        "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT, SIGNAL),),
+        "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT, SIGNAL),),
+    },
+    "REDUCE": {
+        "gemm_reduce_scatter_kernel": (POLLS,),
+        "hopper_gemm_reduce_scatter_kernel": ((*POLLS, FENCE, TMA_LOAD),),
+    },
 }
 
 
-def missing(ptx: str, name: str, is_direct: bool = False) -> tuple[str, ...] | None:
-    """The first proof that the PTX of kernel `name` lacks, or None. is_direct: its epilogue signals the peers."""
-    proofs = PROOFS[name] + (PROOFS_OF_DIRECT.get(name, ()) if is_direct else ())
+def missing(ptx: str, name: str, constants: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The first proof that the PTX of kernel `name`, compiled with these constants, lacks, or None."""
+    on = [proofs.get(name, ()) for switch, proofs in PROOFS_WHERE.items() if constants.get(switch)]
+    proofs = sum(on, PROOFS[name])
     return next((proof for proof in proofs if not re.search(".*?".join(proof), ptx, flags=re.DOTALL)), None)
 
 
@@ -50,7 +59,7 @@ def verify(kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: 
     """
     compiled = kernel.warmup(grid=grid, **arguments, **constants)
     name = compiled.metadata.name
-    lacking = missing(compiled.asm["ptx"], name, constants.get("DIRECT", False))
+    lacking = missing(compiled.asm["ptx"], name, constants)
     if lacking is not None:
         import triton
 

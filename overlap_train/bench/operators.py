@@ -14,6 +14,7 @@ from ..operators.all_gather_gemm import start_all_gather
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from ..registry import check as check_timeouts
 from ..registry import domain_of
+from ..tuned.ways import IN_WHOLE
 from .check import Reference, check, product_reference, scatter_reference
 from .operands import Operands, make_operands
 from .output import Results
@@ -113,15 +114,15 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice) -> Run:
 
     def gather(o: Operands) -> torch.Tensor:
         with domain.operator(name, 1, choice.way.in_step):
-            return start_all_gather(domain, o.left, method, name, choice.way.whole).matmul(o.right)
+            return start_all_gather(domain, o.left, method, name, choice.way).matmul(o.right)
 
     def scatter(o: Operands) -> torch.Tensor:
         with domain.operator(name, 1, choice.way.in_step):
-            return start_gemm_reduce_scatter(domain, o.left, o.right, method, name, choice.way.whole).finish()
+            return start_gemm_reduce_scatter(domain, o.left, o.right, method, name, choice.way).finish()
 
     def column_weight(o: Operands) -> torch.Tensor:
         with domain.operator(name, calls=1):
-            return into_target(o, o.right, start_all_gather(domain, o.left, method, name, whole=True).full())
+            return into_target(o, o.right, start_all_gather(domain, o.left, method, name, IN_WHOLE).full())
 
     def row_weight(o: Operands) -> torch.Tensor:
         return into_target(o, o.whole, o.right)

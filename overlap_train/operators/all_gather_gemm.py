@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..domain import OverlapDomain
+from ..tuned.ways import PLAIN, Way
 from . import hopper, portable
 from .tiles import chunk_count, worth_a_stream
 
@@ -29,20 +30,18 @@ class Gather(Protocol):
         ...
 
 
-def start_all_gather(
-    domain: OverlapDomain, x_shard_m: torch.Tensor, method: str, op: str, whole: bool = False
-) -> Gather:
+def start_all_gather(domain: OverlapDomain, x_shard_m: torch.Tensor, method: str, op: str, way: Way = PLAIN) -> Gather:
     """Start gathering x_shard_m [M/W, K]; nobody waits yet.
 
-    whole: fused does not cut it into chunks; for a product that begins when all is there they would be pushes for nothing.
+    way: what a gather can do of it; for a product that begins when all is there, chunks would be pushes for nothing (IN_WHOLE).
     """
-    return GATHERS[method](domain, x_shard_m.contiguous(), op, whole)
+    return GATHERS[method](domain, x_shard_m.contiguous(), op, way)
 
 
 class CollectiveGather:
     """NCCL or gloo, then one GEMM: nothing overlaps inside the operator."""
 
-    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str, whole: bool) -> None:
+    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str, way: Way) -> None:
         m_shard, k = x_shard_m.shape
         self._x = x_shard_m.new_empty(m_shard * domain.world_size, k)
         aside = worth_a_stream(self._x)
@@ -60,12 +59,11 @@ class CollectiveGather:
 class ChunkedGather:
     """Library GEMMs on shards, each behind a wait for its shard."""
 
-    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str, whole: bool) -> None:
+    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str, way: Way) -> None:
         self._domain, self._own = domain, x_shard_m
         self._arrived = False  # whether all blocks have been waited for
-        self._call = domain.workspace.open(
-            x_shard_m.shape, x_shard_m.dtype, op, 1 if whole else self._chunks(x_shard_m)
-        )
+        chunks = 1 if way.whole else self._chunks(x_shard_m)
+        self._call = domain.workspace.open(x_shard_m.shape, x_shard_m.dtype, op, chunks)
         domain.engine.push(x_shard_m, self._call.broadcast())
 
     def _chunks(self, x_shard_m: torch.Tensor) -> int:
@@ -103,7 +101,7 @@ class FusedGather(ChunkedGather):
         return kernels.all_gather_gemm(self._domain, self._call, self._own, b_kn)
 
 
-GATHERS: dict[str, Callable[[OverlapDomain, torch.Tensor, str, bool], Gather]] = {
+GATHERS: dict[str, Callable[[OverlapDomain, torch.Tensor, str, Way], Gather]] = {
     "collective": CollectiveGather,
     "chunked": ChunkedGather,
     "fused": FusedGather,

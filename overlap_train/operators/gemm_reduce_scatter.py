@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..domain import OverlapDomain
 from ..packed_launch import Launch
 from ..protocol.slot import Call
+from ..tuned.ways import PLAIN, Way
 from . import hopper, portable
 from .tiles import chunk_count, stored_chunk_count, worth_a_stream
 
@@ -31,16 +32,16 @@ class Scatter(Protocol):
 
 
 def start_gemm_reduce_scatter(
-    domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, method: str, op: str, whole: bool = False
+    domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, method: str, op: str, way: Way = PLAIN
 ) -> Scatter:
-    """Start the GEMM and the pushes; `finish` waits for the peers' partials. whole: fused cuts no block into chunks."""
-    return SCATTERS[method](domain, a_mk, b_kn, op, whole)
+    """Start the GEMM and the pushes; `finish` waits for the peers' partials."""
+    return SCATTERS[method](domain, a_mk, b_kn, op, way)
 
 
 class CollectiveScatter:
     """One GEMM, then NCCL or gloo; where that is long (`worth_a_stream`) beside what the caller does before `finish`."""
 
-    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool) -> None:
+    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, way: Way) -> None:
         self._partial = a_mk @ b_kn
         self._y = self._partial.new_empty(a_mk.shape[0] // domain.world_size, b_kn.shape[1])
         aside = worth_a_stream(self._partial)
@@ -55,7 +56,7 @@ class CollectiveScatter:
 class ChunkedScatter:
     """A library GEMM for each destination's rows, pushed as it ends; the reduction is a pass of its own."""
 
-    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool) -> None:
+    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, way: Way) -> None:
         world, n = domain.world_size, b_kn.shape[1]
         self._domain = domain
         self._partials = a_mk.new_empty(world, a_mk.shape[0] // world, n)  # block d: rows of rank d
@@ -67,12 +68,12 @@ class ChunkedScatter:
         torch.mm(rows[domain.rank], b_kn, out=self._partials[domain.rank])
 
     def finish(self) -> torch.Tensor:
-        self._call.wait_for_all()
         return reduce_partials(self._call, self._partials[self._domain.rank])
 
 
 def reduce_partials(call: Call, own: torch.Tensor) -> torch.Tensor:
-    """own [M/W, N] + what has arrived [W, M/W, N] in rank order, the own block left out, summed in fp32 -> own's dtype."""
+    """own [M/W, N] + what the peers send [W, M/W, N] in rank order, the own block left out, summed in fp32 -> own's dtype."""
+    call.wait_for_all()
     if own.device.type == "cuda":
         y = torch.empty_like(own)
         call.launches.run("reduce", (own.data_ptr(), y.data_ptr()), partial(_reduce_launch, call, own, y))
@@ -94,21 +95,23 @@ def _reduce_launch(call: Call, own: torch.Tensor, y: torch.Tensor) -> Launch:
 
 
 class PersistentScatter:
-    """One kernel whose last tiles are the reduction."""
+    """One kernel whose last tiles are the reduction, or with `deferred` the last but the reduction."""
 
     _most_ranks = sys.maxsize  # that the Hopper kernel serves
+    _may_defer = False
 
-    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, whole: bool) -> None:
+    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, way: Way) -> None:
         m_shard, n = a_mk.shape[0] // domain.world_size, b_kn.shape[1]
         self._domain, self._a, self._b = domain, a_mk, b_kn
-        self._y = a_mk.new_empty(m_shard, n)
-        chunks = self._chunks(m_shard, n * a_mk.element_size(), whole)
+        self._y = a_mk.new_empty(m_shard, n)  # deferred: the own partial
+        self._deferred = self._may_defer and way.deferred
+        chunks = self._chunks(m_shard, n * a_mk.element_size(), way)
         self._call = domain.workspace.open(self._y.shape, a_mk.dtype, op, chunks)
         fits = domain.world_size <= self._most_ranks
         self._on_hopper = fits and hopper.serves_scatter(a_mk, b_kn, m_shard // chunks)
         self._start()
 
-    def _chunks(self, m_shard: int, row_bytes: int, whole: bool) -> int:
+    def _chunks(self, m_shard: int, row_bytes: int, way: Way) -> int:
         raise NotImplementedError
 
     def _start(self) -> None:
@@ -117,17 +120,19 @@ class PersistentScatter:
     def _kernel(self, staging: torch.Tensor | None) -> None:
         """Launch it; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
         kernels = hopper if self._on_hopper else portable
-        kernels.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y)
+        kernels.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y, not self._deferred)
 
     def finish(self) -> torch.Tensor:
-        return self._y
+        return reduce_partials(self._call, self._y) if self._deferred else self._y
 
 
 class FusedScatter(PersistentScatter):
     """A counter per destination and chunk releases its push by the copy engine."""
 
-    def _chunks(self, m_shard: int, row_bytes: int, whole: bool) -> int:
-        return 1 if whole else chunk_count(m_shard, row_bytes, self._domain.device)
+    _may_defer = True
+
+    def _chunks(self, m_shard: int, row_bytes: int, way: Way) -> int:
+        return 1 if way.whole else chunk_count(m_shard, row_bytes, self._domain.device)
 
     def _start(self) -> None:
         m_shard, n = self._y.shape
@@ -143,14 +148,14 @@ class DirectScatter(PersistentScatter):
 
     _most_ranks = hopper.MOST_PEERS + 1
 
-    def _chunks(self, m_shard: int, row_bytes: int, whole: bool) -> int:
+    def _chunks(self, m_shard: int, row_bytes: int, way: Way) -> int:
         return stored_chunk_count(m_shard, self._domain.device)
 
     def _start(self) -> None:
         self._kernel(None)
 
 
-SCATTERS: dict[str, Callable[[OverlapDomain, torch.Tensor, torch.Tensor, str, bool], Scatter]] = {
+SCATTERS: dict[str, Callable[[OverlapDomain, torch.Tensor, torch.Tensor, str, Way], Scatter]] = {
     "collective": CollectiveScatter,
     "chunked": ChunkedScatter,
     "fused": FusedScatter,

@@ -82,16 +82,18 @@ def gemm_reduce_scatter(
     b_kn: torch.Tensor,
     staging: torch.Tensor | None,
     y: torch.Tensor,
+    reduce: bool,
 ) -> None:
     """y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send.
 
     Args:
         staging: [W, M/W, N], where partials for the peers are written; None: at the peers.
+        reduce: wait for what the peers send and add it; else y is the own partial.
     """
     staged = () if staging is None else (staging.data_ptr(),)
-    key = ("scatter", len(staged), a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride())
+    key = ("scatter", len(staged), reduce, a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride())
     addresses = (a_mk.data_ptr(), b_kn.data_ptr(), y.data_ptr(), *staged)
-    call.launches.run(key, addresses, lambda: _scatter_launch(domain, call, a_mk, b_kn, staging, y))
+    call.launches.run(key, addresses, lambda: _scatter_launch(domain, call, a_mk, b_kn, staging, y, reduce))
 
 
 def _scatter_launch(
@@ -101,6 +103,7 @@ def _scatter_launch(
     b_kn: torch.Tensor,
     staging: torch.Tensor | None,
     y: torch.Tensor,
+    reduce: bool,
 ) -> Launch:
     from ..kernels.hopper_gemm_reduce_scatter import hopper_gemm_reduce_scatter_kernel
 
@@ -115,7 +118,7 @@ def _scatter_launch(
         arguments[f"to{step}_desc"] = _descriptor(place, PART_M, HALF_N)
     direct = staging is None
     constants = _constants(b_kn, STAGES_DIRECT if direct else STAGES)
-    constants |= {"DIRECT": direct, "BUFFERS": BUFFERS_DIRECT if direct else 1}
+    constants |= {"DIRECT": direct, "REDUCE": reduce, "BUFFERS": BUFFERS_DIRECT if direct else 1}
     replaced = ("a_desc", "b_desc", "y_desc", *([] if staging is None else ["to1_desc"]))
     m_shard, k = y.shape[0], a_mk.shape[1]
     return _launch(hopper_gemm_reduce_scatter_kernel, domain, call, (m_shard, k), b_kn, arguments, constants, replaced)

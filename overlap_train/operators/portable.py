@@ -70,17 +70,19 @@ def gemm_reduce_scatter(
     b_kn: torch.Tensor,
     staging: torch.Tensor | None,
     y: torch.Tensor,
+    reduce: bool,
 ) -> None:
     """y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send.
 
     Args:
         staging: [W, M/W, N], where partials for the peers are written; None: at the peers.
+        reduce: wait for what the peers send and add it; else y is the own partial.
     """
     written = y if staging is None else staging
     addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())
     shapes = (a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride())
-    key = ("portable scatter", staging is None, shapes, _alignment(addresses))
-    call.launches.run(key, addresses, lambda: _scatter_launch(domain, call, a_mk, b_kn, staging, y))
+    key = ("portable scatter", staging is None, reduce, shapes, _alignment(addresses))
+    call.launches.run(key, addresses, lambda: _scatter_launch(domain, call, a_mk, b_kn, staging, y, reduce))
 
 
 def _scatter_launch(
@@ -90,6 +92,7 @@ def _scatter_launch(
     b_kn: torch.Tensor,
     staging: torch.Tensor | None,
     y: torch.Tensor,
+    reduce: bool,
 ) -> Launch:
     from ..kernels.gemm_reduce_scatter import gemm_reduce_scatter_kernel
 
@@ -101,7 +104,7 @@ def _scatter_launch(
         complete_ptr=slot.complete, memory_at_ptr=slot.memory_at, outgoing_at_ptr=slot.outgoing_at,
     )  # fmt: skip
     replaced = ("a_ptr", "b_ptr", "staging_ptr", "y_ptr")
-    constants = {"DIRECT": staging is None}
+    constants = {"DIRECT": staging is None, "REDUCE": reduce}
     return _launch(gemm_reduce_scatter_kernel, domain, call, y, m_shard, arguments, constants, replaced)
 
 

@@ -24,7 +24,7 @@ from ..operators.all_gather_gemm import start_all_gather
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from ..operators.tiles import chunk_count
 from ..tuned.table import Winner
-from ..tuned.ways import WAYS, Way, method_of
+from ..tuned.ways import IN_WHOLE, WAYS, Way, method_of
 
 # Two measurements of one method differ by 2 %, and a layer around it does more: collective won a backward by 2.1 % here, and in
 # training that backward took 0.61 instead of 0.51 ms (Llama-3 8B qkv, 4 x H200).
@@ -47,13 +47,16 @@ def candidates(pass_: Pass, methods: Sequence[str], default: str) -> list[str]:
 
 
 def ways_to_run(pass_: Pass, method: str, device: torch.device) -> list[Way]:
-    """Those worth trying: whole blocks where there would be several chunks, ranks in step where their pushes may collide."""
+    """Those worth trying: whole blocks where there would be several chunks, a late reduction where there is something to do
+    meanwhile, ranks in step where their pushes may collide."""
     row_bytes = (pass_.k if pass_.kind == GATHER else pass_.n) * pass_.dtype.itemsize
     cuts = method == "fused" and chunk_count((pass_.m or 0) // pass_.world, row_bytes, device) > 1
     collides = pass_.world > 2 and method in PUSHING and pass_.copy_us > SHORT_COPY_US
     # One backward of a column linear behind another needs a barrier for its slots in any case.
     is_free = pass_.kind != SCATTER_AND_WGRAD
-    return [way for way in WAYS if (cuts or not way.whole) and ((collides and is_free) or not way.in_step)]
+    defers = method == "fused" and pass_.kind == SCATTER_AND_WGRAD
+    possible = [way for way in WAYS if (cuts or not way.whole) and (defers or not way.deferred)]
+    return [way for way in possible if (collides and is_free) or not way.in_step]
 
 
 def decide(timings: Mapping[str, Timing], default: str) -> str:
@@ -131,8 +134,8 @@ def backward(domain: OverlapDomain, choice: Choice) -> Run:
         # which needs none, is measured with it too.
         with domain.operator("tune", calls=2, in_step=True):
             x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
-            gather = start_all_gather(domain, x_shard_m, choice.method, "tune/wgrad", whole=True)
-            scatter = start_gemm_reduce_scatter(domain, o.left, o.right, choice.method, "tune/dgrad", choice.way.whole)
+            gather = start_all_gather(domain, x_shard_m, choice.method, "tune/wgrad", IN_WHOLE)
+            scatter = start_gemm_reduce_scatter(domain, o.left, o.right, choice.method, "tune/dgrad", choice.way)
             torch.mm(o.left.t(), gather.full())
             return scatter.finish()
 

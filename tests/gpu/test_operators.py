@@ -10,7 +10,11 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from overlap_train import all_gather_linear, linear_reduce_scatter
+from overlap_train.domain import Demand
+from overlap_train.operators.all_gather_gemm import start_all_gather
+from overlap_train.operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from overlap_train.registry import domain_of
+from overlap_train.tuned.ways import IN_WHOLE, WAYS, Way
 from tests.linear_cases import OPERATORS, SHAPES, Case, poison, rounding_bound
 
 SHAPES_OF_TILES = {**SHAPES, "several tiles": ((300, 2), 520, 390), "many tiles": ((1024, 1), 1024, 1536)}
@@ -60,6 +64,31 @@ def test_later_launches_go_straight_to_the_driver(case: Case, recwarn: pytest.Wa
 def _random(case: Case, *shape: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(case.device, case.dtype)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.deferred], ids=lambda way: way.named("fused"))
+def test_a_deferred_reduction_is_exact(case: Case, way: Way) -> None:
+    """Of a column's backward, behind the gather of x and before its weight gradient, several times with other numbers."""
+    if case.config.method != "fused":
+        pytest.skip("the others have nothing to defer, or always do")
+    w, domain = case.world, domain_of(case.group, case.config, case.device)
+    domain.prepare(Demand("deferred", "dx and x", 1024 * w * 768 * 2), None)
+    for seed, rows in enumerate((128, 256, 1024, 1024)):
+        dy, weight = case.integers(rows * w, 512 * w, seed=seed), case.integers(512 * w, 768, seed=10 + seed)
+        x = case.integers(rows * w, 768, seed=20 + seed)
+        own_dy, own_weight = (
+            part.to(case.dtype) for part in (dy.chunk(w, 1)[case.rank], weight.chunk(w, 0)[case.rank])
+        )
+        poison(case)
+        with domain.operator("deferred", 2, way.in_step):
+            gather = start_all_gather(
+                domain, x.chunk(w, 0)[case.rank].to(case.dtype), "fused", "deferred/wgrad", IN_WHOLE
+            )
+            scatter = start_gemm_reduce_scatter(domain, own_dy, own_weight, "fused", "deferred/dgrad", way)
+            gathered = gather.full().clone()
+            dx = scatter.finish()
+        assert torch.equal(gathered.double(), x)
+        assert torch.equal(dx.double(), (dy @ weight).chunk(w, 0)[case.rank])
 
 
 def test_random_numbers_stay_within_the_rounding_bound(case: Case) -> None:

@@ -44,18 +44,23 @@ def gathers(
 
 
 def scatters(
-    method: str, machine: Simulation, calls: int = CALLS, columns: int = TILE, before: Before | None = None
+    method: str,
+    machine: Simulation,
+    calls: int = CALLS,
+    columns: int = TILE,
+    before: Before | None = None,
+    deferred: bool = False,
 ) -> Build:
     """Calls of reduce_scatter(a [W * TILE, TILE] @ b [TILE, columns], two chunks a rank); a, b differ by rank."""
     world = machine.world_size
     a, b = integers(calls, world, world * TILE, TILE, seed=3), integers(world, TILE, columns, seed=4)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        return (
-            core("operators.gemm_reduce_scatter")
-            .start_gemm_reduce_scatter(domain, own, mine, method, "scatter")
-            .finish()
+        way = core("tuned.ways").Way(deferred=deferred)
+        scatter = core("operators.gemm_reduce_scatter").start_gemm_reduce_scatter(
+            domain, own, mine, method, "scatter", way
         )
+        return scatter.finish()
 
     return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, TILE)), before)
 

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("greenlet")
 
+from overlap_train.tuned.ways import Way
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.faults import Fault
 from tests.protocol.interleaving import Scheduler
@@ -32,7 +33,7 @@ def columns(
         results: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
         def host(domain: SimulatedDomain) -> None:
-            plan, rank = plan_of(domain, method, "regather", in_step), domain.rank
+            plan, rank = plan_of(domain, method, "regather", Way(in_step=in_step)), domain.rank
             if barriers is not None:
                 meet = domain.workspace.barrier
                 domain.workspace.barrier = lambda op: (barriers.append(op), meet(op))

@@ -93,7 +93,7 @@ TWO_TILES_A_CHUNK = (
 
 CHUNKED_FAULTS = {
     **host_faults(),
-    "no wait": Fault(OPERATOR, "self._call.wait_for_all()", "pass"),
+    "no wait": Fault(OPERATOR, "    call.wait_for_all()\n", ""),
 }
 CHUNKED_ON_HOST_FAULTS = {
     "no epoch increment on the host": in_slot("        self.expected += 1\n", ""),
@@ -103,6 +103,24 @@ CHUNKED_ON_HOST_FAULTS = {
 CHUNKED_ON_DEVICE_FAULTS = {
     "stale epoch": Fault("kernels.signal", "epoch = tl.load(epoch_ptr)", "epoch = tl.load(epoch_ptr) - 1"),
     "wait for one peer only": Fault("kernels.signal", "range(first, first + count)", "range(first, first + 1)"),
+}
+
+# A fused scatter whose reduction is deferred has no wait in its kernel: those of chunked are behind it.
+_IN_ITS_KERNEL = (
+    "no wait",
+    "wait for",
+    "wait does",
+    "stale",
+    "first poll",
+    "next poll",
+    "wrong chunk",
+    "own rows first",
+)
+DEFERRED_FAULTS = {
+    **{name: fault for name, fault in FUSED_FAULTS.items() if not name.startswith(_IN_ITS_KERNEL)},
+    "no wait": Fault(OPERATOR, "    call.wait_for_all()\n", ""),
+    "own partial left out": Fault(OPERATOR, "total = own.float()", "total = own.float() * 0"),
+    "reduced in the kernel, too": Fault(KERNEL, "if REDUCE and source", "if source"),
 }
 
 STATIC_TILE_MAP = (
@@ -124,6 +142,12 @@ def test_direct_passes() -> None:
     assert_passes(scatters("direct", Simulation(2)), range(45))
     assert_passes(scatters("direct", Simulation(3)), range(15))
     assert_passes(scatters("direct", Simulation(2, ctas=3), columns=2 * TILE), range(15), resident=1)
+
+
+@pytest.mark.parametrize("device_waits", [False, True])
+def test_a_deferred_reduction_passes(device_waits: bool) -> None:
+    assert_passes(scatters("fused", Simulation(2, device_waits=device_waits), deferred=True), range(20))
+    assert_passes(scatters("fused", Simulation(3, device_waits=device_waits), deferred=True), range(8))
 
 
 def test_fused_passes_with_one_resident_cta_of_three() -> None:
@@ -153,6 +177,15 @@ def test_fault_of_fused_is_caught(fault: str) -> None:
         problem = scatters("fused", Simulation(3 if "somebody" in fault else 2), columns=columns)
         error = assert_caught(problem, range(30))
     assert re.search(FUSED_FAULTS[fault].report, str(error)), error
+
+
+@pytest.mark.parametrize("fault", DEFERRED_FAULTS)
+def test_fault_of_a_deferred_reduction_is_caught(fault: str) -> None:
+    columns = 2 * TILE if fault in TWO_TILES_A_CHUNK else TILE
+    with DEFERRED_FAULTS[fault].planted():
+        problem = scatters("fused", Simulation(2), columns=columns, deferred=True)
+        error = assert_caught(problem, range(30))
+    assert re.search(DEFERRED_FAULTS[fault].report, str(error)), error
 
 
 @pytest.mark.parametrize("fault", DIRECT_FAULTS)

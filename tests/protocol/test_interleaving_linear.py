@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("greenlet")
 
+from overlap_train.tuned.ways import PLAIN, Way
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
@@ -39,13 +40,13 @@ def mlp(
     gathered_input: str = "regather",
     steps: int = 2,
     wants_dx: bool = True,
-    in_step: bool = False,
+    way: Way = PLAIN,
 ) -> Build:
     """`steps` times: forward of MICROBATCHES, then their backward in order (as a pipeline's first stage has it).
 
     x_shard_m [TILE, TILE] -> h [W * TILE, TILE] = x @ w1.T -> y_shard_m [TILE, TILE] = sum of h @ w2.T; gradient dy.
     x and dy lie in one buffer per microbatch, as in a training loop. wants_dx: whether x needs a gradient.
-    in_step: ranks meet before every pass.
+    way: how every pass runs.
     """
     world, runs = machine.world_size, steps * MICROBATCHES
     x, dy = integers(runs, world, TILE, TILE, seed=7), integers(runs, world, TILE, TILE, seed=8)
@@ -57,7 +58,7 @@ def mlp(
         buffers = torch.empty(2, MICROBATCHES, world, TILE, TILE)
 
         def host(domain: SimulatedDomain) -> None:
-            plan, rank = plan_of(domain, method, gathered_input, in_step), domain.rank
+            plan, rank = plan_of(domain, method, gathered_input, way), domain.rank
             for step in range(steps):
                 contexts = [(Context(wants_dx), Context(True)) for _ in range(MICROBATCHES)]
                 batches = [(step * MICROBATCHES + i, buffers[:, i, rank], contexts[i]) for i in range(MICROBATCHES)]
@@ -82,13 +83,13 @@ def mlp(
     return build
 
 
-def plan_of(domain: SimulatedDomain, method: str, gathered_input: str, in_step: bool = False) -> SimpleNamespace:
-    """What the autograd functions read of a `linear._Plan`. in_step: ranks meet before every pass."""
+def plan_of(domain: SimulatedDomain, method: str, gathered_input: str, way: Way = PLAIN) -> SimpleNamespace:
+    """What the autograd functions read of a `linear._Plan`. way: how every pass runs."""
     config = SimpleNamespace(gathered_input=gathered_input, main_grad="off")
     names = {part + end: part for part in ("fprop", "dgrad", "wgrad") for end in ("", "_range")}
-    choice = core("choice").Choice(method, "asked for")
+    choice = core("choice").Choice(method, "asked for", way)
     methods = {"gather": choice, "scatter": choice}
-    begin = {"fprop_in_step": in_step, "dgrad_in_step": in_step}
+    begin = {"fprop_in_step": way.in_step, "dgrad_in_step": way.in_step}
     return SimpleNamespace(domain=domain, config=config, **begin, **methods, **names)
 
 
@@ -139,7 +140,12 @@ def test_a_column_whose_input_is_frozen_passes() -> None:
 
 @pytest.mark.parametrize(("method", "ranks"), [("chunked", 3), ("fused", 2)])
 def test_so_do_passes_that_begin_in_step(method: str, ranks: int) -> None:
-    assert_passes(mlp(method, Simulation(ranks, device_waits=True), in_step=True), range(4))
+    assert_passes(mlp(method, Simulation(ranks, device_waits=True), way=Way(in_step=True)), range(4))
+
+
+def test_so_does_a_reduction_behind_the_weight_gradient() -> None:
+    assert_passes(mlp("fused", Simulation(2, device_waits=True), way=Way(deferred=True)), range(4))
+    assert_passes(mlp("fused", Simulation(2), way=Way(whole=True, deferred=True)), range(4))
 
 
 GATHER = "operators.all_gather_gemm"

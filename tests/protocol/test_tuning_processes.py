@@ -156,8 +156,10 @@ def _tune(rank: int, world: int, folder: str) -> list[str]:
 
 def test_a_slow_default_loses_and_a_broken_candidate_is_left_out_and_noted(tmp_path: Path) -> None:
     for notes in values(run_ranks(2, _tune, str(tmp_path))):
-        assert len(notes) == 8, "four passes, two ways"
-        assert all(re.search("fused( whole)? left out: RuntimeError: no kernel image", note) for note in notes)
+        assert len(notes) == 10, "four passes in two ways, one of them, a column's backward, in two more"
+        assert all(
+            re.search("fused( whole)?( deferred)? left out: RuntimeError: no kernel image", note) for note in notes
+        )
     for choices in values(run_ranks(2, _train, str(tmp_path))):
         assert {method for method, _ in choices.values()} == {"collective"}
         assert all("tuned for M=16" in reason for _, reason in choices.values())

@@ -43,8 +43,10 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
     constants: dict[str, Any] = dict(
         WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
         STAGES=STAGES_DIRECT if switches.get("DIRECT") else STAGES, B_IS_NK=b_is_nk, num_warps=_LAUNCH["num_warps"],
-        **({"BUFFERS": BUFFERS_DIRECT if switches["DIRECT"] else 1} if "DIRECT" in switches else {}), **switches,
+        **switches,
     )  # fmt: skip
+    if "DIRECT" in switches:
+        constants = {"REDUCE": True, "BUFFERS": BUFFERS_DIRECT if switches["DIRECT"] else 1} | constants
     panel, out = _descriptor(BLOCK_M, BLOCK_K), _descriptor(PART_M, HALF_N)
     b, b_half = (_descriptor(n, BLOCK_K) if b_is_nk else _descriptor(BLOCK_K, n) for n in (BLOCK_N, HALF_N))
     types = {

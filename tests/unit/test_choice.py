@@ -153,9 +153,9 @@ def test_every_choice_has_a_reason(m: int | None, device: torch.device, hopper_g
 
 
 def test_ranks_begin_in_step_where_two_rounds_of_long_copies_would_collide(hopper_gpu: pytest.MonkeyPatch) -> None:
-    for method in ("chunked", "fused"):
-        choice = choose(method, QKV.dgrad, GPU, UNTUNED)
-        assert (choice.way, choice.reason) == (Way(in_step=True), "asked for; ranks begin in step")
+    choice = choose("chunked", QKV.dgrad, GPU, UNTUNED)
+    assert (choice.way, choice.reason) == (Way(in_step=True), "asked for; ranks begin in step")
+    assert choose("fused", QKV.dgrad, GPU, UNTUNED).way.in_step
     assert choose("auto", QKV.dgrad, GPU, UNTUNED).way.in_step
     elsewhere = {
         "stores that take turns": choose("direct", QKV.dgrad, GPU, UNTUNED),
@@ -177,6 +177,15 @@ def test_blocks_are_gathered_whole_where_copies_outweigh_the_product(hopper_gpu:
     elsewhere = [("fused", FC1), ("chunked", QKV), ("fused", PROJ), ("fused", replace(QKV, m=None))]
     assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).way.whole]
     assert not choose("fused", QKV, CPU, UNTUNED).way.whole
+
+
+def test_a_reduction_is_deferred_where_partials_come_behind_long_copies(hopper_gpu: pytest.MonkeyPatch) -> None:
+    choice = choose("fused", replace(QKV.dgrad, m=4096), GPU, UNTUNED)
+    assert choice.way == Way(deferred=True)
+    assert choice.reason == "asked for; partial sums are added behind the weight gradient"
+    elsewhere = [("fused", FC1.dgrad), ("fused", PROJ), ("fused", QKV), ("chunked", QKV.dgrad), ("direct", QKV.dgrad)]
+    assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).way.deferred]
+    assert not choose("fused", replace(QKV.dgrad, m=None), GPU, UNTUNED).way.deferred, "M is not known"
 
 
 @pytest.mark.parametrize("faster", ["fused", "fused whole", "fused in step", "fused whole in step"])

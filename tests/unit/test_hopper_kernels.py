@@ -78,9 +78,20 @@ def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled:
         assert len(re.findall(TMA_LOAD, part.split("globaltimer")[0])) >= 4
 
 
+def test_a_deferred_reduction_leaves_no_wait_in_the_scattering_kernel(compiled: Compile) -> None:
+    """Else the weight gradient behind it would wait, too; it counts and stores like the others."""
+    ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=False, REDUCE=False)
+    assert not re.search(ACQUIRE, ptx)
+    (written,) = (match.start() for match in re.finditer(WRITTEN, ptx))
+    (count,) = (match.start() for match in re.finditer(RELEASE_ADD, ptx))
+    assert written < count
+    assert len(re.findall(TMA_STORE, ptx)) == 8 * 2, "the own rows and staging"
+
+
 KERNELS = [
     ("hopper_all_gather_gemm", {"WHOLE_TILES": True}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}),
 ]
 

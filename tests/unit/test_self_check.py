@@ -36,18 +36,24 @@ PORTABLE = {
     "all_gather_gemm_kernel": ("all_gather_gemm", TILES),
     "gemm_reduce_scatter_kernel": ("gemm_reduce_scatter", TILES),
 }
+PLAIN: dict[str, bool] = {}
+DEFERRED = {"DIRECT": False, "REDUCE": False}
+FUSED = {"DIRECT": False, "REDUCE": True}
+DIRECT = {"DIRECT": True, "REDUCE": True}
 CASES = [
-    ("wait_kernel", False, (ACQUIRE,)),
-    ("meet_kernel", False, (SIGNAL, ACQUIRE)),
-    ("all_gather_gemm_kernel", False, (ACQUIRE,)),
-    ("gemm_reduce_scatter_kernel", False, (ACQUIRE, COUNT, STORE)),
-    ("gemm_reduce_scatter_kernel", True, (ACQUIRE, COUNT, SIGNAL)),
-    ("hopper_all_gather_gemm_kernel", False, (ACQUIRE, FENCE, TMA_LOAD)),
-    ("hopper_gemm_reduce_scatter_kernel", False, (ACQUIRE, FENCE, COUNT, TMA_STORED, BARRIER)),
-    ("hopper_gemm_reduce_scatter_kernel", True, (ACQUIRE, FENCE, COUNT, SIGNAL)),
+    ("wait_kernel", PLAIN, (ACQUIRE,)),
+    ("meet_kernel", PLAIN, (SIGNAL, ACQUIRE)),
+    ("all_gather_gemm_kernel", PLAIN, (ACQUIRE,)),
+    ("gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, COUNT, STORE)),
+    ("gemm_reduce_scatter_kernel", DEFERRED, (COUNT, STORE)),
+    ("gemm_reduce_scatter_kernel", DIRECT, (ACQUIRE, COUNT, SIGNAL)),
+    ("hopper_all_gather_gemm_kernel", PLAIN, (ACQUIRE, FENCE, TMA_LOAD)),
+    ("hopper_gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, FENCE, COUNT, TMA_STORED, BARRIER)),
+    ("hopper_gemm_reduce_scatter_kernel", DEFERRED, (COUNT, TMA_STORED, BARRIER)),
+    ("hopper_gemm_reduce_scatter_kernel", DIRECT, (ACQUIRE, FENCE, COUNT, SIGNAL)),
 ]
 
-Ptx = Callable[[str, bool], str]
+Ptx = Callable[[str, dict[str, bool]], str]
 
 
 @pytest.fixture(scope="module")
@@ -57,38 +63,38 @@ def ptx_of() -> Iterator[Ptx]:
     with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
 
         @functools.cache
-        def compiled(name: str, is_direct: bool) -> str:
-            switches = {"DIRECT": is_direct} if "reduce_scatter" in name else {}
+        def compiled(name: str, *on: tuple[str, bool]) -> str:
+            switches = dict(on)
             if name in PORTABLE:
                 module, constants = PORTABLE[name]
                 return process.submit(hopper_ptx.compiled_portable, module, name, **constants, **switches).result(120)
             switches = switches or {"WHOLE_TILES": True}
             return process.submit(hopper_ptx.compiled, name.removesuffix("_kernel"), True, **switches).result(120)[0]
 
-        yield compiled
+        yield lambda name, switches: compiled(name, *switches.items())
 
 
-@pytest.mark.parametrize(("name", "is_direct", "needed"), CASES)
+@pytest.mark.parametrize(("name", "switches", "needed"), CASES)
 def test_what_is_demanded_is_there_and_is_missed_when_it_is_gone(
-    ptx_of: Ptx, name: str, is_direct: bool, needed: tuple[str, ...]
+    ptx_of: Ptx, name: str, switches: dict[str, bool], needed: tuple[str, ...]
 ) -> None:
-    ptx = ptx_of(name, is_direct)
-    assert missing(ptx, name, is_direct) is None
+    ptx = ptx_of(name, switches)
+    assert missing(ptx, name, switches) is None
     for instruction in needed:
-        assert missing(re.sub(instruction, "nop", ptx), name, is_direct), instruction
+        assert missing(re.sub(instruction, "nop", ptx), name, switches), instruction
 
 
-@pytest.mark.parametrize("is_direct", [False, True])
-def test_a_count_before_its_store_is_noticed(ptx_of: Ptx, is_direct: bool) -> None:
-    ptx = ptx_of("hopper_gemm_reduce_scatter_kernel", is_direct)
+@pytest.mark.parametrize("switches", [DEFERRED, FUSED, DIRECT])
+def test_a_count_before_its_store_is_noticed(ptx_of: Ptx, switches: dict[str, bool]) -> None:
+    ptx = ptx_of("hopper_gemm_reduce_scatter_kernel", switches)
     (count,) = re.findall(rf"^.*{COUNT}.*$", ptx, flags=re.MULTILINE)
     early = count + "\n" + ptx.replace(count, "")
-    assert missing(early, "hopper_gemm_reduce_scatter_kernel", is_direct)
+    assert missing(early, "hopper_gemm_reduce_scatter_kernel", switches)
 
 
 def test_a_poll_that_was_moved_out_of_its_loop_is_noticed(ptx_of: Ptx) -> None:
-    ptx = re.sub(ACQUIRE, "nop", ptx_of("wait_kernel", False), count=1)
-    assert missing(ptx, "wait_kernel")
+    ptx = re.sub(ACQUIRE, "nop", ptx_of("wait_kernel", PLAIN), count=1)
+    assert missing(ptx, "wait_kernel", PLAIN)
 
 
 def test_every_kernel_has_an_entry() -> None:

@@ -291,11 +291,11 @@ def test_another_way_has_to_gain_more_than_noise(other: dict[str, float], way: W
 
 def test_every_way_has_a_name_of_its_own_that_says_the_method() -> None:
     names = {way.named(method) for way in WAYS for method in ("fused", "chunked")}
-    assert len(names) == 8 and {method_of(name) for name in names} == {"fused", "chunked"}
+    assert len(names) == 16 and {method_of(name) for name in names} == {"fused", "chunked"}
 
 
 GPU = torch.device("cuda", 0)
-IN_STEP, WHOLE = Way(in_step=True), Way(whole=True)
+IN_STEP, WHOLE, DEFERRED = Way(in_step=True), Way(whole=True), Way(deferred=True)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,8 @@ IN_STEP, WHOLE = Way(in_step=True), Way(whole=True)
         (FC1, "chunked", [PLAIN, IN_STEP]),
         (FC1, "collective", [PLAIN]),
         (FC2, "direct", [PLAIN]),
-        (FC1.dgrad, "fused", [PLAIN, WHOLE]),
+        (FC1.dgrad, "fused", [PLAIN, DEFERRED, WHOLE, Way(whole=True, deferred=True)]),
+        (replace(FC1.dgrad, m=512), "fused", [PLAIN, DEFERRED]),
         (FC1.dgrad, "chunked", [PLAIN]),
         (replace(FC1, world=2), "fused", [PLAIN, WHOLE]),
         (replace(FC1, m=4096), "fused", [PLAIN, IN_STEP]),
