@@ -16,16 +16,12 @@ __all__ = ["GATHER", "PUSHING", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass"
 # Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
 # H200: at M = 256 by 1.3 to 2, for a gather at M = 512 by up to 1.1; scattering at M = 512, direct is 1.03 to 1.1 times faster).
 SMALL_M, SMALL_M_DIRECT = 512, 256  # the second where direct can take over
-# Chunked takes 110 microseconds of host time: below that, nothing is gained by what it hides.
-CHUNKED_HOST_US = 120.0
-# Where a gather's copies take more than this part of its GEMM's time, each push costs more than chunks shorten the tail (8B qkv:
-# 0.204 ms with whole blocks, 0.226 with chunks; by chunked, in twice the host time, 0.209).
+# Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail (8B qkv forward:
+# 0.204 ms with whole blocks, 0.226 with chunks; by chunked, in twice the host time, 0.209; its backward: 0.357 and 0.380).
 COPIES_THAT_SHOW = 0.75
-# In a column linear's backward library GEMMs on shards beat a persistent kernel already here: the second half of the copies runs
-# under the weight gradient (70B qkv: 1.11 instead of 1.41 ms).
-COPIES_THAT_SHOW_BEFORE_WGRAD = 0.5
-# A storing kernel costs 22 microseconds of host time and a fused one 70, which shows in products shorter than this.
-SHORT_GEMM_US = 160.0
+# A storing kernel costs 22 microseconds of host time and a fused one 70, which shows in products shorter than this, and in a
+# column's backward where copies are shorter than that.
+SHORT_GEMM_US, FUSED_HOST_US = 160.0, 70.0
 # Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
 # A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
 LONG_GEMM_US = 1000.0
@@ -65,12 +61,16 @@ def _way(method: str, pass_: Pass, device: torch.device, table: Table) -> Way:
 
 def _outweighs(pass_: Pass, method: str) -> bool:
     """Whether pushes take so long beside the product that each of them costs more than chunks shorten the tail."""
-    shows = pass_.copy_us > COPIES_THAT_SHOW * pass_.gemm_us
-    return pass_.kind == GATHER and method in ("fused", "direct") and shows
+    methods = {GATHER: ("fused", "direct"), SCATTER: (), SCATTER_AND_WGRAD: ("fused",)}[pass_.kind]
+    return method in methods and pass_.copy_us > COPIES_THAT_SHOW * pass_.gemm_us
 
 
 def _is_late(pass_: Pass, method: str) -> bool:
-    """Whether the peers' partials, which follow the blocks of x, come when a fused scatter's last tiles already wait for them."""
+    """Whether the peers' partials, which follow the blocks of x, come when a fused scatter's last tiles already wait for them.
+
+    Added behind the weight gradient they took 8B qkv from 0.513 to 0.357 ms, 70B qkv from 1.219 to 1.118, a column of 11008 x
+    4096 from 0.670 to 0.623; where they come in time it costs 1 % (4 x H200, whole backwards in the tuner).
+    """
     until_own = (pass_.world - 1) / pass_.world * pass_.gemm_us
     return pass_.kind == SCATTER_AND_WGRAD and method == "fused" and 2 * pass_.copy_us > until_own
 
@@ -118,9 +118,8 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
             "fused",
             f"the Hopper kernels serve it; another where M shows to be better served, collective up to {small_m}",
         )
-    shows = pass_.copy_us > max(CHUNKED_HOST_US, COPIES_THAT_SHOW_BEFORE_WGRAD * pass_.gemm_us)
-    if pass_.kind == SCATTER_AND_WGRAD and shows:
-        return "chunked", "copies take long beside the GEMM"
+    if _is_late(pass_, "fused") and pass_.copy_us > FUSED_HOST_US:
+        return "fused", "copies take long beside the GEMM"
     if pass_.kind != GATHER and (pass_.copy_us > pass_.gemm_us or pass_.gemm_us < SHORT_GEMM_US):
         return "direct", "a short GEMM"
     if pass_.gemm_us > LONG_GEMM_US:

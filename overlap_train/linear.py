@@ -3,7 +3,8 @@
 Forward and backward share two engines, crossed: the dgrad of one operator is the forward engine of the other.
 
     all_gather_linear        forward  AG(x) + GEMM        dgrad  GEMM + RS        wgrad  AG(x) under the dgrad GEMM, its GEMM
-                                                                                         under the RS tail
+                                                                                         under the RS tail (chunked,
+                                                                                         collective, fused deferred)
     linear_reduce_scatter    forward  GEMM + RS           dgrad  AG(dy) + GEMM    wgrad  with the dy just gathered
 
 W ranks; M global rows (the product of all leading dimensions, the first of which is sharded); K input and N output features.

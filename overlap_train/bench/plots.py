@@ -13,7 +13,7 @@ from typing import Any
 
 from .output import Row, speed_up
 
-TALLEST = 3.2  # of a bar: one rival at six times the rest would flatten what is to be compared
+TALLEST = 3.2  # bounds a bar may be tall: one rival at six times the rest would flatten what is to be compared
 
 
 def draw(folder: Path) -> list[Path]:
@@ -81,7 +81,7 @@ def _layers(rows: list[Row], path: Path) -> Path:
 
 
 def bars(labels: list[str], series: dict[str, list[float | None]], bounds: list[float], title: str, path: Path) -> Path:
-    """Grouped bars, with a black line over each group at its bound. Bars end at TALLEST; their numbers do not."""
+    """Grouped bars, with a black line over each group at its bound. Bars end at TALLEST bounds; their numbers do not."""
     from matplotlib import pyplot
 
     # as wide as the bars need; numbers stand upright inside them, so that they run into neither each other nor the bound
@@ -90,7 +90,7 @@ def bars(labels: list[str], series: dict[str, list[float | None]], bounds: list[
     for number, (name, values) in enumerate(series.items()):
         places = [i - 0.4 + (number + 0.5) * width for i, value in enumerate(values) if value is not None]
         known = [value for value in values if value is not None]
-        drawn = axes.bar(places, [min(value, TALLEST) for value in known], width, label=name)
+        drawn = axes.bar(places, heights(known, bounds), width, label=name)
         figures = [f"{value:.2f}" for value in known]
         axes.bar_label(drawn, figures, fontsize=6, rotation=90, label_type="center", color="white")
     axes.hlines(
@@ -101,6 +101,11 @@ def bars(labels: list[str], series: dict[str, list[float | None]], bounds: list[
     axes.set_title(title)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     return save(figure, path)
+
+
+def heights(values: list[float], bounds: list[float]) -> list[float]:
+    """Of the bars of some values, beside all bounds of the picture."""
+    return [min(value, TALLEST * max(bounds)) for value in values]
 
 
 def _broken(label: str) -> str:

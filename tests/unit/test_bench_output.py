@@ -98,6 +98,11 @@ def test_curves_join_the_rows_of_one_shape_by_m() -> None:
     assert curves["async-TP"] == [(8192, 0.7)]
 
 
+def test_only_bars_far_above_all_bounds_are_cut() -> None:
+    assert plots.heights([1.0, 6.4], [1.0]) == [1.0, 3.2]
+    assert plots.heights([38.4, 41.5], [43.5, 48.8]) == [38.4, 41.5], "per cent"
+
+
 def test_plots_are_drawn_for_what_the_folder_holds(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     output.write_json(tmp_path / "operators.json", [operator_row(), operator_row(m=256, without="async_tp")], {})

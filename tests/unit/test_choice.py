@@ -79,11 +79,14 @@ def test_at_m_512_a_gather_is_left_to_nccl_and_a_scatter_is_not(hopper_gpu: pyte
 
 
 def test_defaults_where_copies_take_longer_than_the_gemm(hopper_gpu: pytest.MonkeyPatch) -> None:
-    """Attention's linears: whole blocks, chunks that leave their copies to the next GEMM, a storing kernel without copies."""
+    """Attention's linears: whole blocks, a reduction that is left for later, a storing kernel without copies."""
     for gather in (QKV, PROJ.dgrad):
         choice = choose("auto", gather, GPU, UNTUNED)
         assert choice.method == "fused" and choice.way.whole
-    assert untuned(QKV.dgrad, GPU).method == "chunked"
+    choice = choose("auto", QKV.dgrad, GPU, UNTUNED)
+    assert (choice.method, choice.way) == ("fused", Way(whole=True, deferred=True, in_step=True))
+    assert choose("auto", replace(QKV.dgrad, m=4096), GPU, UNTUNED).method == "fused"
+    assert untuned(replace(QKV.dgrad, m=2048), GPU).method == "direct", "copies shorter than their launches"
     assert untuned(PROJ, GPU).method == "direct"
 
 
@@ -177,10 +180,12 @@ def test_blocks_are_gathered_whole_where_copies_outweigh_the_product(hopper_gpu:
     elsewhere = [("fused", FC1), ("chunked", QKV), ("fused", PROJ), ("fused", replace(QKV, m=None))]
     assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).way.whole]
     assert not choose("fused", QKV, CPU, UNTUNED).way.whole
+    assert choose("fused", QKV.dgrad, GPU, UNTUNED).way.whole
+    assert not choose("direct", QKV.dgrad, GPU, UNTUNED).way.whole, "it pushes nothing"
 
 
 def test_a_reduction_is_deferred_where_partials_come_behind_long_copies(hopper_gpu: pytest.MonkeyPatch) -> None:
-    choice = choose("fused", replace(QKV.dgrad, m=4096), GPU, UNTUNED)
+    choice = choose("fused", replace(FC1.dgrad, k=2752), GPU, UNTUNED)
     assert choice.way == Way(deferred=True)
     assert choice.reason == "asked for; partial sums are added behind the weight gradient"
     elsewhere = [("fused", FC1.dgrad), ("fused", PROJ), ("fused", QKV), ("chunked", QKV.dgrad), ("direct", QKV.dgrad)]
