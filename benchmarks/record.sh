@@ -33,13 +33,13 @@ step() {
 }
 
 mfu=recipes/compare_mfu.py
-step tune-8b 20 -m overlap_train tune --model llama3-8b --seq 8192 4096 2048
-step tune-70b 15 -m overlap_train tune --model llama3-70b --seq 8192
+step tune-8b 35 -m overlap_train tune --model llama3-8b --seq 8192 4096 2048
+step tune-70b 25 -m overlap_train tune --model llama3-70b --seq 8192
 mlps="11008,4096 14336,4096 28672,8192 53248,16384 29568,8192" # the weights of the operator benchmark: N,K of the columns
 # shellcheck disable=SC2086,SC2046
 step tune-operators 40 -m overlap_train tune --seq 8192 --column $mlps --row $(sed -E 's/([0-9]+),([0-9]+)/\2,\1/g' <<<"$mlps")
 step operators 35 -m overlap_train.bench operators --methods auto,fused,direct,chunked --out "$out"
-step layers 35 -m overlap_train.bench layers --methods auto,fused,direct,chunked --out "$out"
+step layers 50 -m overlap_train.bench layers --methods auto,fused,direct,chunked --out "$out"
 step small_m 30 -m overlap_train.bench operators --rows 256 512 1024 --methods auto,fused,direct,collective --out "$out/small_m"
 step sweep 60 -m overlap_train.bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
   --methods auto,fused,chunked --quick --out "$out/sweep"

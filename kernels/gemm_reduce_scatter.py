@@ -64,8 +64,13 @@ def gemm_reduce_scatter_kernel(
 
 
 @triton.jit
-def reduce_partials_kernel(own_ptr, received_ptr, y_ptr, size, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """y [size] = own [size] + received [W, size] in rank order, block `rank` left out, summed in fp32."""
+def reduce_partials_kernel(
+    own_ptr, received_ptr, y_ptr, size, rank, abort_ptr, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """y [size] = own [size] + received [W, size] in rank order, block `rank` left out, summed in fp32; runs behind a wait.
+
+    NaN if a wait gave up: it poisons received, but what comes late may lie over that.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
     total = tl.load(own_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -73,4 +78,5 @@ def reduce_partials_kernel(own_ptr, received_ptr, y_ptr, size, rank, WORLD: tl.c
         if source != rank:
             part_ptr = received_ptr + source * tl.cast(size, tl.int64)
             total += tl.load(part_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    total = tl.where(tl.load(abort_ptr, volatile=True) != 0, float("nan"), total)
     tl.store(y_ptr + offsets, total.to(y_ptr.dtype.element_ty), mask=mask)

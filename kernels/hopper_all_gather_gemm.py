@@ -22,7 +22,7 @@ from .hopper_tiles import (
     take_over,
 )
 from .signal import signal_word, wait_signal
-from .tiles import WHOLE, arrival, first_half, tile_and_side, tile_in_block
+from .tiles import WHOLE, arrival, first_cut, tile_and_side, tile_in_block
 
 
 @gluon.jit
@@ -34,7 +34,7 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
     total = per_chunk * WORLD * CHUNKS
-    halved = first_half(total, gl.num_programs(0), WHOLE_TILES)
+    halved = first_cut(total, gl.num_programs(0), WHOLE_TILES)
     k_steps = gl.cdiv(k, BLOCK_K)
     epoch = gl.load(epoch_ptr)
     step = 0
@@ -46,28 +46,14 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
         tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
         if source == rank:
-            step = _load_tile(
-                panels, step, own_desc, b_desc, b_half_desc, row, col, side, k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK
-            )
+            step = _load_tile(panels, step, own_desc, b_desc, b_half_desc, row, col, side, k_steps,
+                              BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         else:
             wait_signal(signals_ptr, signal_word(source, chunk), epoch, abort_ptr, record_ptr, tag, limit, True)
             fence_for_tma()
             row += source * m_shard
-            step = _load_tile(
-                panels,
-                step,
-                gathered_desc,
-                b_desc,
-                b_half_desc,
-                row,
-                col,
-                side,
-                k_steps,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-                B_IS_NK,
-            )
+            step = _load_tile(panels, step, gathered_desc, b_desc, b_half_desc, row, col, side, k_steps,
+                              BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
         index = claim_and_hand_over(tiles, turn, counter_ptr, 2 * total - halved)
 
@@ -91,7 +77,7 @@ def _multiply(panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, 
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
-    halved = first_half(per_chunk * WORLD * CHUNKS, gl.num_programs(0), WHOLE_TILES)
+    halved = first_cut(per_chunk * WORLD * CHUNKS, gl.num_programs(0), WHOLE_TILES)
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
@@ -144,6 +130,7 @@ def hopper_all_gather_gemm_kernel(
 
     b_half_desc: b again, in panels half as wide. WHOLE_TILES: no tile crosses a chunk's edge, so that tiles may be stored by TMA.
     """
+    gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS)
     buffers = gl.allocate_shared_memory(y_desc.dtype, [PARTS] + y_desc.block_type.shape, y_desc.layout)
     words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)

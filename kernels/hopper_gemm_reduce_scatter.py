@@ -140,10 +140,12 @@ def hopper_gemm_reduce_scatter_kernel(
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS x BLOCK_M, rows 16-byte aligned.
 
     received_desc: [M, N], block s from rank s. y_desc: [M/W, N].
+    REDUCE: the own tiles wait for the peers' partials and add them; else y is the own partial.
     BUFFERS: of each multiplying group for quarter tiles on their way out; two and three stages, or one and four, fit into
     shared memory.
     to1_desc: staging [M, N]; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks rank+1, rank+2, ...
     """
+    gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=PARTS + 1)
     outbox = make_outbox(y_desc, BUFFERS)
     places = (to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc)

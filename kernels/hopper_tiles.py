@@ -1,12 +1,12 @@
 """A warp-specialised tile GEMM for Hopper, in Gluon: one warp claims tiles, waits and loads; two warp groups multiply.
 
 The plain Triton kernels (all_gather_gemm.py, gemm_reduce_scatter.py) run anywhere and reach 74 to 91 % of cuBLAS on H200,
-because their loads, waits and stores stop the tensor cores. Here they do not: this form reached 96 to 100 % of cuBLAS on the
+because their loads, waits and stores stop the tensor cores. Here they do not: this form reached 96 to 105 % of cuBLAS on the
 shapes of benchmarks/. Only the loading warp waits for signals, while the tiles before are still being multiplied.
 
 The two multiplying groups, PART 0 and 1, have half of a tile's rows each and do not wait for one another: one stores what it has
-while the other keeps the tensor cores busy, as far ahead as the ring lets it be. In step they stood still for each store; apart
-they are 1 to 5 % faster, 2 to 3 % at K = 4096 (probes/gemm_shapes.py).
+while the other keeps the tensor cores busy, as far ahead as the ring lets it be (and GEMM + RS's storing warp, which takes part 0
+first). In step they stood still for each store; apart they are 1 to 5 % faster, 2 to 3 % at K = 4096.
 
 Shared memory: a ring of STAGES panels of A [BLOCK_M, BLOCK_K] and B, and a ring of two tile indices that the loading warp hands
 over. Each ring slot has a `full` barrier (its content is there) and a `free` one (all have read it). GEMM + RS has a storing

@@ -69,7 +69,8 @@ def _is_late(pass_: Pass, method: str) -> bool:
     """Whether the peers' partials, which follow the blocks of x, come when a fused scatter's last tiles already wait for them.
 
     Added behind the weight gradient they took 8B qkv from 0.513 to 0.357 ms, 70B qkv from 1.219 to 1.118, a column of 11008 x
-    4096 from 0.670 to 0.623; where they come in time it costs 1 % (4 x H200, whole backwards in the tuner).
+    4096 from 0.670 to 0.623; where they come in time it costs 1 % (4 x H200, whole backwards in the tuner), as
+    it does with gathered_input=keep, where no blocks of x go before them.
     """
     until_own = (pass_.world - 1) / pass_.world * pass_.gemm_us
     return pass_.kind == SCATTER_AND_WGRAD and method == "fused" and 2 * pass_.copy_us > until_own

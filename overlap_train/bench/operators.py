@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -109,8 +110,9 @@ def pass_of(case: Case, world: int, dtype: torch.dtype) -> Pass:
 
 
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice) -> Run:
-    """Our pass, as autograd runs it (linear.py)."""
+    """Our pass, as autograd runs it (linear.py), but with no reduction deferred: alone there is nothing to defer it behind."""
     method, name = choice.method, f"bench/{case.op}/{case.pass_}"
+    alone = replace(choice.way, deferred=False)
 
     def gather(o: Operands) -> torch.Tensor:
         with domain.operator(name, 1, choice.way.in_step):
@@ -118,7 +120,7 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice) -> Run:
 
     def scatter(o: Operands) -> torch.Tensor:
         with domain.operator(name, 1, choice.way.in_step):
-            return start_gemm_reduce_scatter(domain, o.left, o.right, method, name, choice.way).finish()
+            return start_gemm_reduce_scatter(domain, o.left, o.right, method, name, alone).finish()
 
     def column_weight(o: Operands) -> torch.Tensor:
         with domain.operator(name, calls=1):

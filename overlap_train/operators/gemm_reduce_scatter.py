@@ -2,7 +2,8 @@
 
 The GEMM computes the rows of rank R+1 first (direct: tiles for all peers in turn) and its own last. The copy engine pushes a
 destination's rows as soon as they are complete. The own rows then add the partials that have arrived, in fp32 and in fixed
-order: the same bits on every run.
+order: the same bits on every run. The last tiles of a persistent kernel do that, or a kernel of its own in `finish` (chunked, and
+fused where `Way.deferred` says so).
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ class ChunkedScatter:
         torch.mm(rows[domain.rank], b_kn, out=self._partials[domain.rank])
 
     def finish(self) -> torch.Tensor:
-        return reduce_partials(self._call, self._partials[self._domain.rank])
+        return reduce_partials(self._domain, self._call, self._partials[self._domain.rank])
 
 
-def reduce_partials(call: Call, own: torch.Tensor) -> torch.Tensor:
+def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> torch.Tensor:
     """own [M/W, N] + what the peers send [W, M/W, N] in rank order, the own block left out, summed in fp32 -> own's dtype."""
     call.wait_for_all()
     if own.device.type == "cuda":
         y = torch.empty_like(own)
-        call.launches.run("reduce", (own.data_ptr(), y.data_ptr()), partial(_reduce_launch, call, own, y))
+        call.launches.run("reduce", (own.data_ptr(), y.data_ptr()), partial(_reduce_launch, domain, call, own, y))
         return y
     total = own.float()
     for source in range(call.world_size):
@@ -85,17 +86,19 @@ def reduce_partials(call: Call, own: torch.Tensor) -> torch.Tensor:
     return total.to(own.dtype)
 
 
-def _reduce_launch(call: Call, own: torch.Tensor, y: torch.Tensor) -> Launch:
+def _reduce_launch(domain: OverlapDomain, call: Call, own: torch.Tensor, y: torch.Tensor) -> Launch:
     from ..kernels.gemm_reduce_scatter import reduce_partials_kernel
 
     block = 1024
-    arguments = dict(own_ptr=own, received_ptr=call.blocks, y_ptr=y, size=own.numel(), rank=call.rank)
+    arguments = dict(
+        own_ptr=own, received_ptr=call.blocks, y_ptr=y, size=own.numel(), rank=call.rank, abort_ptr=domain.fault.abort
+    )  # fmt: skip
     constants = dict(WORLD=call.world_size, BLOCK=block)
     return Launch(reduce_partials_kernel, (-(-own.numel() // block),), arguments, constants, ("own_ptr", "y_ptr"))
 
 
 class PersistentScatter:
-    """One kernel whose last tiles are the reduction, or with `deferred` the last but the reduction."""
+    """One kernel, whose last tiles are the reduction unless that is deferred."""
 
     _most_ranks = sys.maxsize  # that the Hopper kernel serves
     _may_defer = False
@@ -123,7 +126,7 @@ class PersistentScatter:
         kernels.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y, not self._deferred)
 
     def finish(self) -> torch.Tensor:
-        return reduce_partials(self._call, self._y) if self._deferred else self._y
+        return reduce_partials(self._domain, self._call, self._y) if self._deferred else self._y
 
 
 class FusedScatter(PersistentScatter):

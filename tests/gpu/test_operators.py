@@ -71,24 +71,26 @@ def test_a_deferred_reduction_is_exact(case: Case, way: Way) -> None:
     """Of a column's backward, behind the gather of x and before its weight gradient, several times with other numbers."""
     if case.config.method != "fused":
         pytest.skip("the others have nothing to defer, or always do")
-    w, domain = case.world, domain_of(case.group, case.config, case.device)
-    domain.prepare(Demand("deferred", "dx and x", 1024 * w * 768 * 2), None)
-    for seed, rows in enumerate((128, 256, 1024, 1024)):
-        dy, weight = case.integers(rows * w, 512 * w, seed=seed), case.integers(512 * w, 768, seed=10 + seed)
-        x = case.integers(rows * w, 768, seed=20 + seed)
+    w, domain, op = case.world, domain_of(case.group, case.config, case.device), way.named("deferred")
+    domain.prepare(Demand(op, "dx and x", 2048 * w * 4096 * case.dtype.itemsize), None)
+    # the last in two chunks of 8 MiB, twice in the same slots
+    for seed, (rows, n) in enumerate(((128, 768), (256, 768), (1024, 768), (2048, 4096), (2048, 4096), (2048, 4096))):
+        dy, weight = case.integers(rows * w, 128 * w, seed=seed), case.integers(128 * w, n, seed=10 + seed)
+        x = case.integers(rows * w, n, seed=20 + seed)
         own_dy, own_weight = (
             part.to(case.dtype) for part in (dy.chunk(w, 1)[case.rank], weight.chunk(w, 0)[case.rank])
         )
         poison(case)
-        with domain.operator("deferred", 2, way.in_step):
-            gather = start_all_gather(
-                domain, x.chunk(w, 0)[case.rank].to(case.dtype), "fused", "deferred/wgrad", IN_WHOLE
-            )
-            scatter = start_gemm_reduce_scatter(domain, own_dy, own_weight, "fused", "deferred/dgrad", way)
+        with domain.operator(op, 2, way.in_step):
+            gather = start_all_gather(domain, x.chunk(w, 0)[case.rank].to(case.dtype), "fused", f"{op}/wgrad", IN_WHOLE)
+            scatter = start_gemm_reduce_scatter(domain, own_dy, own_weight, "fused", f"{op}/dgrad", way)
             gathered = gather.full().clone()
             dx = scatter.finish()
         assert torch.equal(gathered.double(), x)
         assert torch.equal(dx.double(), (dy @ weight).chunk(w, 0)[case.rank])
+    calls = [call for slot in domain.workspace.slots for call in slot.calls.values() if call.op == f"{op}/dgrad"]
+    assert {call.chunks for call in calls} == ({1} if way.whole else {1, 2})
+    assert all("reduce" in call.launches._packed for call in calls), "the kernel behind it ran"
 
 
 def test_random_numbers_stay_within_the_rounding_bound(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""What the Hopper AG + GEMM kernel computes piece by piece: each tile once, and never in more time than whole tiles take."""
+"""Kernels and parts of kernels that only GPUs run otherwise: how a gather cuts tiles, and the reduction behind a wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from overlap_train.kernels.tiles import WHOLE, first_half, tile_and_side
+from overlap_train.kernels.gemm_reduce_scatter import reduce_partials_kernel
+from overlap_train.kernels.tiles import WHOLE, first_cut, tile_and_side
 
 SMS = 132
 
@@ -15,7 +16,7 @@ SMS = 132
 @triton.jit
 def list_pieces_kernel(halved_ptr, pieces_ptr, total, programs, MAY_CUT: tl.constexpr):
     """pieces [2 * total, 2]: (tile, side) of each piece."""
-    halved = first_half(total, programs, MAY_CUT)
+    halved = first_cut(total, programs, MAY_CUT)
     tl.store(halved_ptr, halved)
     for index in range(2 * total - halved):
         tile, side = tile_and_side(index, halved)
@@ -29,9 +30,10 @@ def pieces_of(total: int, programs: int, may_cut: bool) -> list[tuple[int, int]]
     return [(int(tile), int(side)) for tile, side in pieces[: 2 * total - int(halved)]]
 
 
+@pytest.mark.parametrize("sms", [SMS, 114, 1])
 @pytest.mark.parametrize("total", [1, 12, 65, 66, 67, 131, 132, 133, 192, 198, 199, 264])
-def test_every_tile_is_computed_once(total: int) -> None:
-    pieces = pieces_of(total, SMS, may_cut=True)
+def test_every_tile_is_computed_once(total: int, sms: int) -> None:
+    pieces = pieces_of(total, min(2 * total, sms), may_cut=True)  # as many as are launched
     whole = [tile for tile, side in pieces if side == WHOLE.value]
     halves = [piece for piece in pieces if piece[1] != WHOLE.value]
     cut = sorted({tile for tile, _ in halves})
@@ -51,3 +53,13 @@ def test_tiles_are_cut_where_half_of_the_last_wave_would_stand_idle(total: int, 
 
 def test_tiles_that_may_cross_an_edge_stay_whole() -> None:
     assert pieces_of(60, SMS, may_cut=False) == [(tile, WHOLE.value) for tile in range(60)]
+
+
+@pytest.mark.parametrize("aborted", [0, 1])
+def test_the_reduction_behind_a_wait_is_nan_where_a_wait_gave_up(aborted: int) -> None:
+    world, size, rank = 3, 40, 1
+    own, received = torch.arange(size, dtype=torch.float32), torch.full((world, size), 0.5)
+    received[rank] = torch.nan  # what no peer writes is not read
+    y, abort = torch.empty_like(own), torch.tensor([aborted], dtype=torch.int64)
+    reduce_partials_kernel[(3,)](own, received, y, size, rank, abort, WORLD=world, BLOCK=16)
+    assert torch.equal(y, own + 1.0) if not aborted else bool(y.isnan().all())

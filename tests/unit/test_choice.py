@@ -145,6 +145,13 @@ def test_before_m_is_known_the_largest_measured_m_answers(hopper_gpu: pytest.Mon
     assert default.method == "fused" and str(SMALL_M) in default.reason
 
 
+def test_a_measured_reduction_is_deferred_or_not_whatever_the_model_says(hopper_gpu: pytest.MonkeyPatch) -> None:
+    late = table_of(Winner(FC1.dgrad, "fused", {"fused": 1.0, "fused deferred": 0.9}))
+    assert choose("auto", FC1.dgrad, GPU, late).way == Way(deferred=True)
+    soon = table_of(Winner(QKV.dgrad, "fused", {"fused": 0.9, "fused deferred": 1.0}))
+    assert choose("auto", QKV.dgrad, GPU, soon).way == Way(in_step=True)
+
+
 @pytest.mark.parametrize("m", [None, 1, 1024, 1025, 1 << 20])
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_every_choice_has_a_reason(m: int | None, device: torch.device, hopper_gpu: pytest.MonkeyPatch) -> None:

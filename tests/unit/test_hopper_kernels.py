@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import multiprocessing
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
@@ -49,7 +50,8 @@ def test_the_gathering_kernel_waits_and_fences_before_it_loads_a_peers_shard(
     assert len(re.findall(ACQUIRE, ptx)) == 2, "one poll before the loop, one inside"
     # A and B, for whole and for half tiles: of the own shard by loads that no wait guards, of the peers' only behind the fence
     assert len(re.findall(TMA_LOAD, ptx)) == 8
-    assert len(re.findall(TMA_LOAD, reachable_without(ptx, FENCE))) == 4
+    for needed in (ACQUIRE, FENCE):
+        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 4
     assert (re.search(TMA_STORE, ptx) is not None) == whole_tiles
 
 
@@ -76,6 +78,25 @@ def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled:
     assert len(behind_fences) == 4
     for part in behind_fences:  # two halves of two messages each; waiting itself lies out of line
         assert len(re.findall(TMA_LOAD, part.split("globaltimer")[0])) >= 4
+    for needed in (ACQUIRE, FENCE):
+        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 2, "A and B only"
+
+
+ARRIVALS = [  # barriers by how many groups of warps arrive at them: rings of STAGES panels, of two tile indices, buffers
+    ("hopper_all_gather_gemm", {"WHOLE_TILES": True}, {1: 4 + 2, 2: 4 + 2}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": False}, {1: 4 + 2 + 4, 2: 4, 3: 2}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": True}, {1: 3 + 2 + 8, 2: 3, 3: 2}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "switches", "expected"), ARRIVALS)
+def test_barriers_wait_for_all_who_read(
+    compiled: Compile, kernel: str, switches: dict[str, bool], expected: dict[int, int]
+) -> None:
+    """What is full comes from one; a panel is free when both multiplying groups have read it, an index when all have."""
+    ptx, _ = compiled(kernel, True, **switches)
+    counts = [int(count) for count in re.findall(r"mbarrier\.init\.\S+ \[\S+\], (\d+);", ptx)]
+    assert Counter(counts) == expected
 
 
 def test_a_deferred_reduction_leaves_no_wait_in_the_scattering_kernel(compiled: Compile) -> None:
@@ -90,6 +111,7 @@ def test_a_deferred_reduction_leaves_no_wait_in_the_scattering_kernel(compiled: 
 
 KERNELS = [
     ("hopper_all_gather_gemm", {"WHOLE_TILES": True}),
+    ("hopper_all_gather_gemm", {"WHOLE_TILES": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}),
