@@ -33,6 +33,8 @@ NOISE = 0.05
 # GEMMs' time with chunked for qkv and 1.75 with direct, which alone was 2 % slower (4 x H200, a slow host). Long products have
 # launches to spare: there the default knows what bursts do not show (choice.py, LONG_GEMM_US).
 LAUNCHES_THAT_SHOW = 0.5
+# There so much is equal: chunked won 8B proj's backward by 6 %, and with it the layer took 1.39 ms, with fused throughout 1.28.
+WORTH_LAUNCHES = 0.1
 # A barrier takes 10 microseconds; collisions of shorter copies cost less.
 SHORT_COPY_US = 40.0
 
@@ -60,9 +62,10 @@ def ways_to_run(pass_: Pass, method: str, device: torch.device) -> list[Way]:
 
 
 def decide(timings: Mapping[str, Timing], default: str) -> str:
-    """The fastest method; of those that are equal but for noise the default or, where its launches show, the one with the least.
+    """The fastest method; of those that are equal but for noise the default. Where launches show, the method with the least of
+    them, of all that are slower by no more than WORTH_LAUNCHES.
 
-    Equal to others, collective wins where it is the default, and only there: a burst flatters it. A method that did not work
+    Equal to others, collective wins where it is the default, and only there. A method that did not work
     plainly is none, though it may have worked in another way. timings: under the names of a Winner.
     """
     best = {name: timing for name, timing in timings.items() if method_of(name) == name}
@@ -70,13 +73,23 @@ def decide(timings: Mapping[str, Timing], default: str) -> str:
         method = method_of(name)
         if method in best and timing.ms < best[method].ms:
             best[method] = timing
-    least = min(timing.ms for timing in best.values())
-    equal = [method for method, timing in best.items() if least >= (1 - NOISE) * timing.ms]
+    equal = _equal(best, NOISE)
     if default in equal and (default == "collective" or not launches_show(best[default])):
         return default
-    equal = [method for method in equal if method != "collective"] or equal
-    shows = any(launches_show(best[method]) for method in equal)
-    return min(equal, key=lambda method: best[method].host_us if shows else best[method].ms)
+    if not any(launches_show(best[method]) for method in equal):
+        return min(_overlapping(equal), key=lambda method: best[method].ms)
+    return min(_overlapping(_equal(best, WORTH_LAUNCHES)), key=lambda method: best[method].host_us)
+
+
+def _equal(best: Mapping[str, Timing], share: float) -> list[str]:
+    """The methods that are slower than the fastest by no more than this share of their time."""
+    least = min(timing.ms for timing in best.values())
+    return [method for method, timing in best.items() if least >= (1 - share) * timing.ms]
+
+
+def _overlapping(methods: list[str]) -> list[str]:
+    """Without collective, unless there is nothing else: a burst flatters it."""
+    return [method for method in methods if method != "collective"] or methods
 
 
 def launches_show(timing: Timing) -> bool:

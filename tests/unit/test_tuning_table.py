@@ -22,7 +22,7 @@ from overlap_train.tuned import table as table_module
 from overlap_train.tuned.passes import GATHER, SCATTER, Pass, rounded_up
 from overlap_train.tuned.table import Key, Table, Winner, key_of, path_of, read, save
 from overlap_train.tuned.ways import PLAIN, WAYS, Way, method_of
-from overlap_train.tuning.measure import NOISE, candidates, decide, ways_to_run
+from overlap_train.tuning.measure import NOISE, WORTH_LAUNCHES, candidates, decide, ways_to_run
 
 KEY = Key("NVIDIA H200", "2.11.0", "3.6.0", "570.86.15", "0.1.0", 4)
 FC1 = Pass(GATHER, 8192, 7168, 4096, torch.bfloat16, 4)
@@ -242,8 +242,8 @@ def test_a_winner_beats_the_default_by_more_than_noise() -> None:
 
 
 def test_of_equal_methods_the_one_with_the_least_launches_where_they_show() -> None:
-    """Training may be bound by its launches where a burst of one operator is not."""
-    just, well = 1 - NOISE / 2, 1 - 2 * NOISE
+    """Training may be bound by its launches where a burst of one operator is not, so more is equal then."""
+    just, well = 1 - WORTH_LAUNCHES / 2, 1 - 2 * WORTH_LAUNCHES
     host = {"chunked": 600.0, "fused": 200.0, "direct": 60.0, "collective": 20.0}
     assert winner("chunked", host, chunked=just, fused=1.0) == "fused"
     assert winner("chunked", host, chunked=well, fused=1.0) == "chunked"
