@@ -63,10 +63,10 @@ def ways_to_run(pass_: Pass, method: str, device: torch.device) -> list[Way]:
 
 def decide(timings: Mapping[str, Timing], default: str) -> str:
     """The fastest method; of those that are equal but for noise the default. Where launches show, the method with the least of
-    them, of all that are slower by no more than WORTH_LAUNCHES.
+    them, of all that are slower by no more than WORTH_LAUNCHES, and than collective by no more than noise.
 
-    Equal to others, collective wins where it is the default, and only there. A method that did not work
-    plainly is none, though it may have worked in another way. timings: under the names of a Winner.
+    Equal to others, collective wins where it is the default, and only there. A method that did not work plainly is none, though
+    it may have worked in another way. timings: under the names of a Winner.
     """
     best = {name: timing for name, timing in timings.items() if method_of(name) == name}
     for name, timing in timings.items():
@@ -78,7 +78,10 @@ def decide(timings: Mapping[str, Timing], default: str) -> str:
         return default
     if not any(launches_show(best[method]) for method in equal):
         return min(_overlapping(equal), key=lambda method: best[method].ms)
-    return min(_overlapping(_equal(best, WORTH_LAUNCHES)), key=lambda method: best[method].host_us)
+    rivals = set(_equal(best, WORTH_LAUNCHES))
+    if "collective" in best:
+        rivals &= {method for method in best if best["collective"].ms >= (1 - NOISE) * best[method].ms}
+    return min(_overlapping(sorted(rivals)), key=lambda method: best[method].host_us)
 
 
 def _equal(best: Mapping[str, Timing], share: float) -> list[str]:

@@ -253,6 +253,17 @@ def test_of_equal_methods_the_one_with_the_least_launches_where_they_show() -> N
     assert winner("fused", host, chunked=well, direct=just * well, fused=2.0) == "direct"
 
 
+def test_launches_are_no_reason_to_be_slower_than_collective() -> None:
+    """At small M those of every method show."""
+    host = {"fused": 700.0, "direct": 600.0, "collective": 650.0}
+    clear, same = 1 - 1.5 * NOISE, 1 - NOISE / 2
+    assert winner("fused", host, fused=1.0, direct=1.0, collective=clear) == "collective"
+    assert winner("fused", host, fused=clear, direct=1.0, collective=clear) == "fused", (
+        "direct is slower than collective"
+    )
+    assert winner("fused", host, fused=clear, direct=1.0, collective=same) == "direct"
+
+
 def test_long_products_keep_their_default() -> None:
     just, well = 1 - NOISE / 2, 1 - 2 * NOISE
     host = {"chunked": 400.0, "fused": 200.0}
