@@ -4,13 +4,15 @@
     gathered  [W, M/W, K]   the slot that the peers' copy engines fill; row block `rank` stays unused
     y         [M, N] = concat(shards) @ b [K, N]
 
-Shards are walked in the order in which they arrive: rank, rank-1, rank-2, ... (docs/design.md, AG+GEMM).
+Shards are walked in the order in which they arrive: rank, rank-1, rank-2, ... (docs/design.md, AG+GEMM). With DIRECT there are no
+copies: the kernel stores the own rows at the peers, before its first tile (store_rows.py).
 """
 
 import triton
 import triton.language as tl
 
 from .signal import claim, signal_word, wait_signal
+from .store_rows import store_at_peers
 from .tiles import arrival, tile_in_block, tile_offsets, tile_product
 
 
@@ -19,12 +21,18 @@ def all_gather_gemm_kernel(
     own_ptr, gathered_ptr, b_ptr, y_ptr,
     m_shard, n, k, stride_bk, stride_bn,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    WORLD: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
+    sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
+    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
+    TIMED: tl.constexpr,
 ):  # fmt: skip
     m_chunk = m_shard // CHUNKS
     per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     epoch = tl.load(epoch_ptr)
+    if DIRECT:  # before any wait: who waits for a peer must owe nothing
+        STEP: tl.constexpr = PIECE // 4  # 16 elements of each of 256 threads
+        store_at_peers(own_ptr, m_chunk * k, tl.arange(0, STEP), rank, sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
+                       epoch, WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
     index = claim(counter_ptr).to(tl.int32)
     while index < per_chunk * WORLD * CHUNKS:
         source, chunk = arrival(index // per_chunk, rank, WORLD, CHUNKS)

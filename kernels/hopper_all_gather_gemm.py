@@ -2,6 +2,9 @@
 
 Tiles are computed in waves, one for each SM. Where the last wave would leave at least half of the SMs without one, its tiles are
 cut into left and right halves: 5.5 waves instead of 6 for 704 tiles on 132 SMs (8192 x 2752).
+
+With DIRECT two more warps of each CTA store the own rows at the peers (store_rows.py), through registers: beside four stages
+there is no shared memory left for that.
 """
 
 from triton.experimental import gluon
@@ -22,7 +25,13 @@ from .hopper_tiles import (
     take_over,
 )
 from .signal import signal_word, wait_signal
+from .store_rows import store_at_peers
 from .tiles import WHOLE, arrival, first_cut, tile_and_side, tile_in_block
+
+SENDERS = gl.constexpr(
+    2
+)  # warps of a CTA that store at peers; with the loading one they are three of the four there is room for
+VECTOR = gl.constexpr(8)  # elements that a thread stores at once: 16 bytes
 
 
 @gluon.jit
@@ -112,6 +121,18 @@ def _multiply(panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, 
 
 
 @gluon.jit
+def _send(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr,
+          PIECE: gl.constexpr, STEP: gl.constexpr):  # fmt: skip
+    if DIRECT:
+        sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = places
+        m_shard, _, k = sizes
+        layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [SENDERS], [0])
+        lane = gl.arange(0, STEP, layout)
+        store_at_peers(own_ptr, m_shard // CHUNKS * k, lane, words[0], sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
+                       gl.load(words[3]), WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
+
+
+@gluon.jit
 def _unless_aborted(acc, abort_ptr):
     """acc, or NaN once a wait gave up: whatever was loaded must not look like a result."""
     if gl.load(abort_ptr, volatile=True) != 0:
@@ -121,10 +142,12 @@ def _unless_aborted(acc, abort_ptr):
 
 @gluon.jit(do_not_specialize=["rank", "tag", "limit"])
 def hopper_all_gather_gemm_kernel(
-    own_desc, gathered_desc, b_desc, b_half_desc, y_desc, y_ptr, m_shard, n, k,
+    own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, y_ptr, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr, num_warps: gl.constexpr,
+    sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
+    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr, STEP: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N]; all 16-byte aligned rows.
 
@@ -134,6 +157,7 @@ def hopper_all_gather_gemm_kernel(
     panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS)
     buffers = gl.allocate_shared_memory(y_desc.dtype, [PARTS] + y_desc.block_type.shape, y_desc.layout)
     words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
+    places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
         (_multiply, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, 0, WORLD, CHUNKS,
@@ -142,4 +166,5 @@ def hopper_all_gather_gemm_kernel(
                      BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
         (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, BLOCK_M, BLOCK_N,
                  BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
-    ], [WARPS, 1], [232, 40])  # fmt: skip
+        (_send, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP)),
+    ], [WARPS, 1, SENDERS], [232, 40, 40])  # fmt: skip

@@ -14,13 +14,14 @@ from .tuned.ways import PLAIN, Way
 __all__ = ["GATHER", "PUSHING", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
 
 # Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
-# H200: at M = 256 by 1.3 to 2, for a gather at M = 512 by up to 1.1; scattering at M = 512, direct is 1.03 to 1.1 times faster).
+# H200: at M = 256 by 1.3 to 2, at M = 512 by up to 1.1; but direct is 1.03 to 1.1 times faster scattering there, and on 2 x H200
+# 1.2 to 1.4 times gathering).
 SMALL_M, SMALL_M_DIRECT = 512, 256  # the second where direct can take over
 # Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail (8B qkv forward:
 # 0.204 ms with whole blocks, 0.226 with chunks; by chunked, in twice the host time, 0.209; its backward: 0.357 and 0.380).
 COPIES_THAT_SHOW = 0.75
-# A storing kernel costs 22 microseconds of host time and a fused one 70, which shows in products shorter than this, and in a
-# column's backward where copies are shorter than that.
+# A storing kernel costs 22 microseconds of host time and a fused one 70, which shows in products shorter than this (a gather of
+# 1024 x 6144 x 4096: 0.068 ms by direct, 0.082 by fused, 2 x H200), and in a column's backward where copies are shorter.
 SHORT_GEMM_US, FUSED_HOST_US = 160.0, 70.0
 # Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
 # A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
@@ -61,7 +62,7 @@ def _way(method: str, pass_: Pass, device: torch.device, table: Table) -> Way:
 
 def _outweighs(pass_: Pass, method: str) -> bool:
     """Whether pushes take so long beside the product that each of them costs more than chunks shorten the tail."""
-    methods = {GATHER: ("fused", "direct"), SCATTER: (), SCATTER_AND_WGRAD: ("fused",)}[pass_.kind]
+    methods = {GATHER: ("fused",), SCATTER: (), SCATTER_AND_WGRAD: ("fused",)}[pass_.kind]
     return method in methods and pass_.copy_us > COPIES_THAT_SHOW * pass_.gemm_us
 
 
@@ -109,7 +110,7 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     """(method, reason)."""
     if device.type != "cuda":
         return "chunked", "CPU tensors"
-    small_m = SMALL_M_DIRECT if pass_.kind != GATHER and _on_hopper(pass_, device) else SMALL_M
+    small_m = SMALL_M_DIRECT if _on_hopper(pass_, device) else SMALL_M
     if pass_.m is not None and pass_.m <= small_m:
         return "collective", f"M={pass_.m} is at most {small_m}"
     if not _on_hopper(pass_, device):
@@ -119,9 +120,10 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
             "fused",
             f"the Hopper kernels serve it; another where M shows to be better served, collective up to {small_m}",
         )
-    if _is_late(pass_, "fused") and pass_.copy_us > FUSED_HOST_US:
+    shows = _is_late(pass_, "fused") or (pass_.kind == GATHER and _outweighs(pass_, "fused"))
+    if shows and pass_.copy_us > FUSED_HOST_US:
         return "fused", "copies take long beside the GEMM"
-    if pass_.kind != GATHER and (pass_.copy_us > pass_.gemm_us or pass_.gemm_us < SHORT_GEMM_US):
+    if pass_.gemm_us < SHORT_GEMM_US or (pass_.kind != GATHER and pass_.copy_us > pass_.gemm_us):
         return "direct", "a short GEMM"
     if pass_.gemm_us > LONG_GEMM_US:
         return "chunked", "a long GEMM"

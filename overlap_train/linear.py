@@ -23,11 +23,10 @@ from .arguments import Problem, all_gather_problem, reduce_scatter_problem
 from .choice import GATHER, SCATTER, Choice, Pass, choose
 from .config import OverlapConfig, flag_name
 from .domain import OverlapDomain
-from .operators.all_gather_gemm import start_all_gather
+from .operators.all_gather_gemm import start_all_gather, start_all_gather_alone
 from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from .profiling import profiled
 from .registry import domain_of
-from .tuned.ways import IN_WHOLE
 from .weight_gradient import weight_gradient
 
 
@@ -198,7 +197,7 @@ class _AllGatherLinear(torch.autograd.Function):
         in_step = plan.dgrad_in_step and gathers and wants_dx
         with plan.domain.operator(plan.dgrad, gathers + wants_dx, in_step), profiled(plan.dgrad_range):
             if gathers:
-                gather = start_all_gather(plan.domain, saved, plan.gather.method, plan.wgrad, IN_WHOLE)
+                gather = start_all_gather_alone(plan.domain, saved, plan.gather.method, plan.wgrad)
             if wants_dx:
                 how = plan.scatter.method, plan.dgrad, plan.scatter.way
                 scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, *how)

@@ -31,9 +31,11 @@ PROOFS: dict[str, _Proofs] = {
     "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT),),
     "reduce_partials_kernel": (),  # runs behind a wait kernel
 }
-# And where a switch of the kernel is on: DIRECT, its epilogue signals the peers; REDUCE, its last tiles wait for theirs.
+# And where a switch of the kernel is on: DIRECT, it stores at the peers and signals them; REDUCE, its last tiles wait for theirs.
 PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {
     "DIRECT": {
+        "all_gather_gemm_kernel": ((STORE, BARRIER, COUNT, SIGNAL),),
+        "hopper_all_gather_gemm_kernel": ((STORE, BARRIER, COUNT, SIGNAL),),
         "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT, SIGNAL),),
         "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT, SIGNAL),),
     },

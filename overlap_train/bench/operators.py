@@ -11,11 +11,10 @@ import torch
 
 from ..choice import GATHER, SCATTER, Choice, Pass, choose
 from ..domain import Demand, OverlapDomain
-from ..operators.all_gather_gemm import start_all_gather
+from ..operators.all_gather_gemm import start_all_gather, start_all_gather_alone
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from ..registry import check as check_timeouts
 from ..registry import domain_of
-from ..tuned.ways import IN_WHOLE
 from .check import Reference, check, product_reference, scatter_reference
 from .operands import Operands, make_operands
 from .output import Results
@@ -124,7 +123,7 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice) -> Run:
 
     def column_weight(o: Operands) -> torch.Tensor:
         with domain.operator(name, calls=1):
-            return into_target(o, o.right, start_all_gather(domain, o.left, method, name, IN_WHOLE).full())
+            return into_target(o, o.right, start_all_gather_alone(domain, o.left, method, name).full())
 
     def row_weight(o: Operands) -> torch.Tensor:
         return into_target(o, o.whole, o.right)

@@ -52,8 +52,7 @@ def record(out: Path) -> None:
     calls: dict[str, list[dict[str, Any]]] = {}
     for method in METHODS:
         settings = {"group": group, "config": OverlapConfig(method=method)}
-        if method != "direct":  # gathering, the same as fused
-            calls[f"all_gather_linear {method}"] = _profile(partial(all_gather_linear, x, w1, **settings))
+        calls[f"all_gather_linear {method}"] = _profile(partial(all_gather_linear, x, w1, **settings))
         calls[f"linear_reduce_scatter {method}"] = _profile(partial(linear_reduce_scatter, h, w2, **settings))
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """AllGather + GEMM: y [M, N] = all_gather(x_shard_m [M/W, K]) @ b_kn [K, N].
 
-Push with the copy engine: each rank copies its shard from the caller's tensor into every peer's slot, nearest first, a signal
-behind each copy. The GEMM walks the shards in the order in which they arrive, its own first, and waits for each.
+Each rank sends its shard from the caller's tensor into every peer's slot, nearest first, a signal behind each chunk: by the copy
+engine, or (direct) by stores of the GEMM's own kernel. The GEMM walks the shards in the order in which they arrive, its own
+first, and waits for each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from ..domain import OverlapDomain
 from ..tuned.ways import PLAIN, Way
 from . import hopper, portable
-from .tiles import chunk_count, worth_a_stream
+from .tiles import chunk_count, sent_chunk_count, worth_a_stream
 
 
 class Gather(Protocol):
@@ -31,11 +32,15 @@ class Gather(Protocol):
 
 
 def start_all_gather(domain: OverlapDomain, x_shard_m: torch.Tensor, method: str, op: str, way: Way = PLAIN) -> Gather:
-    """Start gathering x_shard_m [M/W, K]; nobody waits yet.
-
-    way: what a gather can do of it; for a product that begins when all is there, chunks would be pushes for nothing (IN_WHOLE).
-    """
+    """Start gathering x_shard_m [M/W, K] for `matmul`; nobody waits yet."""
     return GATHERS[method](domain, x_shard_m.contiguous(), op, way)
+
+
+def start_all_gather_alone(domain: OverlapDomain, x_shard_m: torch.Tensor, method: str, op: str) -> Gather:
+    """Start gathering x_shard_m [M/W, K] for a product that begins when all is there (`full`): there whole blocks are best, and
+    the copy engine, which leaves the SMs alone."""
+    alone = method if method == "collective" else "chunked"
+    return start_all_gather(domain, x_shard_m, alone, op)
 
 
 class CollectiveGather:
@@ -64,10 +69,13 @@ class ChunkedGather:
         self._arrived = False  # whether all blocks have been waited for
         chunks = 1 if way.whole else self._chunks(x_shard_m)
         self._call = domain.workspace.open(x_shard_m.shape, x_shard_m.dtype, op, chunks)
-        domain.engine.push(x_shard_m, self._call.broadcast())
+        self._start()
 
     def _chunks(self, x_shard_m: torch.Tensor) -> int:
         return 1
+
+    def _start(self) -> None:
+        self._domain.engine.push(self._own, self._call.broadcast())
 
     def full(self) -> torch.Tensor:
         self._call.blocks[self._domain.rank].copy_(self._own)
@@ -96,14 +104,37 @@ class FusedGather(ChunkedGather):
         return chunk_count(m_shard, k * x_shard_m.element_size(), x_shard_m.device)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        return self._multiply(b_kn, sends=False)
+
+    def _multiply(self, b_kn: torch.Tensor, sends: bool) -> torch.Tensor:
+        """sends: the kernel stores the own rows at the peers."""
         # full() waits again: its wait costs nothing where the kernel's waits were met, and poisons x where one gave up.
         kernels = hopper if hopper.serves(self._own, b_kn) else portable
-        return kernels.all_gather_gemm(self._domain, self._call, self._own, b_kn)
+        return kernels.all_gather_gemm(self._domain, self._call, self._own, b_kn, sends)
+
+
+class DirectGather(FusedGather):
+    """That kernel sends, too: no copies and no host time for them, and chunks that cost nothing may be finer."""
+
+    def _chunks(self, x_shard_m: torch.Tensor) -> int:
+        return sent_chunk_count(x_shard_m.shape[0], x_shard_m.device)
+
+    def _start(self) -> None:
+        self._sent = False  # by the kernel
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        self._sent = True
+        return self._multiply(b_kn, sends=True)
+
+    def full(self) -> torch.Tensor:
+        if not self._sent:  # nothing was multiplied (a frozen input): the peers need the rows all the same
+            self._domain.engine.push(self._own, self._call.broadcast())
+        return super().full()
 
 
 GATHERS: dict[str, Callable[[OverlapDomain, torch.Tensor, str, Way], Gather]] = {
     "collective": CollectiveGather,
     "chunked": ChunkedGather,
     "fused": FusedGather,
-    "direct": FusedGather,  # it is about scattering; gathering has nothing to store
+    "direct": DirectGather,
 }

@@ -14,12 +14,17 @@ import torch
 from ..domain import OverlapDomain
 from ..packed_launch import Launch
 from ..protocol.slot import Call
-from .tiles import multiprocessors, protocol_arguments
+from .tiles import multiprocessors, protocol_arguments, sending
 
 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES = 128, 256, 64, 8, 4
 PART_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2  # what one of two multiplying groups stores at a time
 # Tiles that are stored at a peer leave at NVLink's pace: buffers for all quarters of one, and a stage less, hide that.
 STAGES_DIRECT, BUFFERS_DIRECT = 3, 2
+# What a CTA that sends rows has in flight, in elements: the more, the faster it sends, and the more it takes from the product.
+# With 2048 (4 KB) 8192 x 14336 x 4096 took 22 us longer than with the copy engine, with 1024 7 us (of 637, 2 x H200). Copies take
+# (W - 1) / W x 1800 / N of the product's time: where that shows, all is needed.
+STEP_GENTLE, STEP_FAST = 1024, 2048
+NARROW_N = 2400  # of one rank
 MOST_PEERS = 7  # that the kernel has a tensor descriptor for
 # Two groups of 4 multiplying warps and the loading and storing one, padded to 4, share 65,536 registers: 168 a thread, then 232
 # and 40. Triton counts the first group only.
@@ -50,29 +55,36 @@ def serves_scatter(a_mk: torch.Tensor, b_kn: torch.Tensor, m_chunk: int) -> bool
     return m_chunk % BLOCK_M == 0 and serves(a_mk, b_kn)
 
 
-def all_gather_gemm(domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
-    """y [M, N] = (own [M/W, K] and the peers' shards) @ b_kn [K, N]."""
+def all_gather_gemm(
+    domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor, sends: bool
+) -> torch.Tensor:
+    """y [M, N] = (own [M/W, K] and the peers' shards) @ b_kn [K, N]. sends: the kernel stores own at the peers."""
     y = own.new_empty(own.shape[0] * domain.world_size, b_kn.shape[1])
-    addresses = (own.data_ptr(), b_kn.data_ptr(), b_kn.data_ptr(), y.data_ptr(), y.data_ptr())
-    key = ("gather", own.shape, b_kn.shape, b_kn.stride())
-    call.launches.run(key, addresses, lambda: _gather_launch(domain, call, own, b_kn, y))
+    addresses = (own.data_ptr(), own.data_ptr(), b_kn.data_ptr(), b_kn.data_ptr(), y.data_ptr(), y.data_ptr())
+    key = ("gather", sends, own.shape, b_kn.shape, b_kn.stride())
+    call.launches.run(key, addresses, lambda: _gather_launch(domain, call, own, b_kn, y, sends))
     return y
 
 
-def _gather_launch(domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor) -> Launch:
+def _gather_launch(
+    domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor, sends: bool
+) -> Launch:
     from ..kernels.hopper_all_gather_gemm import hopper_all_gather_gemm_kernel
 
     m_shard = own.shape[0]
     arguments = dict(
-        own_desc=_descriptor(own, BLOCK_M, BLOCK_K), gathered_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K),
+        own_desc=_descriptor(own, BLOCK_M, BLOCK_K), own_ptr=own,
+        gathered_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K),
         b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N), y_desc=_descriptor(y, PART_M, HALF_N), y_ptr=y,
     )  # fmt: skip
+    words = sending(domain, call, sends)
     whole = m_shard % (call.chunks * BLOCK_M) == 0
-    constants = _constants(b_kn, STAGES) | {"WHOLE_TILES": whole}
-    replaced = ("own_desc", "b_desc", "b_half_desc", "y_desc", "y_ptr")
-    return _launch(
-        hopper_all_gather_gemm_kernel, domain, call, (m_shard, own.shape[1]), b_kn, arguments, constants, replaced
-    )
+    arguments |= words.arguments
+    step = STEP_FAST if b_kn.shape[1] < NARROW_N else STEP_GENTLE
+    constants = _constants(b_kn, STAGES) | {"WHOLE_TILES": whole, "STEP": step} | words.constants
+    replaced = ("own_desc", "own_ptr", "b_desc", "b_half_desc", "y_desc", "y_ptr")
+    sizes = (m_shard, own.shape[1])
+    return _launch(hopper_all_gather_gemm_kernel, domain, call, sizes, b_kn, arguments, constants, replaced)
 
 
 def gemm_reduce_scatter(
@@ -129,12 +141,17 @@ def _launch(
     arguments: dict[str, Any], constants: dict[str, Any], replaced: tuple[str, ...],
 ) -> Launch:  # fmt: skip
     (m_shard, k), n = sizes, b_kn.shape[1]
-    tiles = -(-m_shard // BLOCK_M) * -(-n // BLOCK_N) * domain.world_size
-    if constants.get("WHOLE_TILES"):
-        tiles *= 2  # they may be cut into halves, so that half as many still reach every SM
+    programs = multiprocessors(domain.device)
+    if (
+        not constants.get("PIECE") or not constants["DIRECT"]
+    ):  # else every SM sends, though it may have nothing to multiply
+        tiles = -(-m_shard // BLOCK_M) * -(-n // BLOCK_N) * domain.world_size
+        programs = min(
+            programs, 2 * tiles if constants.get("WHOLE_TILES") else tiles
+        )  # whole ones may be cut into halves
     words = protocol_arguments(domain, call)
     return Launch(
-        kernel, (min(tiles, multiprocessors(domain.device)),),
+        kernel, (programs,),
         arguments | dict(m_shard=m_shard, n=n, k=k) | words.arguments, constants | words.constants, replaced,
     )  # fmt: skip
 

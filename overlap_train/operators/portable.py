@@ -10,7 +10,7 @@ import torch
 from ..domain import OverlapDomain
 from ..packed_launch import Launch
 from ..protocol.slot import Call
-from .tiles import multiprocessors, protocol_arguments
+from .tiles import multiprocessors, protocol_arguments, sending
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,20 @@ def tile_config(dtype: torch.dtype, device: torch.device) -> TileConfig:
     return _FULL if dtype == torch.float32 else _HALF
 
 
-def all_gather_gemm(domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
-    """y [M, N] = (own [M/W, K] and the peers' shards) @ b_kn [K, N]."""
+def all_gather_gemm(
+    domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor, sends: bool
+) -> torch.Tensor:
+    """y [M, N] = (own [M/W, K] and the peers' shards) @ b_kn [K, N]. sends: the kernel stores own at the peers."""
     y = own.new_empty(own.shape[0] * domain.world_size, b_kn.shape[1])
     addresses = (own.data_ptr(), b_kn.data_ptr(), y.data_ptr())
-    key = ("portable gather", own.shape, b_kn.shape, b_kn.stride(), _alignment(addresses))
-    call.launches.run(key, addresses, lambda: _gather_launch(domain, call, own, b_kn, y))
+    key = ("portable gather", sends, own.shape, b_kn.shape, b_kn.stride(), _alignment(addresses))
+    call.launches.run(key, addresses, lambda: _gather_launch(domain, call, own, b_kn, y, sends))
     return y
 
 
-def _gather_launch(domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor) -> Launch:
+def _gather_launch(
+    domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor, sends: bool
+) -> Launch:
     from ..kernels.all_gather_gemm import all_gather_gemm_kernel
 
     (m_shard, k), n = own.shape, b_kn.shape[1]
@@ -60,7 +64,10 @@ def _gather_launch(domain: OverlapDomain, call: Call, own: torch.Tensor, b_kn: t
         own_ptr=own, gathered_ptr=call.blocks, b_ptr=b_kn, y_ptr=y, m_shard=m_shard, n=n, k=k,
         stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1),
     )  # fmt: skip
-    return _launch(all_gather_gemm_kernel, domain, call, y, m_shard, arguments, {}, ("own_ptr", "b_ptr", "y_ptr"))
+    words, replaced = sending(domain, call, sends), ("own_ptr", "b_ptr", "y_ptr")
+    return _launch(
+        all_gather_gemm_kernel, domain, call, y, m_shard, arguments | words.arguments, words.constants, replaced
+    )
 
 
 def gemm_reduce_scatter(

@@ -19,6 +19,9 @@ _INTERPRETER_POLLS_PER_SECOND = 10_000
 _SHORTEST_COPY = 8 << 20
 # A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2.
 _SHORTEST_STORED = 1024
+# Rows that a gathering kernel stores itself cost none either; the end that they shorten is that of its own product: 4 rows of
+# tiles.
+_SHORTEST_SENT = 512
 # NCCL on a stream of its own costs 10 microseconds of host time for the events, as long as it takes for 4 MB.
 _SHORTEST_ASIDE = 8 << 20
 # Tiles of every kernel are at most this tall, so that chunks of whole multiples hold whole tiles.
@@ -39,10 +42,20 @@ def chunk_count(m_shard: int, row_bytes: int, device: torch.device) -> int:
 
 @functools.cache
 def stored_chunk_count(m_shard: int, device: torch.device) -> int:
-    """As chunk_count, for chunks that a kernel stores at the peers and signals itself."""
+    """As chunk_count, for chunks that a scattering kernel stores at the peers and signals itself."""
+    return _chunks_of_rows(m_shard, _SHORTEST_STORED, device)
+
+
+@functools.cache
+def sent_chunk_count(m_shard: int, device: torch.device) -> int:
+    """As chunk_count, for the own rows that a gathering kernel stores at the peers and signals itself."""
+    return _chunks_of_rows(m_shard, _SHORTEST_SENT, device)
+
+
+def _chunks_of_rows(m_shard: int, shortest: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 2 if m_shard % 2 == 0 else 1
-    fits = [c for c in (1, 2, 4, 8) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard >= c * _SHORTEST_STORED]
+    fits = [c for c in (1, 2, 4, 8) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard >= c * shortest]
     return max(fits, default=1)
 
 
@@ -68,6 +81,19 @@ def protocol_arguments(domain: OverlapDomain, call: Call) -> Words:
         limit=int(timeout_s * (1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)),
     )  # fmt: skip
     return Words(arguments, dict(WORLD=domain.world_size, CHUNKS=call.chunks))
+
+
+def sending(domain: OverlapDomain, call: Call, sends: bool) -> Words:
+    """What a gathering kernel is told, beside them, about sending the own rows itself.
+
+    PIECE: elements that are claimed and counted at once: 32 KB in bf16, which take a CTA a few microseconds; two or more of a
+    chunk in the tests.
+    """
+    slot = call.slot
+    arguments = dict(
+        sent_ptr=slot.sent, complete_ptr=slot.complete, memory_at_ptr=slot.memory_at, outgoing_at_ptr=slot.outgoing_at
+    )
+    return Words(arguments, dict(DIRECT=sends, PIECE=16384 if domain.device.type == "cuda" else 64))
 
 
 @functools.cache

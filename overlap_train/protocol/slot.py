@@ -40,10 +40,11 @@ class Slot:
         self.outgoing_at = _addresses(self.outgoing, device)  # int64 [W], for kernels that signal peers themselves
         self.memory_at = _addresses(self.memory, device)  # int64 [W], for kernels that store at peers themselves
         self.expected = 0  # the epoch again, for waits on the host alone: replayed graphs do not count here
-        self.control = torch.zeros(2 + world * MAX_CHUNKS, dtype=torch.int64, device=device)
+        self.control = torch.zeros(3 + world * MAX_CHUNKS, dtype=torch.int64, device=device)
         self.epoch = self.control[:1]  # on the device, so that a replayed graph counts on
         self.claimed = self.control[1:2]  # tiles taken by some CTA
-        self.complete = self.control[2:]  # tiles written, by destination and chunk
+        self.sent = self.control[2:3]  # pieces of the own rows taken by some CTA that stores them at the peers
+        self.complete = self.control[3:]  # tiles, or pieces, written, by destination and chunk
         self._increment = torch.zeros_like(self.control)
         self._increment[0] = 1
         self._keep = self._increment.clone()

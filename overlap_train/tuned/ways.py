@@ -31,7 +31,6 @@ class Way:
 
 
 PLAIN = Way()
-IN_WHOLE = Way(whole=True)
 WAYS = tuple(itertools.starmap(Way, itertools.product((False, True), repeat=3)))
 
 

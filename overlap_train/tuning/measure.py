@@ -20,11 +20,11 @@ from ..bench.timing import Call, Timing, input_sets, measure, pace
 from ..bench.world import World
 from ..choice import GATHER, PUSHING, SCATTER_AND_WGRAD, Choice, Pass, untuned
 from ..domain import OverlapDomain
-from ..operators.all_gather_gemm import start_all_gather
+from ..operators.all_gather_gemm import start_all_gather_alone
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from ..operators.tiles import chunk_count
 from ..tuned.table import Winner
-from ..tuned.ways import IN_WHOLE, WAYS, Way, method_of
+from ..tuned.ways import WAYS, Way, method_of
 
 # Two measurements of one method differ by 2 %, and a layer around it does more: collective won a backward by 2.1 % here, and in
 # training that backward took 0.61 instead of 0.51 ms (Llama-3 8B qkv, 4 x H200).
@@ -40,12 +40,8 @@ SHORT_COPY_US = 40.0
 
 
 def candidates(pass_: Pass, methods: Sequence[str], default: str) -> list[str]:
-    """The methods to try: those asked for, the default, and always collective: auto must never be slower than that.
-
-    For a gather direct is the same as fused.
-    """
-    named = ["fused" if method == "direct" and pass_.kind == GATHER else method for method in methods]
-    return list(dict.fromkeys([*named, default, "collective"]))
+    """The methods to try: those asked for, the default, and always collective: auto must never be slower than that."""
+    return list(dict.fromkeys([*methods, default, "collective"]))
 
 
 def ways_to_run(pass_: Pass, method: str, device: torch.device) -> list[Way]:
@@ -150,7 +146,7 @@ def backward(domain: OverlapDomain, choice: Choice) -> Run:
         # which needs none, is measured with it too.
         with domain.operator("tune", calls=2, in_step=True):
             x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
-            gather = start_all_gather(domain, x_shard_m, choice.method, "tune/wgrad", IN_WHOLE)
+            gather = start_all_gather_alone(domain, x_shard_m, choice.method, "tune/wgrad")
             scatter = start_gemm_reduce_scatter(domain, o.left, o.right, choice.method, "tune/dgrad", choice.way)
             torch.mm(o.left.t(), gather.full())
             return scatter.finish()

@@ -11,10 +11,10 @@ import torch.utils.checkpoint
 
 from overlap_train import all_gather_linear, linear_reduce_scatter
 from overlap_train.domain import Demand
-from overlap_train.operators.all_gather_gemm import start_all_gather
+from overlap_train.operators.all_gather_gemm import start_all_gather_alone
 from overlap_train.operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from overlap_train.registry import domain_of
-from overlap_train.tuned.ways import IN_WHOLE, WAYS, Way
+from overlap_train.tuned.ways import WAYS, Way
 from tests.linear_cases import OPERATORS, SHAPES, Case, poison, rounding_bound
 
 SHAPES_OF_TILES = {**SHAPES, "several tiles": ((300, 2), 520, 390), "many tiles": ((1024, 1), 1024, 1536)}
@@ -82,7 +82,7 @@ def test_a_deferred_reduction_is_exact(case: Case, way: Way) -> None:
         )
         poison(case)
         with domain.operator(op, 2, way.in_step):
-            gather = start_all_gather(domain, x.chunk(w, 0)[case.rank].to(case.dtype), "fused", f"{op}/wgrad", IN_WHOLE)
+            gather = start_all_gather_alone(domain, x.chunk(w, 0)[case.rank].to(case.dtype), "fused", f"{op}/wgrad")
             scatter = start_gemm_reduce_scatter(domain, own_dy, own_weight, "fused", f"{op}/dgrad", way)
             gathered = gather.full().clone()
             dx = scatter.finish()

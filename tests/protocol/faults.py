@@ -40,6 +40,15 @@ _CLAIM = 'tl.cast(1, tl.int64), sem="relaxed", scope="gpu")'
 _POLL = 'seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")\n'
 _FIRST_POLL = f"signal_ptr = signals_ptr + word\n    {_POLL}"
 _NEXT_POLL = f"while waiting:\n        {_POLL}"
+_SIGNAL_AT_PEER = 'tl.atomic_xchg(signal_ptr, epoch, sem="release", scope="sys")'
+_COUNT = 'tl.cast(1, tl.int64), sem="acq_rel", scope="sys") + 1'
+_COUNT_BARRIER = "tl.debug_barrier()\n    counted"
+_OF_PUSHES = (
+    "operator ends before its pushes",
+    "wrong block at the peer",
+    "wrong signal word",
+    "signal of another chunk",
+)
 
 
 def host_faults() -> dict[str, Fault]:
@@ -78,4 +87,27 @@ def fused_faults(kernel: str) -> dict[str, Fault]:
         "first poll at GPU scope": in_signal(_FIRST_POLL, "sys", "gpu", order),
         "next poll relaxed": in_signal(_NEXT_POLL, "acquire", "relaxed", order),
         "next poll at GPU scope": in_signal(_NEXT_POLL, "sys", "gpu", order),
+    }
+
+
+def storing_faults(kernel: str, *between: str) -> dict[str, Fault]:
+    """Those of a persistent kernel that stores at the peers and pushes nothing.
+
+    between: modules that import kernels.signal for it.
+    """
+
+    def in_signal(old: str, right: str, wrong: str, report: str) -> Fault:
+        return Fault("kernels.signal", old, old.replace(right, wrong), report, (*between, kernel))
+
+    shared = {
+        name: fault
+        for name, fault in (host_faults() | fused_faults(kernel)).items()
+        if fault.module != "protocol.copy_engine" and name not in _OF_PUSHES
+    }
+    return shared | {
+        "count does not acquire": in_signal(_COUNT, "acq_rel", "release", "acquires and is released"),
+        "count does not release": in_signal(_COUNT, "acq_rel", "acquire", "acquires and is released"),
+        "counted without barrier": in_signal(_COUNT_BARRIER, "tl.debug_barrier()", "pass", "CTA bar"),
+        "told relaxed": in_signal(_SIGNAL_AT_PEER, "release", "relaxed", "released"),
+        "told at GPU scope": in_signal(_SIGNAL_AT_PEER, "sys", "gpu", "released"),
     }

@@ -244,11 +244,11 @@ def _allocating(scheduler: Scheduler, memory: dict[int, Memory]) -> Callable[...
 
 
 def _name_words(scheduler: Scheduler, heap: SimulatedHeap, domain: SimulatedDomain) -> None:
-    """Names for reports: signals[slot, source, chunk]; claimed[0]; complete[target * MAX_CHUNKS + chunk]."""
+    """Names for reports: signals[slot, source, chunk]; claimed[0]; sent[0]; complete[target * MAX_CHUNKS + chunk]."""
     rank, slots, chunks = domain.rank, domain.workspace.slots, core("kernels.signal_words").MAX_CHUNKS
     count = (len(slots) + 1) * domain.world_size * chunks  # one slot more for the barrier
     words = heap.view(rank)[: 8 * count].view(torch.int64).view(-1, domain.world_size, chunks)
     scheduler.watch(**{f"signals{rank}": words, f"abort{rank}": domain.fault.abort})
     for index, slot in enumerate(slots):
-        words = {"epoch": slot.epoch, "claimed": slot.claimed, "complete": slot.complete}
+        words = {"epoch": slot.epoch, "claimed": slot.claimed, "sent": slot.sent, "complete": slot.complete}
         scheduler.watch(**{f"rank{rank}.slot{index}.{word}": memory for word, memory in words.items()})

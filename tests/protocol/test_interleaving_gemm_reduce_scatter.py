@@ -10,7 +10,7 @@ pytest.importorskip("greenlet")
 
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import assert_caught, assert_passes
-from tests.protocol.faults import Fault, fused_faults, host_faults, in_slot
+from tests.protocol.faults import Fault, fused_faults, host_faults, in_slot, storing_faults
 from tests.protocol.operator_problems import scatters
 from tests.protocol.simulated_ranks import TILE, Simulation
 
@@ -23,10 +23,7 @@ TELL = "announce_at_peer(complete_ptr + signal_word(target, chunk), per_chunk, s
 CLAIM = 'tl.int64), sem="relaxed", scope="gpu")'
 RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef announce_at_peer'
 GOAL = "(complete[i], tiles)"
-RELEASE_AT_PEER = 'tl.atomic_xchg(signal_ptr, epoch, sem="release", scope="sys")'
-COUNT = 'tl.cast(1, tl.int64), sem="acq_rel", scope="sys") + 1'
 BARRIER = "tl.debug_barrier()\n    tl.atomic_add("
-COUNT_BARRIER = "tl.debug_barrier()\n    counted"
 COUNTERS = "self.slot.complete.split(1)[peer * MAX_CHUNKS :]"
 DEADLOCK = "deadlock.*complete.* to reach"
 FOREIGN = "foreign = per_chunk * CHUNKS * (WORLD - 1)"
@@ -55,18 +52,8 @@ FUSED_FAULTS = {
     "tiles claimed twice": Fault("kernels.signal", CLAIM, f"{CLAIM} // 2", "wrong result|deadlock", (KERNEL,)),
     "own rows first": Fault("kernels.tiles", "(rank + 1 + unit //", "(rank + unit //", "deadlock", (KERNEL,)),
 }
-OF_PUSHES = (
-    "operator ends before its pushes",
-    "wrong block at the peer",
-    "wrong signal word",
-    "signal of another chunk",
-)
 DIRECT_FAULTS = {
-    **{
-        name: fault
-        for name, fault in (host_faults() | fused_faults(KERNEL)).items()
-        if fault.module != "protocol.copy_engine" and name not in OF_PUSHES
-    },
+    **storing_faults(KERNEL),
     "told before stored": Fault(KERNEL, LAND, f"                {TELL}\n{LAND}"),
     "not told": Fault(KERNEL, TELL, "pass", "deadlock"),
     "told for another chunk": Fault(KERNEL, "epoch_ptr.dtype) + chunk", "epoch_ptr.dtype) + 1 - chunk"),
@@ -75,11 +62,6 @@ DIRECT_FAULTS = {
     "stored in another block": Fault(KERNEL, "+ rank * block", "+ target * block"),
     "told after the first tile": Fault(KERNEL, "target, chunk), per_chunk, signal", "target, chunk), 1, signal"),
     "told an old epoch": Fault(KERNEL, "signal_ptr, epoch)", "signal_ptr, epoch - 1)", "deadlock"),
-    "count does not acquire": in_signal(COUNT, COUNT.replace("acq_rel", "release"), "acquires and is released"),
-    "count does not release": in_signal(COUNT, COUNT.replace("acq_rel", "acquire"), "acquires and is released"),
-    "counted without barrier": in_signal(COUNT_BARRIER, COUNT_BARRIER.replace("tl.debug_barrier()", "pass"), "CTA bar"),
-    "told relaxed": in_signal(RELEASE_AT_PEER, RELEASE_AT_PEER.replace("release", "relaxed"), "released"),
-    "told at GPU scope": in_signal(RELEASE_AT_PEER, RELEASE_AT_PEER.replace("sys", "gpu"), "released"),
     "own rows first": Fault("kernels.tiles", FOREIGN, f"{FOREIGN}\n        {BACKWARDS}", "deadlock", (KERNEL,)),
     "tiles of one peer for another": Fault("kernels.tiles", "1 + index %", "2 + index %", "wrong|deadlock", (KERNEL,)),
 }

@@ -134,6 +134,10 @@ def test_fused_passes(gathered_input: str) -> None:
     assert_passes(mlp("fused", Simulation(2), gathered_input), range(4))
 
 
+def test_direct_passes() -> None:
+    assert_passes(mlp("direct", Simulation(2)), range(4))
+
+
 def test_a_column_whose_input_is_frozen_passes() -> None:
     assert_passes(mlp("fused", Simulation(2), wants_dx=False), range(3))
 

@@ -48,10 +48,11 @@ def test_collectives_beside_the_callers_work() -> None:
     assert values(run_ranks(2, _every_shape_aside, limit_s=60)) == [10] * 2
 
 
-def test_every_shape_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["fused", "direct"])
+def test_every_shape_by_kernels(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels themselves, interpreted, between real processes."""
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    assert values(run_ranks(2, _every_shape, "fused", limit_s=100)) == [10] * 2
+    assert values(run_ranks(2, _every_shape, method, limit_s=100)) == [10] * 2
 
 
 def _keep_gathered(rank: int, world: int, method: str) -> None:

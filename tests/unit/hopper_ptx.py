@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-WORDS = ("counter_ptr", "complete_ptr", "outgoing_at_ptr", "signals_ptr", "epoch_ptr", "abort_ptr", "record_ptr")
+WORDS = (
+    "counter_ptr", "sent_ptr", "complete_ptr", "memory_at_ptr", "outgoing_at_ptr", "signals_ptr", "epoch_ptr", "abort_ptr",
+    "record_ptr",
+)  # fmt: skip
 
 
 def leave_the_interpreter() -> None:
@@ -36,17 +39,21 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
         PART_M,
         STAGES,
         STAGES_DIRECT,
+        STEP_FAST,
     )
 
     module = __import__(f"overlap_train.kernels.{kernel_name}", fromlist=["kernel"])
     kernel = getattr(module, f"{kernel_name}_kernel")
     constants: dict[str, Any] = dict(
         WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
-        STAGES=STAGES_DIRECT if switches.get("DIRECT") else STAGES, B_IS_NK=b_is_nk, num_warps=_LAUNCH["num_warps"],
+        STAGES=STAGES, B_IS_NK=b_is_nk, num_warps=_LAUNCH["num_warps"],
         **switches,
     )  # fmt: skip
-    if "DIRECT" in switches:
-        constants = {"REDUCE": True, "BUFFERS": BUFFERS_DIRECT if switches["DIRECT"] else 1} | constants
+    if "own_desc" in kernel.arg_names:
+        constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP_FAST} | constants
+    else:
+        direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
+        constants = {"REDUCE": True} | constants | direct
     panel, out = _descriptor(BLOCK_M, BLOCK_K), _descriptor(PART_M, HALF_N)
     b, b_half = (_descriptor(n, BLOCK_K) if b_is_nk else _descriptor(BLOCK_K, n) for n in (BLOCK_N, HALF_N))
     types = {
@@ -58,11 +65,14 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
         "y_desc": out,
         "received_desc": _descriptor(BLOCK_M, HALF_N),
     } | {f"to{step}_desc": out for step in range(1, 8)}
-    types |= dict.fromkeys(WORDS, "*i64") | {"y_ptr": "*bf16", "limit": "i64"}
+    types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "y_ptr": "*bf16", "limit": "i64"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr") or name in "nk"}
+    whole = ("m_shard", "n", "k")
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr") or name in whole
+    }
     source = GluonASTSource(kernel, signature, values, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_LAUNCH)
 

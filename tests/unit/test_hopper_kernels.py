@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 ACQUIRE, RELEASE_ADD = r"ld\.global\.sys\.acquire", r"(?:atom|red)\S*\.release\S*\.add"
 COUNT, SIGNAL = r"atom\S*\.acq_rel\S*\.add", r"atom\S*\.release\S*\.exch"
 TMA_LOAD, TMA_STORE = r"cp\.async\.bulk\.tensor\.2d\.shared", r"cp\.async\.bulk\.tensor\.2d\.global\.shared"
+WIDE_LOAD, WIDE_STORE = r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32"
 FENCE, WRITTEN = r"fence\.proxy\.async\.global", r"cp\.async\.bulk\.wait_group 0;"
 
 Compile = Callable[..., tuple[str, int]]
@@ -82,6 +83,18 @@ def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled:
         assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 2, "A and B only"
 
 
+def test_the_gathering_kernel_counts_a_piece_only_when_all_of_it_is_stored(compiled: Compile) -> None:
+    """By both warps, in stores of 16 bytes; whoever counts the last of a chunk signals."""
+    ptx, _ = compiled("hopper_all_gather_gemm", True, WHOLE_TILES=True, DIRECT=True)
+    stores = [match.end() for match in re.finditer(WIDE_STORE, ptx)]
+    (count,) = (match.start() for match in re.finditer(COUNT, ptx))
+    assert len(stores) == len(re.findall(WIDE_LOAD, ptx)) == 4
+    assert stores[-1] < count
+    assert re.search(r"bar\.sync\s+\d+, 64;", ptx[stores[-1] : count]), "of two warps"
+    assert re.search(SIGNAL, ptx[count : count + 3000])
+    assert not re.search(WIDE_STORE, compiled("hopper_all_gather_gemm", True, WHOLE_TILES=True)[0])
+
+
 ARRIVALS = [  # barriers by how many groups of warps arrive at them: rings of STAGES panels, of two tile indices, buffers
     ("hopper_all_gather_gemm", {"WHOLE_TILES": True}, {1: 4 + 2, 2: 4 + 2}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}, {1: 4 + 2 + 4, 2: 4, 3: 2}),
@@ -112,6 +125,8 @@ def test_a_deferred_reduction_leaves_no_wait_in_the_scattering_kernel(compiled: 
 KERNELS = [
     ("hopper_all_gather_gemm", {"WHOLE_TILES": True}),
     ("hopper_all_gather_gemm", {"WHOLE_TILES": False}),
+    ("hopper_all_gather_gemm", {"WHOLE_TILES": True, "DIRECT": True}),
+    ("hopper_all_gather_gemm", {"WHOLE_TILES": False, "DIRECT": True}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}),

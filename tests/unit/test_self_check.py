@@ -33,13 +33,14 @@ TILES = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, PRECISION="ieee", TI
 PORTABLE = {
     "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),
     "meet_kernel": ("signal", dict(WORLD=2, TIMED=True)),
-    "all_gather_gemm_kernel": ("all_gather_gemm", TILES),
+    "all_gather_gemm_kernel": ("all_gather_gemm", TILES | {"DIRECT": False, "PIECE": 4096}),
     "gemm_reduce_scatter_kernel": ("gemm_reduce_scatter", TILES),
 }
 PLAIN: dict[str, bool] = {}
 DEFERRED = {"DIRECT": False, "REDUCE": False}
 FUSED = {"DIRECT": False, "REDUCE": True}
 DIRECT = {"DIRECT": True, "REDUCE": True}
+SENDING = {"DIRECT": True}
 CASES = [
     ("wait_kernel", PLAIN, (ACQUIRE,)),
     ("meet_kernel", PLAIN, (SIGNAL, ACQUIRE)),
@@ -47,7 +48,9 @@ CASES = [
     ("gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, COUNT, STORE)),
     ("gemm_reduce_scatter_kernel", DEFERRED, (COUNT, STORE)),
     ("gemm_reduce_scatter_kernel", DIRECT, (ACQUIRE, COUNT, SIGNAL)),
+    ("all_gather_gemm_kernel", SENDING, (ACQUIRE, STORE, BARRIER, COUNT, SIGNAL)),
     ("hopper_all_gather_gemm_kernel", PLAIN, (ACQUIRE, FENCE, TMA_LOAD)),
+    ("hopper_all_gather_gemm_kernel", SENDING, (ACQUIRE, FENCE, TMA_LOAD, STORE, BARRIER, COUNT, SIGNAL)),
     ("hopper_gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, FENCE, COUNT, TMA_STORED, BARRIER)),
     ("hopper_gemm_reduce_scatter_kernel", DEFERRED, (COUNT, TMA_STORED, BARRIER)),
     ("hopper_gemm_reduce_scatter_kernel", DIRECT, (ACQUIRE, FENCE, COUNT, SIGNAL)),
@@ -67,8 +70,9 @@ def ptx_of() -> Iterator[Ptx]:
             switches = dict(on)
             if name in PORTABLE:
                 module, constants = PORTABLE[name]
-                return process.submit(hopper_ptx.compiled_portable, module, name, **constants, **switches).result(120)
-            switches = switches or {"WHOLE_TILES": True}
+                return process.submit(hopper_ptx.compiled_portable, module, name, **(constants | switches)).result(120)
+            if "gather" in name:
+                switches = {"WHOLE_TILES": True} | switches
             return process.submit(hopper_ptx.compiled, name.removesuffix("_kernel"), True, **switches).result(120)[0]
 
         yield lambda name, switches: compiled(name, *switches.items())
