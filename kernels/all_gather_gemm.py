@@ -11,7 +11,7 @@ copies: the kernel stores the own rows at the peers, before its first tile (stor
 import triton
 import triton.language as tl
 
-from .signal import claim, signal_word, wait_signal
+from .signal import claim, leave, signal_word, wait_signal
 from .store_rows import store_at_peers
 from .tiles import arrival, tile_in_block, tile_offsets, tile_product
 
@@ -21,14 +21,14 @@ def all_gather_gemm_kernel(
     own_ptr, gathered_ptr, b_ptr, y_ptr,
     m_shard, n, k, stride_bk, stride_bn,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
+    sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
     TIMED: tl.constexpr,
 ):  # fmt: skip
     m_chunk = m_shard // CHUNKS
     per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
-    epoch = tl.load(epoch_ptr)
+    epoch = tl.load(epoch_ptr) + (1 if DIRECT else 0)
     if DIRECT:  # before any wait: who waits for a peer must owe nothing
         STEP: tl.constexpr = PIECE // 4  # 16 elements of each of 256 threads
         store_at_peers(own_ptr, m_chunk * k, tl.arange(0, STEP), rank, sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
@@ -51,3 +51,5 @@ def all_gather_gemm_kernel(
         y_ptrs = y_ptr + (source.to(tl.int64) * m_shard + first_row + rows) * n + cols
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
         index = claim(counter_ptr).to(tl.int32)
+    if DIRECT:
+        leave(left_ptr, epoch_ptr, epoch, WORLD)

@@ -16,7 +16,7 @@ reduce_partials_kernel adds the others, behind what the caller does meanwhile.
 import triton
 import triton.language as tl
 
-from .signal import announce, announce_at_peer, claim, signal_word, wait_signal
+from .signal import announce, announce_at_peer, claim, leave, signal_word, wait_signal
 from .tiles import departure, tile_in_block, tile_offsets, tile_product
 
 
@@ -24,14 +24,15 @@ from .tiles import departure, tile_in_block, tile_offsets, tile_product
 def gemm_reduce_scatter_kernel(
     a_ptr, b_ptr, staging_ptr, received_ptr, y_ptr,
     m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-    rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, memory_at_ptr, outgoing_at_ptr,
+    rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, left_ptr,
+    memory_at_ptr, outgoing_at_ptr,
     WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, REDUCE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     m_chunk = m_shard // CHUNKS
     per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     block = tl.cast(m_shard, tl.int64) * n
-    epoch = tl.load(epoch_ptr)
+    epoch = tl.load(epoch_ptr) + (1 if DIRECT else 0)
     index = claim(counter_ptr).to(tl.int32)
     while index < per_chunk * WORLD * CHUNKS:
         target, chunk, tile = departure(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
@@ -61,6 +62,8 @@ def gemm_reduce_scatter_kernel(
                     acc += tl.where(arrived, part.to(tl.float32), float("nan"))
             tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)
         index = claim(counter_ptr).to(tl.int32)
+    if DIRECT:
+        leave(left_ptr, epoch_ptr, epoch, WORLD)
 
 
 @triton.jit

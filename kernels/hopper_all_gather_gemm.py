@@ -24,7 +24,7 @@ from .hopper_tiles import (
     store_quarter,
     take_over,
 )
-from .signal import signal_word, wait_signal
+from .signal import leave, signal_word, wait_signal
 from .store_rows import store_at_peers
 from .tiles import WHOLE, arrival, first_cut, tile_and_side, tile_in_block
 
@@ -36,8 +36,9 @@ VECTOR = gl.constexpr(8)  # elements that a thread stores at once: 16 bytes
 
 @gluon.jit
 def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes,
-          WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-          GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr):  # fmt: skip
+          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
+          WHOLE_TILES: gl.constexpr):  # fmt: skip
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
@@ -45,7 +46,7 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
     total = per_chunk * WORLD * CHUNKS
     halved = first_cut(total, gl.num_programs(0), WHOLE_TILES)
     k_steps = gl.cdiv(k, BLOCK_K)
-    epoch = gl.load(epoch_ptr)
+    epoch = gl.load(epoch_ptr) + (1 if DIRECT else 0)
     step = 0
     turn = 0
     index = claim_and_hand_over(tiles, turn, counter_ptr, 2 * total - halved)
@@ -129,7 +130,7 @@ def _send(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.constex
         layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [SENDERS], [0])
         lane = gl.arange(0, STEP, layout)
         store_at_peers(own_ptr, m_shard // CHUNKS * k, lane, words[0], sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
-                       gl.load(words[3]), WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
+                       gl.load(words[3]) + 1, WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
 
 
 @gluon.jit
@@ -144,7 +145,7 @@ def _unless_aborted(acc, abort_ptr):
 def hopper_all_gather_gemm_kernel(
     own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, y_ptr, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
+    sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr, STEP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr, num_warps: gl.constexpr,
@@ -164,7 +165,9 @@ def hopper_all_gather_gemm_kernel(
                      BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
         (_multiply, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, 1, WORLD, CHUNKS,
                      BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
-        (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, BLOCK_M, BLOCK_N,
-                 BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+        (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
+                 BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
         (_send, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP)),
     ], [WARPS, 1, SENDERS], [232, 40, 40])  # fmt: skip
+    if DIRECT:
+        leave(left_ptr, epoch_ptr, gl.load(epoch_ptr) + 1, WORLD)

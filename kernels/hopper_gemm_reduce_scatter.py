@@ -30,7 +30,7 @@ from .hopper_tiles import (
     stores_are_written,
     take_over,
 )
-from .signal import announce, announce_at_peer, signal_word, wait_signal
+from .signal import announce, announce_at_peer, leave, signal_word, wait_signal
 from .tiles import departure, tile_in_block
 
 
@@ -44,7 +44,7 @@ def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, size
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
     k_steps = gl.cdiv(k, BLOCK_K)
-    epoch = gl.load(epoch_ptr)
+    epoch = gl.load(epoch_ptr) + (1 if DIRECT else 0)
     step = 0
     turn = 0
     index = claim_and_hand_over(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
@@ -101,7 +101,7 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
     m_shard, n, _ = sizes
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
-    epoch = gl.load(epoch_ptr)
+    epoch = gl.load(epoch_ptr) + (1 if DIRECT else 0)
     turn = 0
     sent = 0
     index = take_over(tiles, turn, 1)
@@ -132,7 +132,7 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
 @gluon.jit(do_not_specialize=["rank", "tag", "limit"])
 def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc, m_shard, n, k,
-    rank, counter_ptr, complete_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
+    rank, counter_ptr, complete_ptr, left_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
     B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
@@ -161,3 +161,5 @@ def hopper_gemm_reduce_scatter_kernel(
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, rank, sizes, WORLD, CHUNKS, DIRECT,
                   BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
     ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip
+    if DIRECT:
+        leave(left_ptr, epoch_ptr, gl.load(epoch_ptr) + 1, WORLD)

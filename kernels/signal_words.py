@@ -3,6 +3,10 @@
 # A slot has this many signals per source rank; a call that uses fewer chunks leaves the rest alone.
 MAX_CHUNKS = 8
 
+# What the CTAs of one kernel count together, in this order (slot.py, Counters): how many of them have left, tiles and pieces that
+# were claimed, and what is complete, a word for each signal.
+FIRST_COUNTERS = 3
+
 # Words of a fault record.
 
 FAULT_SET = 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..domain import OverlapDomain
 from ..tuned.ways import PLAIN, Way
 from . import hopper, portable
-from .tiles import chunk_count, sent_chunk_count, worth_a_stream
+from .tiles import chunk_count, stored_chunk_count, worth_a_stream
 
 
 class Gather(Protocol):
@@ -75,6 +75,7 @@ class ChunkedGather:
         return 1
 
     def _start(self) -> None:
+        self._call.next_epoch()
         self._domain.engine.push(self._own, self._call.broadcast())
 
     def full(self) -> torch.Tensor:
@@ -114,13 +115,13 @@ class FusedGather(ChunkedGather):
 
 
 class DirectGather(FusedGather):
-    """That kernel sends, too: no copies and no host time for them, and chunks that cost nothing may be finer."""
+    """That kernel sends, too: there are no copies, and no host time for them."""
 
     def _chunks(self, x_shard_m: torch.Tensor) -> int:
-        return sent_chunk_count(x_shard_m.shape[0], x_shard_m.device)
+        return stored_chunk_count(x_shard_m.shape[0], x_shard_m.device)
 
     def _start(self) -> None:
-        self._sent = False  # by the kernel
+        self._sent = False
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         self._sent = True
@@ -128,7 +129,7 @@ class DirectGather(FusedGather):
 
     def full(self) -> torch.Tensor:
         if not self._sent:  # nothing was multiplied (a frozen input): the peers need the rows all the same
-            self._domain.engine.push(self._own, self._call.broadcast())
+            super()._start()
         return super().full()
 
 

@@ -122,7 +122,6 @@ def _scatter_launch(
     arguments = dict(
         a_desc=_descriptor(a_mk, BLOCK_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), y_desc=_descriptor(y, PART_M, HALF_N),
         received_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, HALF_N),
-        complete_ptr=call.slot.complete, outgoing_at_ptr=call.slot.outgoing_at,
     )  # fmt: skip
     places = [staging.flatten(0, 1)] if staging is not None else [call.landing(peer) for peer in call.peers] or [y]
     places += places[:1] * (MOST_PEERS - len(places))  # every parameter wants a value
@@ -141,19 +140,20 @@ def _launch(
     arguments: dict[str, Any], constants: dict[str, Any], replaced: tuple[str, ...],
 ) -> Launch:  # fmt: skip
     (m_shard, k), n = sizes, b_kn.shape[1]
-    programs = multiprocessors(domain.device)
-    if (
-        not constants.get("PIECE") or not constants["DIRECT"]
-    ):  # else every SM sends, though it may have nothing to multiply
-        tiles = -(-m_shard // BLOCK_M) * -(-n // BLOCK_N) * domain.world_size
-        programs = min(
-            programs, 2 * tiles if constants.get("WHOLE_TILES") else tiles
-        )  # whole ones may be cut into halves
-    words = protocol_arguments(domain, call)
+    words = protocol_arguments(domain, call, stores=constants["DIRECT"])
     return Launch(
-        kernel, (programs,),
+        kernel, (_programs(domain, m_shard, n, constants),),
         arguments | dict(m_shard=m_shard, n=n, k=k) | words.arguments, constants | words.constants, replaced,
     )  # fmt: skip
+
+
+def _programs(domain: OverlapDomain, m_shard: int, n: int, constants: dict[str, Any]) -> int:
+    """How many CTAs: one for each tile, or half of one where they may be cut, at most one for each SM. Of a kernel that sends
+    rows every SM has one, though there may be nothing left to multiply for it."""
+    if "PIECE" in constants and constants["DIRECT"]:
+        return multiprocessors(domain.device)
+    tiles = -(-m_shard // BLOCK_M) * -(-n // BLOCK_N) * domain.world_size
+    return min(2 * tiles if constants.get("WHOLE_TILES") else tiles, multiprocessors(domain.device))
 
 
 def _constants(b_kn: torch.Tensor, stages: int) -> dict[str, Any]:

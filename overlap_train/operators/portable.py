@@ -103,12 +103,12 @@ def _scatter_launch(
 ) -> Launch:
     from ..kernels.gemm_reduce_scatter import gemm_reduce_scatter_kernel
 
-    (m_shard, n), slot = y.shape, call.slot
+    m_shard, n = y.shape
     arguments = dict(
         a_ptr=a_mk, b_ptr=b_kn, staging_ptr=y if staging is None else staging, received_ptr=call.blocks, y_ptr=y,
         m_shard=m_shard, n=n, k=a_mk.shape[1], stride_am=a_mk.stride(0), stride_ak=a_mk.stride(1),
         stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1),
-        complete_ptr=slot.complete, memory_at_ptr=slot.memory_at, outgoing_at_ptr=slot.outgoing_at,
+        memory_at_ptr=call.slot.memory_at,
     )  # fmt: skip
     replaced = ("a_ptr", "b_ptr", "staging_ptr", "y_ptr")
     constants = {"DIRECT": staging is None, "REDUCE": reduce}
@@ -119,7 +119,7 @@ def _launch(
     kernel: Any, domain: OverlapDomain, call: Call, y: torch.Tensor, m_shard: int,
     arguments: dict[str, Any], constants: dict[str, Any], replaced: tuple[str, ...],
 ) -> Launch:  # fmt: skip
-    words, tile = protocol_arguments(domain, call), tile_config(y.dtype, domain.device)
+    words, tile = protocol_arguments(domain, call, stores=constants["DIRECT"]), tile_config(y.dtype, domain.device)
     constants = constants | words.constants | tile.constants()
     constants |= dict(PRECISION="ieee", TIMED=domain.device.type == "cuda")
     grid = grid_size(m_shard, y.shape[1], domain.world_size, tile, domain.device)

@@ -17,11 +17,9 @@ _INTERPRETER_POLLS_PER_SECOND = 10_000
 # of a gather the last GEMM, of a scatter what the own rows wait for. AG + GEMM of 8192 x 14336 x 4096 reached 0.95 of its bound
 # with 8 MiB and 0.93 with 16 (4 x H200); where copies outweigh the GEMM 16 are 9 % faster (choice.py: blocks are sent whole).
 _SHORTEST_COPY = 8 << 20
-# A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2.
+# A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2. A gather
+# of 8192 x 14336 x 4096 took 0.672 ms so and 0.689 with chunks half as long (2 x H200).
 _SHORTEST_STORED = 1024
-# Rows that a gathering kernel stores itself cost none either; the end that they shorten is that of its own product: 4 rows of
-# tiles.
-_SHORTEST_SENT = 512
 # NCCL on a stream of its own costs 10 microseconds of host time for the events, as long as it takes for 4 MB.
 _SHORTEST_ASIDE = 8 << 20
 # Tiles of every kernel are at most this tall, so that chunks of whole multiples hold whole tiles.
@@ -42,20 +40,10 @@ def chunk_count(m_shard: int, row_bytes: int, device: torch.device) -> int:
 
 @functools.cache
 def stored_chunk_count(m_shard: int, device: torch.device) -> int:
-    """As chunk_count, for chunks that a scattering kernel stores at the peers and signals itself."""
-    return _chunks_of_rows(m_shard, _SHORTEST_STORED, device)
-
-
-@functools.cache
-def sent_chunk_count(m_shard: int, device: torch.device) -> int:
-    """As chunk_count, for the own rows that a gathering kernel stores at the peers and signals itself."""
-    return _chunks_of_rows(m_shard, _SHORTEST_SENT, device)
-
-
-def _chunks_of_rows(m_shard: int, shortest: int, device: torch.device) -> int:
+    """As chunk_count, for chunks that a kernel stores at the peers and signals itself."""
     if device.type != "cuda":
         return 2 if m_shard % 2 == 0 else 1
-    fits = [c for c in (1, 2, 4, 8) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard >= c * shortest]
+    fits = [c for c in (1, 2, 4, 8) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard >= c * _SHORTEST_STORED]
     return max(fits, default=1)
 
 
@@ -72,11 +60,13 @@ class Words:
     constants: dict[str, Any]
 
 
-def protocol_arguments(domain: OverlapDomain, call: Call) -> Words:
-    """Of one call."""
+def protocol_arguments(domain: OverlapDomain, call: Call, stores: bool) -> Words:
+    """Of one call. stores: the kernel stores at the peers itself, and counts the epoch."""
+    counters = call.slot.own_counters if stores else call.slot.counters
     timeout_s, on_gpu = domain.config.timeout_s, domain.device.type == "cuda"
     arguments = dict(
-        rank=domain.rank, counter_ptr=call.slot.claimed, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch,
+        rank=domain.rank, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, outgoing_at_ptr=call.slot.outgoing_at,
+        counter_ptr=counters.claimed, complete_ptr=counters.complete, left_ptr=counters.left,
         abort_ptr=domain.fault.abort, record_ptr=domain.fault.record, tag=domain.fault.tag(call.waiting(domain.rank)),
         limit=int(timeout_s * (1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)),
     )  # fmt: skip
@@ -84,15 +74,12 @@ def protocol_arguments(domain: OverlapDomain, call: Call) -> Words:
 
 
 def sending(domain: OverlapDomain, call: Call, sends: bool) -> Words:
-    """What a gathering kernel is told, beside them, about sending the own rows itself.
+    """What a gathering kernel is told, beside them, about storing the own rows at the peers, if it `sends` them.
 
     PIECE: elements that are claimed and counted at once: 32 KB in bf16, which take a CTA a few microseconds; two or more of a
     chunk in the tests.
     """
-    slot = call.slot
-    arguments = dict(
-        sent_ptr=slot.sent, complete_ptr=slot.complete, memory_at_ptr=slot.memory_at, outgoing_at_ptr=slot.outgoing_at
-    )
+    arguments = dict(sent_ptr=call.slot.own_counters.sent, memory_at_ptr=call.slot.memory_at)
     return Words(arguments, dict(DIRECT=sends, PIECE=16384 if domain.device.type == "cuda" else 64))
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..driver import CudaDriver
-from ..kernels.signal_words import MAX_CHUNKS
+from ..kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
 from ..packed_launch import LaunchCache
 from ..symmetric import SymmetricHeap
 from .copy_engine import Route
@@ -22,6 +22,17 @@ from .watchdog import Waiting
 
 def _addresses(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device)
+
+
+class Counters:
+    """What the CTAs of one kernel count together, int64 words on the device, in the order of kernels/signal_words.py."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = words
+        self.left = words[:1]  # CTAs that are at their end
+        self.claimed = words[1:2]  # tiles taken by some CTA
+        self.sent = words[2:3]  # pieces of the own rows taken by some CTA that stores them at the peers
+        self.complete = words[FIRST_COUNTERS:]  # tiles, or pieces, written, by destination and chunk
 
 
 class Slot:
@@ -40,11 +51,12 @@ class Slot:
         self.outgoing_at = _addresses(self.outgoing, device)  # int64 [W], for kernels that signal peers themselves
         self.memory_at = _addresses(self.memory, device)  # int64 [W], for kernels that store at peers themselves
         self.expected = 0  # the epoch again, for waits on the host alone: replayed graphs do not count here
-        self.control = torch.zeros(3 + world * MAX_CHUNKS, dtype=torch.int64, device=device)
+        count = FIRST_COUNTERS + world * MAX_CHUNKS
+        self.control = torch.zeros(1 + count, dtype=torch.int64, device=device)
         self.epoch = self.control[:1]  # on the device, so that a replayed graph counts on
-        self.claimed = self.control[1:2]  # tiles taken by some CTA
-        self.sent = self.control[2:3]  # pieces of the own rows taken by some CTA that stores them at the peers
-        self.complete = self.control[3:]  # tiles, or pieces, written, by destination and chunk
+        self.counters = Counters(self.control[1:])  # zeroed when the epoch is counted
+        # of kernels that do both at their own end, since no copy sends the epoch
+        self.own_counters = Counters(torch.zeros(count, dtype=torch.int64, device=device))
         self._increment = torch.zeros_like(self.control)
         self._increment[0] = 1
         self._keep = self._increment.clone()
@@ -53,7 +65,6 @@ class Slot:
     def next_epoch(self) -> None:
         """Epoch + 1, all counters 0; in one kernel, because each costs 5 microseconds of host time."""
         torch.addcmul(self._increment, self.control, self._keep, out=self.control)
-        self.expected += 1
 
 
 class Waits(Protocol):
@@ -125,12 +136,16 @@ class Call:
         """A block's way to `peer`, chunk by chunk; it starts at element `first` of the source."""
         target = self.landing(peer)
         signals = self.slot.outgoing[peer].split(1)
-        complete = self.slot.complete.split(1)[peer * MAX_CHUNKS :]
+        complete = self.slot.counters.complete.split(1)[peer * MAX_CHUNKS :]
         size = target.numel() // self.chunks
         return [
             Route(first + i * size, place, signals[i], self.slot.epoch, None if tiles is None else (complete[i], tiles))
             for i, place in enumerate(target.chunk(self.chunks))
         ]
+
+    def next_epoch(self) -> None:
+        """Count the epoch that signals carry, before anything is sent; kernels that send all there is do it themselves."""
+        self.slot.next_epoch()
 
     def wait(self, source: int) -> None:
         """Hold the caller's stream (on the CPU: the caller) until the block of rank `source` is here."""

@@ -33,6 +33,7 @@ class BoundedWaits:
             self._fault.raise_timeout(call.waiting(source, chunk), expected, int(word))
 
     def meet_on_host(self, call: Call) -> None:
+        call.slot.expected += 1
         call.slot.next_epoch()
         for peer in call.peers:
             call.slot.outgoing[peer][:1].copy_(call.slot.epoch)

@@ -27,9 +27,9 @@ class Workspace:
             self.barrier(f"{name}/begin")
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int = 1) -> Call:
-        """Start a call on a free slot."""
+        """Start a call on a free slot. Its epoch is counted by who sends (`Call.next_epoch`)."""
         slot = self.slots[self.use.take()]
-        slot.next_epoch()
+        slot.expected += 1
         return self._call(slot, block_shape, dtype, op, chunks)
 
     def barrier(self, op: str) -> None:

@@ -38,12 +38,17 @@ def test_keeping_the_gathered_input(case: Case, operator: str) -> None:
 
 
 def test_the_fused_kernel_really_ran(case: Case) -> None:
-    """The kernels claim tiles from a counter that nothing else touches: overlap that silently did not happen shows here."""
-    domain = domain_of(case.group, case.config, case.device)
-    for _ in range(2):  # so that slots are used again
-        OPERATORS["column"](case, (256, 1), 256, 256)
-    claimed = sum(int(slot.claimed) for slot in domain.workspace.slots)
-    assert (claimed > 0) == (case.config.method in ("fused", "direct"))
+    """Fused kernels claim tiles from a counter that nothing else touches, direct ones count the epoch, which for their calls
+    nobody else does: overlap that silently did not happen shows here."""
+    domain, method = domain_of(case.group, case.config, case.device), case.config.method
+    OPERATORS["column"](case, (256, 1), 256, 256)  # so that slots are there, and then used again
+    before = [(int(slot.epoch), slot.expected) for slot in domain.workspace.slots]
+    OPERATORS["column"](case, (256, 1), 256, 256)
+    after = [(int(slot.epoch), slot.expected) for slot in domain.workspace.slots]
+    counted, calls = (sum(now[i] - then[i] for then, now in zip(before, after, strict=True)) for i in range(2))
+    assert counted == calls == (0 if method == "collective" else 3)
+    if method == "fused":
+        assert sum(int(slot.counters.claimed) for slot in domain.workspace.slots) > 0
     assert domain.heap is not None and case.config.provider in ("auto", domain.heap.provider)
 
 

@@ -250,5 +250,7 @@ def _name_words(scheduler: Scheduler, heap: SimulatedHeap, domain: SimulatedDoma
     words = heap.view(rank)[: 8 * count].view(torch.int64).view(-1, domain.world_size, chunks)
     scheduler.watch(**{f"signals{rank}": words, f"abort{rank}": domain.fault.abort})
     for index, slot in enumerate(slots):
-        words = {"epoch": slot.epoch, "claimed": slot.claimed, "sent": slot.sent, "complete": slot.complete}
+        words = {"epoch": slot.epoch}
+        for prefix, counters in (("", slot.counters), ("own.", slot.own_counters)):
+            words |= {prefix + name: getattr(counters, name) for name in ("left", "claimed", "sent", "complete")}
         scheduler.watch(**{f"rank{rank}.slot{index}.{word}": memory for word, memory in words.items()})

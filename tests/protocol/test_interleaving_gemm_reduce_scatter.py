@@ -24,7 +24,7 @@ CLAIM = 'tl.int64), sem="relaxed", scope="gpu")'
 RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef announce_at_peer'
 GOAL = "(complete[i], tiles)"
 BARRIER = "tl.debug_barrier()\n    tl.atomic_add("
-COUNTERS = "self.slot.complete.split(1)[peer * MAX_CHUNKS :]"
+COUNTERS = "self.slot.counters.complete.split(1)[peer * MAX_CHUNKS :]"
 DEADLOCK = "deadlock.*complete.* to reach"
 FOREIGN = "foreign = per_chunk * CHUNKS * (WORLD - 1)"
 BACKWARDS = "index = per_chunk * CHUNKS * WORLD - 1 - index"

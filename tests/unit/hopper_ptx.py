@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 WORDS = (
-    "counter_ptr", "sent_ptr", "complete_ptr", "memory_at_ptr", "outgoing_at_ptr", "signals_ptr", "epoch_ptr", "abort_ptr",
-    "record_ptr",
+    "counter_ptr", "sent_ptr", "complete_ptr", "left_ptr", "memory_at_ptr", "outgoing_at_ptr", "signals_ptr", "epoch_ptr",
+    "abort_ptr", "record_ptr",
 )  # fmt: skip
 
 

@@ -21,8 +21,9 @@ from tests.unit.ptx_flow import reachable_without
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
 
 ACQUIRE, RELEASE_ADD = r"ld\.global\.sys\.acquire", r"(?:atom|red)\S*\.release\S*\.add"
-COUNT, SIGNAL = r"atom\S*\.acq_rel\S*\.add", r"atom\S*\.release\S*\.exch"
+COUNT, SIGNAL = r"atom\S*\.sys\.acq_rel\S*\.add", r"atom\S*\.release\S*\.exch"
 TMA_LOAD, TMA_STORE = r"cp\.async\.bulk\.tensor\.2d\.shared", r"cp\.async\.bulk\.tensor\.2d\.global\.shared"
+LEAVE = r"atom\S*\.gpu\.acq_rel\S*\.add"
 WIDE_LOAD, WIDE_STORE = r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32"
 FENCE, WRITTEN = r"fence\.proxy\.async\.global", r"cp\.async\.bulk\.wait_group 0;"
 
@@ -93,6 +94,16 @@ def test_the_gathering_kernel_counts_a_piece_only_when_all_of_it_is_stored(compi
     assert re.search(r"bar\.sync\s+\d+, 64;", ptx[stores[-1] : count]), "of two warps"
     assert re.search(SIGNAL, ptx[count : count + 3000])
     assert not re.search(WIDE_STORE, compiled("hopper_all_gather_gemm", True, WHOLE_TILES=True)[0])
+
+
+@pytest.mark.parametrize("kernel", ["hopper_all_gather_gemm", "hopper_gemm_reduce_scatter"])
+def test_a_kernel_that_sends_itself_counts_the_epoch_when_its_last_cta_leaves(compiled: Compile, kernel: str) -> None:
+    """The others must not: copies that are still under way send the word."""
+    switches = {"WHOLE_TILES": True} if "gather" in kernel else {}
+    (count,) = re.finditer(LEAVE, compiled(kernel, True, DIRECT=True, **switches)[0])
+    assert in_order(count.string[: count.start()][-2000:], r"bar\.sync")
+    assert len(re.findall(r"st\.global", count.string[count.end() :])) == 3 + 4 * 8 + 1, "each counter, and the epoch"
+    assert not re.search(LEAVE, compiled(kernel, True, DIRECT=False, **switches)[0])
 
 
 ARRIVALS = [  # barriers by how many groups of warps arrive at them: rings of STAGES panels, of two tile indices, buffers
