@@ -24,8 +24,8 @@ class OverlapConfig:
     slots: tuple[str, ...] = _setting(SLOTS, "Megatron linears to overlap, comma separated", SLOTS)
     method: str = _setting(
         "auto",
-        "fused: one persistent kernel that waits per tile, copies by the copy engine; direct: the same, but partial sums are "
-        "stored at the peers by the kernel; chunked: library GEMMs on shards; collective: NCCL or gloo, no overlap; "
+        "fused: one persistent kernel that waits per tile, copies by the copy engine; direct: the same, but the kernel stores "
+        "at the peers itself; chunked: library GEMMs on shards; collective: NCCL or gloo, no overlap; "
         "auto: chosen per shape",
         METHODS,
     )
