@@ -110,7 +110,7 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     """(method, reason)."""
     if device.type != "cuda":
         return "chunked", "CPU tensors"
-    small_m = SMALL_M_DIRECT if _on_hopper(pass_, device) else SMALL_M
+    small_m = SMALL_M_DIRECT if _on_hopper(pass_, device) and _fills_tiles(pass_) else SMALL_M
     if pass_.m is not None and pass_.m <= small_m:
         return "collective", f"M={pass_.m} is at most {small_m}"
     if not _on_hopper(pass_, device):
@@ -128,6 +128,11 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     if pass_.gemm_us > LONG_GEMM_US:
         return "chunked", "a long GEMM"
     return "fused", "the Hopper kernels serve it"
+
+
+def _fills_tiles(pass_: Pass) -> bool:
+    """Whether the rows of one rank are at least a tile."""
+    return pass_.m is None or pass_.m >= hopper.BLOCK_M * pass_.world
 
 
 def _on_hopper(pass_: Pass, device: torch.device) -> bool:

@@ -23,7 +23,7 @@ from .arguments import Problem, all_gather_problem, reduce_scatter_problem
 from .choice import GATHER, SCATTER, Choice, Pass, choose
 from .config import OverlapConfig, flag_name
 from .domain import OverlapDomain
-from .operators.all_gather_gemm import start_all_gather, start_all_gather_alone
+from .operators.all_gather_gemm import start_all_gather, start_all_gather_whole
 from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from .profiling import profiled
 from .registry import domain_of
@@ -112,8 +112,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 class _Plan:
     """What the first call with some shapes decides for all later ones: the methods of forward and backward, and their names.
 
-    A linear has one gather and one scatter: one is its fprop, the other its dgrad. What wgrad gathers goes as the gather does, in
-    whole blocks.
+    A linear has one gather and one scatter: one is its fprop, the other its dgrad. What wgrad gathers goes in whole blocks, by
+    the copy engine or, where the gather does, by NCCL.
     """
 
     def __init__(self, domain: OverlapDomain, config: OverlapConfig, problem: Problem, fprop: Pass) -> None:
@@ -197,7 +197,7 @@ class _AllGatherLinear(torch.autograd.Function):
         in_step = plan.dgrad_in_step and gathers and wants_dx
         with plan.domain.operator(plan.dgrad, gathers + wants_dx, in_step), profiled(plan.dgrad_range):
             if gathers:
-                gather = start_all_gather_alone(plan.domain, saved, plan.gather.method, plan.wgrad)
+                gather = start_all_gather_whole(plan.domain, saved, plan.gather.method, plan.wgrad)
             if wants_dx:
                 how = plan.scatter.method, plan.dgrad, plan.scatter.way
                 scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, *how)

@@ -102,11 +102,12 @@ class PackedLaunch:
         self._pointers: dict[str, int] = {}
         self._fill(compiled.src.signature, launch.arguments, iter(metadata.tensordesc_meta or ()))
         self._replaced = [(name in self._maps, self._slot_of(name)) for name in launch.replaced]
-        self._last: tuple[int | None, ...] = (None,) * len(self._replaced)
+        self._last = self._unknown = (-1,) * len(self._replaced)  # their addresses at the last launch
         self._configuration = (compiled.function, launch.grid[0], 1, 1, threads, 1, 1, metadata.shared)
 
     def __call__(self, addresses: tuple[int, ...]) -> None:
-        for (is_map, slot), address, last in zip(self._replaced, addresses, self._last, strict=True):
+        there, self._last = self._last, self._unknown  # until all are replaced
+        for (is_map, slot), address, last in zip(self._replaced, addresses, there, strict=True):
             if address == last:  # a weight's never changes; each call of the driver costs a microsecond
                 continue
             if is_map:

@@ -11,7 +11,7 @@ import torch
 
 from ..choice import GATHER, SCATTER, Choice, Pass, choose
 from ..domain import Demand, OverlapDomain
-from ..operators.all_gather_gemm import start_all_gather, start_all_gather_alone
+from ..operators.all_gather_gemm import start_all_gather, start_all_gather_whole
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from ..registry import check as check_timeouts
 from ..registry import domain_of
@@ -123,7 +123,7 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice) -> Run:
 
     def column_weight(o: Operands) -> torch.Tensor:
         with domain.operator(name, calls=1):
-            return into_target(o, o.right, start_all_gather_alone(domain, o.left, method, name).full())
+            return into_target(o, o.right, start_all_gather_whole(domain, o.left, method, name).full())
 
     def row_weight(o: Operands) -> torch.Tensor:
         return into_target(o, o.whole, o.right)

@@ -36,11 +36,13 @@ def start_all_gather(domain: OverlapDomain, x_shard_m: torch.Tensor, method: str
     return GATHERS[method](domain, x_shard_m.contiguous(), op, way)
 
 
-def start_all_gather_alone(domain: OverlapDomain, x_shard_m: torch.Tensor, method: str, op: str) -> Gather:
-    """Start gathering x_shard_m [M/W, K] for a product that begins when all is there (`full`): there whole blocks are best, and
-    the copy engine, which leaves the SMs alone."""
-    alone = method if method == "collective" else "chunked"
-    return start_all_gather(domain, x_shard_m, alone, op)
+def start_all_gather_whole(domain: OverlapDomain, x_shard_m: torch.Tensor, method: str, op: str) -> Gather:
+    """Start gathering x_shard_m [M/W, K] for a product that begins when all is there (`full`).
+
+    By all methods but collective in whole blocks and by the copy engine, which leaves the SMs to the product beside it: chunks
+    would be pushes for nothing.
+    """
+    return start_all_gather(domain, x_shard_m, method if method == "collective" else "chunked", op)
 
 
 class CollectiveGather:
@@ -75,7 +77,7 @@ class ChunkedGather:
         return 1
 
     def _start(self) -> None:
-        self._call.next_epoch()
+        self._call.slot.next_epoch()
         self._domain.engine.push(self._own, self._call.broadcast())
 
     def full(self) -> torch.Tensor:
@@ -121,15 +123,16 @@ class DirectGather(FusedGather):
         return stored_chunk_count(x_shard_m.shape[0], x_shard_m.device)
 
     def _start(self) -> None:
-        self._sent = False
+        self._sent = False  # not before it is known whether there is a product
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        self._sent = True
-        return self._multiply(b_kn, sends=True)
+        sends, self._sent = not self._sent, True
+        return self._multiply(b_kn, sends)
 
     def full(self) -> torch.Tensor:
         if not self._sent:  # nothing was multiplied (a frozen input): the peers need the rows all the same
             super()._start()
+            self._sent = True
         return super().full()
 
 

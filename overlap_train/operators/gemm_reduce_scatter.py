@@ -62,7 +62,7 @@ class ChunkedScatter:
         self._domain = domain
         self._partials = a_mk.new_empty(world, a_mk.shape[0] // world, n)  # block d: rows of rank d
         self._call = domain.workspace.open(self._partials.shape[1:], a_mk.dtype, op)
-        self._call.next_epoch()
+        self._call.slot.next_epoch()
         rows = a_mk.unflatten(0, (world, -1))
         for target in self._call.peers:
             torch.mm(rows[target], b_kn, out=self._partials[target])
@@ -144,7 +144,7 @@ class FusedScatter(PersistentScatter):
         block_m, block_n = (hopper.BLOCK_M, hopper.BLOCK_N) if self._on_hopper else (tile.block_m, tile.block_n)
         tiles = -(-(m_shard // self._call.chunks) // block_m) * -(-n // block_n)  # of one chunk
         staging = self._a.new_empty(self._domain.world_size, m_shard, n)
-        self._call.next_epoch()
+        self._call.slot.next_epoch()
         self._domain.engine.launch(lambda: self._kernel(staging), staging, self._call.deliver(None, tiles))
 
 

@@ -26,8 +26,8 @@ STAGES_DIRECT, BUFFERS_DIRECT = 3, 2
 STEP_GENTLE, STEP_FAST = 1024, 2048
 NARROW_N = 2400  # of one rank
 MOST_PEERS = 7  # that the kernel has a tensor descriptor for
-# Two groups of 4 multiplying warps and the loading and storing one, padded to 4, share 65,536 registers: 168 a thread, then 232
-# and 40. Triton counts the first group only.
+# Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, then 232 and
+# 40. Triton counts the first group only.
 _LAUNCH = {"num_warps": 4, "maxnreg": 168}
 
 
@@ -80,11 +80,14 @@ def _gather_launch(
     words = sending(domain, call, sends)
     whole = m_shard % (call.chunks * BLOCK_M) == 0
     arguments |= words.arguments
-    step = STEP_FAST if b_kn.shape[1] < NARROW_N else STEP_GENTLE
+    step = STEP_FAST if not sends or b_kn.shape[1] < NARROW_N else STEP_GENTLE
     constants = _constants(b_kn, STAGES) | {"WHOLE_TILES": whole, "STEP": step} | words.constants
     replaced = ("own_desc", "own_ptr", "b_desc", "b_half_desc", "y_desc", "y_ptr")
-    sizes = (m_shard, own.shape[1])
-    return _launch(hopper_all_gather_gemm_kernel, domain, call, sizes, b_kn, arguments, constants, replaced)
+    # Whole tiles may be cut into halves, so that half as many still reach every SM; what sends rows does it from every SM.
+    tiles = _tiles(domain, m_shard, b_kn.shape[1]) * (2 if whole else 1)
+    programs = multiprocessors(domain.device) if sends else tiles
+    kernel, k = hopper_all_gather_gemm_kernel, own.shape[1]
+    return _launch(kernel, domain, call, (m_shard, k), b_kn, programs, arguments, constants, replaced)
 
 
 def gemm_reduce_scatter(
@@ -132,28 +135,24 @@ def _scatter_launch(
     constants |= {"DIRECT": direct, "REDUCE": reduce, "BUFFERS": BUFFERS_DIRECT if direct else 1}
     replaced = ("a_desc", "b_desc", "y_desc", *([] if staging is None else ["to1_desc"]))
     m_shard, k = y.shape[0], a_mk.shape[1]
-    return _launch(hopper_gemm_reduce_scatter_kernel, domain, call, (m_shard, k), b_kn, arguments, constants, replaced)
+    kernel, tiles = hopper_gemm_reduce_scatter_kernel, _tiles(domain, m_shard, b_kn.shape[1])
+    return _launch(kernel, domain, call, (m_shard, k), b_kn, tiles, arguments, constants, replaced)
+
+
+def _tiles(domain: OverlapDomain, m_shard: int, n: int) -> int:
+    return -(-m_shard // BLOCK_M) * -(-n // BLOCK_N) * domain.world_size
 
 
 def _launch(
-    kernel: Any, domain: OverlapDomain, call: Call, sizes: tuple[int, int], b_kn: torch.Tensor,
+    kernel: Any, domain: OverlapDomain, call: Call, sizes: tuple[int, int], b_kn: torch.Tensor, programs: int,
     arguments: dict[str, Any], constants: dict[str, Any], replaced: tuple[str, ...],
 ) -> Launch:  # fmt: skip
     (m_shard, k), n = sizes, b_kn.shape[1]
     words = protocol_arguments(domain, call, stores=constants["DIRECT"])
     return Launch(
-        kernel, (_programs(domain, m_shard, n, constants),),
+        kernel, (min(programs, multiprocessors(domain.device)),),
         arguments | dict(m_shard=m_shard, n=n, k=k) | words.arguments, constants | words.constants, replaced,
     )  # fmt: skip
-
-
-def _programs(domain: OverlapDomain, m_shard: int, n: int, constants: dict[str, Any]) -> int:
-    """How many CTAs: one for each tile, or half of one where they may be cut, at most one for each SM. Of a kernel that sends
-    rows every SM has one, though there may be nothing left to multiply for it."""
-    if "PIECE" in constants and constants["DIRECT"]:
-        return multiprocessors(domain.device)
-    tiles = -(-m_shard // BLOCK_M) * -(-n // BLOCK_N) * domain.world_size
-    return min(2 * tiles if constants.get("WHOLE_TILES") else tiles, multiprocessors(domain.device))
 
 
 def _constants(b_kn: torch.Tensor, stages: int) -> dict[str, Any]:

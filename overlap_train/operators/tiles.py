@@ -62,7 +62,7 @@ class Words:
 
 def protocol_arguments(domain: OverlapDomain, call: Call, stores: bool) -> Words:
     """Of one call. stores: the kernel stores at the peers itself, and counts the epoch."""
-    counters = call.slot.own_counters if stores else call.slot.counters
+    counters = call.slot.direct_counters if stores else call.slot.counters
     timeout_s, on_gpu = domain.config.timeout_s, domain.device.type == "cuda"
     arguments = dict(
         rank=domain.rank, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, outgoing_at_ptr=call.slot.outgoing_at,
@@ -74,12 +74,14 @@ def protocol_arguments(domain: OverlapDomain, call: Call, stores: bool) -> Words
 
 
 def sending(domain: OverlapDomain, call: Call, sends: bool) -> Words:
-    """What a gathering kernel is told, beside them, about storing the own rows at the peers, if it `sends` them.
+    """What a gathering kernel is told besides: whether it sends the own rows, that is, stores them at the peers, and how.
+
+    A chunk must have fewer than 2^31 elements, 4 GiB in bf16.
 
     PIECE: elements that are claimed and counted at once: 32 KB in bf16, which take a CTA a few microseconds; two or more of a
     chunk in the tests.
     """
-    arguments = dict(sent_ptr=call.slot.own_counters.sent, memory_at_ptr=call.slot.memory_at)
+    arguments = dict(sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at)
     return Words(arguments, dict(DIRECT=sends, PIECE=16384 if domain.device.type == "cuda" else 64))
 
 

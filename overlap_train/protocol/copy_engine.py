@@ -155,12 +155,12 @@ class StreamCopyEngine:
         self._handle = self.stream.cuda_stream
 
     def begin(self) -> None:
+        self._driver.enter()  # it may be the first CUDA call of a thread of autograd
         current, last = self._driver.current_stream(), self._last_stream
         # What is captured into a graph cannot wait for what is not, and has not run; graph.py puts a barrier at both ends.
         if current == last or self._driver.is_capturing():
             return
         if last is not None:
-            self._driver.enter()
             self._driver.check(self._driver.record_event(self._ended, last))
             self._driver.check(self._driver.wait_event(current, self._ended, 0))
         self._last_stream = current

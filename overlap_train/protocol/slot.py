@@ -28,7 +28,6 @@ class Counters:
     """What the CTAs of one kernel count together, int64 words on the device, in the order of kernels/signal_words.py."""
 
     def __init__(self, words: torch.Tensor) -> None:
-        self.words = words
         self.left = words[:1]  # CTAs that are at their end
         self.claimed = words[1:2]  # tiles taken by some CTA
         self.sent = words[2:3]  # pieces of the own rows taken by some CTA that stores them at the peers
@@ -50,20 +49,19 @@ class Slot:
         self.outgoing = [words[rank] for words in signals]  # the row that this rank writes at each peer
         self.outgoing_at = _addresses(self.outgoing, device)  # int64 [W], for kernels that signal peers themselves
         self.memory_at = _addresses(self.memory, device)  # int64 [W], for kernels that store at peers themselves
-        self.expected = 0  # the epoch again, for waits on the host alone: replayed graphs do not count here
         count = FIRST_COUNTERS + world * MAX_CHUNKS
         self.control = torch.zeros(1 + count, dtype=torch.int64, device=device)
         self.epoch = self.control[:1]  # on the device, so that a replayed graph counts on
         self.counters = Counters(self.control[1:])  # zeroed when the epoch is counted
-        # of kernels that do both at their own end, since no copy sends the epoch
-        self.own_counters = Counters(torch.zeros(count, dtype=torch.int64, device=device))
+        # of kernels that send all there is themselves: at their end they zero them, and count the epoch, which no copy sends
+        self.direct_counters = Counters(torch.zeros(count, dtype=torch.int64, device=device))
         self._increment = torch.zeros_like(self.control)
         self._increment[0] = 1
         self._keep = self._increment.clone()
         self.calls: dict[Hashable, Call] = {}
 
     def next_epoch(self) -> None:
-        """Epoch + 1, all counters 0; in one kernel, because each costs 5 microseconds of host time."""
+        """Epoch + 1, all counters 0, before anything is sent; in one kernel, because each costs 5 microseconds of host time."""
         torch.addcmul(self._increment, self.control, self._keep, out=self.control)
 
 
@@ -142,10 +140,6 @@ class Call:
             Route(first + i * size, place, signals[i], self.slot.epoch, None if tiles is None else (complete[i], tiles))
             for i, place in enumerate(target.chunk(self.chunks))
         ]
-
-    def next_epoch(self) -> None:
-        """Count the epoch that signals carry, before anything is sent; kernels that send all there is do it themselves."""
-        self.slot.next_epoch()
 
     def wait(self, source: int) -> None:
         """Hold the caller's stream (on the CPU: the caller) until the block of rank `source` is here."""

@@ -28,12 +28,11 @@ class BoundedWaits:
                 self._wait_for_word(call, source, chunk)
 
     def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
-        word, expected = call.slot.signals[source, chunk], call.slot.expected
+        word, expected = call.slot.signals[source, chunk], int(call.slot.epoch)
         if not poll(lambda: word.item() >= expected, self.timeout_s):
             self._fault.raise_timeout(call.waiting(source, chunk), expected, int(word))
 
     def meet_on_host(self, call: Call) -> None:
-        call.slot.expected += 1
         call.slot.next_epoch()
         for peer in call.peers:
             call.slot.outgoing[peer][:1].copy_(call.slot.epoch)
@@ -55,8 +54,6 @@ class BoundedWaits:
         return Launch(wait_kernel, (1,), arguments, dict(CHUNKS=call.chunks, TIMED=True, BLOCK=1024, num_warps=1))
 
     def meet_on_stream(self, call: Call) -> None:
-        if self.driver is not None:
-            self.driver.enter()  # it may be the first CUDA call of a thread of autograd
         call.launches.run("meet", (), partial(self._meeting, call))
 
     def _meeting(self, call: Call) -> Launch:

@@ -27,10 +27,8 @@ class Workspace:
             self.barrier(f"{name}/begin")
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int = 1) -> Call:
-        """Start a call on a free slot. Its epoch is counted by who sends (`Call.next_epoch`)."""
-        slot = self.slots[self.use.take()]
-        slot.expected += 1
-        return self._call(slot, block_shape, dtype, op, chunks)
+        """Start a call on a free slot. Its epoch is counted by who sends (`Slot.next_epoch`)."""
+        return self._call(self.slots[self.use.take()], block_shape, dtype, op, chunks)
 
     def barrier(self, op: str) -> None:
         """Hold the caller's stream until every rank has come here: what they enqueued before is done, every slot is free."""

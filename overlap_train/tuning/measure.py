@@ -20,7 +20,7 @@ from ..bench.timing import Call, Timing, input_sets, measure, pace
 from ..bench.world import World
 from ..choice import GATHER, PUSHING, SCATTER_AND_WGRAD, Choice, Pass, untuned
 from ..domain import OverlapDomain
-from ..operators.all_gather_gemm import start_all_gather_alone
+from ..operators.all_gather_gemm import start_all_gather_whole
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from ..operators.tiles import chunk_count
 from ..tuned.table import Winner
@@ -146,7 +146,7 @@ def backward(domain: OverlapDomain, choice: Choice) -> Run:
         # which needs none, is measured with it too.
         with domain.operator("tune", calls=2, in_step=True):
             x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
-            gather = start_all_gather_alone(domain, x_shard_m, choice.method, "tune/wgrad")
+            gather = start_all_gather_whole(domain, x_shard_m, choice.method, "tune/wgrad")
             scatter = start_gemm_reduce_scatter(domain, o.left, o.right, choice.method, "tune/dgrad", choice.way)
             torch.mm(o.left.t(), gather.full())
             return scatter.finish()

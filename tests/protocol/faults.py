@@ -40,6 +40,7 @@ _CLAIM = 'tl.cast(1, tl.int64), sem="relaxed", scope="gpu")'
 _POLL = 'seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")\n'
 _FIRST_POLL = f"signal_ptr = signals_ptr + word\n    {_POLL}"
 _NEXT_POLL = f"while waiting:\n        {_POLL}"
+_LEFT = 'tl.cast(1, tl.int64), sem="acq_rel", scope="gpu") + 1'
 _COUNTED = "        tl.store(epoch_ptr, epoch)\n\n\n@triton.jit\ndef claim"
 _ZEROED = "tl.store(left_ptr + word, tl.cast(0, tl.int64))"
 _SIGNAL_AT_PEER = 'tl.atomic_xchg(signal_ptr, epoch, sem="release", scope="sys")'
@@ -113,6 +114,8 @@ def storing_faults(kernel: str, *between: str) -> dict[str, Fault]:
         "count does not acquire": in_signal(_COUNT, "acq_rel", "release", "acquires and is released"),
         "count does not release": in_signal(_COUNT, "acq_rel", "acquire", "acquires and is released"),
         "counted without barrier": in_signal(_COUNT_BARRIER, "tl.debug_barrier()", "pass", "CTA bar"),
+        "leaves relaxed": in_signal(_LEFT, "acq_rel", "relaxed", "leaves with"),
+        "leaves without acquire": in_signal(_LEFT, "acq_rel", "release", "leaves with"),
         "epoch not counted": in_signal(_COUNTED, "tl.store(epoch_ptr, epoch)", "pass", "wrong result"),
         "own counters not zeroed": in_signal(_ZEROED, _ZEROED, "pass", "wrong result|deadlock"),
         "told relaxed": in_signal(_SIGNAL_AT_PEER, "release", "relaxed", "released"),

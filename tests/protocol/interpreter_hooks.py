@@ -165,6 +165,8 @@ class InterpreterHooks:
             fault = f"signals for all after a count with {actor.counted}; such a count acquires and is released"
         elif (access.address in signals or counts) and actor.stored_since_barrier:
             fault = "signals after a store without a CTA barrier between; other threads' stores are not ordered"
+        elif ".left" in self._scheduler.name_of(access.address) and semantic not in (None, _SEMANTIC.ACQUIRE_RELEASE):
+            fault = f"leaves with {semantic}; whoever leaves last zeroes what the others have counted"
         if fault:
             raise self._scheduler.fail(actor, fault)
 

@@ -251,6 +251,6 @@ def _name_words(scheduler: Scheduler, heap: SimulatedHeap, domain: SimulatedDoma
     scheduler.watch(**{f"signals{rank}": words, f"abort{rank}": domain.fault.abort})
     for index, slot in enumerate(slots):
         words = {"epoch": slot.epoch}
-        for prefix, counters in (("", slot.counters), ("own.", slot.own_counters)):
+        for prefix, counters in (("", slot.counters), ("direct.", slot.direct_counters)):
             words |= {prefix + name: getattr(counters, name) for name in ("left", "claimed", "sent", "complete")}
         scheduler.watch(**{f"rank{rank}.slot{index}.{word}": memory for word, memory in words.items()})

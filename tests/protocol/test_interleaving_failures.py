@@ -18,16 +18,25 @@ from tests.protocol.operator_problems import gathers
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 
 
-def raises_behind_its_push(domain: SimulatedDomain) -> None:
+def raises_behind_its_push(domain: SimulatedDomain, method: str = "chunked") -> None:
     """What an allocation that fails does, on every rank alike."""
     own = torch.full((TILE, TILE), torch.nan)
     with contextlib.suppress(MemoryError), domain.operator("broken", calls=1):
-        core("operators.all_gather_gemm").start_all_gather(domain, own, "chunked", "broken")
+        core("operators.all_gather_gemm").start_all_gather(domain, own, method, "broken")
         raise MemoryError
 
 
-def test_the_operator_behind_one_that_raised_waits_for_all_ranks() -> None:
-    assert_passes(gathers("chunked", Simulation(3), before=raises_behind_its_push), range(30))
+def raises_before_its_kernel(domain: SimulatedDomain) -> None:
+    raises_behind_its_push(domain, "direct")
+
+
+@pytest.mark.parametrize("before", [raises_behind_its_push, raises_before_its_kernel])
+@pytest.mark.parametrize("device_waits", [False, True])
+def test_the_operator_behind_one_that_raised_waits_for_all_ranks(
+    before: Callable[[SimulatedDomain], None], device_waits: bool
+) -> None:
+    assert_passes(gathers("chunked", Simulation(3, device_waits=device_waits), before=before), range(20))
+    assert_passes(gathers("direct", Simulation(2, device_waits=device_waits), before=before, complete=True), range(10))
 
 
 def test_without_doubt_it_overwrites_what_a_peer_still_reads() -> None:

@@ -78,7 +78,6 @@ CHUNKED_FAULTS = {
     "no wait": Fault(OPERATOR, "    call.wait_for_all()\n", ""),
 }
 CHUNKED_ON_HOST_FAULTS = {
-    "no epoch increment on the host": in_slot("        self.expected += 1\n", ""),
     "stale epoch": Fault("protocol.waits", "word.item() >= expected", "word.item() >= expected - 1"),
     "wait for one peer only": Fault("protocol.waits", "range(first, first + count)", "range(first, first + 1)"),
 }

@@ -71,6 +71,7 @@ def test_m_512_is_left_to_nccl_only_without_hopper_kernels(hopper_gpu: pytest.Mo
     assert untuned(replace(FC1, m=SMALL_M), GPU).method == "direct"
     assert untuned(replace(FC2, m=SMALL_M), GPU).method == "direct"
     assert untuned(replace(FC1, m=SMALL_M, dtype=torch.float32), GPU).method == "collective"
+    assert untuned(replace(FC1, m=SMALL_M, world=8), GPU).method == "collective", "half of each tile would be empty"
     for not_served in (
         replace(FC2, m=SMALL_M, world=8),
         replace(FC2, m=384),
