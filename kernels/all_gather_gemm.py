@@ -30,7 +30,7 @@ def all_gather_gemm_kernel(
     per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     epoch = tl.load(epoch_ptr) + (1 if DIRECT else 0)
     if DIRECT:  # before any wait: who waits for a peer must owe nothing
-        STEP: tl.constexpr = PIECE // 4  # 16 elements of each of 256 threads
+        STEP: tl.constexpr = PIECE // 4  # 32 or 16 elements of each of 128 or 256 threads
         store_at_peers(own_ptr, m_chunk * k, tl.arange(0, STEP), rank, sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
                        epoch, WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
     index = claim(counter_ptr).to(tl.int32)

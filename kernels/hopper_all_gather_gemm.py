@@ -28,9 +28,8 @@ from .signal import leave, signal_word, wait_signal
 from .store_rows import store_at_peers
 from .tiles import WHOLE, arrival, first_cut, tile_and_side, tile_in_block
 
-SENDERS = gl.constexpr(
-    2
-)  # warps of a CTA that store at peers; with the loading one they are three of the four there is room for
+# Warps of a CTA that store at peers; with the loading one they are three of the four that there is room for.
+SENDERS = gl.constexpr(2)
 VECTOR = gl.constexpr(8)  # elements that a thread stores at once: 16 bytes
 
 
@@ -152,6 +151,7 @@ def hopper_all_gather_gemm_kernel(
 ):  # fmt: skip
     """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N]; all 16-byte aligned rows.
 
+    own_ptr: own again, for the warps that send it (DIRECT): PIECE elements are claimed and counted at once, STEP are in flight.
     b_half_desc: b again, in panels half as wide. WHOLE_TILES: no tile crosses a chunk's edge, so that tiles may be stored by TMA.
     """
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group

@@ -8,6 +8,7 @@ barriers of its own, and the operators refuse to be captured there.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -62,3 +63,14 @@ def bracketing(wrapper: type[Any]) -> type[Any]:
             super().__init__(graphed_passes(forward_backward_func), *args, **kwargs)
 
     return FullCudaGraphWrapper
+
+
+def release_full_iteration_graphs() -> None:
+    """Destroy the graphs that Megatron's wrapper keeps in its class until the process ends. NCCL's communicators wait for graphs
+    that hold their collectives, and it would not end (seen on 2 x H200)."""
+    module = sys.modules.get("megatron.core.full_cuda_graph")
+    graphs: dict[str, Any] = {} if module is None else module.FullCudaGraphWrapper.cuda_graph
+    for stage, graph in graphs.items():
+        if graph is not None:
+            graph.reset()
+            graphs[stage] = None

@@ -62,7 +62,7 @@ class ScriptHooks:
         return {name: functools.partial(_replace, functions) for name, functions in hooks.items()}
 
     def finish(self) -> None:
-        """The script has ended well: check that it did what the flags ask for, and free symmetric memory (collective).
+        """The script has ended well: check that it did what the flags ask for, release graphs and symmetric memory (collective).
 
         Raises:
             RuntimeError: --overlap-train was given and no model was enabled.
@@ -71,6 +71,7 @@ class ScriptHooks:
             return
         self._assert_enabled("the script has ended")
         overlap_train.check()
+        _release_graphs()
         if dist.is_initialized():
             overlap_train.shutdown()
 
@@ -198,6 +199,12 @@ def _bracketing(wrapper: type[Any]) -> type[Any]:
     from overlap_train.integrations.megatron.graphing import bracketing
 
     return bracketing(wrapper)
+
+
+def _release_graphs() -> None:
+    from overlap_train.integrations.megatron.graphing import release_full_iteration_graphs
+
+    release_full_iteration_graphs()
 
 
 def _calling_spec_functions(get: Callable[..., Any]) -> Callable[..., Any]:

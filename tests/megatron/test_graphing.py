@@ -95,3 +95,25 @@ def test_megatrons_wrapper_calls_its_function_bracketed(events: list[str], monke
     wrapper.forward_backward_func(model=[model(linear_fc1=Linear("tp", 1))], forward_only=False)
     assert events == ["begin tp", "passes", "end tp"]
     assert module.FullCudaGraphWrapper.cuda_graph is FullCudaGraphWrapper.cuda_graph, "one graph a process, as before"
+
+
+class Graph:
+    """A captured graph, as far as its end goes."""
+
+    def __init__(self) -> None:
+        self.resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def test_the_end_of_a_script_destroys_the_graphs_that_megatron_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for them when the process ends."""
+    hooks = ScriptHooks(OverlapConfig())
+    monkeypatch.setattr(ScriptHooks, "_assert_enabled", lambda self, when: None)
+    graphs = {"training": Graph(), "validation": None}
+    monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", dict(graphs))
+    hooks.finish()
+    hooks.finish()
+    assert graphs["training"].resets == 1
+    assert FullCudaGraphWrapper.cuda_graph == {"training": None, "validation": None}
