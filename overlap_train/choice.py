@@ -14,9 +14,10 @@ from .tuned.ways import PLAIN, Way
 __all__ = ["GATHER", "PUSHING", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
 
 # Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
-# H200: at M = 256 by 1.3 to 2, at M = 512 by up to 1.1), but not over direct, which is one launch: where a rank's rows fill a
-# tile it is 1.03 to 1.1 times as fast scattering at M = 512 (4 x H200), and 1.25 to 1.7 times at M = 256 (2 x H200).
-SMALL_M = 512
+# H200: at M = 256 by 1.3 to 2, at M = 512 by up to 1.1). Above the second not over direct, which is one launch, where a rank's
+# rows fill a tile: over NCCL + cuBLAS it is 1.1 times as fast at M = 512 (0.82 to 1.22), 0.9 at M = 256 (0.73 to 1.17; medians
+# and ranges of 20 passes on 2 x H200, a fast host; on slow ones it wins there, too).
+SMALL_M, SMALL_M_DIRECT = 512, 256
 # Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail (8B qkv forward:
 # 0.204 ms with whole blocks, 0.226 with chunks; by chunked, in twice the host time, 0.209; its backward: 0.357 and 0.380).
 COPIES_THAT_SHOW = 0.75
@@ -111,14 +112,15 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     if device.type != "cuda":
         return "chunked", "CPU tensors"
     on_hopper = _on_hopper(pass_, device)
-    if pass_.m is not None and pass_.m <= SMALL_M and not (on_hopper and _fills_tiles(pass_)):
-        return "collective", f"M={pass_.m} is at most {SMALL_M}"
+    small_m = SMALL_M_DIRECT if on_hopper and _fills_tiles(pass_) else SMALL_M
+    if pass_.m is not None and pass_.m <= small_m:
+        return "collective", f"M={pass_.m} is at most {small_m}"
     if not on_hopper:
         return "chunked", "no Hopper kernel for this GPU, dtype or shape"
     if pass_.m is None:
         return (
             "fused",
-            f"the Hopper kernels serve it; another where M shows to be better served, collective up to {SMALL_M}",
+            f"the Hopper kernels serve it; another where M shows to be better served, collective up to {small_m}",
         )
     shows = _is_late(pass_, "fused") or (pass_.kind == GATHER and _outweighs(pass_, "fused"))
     if shows and pass_.copy_us > FUSED_HOST_US:

@@ -107,8 +107,8 @@ DEFERRED_FAULTS = {
 STATIC_TILE_MAP = (
     Fault(
         KERNEL,
-        "    epoch = tl.load(epoch_ptr)\n    index = claim(counter_ptr).to(tl.int32)",
-        "    epoch = tl.load(epoch_ptr)\n    index = tl.program_id(0)",
+        "    index = claim(counter_ptr).to(tl.int32)\n    while",
+        "    index = tl.program_id(0)\n    while",
     ),
     Fault(KERNEL, "        index = claim(counter_ptr).to(tl.int32)", "        index += tl.num_programs(0)"),
 )

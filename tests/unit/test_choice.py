@@ -13,6 +13,7 @@ from overlap_train.choice import (
     SCATTER,
     SCATTER_AND_WGRAD,
     SMALL_M,
+    SMALL_M_DIRECT,
     Pass,
     choose,
     untuned,
@@ -69,13 +70,12 @@ def test_defaults_on_hopper(hopper_gpu: pytest.MonkeyPatch) -> None:
 def test_small_m_is_left_to_nccl_where_no_tile_is_filled(hopper_gpu: pytest.MonkeyPatch) -> None:
     """Or where there are no Hopper kernels."""
     for pass_ in (FC1, FC2, FC1.dgrad, FC2.dgrad):
-        for served in (replace(pass_, m=SMALL_M), replace(pass_, m=256, world=2)):
-            assert untuned(served, GPU).method == "direct"
+        assert untuned(replace(pass_, m=SMALL_M), GPU).method == "direct"
         for not_served in (
             replace(pass_, m=SMALL_M, world=8),
             replace(pass_, m=384),
             replace(pass_, m=SMALL_M, dtype=torch.float32),
-            replace(pass_, m=128, world=2),
+            replace(pass_, m=SMALL_M_DIRECT, world=2),
         ):
             assert untuned(not_served, GPU).method == "collective"
 
@@ -143,7 +143,7 @@ def test_before_m_is_known_the_largest_measured_m_answers(hopper_gpu: pytest.Mon
     choice = choose("auto", ANY_M, GPU, table_of(small, Winner(FC1, "chunked", {}), Winner(FC1.dgrad, "direct", {})))
     assert choice.method == "chunked" and "M=8192" in choice.reason
     default = choose("auto", ANY_M, GPU, UNTUNED)
-    assert default.method == "fused" and str(SMALL_M) in default.reason
+    assert default.method == "fused" and str(SMALL_M_DIRECT) in default.reason
 
 
 def test_a_measured_reduction_is_deferred_or_not_whatever_the_model_says(hopper_gpu: pytest.MonkeyPatch) -> None:
