@@ -72,14 +72,14 @@ def announce(counter_ptr):
 
 
 @triton.jit
-def announce_at_peer(counter_ptr, tiles, signal_ptr, epoch):
-    """Count one tile that was stored at a peer; whoever counts the last of a chunk's `tiles` writes the peer's signal.
+def announce_at_peer(counter_ptr, count, signal_ptr, epoch):
+    """Count one tile, or piece of rows, that was stored at a peer; whoever counts the last of a chunk's writes the peer's signal.
 
     The count acquires and releases, so that the signal is behind the stores of all CTAs that counted before (rule 1).
     """
     tl.debug_barrier()
     counted = tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="acq_rel", scope="sys") + 1
-    if counted == tiles:
+    if counted == count:
         tl.atomic_xchg(signal_ptr, epoch, sem="release", scope="sys")
 
 

@@ -24,7 +24,7 @@ def store_at_peers(own_ptr, chunk_size, lane, rank, claimed_ptr, complete_ptr, m
     per_chunk = tl.cdiv(chunk_size, PIECE)
     index = claim(claimed_ptr).to(tl.int32)
     while index < per_chunk * CHUNKS * (WORLD - 1):
-        target, chunk, piece = departure(index, per_chunk, rank, WORLD, CHUNKS, False)
+        target, chunk, piece = departure(index, per_chunk, rank, WORLD, CHUNKS, IN_TURN=False)
         # Where a slot begins is aligned: said here, or every element would be stored by itself.
         slot_ptr = tl.multiple_of(tl.load(memory_at_ptr + target).to(own_ptr.dtype), 16)
         first = chunk.to(tl.int64) * chunk_size

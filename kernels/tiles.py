@@ -13,13 +13,13 @@ def arrival(unit, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def departure(index, per_chunk, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr):
-    """The index-th tile to be multiplied -> (target rank, its chunk, tile in the chunk); own rows last.
+def departure(index, per_chunk, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr, IN_TURN: tl.constexpr):
+    """The index-th tile to be multiplied, or piece to be sent -> (target rank, its chunk, number in the chunk); own rows last.
 
-    For the copy engine one chunk after the other: rank+1's, then rank+2's, ... DIRECT: tiles for all peers in turn, because ranks
-    that are not in step would otherwise meet at one peer, whose link then gives each of them half.
+    One chunk after the other: rank+1's, then rank+2's, ... IN_TURN, of tiles that are stored at the peers: for all peers in turn,
+    because ranks that are not in step would otherwise meet at one peer, whose link then gives each of them half.
     """
-    if DIRECT and WORLD > 1:
+    if IN_TURN and WORLD > 1:
         foreign = per_chunk * CHUNKS * (WORLD - 1)
         is_own = index >= foreign
         target = tl.where(is_own, rank, (rank + 1 + index % (WORLD - 1)) % WORLD)
