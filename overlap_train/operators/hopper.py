@@ -71,23 +71,23 @@ def _gather_launch(
 ) -> Launch:
     from ..kernels.hopper_all_gather_gemm import hopper_all_gather_gemm_kernel
 
-    m_shard = own.shape[0]
+    (m_shard, k), n = own.shape, b_kn.shape[1]
     arguments = dict(
         own_desc=_descriptor(own, BLOCK_M, BLOCK_K), own_ptr=own,
         gathered_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K),
         b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N), y_desc=_descriptor(y, PART_M, HALF_N), y_ptr=y,
+        m_shard=m_shard, n=n, k=k,
     )  # fmt: skip
     words = sending(domain, call, sends)
     whole = m_shard % (call.chunks * BLOCK_M) == 0
     arguments |= words.arguments
-    step = STEP_FAST if not sends or b_kn.shape[1] < NARROW_N else STEP_GENTLE
+    step = STEP_FAST if not sends or n < NARROW_N else STEP_GENTLE
     constants = _constants(b_kn, STAGES) | {"WHOLE_TILES": whole, "STEP": step} | words.constants
     replaced = ("own_desc", "own_ptr", "b_desc", "b_half_desc", "y_desc", "y_ptr")
     # Whole tiles may be cut into halves, so that half as many still reach every SM; what sends rows does it from every SM.
-    tiles = _tiles(domain, m_shard, b_kn.shape[1]) * (2 if whole else 1)
+    tiles = _tiles(domain, m_shard, n) * (2 if whole else 1)
     programs = multiprocessors(domain.device) if sends else tiles
-    kernel, k = hopper_all_gather_gemm_kernel, own.shape[1]
-    return _launch(kernel, domain, call, (m_shard, k), b_kn, programs, arguments, constants, replaced)
+    return _launch(hopper_all_gather_gemm_kernel, domain, call, programs, arguments, constants, replaced)
 
 
 def gemm_reduce_scatter(
@@ -122,9 +122,10 @@ def _scatter_launch(
 ) -> Launch:
     from ..kernels.hopper_gemm_reduce_scatter import hopper_gemm_reduce_scatter_kernel
 
+    m_shard, n = y.shape
     arguments = dict(
         a_desc=_descriptor(a_mk, BLOCK_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), y_desc=_descriptor(y, PART_M, HALF_N),
-        received_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, HALF_N),
+        received_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, HALF_N), m_shard=m_shard, n=n, k=a_mk.shape[1],
     )  # fmt: skip
     places = [staging.flatten(0, 1)] if staging is not None else [call.landing(peer) for peer in call.peers] or [y]
     places += places[:1] * (MOST_PEERS - len(places))  # every parameter wants a value
@@ -134,9 +135,8 @@ def _scatter_launch(
     constants = _constants(b_kn, STAGES_DIRECT if direct else STAGES)
     constants |= {"DIRECT": direct, "REDUCE": reduce, "BUFFERS": BUFFERS_DIRECT if direct else 1}
     replaced = ("a_desc", "b_desc", "y_desc", *([] if staging is None else ["to1_desc"]))
-    m_shard, k = y.shape[0], a_mk.shape[1]
-    kernel, tiles = hopper_gemm_reduce_scatter_kernel, _tiles(domain, m_shard, b_kn.shape[1])
-    return _launch(kernel, domain, call, (m_shard, k), b_kn, tiles, arguments, constants, replaced)
+    tiles = _tiles(domain, m_shard, n)
+    return _launch(hopper_gemm_reduce_scatter_kernel, domain, call, tiles, arguments, constants, replaced)
 
 
 def _tiles(domain: OverlapDomain, m_shard: int, n: int) -> int:
@@ -144,15 +144,12 @@ def _tiles(domain: OverlapDomain, m_shard: int, n: int) -> int:
 
 
 def _launch(
-    kernel: Any, domain: OverlapDomain, call: Call, sizes: tuple[int, int], b_kn: torch.Tensor, programs: int,
+    kernel: Any, domain: OverlapDomain, call: Call, programs: int,
     arguments: dict[str, Any], constants: dict[str, Any], replaced: tuple[str, ...],
 ) -> Launch:  # fmt: skip
-    (m_shard, k), n = sizes, b_kn.shape[1]
     words = protocol_arguments(domain, call, stores=constants["DIRECT"])
-    return Launch(
-        kernel, (min(programs, multiprocessors(domain.device)),),
-        arguments | dict(m_shard=m_shard, n=n, k=k) | words.arguments, constants | words.constants, replaced,
-    )  # fmt: skip
+    grid = (min(programs, multiprocessors(domain.device)),)
+    return Launch(kernel, grid, arguments | words.arguments, constants | words.constants, replaced)
 
 
 def _constants(b_kn: torch.Tensor, stages: int) -> dict[str, Any]:

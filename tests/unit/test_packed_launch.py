@@ -82,7 +82,7 @@ class Driver:
     def __init__(self) -> None:
         self.replaced: list[int] = []
         self.launches: list[tuple[int, int]] = []  # the addresses in the map and in the pointer
-        self.map_address, self.table = 0, None
+        self.map_address = 0
 
     def encode_tensor_map(self, *arguments: object) -> int:
         return 0
@@ -95,10 +95,8 @@ class Driver:
         return 0
 
     def launch(self, *arguments: Any) -> int:
-        pointer = ctypes.cast(arguments[-2][-3], ctypes.POINTER(ctypes.c_uint64))[
-            0
-        ]  # behind it two pointers to scratch
-        self.launches.append((self.map_address, pointer))
+        place = arguments[-2][-3]  # in the table of parameters; behind it two pointers to scratch
+        self.launches.append((self.map_address, ctypes.c_uint64.from_address(place).value))
         return 0
 
     def current_stream(self) -> int:
