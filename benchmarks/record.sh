@@ -44,7 +44,7 @@ step small_m 30 -m overlap_train.bench operators --rows 256 512 1024 --methods a
 step sweep 60 -m overlap_train.bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
   --methods auto,fused,chunked --quick --out "$out/sweep"
 step timeline 15 -m overlap_train.bench.timeline --out "$out"
-step mfu 130 $mfu --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4 --quick --variants megatron,chunked,fused,overlap \
+step mfu 150 $mfu --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4 --quick --variants megatron,chunked,fused,direct,overlap \
   --out "$out/mfu"
 step mfu_8_layers 60 $mfu --model llama3-8b --layers 8 --global-batch-size 2 --quick --variants megatron,overlap --out "$out/mfu_8_layers"
 step mfu_one_micro_batch 90 $mfu --model llama3-8b,llama3-70b --layers 4,2 --quick --out "$out/mfu_one_micro_batch"

@@ -2,7 +2,8 @@
 # Runs tests/gpu once for every provider, domain size and CUDA_DEVICE_MAX_CONNECTIONS. Prints rank 0, and the others if it fails.
 #   launch/test_gpu.sh PYTHON [pytest arguments]
 # LOGS: folder for each rank's output (default runs/test-gpu). What to run: PROVIDERS (default "nvshmem torch"),
-# SIZES of the overlap domain (default all GPUs and, on four, also 2), CONNECTIONS (default "1 8").
+# SIZES of the overlap domain (default all ranks and, of four, also 2), CONNECTIONS (default "1 8"), RANKS (default one a GPU).
+# More RANKS than GPUs take turns on them: slow, without NCCL and NVSHMEM, and right all the same.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -10,25 +11,31 @@ python=$1
 shift
 logs=${LOGS:-runs/test-gpu}
 gpus=$("$python" -c 'import torch; print(min(torch.cuda.device_count(), 4))')
-if [ "$gpus" -lt 2 ]; then
-  echo "make test-gpu: needs 2 GPUs, found $gpus" >&2
+if [ "$gpus" -lt 1 ] || [ "${RANKS:-$gpus}" -lt 2 ]; then
+  echo "make test-gpu: needs 2 GPUs, or one and RANKS=2; found $gpus" >&2
   exit 1
 fi
-sizes=$gpus
-[ "$gpus" -eq 4 ] && sizes="4 2"
+ranks=${RANKS:-$gpus}
+sizes=$ranks
+[ "$ranks" -eq 4 ] && sizes="4 2"
 sizes=${SIZES:-$sizes}
+providers=${PROVIDERS:-nvshmem torch}
+if [ "$ranks" -gt "$gpus" ]; then
+  providers=torch
+  export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
+fi
 
 failed=0 sessions=0
 for size in $sizes; do
-  for provider in ${PROVIDERS:-nvshmem torch}; do
+  for provider in $providers; do
     for connections in ${CONNECTIONS:-1 8}; do
       name="$provider-domain$size-connections$connections"
-      echo "== $gpus GPUs: $name"
+      echo "== $ranks ranks on $gpus GPUs: $name"
       sessions=$((sessions + 1))
       mkdir -p "$logs/$name"
       # CUBLAS_WORKSPACE_CONFIG: what cuBLAS needs to be deterministic, which the bitwise training test asks for.
       if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
-        --nproc-per-node "$gpus" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \
+        --nproc-per-node "$ranks" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \
         -m pytest tests/gpu -q --provider "$provider" --domain-size "$size" "$@" \
         2>"$logs/$name/torchrun.log"; then
         failed=$((failed + 1))

@@ -24,6 +24,9 @@ COPIES_THAT_SHOW = 0.75
 # A storing kernel costs 22 microseconds of host time and a fused one 70, which shows in products shorter than this (a gather of
 # 1024 x 6144 x 4096: 0.068 ms by direct, 0.082 by fused, 2 x H200), and in a column's backward where copies are shorter.
 SHORT_GEMM_US, FUSED_HOST_US = 160.0, 70.0
+# With few rows it is best for longer products, too: in 24 of them with M = 512 and 1024 it was 1.03 to 1.24 times as fast as
+# NCCL + cuBLAS; fused took 0.96 to 1.11 times as long, and chunked, of those above a millisecond, 1.00 to 1.18 (2 x H200).
+FEW_ROWS = 1024
 # Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
 # A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
 LONG_GEMM_US = 1000.0
@@ -125,6 +128,8 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     shows = _is_late(pass_, "fused") or (pass_.kind == GATHER and _outweighs(pass_, "fused"))
     if shows and pass_.copy_us > FUSED_HOST_US:
         return "fused", "copies take long beside the GEMM"
+    if pass_.m <= FEW_ROWS:
+        return "direct", f"M={pass_.m} is at most {FEW_ROWS}"
     if pass_.gemm_us < SHORT_GEMM_US or (pass_.kind != GATHER and pass_.copy_us > pass_.gemm_us):
         return "direct", "a short GEMM"
     if pass_.gemm_us > LONG_GEMM_US:

@@ -20,11 +20,10 @@ BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES = 128, 256, 64, 8, 4
 PART_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2  # what one of two multiplying groups stores at a time
 # Tiles that are stored at a peer leave at NVLink's pace: buffers for all quarters of one, and a stage less, hide that.
 STAGES_DIRECT, BUFFERS_DIRECT = 3, 2
-# What a CTA that sends rows has in flight, in elements: the more, the faster it sends, and the more it takes from the product.
-# With 2048 (4 KB) 8192 x 14336 x 4096 took 22 us longer than with the copy engine, with 1024 7 us (of 637, 2 x H200). Copies take
-# (W - 1) / W x 1800 / N of the product's time: where that shows, all is needed.
-STEP_GENTLE, STEP_FAST = 1024, 2048
-NARROW_N = 2400  # of one rank
+# What a CTA that sends rows has in flight, in elements. More takes from the product and sends no faster: 8192 x 14336 x 4096 took
+# 7 us longer than with the copy engine with 1024, 22 with 2048 (of 637); with copies as long as the product, 8192 x 2048 x 4096
+# took 162 us with 1024, 161 with 2048, 165 with 4096 (2 x H200, probes/stored_gathers.py).
+STEP = 1024
 MOST_PEERS = 7  # that the kernel has a tensor descriptor for
 # Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, then 232 and
 # 40. Triton counts the first group only.
@@ -81,8 +80,7 @@ def _gather_launch(
     words = sending(domain, call, sends)
     whole = m_shard % (call.chunks * BLOCK_M) == 0
     arguments |= words.arguments
-    step = STEP_FAST if not sends or n < NARROW_N else STEP_GENTLE
-    constants = _constants(b_kn, STAGES) | {"WHOLE_TILES": whole, "STEP": step} | words.constants
+    constants = _constants(b_kn, STAGES) | {"WHOLE_TILES": whole, "STEP": STEP} | words.constants
     replaced = ("own_desc", "own_ptr", "b_desc", "b_half_desc", "y_desc", "y_ptr")
     # Whole tiles may be cut into halves, so that half as many still reach every SM; what sends rows does it from every SM.
     tiles = _tiles(domain, m_shard, n) * (2 if whole else 1)

@@ -39,7 +39,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
         PART_M,
         STAGES,
         STAGES_DIRECT,
-        STEP_FAST,
+        STEP,
     )
 
     module = __import__(f"overlap_train.kernels.{kernel_name}", fromlist=["kernel"])
@@ -50,7 +50,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
         **switches,
     )  # fmt: skip
     if "own_desc" in kernel.arg_names:
-        constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP_FAST} | constants
+        constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP} | constants
     else:
         direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
         constants = {"REDUCE": True} | constants | direct

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from overlap_train.choice import (
+    FEW_ROWS,
     GATHER,
     SCATTER,
     SCATTER_AND_WGRAD,
@@ -101,7 +102,16 @@ def test_default_of_long_products(hopper_gpu: pytest.MonkeyPatch) -> None:
 def test_defaults_of_short_products(hopper_gpu: pytest.MonkeyPatch) -> None:
     """Host time decides: chunked takes 110 microseconds of it, direct 22."""
     for pass_ in (FC1, FC2, QKV):
-        assert untuned(replace(pass_, m=1024), GPU).method == "direct"
+        assert untuned(replace(pass_, m=1536), GPU).method == "direct"
+        assert untuned(replace(pass_, m=1536, n=6 * pass_.n), GPU).method == "fused"
+
+
+def test_defaults_of_few_rows(hopper_gpu: pytest.MonkeyPatch) -> None:
+    """However long the product is."""
+    for pass_ in (FC1, FC1.dgrad, FC2, FC2.dgrad):
+        long = replace(pass_, m=FEW_ROWS, n=8 * pass_.n, k=4 * pass_.k)
+        assert untuned(long, GPU).method == "direct"
+        assert untuned(replace(long, m=2 * FEW_ROWS), GPU).method == "chunked"
 
 
 def test_rows_and_features_that_the_hopper_kernels_do_not_serve(hopper_gpu: pytest.MonkeyPatch) -> None:

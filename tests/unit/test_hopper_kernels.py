@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from overlap_train.operators.hopper import STEP
 from tests.unit import hopper_ptx
 from tests.unit.ptx_flow import reachable_without
 
@@ -89,7 +90,7 @@ def test_the_gathering_kernel_counts_a_piece_only_when_all_of_it_is_stored(compi
     ptx, _ = compiled("hopper_all_gather_gemm", True, WHOLE_TILES=True, DIRECT=True)
     stores = [match.end() for match in re.finditer(WIDE_STORE, ptx)]
     (count,) = (match.start() for match in re.finditer(COUNT, ptx))
-    assert len(stores) == len(re.findall(WIDE_LOAD, ptx)) == 4
+    assert len(stores) == len(re.findall(WIDE_LOAD, ptx)) == STEP // (2 * 32 * 8), "two warps, 8 elements each"
     assert stores[-1] < count
     assert re.search(r"bar\.sync\s+\d+, 64;", ptx[stores[-1] : count]), "of two warps"
     assert re.search(SIGNAL, ptx[count : count + 3000])
