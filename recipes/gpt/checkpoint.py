@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ import overlap_train
 from gpt.adam_state import load_optimizer, make_describable
 from gpt.architectures import SHAPE, SMALL
 from gpt.errors import RecipeError
-from gpt.files import damage, publish, seal, write_atomically
+from gpt.files import Listing, damage, listing, publish, seal, write_atomically
 from gpt.progress import say
 from gpt.settings import Settings, flag
 from gpt.training import Trainer
-from gpt.world import on_rank_0
+from gpt.world import on_every_rank, on_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN = "run.json"
@@ -53,7 +55,11 @@ def save(trainer: Trainer, iteration: int, text_key: str) -> None:
     overlap_train.check()  # a wait that gave up has left NaN in what was written
     dist.barrier()  # nor does rank 0 publish what another rank knows to be wrong
     run = {"iteration": iteration, "text": text_key, "settings": asdict(trainer.settings)}
-    on_rank_0(lambda: _finish(draft, folder, run))
+    on_rank_0(lambda: _describe(draft, run))
+    parts = on_every_rank(lambda: _list_part(draft))
+    on_rank_0(
+        lambda: _finish(draft, folder, iteration, {name: known for part in parts for name, known in part.items()})
+    )
     say(f"  saved checkpoint {folder}")
 
 
@@ -63,7 +69,10 @@ def load(trainer: Trainer, text_key: str) -> int:
     Raises:
         RecipeError: on every rank, where there is no checkpoint, it is damaged, or it is of another model.
     """
-    folder, run = on_rank_0(lambda: _open(Path(trainer.settings.load)))
+    path = Path(trainer.settings.load)
+    folder = on_rank_0(lambda: path if path.name.startswith("iter_") else _newest(path))
+    damaged = next(filter(None, on_every_rank(lambda: _damaged_part(folder))), None)
+    run = on_rank_0(lambda: _run_of(folder, path, damaged))
     _compare(run, trainer.settings, text_key)
     make_describable(trainer.optimizer)
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder))
@@ -107,30 +116,49 @@ def _state(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
 
 
 def _start(draft: Path) -> None:
-    try:
+    with _writing(draft.parent):
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-    except OSError as error:
-        raise RecipeError(f"--save {draft.parent} cannot be written: {error.strerror or error}") from error
 
 
-def _finish(draft: Path, folder: Path, run: dict[str, Any]) -> None:
-    try:
+def _describe(draft: Path, run: dict[str, Any]) -> None:
+    with _writing(draft.parent):
         write_atomically(draft / RUN, json.dumps(run, indent=1))
-        seal(draft)
-        publish(draft, folder)
-        write_atomically(folder.parent / TRACKER, str(run["iteration"]))
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise RecipeError(f"--save {folder.parent} cannot be written: {error.strerror or error}") from error
+        raise RecipeError(f"--save {folder} cannot be written: {error.strerror or error}") from error
 
 
-def _open(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint folder that `path` is or whose tracker names, and its run.json; on rank 0."""
-    folder = path if path.name.startswith("iter_") else _newest(path)
-    problem = damage(folder) if folder.is_dir() else f"{folder} is missing"
-    if problem:
-        raise RecipeError(f"--load {path}: the checkpoint is damaged: {problem}; {_last_good(folder)}")
-    return folder, json.loads((folder / RUN).read_text())
+def _list_part(draft: Path) -> Listing:
+    with _writing(draft.parent):
+        return listing(draft, dist.get_rank(), dist.get_world_size())
+
+
+def _finish(draft: Path, folder: Path, iteration: int, files: Listing) -> None:
+    with _writing(folder.parent):
+        seal(draft, files)
+        publish(draft, folder)
+        write_atomically(folder.parent / TRACKER, str(iteration))
+
+
+def _damaged_part(folder: Path) -> str | None:
+    """What is wrong with this rank's part of the files."""
+    if not folder.is_dir():
+        return f"{folder} is missing"
+    return damage(folder, dist.get_rank(), dist.get_world_size()) or None
+
+
+def _run_of(folder: Path, path: Path, damaged: str | None) -> dict[str, Any]:
+    """run.json of a folder of which nothing is damaged; on rank 0."""
+    if damaged:
+        raise RecipeError(f"--load {path}: the checkpoint is damaged: {damaged}; {_last_good(folder)}")
+    found: dict[str, Any] = json.loads((folder / RUN).read_text())
+    return found
 
 
 def _newest(path: Path) -> Path:

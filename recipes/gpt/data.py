@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bi
 
 from gpt.corpus import Corpus, read_corpus
 from gpt.errors import RecipeError
-from gpt.files import damage, publish, seal
+from gpt.files import damage, listing, publish, seal
 from gpt.lengths import length_of
 from gpt.settings import Settings
 from gpt.tokenizer import EOD, ByteTokenizer
@@ -148,5 +148,5 @@ def _write_index(corpus: Corpus, folder: Path) -> None:
             tokens = np.append(np.frombuffer(document, dtype=np.uint8).astype(np.uint16), np.uint16(EOD))
             builder.add_document(tokens, [len(tokens)])
         builder.finalize(get_idx_path(prefix))
-    seal(draft)
+    seal(draft, listing(draft))
     publish(draft, folder)

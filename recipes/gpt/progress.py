@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -41,6 +43,9 @@ class IterationLog:
             f" time left (s): {left:.0f} |"
         )
 
-    def restart(self) -> None:
-        """Leave out what came since the last line (validation, saving) from the next line's time."""
-        self._started = time.perf_counter()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what is done inside (validation, saving) out of the next line's time."""
+        began = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - began

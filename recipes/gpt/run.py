@@ -78,12 +78,12 @@ def train(trainer: Trainer, datasets: Datasets, first: int, device: torch.device
             if not math.isfinite(loss):
                 raise RecipeError(f"the loss is {loss} at iteration {iteration}; try a lower --lr than {settings.lr}")
         if _is_multiple(iteration, settings.eval_interval) and iteration < settings.train_iters:
-            loss = validate(trainer, datasets, device)
+            with log.paused():
+                loss = validate(trainer, datasets, device)
             say(f" validation loss at iteration {iteration} | {loss:.4f} nats per byte |")
-            log.restart()
         if settings.save and (_is_multiple(iteration, settings.save_interval) or iteration == settings.train_iters):
-            checkpoint.save(trainer, iteration, datasets.key)
-            log.restart()
+            with log.paused():
+                checkpoint.save(trainer, iteration, datasets.key)
 
 
 def validate(trainer: Trainer, datasets: Datasets, device: torch.device) -> float:

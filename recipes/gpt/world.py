@@ -6,7 +6,7 @@ import datetime
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,21 @@ def join(world: World) -> None:
         world_size=world.size,
         timeout=datetime.timedelta(minutes=10),
     )
+
+
+def on_every_rank(work: Callable[[], Result]) -> list[Result]:
+    """Call `work` on every rank and return all results, or raise the first RecipeError, on every rank."""
+    mine: Result | RecipeError
+    try:
+        mine = work()
+    except RecipeError as error:
+        mine = error
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, mine)
+    for outcome in outcomes:
+        if isinstance(outcome, RecipeError):
+            raise outcome
+    return outcomes
 
 
 def on_rank_0(work: Callable[[], Result]) -> Result:

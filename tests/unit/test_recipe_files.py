@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.files import MANIFEST, damage, publish, seal, write_atomically
+from gpt.files import MANIFEST, damage, listing, publish, seal, write_atomically
 
 
 @pytest.fixture
@@ -16,12 +16,23 @@ def sealed(tmp_path: Path) -> Path:
     (folder / "a").write_bytes(b"12345")
     (folder / ".hidden").write_bytes(b"678")
     (folder / "inner" / "b").write_bytes(b"9")
-    seal(folder)
+    seal(folder, listing(folder))
     return folder
 
 
 def test_a_sealed_folder_is_whole(sealed: Path):
     assert damage(sealed) == ""
+
+
+def test_ranks_list_and_check_a_part_each(sealed: Path):
+    parts = [listing(sealed, part, 2) for part in range(2)]
+    assert [len(part) for part in parts] == [2, 1]
+    assert parts[0] | parts[1] == listing(sealed)
+    for name in ("a", ".hidden", "inner/b"):
+        path, content = sealed / name, (sealed / name).read_bytes()
+        path.write_bytes(b"x" * len(content))
+        assert sum(bool(damage(sealed, part, 2)) for part in range(2)) == 1
+        path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", ["a", ".hidden", "inner/b"])
@@ -55,7 +66,7 @@ def test_publishing_replaces_a_folder_of_the_same_name(sealed: Path, tmp_path: P
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "new").write_text("new")
-    seal(draft)
+    seal(draft, listing(draft))
     publish(draft, sealed)
     assert damage(sealed) == ""
     assert sorted(path.name for path in sealed.iterdir()) == [MANIFEST, "new"]
