@@ -35,6 +35,7 @@ class LinearOverlap:
 
     def __post_init__(self) -> None:
         self._returning = replace(self.config, main_grad="off")
+        self.possible = (self.config, self._returning)  # settings of its calls
 
     def count(self, reason: str | None) -> None:
         if reason is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -51,12 +52,13 @@ class _IntoMainGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight)
+        ctx.weight = weight  # not saved: hooks on saved tensors give back another object, without main_grad
         return weight.view_as(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (weight,) = ctx.saved_tensors
+        weight = ctx.weight
         weight.main_grad.add_(grad)
         weight.grad_added_to_main_grad = True
         # With tied weights DDP adds weight.grad in spite of the mark, for the embedding's share in it.

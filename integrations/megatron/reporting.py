@@ -116,7 +116,7 @@ def choices(linear: Any) -> tuple[Choice, Choice]:
     domain = made_domain(group)
     plans = [] if domain is None else domain.plans.values()
     # of a linear of that name with these settings; an earlier model may have had the same names
-    decided = [plan for plan in plans if plan.fprop == f"{overlap.name}/fprop" and plan.config == overlap.config]
+    decided = [plan for plan in plans if plan.fprop == f"{overlap.name}/fprop" and plan.config in overlap.possible]
     return decided[-1].choices if decided else expected_choices(linear)
 
 

@@ -291,16 +291,19 @@ def tuned(folder: str) -> list[tuple[str, str]]:
         save(folder, key_of(torch.device("cpu"), 2), winners)
     torch.distributed.barrier()
     recipe = replace(PLAIN, overlap=OverlapConfig(tuning_dir=folder), microbatches=1)
-    reports = [report(gpt(recipe)), report(train(recipe, steps=1)[1])]
+    bare = gpt(recipe)  # without data parallelism: its weight gradients are returned
+    reports = [report(bare)]
+    bare(torch.zeros(BATCH, SEQUENCE, dtype=torch.long), torch.arange(SEQUENCE).expand(BATCH, -1), None)
+    reports += [report(bare), report(train(recipe, steps=1)[1])]
     shutdown()
     rows = [next(x for x in each.linears if x.name == FC1) for each in reports]
     return [*((row.method, row.reason) for row in rows), (f"N={n} K={k}", f"N={k} K={n}")]
 
 
 def test_each_pass_says_how_it_runs_and_what_was_measured(workers: Workers, tmp_path: Path) -> None:
-    for before, after, (fprop, dgrad) in workers.call(tuned, str(tmp_path)):
-        assert before[0] == after[0] == "chunked / collective"
-        for m, (_, reason) in ((64 * SEQUENCE, before), (SEQUENCE * BATCH, after)):
+    for before, called, trained, (fprop, dgrad) in workers.call(tuned, str(tmp_path)):
+        assert before[0] == called[0] == trained[0] == "chunked / collective"
+        for m, (_, reason) in ((64 * SEQUENCE, before), (SEQUENCE * BATCH, called), (SEQUENCE * BATCH, trained)):
             assert reason == f"auto: tuned for M={m} {fprop} on cpu / auto: tuned for M={m} {dgrad} on cpu"
 
 
