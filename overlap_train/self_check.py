@@ -51,6 +51,7 @@ PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {
 def missing(ptx: str, name: str, constants: Mapping[str, Any]) -> tuple[str, ...] | None:
     """The first proof that the PTX of kernel `name`, compiled with these constants, lacks, or None."""
     alone = constants.get("WORLD") == 1  # nobody to wait for, nothing to send: compilers leave it out
+    assert name in PROOFS, f"{name}: say in PROOFS what its PTX must show"
     on = [proofs.get(name, ()) for switch, proofs in PROOFS_WHERE.items() if constants.get(switch) and not alone]
     proofs = sum(on, PROOFS[name])
     return next((proof for proof in proofs if not re.search(".*?".join(proof), ptx, flags=re.DOTALL)), None)

@@ -18,7 +18,6 @@ from ..bench import timing, world
 from ..bench.timing import Call, Pace, Timing
 from ..symmetric import open_heap
 from .hardware import FAIL_BELOW, ODD_BELOW, WARN_BELOW, Hardware, model_of
-from .memory import OpenHeap
 from .place import Place
 from .report import Finding
 
@@ -34,15 +33,13 @@ _SLOW_FIX = (
 )
 
 
-def check_links(
-    place: Place, provider: str, measure: Measure = timing.measure, open_: OpenHeap = open_heap
-) -> list[Finding]:
+def check_links(place: Place, provider: str) -> list[Finding]:
     """Measure and judge. Collective; each rank reports its own links and its own speed."""
     on_gpu = place.device.type == "cuda"
     world.heat(place.device, 0.5)
-    tflops = gemm_speeds(place, 8192 if on_gpu else 256, measure)
-    heap = open_(place.joined, (128 << 20) if on_gpu else (4 << 20), provider, place.device)
-    speeds = link_speeds(place, [heap.view(rank) for rank in range(place.size)], measure)
+    tflops = gemm_speeds(place, 8192 if on_gpu else 256, timing.measure)
+    heap = open_heap(place.joined, (128 << 20) if on_gpu else (4 << 20), provider, place.device)
+    speeds = link_speeds(place, [heap.view(rank) for rank in range(place.size)], timing.measure)
     heap.close()
     model = model_of(torch.cuda.get_device_name(place.device)) if on_gpu else None
     if not on_gpu:
@@ -126,25 +123,25 @@ def report_only(place: Place, speeds: Speeds, tflops: dict[int, float]) -> list[
     return [*found, place.ok("gemm", f"{tflops[place.rank]:.3f} TFLOP/s (fp32)", "not judged: CPU")]
 
 
-def check_alone(place: Place, count: int, measure: Measure = timing.measure) -> list[Finding]:
+def check_alone(place: Place, count: int) -> list[Finding]:
     """A single process with `count` GPUs: its own GPU's speed, and copies between all pairs, judged like the links of ranks."""
     world.heat(place.device, 0.5)
     model = model_of(torch.cuda.get_device_name(place.device))
-    found = judge_speed(place, gemm_speeds(place, 8192, measure), model)
-    speeds = _copies_between_gpus(place, count, measure)
+    found = judge_speed(place, gemm_speeds(place, 8192, timing.measure), model)
+    speeds = _copies_between_gpus(place, count)
     everyone = replace(place, size=count, hosts=place.hosts * count, ranks=tuple(range(count)), unit="GPU")
     for index in range(count):
         found += judge_links(replace(everyone, rank=index), speeds, model)
     return found
 
 
-def _copies_between_gpus(place: Place, count: int, measure: Measure) -> Speeds:
+def _copies_between_gpus(place: Place, count: int) -> Speeds:
     buffers = [torch.ones(128 << 20, dtype=torch.uint8, device=f"cuda:{index}") for index in range(count)]
     speeds: Speeds = {}
     for first, second in permutations(range(count), 2):
         torch.cuda.set_device(first)  # events are recorded on its stream
         calls = {"copy": _copy(buffers[second], buffers[first])}
-        (took,) = measure(calls, _PACE, place.joined, place.device).values()
+        (took,) = timing.measure(calls, _PACE, place.joined, place.device).values()
         speeds[first, second] = buffers[first].nbytes / took.ms / 1e6
     torch.cuda.set_device(place.device)
     return speeds

@@ -39,7 +39,7 @@ WORTH_LAUNCHES = 0.1
 SHORT_COPY_US = 40.0
 
 
-def candidates(pass_: Pass, methods: Sequence[str], default: str) -> list[str]:
+def candidates(methods: Sequence[str], default: str) -> list[str]:
     """The methods to try: those asked for, the default, and always collective: auto must never be slower than that."""
     return list(dict.fromkeys([*methods, default, "collective"]))
 
@@ -101,7 +101,7 @@ def tune_case(case: Case, settings: Settings, domain: OverlapDomain, world: Worl
     """The winner of one pass, None if no method works; what fails is left out and noted in `results`. Collective."""
     pass_ = pass_of(case, world.size, settings.dtype)
     default = untuned(pass_, world.device).method
-    calls = working(case, candidates(pass_, settings.methods, default), settings, domain, world, results)
+    calls = working(case, candidates(settings.methods, default), settings, domain, world, results)
     if not any(method_of(name) == name for name in calls):
         results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
         return None

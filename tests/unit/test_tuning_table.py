@@ -329,5 +329,5 @@ def test_the_ways_that_are_tried(pass_: Pass, method: str, ways: list[Way]) -> N
 
 
 def test_collective_and_the_default_are_always_candidates() -> None:
-    assert set(candidates(FC1, ["chunked"], "fused")) == {"chunked", "fused", "collective"}
-    assert candidates(FC1, ["direct", "collective"], "fused") == ["direct", "collective", "fused"]
+    assert set(candidates(["chunked"], "fused")) == {"chunked", "fused", "collective"}
+    assert candidates(["direct", "collective"], "fused") == ["direct", "collective", "fused"]
