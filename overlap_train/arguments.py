@@ -32,7 +32,7 @@ def all_gather_problem(
     world = dist.get_world_size(group)
     error = _common_error(name, "x_shard_m", x, "w_shard_n", w, bias)
     rows = x.shape[:-1].numel() * world
-    nbytes = rows * x.shape[-1] * x.element_size()
+    nbytes = rows * x.shape[-1:].numel() * x.element_size()
     return Problem(Demand(name, _shapes(x, w), nbytes), rows, x.device, error)
 
 
@@ -48,7 +48,7 @@ def reduce_scatter_problem(
             f"since each rank keeps that part of the output; pad the sequence to a multiple of {world}"
         )
     rows = x.shape[:-1].numel()
-    nbytes = rows * w.shape[0] * x.element_size()
+    nbytes = rows * w.shape[:1].numel() * x.element_size()
     return Problem(Demand(name, _shapes(x, w), nbytes), rows, x.device, error)
 
 

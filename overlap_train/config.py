@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -67,12 +68,16 @@ class OverlapConfig:
             object.__setattr__(self, "_hash", kept)
         return kept
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which is another one in another process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     def __post_init__(self) -> None:
         for setting in fields(self):
             _check(setting, getattr(self, setting.name))
         for name in ("symmetric_mib", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be positive ({flag_name(name)})")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be positive and finite ({flag_name(name)})")
         if not self.tuning_dir:
             raise ValueError(f"tuning_dir='' must name a folder, which need not exist ({flag_name('tuning_dir')})")
 
@@ -86,7 +91,11 @@ def _check(setting: Field[Any], value: Any) -> None:
     choices = setting.metadata["choices"]
     if choices is None:
         return
-    values = value if isinstance(value, tuple) else (value,)
+    several = isinstance(setting.default, tuple)
+    if isinstance(value, tuple) is not several:
+        what = "a tuple" if several else "one"
+        raise ValueError(f"{setting.name}={value!r} must be {what} of {', '.join(choices)} ({flag_name(setting.name)})")
+    values = value if several else (value,)
     wrong = [item for item in values if item not in choices]
     if wrong or not values:
         what = f"{wrong[0]!r} is not one of" if wrong else "it is empty; choose from"

@@ -44,6 +44,7 @@ class OverlapDomain:
 
     workspace: Workspace
 
+    @torch.inference_mode(False)  # what outlives a call is written to by calls outside of it, too
     def __init__(self, group: dist.ProcessGroup, config: OverlapConfig, device: torch.device) -> None:
         self.group, self.config, self.device = group, config, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -69,6 +70,7 @@ class OverlapDomain:
 
         Raises:
             ValueError: on every rank, if any rank has a problem, the ranks ask for different things, or it does not fit.
+            RuntimeError: it is new, and a CUDA graph is being captured.
         """
         if demand in self._agreed:
             if problem is None:
@@ -129,24 +131,34 @@ class OverlapDomain:
             )
         self._reallocate(layout)
 
+    @torch.inference_mode(False)
     def _reallocate(self, layout: Layout) -> None:
-        """Replace the heap by a larger one. Collective, and outside the hot path: once for each larger shape."""
+        """Replace the heap by a larger one. Collective, and outside the hot path: once for each larger shape.
+
+        Nothing counts as agreed before it is there. Where that fails, the next call of whatever shape asks for memory again.
+        """
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
         dist.barrier(self.group)  # nobody is still pushing into the old heap
+        agreed, plans = self._agreed.copy(), self.plans.copy()
+        self._agreed.clear()
+        self.plans.clear()
+        self.layout = Layout(self.world_size, 0)
         self._close_heap()
         self.heap = open_heap(self.group, layout.nbytes, self.config.provider, self.device)
         self.layout = layout
         waits = BoundedWaits(self.rank, self.world_size, self.config.timeout_s, self.fault, self._driver)
         self.workspace = Workspace(self.heap, layout, self.device, waits)
         meet(self, "overlap_train/open")  # so that the kernel is loaded: where a graph is captured it could not be
+        self._agreed |= agreed
+        self.plans |= plans
 
     def _close_heap(self) -> None:
         """Unmap what was there, now: torch's heap waits for the device when it goes, which later could be between the launch of a
         kernel and its pushes (copy_engine.py)."""
         if self.heap is None:
             return
-        del self.workspace  # it holds views of it
+        self.__dict__.pop("workspace", None)  # it holds views of it; where opening failed there is none
         gc.collect()  # in objects that know each other, so that only the collector ends them
         self.heap.close()
         self.heap = None
@@ -159,8 +171,14 @@ class OverlapDomain:
         order. Pushes are joined at the end, so that their sources may be freed.
 
         Raises:
-            RuntimeError: it is captured into a CUDA graph whose replays would not be between barriers.
+            RuntimeError: it is captured into a CUDA graph whose replays would not be between barriers, or the symmetric memory is
+                gone.
         """
+        if self.heap is None:
+            raise RuntimeError(
+                f"{name}: the symmetric memory of its group is gone, by shutdown() or because more of it could not be had; a "
+                f"backward belongs before shutdown()"
+            )
         if not self.graphed and self.is_capturing():
             raise RuntimeError(
                 "an operator was called while a CUDA graph is captured, but not inside overlap_train.graphed(group), without "

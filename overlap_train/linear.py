@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from .arguments import Problem, all_gather_problem, reduce_scatter_problem
 from .choice import GATHER, SCATTER, Choice, Pass, choose
 from .config import OverlapConfig, flag_name
 from .domain import OverlapDomain
+from .operators import portable
 from .operators.all_gather_gemm import start_all_gather, start_all_gather_whole
 from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from .profiling import profiled
@@ -60,11 +62,14 @@ def all_gather_linear(
     Raises:
         ValueError: shapes, dtypes, devices or group do not fit; on every rank of the group.
         OverlapTimeoutError: a peer did not arrive within config.timeout_s.
+        RuntimeError: a CUDA graph is captured outside `graphed` or before the same call ran eagerly, symmetric memory is gone
+            (`shutdown`), or a kernel as compiled here lacks a wait or a signal.
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.2; TileLink and Flux describe the same decomposition.
     """
     plan = _plan(all_gather_problem, x_shard_m, w_shard_n, bias, group, config, name)
-    y = _AllGatherLinear.apply(_rows(x_shard_m), w_shard_n, plan)
+    keep = plan.keeps and w_shard_n.requires_grad and torch.is_grad_enabled()
+    y = _AllGatherLinear.apply(_rows(x_shard_m), w_shard_n, plan, keep)
     if x_shard_m.dim() > 2:
         y = y.view(x_shard_m.shape[0] * plan.domain.world_size, *x_shard_m.shape[1:-1], -1)
     return y if bias is None else y + bias
@@ -118,6 +123,7 @@ class _Plan:
 
     def __init__(self, domain: OverlapDomain, config: OverlapConfig, problem: Problem, fprop: Pass) -> None:
         self.domain, self.config = domain, config
+        self.keeps = config.gathered_input == "keep"
         first, second = (choose(config.method, p, domain.device, domain.table) for p in (fprop, fprop.dgrad))
         self.choices: tuple[Choice, Choice] = first, second  # of fprop and dgrad
         gather, scatter = (first, second) if fprop.kind == GATHER else (second, first)
@@ -142,6 +148,7 @@ def _plan(
 ) -> _Plan:
     """The plan of a call, made and agreed on at the first call with these shapes; later calls look it up."""
     domain = domain_of(group, config, x.device)
+    _check_autocast(name, x)
     shape_of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
     key = (check, name, x.shape, x.dtype, w.shape, w.dtype, w.device, shape_of_bias, config)
     plan = domain.plans.get(key)
@@ -154,6 +161,16 @@ def _plan(
     return plan
 
 
+def _check_autocast(name: str, x: torch.Tensor) -> None:
+    """Libraries follow autocast and our kernels do not, so that the method would decide the dtype."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype:
+        raise ValueError(
+            f"{name}: autocast to {torch.get_autocast_dtype(kind)} is on, the input has {x.dtype}, and operators multiply in the "
+            f"dtype of their input; cast input and weight, or call inside torch.autocast({kind!r}, enabled=False)"
+        )
+
+
 def _agreed_plan(domain: OverlapDomain, config: OverlapConfig, problem: Problem, fprop: Pass) -> _Plan:
     """A new plan, the same on all ranks. Raises ValueError on all of them if they differ or a rank has a problem."""
     plan = _Plan(domain, config, problem, fprop)
@@ -161,7 +178,7 @@ def _agreed_plan(domain: OverlapDomain, config: OverlapConfig, problem: Problem,
     gather, scatter = (choice.way.named(choice.method) for choice in (plan.gather, plan.scatter))
     how = f"method {gather} for the gather and {scatter} for the scatter, gathered_input={config.gathered_input}"
     demand = replace(problem.demand, shapes=f"{problem.demand.shapes}, {how}")
-    domain.prepare(demand, problem.error or _other_table(domain, config))
+    domain.prepare(demand, problem.error or _other_table(domain, config) or _without_kernels(plan))
     return plan
 
 
@@ -175,20 +192,32 @@ def _other_table(domain: OverlapDomain, config: OverlapConfig) -> str | None:
     )
 
 
+def _without_kernels(plan: _Plan) -> str | None:
+    """What is wrong with methods whose kernels cannot run here, or None."""
+    method = plan.config.method
+    if plan.domain.device.type == "cuda" or method not in ("fused", "direct") or portable.is_interpreted():
+        return None
+    return (
+        f"method={method!r} with CPU tensors: its kernels run there in Triton's interpreter only, which is for tests "
+        f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
+    )
+
+
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        keep = plan.config.gathered_input == "keep" and w_shard_n.requires_grad
+    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: _Plan, keep: bool) -> torch.Tensor:
         with plan.domain.operator(plan.fprop, 1, plan.fprop_in_step), profiled(plan.fprop_range):
             gather = start_all_gather(plan.domain, x_shard_m, plan.gather.method, plan.fprop, plan.gather.way)
             y_shard_n = gather.matmul(w_shard_n.t())
-            saved = gather.full().clone() if keep else x_shard_m
-        ctx.plan, ctx.kept = plan, keep
-        ctx.save_for_backward(saved, w_shard_n)
+            saved = gather.kept() if keep else x_shard_m
+        # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
+        ctx.plan, ctx.kept, ctx.weight = plan, keep, w_shard_n
+        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, w_shard_n)
         return y_shard_n
 
     @staticmethod
-    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    @once_differentiable
+    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         saved, w_shard_n = ctx.saved_tensors
         plan: _Plan = ctx.plan
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
@@ -204,10 +233,10 @@ class _AllGatherLinear(torch.autograd.Function):
             if wants_dw:
                 x = saved if gather is None else gather.full()
                 with profiled(plan.wgrad_range):
-                    dw_shard_n = weight_gradient(dy_shard_n, x, w_shard_n, plan.config.main_grad)
+                    dw_shard_n = weight_gradient(dy_shard_n, x, ctx.weight, plan.config.main_grad)
             if scatter is not None:
                 dx_shard_m = scatter.finish()
-        return dx_shard_m, dw_shard_n, None
+        return dx_shard_m, dw_shard_n, None, None
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -217,11 +246,12 @@ class _LinearReduceScatter(torch.autograd.Function):
             how = plan.scatter.method, plan.fprop, plan.scatter.way
             scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), *how)
             y_shard_m = scatter.finish()
-        ctx.plan = plan
-        ctx.save_for_backward(x_shard_k, w_shard_k)
+        ctx.plan, ctx.weight = plan, w_shard_k  # as above
+        ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
         return y_shard_m
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_k, w_shard_k = ctx.saved_tensors
         plan: _Plan = ctx.plan
@@ -233,5 +263,5 @@ class _LinearReduceScatter(torch.autograd.Function):
                 dx_shard_k = gather.matmul(w_shard_k)
             if wants_dw:
                 with profiled(plan.wgrad_range):
-                    dw_shard_k = weight_gradient(gather.full(), x_shard_k, w_shard_k, plan.config.main_grad)
+                    dw_shard_k = weight_gradient(gather.full(), x_shard_k, ctx.weight, plan.config.main_grad)
         return dx_shard_k, dw_shard_k, None

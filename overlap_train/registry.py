@@ -15,10 +15,14 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
     """The domain of `group`, made at its first use. Symmetric memory is allocated when the first operator asks for it.
 
     Raises:
-        ValueError: this process is not in the group, or provider, symmetric_mib or timeout_s differ from the domain's.
+        ValueError: no group, this process is not in it, or provider, symmetric_mib or timeout_s differ from the domain's.
     """
     domain = _domains.get(group)
     if domain is None:
+        if group is None:  # as torch calls the group of all ranks, which tensor parallelism rarely means
+            raise ValueError(
+                "group=None: pass the tensor-parallel group; of all ranks it is torch.distributed.group.WORLD"
+            )
         if dist.get_rank(group) < 0:
             raise ValueError(
                 f"group={group}: rank {dist.get_rank()} is not a member; pass a group that contains this rank"

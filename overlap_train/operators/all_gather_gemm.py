@@ -26,6 +26,10 @@ class Gather(Protocol):
         """x [M, K], complete; valid until the operator ends (the slot is then free for others)."""
         ...
 
+    def kept(self) -> torch.Tensor:
+        """x [M, K], complete, in memory of its own."""
+        ...
+
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         """x [M, K] @ b_kn [K, N] -> [M, N]."""
         ...
@@ -59,6 +63,9 @@ class CollectiveGather:
             self._work.wait()
         return self._x
 
+    def kept(self) -> torch.Tensor:
+        return self.full()
+
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         return self.full() @ b_kn
 
@@ -85,6 +92,9 @@ class ChunkedGather:
         if not self._arrived:
             self._call.wait_for_all()
         return self._call.blocks.flatten(0, 1)
+
+    def kept(self) -> torch.Tensor:
+        return self.full().clone()
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         # Returned whole and not as a view: callers may write into the result (Megatron's cross entropy does), which autograd

@@ -80,7 +80,7 @@ def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> tor
         y = torch.empty_like(own)
         call.launches.run("reduce", (own.data_ptr(), y.data_ptr()), partial(_reduce_launch, domain, call, own, y))
         return y
-    total = own.float()
+    total = own.to(torch.float32, copy=True)  # not a view, which autograd would refuse to have written into
     for source in range(call.world_size):
         if source != call.rank:
             total = total + call.blocks[source]

@@ -36,6 +36,15 @@ _FULL = TileConfig(64, 64, 32, num_warps=4)  # fp32 has no tensor-core path
 _INTERPRETED = TileConfig(32, 32, 32, num_warps=4)
 
 
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, as it was when they were first imported."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from ..kernels.all_gather_gemm import all_gather_gemm_kernel
+
+    return isinstance(all_gather_gemm_kernel, InterpretedFunction)
+
+
 def tile_config(dtype: torch.dtype, device: torch.device) -> TileConfig:
     """The tile for a dtype. The interpreter pays per operation, not per element."""
     if device.type != "cuda":

@@ -102,6 +102,9 @@ class Call:
         self.launches = LaunchCache(waits.driver)
         self._routes: dict[Hashable, list[Route]] = {}
 
+    @torch.inference_mode(
+        False
+    )  # a view as another dtype would be an inference tensor, which later calls could not write
     def _blocks(self, memory: torch.Tensor) -> torch.Tensor:
         count = self.world_size * self._shape.numel()
         return memory[: count * self._dtype.itemsize].view(self._dtype).view(self.world_size, *self._shape)

@@ -33,8 +33,7 @@ def open_heap(group: dist.ProcessGroup, nbytes: int, provider: str, device: torc
             world is not taken by another group, else torch.
 
     Raises:
-        ValueError: the provider cannot serve this device, or nvshmem already serves another group.
-        ImportError: nvshmem4py is asked for by name and not installed.
+        ValueError: the provider cannot serve this device or group, or is not installed.
     """
     chosen = resolve_provider(group, provider, device)
     if chosen == "host":
@@ -51,7 +50,7 @@ def open_heap(group: dist.ProcessGroup, nbytes: int, provider: str, device: torc
 
 
 def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device) -> str:
-    """The provider that `auto` stands for here; a named one is checked against the device."""
+    """The provider that `auto` stands for here; a named one is checked against the device and what is installed."""
     on_gpu = device.type == "cuda"
     if provider == "auto":
         if not on_gpu:
@@ -62,4 +61,11 @@ def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.devi
     if on_gpu == (provider == "host"):
         rule = "host serves CPU tensors only" if on_gpu else "nvshmem and torch serve CUDA tensors only"
         raise ValueError(f"provider={provider!r} with tensors on {device}: {rule}; use provider='auto'")
+    if provider == "nvshmem":
+        from .nvshmem import is_installed
+
+        if not is_installed():
+            raise ValueError(
+                "provider='nvshmem': nvshmem4py is not installed; pip install 'overlap-train[nvshmem]', or use provider='auto'"
+            )
     return provider

@@ -15,9 +15,14 @@ import torch.distributed as dist
 _world_ranks: list[tuple[int, ...]] = []  # global ranks of this process's NVSHMEM world; empty before it is initialised
 
 
+def is_installed() -> bool:
+    """Whether nvshmem4py is there to be imported."""
+    return importlib.util.find_spec("nvshmem") is not None
+
+
 def can_serve(group: dist.ProcessGroup) -> bool:
     """Whether nvshmem4py is installed and its one world is free or over this group's ranks."""
-    if importlib.util.find_spec("nvshmem") is None:
+    if not is_installed():
         return False
     return not _world_ranks or _world_ranks[0] == _ranks(group)
 

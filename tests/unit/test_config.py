@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
@@ -51,13 +52,16 @@ def test_a_flag_that_cannot_act_is_an_error() -> None:
     [
         ({"slots": ("qkv", "fc3")}, r"slots=\('qkv', 'fc3'\): 'fc3' is not one of .*--overlap-train-slots"),
         ({"slots": ()}, "slots=.*empty"),
+        ({"slots": "qkv"}, "slots='qkv' must be a tuple of"),
+        ({"method": ("fused",)}, r"method=\('fused',\) must be one of"),
         ({"method": "magic"}, "method='magic'.*fused"),
         ({"gathered_input": "drop"}, "gathered_input='drop'"),
         ({"main_grad": "yes"}, "main_grad='yes'"),
         ({"provider": "mpi"}, "provider='mpi'"),
         ({"symmetric_mib": 0}, "symmetric_mib=0 must be positive"),
         ({"timeout_s": -1.0}, "timeout_s=-1.0 must be positive"),
-        ({"timeout_s": float("nan")}, "timeout_s=nan must be positive"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan must be positive and finite"),
+        ({"timeout_s": float("inf")}, "timeout_s=inf must be positive and finite"),
         ({"on_unsupported": "ignore"}, "on_unsupported='ignore'"),
     ],
 )
@@ -74,3 +78,11 @@ def test_bad_flag_values_are_refused_by_the_parser() -> None:
 def test_the_config_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         OverlapConfig().method = "fused"  # type: ignore[misc]
+
+
+def test_the_hash_does_not_travel() -> None:
+    """That of strings is another one in every process."""
+    config = OverlapConfig(method="chunked")
+    assert hash(config) == hash(config)
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config and "_hash" not in vars(copy)

@@ -14,6 +14,7 @@ def domain_on_gpu(monkeypatch: pytest.MonkeyPatch, capturing: bool, graphed: boo
     domain = object.__new__(OverlapDomain)
     domain._on_gpu, domain.graphed, domain._agreed = True, graphed, set()
     domain.engine = domain.fault = None  # type: ignore[assignment]
+    domain.heap = object()  # type: ignore[assignment]
     return domain
 
 

@@ -1,0 +1,193 @@
+"""What torch lets users do around an operator: modes of autograd, autocast, hooks, errors that they catch and go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+
+from overlap_train import OverlapConfig, all_gather_linear, domain, linear_reduce_scatter, shutdown
+from overlap_train.operators.all_gather_gemm import ChunkedGather
+from overlap_train.symmetric import host
+from tests.linear_cases import OPERATORS, Case
+from tests.processes import run_ranks, values
+
+Operator = Callable[..., torch.Tensor]
+
+
+def _case(method: str = "chunked", **settings: Any) -> Case:
+    return Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method=method, timeout_s=20.0, **settings))
+
+
+def _both(case: Case) -> list[tuple[Operator, torch.Tensor, torch.nn.Parameter]]:
+    """Each operator with an input and a weight: [4 W, 8] and [8, 8] integers."""
+    shapes = [(linear, (4 * case.world, 8)) for linear in (all_gather_linear, linear_reduce_scatter)]
+    return [
+        (linear, case.integers(*shape, seed=case.rank).float().requires_grad_(), torch.nn.Parameter(torch.ones(8, 8)))
+        for linear, shape in shapes
+    ]
+
+
+def _exact(case: Case, rows: int = 4) -> None:
+    for operator in OPERATORS.values():
+        operator(case, (rows, 2), 24, 16)
+
+
+def _after_memory_ran_out(rank: int, world: int) -> None:
+    case, opened = _case(), domain.open_heap
+    _exact(case)
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError("none left")
+
+    domain.open_heap = refuse  # type: ignore[attr-defined] # of this process
+    with pytest.raises(MemoryError):
+        _exact(case, rows=400)
+    domain.open_heap = opened  # type: ignore[attr-defined]
+    _exact(case)
+    _exact(case, rows=400)
+
+
+def _backward_after_shutdown(rank: int, world: int) -> None:
+    case = _case()
+    for operator, x, w in _both(case):
+        y = operator(x, w, group=case.group, config=case.config)
+        shutdown()
+        with pytest.raises(RuntimeError, match=r"the symmetric memory of its group is gone, by shutdown\(\)"):
+            y.sum().backward()
+
+
+def _inference_first(rank: int, world: int) -> None:
+    """What a domain keeps is written to by training later."""
+    case = _case()
+    for operator, x, w in _both(case):
+        with torch.inference_mode():
+            seen = operator(x, w, group=case.group, config=case.config)
+        assert torch.equal(seen, operator(x, w, group=case.group, config=case.config))
+    _exact(case)
+
+
+def _twice_differentiated(rank: int, world: int) -> None:
+    for method in ("chunked", "collective"):
+        case = _case(method)
+        for operator, x, w in _both(case):
+            y = operator(x, w, group=case.group, config=case.config)
+            (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                dx.square().sum().backward()
+
+
+def _autocast(rank: int, world: int) -> None:
+    for method in ("chunked", "collective"):
+        case = _case(method)
+        for operator, x, w in _both(case):
+            with torch.autocast("cpu", torch.bfloat16):
+                with pytest.raises(
+                    ValueError, match=r"autocast to torch\.bfloat16 is on, the input has torch\.float32"
+                ):
+                    operator(x, w, group=case.group, config=case.config)
+                half = operator(x.bfloat16(), w.bfloat16(), group=case.group, config=case.config)
+            assert half.dtype == torch.bfloat16
+
+
+def _hooks_on_saved_tensors(rank: int, world: int) -> None:
+    """They give back other objects, without main_grad."""
+    case = _case()
+    for operator, x, w in _both(case):
+
+        def call(x: torch.Tensor, w: torch.Tensor, operator: Operator = operator) -> torch.Tensor:
+            return operator(x, w, group=case.group, config=case.config).sum()
+
+        (expected,) = torch.autograd.grad(call(x, w), w)
+        w.main_grad = torch.zeros(8, 8)
+        torch.utils.checkpoint.checkpoint(call, x, w, use_reentrant=False).backward()
+        with torch.autograd.graph.save_on_cpu():
+            loss = call(x, w)
+        loss.backward()
+        assert w.grad is None and torch.equal(w.main_grad, 2 * expected)
+
+
+def _frozen_weights(rank: int, world: int) -> None:
+    """LoRA's base weights: their inputs need not be kept."""
+    case = _case()
+    for operator, x, w in _both(case):
+        y = operator(x, w.requires_grad_(False), group=case.group, config=case.config)
+        assert [saved is not None for saved in y.grad_fn.saved_tensors] == [False, True]
+
+
+def _nothing_is_kept_without_gradients(rank: int, world: int) -> None:
+    case = _case(gathered_input="keep")
+    operator, x, w = _both(case)[0]
+    kept = ChunkedGather.kept
+    ChunkedGather.kept = None  # type: ignore[method-assign,assignment] # of this process
+    with torch.no_grad():
+        operator(x, w, group=case.group, config=case.config)
+    ChunkedGather.kept = kept  # type: ignore[method-assign]
+    operator(x, w, group=case.group, config=case.config).sum().backward()
+    assert w.grad is not None
+
+
+def _results_may_be_written_into(rank: int, world: int) -> None:
+    for method in ("chunked", "collective"):
+        case = _case(method)
+        for operator, x, w in _both(case):
+            operator(x, w, group=case.group, config=case.config).mul_(2).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _after_memory_ran_out, _backward_after_shutdown, _inference_first, _twice_differentiated, _autocast,
+        _hooks_on_saved_tensors, _frozen_weights, _nothing_is_kept_without_gradients,
+    ],
+    ids=lambda body: body.__name__.strip("_"),
+)  # fmt: skip
+def test_modes(body: Callable[[int, int], None]) -> None:
+    values(run_ranks(2, body, limit_s=60))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_results_may_be_written_into(world: int) -> None:
+    values(run_ranks(world, _results_may_be_written_into, limit_s=60))
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    """What wrong calls say on this rank: a vector on one rank, no group, kernels without an interpreter."""
+    one = torch.ones(8, 8)
+    calls = [
+        (torch.ones(()) if rank == 0 else one, dist.group.WORLD, OverlapConfig(method="chunked")),
+        (one, None, OverlapConfig(method="chunked")),
+        (one, dist.group.WORLD, OverlapConfig(method="fused")),
+        (one, dist.group.WORLD, OverlapConfig(method="direct")),
+    ]
+    said = []
+    for number, (x, group, config) in enumerate(calls):
+        for operator in (all_gather_linear, linear_reduce_scatter):
+            with pytest.raises(ValueError) as raised:
+                operator(x, one, group=group, config=config, name=f"{operator.__name__} {number}")  # type: ignore[operator]
+            said.append(str(raised.value))
+    return said
+
+
+def test_wrong_calls_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for said in values(run_ranks(2, _refused, limit_s=60)):
+        assert ["they need at least 2, and exactly 2 dimensions" in text for text in said] == [True] * 2 + [False] * 6
+        assert ["group=None: pass the tensor-parallel group" in text for text in said[2:4]] == [True] * 2
+        assert ["with CPU tensors: its kernels run there in Triton's" in text for text in said[4:]] == [True] * 4
+
+
+def _on_two_machines(rank: int, world: int) -> str:
+    host._machine = lambda: f"machine {rank}"  # type: ignore[assignment] # of this process
+    with pytest.raises(ValueError) as raised:
+        _exact(_case())
+    return str(raised.value)
+
+
+def test_cpu_ranks_of_several_machines_are_refused_on_all_of_them() -> None:
+    said = values(run_ranks(2, _on_two_machines, limit_s=60))
+    assert all("CPU ranks on several machines" in text for text in said)
