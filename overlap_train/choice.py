@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .methods import TRAITS
 from .operators import hopper
 from .tuned.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
 from .tuned.table import Table, Winner
 from .tuned.ways import PLAIN, Way
 
-__all__ = ["GATHER", "PUSHING", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
+__all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
 
 # Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
 # H200: at M = 256 by 1.3 to 2, at M = 512 by up to 1.1). Above the second not over direct, which is one launch, where a rank's
@@ -35,7 +36,6 @@ LONG_GEMM_US = 1000.0
 # qkv by chunked took 0.385 ms behind a barrier and 0.484 to 0.512 without (whole backwards in the tuner, four runs before and one
 # after, 4 x H200). Shorter copies gain nothing: at half of these rows, in blocks of 8 MiB, 0.288 ms and 0.255 to 0.261.
 LONG_COPY_US = 150.0
-PUSHING = ("chunked", "fused")  # the methods whose blocks the copy engine sends
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ def _way(method: str, pass_: Pass, device: torch.device, table: Table) -> Way:
 
 def _outweighs(pass_: Pass, method: str) -> bool:
     """Whether pushes take so long beside the product that each of them costs more than chunks shorten the tail."""
-    methods = {GATHER: ("fused",), SCATTER: (), SCATTER_AND_WGRAD: ("fused",)}[pass_.kind]
-    return method in methods and pass_.copy_us > COPIES_THAT_SHOW * pass_.gemm_us
+    return TRAITS[method].cuts and pass_.kind != SCATTER and pass_.copy_us > COPIES_THAT_SHOW * pass_.gemm_us
 
 
 def _is_late(pass_: Pass, method: str) -> bool:
@@ -78,12 +77,12 @@ def _is_late(pass_: Pass, method: str) -> bool:
     it does with gathered_input=keep, where no blocks of x go before them.
     """
     until_own = (pass_.world - 1) / pass_.world * pass_.gemm_us
-    return pass_.kind == SCATTER_AND_WGRAD and method == "fused" and 2 * pass_.copy_us > until_own
+    return pass_.kind == SCATTER_AND_WGRAD and TRAITS[method].defers and 2 * pass_.copy_us > until_own
 
 
 def _collides(pass_: Pass, method: str) -> bool:
     """Whether pushes of ranks that are out of step would show: two rounds of them, to several peers, longer than the products."""
-    pushes = pass_.kind == SCATTER_AND_WGRAD and pass_.world > 2 and method in PUSHING
+    pushes = pass_.kind == SCATTER_AND_WGRAD and pass_.world > 2 and TRAITS[method].pushes
     return pushes and pass_.copy_us > max(LONG_COPY_US, pass_.gemm_us)
 
 

@@ -6,8 +6,10 @@ import math
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from .methods import TRAITS
+
 SLOTS = ("qkv", "proj", "fc1", "fc2", "output")
-METHODS = ("auto", "fused", "direct", "chunked", "collective")
+METHODS = ("auto", *TRAITS)
 
 
 def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:

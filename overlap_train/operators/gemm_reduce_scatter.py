@@ -102,13 +102,12 @@ class PersistentScatter:
     """One kernel, whose last tiles are the reduction unless that is deferred."""
 
     _most_ranks = sys.maxsize  # that the Hopper kernel serves
-    _may_defer = False
 
     def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, way: Way) -> None:
         m_shard, n = a_mk.shape[0] // domain.world_size, b_kn.shape[1]
         self._domain, self._a, self._b = domain, a_mk, b_kn
         self._y = a_mk.new_empty(m_shard, n)  # deferred: the own partial
-        self._deferred = self._may_defer and way.deferred
+        self._deferred = way.deferred
         chunks = self._chunks(m_shard, n * a_mk.element_size(), way)
         self._call = domain.workspace.open(self._y.shape, a_mk.dtype, op, chunks)
         fits = domain.world_size <= self._most_ranks
@@ -132,8 +131,6 @@ class PersistentScatter:
 
 class FusedScatter(PersistentScatter):
     """A counter per destination and chunk releases its push by the copy engine."""
-
-    _may_defer = True
 
     def _chunks(self, m_shard: int, row_bytes: int, way: Way) -> int:
         return 1 if way.whole else chunk_count(m_shard, row_bytes, self._domain.device)

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import METHODS, flag_name
+from ..config import flag_name
+from ..methods import TRAITS
 from .passes import KINDS, Bucket, Pass, dtype_name
 from .ways import PLAIN, WAYS, Way
 
@@ -178,7 +179,7 @@ def _from_document(document: dict[str, Any], key: Key) -> Table:
 def _from_entry(entry: dict[str, Any], world: int) -> Winner:
     kind, dtype, method = entry["kind"], getattr(torch, entry["dtype"]), entry["method"]
     m, n, k = (int(entry[name]) for name in ("m", "n", "k"))
-    known = kind in KINDS and method in METHODS and method != "auto" and isinstance(dtype, torch.dtype)
+    known = kind in KINDS and method in TRAITS and isinstance(dtype, torch.dtype)
     if not known or min(m, n, k) < 1:
         raise ValueError(f"unknown entry {entry}")
     ms = {str(name): float(value) for name, value in entry["ms"].items()}

@@ -20,14 +20,14 @@ from ..bench.operators import open_domain, pass_of
 from ..bench.output import Results, collect_notes, screen
 from ..bench.settings import Settings
 from ..bench.shapes import Case
-from ..config import METHODS
+from ..methods import TRAITS
 from ..tuned.passes import Pass
 from ..tuned.table import Key, Winner, key_of, save
 from ..tuned.ways import PLAIN, WAYS
 from .cases import MODELS, Sizes, model_cases, one_a_bucket, weight_cases
 from .measure import tune_case
 
-CANDIDATES = tuple(method for method in METHODS if method != "auto")
+CANDIDATES = tuple(TRAITS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Row = dict[str, Any]
 

@@ -18,8 +18,9 @@ from ..bench.settings import Settings
 from ..bench.shapes import Case
 from ..bench.timing import Call, Timing, input_sets, measure, pace
 from ..bench.world import World
-from ..choice import GATHER, PUSHING, SCATTER_AND_WGRAD, Choice, Pass, untuned
+from ..choice import GATHER, SCATTER_AND_WGRAD, Choice, Pass, untuned
 from ..domain import OverlapDomain
+from ..methods import TRAITS
 from ..operators.all_gather_gemm import start_all_gather_whole
 from ..operators.gemm_reduce_scatter import start_gemm_reduce_scatter
 from ..operators.tiles import chunk_count
@@ -48,11 +49,12 @@ def ways_to_run(pass_: Pass, method: str, device: torch.device) -> list[Way]:
     """Those worth trying: whole blocks where there would be several chunks, a late reduction where there is something to do
     meanwhile, ranks in step where their pushes may collide."""
     row_bytes = (pass_.k if pass_.kind == GATHER else pass_.n) * pass_.dtype.itemsize
-    cuts = method == "fused" and chunk_count((pass_.m or 0) // pass_.world, row_bytes, device) > 1
-    collides = pass_.world > 2 and method in PUSHING and pass_.copy_us > SHORT_COPY_US
+    traits = TRAITS[method]
+    cuts = traits.cuts and chunk_count((pass_.m or 0) // pass_.world, row_bytes, device) > 1
+    collides = pass_.world > 2 and traits.pushes and pass_.copy_us > SHORT_COPY_US
     # One backward of a column linear behind another needs a barrier for its slots in any case.
     is_free = pass_.kind != SCATTER_AND_WGRAD
-    defers = method == "fused" and pass_.kind == SCATTER_AND_WGRAD
+    defers = traits.defers and pass_.kind == SCATTER_AND_WGRAD
     possible = [way for way in WAYS if (cuts or not way.whole) and (defers or not way.deferred)]
     return [way for way in possible if (collides and is_free) or not way.in_step]
 
