@@ -3,6 +3,14 @@
 Importing this package touches no device and needs neither a GPU, nor NVSHMEM, nor Megatron.
 """
 
+# what follows the change of __path__
+from pathlib import Path as _Path
+
+if not (_Path(__file__).parent / "kernels").is_dir():
+    # A checkout, where kernels/ and integrations/ lie beside this folder; installed they are in it (pyproject.toml). `python -m
+    # overlap_train` in its root finds this folder first, whatever is installed.
+    __path__.append(str(_Path(__file__).resolve().parents[1]))
+
 from .choice import Choice, Pass, choose
 from .config import OverlapConfig
 from .graph import forget_graphs, graphed

@@ -78,8 +78,9 @@ class OverlapConfig:
         for setting in fields(self):
             _check(setting, getattr(self, setting.name))
         for name in ("symmetric_mib", "timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be positive and finite ({flag_name(name)})")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r} must be a positive and finite number ({flag_name(name)})")
         if not self.tuning_dir:
             raise ValueError(f"tuning_dir='' must name a folder, which need not exist ({flag_name('tuning_dir')})")
 

@@ -24,7 +24,6 @@ from .arguments import Problem, all_gather_problem, reduce_scatter_problem
 from .choice import GATHER, SCATTER, Choice, Pass, choose
 from .config import OverlapConfig, flag_name
 from .domain import OverlapDomain
-from .methods import TRAITS
 from .operators import portable
 from .operators.all_gather_gemm import start_all_gather, start_all_gather_whole
 from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
@@ -195,13 +194,8 @@ def _other_table(domain: OverlapDomain, config: OverlapConfig) -> str | None:
 
 def _without_kernels(plan: _Plan) -> str | None:
     """What is wrong with methods whose kernels cannot run here, or None."""
-    on_gpus = [choice.method for choice in plan.choices if TRAITS[choice.method].kernels]
-    if plan.domain.device.type == "cuda" or not on_gpus or portable.is_interpreted():
-        return None
-    return (
-        f"method={on_gpus[0]!r} with CPU tensors: its kernels run there in Triton's interpreter only, which is for tests "
-        f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
-    )
+    problems = (portable.why_not(choice.method, plan.domain.device) for choice in plan.choices)
+    return next(filter(None, problems), None)
 
 
 class _AllGatherLinear(torch.autograd.Function):

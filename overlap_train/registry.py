@@ -19,6 +19,10 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
     """
     domain = _domains.get(group)
     if domain is None:
+        if not isinstance(config, OverlapConfig | None):
+            raise ValueError(
+                f"config={config!r} must be an OverlapConfig, such as OverlapConfig(method='chunked'), or None"
+            )
         if group is None:  # as torch calls the group of all ranks, which tensor parallelism rarely means
             raise ValueError(
                 "group=None: pass the tensor-parallel group; of all ranks it is torch.distributed.group.WORLD"

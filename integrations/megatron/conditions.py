@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-WAY_TO_FALL_BACK = "or pass OverlapConfig(on_unsupported='fallback') to run Megatron's own linears"
+WAY_TO_FALL_BACK = (
+    "or run Megatron's own linears (OverlapConfig.on_unsupported, --overlap-train-on-unsupported fallback)"
+)
 
 
 def bad_combination(config: TransformerConfig) -> str | None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from ..config import flag_name
 from ..domain import OverlapDomain
+from ..methods import TRAITS
 from ..packed_launch import Launch
 from ..protocol.slot import Call
 from .tiles import multiprocessors, protocol_arguments, sending
@@ -36,8 +38,18 @@ _FULL = TileConfig(64, 64, 32, num_warps=4)  # fp32 has no tensor-core path
 _INTERPRETED = TileConfig(32, 32, 32, num_warps=4)
 
 
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, as it was when they were first imported."""
+def why_not(method: str, device: torch.device) -> str | None:
+    """Why a method's kernels cannot run on a device, or None."""
+    if device.type == "cuda" or not TRAITS[method].kernels or _is_interpreted():
+        return None
+    return (
+        f"method={method!r} with CPU tensors: its kernels run there in Triton's interpreter only, which is for tests "
+        f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
+    )
+
+
+def _is_interpreted() -> bool:
+    """As was decided when the kernels were first imported."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from ..kernels.all_gather_gemm import all_gather_gemm_kernel

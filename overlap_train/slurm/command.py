@@ -6,8 +6,9 @@ import argparse
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from ..one_line import Parser
 from .job import KINDS, Job, flag, job_name
 from .script import render
 from .submit import SubmitError, submit
@@ -15,13 +16,6 @@ from .submit import SubmitError, submit
 USAGE = "overlap-train launch train|compare --time TIME [flags] [--dry-run] -- [the recipe's arguments]"
 RECIPES = {"train": "recipes/pretrain_gpt.py", "compare": "recipes/compare_mfu.py"}
 CHECKOUT = Path(__file__).resolve().parents[2]  # where overlap_train is not installed but cloned
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (--help lists the flags)")
 
 
 def main(argv: list[str]) -> int:
@@ -82,9 +76,8 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(
         "overlap-train launch", usage=USAGE, description="Write a Slurm job from launch/*.sbatch and submit it."
     )
-    top.add_argument(
-        "kind", choices=KINDS, help="train: a recipe, resumed after a requeue; compare: with and without overlap"
-    )
+    meaning = "train: a recipe, resumed after a requeue; compare: with and without overlap"
+    top.add_argument("kind", choices=KINDS, metavar="|".join(KINDS), help=meaning)
     top.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
     groups: dict[str, Any] = {}
     for option in fields(Job):

@@ -21,6 +21,8 @@ from ..bench.output import Results, collect_notes, screen
 from ..bench.settings import Settings
 from ..bench.shapes import Case
 from ..methods import TRAITS
+from ..one_line import Parser
+from ..operators.portable import why_not
 from ..tuned.passes import Pass
 from ..tuned.table import Key, Winner, key_of, save
 from ..tuned.ways import PLAIN, WAYS
@@ -34,8 +36,8 @@ Row = dict[str, Any]
 
 def main(argv: list[str]) -> int:
     """Measure and store. Exit status: 0, 1 if no method worked for some shape, 2 for wrong arguments."""
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
         ranks = ranks_of(args.tp, args.dry_run)
         cases = cases_from(args, ranks)
         if args.dry_run:
@@ -44,13 +46,13 @@ def main(argv: list[str]) -> int:
         return tune(args, cases)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"overlap-train tune: {error}", file=sys.stderr)
+            print(f"overlap-train tune: error: {error}", file=sys.stderr)
         return 2
 
 
 def parser() -> argparse.ArgumentParser:
     """Of `overlap-train tune`."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="overlap-train tune",
         description="Under torchrun: torchrun --nproc-per-node 4 -m overlap_train tune --model llama3-8b --seq 8192",
     )
@@ -123,7 +125,8 @@ def tune(args: argparse.Namespace, cases: list[Case]) -> int:
         if winner is not None:
             keep(args.tuning_dir, key, winner, here)
             results.rows.append(shape_row(case, here.size) | figures(winner))
-        here.say(f"[{number + 1}/{len(cases)}] {case.name}: {winner.method if winner else 'no method works'}")
+        shape = " ".join(shape_row(case, here.size).values())
+        here.say(f"[{number + 1}/{len(cases)}] {shape}: {winner.method if winner else 'no method works'}")
     collect_notes(results, here.group)
     here.say(screen(results.rows, results.notes, columns_of(results.rows)))
     here.say(
@@ -139,6 +142,8 @@ def settings_of(args: argparse.Namespace, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
     dtype = DTYPES[args.dtype or ("bf16" if on_gpu else "fp32")]
     methods = args.methods or (CANDIDATES if on_gpu else ("chunked", "collective"))
+    for problem in filter(None, (why_not(method, device) for method in methods)):
+        raise ValueError(problem)
     limits = OverlapConfig(symmetric_mib=8192, timeout_s=30.0, main_grad="off")
     config = replace(limits, provider=args.provider, tuning_dir=args.tuning_dir)
     return Settings(tuple(methods), dtype, args.quick, config)

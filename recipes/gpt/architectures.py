@@ -38,6 +38,17 @@ class Architecture:
     def head_width(self) -> int:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
+    @property
+    def parameters(self) -> int:
+        """In all: embedding and output layer, four or more matrices a layer, norms."""
+        queries, keys = self.num_attention_heads * self.head_width, self.num_query_groups * self.head_width
+        mlps, router = (self.experts, self.experts * self.hidden_size) if self.experts else (1, 0)
+        matrices = (
+            self.hidden_size * (2 * queries + 2 * keys) + mlps * 3 * self.hidden_size * self.ffn_hidden_size + router
+        )
+        norms = 2 * self.hidden_size + 2 * self.head_width * self.has_qk_norm
+        return self.num_layers * (matrices + norms) + 2 * self.vocab_size * self.hidden_size + self.hidden_size
+
 
 # What flags may change: these are settings of the same name, the architecture gives their defaults.
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from gpt.architectures import ARCHITECTURES
+from gpt.architectures import ARCHITECTURES, SMALL
 from gpt.errors import RecipeError
-from gpt.settings import RECOMPUTE, Settings, flag
+from gpt.settings import RECOMPUTE, Settings, architecture_of, flag
 
 POSITIVE = (
     "num_layers",
@@ -102,7 +102,7 @@ def _check_training(settings: Settings, dp: int) -> None:
     if settings.lr_warmup_iters >= settings.train_iters:
         raise RecipeError(
             f"{_shown(settings, 'lr_warmup_iters')} must be below {_shown(settings, 'train_iters')}, or the learning "
-            "rate never comes down"
+            f"rate never comes down; pass --lr-warmup-iters {settings.train_iters // 4}"
         )
     if settings.min_lr > settings.lr:
         raise RecipeError(f"{_shown(settings, 'min_lr')} must not be above {_shown(settings, 'lr')}")
@@ -112,6 +112,18 @@ def check_device(settings: Settings, on_gpu: bool) -> None:
     """Raise RecipeError for what this machine cannot do."""
     if settings.cuda_graph and not on_gpu:
         raise RecipeError(f"{_shown(settings, 'cuda_graph')} needs GPUs, and this process sees none; leave it out")
+    needed, free = 16 * architecture_of(settings).parameters / 2**30, _free_gib()  # fp32: weight, gradient, two moments
+    if not on_gpu and needed > free:
+        raise RecipeError(
+            f"{_shown(settings, 'model')} with {_shown(settings, 'num_layers')} takes {needed:.0f} GiB to train on CPUs, and "
+            f"{free:.0f} GiB are free; choose GPUs, --model {SMALL}, or fewer and narrower layers"
+        )
+
+
+def _free_gib() -> float:
+    """Of this machine's memory."""
+    with Path("/proc/meminfo").open() as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) / 2**20
 
 
 def graph_problem(settings: Settings) -> str | None:

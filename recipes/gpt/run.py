@@ -47,7 +47,7 @@ def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None
     with released(trainer):
         train(trainer, datasets, first, world.device)
         conclude(trainer, datasets, world.device)
-    say(f" {time.perf_counter() - started:.0f} s in all")
+    say(f" {time.perf_counter() - started:.0f} s from data to sample")
 
 
 def make_deterministic(settings: Settings) -> None:
@@ -130,7 +130,7 @@ def introduction(trainer: Trainer, datasets: Datasets, world: World) -> str:
         f" text: {text}, {_tokens(datasets.train)} bytes to train on, {_tokens(datasets.valid)} to validate\n"
         f" ranks: {world.size} on {device}, tensor parallel {tp}, {_stages(pp)}data parallel {world.size // (tp * pp)}\n"
         f" model: {millions:.2f} M parameters {'on rank 0' if pp > 1 else 'a rank'}, {trainer.model.config.params_dtype}\n"
-        f" Megatron-Core {megatron.core.__version__}, torch {torch.__version__}"
+        f" Megatron-Core {megatron.core.__version__.partition('+')[0]}, torch {torch.__version__}"
     )
 
 

@@ -7,6 +7,7 @@ one through a .pth file: nothing is downloaded.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,12 @@ class Environment:
     def evaluate(self, code: str, *arguments: str, folder: Path) -> dict:
         """What the code prints as JSON when it runs in this folder, with no module of the repository in reach."""
         return json.loads(self._run("-c", code, *arguments, folder=folder).splitlines()[-1])
+
+    def evaluate_in(self, checkout: Path, code: str, *arguments: str) -> dict:
+        """The same with the modules of a checkout in reach, as `python -m` in its root has them."""
+        without = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        command = [str(self.python), "-c", code, *arguments]
+        return json.loads(subprocess.check_output(command, cwd=checkout, env=without, text=True).splitlines()[-1])
 
     def _run(self, *arguments: str, folder: Path = ROOT) -> str:
         command = [str(self.python), "-I", *arguments]
@@ -144,6 +151,12 @@ def test_the_wheel_imports_from_an_empty_environment(installed: Environment, tmp
     for name, file in found.items():
         assert Path(file) == package.joinpath(*name.split(".")[1:], "__init__.py")
     assert not STRANGERS & {path.name for path in installed.site_packages.iterdir()}
+
+
+def test_a_checkout_is_whole_whatever_is_installed(installed: Environment, source: Path) -> None:
+    pytest.importorskip("megatron.core")
+    found = installed.evaluate_in(source, LOCATE, *SUBPACKAGES)
+    assert all(Path(file).is_relative_to(source) for file in found.values())
 
 
 def test_importing_the_package_loads_no_kernel_library_and_no_device(installed: Environment, tmp_path: Path) -> None:

@@ -108,3 +108,12 @@ def test_cuda_graphs_need_gpus():
     check_device(Settings(), on_gpu=False)
     with pytest.raises(RecipeError, match="--cuda-graph 1 needs GPUs"):
         check_device(graphed, on_gpu=False)
+
+
+def test_a_model_that_does_not_fit_a_cpu_machine_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt.rules._free_gib", lambda: 20.0)
+    large = replace(defaults(on_gpu=False, model="llama3-8b"), num_layers=8)
+    with pytest.raises(RecipeError, match=r"--model llama3-8b with --num-layers 8 takes 42 GiB .* 20 GiB are free"):
+        check_device(large, on_gpu=False)
+    check_device(large, on_gpu=True)
+    check_device(replace(large, num_layers=1, hidden_size=64, ffn_hidden_size=128), on_gpu=False)

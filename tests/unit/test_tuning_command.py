@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from overlap_train.bench.operators import pass_of
 from overlap_train.tuned.passes import Pass
 from overlap_train.tuned.table import Winner
 from overlap_train.tuning.cases import MODELS, model_cases, one_a_bucket
-from overlap_train.tuning.command import columns_of, figures, main
+from overlap_train.tuning.command import columns_of, figures, main, parser, settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -93,9 +95,17 @@ def test_another_number_of_ranks_than_torchrun_has_started(
     "line", ["--methods auto", "--methods fast", "--methods ,", "--seq 0", "--model llama9", "--row 5"]
 )
 def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["--model", "tiny", "--seq", "16", *line.split()])
-    assert line.split()[1] in capsys.readouterr().err
+    assert main(["--model", "tiny", "--seq", "16", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert line.split()[1] in said and said.count("\n") == 1
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="kernels are interpreted")
+def test_kernels_are_no_candidates_on_the_cpu() -> None:
+    """Each try would end in Triton's own error, behind a minute of waiting for what it should have counted."""
+    args = parser().parse_args(["--model", "tiny", "--seq", "16", "--methods", "chunked,direct"])
+    with pytest.raises(ValueError, match=r"method='direct' with CPU tensors: .*TRITON_INTERPRET"):
+        settings_of(args, torch.device("cpu"))
 
 
 def test_a_row_of_the_printed_table() -> None:
