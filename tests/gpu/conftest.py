@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--domain-size", type=int, default=0, help="ranks of an overlap domain; 0: all")
 
 
-def pytest_ignore_collect(collection_path: object, config: pytest.Config) -> bool | None:
-    return None if torch.cuda.is_available() and "LOCAL_RANK" in os.environ else True
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
+        return True
+    return True if share_gpus() and "megatron" in collection_path.name else None  # Megatron's own paths need NCCL
 
 
 def share_gpus() -> bool:
