@@ -84,7 +84,7 @@ def mlp(
 
 
 def plan_of(domain: SimulatedDomain, method: str, gathered_input: str, way: Way = PLAIN) -> SimpleNamespace:
-    """What the autograd functions read of a `linear._Plan`. way: how every pass runs."""
+    """What the autograd functions read of a `plan.Plan`. way: how every pass runs."""
     config = SimpleNamespace(gathered_input=gathered_input, main_grad="off")
     names = {part + end: part for part in ("fprop", "dgrad", "wgrad") for end in ("", "_range")}
     choice = core("choice").Choice(method, "asked for", way)
