@@ -18,18 +18,21 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train.bench.operands import make_operands
 from overlap_train.bench.operators import open_domain
 from overlap_train.bench.output import Results
 from overlap_train.bench.settings import Settings
+from overlap_train.bench.shapes import Case
 from overlap_train.bench.world import World
-from overlap_train.operators.all_gather_gemm import GATHERS
-from overlap_train.operators.gemm_reduce_scatter import SCATTERS
+from overlap_train.choice import Choice
+from overlap_train.operators.all_gather_gemm import GATHERS, ChunkedGather
+from overlap_train.operators.gemm_reduce_scatter import SCATTERS, ChunkedScatter
 from overlap_train.registry import made_domain
 from overlap_train.tuned.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
 from overlap_train.tuned.table import Winner, key_of, path_of, read, save
 from overlap_train.tuning.cases import model_cases
 from overlap_train.tuning.command import keep
-from overlap_train.tuning.measure import tune_case
+from overlap_train.tuning.measure import backward, tune_case
 from tests.processes import run_ranks, values
 
 CPU = torch.device("cpu")
@@ -171,6 +174,52 @@ def test_each_pass_has_a_method_of_its_own(tmp_path: Path) -> None:
     save(str(tmp_path), key_of(CPU, 2), [Winner(PASSES[name], method[name], {}) for name in PASSES])
     for choices in values(run_ranks(2, _train, str(tmp_path))):
         assert {name: found for name, (found, _) in choices.items()} == method
+
+
+def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """What a column's backward does one after the other: by autograd, and by the tuner, which must measure the same."""
+    done: list[str] = []
+
+    class Gathering(ChunkedGather):
+        def __init__(self, *arguments: Any) -> None:
+            done.append("x is sent")
+            super().__init__(*arguments)
+
+        def full(self) -> torch.Tensor:
+            done.append("x is waited for")
+            return super().full()
+
+    class Scattering(ChunkedScatter):
+        def __init__(self, *arguments: Any) -> None:
+            done.append("dx is multiplied and sent")
+            super().__init__(*arguments)
+
+        def finish(self) -> torch.Tensor:
+            done.append("dx is waited for")
+            return super().finish()
+
+    GATHERS["chunked"], SCATTERS["chunked"] = Gathering, Scattering
+    group, config = dist.group.WORLD, OverlapConfig(method="chunked", timeout_s=30.0)
+    x, w = torch.ones(M // world, OUTSIDE), torch.ones(INSIDE // world, OUTSIDE)
+    y = all_gather_linear(x.requires_grad_(), w.requires_grad_(), group=group, config=config, name="fc1")
+    done.clear()
+    y.sum().backward()
+    by_autograd = done.copy()
+    domain = made_domain(group)
+    assert domain is not None
+    operands = make_operands(
+        Case("tiny", "ag_gemm", "dgrad", M, INSIDE, OUTSIDE), World(group, CPU, rank, world), torch.float32, 0
+    )
+    done.clear()
+    backward(domain, Choice("chunked", "a candidate"))(operands)
+    shutdown()
+    return by_autograd, done
+
+
+def test_the_tuner_runs_a_columns_backward_as_autograd_does() -> None:
+    for by_autograd, by_tuner in values(run_ranks(2, _orders)):
+        assert by_autograd == by_tuner
+        assert by_autograd == ["x is sent", "dx is multiplied and sent", "x is waited for", "dx is waited for"]
 
 
 def _at_home(rank: int, world: int, homes: str) -> Choices:
