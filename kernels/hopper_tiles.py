@@ -26,9 +26,11 @@ from triton.language import debug_barrier
 
 from .signal import claim
 
-# Triton 3.9 renamed both; the arguments are the same.
+# Triton 3.9 renamed them; the arguments are the same.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_shared = gl.shared_memory_descriptor
+reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
 
 PARTS = gl.constexpr(2)  # groups of warps that multiply
 WARPS = gl.constexpr(4)  # of each: what one instruction of the tensor cores takes
@@ -107,8 +109,10 @@ def load_tile(panels, step, a_desc, b_desc, a_row, b_col, k_steps,
 
 @gluon.jit
 def b_place(panels, stage, desc):
-    """Where a block of `desc` lies in a stage: in the place of B's panel, which is at least as large."""
-    return panels[1].index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    """Where a block of `desc` lies in a stage: in the place of B's panel, which is as large, or twice as large."""
+    place = panels[1].index(stage)
+    FIT: gl.constexpr = place.shape[0] * place.shape[1] // (desc.block_type.shape[0] * desc.block_type.shape[1])
+    return reinterpret(place, desc.dtype, [FIT] + desc.block_type.shape, desc.layout).index(0)
 
 
 @gluon.jit

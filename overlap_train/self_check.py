@@ -19,8 +19,10 @@ TMA_LOAD = r"cp\.async\.bulk\.tensor\.2d\.shared"
 TMA_STORED = r"cp\.async\.bulk\.wait_group\s+0"
 BARRIER = r"\bbar(?:rier)?\.\S*sync"
 STORE = r"\bst\.global"
-# Right before the count, with one barrier between: kernels that also store their result have other stores before.
-STORED_AND_COUNTED = rf"{STORE}(?:(?!{STORE}|{BARRIER}).)*{BARRIER}(?:(?!{BARRIER}).)*{COUNT}"
+# Right before the count, with one barrier between, or several with nothing between them (Triton 3.9): kernels that also store
+# their result have other stores before.
+BARRIERS = rf"(?:{BARRIER}[^\n]*\n(?:\s*(?:\.loc|\$L__tmp)[^\n]*\n)*\s*)+"
+STORED_AND_COUNTED = rf"{STORE}(?:(?!{STORE}|{BARRIER}).)*{BARRIERS}(?:(?!{BARRIER}).)*{COUNT}"
 POLLS = (ACQUIRE, ACQUIRE)  # one before the loop, one inside
 
 _Proofs = tuple[tuple[str, ...], ...]  # each: found one behind the other
