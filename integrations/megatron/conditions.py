@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 WAY_TO_FALL_BACK = (
-    "or run Megatron's own linears (OverlapConfig.on_unsupported, --overlap-train-on-unsupported fallback)"
+    "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
 )
 
 

@@ -57,7 +57,7 @@ def test_a_script_that_builds_no_model_with_megatron_is_told_so_at_its_end(user_
         (["--overlap-train-method", "chunked"], "--overlap-train-method given without --overlap-train"),
         (["--overlap-train", "--overlap-train-method", "fast"], "invalid choice: 'fast'"),
         (["--overlap-train", "--overlap-train-slots", "qkv,mlp"], "'mlp' is not one of"),
-        (["--overlap-train", "--overlap-train-timeout-s", "0"], "timeout_s=0.0 must be positive"),
+        (["--overlap-train", "--overlap-train-timeout-s", "0"], "timeout_s=0.0 must be a positive"),
     ],
 )
 def test_wrong_flags_are_refused_before_the_script_runs(user_script: Path, flags: list[str], message: str):

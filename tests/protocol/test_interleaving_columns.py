@@ -39,8 +39,9 @@ def columns(
                 domain.workspace.barrier = lambda op: (barriers.append(op), meet(op))
             for number in range(count):
                 context = Context(wants_dx=True)
-                context.plan, context.kept, context.saved_tensors = plan, False, (x[number, rank], w[number, rank])
-                dx, dw, _ = core("linear")._AllGatherLinear.backward(context, dy[number, rank])
+                context.plan, context.kept, context.weight = plan, False, w[number, rank]
+                context.save_for_backward(x[number, rank], w[number, rank])
+                dx, dw, *_ = core("linear")._AllGatherLinear.backward(context, dy[number, rank])
                 results[number, rank] = dx.clone(), dw
 
         machine.spawn_hosts(scheduler, host)

@@ -100,7 +100,7 @@ _IN_ITS_KERNEL = (
 DEFERRED_FAULTS = {
     **{name: fault for name, fault in FUSED_FAULTS.items() if not name.startswith(_IN_ITS_KERNEL)},
     "no wait": Fault(OPERATOR, "    call.wait_for_all()\n", ""),
-    "own partial left out": Fault(OPERATOR, "total = own.float()", "total = own.float() * 0"),
+    "own partial left out": Fault(OPERATOR, "total = own.to(torch.float32, copy=True)", "total = 0 * own.float()"),
     "reduced in the kernel, too": Fault(KERNEL, "if REDUCE and source", "if source"),
 }
 

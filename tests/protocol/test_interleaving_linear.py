@@ -96,14 +96,15 @@ def plan_of(domain: SimulatedDomain, method: str, gathered_input: str, way: Way 
 def _forward(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, plan: SimpleNamespace, context: tuple[Context, Context]
 ) -> torch.Tensor:
-    h = core("linear")._AllGatherLinear.forward(context[0], x, w1, plan)
+    keep = plan.config.gathered_input == "keep"
+    h = core("linear")._AllGatherLinear.forward(context[0], x, w1, plan, keep)
     return core("linear")._LinearReduceScatter.forward(context[1], h, w2, plan).clone()
 
 
 def _backward(dy: torch.Tensor, context: tuple[Context, Context]) -> dict[str, torch.Tensor]:
     """The gradients of x, w1 and w2, as far as they are wanted."""
     dh, dw2, _ = core("linear")._LinearReduceScatter.backward(context[1], dy)
-    dx, dw1, _ = core("linear")._AllGatherLinear.backward(context[0], dh)
+    dx, dw1, *_ = core("linear")._AllGatherLinear.backward(context[0], dh)
     return {"dw1": dw1, "dw2": dw2} | ({} if dx is None else {"dx": dx.clone()})
 
 
@@ -157,7 +158,9 @@ OWN = "self._call.blocks[self._domain.rank].copy_(self._own)"
 FAULTS = {
     "gathered x not waited for": Fault(GATHER, "self._call.wait_for_all()", "pass", reload=("linear",)),
     "own block not copied": Fault(GATHER, OWN, "pass", reload=("linear",)),
-    "kept x not copied out of its slot": Fault("linear", "gather.full().clone() if keep", "gather.full() if keep"),
+    "kept x not copied out of its slot": Fault(
+        "operators.all_gather_gemm", "return self.full().clone()", "return self.full()", reload=("linear",)
+    ),
     "slot reused early": SLOT_REUSED_EARLY,
 }
 
