@@ -3,7 +3,6 @@
 Importing this package touches no device and needs neither a GPU, nor NVSHMEM, nor Megatron.
 """
 
-# what follows the change of __path__
 from pathlib import Path as _Path
 
 if not (_Path(__file__).parent / "kernels").is_dir():

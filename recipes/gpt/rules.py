@@ -112,8 +112,10 @@ def check_device(settings: Settings, on_gpu: bool) -> None:
     """Raise RecipeError for what this machine cannot do."""
     if settings.cuda_graph and not on_gpu:
         raise RecipeError(f"{_shown(settings, 'cuda_graph')} needs GPUs, and this process sees none; leave it out")
+    if on_gpu:
+        return
     needed, free = 16 * architecture_of(settings).parameters / 2**30, _free_gib()  # fp32: weight, gradient, two moments
-    if not on_gpu and needed > free:
+    if needed > free:
         raise RecipeError(
             f"{_shown(settings, 'model')} with {_shown(settings, 'num_layers')} takes {needed:.0f} GiB to train on CPUs, and "
             f"{free:.0f} GiB are free; choose GPUs, --model {SMALL}, or fewer and narrower layers"
