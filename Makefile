@@ -7,6 +7,8 @@ SHELL := /bin/bash
 python := .venv/bin/python
 bootstrap := @launch/bootstrap.sh
 pytest := OMP_NUM_THREADS=1 $(python) -m pytest
+# Two tests at once, the longest files first, where pytest-xdist is installed.
+in_pairs := $$($(python) -c 'import xdist; print("-n 2 --dist loadgroup --no-loadscope-reorder")' 2>/dev/null)
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
@@ -16,13 +18,13 @@ train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="-
 	$(bootstrap) main
 	launch/torchrun.sh recipes/pretrain_gpt.py --overlap-train $(TRAIN_ARGS)
 
-test: ## the tests that need no GPU, but for test-recipes and test-launch (TEST_ARGS="-k name ..." is passed on)
+test: ## the tests that need no GPU, except test-recipes and test-launch (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main
-	$(pytest) tests/unit tests/protocol tests/megatron $(TEST_ARGS)
+	$(pytest) $(in_pairs) tests/megatron tests/protocol tests/unit $(TEST_ARGS)
 
-test-recipes: ## the recipe with published models and in pipeline stages, on CPU processes
+test-recipes: ## the recipes: training, checkpoints, published models, pipeline stages, compare_mfu, on CPU processes
 	$(bootstrap) main
-	$(pytest) tests/recipes $(TEST_ARGS)
+	$(pytest) $(in_pairs) tests/recipes $(TEST_ARGS)
 
 test-launch: ## batch jobs on a real Slurm, where its packages are installed, and shellcheck
 	$(bootstrap) main

@@ -38,12 +38,12 @@ step tune-70b 25 -m overlap_train tune --model llama3-70b --seq 8192
 mlps="11008,4096 14336,4096 28672,8192 53248,16384 29568,8192" # the weights of the operator benchmark: N,K of the columns
 # shellcheck disable=SC2086,SC2046
 step tune-operators 40 -m overlap_train tune --seq 8192 --column $mlps --row $(sed -E 's/([0-9]+),([0-9]+)/\2,\1/g' <<<"$mlps")
-step operators 35 -m overlap_train.bench operators --methods auto,fused,direct,chunked --out "$out"
-step layers 50 -m overlap_train.bench layers --methods auto,fused,direct,chunked --out "$out"
-step small_m 30 -m overlap_train.bench operators --rows 256 512 1024 --methods auto,fused,direct,collective --out "$out/small_m"
-step sweep 60 -m overlap_train.bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
+step operators 35 -m overlap_train bench operators --methods auto,fused,direct,chunked --out "$out"
+step layers 50 -m overlap_train bench layers --methods auto,fused,direct,chunked --out "$out"
+step small_m 30 -m overlap_train bench operators --rows 256 512 1024 --methods auto,fused,direct,collective --out "$out/small_m"
+step sweep 60 -m overlap_train bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
   --methods auto,fused,chunked --quick --out "$out/sweep"
-step timeline 15 -m overlap_train.bench.timeline --out "$out"
+step timeline 15 -m overlap_train bench timeline --out "$out"
 step mfu 150 $mfu --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4 --quick --variants megatron,chunked,fused,direct,overlap \
   --out "$out/mfu"
 step mfu_8_layers 60 $mfu --model llama3-8b --layers 8 --global-batch-size 2 --quick --variants megatron,overlap --out "$out/mfu_8_layers"
@@ -55,7 +55,7 @@ step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 20
 step bitwise 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
   --bitwise --out "$out/bitwise"
 for folder in "$out" "$out/small_m" "$out/sweep"; do
-  [ ! -d "$folder" ] || .venv/bin/python -m overlap_train.bench plot "$folder"
+  [ ! -d "$folder" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
-[ ! -f "$out/timeline.json" ] || .venv/bin/python -m overlap_train.bench.timeline --draw "$out/timeline.json"
+[ ! -f "$out/timeline.json" ] || .venv/bin/python -m overlap_train bench timeline --draw "$out/timeline.json"
 exit "$failed"

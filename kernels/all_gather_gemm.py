@@ -5,15 +5,15 @@
     y         [M, N] = concat(shards) @ b [K, N]
 
 Shards are walked in the order in which they arrive: rank, rank-1, rank-2, ... (docs/design.md, AG+GEMM). With DIRECT there are no
-copies: the kernel stores the own rows at the peers, before its first tile (store_rows.py).
+copies: the kernel stores the own rows at the peers, before its first tile (p2p_store.py).
 """
 
 import triton
 import triton.language as tl
 
-from .signal import claim, leave, signal_word, wait_signal
-from .store_rows import store_at_peers
-from .tiles import arrival, tile_in_block, tile_offsets, tile_product
+from .p2p_store import store_at_peers
+from .signal import claim, finalize_epoch, next_word, signal_word, wait_signal
+from .tiles import gather_tile, tile_in_block, tile_offsets, tile_product
 
 
 @triton.jit(do_not_specialize=["rank", "tag", "limit"])
@@ -28,19 +28,20 @@ def all_gather_gemm_kernel(
 ):  # fmt: skip
     m_chunk = m_shard // CHUNKS
     per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
-    epoch = tl.load(epoch_ptr) + (1 if DIRECT else 0)
+    expected = next_word(tl.load(epoch_ptr), tag) if DIRECT else tl.load(epoch_ptr)
     if DIRECT:  # before any wait: who waits for a peer must owe nothing
         STEP: tl.constexpr = PIECE // 4  # 32 or 16 elements of each of 128 or 256 threads
         store_at_peers(own_ptr, m_chunk * k, tl.arange(0, STEP), rank, sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
-                       epoch, WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
+                       expected, WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
     index = claim(counter_ptr).to(tl.int32)
     while index < per_chunk * WORLD * CHUNKS:
-        source, chunk = arrival(index // per_chunk, rank, WORLD, CHUNKS)
+        source, chunk = gather_tile(index // per_chunk, rank, WORLD, CHUNKS)
         arrived = source == rank
         shard_ptr = own_ptr
         if source != rank:
             word = signal_word(source, chunk)
-            arrived = wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED)
+            arrived = wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED)
+            arrived = arrived & (tl.load(abort_ptr, volatile=True) == 0)  # a barrier before this call may have failed
             shard_ptr = gathered_ptr + source.to(tl.int64) * m_shard * k
         first_row = chunk.to(tl.int64) * m_chunk
         tile_m, tile_n = tile_in_block(index % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
@@ -52,4 +53,4 @@ def all_gather_gemm_kernel(
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
         index = claim(counter_ptr).to(tl.int32)
     if DIRECT:
-        leave(left_ptr, epoch_ptr, epoch, WORLD)
+        finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)

@@ -10,14 +10,14 @@ its rows are complete. Or (DIRECT) there is no staging: tiles, for all peers in 
 the last tile of a chunk sends the signal, which needs neither copies nor host time. The own rows come last: their epilogue is
 the reduction (docs/design.md, GEMM+RS). The own partial is the first term because it is in the accumulator already: a second
 [BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread. Without REDUCE nobody waits here: y is the own partial, to which
-reduce_partials_kernel adds the others, behind what the caller does meanwhile.
+reduce_partials_kernel adds the others, after what the caller does meanwhile.
 """
 
 import triton
 import triton.language as tl
 
-from .signal import announce, announce_at_peer, claim, leave, signal_word, wait_signal
-from .tiles import departure, tile_in_block, tile_offsets, tile_product
+from .signal import claim, finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_signal
+from .tiles import scatter_tile, tile_in_block, tile_offsets, tile_product
 
 
 @triton.jit(do_not_specialize=["rank", "tag", "limit"])
@@ -32,10 +32,10 @@ def gemm_reduce_scatter_kernel(
     m_chunk = m_shard // CHUNKS
     per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     block = tl.cast(m_shard, tl.int64) * n
-    epoch = tl.load(epoch_ptr) + (1 if DIRECT else 0)
+    expected = next_word(tl.load(epoch_ptr), tag) if DIRECT else tl.load(epoch_ptr)
     index = claim(counter_ptr).to(tl.int32)
     while index < per_chunk * WORLD * CHUNKS:
-        target, chunk, tile = departure(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
+        target, chunk, tile = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
         tile_m, tile_n = tile_in_block(tile, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
         first_row = chunk.to(tl.int64) * m_chunk
@@ -46,31 +46,32 @@ def gemm_reduce_scatter_kernel(
         if target != rank:
             part = acc.to(y_ptr.dtype.element_ty)
             if DIRECT:
-                landing_ptr = tl.load(memory_at_ptr + target).to(y_ptr.dtype) + rank * block
+                remote_block_ptr = tl.load(memory_at_ptr + target).to(y_ptr.dtype) + rank * block
                 signal_ptr = tl.load(outgoing_at_ptr + target).to(epoch_ptr.dtype) + chunk
-                tl.store(landing_ptr + offsets, part, mask=mask)
-                announce_at_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, epoch)
+                tl.store(remote_block_ptr + offsets, part, mask=mask)
+                notify_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, expected)
             else:
                 tl.store(staging_ptr + target * block + offsets, part, mask=mask)
-                announce(complete_ptr + signal_word(target, chunk))
+                notify_copy_engine(complete_ptr + signal_word(target, chunk))
         else:
             for source in tl.static_range(WORLD):
                 if REDUCE and source != rank:
                     word = signal_word(source, chunk)
-                    arrived = wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED)
+                    arrived = wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED)
+                    arrived = arrived & (tl.load(abort_ptr, volatile=True) == 0)  # or a barrier before has failed
                     part = tl.load(received_ptr + source * block + offsets, mask=mask, other=0.0)
                     acc += tl.where(arrived, part.to(tl.float32), float("nan"))
             tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)
         index = claim(counter_ptr).to(tl.int32)
     if DIRECT:
-        leave(left_ptr, epoch_ptr, epoch, WORLD)
+        finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)
 
 
 @triton.jit
 def reduce_partials_kernel(
     own_ptr, received_ptr, y_ptr, size, rank, abort_ptr, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """y [size] = own [size] + received [W, size] in rank order, block `rank` left out, summed in fp32; runs behind a wait.
+    """y [size] = own [size] + received [W, size] in rank order, block `rank` left out, summed in fp32; runs after a wait.
 
     NaN if a wait gave up: it poisons received, but what comes late may lie over that.
     """

@@ -3,7 +3,7 @@
 Tiles are computed in waves, one for each SM. Where the last wave would leave at least half of the SMs without one, its tiles are
 cut into left and right halves: 5.5 waves instead of 6 for 704 tiles on 132 SMs (8192 x 2752).
 
-With DIRECT two more warps of each CTA store the own rows at the peers (store_rows.py), through registers: beside four stages
+With DIRECT two more warps of each CTA store the own rows at the peers (p2p_store.py), through registers: beside four stages
 there is no shared memory left for that.
 """
 
@@ -15,18 +15,18 @@ from .hopper_tiles import (
     NO_TILE,
     PARTS,
     WARPS,
-    claim_and_hand_over,
+    claim_tile,
     fence_for_tma,
     load_tile,
     make_rings,
     multiply_tile,
+    next_tile,
     split_tile,
     store_quarter,
-    take_over,
 )
-from .signal import leave, signal_word, wait_signal
-from .store_rows import store_at_peers
-from .tiles import WHOLE, arrival, first_cut, tile_and_side, tile_in_block
+from .p2p_store import store_at_peers
+from .signal import finalize_epoch, next_word, signal_word, wait_signal
+from .tiles import WHOLE, first_cut, gather_tile, tile_and_side, tile_in_block
 
 # Warps of a CTA that store at peers; with the loading one they are three of the four that there is room for.
 SENDERS = gl.constexpr(2)
@@ -45,26 +45,26 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
     total = per_chunk * WORLD * CHUNKS
     halved = first_cut(total, gl.num_programs(0), WHOLE_TILES)
     k_steps = gl.cdiv(k, BLOCK_K)
-    epoch = gl.load(epoch_ptr) + (1 if DIRECT else 0)
+    expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     step = 0
     turn = 0
-    index = claim_and_hand_over(tiles, turn, counter_ptr, 2 * total - halved)
+    index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
-        source, chunk = arrival(tile // per_chunk, rank, WORLD, CHUNKS)
+        source, chunk = gather_tile(tile // per_chunk, rank, WORLD, CHUNKS)
         tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
         if source == rank:
             step = _load_tile(panels, step, own_desc, b_desc, b_half_desc, row, col, side, k_steps,
                               BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         else:
-            wait_signal(signals_ptr, signal_word(source, chunk), epoch, abort_ptr, record_ptr, tag, limit, True)
+            wait_signal(signals_ptr, signal_word(source, chunk), expected, abort_ptr, record_ptr, limit, True)
             fence_for_tma()
             row += source * m_shard
             step = _load_tile(panels, step, gathered_desc, b_desc, b_half_desc, row, col, side, k_steps,
                               BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
-        index = claim_and_hand_over(tiles, turn, counter_ptr, 2 * total - halved)
+        index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
 
 
 @gluon.jit
@@ -90,10 +90,10 @@ def _multiply(panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, 
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
-    index = take_over(tiles, turn, WARPS)
+    index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
-        source, chunk = arrival(tile // per_chunk, rank, WORLD, CHUNKS)
+        source, chunk = gather_tile(tile // per_chunk, rank, WORLD, CHUNKS)
         tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = tile_m * BLOCK_M + PART * ROWS, tile_n * BLOCK_N  # row: in its chunk
         first_row = source * m_shard + chunk * m_chunk
@@ -115,7 +115,7 @@ def _multiply(panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, 
             half = _unless_aborted(half, abort_ptr)
             store_quarter(y_desc, buffers.index(PART), half, first_row + row, col + side * (BLOCK_N // 2))
         turn += 1
-        index = take_over(tiles, turn, WARPS)
+        index = next_tile(tiles, turn, WARPS)
     if WHOLE_TILES:
         tma.store_wait(0)
 
@@ -129,7 +129,7 @@ def _send(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.constex
         layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [SENDERS], [0])
         lane = gl.arange(0, STEP, layout)
         store_at_peers(own_ptr, m_shard // CHUNKS * k, lane, words[0], sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
-                       gl.load(words[3]) + 1, WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
+                       next_word(gl.load(words[3]), words[6]), WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
 
 
 @gluon.jit
@@ -170,4 +170,4 @@ def hopper_all_gather_gemm_kernel(
         (_send, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP)),
     ], [WARPS, 1, SENDERS], [232, 40, 40])  # fmt: skip
     if DIRECT:
-        leave(left_ptr, epoch_ptr, gl.load(epoch_ptr) + 1, WORLD)
+        finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

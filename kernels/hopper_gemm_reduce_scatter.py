@@ -17,21 +17,21 @@ from .hopper_tiles import (
     PARTS,
     WARPS,
     add_halves,
-    claim_and_hand_over,
+    claim_tile,
     fence_for_tma,
     load_halves,
     load_tile,
     make_outbox,
     make_rings,
     multiply_tile,
+    next_tile,
     put_quarter,
     split_tile,
     store_quarters,
     stores_are_written,
-    take_over,
 )
-from .signal import announce, announce_at_peer, leave, signal_word, wait_signal
-from .tiles import departure, tile_in_block
+from .signal import finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_signal
+from .tiles import scatter_tile, tile_in_block
 
 
 @gluon.jit
@@ -44,12 +44,12 @@ def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, size
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
     k_steps = gl.cdiv(k, BLOCK_K)
-    epoch = gl.load(epoch_ptr) + (1 if DIRECT else 0)
+    expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     step = 0
     turn = 0
-    index = claim_and_hand_over(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
+    index = claim_tile(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
     while index != NO_TILE:
-        target, chunk, tile = departure(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
+        target, chunk, tile = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
         tile_m, tile_n = tile_in_block(tile, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         row = chunk * m_chunk + tile_m * BLOCK_M
         step = load_tile(
@@ -59,11 +59,11 @@ def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, size
             for source in gl.static_range(WORLD):
                 if REDUCE and source != rank:
                     word = signal_word(source, chunk)
-                    wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, True)
+                    wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, True)
                     fence_for_tma()
                     step = load_halves(panels, step, received_desc, source * m_shard + row, tile_n * BLOCK_N, STAGES)
         turn += 1
-        index = claim_and_hand_over(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
+        index = claim_tile(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
 
 
 @gluon.jit
@@ -78,9 +78,9 @@ def _multiply(panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, siz
     step = 0
     turn = 0
     sent = 0
-    index = take_over(tiles, turn, WARPS)
+    index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
-        target, _, _ = departure(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
+        target, _, _ = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
         acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
         left, right = split_tile(acc, ROWS, BLOCK_N)
         if REDUCE and target == rank:
@@ -91,22 +91,22 @@ def _multiply(panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, siz
         sent = put_quarter(outbox, sent, left, PART, BUFFERS)
         sent = put_quarter(outbox, sent, right, PART, BUFFERS)
         turn += 1
-        index = take_over(tiles, turn, WARPS)
+        index = next_tile(tiles, turn, WARPS)
 
 
 @gluon.jit
-def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, rank, sizes,
+def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes,
            WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
            GROUP_M: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
     m_shard, n, _ = sizes
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
-    epoch = gl.load(epoch_ptr) + (1 if DIRECT else 0)
+    expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     turn = 0
     sent = 0
-    index = take_over(tiles, turn, 1)
+    index = next_tile(tiles, turn, 1)
     while index != NO_TILE:
-        target, chunk, tile = departure(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
+        target, chunk, tile = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
         tile_m, tile_n = tile_in_block(tile, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
         if target == rank:
@@ -122,11 +122,11 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
             counter_ptr = complete_ptr + signal_word(target, chunk)
             if DIRECT:
                 signals_ptr = gl.load(outgoing_at_ptr + target).to(complete_ptr.dtype)
-                announce_at_peer(counter_ptr, per_chunk, signals_ptr + chunk, epoch)
+                notify_peer(counter_ptr, per_chunk, signals_ptr + chunk, expected)
             else:
-                announce(counter_ptr)
+                notify_copy_engine(counter_ptr)
         turn += 1
-        index = take_over(tiles, turn, 1)
+        index = next_tile(tiles, turn, 1)
 
 
 @gluon.jit(do_not_specialize=["rank", "tag", "limit"])
@@ -158,8 +158,8 @@ def hopper_gemm_reduce_scatter_kernel(
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK, BUFFERS)),
         (_load, (panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, DIRECT, REDUCE,
                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
-        (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, rank, sizes, WORLD, CHUNKS, DIRECT,
-                  BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
+        (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes, WORLD, CHUNKS,
+                  DIRECT, BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
     ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip
     if DIRECT:
-        leave(left_ptr, epoch_ptr, gl.load(epoch_ptr) + 1, WORLD)
+        finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

@@ -34,7 +34,7 @@ reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _share
 
 PARTS = gl.constexpr(2)  # groups of warps that multiply
 WARPS = gl.constexpr(4)  # of each: what one instruction of the tensor cores takes
-HANDS = gl.constexpr(2)  # tile indices in flight between the loading warp and the others
+QUEUE_DEPTH = gl.constexpr(2)  # tile indices in flight between the loading warp and the others
 NO_TILE = gl.constexpr(-1)  # ends the other warps
 
 
@@ -48,40 +48,40 @@ def make_rings(a_desc, b_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     panel_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     panel_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tile_ring = gl.allocate_shared_memory(gl.int32, [HANDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tile_full = gl.allocate_shared_memory(gl.int64, [HANDS, 1], mbarrier.MBarrierLayout())
-    tile_free = gl.allocate_shared_memory(gl.int64, [HANDS, 1], mbarrier.MBarrierLayout())
+    tile_ring = gl.allocate_shared_memory(gl.int32, [QUEUE_DEPTH, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_full = gl.allocate_shared_memory(gl.int64, [QUEUE_DEPTH, 1], mbarrier.MBarrierLayout())
+    tile_free = gl.allocate_shared_memory(gl.int64, [QUEUE_DEPTH, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(panel_full.index(stage), count=1)
         mbarrier.init(panel_free.index(stage), count=PARTS)
-    for hand in gl.static_range(HANDS):
-        mbarrier.init(tile_full.index(hand), count=1)
-        mbarrier.init(tile_free.index(hand), count=READERS)
+    for place in gl.static_range(QUEUE_DEPTH):
+        mbarrier.init(tile_full.index(place), count=1)
+        mbarrier.init(tile_free.index(place), count=READERS)
     fence_async_shared()
     return (a_ring, b_ring, panel_full, panel_free), (tile_ring, tile_full, tile_free)
 
 
 @gluon.jit
-def claim_and_hand_over(tiles, turn, counter_ptr, total):
+def claim_tile(tiles, turn, counter_ptr, total):
     """Loading warp: claim the next tile and give its index, or NO_TILE, to the multiplying warps."""
     tile_ring, tile_full, tile_free = tiles
     index = claim(counter_ptr).to(gl.int32)
     index = gl.where(index < total, index, NO_TILE)
-    hand = turn % HANDS
-    mbarrier.wait(tile_free.index(hand), (turn // HANDS & 1) ^ 1)
-    tile_ring.index(hand).store(gl.full([1], index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(tile_full.index(hand), count=1)
+    place = turn % QUEUE_DEPTH
+    mbarrier.wait(tile_free.index(place), (turn // QUEUE_DEPTH & 1) ^ 1)
+    tile_ring.index(place).store(gl.full([1], index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(tile_full.index(place), count=1)
     return index
 
 
 @gluon.jit
-def take_over(tiles, turn, READING_WARPS: gl.constexpr):
+def next_tile(tiles, turn, READING_WARPS: gl.constexpr):
     """A group of multiplying (or storing) warps: the next tile index, or NO_TILE."""
     tile_ring, tile_full, tile_free = tiles
-    hand = turn % HANDS
-    mbarrier.wait(tile_full.index(hand), turn // HANDS & 1)
-    index = gl.max(tile_ring.index(hand).load(gl.BlockedLayout([1], [32], [READING_WARPS], [0])), 0)
-    mbarrier.arrive(tile_free.index(hand), count=1)
+    place = turn % QUEUE_DEPTH
+    mbarrier.wait(tile_full.index(place), turn // QUEUE_DEPTH & 1)
+    index = gl.max(tile_ring.index(place).load(gl.BlockedLayout([1], [32], [READING_WARPS], [0])), 0)
+    mbarrier.arrive(tile_free.index(place), count=1)
     return index
 
 
@@ -118,8 +118,8 @@ def b_place(panels, stage, desc):
 @gluon.jit
 def multiply_tile(panels, step, b_desc, k_steps, PART: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
                   STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
-    """One multiplying group: acc [ROWS, COLS] fp32, from row PART x ROWS of a tile. A panel is freed once the product behind it
-    has been issued and its own is done, so that the tensor cores always have the next one queued.
+    """One multiplying group: acc [ROWS, COLS] fp32, from row PART x ROWS of a tile. A panel is freed once the next product
+    has been issued and its own is done: the tensor cores always have the next one queued.
 
     b_desc: as for load_tile; its block has COLS columns.
     """
@@ -193,7 +193,7 @@ def make_outbox(desc, BUFFERS: gl.constexpr):
 
 @gluon.jit
 def put_quarter(outbox, sent, values, PART: gl.constexpr, BUFFERS: gl.constexpr):
-    """A multiplying group: hand a quarter tile over; `sent` counts those of this group since the kernel began."""
+    """A multiplying group: put a quarter tile into the outbox; `sent` counts those of this group since the kernel began."""
     quarters, full, free = outbox
     slot = PART * BUFFERS + sent % BUFFERS
     mbarrier.wait(free.index(slot), (sent // BUFFERS & 1) ^ 1)

@@ -1,7 +1,7 @@
-"""Signals on the device: how a tile waits for a chunk, and how a tile says that it is written.
+"""Signals on the device: how a tile waits for a chunk, and how a kernel reports that a tile is stored.
 
-A signal is one int64 word in symmetric memory with exactly one writer. It holds the epoch of the last chunk that arrived and
-is compared with `>=`, so nothing is ever reset. Rule numbers refer to docs/design.md.
+A signal is one int64 word in symmetric memory with exactly one writer. Its upper half is the epoch of the slot, its lower half
+the fingerprint of the call that sent the chunk. Epochs only grow, so nothing is ever reset. Rules: docs/design.md.
 """
 
 import triton
@@ -10,12 +10,14 @@ import triton.language as tl
 from . import signal_words as words
 
 MAX_CHUNKS = tl.constexpr(words.MAX_CHUNKS)
+EPOCH_SHIFT = tl.constexpr(words.EPOCH_SHIFT)
 FIRST_COUNTERS = tl.constexpr(words.FIRST_COUNTERS)
 FAULT_SET = tl.constexpr(words.FAULT_SET)
-FAULT_TAG = tl.constexpr(words.FAULT_TAG)
 FAULT_WORD = tl.constexpr(words.FAULT_WORD)
 FAULT_EXPECTED = tl.constexpr(words.FAULT_EXPECTED)
 FAULT_SEEN = tl.constexpr(words.FAULT_SEEN)
+LATE_WORD = tl.constexpr(words.LATE_WORD)
+LATE_EXPECTED = tl.constexpr(words.LATE_EXPECTED)
 
 
 @triton.jit
@@ -28,36 +30,55 @@ def clock(spins, TIMED: tl.constexpr):
 
 
 @triton.jit
-def wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED: tl.constexpr):
-    """Spin until word `word` of a slot's signals is at least `epoch`; returns whether it is.
+def next_word(word, tag):
+    """The signal of the slot's next call. tag: one epoch plus the call's fingerprint."""
+    return ((word >> EPOCH_SHIFT) << EPOCH_SHIFT) + tag
 
-    Acquires at system scope (rule 2). Bounded by `limit` (rule 5): nanoseconds if TIMED, else polls. The first wait that gives
-    up in a call raises the flag at `abort_ptr`, which ends every other wait of the rank at once, and fills the host-visible
-    record, so that the host can name what was waited for.
+
+@triton.jit
+def has_arrived(seen, expected):
+    """Whether a signal is of the expected epoch, or of a later one. The difference is right after the epoch wraps around, too."""
+    return seen - ((expected >> EPOCH_SHIFT) << EPOCH_SHIFT) >= 0
+
+
+@triton.jit
+def wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED: tl.constexpr):
+    """Spin until signal `word` of a slot has the epoch of `expected`; returns whether it came, and from the same call.
+
+    Acquires at system scope (rule 2). Bounded by `limit` (rule 5): nanoseconds if TIMED, else polls. The first wait that fails
+    in a call raises the flag at `abort_ptr`, which ends every other wait of the rank at once, and fills the host-visible
+    record. A wait that has used a tenth of its time notes that in the record; the host then prints a warning.
     """
     spins = tl.cast(0, tl.int64)
     begin = clock(spins, TIMED)
     signal_ptr = signals_ptr + word
     seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
-    waiting = seen < epoch
+    waiting = has_arrived(seen, expected) == 0
+    told = False
     while waiting:
         seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
         spins += 1
         aborted = tl.load(abort_ptr, volatile=True) != 0
-        late = clock(spins, TIMED) - begin > limit
-        waiting = (seen < epoch) & (late == 0) & (aborted == 0)
-    arrived = seen >= epoch
+        elapsed = clock(spins, TIMED) - begin
+        late = elapsed > limit
+        waiting = (has_arrived(seen, expected) == 0) & (late == 0) & (aborted == 0)
+        if waiting & (elapsed * 10 > limit) & (told == 0):
+            tl.store(record_ptr + LATE_WORD, word)
+            tl.store(record_ptr + LATE_EXPECTED, expected)
+            told = True
+    # A later epoch is right, too: a peer may be one barrier ahead.
+    same_call = (seen == expected) | ((seen >> EPOCH_SHIFT) != (expected >> EPOCH_SHIFT))
+    arrived = has_arrived(seen, expected) & same_call
     if arrived == 0:
-        report_fault(abort_ptr, record_ptr, tag, word, epoch, seen)
+        record_fault(abort_ptr, record_ptr, word, expected, seen)
     return arrived
 
 
 @triton.jit
-def report_fault(abort_ptr, record_ptr, tag, word, expected, seen):
+def record_fault(abort_ptr, record_ptr, word, expected, seen):
     """Fill the record once: the first wait that fails is the one worth naming. The set word is written last."""
     first = tl.atomic_cas(abort_ptr, tl.cast(0, tl.int64), tl.cast(1, tl.int64))
     if first == 0:
-        tl.store(record_ptr + FAULT_TAG, tag)
         tl.store(record_ptr + FAULT_WORD, word)
         tl.store(record_ptr + FAULT_EXPECTED, expected)
         tl.store(record_ptr + FAULT_SEEN, seen)
@@ -65,44 +86,53 @@ def report_fault(abort_ptr, record_ptr, tag, word, expected, seen):
 
 
 @triton.jit
-def announce(counter_ptr):
-    """Count one finished tile. All threads' stores come before the barrier, the barrier before the release (rule 1)."""
+def notify_copy_engine(counter_ptr):
+    """Count one stored tile. The barrier puts the stores of all threads before the release (rule 1)."""
     tl.debug_barrier()
     tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
-def announce_at_peer(counter_ptr, count, signal_ptr, epoch):
-    """Count one tile, or piece of rows, that was stored at a peer; whoever counts the last of a chunk's writes the peer's signal.
+def notify_peer(counter_ptr, count, signal_ptr, word):
+    """Count one tile, or piece of rows, that was stored at a peer; the last of a chunk writes the peer's signal.
 
-    The count acquires and releases, so that the signal is behind the stores of all CTAs that counted before (rule 1).
+    The count acquires and releases: the signal follows the stores of all CTAs that counted before (rule 1).
     """
     tl.debug_barrier()
     counted = tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="acq_rel", scope="sys") + 1
     if counted == count:
-        tl.atomic_xchg(signal_ptr, epoch, sem="release", scope="sys")
+        tl.atomic_xchg(signal_ptr, word, sem="release", scope="sys")
 
 
 @triton.jit
-def leave(left_ptr, epoch_ptr, epoch, WORLD: tl.constexpr):
-    """The last CTA to leave zeroes the kernel's counters and counts the epoch, for the next call of the slot.
+def finalize_epoch(left_ptr, epoch_ptr, word, WORLD: tl.constexpr):
+    """The last CTA to exit resets the tile counters and advances the slot's epoch.
 
-    For kernels whose epoch no copy sends: that saves a launch, 8 to 15 microseconds of host time and 4 on the GPU. Every CTA of
-    the grid has claimed and counted what it will when it comes here, late ones too, so nobody misses what is zeroed.
+    For kernels that send everything themselves: no copy sends the epoch, and a launch is saved (8 to 15 microseconds of host
+    time, 4 on the GPU). All CTAs are past their last claim here, so resetting is safe.
 
-    left_ptr: how many CTAs have left, the first of the kernel's counters.
+    left_ptr: how many CTAs have exited, the first of the kernel's counters.
     """
     tl.debug_barrier()
     left = tl.atomic_add(left_ptr, tl.cast(1, tl.int64), sem="acq_rel", scope="gpu") + 1
     if left == tl.num_programs(0):
-        for word in range(FIRST_COUNTERS + WORLD * MAX_CHUNKS):
-            tl.store(left_ptr + word, tl.cast(0, tl.int64))
-        tl.store(epoch_ptr, epoch)
+        for counter in range(FIRST_COUNTERS + WORLD * MAX_CHUNKS):
+            tl.store(left_ptr + counter, tl.cast(0, tl.int64))
+        tl.store(epoch_ptr, word)
+
+
+@triton.jit(do_not_specialize=["tag", "count"])
+def next_epoch_kernel(epoch_ptr, tag, count, BLOCK: tl.constexpr):
+    """Advance a slot's epoch and reset the `count` counters after it, before a call whose blocks are sent by copies."""
+    word = next_word(tl.load(epoch_ptr), tag)
+    counters = tl.arange(0, BLOCK)
+    tl.store(epoch_ptr + 1 + counters, tl.zeros((BLOCK,), tl.int64), mask=counters < count)
+    tl.store(epoch_ptr, word)
 
 
 @triton.jit
 def claim(counter_ptr):
-    """The next tile in arrival order. Dynamic, so that any one resident CTA finishes the whole grid's work (rule 4)."""
+    """The next tile of the schedule. Dynamic: any one resident CTA finishes the whole grid's work (rule 4)."""
     return tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="relaxed", scope="gpu")
 
 
@@ -113,41 +143,41 @@ def signal_word(source, chunk):
 
 
 @triton.jit(do_not_specialize=["rank", "tag", "limit"])
-def meet_kernel(epoch_ptr, outgoing_at_ptr, signals_ptr, abort_ptr, record_ptr, tag, limit, rank, WORLD: tl.constexpr,
-                TIMED: tl.constexpr):  # fmt: skip
-    """One CTA that tells every peer that this rank's stream has come here, and holds it until all peers' streams have.
+def barrier_kernel(epoch_ptr, outgoing_at_ptr, signals_ptr, abort_ptr, record_ptr, tag, limit, rank, WORLD: tl.constexpr,
+                   TIMED: tl.constexpr):  # fmt: skip
+    """One CTA that signals every peer and holds its stream until every peer has signalled.
 
-    What the stream did before is done when the kernel starts, and the release puts it before the signal. One launch instead of
-    the ten driver calls (40 microseconds of host time) of pushes with a waiting kernel behind them.
+    All earlier work of the stream is done when the kernel starts, and the release puts it before the signal. One launch replaces
+    ten driver calls (40 microseconds of host time) of pushes with a waiting kernel after them.
     """
-    epoch = 1 + tl.load(epoch_ptr)
+    word = next_word(tl.load(epoch_ptr), tag)
     for peer in range(WORLD):
         if peer != rank:
             theirs_ptr = tl.load(outgoing_at_ptr + peer).to(epoch_ptr.dtype)
-            tl.atomic_xchg(theirs_ptr, epoch, sem="release", scope="sys")
+            tl.atomic_xchg(theirs_ptr, word, sem="release", scope="sys")
     for source in range(WORLD):
         if source != rank:
-            wait_signal(signals_ptr, signal_word(source, 0), epoch, abort_ptr, record_ptr, tag, limit, TIMED)
-    tl.store(epoch_ptr, epoch)  # counted here and not by the host, so that a replayed graph counts on
+            wait_signal(signals_ptr, signal_word(source, 0), word, abort_ptr, record_ptr, limit, TIMED)
+    tl.store(epoch_ptr, word)  # advanced here and not by the host: a replayed graph goes on counting
 
 
-@triton.jit(do_not_specialize=["rank", "first", "count", "tag", "limit"])
-def wait_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, rank, first, count, row_ptr, row_size,
+@triton.jit(do_not_specialize=["rank", "first", "count", "limit"])
+def wait_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, row_ptr, row_size,
                 CHUNKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One CTA that holds its stream until the blocks of `count` ranks from rank `first` on are there, but for the own one.
+    """One CTA that holds its stream until the blocks of `count` ranks, from rank `first` on, have arrived (its own excepted).
 
-    The bounded wait of library GEMMs, which replays in a graph. Where it, or any wait of the rank before, gave up, it writes NaN
-    over the row at `row_ptr` (`row_size` elements), so that the loss shows it even before the host raises.
+    Library GEMMs wait by it; it is bounded and replays in a graph. If this wait, or an earlier one of the rank, has failed, it
+    writes NaN over the row at `row_ptr` (`row_size` elements): the loss shows it even before the host raises.
     """
-    epoch = tl.load(epoch_ptr)
+    expected = tl.load(epoch_ptr)
     missing = 0
     for source in range(first, first + count):
         if source != rank:
             for chunk in tl.static_range(CHUNKS):
                 word = signal_word(source, chunk)
-                arrived = wait_signal(signals_ptr, word, epoch, abort_ptr, record_ptr, tag, limit, TIMED)
+                arrived = wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED)
                 missing += (arrived == 0).to(tl.int32)
-    # A barrier that gave up has no output of its own: what comes after it may be wrong, and shows it here.
+    # A barrier that failed has no output of its own: what follows it may be wrong, and shows it here.
     missing += (tl.load(abort_ptr, volatile=True) != 0).to(tl.int32)
     if missing > 0:
         for start in range(0, row_size, BLOCK):

@@ -3,15 +3,18 @@
 # A slot has this many signals per source rank; a call that uses fewer chunks leaves the rest alone.
 MAX_CHUNKS = 8
 
-# What the CTAs of one kernel count together, in this order (slot.py, Counters): how many of them have left, tiles and pieces that
-# were claimed, and what is complete, a word for each signal.
+# A signal is one int64: the epoch in the upper half, the fingerprint of the call in the lower half (protocol/tags.py).
+EPOCH_SHIFT = 32
+
+# Counters that the CTAs of one kernel share, in this order (slot.py, Counters): CTAs that have exited, tiles and pieces that were
+# claimed, then one count of completed tiles for each signal.
 FIRST_COUNTERS = 3
 
-# Words of a fault record.
-
+# Words of a fault record, which kernels fill and the host reads.
 FAULT_SET = 0
-FAULT_TAG = 1
-FAULT_WORD = 2  # which signal of the slot: source rank x MAX_CHUNKS + chunk
-FAULT_EXPECTED = 3
-FAULT_SEEN = 4
-FAULT_WORDS = 5
+FAULT_WORD = 1  # which signal of the slot: source rank x MAX_CHUNKS + chunk
+FAULT_EXPECTED = 2  # its lower half names the call that waited
+FAULT_SEEN = 3
+LATE_WORD = 4  # the same of a wait that has used a tenth of its time, for a warning
+LATE_EXPECTED = 5
+FAULT_WORDS = 6

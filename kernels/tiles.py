@@ -7,19 +7,19 @@ WHOLE = tl.constexpr(-1)  # a tile that is not cut, instead of 0 for its left ha
 
 
 @triton.jit
-def arrival(unit, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
+def gather_tile(unit, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
     """The unit-th chunk to be multiplied -> (source rank, its chunk): own shard, then rank-1's, rank-2's, ..."""
     return (rank + WORLD - unit // CHUNKS) % WORLD, unit % CHUNKS
 
 
 @triton.jit
-def departure(index, per_chunk, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr, IN_TURN: tl.constexpr):
+def scatter_tile(index, per_chunk, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The index-th tile to be multiplied, or piece to be sent -> (target rank, its chunk, number in the chunk); own rows last.
 
-    One chunk after the other: rank+1's, then rank+2's, ... IN_TURN, of tiles that are stored at the peers: for all peers in turn,
-    because ranks that are not in step would otherwise meet at one peer, whose link then gives each of them half.
+    One chunk after the other: rank+1's, then rank+2's, ... INTERLEAVED, of tiles that are stored at the peers: for all peers in
+    turn, because ranks that are not in step would otherwise meet at one peer, whose link then gives each of them half.
     """
-    if IN_TURN and WORLD > 1:
+    if INTERLEAVED and WORLD > 1:
         foreign = per_chunk * CHUNKS * (WORLD - 1)
         is_own = index >= foreign
         target = tl.where(is_own, rank, (rank + 1 + index % (WORLD - 1)) % WORLD)

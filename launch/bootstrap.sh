@@ -5,7 +5,7 @@
 #                               whose Python is here (3.12, else 3.11)
 #   launch/bootstrap.sh other   .venv-other: the other tested set; does nothing when its Python is not here
 #
-# Does nothing while pyproject.toml and the constraints stay as they are. An interrupted set-up is started again.
+# Does nothing if pyproject.toml and the constraints have not changed. An interrupted set-up starts again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=launch/python.sh
@@ -23,7 +23,7 @@ main() {
         other) env=.venv-other ;;
         *) die "usage: launch/bootstrap.sh main|other" ;;
     esac
-    # Two commands started at once must not build one environment twice.
+    # Two commands started at once must not build the same environment.
     if command -v flock >/dev/null; then
         exec 9>"$env.lock"
         flock 9
@@ -37,7 +37,7 @@ main() {
     say "$env is ready after $((SECONDS - started)) s"
 }
 
-# What decides the contents of an environment; its file "complete" holds this once the set-up has ended well.
+# Everything that decides the contents of an environment. A finished set-up writes it to the environment's file "complete".
 fingerprint() {
     cksum pyproject.toml constraints/*.txt launch/bootstrap.sh
     if has_gpu; then echo "with GPUs"; fi
@@ -46,8 +46,8 @@ fingerprint() {
 
 is_complete() { "$env/bin/python" -V >/dev/null 2>&1 && [ "$(cat "$env/complete" 2>/dev/null)" = "$(fingerprint)" ]; }
 
-# choose_main, choose_other: set python (an interpreter) and tested (a file of constraints/, or "system" for the torch
-# that is already there).
+# choose_main and choose_other set python (an interpreter) and tested (a file of constraints/, or "system": keep the torch that is
+# already installed).
 choose_main() {
     if python=$(gpu_python); then
         tested=system
@@ -74,8 +74,8 @@ choose_other() {
     return 1
 }
 
-# An environment is updated in place only if an earlier set-up of the same kind ended well: pip takes a half-copied
-# package of an interrupted one for an installed one.
+# Updates an environment in place only if an earlier set-up of the same kind finished. After an interrupted one pip would take a
+# half-copied package for an installed one.
 create() {
     local kind="$tested $python $PWD"
     log=$env/install.log
@@ -103,14 +103,14 @@ install_tested() {
     step "compiling Python files (half a minute)" compile_python_files
 }
 
-# Here on all cores, not by pip on one; and not at the first import, because under PYTHONDONTWRITEBYTECODE every process
-# of every test would compile torch and Megatron again, 4 s each.
+# Uses all cores, where pip would use one. Without it every process of every test would compile torch and Megatron again under
+# PYTHONDONTWRITEBYTECODE, 4 s each.
 compile_python_files() { "$env/bin/python" -m compileall -q -j 0 "$env/lib" || true; }
 
 pinned() { grep "^$1==" "constraints/$tested.txt" | sed 's/==/ /; s/ *#.*//'; }
 
-# Leaves torch and what belongs to it untouched and installs what is missing: from .whl/ when that folder has wheels
-# (for machines without a package index), else from the index.
+# Keeps torch and its packages and installs what is missing: from .whl/ if that folder has wheels (for machines without a package
+# index), else from the index.
 install_beside_system() {
     local kept=$env/kept.txt
     show_packages_of_python
@@ -133,8 +133,8 @@ install_alone() {
         die "could not install overlap-train"
 }
 
-# A .pth file rather than --system-site-packages, because that option skips the packages of a python that is itself a
-# virtual environment's.
+# Writes a .pth file instead of using --system-site-packages, which ignores the packages of a python that is itself in a virtual
+# environment.
 show_packages_of_python() {
     local site
     site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -157,18 +157,18 @@ report_missing() {
     done
 }
 
-# For step, in whose background process exec makes pip itself what an interrupt ends.
+# step runs this in the background. exec replaces the shell by pip, so that an interrupt ends pip.
 pip_install() { exec "$env/bin/python" -m pip install --progress-bar off --no-compile --disable-pip-version-check "$@"; }
 
-# step TEXT COMMAND...: runs a slow command with its output in the log and a line of news every 15 seconds. Shows the
-# end of the log and returns 1 if it fails.
+# step TEXT COMMAND...: runs a slow command, writes its output to the log and prints its progress every 15 seconds. If the command
+# fails, shows the end of the log and returns 1.
 step() {
     local text=$1 began=$SECONDS news=15 pid
     shift
     say "$text"
     "$@" >"$log" 2>&1 </dev/null &
     pid=$!
-    # shellcheck disable=SC2064 # the id of this process, not of a later one
+    # shellcheck disable=SC2064 # $pid is meant to be expanded now
     trap "kill $pid 2>/dev/null; exit 130" INT TERM
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.2

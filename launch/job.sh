@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What train.sbatch and compare.sbatch share: ranks, logs, checkpoints, and what happens before the time limit. Sourced by
-# them; `overlap-train launch` puts this text in the place of the line that does so.
+# Shared by train.sbatch and compare.sbatch: starts the ranks, keeps their logs, resumes from checkpoints and requeues before the
+# time limit. Both files source it; `overlap-train launch` replaces that line by this text.
 
 say() { printf '[job %s] %s\n' "$SLURM_JOB_ID" "$*"; }
 die() {
@@ -12,7 +12,7 @@ die() {
 run_job() {
     local status step="" restarts=0 time_is_up=""
     prepare
-    trap 'interrupted=1; stop_ranks' USR1 # sent before the time limit: #SBATCH --signal
+    trap 'interrupted=1; stop_ranks' USR1 # Slurm sends it before the time limit: #SBATCH --signal
     until start_and_wait "$@"; do
         if [ -n "$time_is_up" ]; then requeue; fi
         if ((restarts >= MAX_RESTARTS)); then
@@ -29,7 +29,7 @@ prepare() {
     mkdir -p "$RUN_DIR" || die "RUN_DIR=$RUN_DIR cannot be made"
     RUN_DIR=$(cd "$RUN_DIR" && pwd)
     [ -z "$CHECKPOINT_DIR" ] || mkdir -p "$CHECKPOINT_DIR" || die "CHECKPOINT_DIR=$CHECKPOINT_DIR cannot be made"
-    first_checkpoint=$(newest_checkpoint)
+    first_save=$(last_save)
     if [ -n "$MODULE" ]; then
         program=(-m "$MODULE")
     else
@@ -51,11 +51,16 @@ choose_container() {
     fi
 }
 
-# Megatron's own name for the file that says which checkpoint is the newest; the recipes write the same.
-newest_checkpoint() { cat "${CHECKPOINT_DIR:-/nonexistent}/latest_checkpointed_iteration.txt" 2>/dev/null || true; }
+# Megatron writes the step of the newest checkpoint into this file, and so do the recipes.
+tracker=latest_checkpointed_iteration.txt
+newest_checkpoint() { cat "${CHECKPOINT_DIR:-/nonexistent}/$tracker" 2>/dev/null || true; }
 
-# Starts all ranks and sets status to what they ended with. They begin with the newest checkpoint, which is chosen here for
-# all of them: on a network file system two nodes may see two.
+# When the newest checkpoint was saved. Its step alone is not enough: a recipe that skips a damaged checkpoint resumes from the one
+# before it and later saves the same step again.
+last_save() { stat --format='%i %y' "${CHECKPOINT_DIR:-/nonexistent}/$tracker" 2>/dev/null || true; }
+
+# Starts all ranks, waits, and sets status to their exit status. Whether there is a checkpoint to resume from is decided here, once
+# for all ranks: on a network file system two nodes may see different files.
 start_and_wait() {
     local resumed_from checkpoints=() interrupted
     resumed_from=$(newest_checkpoint)
@@ -68,16 +73,16 @@ start_and_wait() {
     [ -z "$time_is_up" ] || return 1 # the signal came first
     start_nodes "$@" "${checkpoints[@]}" &
     step=$!
-    while :; do # the signal interrupts wait, whose status then is not that of the ranks
+    while :; do # the signal interrupts wait, which then returns another status than that of the ranks
         interrupted=
         wait "$step" && status=0 || status=$?
         [ -n "$interrupted" ] || return "$status"
     done
 }
 
-# One task a node. Its text goes along as an argument, because containers have no access to this file.
+# One task a node. The text of start_node is passed as an argument, because a container cannot read this file.
 start_nodes() {
-    local first port=$((20000 + SLURM_JOB_ID % 10000)) # below the ports that the kernel gives away
+    local first port=$((20000 + SLURM_JOB_ID % 10000)) # below the ports that the kernel assigns
     read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST") || die "scontrol names no node of $SLURM_JOB_NODELIST"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[rank \${rank}] "
@@ -86,13 +91,13 @@ start_nodes() {
         "$first:$port" "$logs" "$PROCS_PER_NODE" "$PYTHON" "${program[@]}" "$@"
 }
 
-# start_node ENDPOINT LOGS RANKS PYTHON PROGRAM...: torchrun on this node. Every rank writes to files of its own; the job's
-# output shows the first rank of each node and the last one, on which Megatron prints its losses. torchrun itself restarts
-# nothing: where ranks of two nodes fail at once, its second rendezvous can fail too (seen with torch 2.13).
+# start_node ENDPOINT LOGS RANKS PYTHON PROGRAM...: torchrun on this node. Every rank writes to its own files. The job's output
+# shows the first and the last rank of each node; Megatron prints its losses on the last one. torchrun restarts nothing itself:
+# after ranks of two nodes had failed at once, its second rendezvous failed too (torch 2.13).
 start_node() {
     local endpoint=$1 logs=$2/node-$SLURM_NODEID-$SLURMD_NODENAME ranks=$3 interpreter=$4 is_host=0
     shift 4
-    # Said here, not guessed from names: a node's name for itself may not be the one that the others know it by.
+    # Set here because torchrun would compare host names, and a node's own name may differ from the one that others use.
     if ((SLURM_NODEID == 0)); then is_host=1; fi
     mkdir -p "$logs"
     exec "$interpreter" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
@@ -101,20 +106,20 @@ start_node() {
         --log-dir="$logs" --redirects=3 --tee="0:3,$((ranks - 1)):3" "$@"
 }
 
-# A rank that saves when it is told to end (Megatron: --exit-signal-handler) gets torchrun's 30 seconds for it.
+# A rank that saves on SIGTERM (Megatron: --exit-signal-handler) has the 30 seconds that torchrun waits.
 stop_ranks() {
     [ -z "$time_is_up" ] || return 0
     time_is_up=1
     say "the time limit is near: stopping the ranks"
-    scancel --signal=TERM "$SLURM_JOB_ID" || true # not to srun, which kills its tasks when it is told to end
+    scancel --signal=TERM "$SLURM_JOB_ID" || true # to the tasks; srun would kill its tasks if it got the signal itself
     (sleep "$STOP_SECONDS" && kill -KILL "$step") 2>/dev/null &
 }
 
-# Only where this start wrote a checkpoint: without that rule a job that never gets to one would run for ever.
+# Requeues only if this start saved a checkpoint: a job that never reaches one would otherwise be requeued for ever.
 requeue() {
     if [ -z "$CHECKPOINT_DIR" ]; then
         say "not requeued: there are no checkpoints to resume from"
-    elif [ "$(newest_checkpoint)" = "$first_checkpoint" ]; then
+    elif [ "$(last_save)" = "$first_save" ]; then
         say "not requeued: no checkpoint was written since the start; save more often (--save-interval) or raise --time"
     else
         say "requeued: the next start resumes from checkpoint $(newest_checkpoint)"

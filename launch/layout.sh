@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Links the package into build/layout as it is once installed, with kernels/ and integrations/ inside overlap_train/:
-# mypy and import-linter read folders and cannot follow an editable install's mapping.
+# Links the package into build/layout in its installed form, with kernels/ and integrations/ inside overlap_train/, because mypy and
+# import-linter read folders and cannot follow the mapping of an editable install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Finds the Python interpreters that an environment can be made from. Sourced by bootstrap.sh.
+# Finds Python interpreters to make an environment from. Sourced by bootstrap.sh.
 
-# find_python VERSION: prints the path of an interpreter of this version (such as 3.12) that really runs and can make
-# virtual environments. Looks beyond PATH, because pyenv, uv and source builds often leave an interpreter off it, and a
-# pyenv shim on PATH may have nothing behind it.
+# find_python VERSION: prints the path of an interpreter of this version (such as 3.12) that runs and can make virtual
+# environments. Also looks outside PATH: pyenv, uv and source builds often install an interpreter elsewhere, and a pyenv shim on
+# PATH may point to no interpreter.
 find_python() {
     local version=$1 candidate
     while IFS= read -r candidate; do
@@ -25,7 +25,7 @@ python_candidates() {
     compgen -G "/opt/*/*/bin/python$version" || true
 }
 
-# An activated .venv stands first on PATH; an environment must not be made from itself.
+# Leaves out an activated .venv: an environment must not be made from itself.
 on_path() { { type -aP "$@" || true; } | grep -v "^$PWD/\.venv"; }
 
 is_python() {
@@ -35,7 +35,7 @@ is_python() {
 
 has_gpu() { [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; }
 
-# gpu_python: prints the interpreter on PATH whose torch, 2.11 or newer, already sees a GPU, if there is one.
+# gpu_python: prints the first interpreter on PATH whose torch is 2.11 or newer and sees a GPU; returns 1 if there is none.
 gpu_python() {
     local candidate
     has_gpu || return 1

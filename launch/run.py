@@ -1,8 +1,8 @@
-"""torchrun, but a failed run ends with one line and the failed rank's exit status instead of two stack traces.
+"""torchrun whose failed runs end with one line and the failed rank's exit status instead of two stack traces.
 
     python launch/run.py [torchrun's arguments]
 
-Every rank says itself what went wrong; torchrun's own trace of its agent would push that off the screen.
+Each rank prints itself what went wrong. The stack trace of torchrun's agent would push that off the screen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.run import parse_args, run
 
 def main() -> int:
     """Run the command on every rank; returns the exit status as a shell counts it (128 + signal for a killed rank)."""
-    # Its warnings tell that the agent ends the other ranks after a failure, its errors repeat what is printed below.
+    # It warns that the agent ends the other ranks after a failure, and its errors repeat the line printed below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(parse_args(None))

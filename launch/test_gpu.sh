@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Runs tests/gpu once for every provider, domain size and CUDA_DEVICE_MAX_CONNECTIONS. Prints rank 0, and the others if it fails.
+# Runs tests/gpu once for every provider, domain size and CUDA_DEVICE_MAX_CONNECTIONS. Prints the output of rank 0, and after a
+# failure that of the other ranks.
 #   launch/test_gpu.sh PYTHON [pytest arguments]
-# LOGS: folder for each rank's output (default runs/test-gpu). What to run: PROVIDERS (default "nvshmem torch"),
-# SIZES of the overlap domain (default all ranks and, of four, also 2), CONNECTIONS (default "1 8"), RANKS (default one a GPU).
-# More RANKS than GPUs take turns on them: slow, without NCCL and NVSHMEM, and right all the same.
+# Variables: LOGS, folder for each rank's output (default runs/test-gpu); PROVIDERS (default "nvshmem torch"); SIZES of the overlap
+# domain (default: all ranks, and with four ranks also 2); CONNECTIONS (default "1 8"); RANKS (default: one a GPU, at most 4).
+# More RANKS than GPUs share the GPUs: slow, without NCCL and NVSHMEM, but results are right.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -33,7 +34,7 @@ for size in $sizes; do
       echo "== $ranks ranks on $gpus GPUs: $name"
       sessions=$((sessions + 1))
       mkdir -p "$logs/$name"
-      # CUBLAS_WORKSPACE_CONFIG: what cuBLAS needs to be deterministic, which the bitwise training test asks for.
+      # CUBLAS_WORKSPACE_CONFIG: the bitwise training test needs a deterministic cuBLAS.
       if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
         --nproc-per-node "$ranks" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \
         -m pytest tests/gpu -q --provider "$provider" --domain-size "$size" "$@" \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# launch/torchrun.sh ARGS...: torchrun on this machine with as many processes as suit it: one a GPU, 2 or 4, or with
-# fewer than two GPUs two processes on the CPU. NPROC=8 sets another number.
+# launch/torchrun.sh ARGS...: torchrun on this machine: 4 processes on 4 or more GPUs, else 2 processes, on the CPU if there are
+# fewer than two GPUs. NPROC=8 sets another number.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,25 +1,47 @@
-"""overlap_train: tensor- and sequence-parallel linears whose communication hides behind their matrix products.
+"""overlap_train: tensor- and sequence-parallel linears whose communication is hidden by their matrix products.
 
 Importing this package touches no device and needs neither a GPU, nor NVSHMEM, nor Megatron.
 """
 
+from importlib import import_module
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING, Any
 
 if not (_Path(__file__).parent / "kernels").is_dir():
     # A checkout, where kernels/ and integrations/ lie beside this folder; installed they are in it (pyproject.toml). `python -m
     # overlap_train` in its root finds this folder first, whatever is installed.
     __path__.append(str(_Path(__file__).resolve().parents[1]))
 
-from .choice import Choice, Pass, choose
-from .config import OverlapConfig
-from .graph import forget_graphs, graphed
-from .linear import all_gather_linear, linear_reduce_scatter
-from .protocol.watchdog import OverlapTimeoutError
-from .registry import check, shutdown
+if TYPE_CHECKING:
+    from .config import OverlapConfig
+    from .linear import all_gather_linear, linear_reduce_scatter
+    from .planning.choice import Choice, Pass, choose
+    from .runtime.graph import forget_graphs, graphed
+    from .runtime.registry import check, shutdown
+    from .symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
+
+# Loaded at their first use: without torch the command line still starts, and says in one line that it is missing.
+_MODULES = {
+    "config": ("OverlapConfig",),
+    "linear": ("all_gather_linear", "linear_reduce_scatter"),
+    "planning.choice": ("Choice", "Pass", "choose"),
+    "runtime.graph": ("forget_graphs", "graphed"),
+    "runtime.registry": ("check", "shutdown"),
+    "symmetric.agreement": ("OverlapMismatchError", "OverlapTimeoutError"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{module}", __name__), name)
+
 
 __all__ = [
     "Choice",
     "OverlapConfig",
+    "OverlapMismatchError",
     "OverlapTimeoutError",
     "Pass",
     "all_gather_linear",

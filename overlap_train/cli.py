@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
+
+from . import __version__
+from .flags import run_command
 
 # name -> (module whose main(arguments) -> exit status runs it, what it does)
 COMMANDS = {
-    "doctor": ("overlap_train.doctor.command", "check versions, GPUs, links and symmetric memory; also under torchrun"),
-    "tune": ("overlap_train.tuning.command", "measure which method is fastest for a model's shapes; under torchrun"),
-    "bench": ("overlap_train.bench.command", "measure operators and layers against NCCL and others; under torchrun"),
-    "launch": ("overlap_train.slurm.command", "write and submit a Slurm job"),
+    "doctor": ("tools.doctor.command", "check versions, GPUs, links and symmetric memory; also under torchrun"),
+    "tune": ("tools.tune.command", "measure which method is fastest for a model's shapes; under torchrun"),
+    "bench": ("tools.bench.command", "measure operators and layers against NCCL and others; under torchrun"),
+    "launch": ("tools.slurm.command", "write and submit a Slurm job"),
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand; 2 for one that does not exist."""
+    """Run a subcommand. Exit status: the subcommand's; 2, after one line, for what the user can put right."""
     words = sys.argv[1:] if arguments is None else arguments
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0
-    if words[0] not in COMMANDS:
-        print(f"overlap-train: {words[0]!r} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])
+    if words[0] == "--version":
+        print(f"overlap-train {__version__}")
+        return 0
+    program = "overlap-train" + (f" {words[0]}" if words[0] in COMMANDS else "")
+    return run_command(program, partial(_run, words[0], words[1:]))
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    if name not in COMMANDS:
+        raise ValueError(f"{name!r} is not one of {', '.join(COMMANDS)}")
+    return importlib.import_module(f"overlap_train.{COMMANDS[name][0]}").main(arguments)
 
 
 def usage() -> str:
     """The list of subcommands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(["usage: overlap-train COMMAND [arguments]; --help behind a command says more", "", *lines])
+    return "\n".join(["usage: overlap-train COMMAND [arguments]; COMMAND --help says more; --version", "", *lines])

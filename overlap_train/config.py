@@ -49,8 +49,13 @@ class OverlapConfig:
         "where it is installed, else torch",
         ("auto", "nvshmem", "torch", "host"),
     )
-    symmetric_mib: int = _setting(2048, "most symmetric memory a rank may allocate, in MiB")
-    timeout_s: float = _setting(60.0, "longest wait for a peer before OverlapTimeoutError, in seconds")
+    symmetric_mib: int = _setting(
+        2048, "most symmetric memory a rank may hold, in MiB; while it grows, the smaller one is there as well"
+    )
+    timeout_s: float = _setting(
+        600.0,
+        "longest wait for a peer before OverlapTimeoutError, in seconds; after a tenth of it a warning names the late rank",
+    )
     tuning_dir: str = _setting(
         "~/.cache/overlap_train",
         "folder of the measurements of overlap-train tune, which method=auto uses; rank 0 of a group reads it for all its ranks",
@@ -63,7 +68,7 @@ class OverlapConfig:
     )
 
     def __hash__(self) -> int:
-        """Kept: an operator looks its plan up by it, and hashing all fields takes a microsecond."""
+        """Cached: the config is part of a dictionary key on every call, and hashing all fields takes a microsecond."""
         kept = self.__dict__.get("_hash")
         if kept is None:
             kept = hash(tuple(getattr(self, setting.name) for setting in fields(self)))

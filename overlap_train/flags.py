@@ -1,12 +1,98 @@
-"""Command-line flags generated from OverlapConfig, in Megatron's style."""
+"""Command-line flags made from the fields of frozen dataclasses, and one line for what a user can put right.
+
+A field whose metadata has a `help` is a flag: `gpus_per_node` is `--gpus-per-node`. `option` makes such a field. Every command of
+`overlap-train` and the flags of OverlapConfig are made here.
+"""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
-from typing import Any
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import Field, field, fields, replace
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
-from .config import OverlapConfig, flag_name
+from .config import OverlapConfig
+
+PREFIX = "overlap-train-"
+PROVIDERS = next(f.metadata["choices"] for f in fields(OverlapConfig) if f.name == "provider")
+# What to install where a tool needs a package that is not there.
+PIP_NAMES = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "rich": "rich",
+    "packaging": "packaging",
+    "triton": "triton",
+    "megatron": "megatron-core",
+    "matplotlib": "matplotlib",
+    "nvshmem": "nvshmem4py-cu13",
+}
+Options = TypeVar("Options")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str = "",
+    choices: tuple[str, ...] | None = None,
+    parse: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+    also: tuple[str, ...] = (),
+    spaced: bool = False,
+    repeated: bool = False,
+    required: bool = False,
+) -> Any:
+    """A field that is a flag. A bool is a switch. A tuple holds values separated by commas, one of `choices` or read by `parse`.
+
+    spaced: a tuple's values are separated by blanks. repeated: each flag adds one. also: other names. group: heading in --help.
+    """
+    metadata = {"help": help, "group": group, "choices": choices, "parse": parse, "metavar": metavar, "also": also}
+    return field(default=default, metadata={**metadata, "spaced": spaced, "repeated": repeated, "required": required})
+
+
+def option_fields(options: Any) -> list[Field[Any]]:
+    """The fields of a dataclass, or of an instance, that are flags."""
+    return [found for found in fields(options) if "help" in found.metadata]
+
+
+def flag(name: str, prefix: str = "") -> str:
+    """`gpus_per_node` -> `--gpus-per-node`."""
+    return f"--{prefix}{name.replace('_', '-')}"
+
+
+def shown(options: Any, name: str) -> str:
+    """`--gpus-per-node 8`, as an error names it."""
+    return f"{flag(name)} {getattr(options, name)}"
+
+
+def add_options(parser: Any, options: Any, prefix: str = "") -> Any:
+    """Add the flags of a dataclass, or of an instance whose values are the defaults, to a parser or group; returns it."""
+    groups: dict[str, Any] = {"": parser}
+    for found in option_fields(options):
+        title = found.metadata.get("group", "")
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        default = found.default if isinstance(options, type) else getattr(options, found.name)
+        names = (flag(found.name, prefix), *found.metadata.get("also", ()))
+        required = {"required": True} if found.metadata.get("required") else {}
+        text = found.metadata["help"] + _default_shown(default)
+        groups[title].add_argument(*names, default=None, help=text, **required, **_reading(found, default))
+    return parser
+
+
+def values_of(options: Any, args: argparse.Namespace, prefix: str = "") -> dict[str, Any]:
+    """The values of those fields whose flags were given."""
+    names = {found.name: (prefix + found.name).replace("-", "_") for found in option_fields(options)}
+    given = {name: value for name, dest in names.items() if (value := getattr(args, dest, None)) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def from_args(initial: Options, args: argparse.Namespace) -> Options:
+    """`initial` with what parsed flags say."""
+    return replace(initial, **values_of(initial, args))  # type: ignore[type-var]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -18,16 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--overlap-train", action="store_true", help="overlap TP/SP communication with the linears' GEMMs"
     )
-    for setting in fields(OverlapConfig):
-        several = isinstance(setting.default, tuple)
-        group.add_argument(
-            flag_name(setting.name),
-            default=None,
-            type=_comma_separated if several else type(setting.default),
-            choices=None if several else setting.metadata["choices"],
-            metavar=",".join(setting.metadata["choices"]) if several else None,
-            help=f"{setting.metadata['help']} (default: {_shown(setting.default)})",
-        )
+    add_options(group, OverlapConfig, PREFIX)
     return parser
 
 
@@ -37,22 +114,85 @@ def config_from_args(args: argparse.Namespace) -> OverlapConfig | None:
     Raises:
         ValueError: a value outside its rule, or an `--overlap-train-...` flag without `--overlap-train`, which could not act.
     """
-    given = {s.name: value for s in fields(OverlapConfig) if (value := getattr(args, _dest(s.name), None)) is not None}
+    given = values_of(OverlapConfig, args, PREFIX)
     if args.overlap_train:
         return OverlapConfig(**given)
     if given:
-        flags = ", ".join(flag_name(name) for name in given)
-        raise ValueError(f"{flags} given without --overlap-train, so nothing would be overlapped: add --overlap-train")
+        names = ", ".join(flag(name, PREFIX) for name in given)
+        raise ValueError(f"{names} given without --overlap-train, so nothing would be overlapped: add --overlap-train")
     return None
 
 
-def _dest(name: str) -> str:
-    return flag_name(name)[2:].replace("-", "_")
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ValueError for a wrong flag, for `run_command` to print."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists the flags)")
 
 
-def _comma_separated(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def run_command(program: str, work: Callable[[], int]) -> int:
+    """Run a command; returns its exit status. A ValueError or a missing package is one line of rank 0, and status 2.
+
+    An error may have a `status` of its own. Under torchrun all ranks end with it. torchrun then adds its own summary below the
+    line, as it does for any status but 0.
+    """
+    try:
+        return work()
+    except ValueError as error:
+        message, status = f"error: {error}", getattr(error, "status", 2)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in PIP_NAMES:
+            raise
+        message, status = f"needs {package}: pip install {PIP_NAMES[package]!r}", 2
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.flush()
+        print(f"{program}: {message}" if message.startswith("error") else f"{program} {message}", file=sys.stderr)
+    return status
 
 
-def _shown(default: Any) -> str:
-    return ",".join(default) if isinstance(default, tuple) else str(default)
+def positive(kind: type[int] | type[float], text: str) -> Any:
+    """A number above zero, for `parse`."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = kind(0)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+positive_int, positive_float = partial(positive, int), partial(positive, float)
+
+
+def _reading(found: Field[Any], default: Any) -> dict[str, Any]:
+    """How argparse reads the value of a field."""
+    choices, parse, metavar = (found.metadata.get(name) for name in ("choices", "parse", "metavar"))
+    if isinstance(default, bool):
+        return {"action": "store_true"}
+    if not isinstance(default, tuple):
+        kind = parse or (str if default is None else type(default))
+        usual = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
+        return {"type": kind, "choices": choices, "metavar": metavar or usual}
+    if found.metadata.get("repeated"):
+        return {"action": "append", "metavar": metavar}
+    if found.metadata.get("spaced"):
+        return {"type": parse, "nargs": "+", "metavar": metavar}
+    return {
+        "type": partial(_words, choices, parse or str),
+        "metavar": metavar or ",".join(choices or ("A", "B", "...")),
+    }
+
+
+def _words(choices: tuple[str, ...] | None, parse: Callable[[str], Any], text: str) -> tuple[Any, ...]:
+    words = tuple(part.strip() for part in text.split(",") if part.strip())
+    wrong = [word for word in words if word not in choices] if choices else []
+    if wrong or (choices and not words):
+        raise argparse.ArgumentTypeError(f"{(wrong or [text])[0]!r} is not one of {', '.join(choices or ())}")
+    return tuple(map(parse, words))
+
+
+def _default_shown(default: Any) -> str:
+    if default is None or default is False or default in ("", ()):
+        return ""
+    return f" (default: {','.join(map(str, default)) if isinstance(default, tuple) else default})"

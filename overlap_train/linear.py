@@ -2,29 +2,32 @@
 
 Forward and backward share two engines, crossed: the dgrad of one operator is the forward engine of the other.
 
-    all_gather_linear        forward  AG(x) + GEMM        dgrad  GEMM + RS        wgrad  AG(x) under the dgrad GEMM, its GEMM
-                                                                                         under the RS tail (chunked,
-                                                                                         collective, fused deferred)
+    all_gather_linear        forward  AG(x) + GEMM        dgrad  GEMM + RS        wgrad  AG(x) under the dgrad GEMM; its own GEMM
+                                                                                         runs under the end of the RS
     linear_reduce_scatter    forward  GEMM + RS           dgrad  AG(dy) + GEMM    wgrad  with the dy just gathered
+
+planning/spec.py has the same as a table, planning/plan.py what a plan decides.
 
 W ranks; M global rows (the product of all leading dimensions, the first of which is sharded); K input and N output features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .arguments import all_gather_problem, reduce_scatter_problem
 from .config import OverlapConfig
-from .operators.all_gather_gemm import start_all_gather, start_all_gather_whole
-from .operators.gemm_reduce_scatter import start_gemm_reduce_scatter
-from .plan import Plan, plan_of
+from .operators.all_gather_gemm import start_gather
+from .operators.gemm_reduce_scatter import start_scatter
+from .operators.plan_book import PassTags, Planned, plan_of
+from .operators.weight_gradient import weight_gradient
+from .planning.plan import barrier_first
+from .planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 from .profiling import profiled
-from .weight_gradient import weight_gradient
 
 
 def all_gather_linear(
@@ -48,7 +51,7 @@ def all_gather_linear(
     Args:
         group: the overlap domain; all its ranks make the same calls in the same order.
         config: method, policies and limits; None: the settings of the group's first call, else the defaults.
-        name: what errors and profiles call this operator.
+        name: what errors and profiles call this operator; the same on all ranks, which recognise each other's calls by it.
 
     Returns:
         y_shard_n in the dtype of x_shard_m (fp32, fp16 or bf16); products are accumulated in fp32. Where
@@ -62,11 +65,12 @@ def all_gather_linear(
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.2; TileLink and Flux describe the same decomposition.
     """
-    plan = plan_of(all_gather_problem, x_shard_m, w_shard_n, bias, group, config, name)
-    keep = plan.keeps and w_shard_n.requires_grad and torch.is_grad_enabled()
-    y = _AllGatherLinear.apply(_rows(x_shard_m), w_shard_n, plan, keep)
+    if torch.compiler.is_compiling():
+        return _eagerly(all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name)
+    planned = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name)
+    y = _AllGatherLinear.apply(_rows(x_shard_m), w_shard_n, planned, planned.tags(name), torch.is_grad_enabled())
     if x_shard_m.dim() > 2:
-        y = y.view(x_shard_m.shape[0] * plan.domain.world_size, *x_shard_m.shape[1:-1], -1)
+        y = y.view(x_shard_m.shape[0] * planned.domain.world_size, *x_shard_m.shape[1:-1], -1)
     return y if bias is None else y + bias
 
 
@@ -92,16 +96,24 @@ def linear_reduce_scatter(
     `sequence_parallel`).
 
     Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W. With the methods
-    fused, direct and chunked the reduction is in fp32 and in a fixed order, so that every run gives the same bits; collective
+    fused, direct and chunked the reduction is in fp32 and in a fixed order: every run gives the same bits. collective
     reduces as NCCL or gloo does.
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
-    plan = plan_of(reduce_scatter_problem, x_shard_k, w_shard_k, bias, group, config, name)
-    y = _LinearReduceScatter.apply(_rows(x_shard_k), w_shard_k, plan)
+    if torch.compiler.is_compiling():
+        return _eagerly(linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name)
+    planned = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name)
+    y = _LinearReduceScatter.apply(_rows(x_shard_k), w_shard_k, planned, planned.tags(name))
     if x_shard_k.dim() > 2:
-        y = y.view(x_shard_k.shape[0] // plan.domain.world_size, *x_shard_k.shape[1:-1], -1)
+        y = y.view(x_shard_k.shape[0] // planned.domain.world_size, *x_shard_k.shape[1:-1], -1)
     return y if bias is None else y + bias
+
+
+def _eagerly(operator: Callable[..., torch.Tensor], *operands: Any, **settings: Any) -> torch.Tensor:
+    """The call, outside of what torch.compile traces: Dynamo cannot follow the driver calls in it. Wrapped here and not where the
+    operator is defined, because that would import Dynamo, 1.4 s, with this package."""
+    return torch.compiler.disable(operator)(*operands, **settings)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -111,63 +123,70 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, plan: Plan, keep: bool) -> torch.Tensor:
-        with plan.domain.operator(plan.fprop, 1, plan.fprop_in_step), profiled(plan.fprop_range):
-            gather = start_all_gather(plan.domain, x_shard_m, plan.gather.method, plan.fprop, plan.gather.way)
+    def forward(
+        ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, planned: Planned, tags: PassTags, trains: bool
+    ) -> torch.Tensor:
+        domain, plan = planned.domain, planned.plan
+        keep = plan.wgrad is None and trains and w_shard_n.requires_grad
+        with domain.operator(tags.fprop, plan.fprop.slots, plan.fprop.variant.barrier_first), profiled(tags.ranges[0]):
+            gather = start_gather(domain, plan.fprop, tags.fprop, x_shard_m)
             y_shard_n = gather.matmul(w_shard_n.t())
-            saved = gather.kept() if keep else x_shard_m
+            saved = gather.gathered_copy() if keep else x_shard_m
         # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
-        ctx.plan, ctx.kept, ctx.weight = plan, keep, w_shard_n
+        ctx.planned, ctx.tags, ctx.weight = planned, tags, w_shard_n
         ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, w_shard_n)
         return y_shard_n
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(
+        ctx: Any, dy_shard_n: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         saved, w_shard_n = ctx.saved_tensors
-        plan: Plan = ctx.plan
+        domain, plan, tags = ctx.planned.domain, ctx.planned.plan, ctx.tags
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_m = dw_shard_n = scatter = gather = None
-        gathers = wants_dw and not ctx.kept
-        in_step = plan.dgrad_in_step and gathers and wants_dx
-        with plan.domain.operator(plan.dgrad, gathers + wants_dx, in_step), profiled(plan.dgrad_range):
-            if gathers:
-                gather = start_all_gather_whole(plan.domain, saved, plan.gather.method, plan.wgrad)
+        wgrad = plan.wgrad if wants_dw else None
+        slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
+        meets = wants_dx and barrier_first(plan, wgrad is not None)
+        with domain.operator(tags.dgrad, slots, meets), profiled(tags.ranges[1]):
+            if wgrad is not None:
+                gather = start_gather(domain, wgrad, tags.wgrad, saved)
             if wants_dx:
-                how = plan.scatter.method, plan.dgrad, plan.scatter.way
-                scatter = start_gemm_reduce_scatter(plan.domain, dy_shard_n, w_shard_n, *how)
+                scatter = start_scatter(domain, plan.dgrad, tags.dgrad, dy_shard_n, w_shard_n)
             if wants_dw:
-                x = saved if gather is None else gather.full()
-                with profiled(plan.wgrad_range):
+                x = saved if gather is None else gather.gathered_view()
+                with profiled(tags.ranges[2]):
                     dw_shard_n = weight_gradient(dy_shard_n, x, ctx.weight, plan.config.main_grad)
             if scatter is not None:
                 dx_shard_m = scatter.finish()
-        return dx_shard_m, dw_shard_n, None, None
+        return dx_shard_m, dw_shard_n, None, None, None
 
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, plan: Plan) -> torch.Tensor:
-        with plan.domain.operator(plan.fprop, 1, plan.fprop_in_step), profiled(plan.fprop_range):
-            how = plan.scatter.method, plan.fprop, plan.scatter.way
-            scatter = start_gemm_reduce_scatter(plan.domain, x_shard_k, w_shard_k.t(), *how)
-            y_shard_m = scatter.finish()
-        ctx.plan, ctx.weight = plan, w_shard_k  # as above
+    def forward(
+        ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, planned: Planned, tags: PassTags
+    ) -> torch.Tensor:
+        domain, plan = planned.domain, planned.plan
+        with domain.operator(tags.fprop, plan.fprop.slots, plan.fprop.variant.barrier_first), profiled(tags.ranges[0]):
+            y_shard_m = start_scatter(domain, plan.fprop, tags.fprop, x_shard_k, w_shard_k.t()).finish()
+        ctx.planned, ctx.tags, ctx.weight = planned, tags, w_shard_k  # as above
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
         return y_shard_m
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x_shard_k, w_shard_k = ctx.saved_tensors
-        plan: Plan = ctx.plan
+        domain, plan, tags = ctx.planned.domain, ctx.planned.plan, ctx.tags
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_k = dw_shard_k = None
-        with plan.domain.operator(plan.dgrad, 1, plan.dgrad_in_step), profiled(plan.dgrad_range):
-            gather = start_all_gather(plan.domain, dy_shard_m, plan.gather.method, plan.dgrad, plan.gather.way)
+        with domain.operator(tags.dgrad, plan.dgrad.slots, barrier_first(plan, gathers=True)), profiled(tags.ranges[1]):
+            gather = start_gather(domain, plan.dgrad, tags.dgrad, dy_shard_m)
             if wants_dx:
                 dx_shard_k = gather.matmul(w_shard_k)
             if wants_dw:
-                with profiled(plan.wgrad_range):
-                    dw_shard_k = weight_gradient(gather.full(), x_shard_k, ctx.weight, plan.config.main_grad)
-        return dx_shard_k, dw_shard_k, None
+                with profiled(tags.ranges[2]):
+                    dw_shard_k = weight_gradient(gather.gathered_view(), x_shard_k, ctx.weight, plan.config.main_grad)
+        return dx_shard_k, dw_shard_k, None, None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from overlap_train.protocol.layout import BARRIER
-from overlap_train.registry import domain_of
+from overlap_train.runtime.registry import domain_of
 
 # Sizes no tile divides, a single row per rank, a single column, several leading dimensions, several tiles.
 SHAPES = {

@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import tempfile
+import pickle
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
+
+# What every process imports, once in the one that they are forked from: torch alone takes 2 s. Not Triton, which reads from the
+# environment whether kernels are interpreted.
+_PRELOADED = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "pytest", "overlap_train"]
 
 
 @dataclass
@@ -27,29 +33,35 @@ class Outcome:
 def run_ranks(
     world: int, body: Callable[..., Any], *args: Any, limit_s: float = 120.0, grace_s: float = 120.0
 ) -> list[Outcome]:
-    """Run `body(rank, world, *args)` in `world` fresh processes with a gloo group.
+    """Run `body(rank, world, *args)` in `world` fresh processes with a gloo group and this process's environment.
 
     `body` must be importable (module level). Never takes longer than `limit_s`, nor than `grace_s` after the first rank has
-    ended. A process that is still there then is killed and has neither value nor error.
+    ended, nor longer than the ranks that nobody has stopped. A process that is still there then is killed and has neither
+    value nor error.
     """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world)]
-        processes = [
-            context.Process(target=_enter, args=(rank, world, f"{folder}/store", pipes[rank][1], body, args))
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        for _, sender in pipes:
-            sender.close()
-        outcomes = _collect([receiver for receiver, _ in pipes], limit_s, grace_s)
-        for process, outcome in zip(processes, outcomes, strict=True):
-            process.join(2)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            outcome.exit_code = process.exitcode
+    import torch.distributed as dist
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    work = pickle.dumps((body, args))  # unpickled where the environment is set already: modules read it when imported
+    # Hosted here, as torchrun's agent does: it outlives every rank.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        context.Process(target=_enter, args=(rank, world, store.port, pipes[rank][1], work, dict(os.environ)))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    outcomes = _collect([receiver for receiver, _ in pipes], processes, limit_s, grace_s)
+    for process, outcome in zip(processes, outcomes, strict=True):
+        process.join(0 if _is_stopped(process) else 2)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        outcome.exit_code = process.exitcode
     return outcomes
 
 
@@ -60,31 +72,47 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def _collect(receivers: list[Connection], limit_s: float, grace_s: float) -> list[Outcome]:
+def _collect(
+    receivers: list[Connection], processes: list[BaseProcess], limit_s: float, grace_s: float
+) -> list[Outcome]:
     outcomes = [Outcome() for _ in receivers]
     deadline = time.monotonic() + limit_s
-    open_ones = dict(zip(receivers, outcomes, strict=True))
+    open_ones = dict(zip(receivers, zip(outcomes, processes, strict=True), strict=True))
     while open_ones and (left := deadline - time.monotonic()) > 0:
-        for receiver in wait(list(open_ones), timeout=left):
-            outcome = open_ones.pop(receiver)  # type: ignore[call-overload]
+        ready = wait(list(open_ones), timeout=min(left, 0.5))
+        if not ready and all(_is_stopped(process) for _, process in open_ones.values()):
+            break
+        for receiver in ready:
+            outcome, _ = open_ones.pop(receiver)  # type: ignore[call-overload]
             with contextlib.suppress(EOFError):  # killed before it could report
                 outcome.value, outcome.error = receiver.recv()  # type: ignore[union-attr]
             deadline = min(deadline, time.monotonic() + grace_s)
     return outcomes
 
 
-def _enter(
-    rank: int, world: int, store: str, pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _is_stopped(process: BaseProcess) -> bool:
+    """By SIGSTOP: it will not report. False for one that has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def _enter(rank: int, world: int, port: int, pipe: Connection, work: bytes, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    if environment.get("TRITON_INTERPRET") == "1":
+        from tests import faster_interpreter
+
+        faster_interpreter.install()
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     try:
+        body, args = pickle.loads(work)
         pipe.send((body(rank, world, *args), None))
     except BaseException:
         pipe.send((None, traceback.format_exc()))

@@ -16,7 +16,7 @@ import torch
 
 from overlap_train.kernels.hopper_all_gather_gemm import hopper_all_gather_gemm_kernel as kernel
 from overlap_train.operators import hopper
-from overlap_train.operators.tiles import multiprocessors
+from overlap_train.operators.chunking import multiprocessors
 
 # M, N, K, and whether b lies as [N, K], as in forward
 SHAPES = (

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, shutdown
-from overlap_train.bench.operands import Operands, make_operands
-from overlap_train.bench.rivals import rivals_of
-from overlap_train.bench.shapes import Case
-from overlap_train.bench.timing import Pace, measure
-from overlap_train.bench.world import World
-from overlap_train.domain import Demand, OverlapDomain
 from overlap_train.operators import hopper
 from overlap_train.operators.all_gather_gemm import start_all_gather
-from overlap_train.registry import check, domain_of
-from overlap_train.tuned.ways import PLAIN, Way
+from overlap_train.planning.variants import PLAIN, Way
+from overlap_train.runtime.domain import Demand, OverlapDomain
+from overlap_train.runtime.registry import check, domain_of
+from overlap_train.tools.bench.baselines import baselines_of
+from overlap_train.tools.measure.cases import Case
+from overlap_train.tools.measure.operands import Operands, make_operands
+from overlap_train.tools.measure.timing import Pace, measure
+from overlap_train.tools.measure.world import World
 
 CASES = [
     Case("8B qkv of four GPUs", "ag_gemm", "fprop", 8192, 2048, 4096),
@@ -68,16 +68,16 @@ def variants() -> Iterator[Variant]:
 
 
 def measure_case(case: Case, domain: OverlapDomain, world: World) -> str:
-    """All variants and the rivals in one line, in microseconds."""
+    """All variants and the baselines in one line, in microseconds."""
     sets = [make_operands(case, world, torch.bfloat16, seed) for seed in range(3)]
-    rivals = rivals_of(case.op, case.kind, world.group, sets[0])
+    baselines = baselines_of(case, world, sets[0])
     runs = {variant.name: variant.run_in(domain, case) for variant in variants()}
-    exact = rivals.sequence(sets[0])
+    exact = baselines["sequence"](sets[0])
     for name, run in runs.items():
         run(sets[1])
         torch.testing.assert_close(run(sets[0]), exact, atol=0.5, rtol=2**-6, msg=f"{case.name}: {name} is wrong")
     check()
-    runs |= {"cuBLAS": rivals.gemm, "NCCL": rivals.communication}
+    runs |= {"cuBLAS": baselines["gemm"], "NCCL": baselines["comm"]}
     calls = {name: (lambda index, run=run: run(sets[index % len(sets)])) for name, run in runs.items()}
     timings = measure(calls, Pace(rounds=7, burst=16), world.group, world.device)
     return ", ".join(f"{name} {1e3 * timing.ms:.0f}" for name, timing in timings.items())

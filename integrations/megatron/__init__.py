@@ -2,68 +2,60 @@
 
     enable(model, config)         turn the parallel linears of a built model into overlapped ones, before DDP wraps it
     report(model)                 which linear takes which path, why, and how often each path has run
-    announce_changes(model)       behind the first step: print it where it is not what enable() has printed
+    print_table(model)            print that now, if no training step has printed it
     graphed_model(model)          bracket for the capture of its passes into a CUDA graph
     gpt_block_spec(config)        layer specs with a norm and an attention that sequence parallelism works with
     run_without_cuda()            let Megatron-Core run on CPU processes
 
-Names are imported on first use, so that importing this package does not import Megatron-Core.
+Rooms: `linears` (the overlapped classes), above it `enabling` (a built model) and `spec` (layer specs), above them `launcher`
+(user scripts). Names are imported on first use: importing this package does not import Megatron-Core.
 """
 
+# ruff: noqa: F401 -- __all__ is computed
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from overlap_train.integrations.megatron.announcing import announce_changes
-    from overlap_train.integrations.megatron.attention import SDPACoreAttention
-    from overlap_train.integrations.megatron.cpu import run_without_cuda
-    from overlap_train.integrations.megatron.enabling import enable
-    from overlap_train.integrations.megatron.graphing import graphed_model, graphed_passes
-    from overlap_train.integrations.megatron.linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
-    from overlap_train.integrations.megatron.norm import LayerNorm, Norm, RMSNorm
-    from overlap_train.integrations.megatron.reporting import Report, report
-    from overlap_train.integrations.megatron.spec import gpt_block_spec, gpt_layer_spec
+    from .cpu import run_without_cuda
+    from .enabling.enable import enable
+    from .enabling.first_table import print_table
+    from .enabling.graphing import graphed_model, graphed_passes
+    from .enabling.reporting import Report, report
+    from .linears.column_row import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
+    from .spec.attention import SDPACoreAttention
+    from .spec.gpt import gpt_block_spec, gpt_layer_spec
+    from .spec.norm import LayerNorm, Norm, RMSNorm
 
 _HOME = {
-    "LayerNorm": "norm",
-    "Norm": "norm",
-    "OverlappedColumnParallelLinear": "linear",
-    "OverlappedRowParallelLinear": "linear",
-    "RMSNorm": "norm",
-    "Report": "reporting",
-    "SDPACoreAttention": "attention",
-    "announce_changes": "announcing",
-    "enable": "enabling",
-    "gpt_block_spec": "spec",
-    "gpt_layer_spec": "spec",
-    "graphed_model": "graphing",
-    "graphed_passes": "graphing",
-    "report": "reporting",
-    "run_without_cuda": "cpu",
+    "cpu": ("run_without_cuda",),
+    "enabling.enable": ("enable",),
+    "enabling.first_table": ("print_table",),
+    "enabling.graphing": ("graphed_model", "graphed_passes"),
+    "enabling.reporting": ("Report", "report"),
+    "linears.column_row": ("OverlappedColumnParallelLinear", "OverlappedRowParallelLinear"),
+    "spec.attention": ("SDPACoreAttention",),
+    "spec.gpt": ("gpt_block_spec", "gpt_layer_spec"),
+    "spec.norm": ("LayerNorm", "Norm", "RMSNorm"),
 }
-
-__all__ = [
-    "LayerNorm",
-    "Norm",
-    "OverlappedColumnParallelLinear",
-    "OverlappedRowParallelLinear",
-    "RMSNorm",
-    "Report",
-    "SDPACoreAttention",
-    "announce_changes",
-    "enable",
-    "gpt_block_spec",
-    "gpt_layer_spec",
-    "graphed_model",
-    "graphed_passes",
-    "report",
-    "run_without_cuda",
-]
+__all__ = [name for names in _HOME.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    home = next((home for home, names in _HOME.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    except ImportError as error:
+        if (text := missing(error)) is None:
+            raise
+        raise ImportError(f"{__name__}.{name}: {text}", name=error.name) from None
+
+
+def missing(error: ImportError) -> str | None:
+    """What to do about an import that has failed for want of Megatron-Core; None: it has failed for another reason."""
+    if error.name in ("megatron", "megatron.core"):
+        return "Megatron-Core is not installed in this environment: pip install 'megatron-core>=0.16,<0.20' psutil"
+    return None

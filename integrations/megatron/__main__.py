@@ -1,8 +1,8 @@
-"""`python -m overlap_train.integrations.megatron SCRIPT.py ...`: see script.py."""
+"""`python -m overlap_train.integrations.megatron SCRIPT.py ...`: see launcher/script.py."""
 
 import sys
 
-from overlap_train.integrations.megatron.script import main
+from .launcher.script import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

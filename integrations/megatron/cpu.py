@@ -48,25 +48,18 @@ _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "tensor",
 
 
 class _CudaOnCpu(ModuleType):
-    """Stands in for `torch.cuda`: the CPU is the current device, and its work is always complete."""
+    """Stands in for `torch.cuda`: the CPU is the current device, without streams, and its work is always complete."""
 
-    def current_device(self) -> torch.device:
-        return CPU
-
-    def synchronize(self, device: object = None) -> None:
-        """Nothing to wait for: CPU operations return when they are done."""
-
-    def current_stream(self, device: object = None) -> None:
-        """No streams; the callers only hold on to the result."""
-
-    def empty_cache(self) -> None:
-        """No caching allocator to empty."""
-
-    def get_rng_state(self, device: object = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        vars(self).update(
+            current_device=lambda: CPU,
+            synchronize=lambda device=None: None,
+            current_stream=lambda device=None: None,  # the callers only hold on to the result
+            empty_cache=lambda: None,
+            get_rng_state=lambda device=None: torch.get_rng_state(),
+            manual_seed=torch.manual_seed,
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -77,7 +70,7 @@ class _TorchOnCpu(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch")
-        self.cuda = _CudaOnCpu("torch.cuda")
+        self.cuda = _CudaOnCpu()
         for name in _FACTORIES:
             setattr(self, name, _on_cpu(getattr(torch, name)))
 
@@ -149,11 +142,8 @@ def _clip_by_total_norm(
     use_decoupled_grad: bool = False,
 ) -> None:
     """Scale gradients (fp32, in place) by max_norm / (total_norm + 1e-6) where that is below 1, as Megatron does."""
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    attribute = "decoupled_grad" if use_decoupled_grad else "grad"
-    grads = [getattr(parameter, attribute, None) for parameter in parameters]
-    scale = max_norm / (float(total_norm) + 1.0e-6)
-    if scale < 1.0:
-        for grad in grads:
-            if grad is not None:
-                grad.mul_(scale)
+    scale = min(1.0, max_norm / (float(total_norm) + 1.0e-6))
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        grad = getattr(parameter, "decoupled_grad" if use_decoupled_grad else "grad", None)
+        if grad is not None:
+            grad.mul_(scale)

@@ -1,8 +1,8 @@
 """AllGather + GEMM: y [M, N] = all_gather(x_shard_m [M/W, K]) @ b_kn [K, N].
 
-Each rank sends its shard from the caller's tensor into every peer's slot, nearest first, a signal behind each chunk: by the copy
-engine, or (direct) by stores of the GEMM's own kernel. The GEMM walks the shards in the order in which they arrive, its own
-first, and waits for each.
+Each rank sends its shard from the caller's tensor into every peer's slot, with a signal after each chunk: by the copy engine, or
+(direct) by stores of the GEMM's own kernel. The GEMM walks the shards in the order in which they arrive, its own first, and waits
+for each (planning/schedule.py has the orders).
 """
 
 from __future__ import annotations
@@ -13,88 +13,81 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..domain import OverlapDomain
-from ..tuned.ways import PLAIN, Way
-from . import hopper, portable
-from .tiles import chunk_count, stored_chunk_count, worth_a_stream
+from ..planning.plan import EnginePlan
+from ..protocol.tags import Tag
+from ..runtime.domain import OverlapDomain
+from . import persistent
+from .persistent import should_run_async
 
 
 class Gather(Protocol):
     """x [M, K] on its way: row block s comes from rank s."""
 
-    def full(self) -> torch.Tensor:
-        """x [M, K], complete; valid until the operator ends (the slot is then free for others)."""
-        ...
-
-    def kept(self) -> torch.Tensor:
-        """x [M, K], complete, in memory of its own."""
+    def start(self) -> None:
+        """Send this rank's shard; nobody waits yet."""
         ...
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        """x [M, K] @ b_kn [K, N] -> [M, N]."""
+        """x [M, K] @ b_kn [K, N] -> [M, N]; may be called again, with another b."""
+        ...
+
+    def gathered_view(self) -> torch.Tensor:
+        """x [M, K], complete; valid until the operator ends (the slot is then free for others)."""
+        ...
+
+    def gathered_copy(self) -> torch.Tensor:
+        """x [M, K], complete, in memory of its own."""
         ...
 
 
-def start_all_gather(domain: OverlapDomain, x_shard_m: torch.Tensor, method: str, op: str, way: Way = PLAIN) -> Gather:
-    """Start gathering x_shard_m [M/W, K] for `matmul`; nobody waits yet."""
-    return GATHERS[method](domain, x_shard_m.contiguous(), op, way)
-
-
-def start_all_gather_whole(domain: OverlapDomain, x_shard_m: torch.Tensor, method: str, op: str) -> Gather:
-    """Start gathering x_shard_m [M/W, K] for a product that begins when all is there (`full`).
-
-    By all methods but collective in whole blocks and by the copy engine, which leaves the SMs to the product beside it: chunks
-    would be pushes for nothing.
-    """
-    return start_all_gather(domain, x_shard_m, method if method == "collective" else "chunked", op)
+def start_gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> Gather:
+    """A started engine that gathers x_shard_m [M/W, K]."""
+    gather = GATHERS[plan.method](domain, plan, tag, x_shard_m.contiguous())
+    gather.start()
+    return gather
 
 
 class CollectiveGather:
     """NCCL or gloo, then one GEMM: nothing overlaps inside the operator."""
 
-    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str, way: Way) -> None:
-        m_shard, k = x_shard_m.shape
-        self._x = x_shard_m.new_empty(m_shard * domain.world_size, k)
-        aside = worth_a_stream(self._x)
-        self._work = dist.all_gather_into_tensor(self._x, x_shard_m, group=domain.group, async_op=aside)
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
+        self._domain, self._tag, self._own = domain, tag, x_shard_m
+        self._x = x_shard_m.new_empty(x_shard_m.shape[0] * domain.world_size, x_shard_m.shape[1])
 
-    def full(self) -> torch.Tensor:
+    def start(self) -> None:
+        self._domain.before_collective(self._tag)
+        aside = should_run_async(self._x)
+        self._work = dist.all_gather_into_tensor(self._x, self._own, group=self._domain.group, async_op=aside)
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        return self.gathered_view() @ b_kn
+
+    def gathered_view(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
         return self._x
 
-    def kept(self) -> torch.Tensor:
-        return self.full()
-
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        return self.full() @ b_kn
+    def gathered_copy(self) -> torch.Tensor:
+        return self.gathered_view()
 
 
 class ChunkedGather:
-    """Library GEMMs on shards, each behind a wait for its shard."""
+    """Library GEMMs on shards, each after a wait for its shard."""
 
-    def __init__(self, domain: OverlapDomain, x_shard_m: torch.Tensor, op: str, way: Way) -> None:
-        self._domain, self._own = domain, x_shard_m
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
+        self._domain, self._plan, self._tag, self._own = domain, plan, tag, x_shard_m
         self._arrived = False  # whether all blocks have been waited for
-        chunks = 1 if way.whole else self._chunks(x_shard_m)
-        self._call = domain.workspace.open(x_shard_m.shape, x_shard_m.dtype, op, chunks)
-        self._start()
 
-    def _chunks(self, x_shard_m: torch.Tensor) -> int:
-        return 1
+    def start(self) -> None:
+        self._open()
+        self._push()
 
-    def _start(self) -> None:
-        self._call.slot.next_epoch()
-        self._domain.engine.push(self._own, self._call.broadcast())
+    def _open(self) -> None:
+        self._call = self._domain.workspace.open(self._own.shape, self._own.dtype, self._tag, self._plan.chunks)
 
-    def full(self) -> torch.Tensor:
-        self._call.blocks[self._domain.rank].copy_(self._own)
-        if not self._arrived:
-            self._call.wait_for_all()
-        return self._call.blocks.flatten(0, 1)
-
-    def kept(self) -> torch.Tensor:
-        return self.full().clone()
+    def _push(self) -> None:
+        self._call.next_epoch()
+        self._domain.engine.push(self._own, self._call.routes(self._plan.legs))
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         # Returned whole and not as a view: callers may write into the result (Megatron's cross entropy does), which autograd
@@ -102,51 +95,56 @@ class ChunkedGather:
         y = self._own.new_empty(self._own.shape[0] * self._domain.world_size, b_kn.shape[1])
         blocks = y.unflatten(0, (self._domain.world_size, -1))
         torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
-        for source in self._call.sources:
+        for source in self._plan.sources:
             self._call.wait(source)
             torch.mm(self._call.blocks[source], b_kn, out=blocks[source])
         self._arrived = True
         return y
 
+    def gathered_view(self) -> torch.Tensor:
+        self._call.blocks[self._domain.rank].copy_(self._own)
+        if not self._arrived:
+            self._call.wait_for_all()
+        return self._call.blocks.flatten(0, 1)
+
+    def gathered_copy(self) -> torch.Tensor:
+        return self.gathered_view().clone()
+
 
 class FusedGather(ChunkedGather):
     """One persistent kernel whose tiles wait for their chunk."""
 
-    def _chunks(self, x_shard_m: torch.Tensor) -> int:
-        m_shard, k = x_shard_m.shape
-        return chunk_count(m_shard, k * x_shard_m.element_size(), x_shard_m.device)
+    _multiplied = False
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        return self._multiply(b_kn, sends=False)
+        if self._multiplied:  # everything is here, and the kernel's tile counter is used up
+            return self.gathered_view() @ b_kn
+        self._multiplied = True
+        # gathered_view waits again: its wait costs nothing where the kernel's waits were met, and poisons x where one failed.
+        return persistent.all_gather_gemm(self._domain, self._call, self._plan, self._own, b_kn, sends=self._sends())
 
-    def _multiply(self, b_kn: torch.Tensor, sends: bool) -> torch.Tensor:
-        """sends: the kernel stores the own rows at the peers."""
-        # full() waits again: its wait costs nothing where the kernel's waits were met, and poisons x where one gave up.
-        kernels = hopper if hopper.serves(self._own, b_kn) else portable
-        return kernels.all_gather_gemm(self._domain, self._call, self._own, b_kn, sends)
+    def _sends(self) -> bool:
+        """Whether the kernel stores the own rows at the peers."""
+        return False
 
 
 class DirectGather(FusedGather):
     """That kernel sends, too: there are no copies, and no host time for them."""
 
-    def _chunks(self, x_shard_m: torch.Tensor) -> int:
-        return stored_chunk_count(x_shard_m.shape[0], x_shard_m.device)
+    def start(self) -> None:
+        self._open()  # nothing is sent before it is known whether there is a product
 
-    def _start(self) -> None:
-        self._sent = False  # not before it is known whether there is a product
+    def _sends(self) -> bool:
+        return True
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        sends, self._sent = not self._sent, True
-        return self._multiply(b_kn, sends)
-
-    def full(self) -> torch.Tensor:
-        if not self._sent:  # nothing was multiplied (a frozen input): the peers need the rows all the same
-            super()._start()
-            self._sent = True
-        return super().full()
+    def gathered_view(self) -> torch.Tensor:
+        if not self._multiplied:  # no product (a frozen input): the peers need the rows all the same
+            self._push()
+            self._multiplied = True
+        return super().gathered_view()
 
 
-GATHERS: dict[str, Callable[[OverlapDomain, torch.Tensor, str, Way], Gather]] = {
+GATHERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gather]] = {
     "collective": CollectiveGather,
     "chunked": ChunkedGather,
     "fused": FusedGather,

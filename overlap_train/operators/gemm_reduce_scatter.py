@@ -1,14 +1,13 @@
 """GEMM + ReduceScatter: y_shard_m [M/W, N] = this rank's rows of the sum over ranks of a_mk [M, K/W] @ b_kn [K/W, N].
 
-The GEMM computes the rows of rank R+1 first (direct: tiles for all peers in turn) and its own last. The copy engine pushes a
-destination's rows as soon as they are complete. The own rows then add the partials that have arrived, in fp32 and in fixed
-order: the same bits on every run. The last tiles of a persistent kernel do that, or a kernel of its own in `finish` (chunked, and
-fused where `Way.deferred` says so).
+The GEMM computes the peers' rows first and its own last (planning/schedule.py has the order). A destination's rows leave as
+soon as they are complete. The own rows then add the partials that have arrived, in fp32 and in a fixed order: the same bits on
+every run. The last tiles of a persistent kernel do that, or a kernel of its own in `finish` (chunked, and fused with
+`Variant.split_reduction`).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -16,37 +15,49 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..domain import OverlapDomain
-from ..packed_launch import Launch
+from ..gpu.launch import Launch
+from ..planning.plan import EnginePlan
 from ..protocol.slot import Call
-from ..tuned.ways import PLAIN, Way
-from . import hopper, portable
-from .tiles import chunk_count, stored_chunk_count, worth_a_stream
+from ..protocol.tags import Tag
+from ..runtime.domain import OverlapDomain
+from . import persistent
+from .kernel_args import ScatterOperands
+from .persistent import aligned, should_run_async
 
 
 class Scatter(Protocol):
     """y_shard_m [M/W, N] on its way."""
 
+    def start(self) -> None:
+        """Start the GEMM and the sends."""
+        ...
+
     def finish(self) -> torch.Tensor:
-        """y_shard_m, complete."""
+        """Wait for the peers' partials; y_shard_m, complete."""
         ...
 
 
-def start_gemm_reduce_scatter(
-    domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, method: str, op: str, way: Way = PLAIN
-) -> Scatter:
-    """Start the GEMM and the pushes; `finish` waits for the peers' partials."""
-    return SCATTERS[method](domain, a_mk, b_kn, op, way)
+def start_scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor) -> Scatter:
+    """A started engine that multiplies and reduces."""
+    scatter = SCATTERS[plan.method](domain, plan, tag, a_mk, b_kn)
+    scatter.start()
+    return scatter
 
 
 class CollectiveScatter:
-    """One GEMM, then NCCL or gloo; where that is long (`worth_a_stream`) beside what the caller does before `finish`."""
+    """One GEMM, then NCCL or gloo; a long one (`should_run_async`) runs beside what the caller does before `finish`."""
 
-    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, way: Way) -> None:
-        self._partial = a_mk @ b_kn
-        self._y = self._partial.new_empty(a_mk.shape[0] // domain.world_size, b_kn.shape[1])
-        aside = worth_a_stream(self._partial)
-        self._work = dist.reduce_scatter_tensor(self._y, self._partial, group=domain.group, async_op=aside)
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
+    ) -> None:
+        self._domain, self._tag, self._a, self._b = domain, tag, a_mk, b_kn
+
+    def start(self) -> None:
+        self._domain.before_collective(self._tag)
+        self._partial = self._a @ self._b
+        self._y = self._partial.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])
+        aside = should_run_async(self._partial)
+        self._work = dist.reduce_scatter_tensor(self._y, self._partial, group=self._domain.group, async_op=aside)
 
     def finish(self) -> torch.Tensor:
         if self._work is not None:
@@ -57,20 +68,65 @@ class CollectiveScatter:
 class ChunkedScatter:
     """A library GEMM for each destination's rows, pushed as it ends; the reduction is a pass of its own."""
 
-    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, way: Way) -> None:
-        world, n = domain.world_size, b_kn.shape[1]
-        self._domain = domain
-        self._partials = a_mk.new_empty(world, a_mk.shape[0] // world, n)  # block d: rows of rank d
-        self._call = domain.workspace.open(self._partials.shape[1:], a_mk.dtype, op)
-        self._call.slot.next_epoch()
-        rows = a_mk.unflatten(0, (world, -1))
-        for target in self._call.peers:
-            torch.mm(rows[target], b_kn, out=self._partials[target])
-            domain.engine.push(self._partials, self._call.deliver(target))
-        torch.mm(rows[domain.rank], b_kn, out=self._partials[domain.rank])
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
+    ) -> None:
+        self._domain, self._plan, self._tag, self._a, self._b = domain, plan, tag, a_mk, b_kn
+
+    def start(self) -> None:
+        domain, world = self._domain, self._domain.world_size
+        self._partials = self._a.new_empty(
+            world, self._a.shape[0] // world, self._b.shape[1]
+        )  # block d: rows of rank d
+        self._call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag)
+        self._call.next_epoch()
+        rows = self._a.unflatten(0, (world, -1))
+        for target, legs in self._plan.legs.by_target:
+            torch.mm(rows[target], self._b, out=self._partials[target])
+            domain.engine.push(self._partials, self._call.routes(legs))
+        torch.mm(rows[domain.rank], self._b, out=self._partials[domain.rank])
 
     def finish(self) -> torch.Tensor:
         return reduce_partials(self._domain, self._call, self._partials[self._domain.rank])
+
+
+class FusedScatter:
+    """One persistent kernel. A counter per destination and chunk releases its push by the copy engine."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
+    ) -> None:
+        self._domain, self._plan, self._tag = domain, plan, tag
+        self._a, self._b = persistent.operand(plan, a_mk), b_kn
+
+    def start(self) -> None:
+        self._y = self._a.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])  # perhaps a partial
+        self._call = self._domain.workspace.open(self._y.shape, self._a.dtype, self._tag, self._plan.chunks)
+        self._launch()
+
+    def _launch(self) -> None:
+        m_shard, n = self._y.shape
+        staging = self._a.new_empty(self._domain.world_size, m_shard, n)
+        routes = self._call.routes(self._plan.legs, tiles=self._plan.tile.count(m_shard // self._plan.chunks, n))
+        self._call.next_epoch()
+        self._domain.engine.launch(lambda: self._kernel(staging), staging, routes)
+
+    def _kernel(self, staging: torch.Tensor | None) -> None:
+        """Launch it; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
+        operands = ScatterOperands(self._a, self._b, staging, self._y)
+        persistent.gemm_reduce_scatter(self._domain, self._call, self._plan, operands)
+
+    def finish(self) -> torch.Tensor:
+        if self._plan.variant.split_reduction:
+            return reduce_partials(self._domain, self._call, self._y)
+        return self._y
+
+
+class DirectScatter(FusedScatter):
+    """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
+
+    def _launch(self) -> None:
+        self._kernel(None)
 
 
 def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> torch.Tensor:
@@ -78,7 +134,8 @@ def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> tor
     call.wait_for_all()
     if own.device.type == "cuda":
         y = torch.empty_like(own)
-        call.launches.run("reduce", (own.data_ptr(), y.data_ptr()), partial(_reduce_launch, domain, call, own, y))
+        values = (own.data_ptr(), y.data_ptr())
+        call.launches.run(("reduce", aligned(*values)), values, partial(_reduce_launch, domain, call, own, y))
         return y
     total = own.to(torch.float32, copy=True)  # not a view, which autograd would refuse to have written into
     for source in range(call.world_size):
@@ -95,69 +152,11 @@ def _reduce_launch(domain: OverlapDomain, call: Call, own: torch.Tensor, y: torc
         own_ptr=own, received_ptr=call.blocks, y_ptr=y, size=own.numel(), rank=call.rank, abort_ptr=domain.fault.abort
     )  # fmt: skip
     constants = dict(WORLD=call.world_size, BLOCK=block)
-    return Launch(reduce_partials_kernel, (-(-own.numel() // block),), arguments, constants, ("own_ptr", "y_ptr"))
+    grid = (-(-own.numel() // block),)
+    return Launch(reduce_partials_kernel, grid, arguments, constants, (("own_ptr",), ("y_ptr",)))
 
 
-class PersistentScatter:
-    """One kernel, whose last tiles are the reduction unless that is deferred."""
-
-    _most_ranks = sys.maxsize  # that the Hopper kernel serves
-
-    def __init__(self, domain: OverlapDomain, a_mk: torch.Tensor, b_kn: torch.Tensor, op: str, way: Way) -> None:
-        m_shard, n = a_mk.shape[0] // domain.world_size, b_kn.shape[1]
-        self._domain, self._a, self._b = domain, a_mk, b_kn
-        self._y = a_mk.new_empty(m_shard, n)  # deferred: the own partial
-        self._deferred = way.deferred
-        chunks = self._chunks(m_shard, n * a_mk.element_size(), way)
-        self._call = domain.workspace.open(self._y.shape, a_mk.dtype, op, chunks)
-        fits = domain.world_size <= self._most_ranks
-        self._on_hopper = fits and hopper.serves_scatter(a_mk, b_kn, m_shard // chunks)
-        self._start()
-
-    def _chunks(self, m_shard: int, row_bytes: int, way: Way) -> int:
-        raise NotImplementedError
-
-    def _start(self) -> None:
-        raise NotImplementedError
-
-    def _kernel(self, staging: torch.Tensor | None) -> None:
-        """Launch it; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
-        kernels = hopper if self._on_hopper else portable
-        kernels.gemm_reduce_scatter(self._domain, self._call, self._a, self._b, staging, self._y, not self._deferred)
-
-    def finish(self) -> torch.Tensor:
-        return reduce_partials(self._domain, self._call, self._y) if self._deferred else self._y
-
-
-class FusedScatter(PersistentScatter):
-    """A counter per destination and chunk releases its push by the copy engine."""
-
-    def _chunks(self, m_shard: int, row_bytes: int, way: Way) -> int:
-        return 1 if way.whole else chunk_count(m_shard, row_bytes, self._domain.device)
-
-    def _start(self) -> None:
-        m_shard, n = self._y.shape
-        tile = portable.tile_config(self._y.dtype, self._domain.device)
-        block_m, block_n = (hopper.BLOCK_M, hopper.BLOCK_N) if self._on_hopper else (tile.block_m, tile.block_n)
-        tiles = -(-(m_shard // self._call.chunks) // block_m) * -(-n // block_n)  # of one chunk
-        staging = self._a.new_empty(self._domain.world_size, m_shard, n)
-        self._call.slot.next_epoch()
-        self._domain.engine.launch(lambda: self._kernel(staging), staging, self._call.deliver(None, tiles))
-
-
-class DirectScatter(PersistentScatter):
-    """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
-
-    _most_ranks = hopper.MOST_PEERS + 1
-
-    def _chunks(self, m_shard: int, row_bytes: int, way: Way) -> int:
-        return stored_chunk_count(m_shard, self._domain.device)
-
-    def _start(self) -> None:
-        self._kernel(None)
-
-
-SCATTERS: dict[str, Callable[[OverlapDomain, torch.Tensor, torch.Tensor, str, Way], Scatter]] = {
+SCATTERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor], Scatter]] = {
     "collective": CollectiveScatter,
     "chunked": ChunkedScatter,
     "fused": FusedScatter,

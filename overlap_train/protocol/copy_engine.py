@@ -1,6 +1,6 @@
 """Copies and signals that cost no SM: the copy engine on GPUs, a thread on the CPU.
 
-A push is a copy into a peer's memory followed by the signal that says so (rule 1: the signal is behind the data). Both engines
+A push is a copy into a peer's memory followed by the signal that announces it (rule 1: data first, then the signal). Both engines
 work through their pushes in the order in which they were enqueued. Where pushes go does not change from call to call: a
 `Route` is worked out once, and a call only adds the source.
 """
@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ..driver import CudaDriver
+from ..gpu.driver import CudaDriver
 from .watchdog import poll
 
 _AT_LEAST = 0  # how a stream compares a word with the value that it waits for
@@ -65,7 +65,7 @@ class CopyEngine(Protocol):
     """What operators need. `begin` .. `join` bracket one operator's pushes."""
 
     def begin(self) -> None:
-        """Put the caller's stream behind the operator before, which may have run in another."""
+        """Let the caller's stream wait for the previous operator, which may have run in another stream."""
         ...
 
     def push(self, source: torch.Tensor, routes: list[Route]) -> None:
@@ -171,8 +171,8 @@ class StreamCopyEngine:
 
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
         self._fork()
-        # Nothing between these two may wait for the device: the kernel ends only with the peers' pushes, and the peers are in
-        # the same place.
+        # No host call between launch and enqueue may synchronise: every rank's kernel waits for pushes that its peers have not
+        # enqueued yet.
         kernel()  # first: what waits on the device is enqueued after what it waits for (rule 4)
         self._enqueue(source, routes)
 
@@ -195,7 +195,7 @@ class StreamCopyEngine:
     def _enqueue(self, source: torch.Tensor, routes: list[Route]) -> None:
         """The wait is made by the stream itself. A waiting kernel might find no room beside a GEMM that fills every SM's
         registers and that in turn waits, through the peers, for this copy. The counter is this rank's own and no CTA waits while
-        it owes a foreign tile, so this wait needs no bound of its own. The signal is a copy, not a write-value, so that a
+        it owes a foreign tile, so this wait needs no bound of its own. The signal is a copy, not a write-value: a
         replayed graph sends a new epoch."""
         self._held.append(source)
         start, stream, copy, wait_value = source.data_ptr(), self._handle, self._driver.copy, self._driver.wait_value

@@ -1,7 +1,7 @@
 """Slots, signals and epochs.
 
 A slot is W blocks in symmetric memory, block s written by rank s alone, in one or more chunks of rows, with one signal a chunk.
-The epoch counts the uses of a slot; a signal carries the epoch of the chunk that is there.
+The epoch counts the uses of a slot. A signal carries the epoch and the fingerprint of the call whose chunk is there (tags.py).
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from typing import Protocol
 
 import torch
 
-from ..driver import CudaDriver
+from ..gpu.launch import LaunchCache, Launcher
 from ..kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
-from ..packed_launch import LaunchCache
+from ..planning.cache import BoundedCache
+from ..planning.schedule import Leg, Legs, Topology, targets
 from ..symmetric import SymmetricHeap
 from .copy_engine import Route
 from .layout import Layout
-from .watchdog import Waiting
+from .tags import Tag
+
+_MOST_CALLS = 256  # kinds of calls that a slot remembers
 
 
 def _addresses(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -28,10 +31,10 @@ class Counters:
     """What the CTAs of one kernel count together, int64 words on the device, in the order of kernels/signal_words.py."""
 
     def __init__(self, words: torch.Tensor) -> None:
-        self.left = words[:1]  # CTAs that are at their end
-        self.claimed = words[1:2]  # tiles taken by some CTA
-        self.sent = words[2:3]  # pieces of the own rows taken by some CTA that stores them at the peers
-        self.complete = words[FIRST_COUNTERS:]  # tiles, or pieces, written, by destination and chunk
+        self.left = words[:1]  # CTAs that have exited
+        self.claimed = words[1:2]  # tiles that a CTA has taken
+        self.sent = words[2:3]  # pieces of the own rows that a CTA has taken to store them at the peers
+        self.complete = words[FIRST_COUNTERS:]  # stored tiles, or pieces, by destination and chunk
 
 
 class Slot:
@@ -51,18 +54,11 @@ class Slot:
         self.memory_at = _addresses(self.memory, device)  # int64 [W], for kernels that store at peers themselves
         count = FIRST_COUNTERS + world * MAX_CHUNKS
         self.control = torch.zeros(1 + count, dtype=torch.int64, device=device)
-        self.epoch = self.control[:1]  # on the device, so that a replayed graph counts on
-        self.counters = Counters(self.control[1:])  # zeroed when the epoch is counted
-        # of kernels that send all there is themselves: at their end they zero them, and count the epoch, which no copy sends
+        self.epoch = self.control[:1]  # as a signal has it; on the device, where a replayed graph goes on counting
+        self.counters = Counters(self.control[1:])  # reset when the epoch advances
+        # of kernels that send everything themselves: at their end they reset these, and advance the epoch that no copy sends
         self.direct_counters = Counters(torch.zeros(count, dtype=torch.int64, device=device))
-        self._increment = torch.zeros_like(self.control)
-        self._increment[0] = 1
-        self._keep = self._increment.clone()
-        self.calls: dict[Hashable, Call] = {}
-
-    def next_epoch(self) -> None:
-        """Epoch + 1, all counters 0, before anything is sent; in one kernel, because each costs 5 microseconds of host time."""
-        torch.addcmul(self._increment, self.control, self._keep, out=self.control)
+        self.calls: BoundedCache[Hashable, Call] = BoundedCache(_MOST_CALLS)
 
 
 class Waits(Protocol):
@@ -70,79 +66,68 @@ class Waits(Protocol):
 
     rank: int
     world_size: int
-    timeout_s: float
-    driver: CudaDriver | None
+    launcher: Launcher | None
+
+    def next_epoch(self, call: Call) -> None:
+        """Advance the slot's epoch to `call.tag` and reset its counters, before copies send anything."""
+        ...
 
     def wait(self, call: Call, first: int, count: int) -> None:
         """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks from `first` on are here."""
         ...
 
-    def meet(self, call: Call) -> None:
-        """Count the slot's epoch, send it to every peer as the signal of chunk 0, and wait for the same of each."""
+    def barrier(self, call: Call) -> None:
+        """Advance the slot's epoch, send it to every peer as the signal of chunk 0, and wait for the same of each."""
         ...
 
 
 class Call:
-    """One kind of use of one slot: blocks [W, *block shape] of one dtype, each sent in `chunks` equal parts, under one name.
+    """One kind of use of one slot: blocks [W, *block shape] of one dtype, each sent in `chunks` equal parts.
 
-    Everything here holds for every call of that kind, so that a call makes none of it.
+    Everything here holds for every call of that kind, of whatever linear, but `tag`: the call that uses the slot now.
     """
 
-    def __init__(self, waits: Waits, slot: Slot, shape: torch.Size, dtype: torch.dtype, op: str, chunks: int) -> None:
+    tag: Tag
+
+    def __init__(self, waits: Waits, slot: Slot, shape: torch.Size, dtype: torch.dtype, chunks: int) -> None:
         self._waits = waits
-        self.slot = slot
-        self.op, self.chunks = op, chunks
+        self.slot, self.chunks = slot, chunks
         self.rank, self.world_size = waits.rank, waits.world_size
         self._shape, self._dtype = shape, dtype
         self.blocks = self._blocks(slot.memory[self.rank])
-        # all other ranks, nearest following first: the order in which blocks are pushed
-        self.peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        # and nearest preceding first: the order in which their blocks arrive
-        self.sources = [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
-        self.launches = LaunchCache(waits.driver)
-        self._routes: dict[Hashable, list[Route]] = {}
+        self.peers = targets(Topology(1, self.world_size, self.rank))
+        self.launches = LaunchCache(waits.launcher)
+        self._routes: BoundedCache[tuple[Legs, int], list[Route]] = BoundedCache(_MOST_CALLS)
 
-    @torch.inference_mode(
-        False
-    )  # a view as another dtype would be an inference tensor, which later calls could not write
+    @torch.inference_mode(False)  # a view of an inference tensor is one, which later calls could not write
     def _blocks(self, memory: torch.Tensor) -> torch.Tensor:
         count = self.world_size * self._shape.numel()
         return memory[: count * self._dtype.itemsize].view(self._dtype).view(self.world_size, *self._shape)
 
-    def landing(self, peer: int) -> torch.Tensor:
+    def remote_block(self, peer: int) -> torch.Tensor:
         """Where this rank's block [block shape] goes at `peer`."""
         return self._blocks(self.slot.memory[peer])[self.rank]
 
-    def broadcast(self) -> list[Route]:
-        """To every peer: this rank's block, the source of the pushes."""
-        if "broadcast" not in self._routes:
-            self._routes["broadcast"] = [route for peer in self.peers for route in self._routes_to(peer, 0, None)]
-        return self._routes["broadcast"]
-
-    def deliver(self, target: int | None, tiles: int | None = None) -> list[Route]:
-        """Block d of the source [W, *block shape] to rank d, for d = target or, with None, for every peer.
+    def routes(self, legs: Legs, tiles: int = 0) -> list[Route]:
+        """The copy engine's way for each leg of a schedule.
 
         Args:
-            tiles: a kernel writes the blocks: send a chunk when this many of its tiles are complete. None: send at once.
+            tiles: how many stored tiles complete a chunk, for legs that leave after them.
         """
-        routes = self._routes.get((target, tiles))
-        if routes is None:
-            size = self._shape.numel()
-            targets = self.peers if target is None else [target]
-            routes = [route for peer in targets for route in self._routes_to(peer, peer * size, tiles)]
-            self._routes[target, tiles] = routes
-        return routes
+        key = (legs, tiles)
+        return self._routes.get(key) or self._routes.put(key, [self._route(leg, tiles) for leg in legs])
 
-    def _routes_to(self, peer: int, first: int, tiles: int | None) -> list[Route]:
-        """A block's way to `peer`, chunk by chunk; it starts at element `first` of the source."""
-        target = self.landing(peer)
-        signals = self.slot.outgoing[peer].split(1)
-        complete = self.slot.counters.complete.split(1)[peer * MAX_CHUNKS :]
-        size = target.numel() // self.chunks
-        return [
-            Route(first + i * size, place, signals[i], self.slot.epoch, None if tiles is None else (complete[i], tiles))
-            for i, place in enumerate(target.chunk(self.chunks))
-        ]
+    def _route(self, leg: Leg, tiles: int) -> Route:
+        chunk = self.remote_block(leg.target).chunk(self.chunks)[leg.chunk]
+        first = leg.block * self._shape.numel() + leg.chunk * chunk.numel()
+        word = leg.target * MAX_CHUNKS + leg.chunk
+        after = (self.slot.counters.complete[word : word + 1], tiles) if leg.after_tiles else None
+        signal = self.slot.outgoing[leg.target][leg.chunk : leg.chunk + 1]
+        return Route(first, chunk, signal, self.slot.epoch, after)
+
+    def next_epoch(self) -> None:
+        """Before copies send anything. Kernels that send everything themselves advance the epoch at their end."""
+        self._waits.next_epoch(self)
 
     def wait(self, source: int) -> None:
         """Hold the caller's stream (on the CPU: the caller) until the block of rank `source` is here."""
@@ -152,9 +137,6 @@ class Call:
         """Hold the caller's stream until the blocks of all other ranks are here."""
         self._waits.wait(self, 0, self.world_size)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Hold the caller's stream (on the CPU: the caller) until every rank has come here; no block is sent."""
-        self._waits.meet(self)
-
-    def waiting(self, source: int, chunk: int = 0) -> Waiting:
-        return Waiting(self.op, self.rank, source, chunk, self._waits.timeout_s)
+        self._waits.barrier(self)

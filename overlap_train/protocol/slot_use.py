@@ -1,7 +1,7 @@
 """Which slots are free: each rank works it out for itself, from the calls that all ranks make alike.
 
 Operators are numbered. Whoever has received the blocks of operator n from every peer knows that every peer is done with operator
-n - 1: a peer sends blocks of n behind its own work of n - 1. In operator n + 1 the slots of n - 1 and before are free.
+n - 1: a peer sends blocks of n only after finishing n - 1. In operator n + 1 the slots of n - 1 and before are free.
 
     two calls an operator, as in a column linear's backward, then one      three slots suffice: all that a dense GPT does
     two calls, then two again                                              a barrier in between (workspace.py)
@@ -40,6 +40,6 @@ class SlotUse:
         """All ranks have met: every slot is free."""
         self._last_used = [_LONG_AGO] * SLOTS
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """The operator has raised, perhaps before it had received anything: no slot is known to be free before ranks meet."""
         self._last_used = [self._operator] * SLOTS

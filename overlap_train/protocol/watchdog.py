@@ -1,90 +1,153 @@
-"""Bounded waits: the error that names what was waited for, on the host and on the device.
+"""Bounded waits: the errors that name what was waited for, on the host and on the device.
 
-A wait on the host raises from the polling loop. A wait on the GPU gives up inside its kernel, leaves a record in pinned memory
-and lets the kernel run out (its outputs are NaN); the next operator call of the rank, or `check`, raises from the record.
+A wait on the host raises from the polling loop. A wait on the GPU fails inside its kernel, leaves a record in pinned memory and
+lets the kernel run out (its outputs are NaN); the next operator call of the rank, or `check`, raises from the record.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
 import torch
 
-from ..kernels.signal_words import FAULT_EXPECTED, FAULT_SEEN, FAULT_SET, FAULT_TAG, FAULT_WORD, FAULT_WORDS, MAX_CHUNKS
+from ..kernels.signal_words import (
+    FAULT_EXPECTED,
+    FAULT_SEEN,
+    FAULT_SET,
+    FAULT_WORD,
+    FAULT_WORDS,
+    LATE_EXPECTED,
+    LATE_WORD,
+    MAX_CHUNKS,
+)
+from ..symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
+from .tags import Tag, epoch_of, fingerprint_of, has_arrived
+
+__all__ = ["FaultRecord", "OverlapMismatchError", "OverlapTimeoutError", "poll"]
+
+_MOST_TAGS = 1 << 16
 
 
-class OverlapTimeoutError(RuntimeError):
-    """A peer's chunk did not arrive within `OverlapConfig.timeout_s` seconds."""
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """What a wait is for, in words: enough to find the rank at fault."""
-
-    op: str
-    rank: int
-    peer: int
-    chunk: int
-    timeout_s: float
-
-    def error(self, expected: int, seen: int) -> OverlapTimeoutError:
-        return OverlapTimeoutError(
-            f"{self.op}: rank {self.rank} waited {self.timeout_s:g} s for chunk {self.chunk} of rank {self.peer}: expected "
-            f"epoch {expected}, seen {seen}. Rank {self.peer} is dead, stopped, or in another operator; if it is only slow, "
-            f"raise timeout_s (--overlap-train-timeout-s)."
-        )
-
-
-def poll(ready: Callable[[], bool], timeout_s: float, pause: Callable[[float], None] = time.sleep) -> bool:
+def poll(
+    ready: Callable[[], bool],
+    timeout_s: float,
+    pause: Callable[[float], None] = time.sleep,
+    late: Callable[[], None] = lambda: None,
+) -> bool:
     """Call `ready` until it is true (returns True) or `timeout_s` seconds have passed (returns False).
 
-    Sleeps 0 at first, then 50 microseconds a turn: two ranks and their copy threads may share two cores.
+    Sleeps 0 at first, then 50 microseconds a turn: two ranks and their copy threads may share two cores. Calls `late` once, after
+    a tenth of the time.
     """
-    deadline = time.monotonic() + timeout_s
-    turns = 0
+    begin = time.monotonic()
+    warn_at, turns = timeout_s / 10, 0
     while not ready():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - begin
+        if waited > timeout_s:
             return False
+        if waited > warn_at:
+            warn_at = timeout_s
+            late()
         pause(0.0 if turns < 100 else 5e-5)
         turns += 1
     return True
 
 
 class FaultRecord:
-    """The first wait of this rank that gave up, wherever it happened; `check` raises it, once and ever after.
+    """The first wait of this rank that failed, wherever it happened; `check` raises it, once and ever after.
 
-    `abort` is the device flag that ends all other waits of the rank; `record` is host-visible (pinned on GPUs), so that reading
-    it costs the host a load and no synchronisation.
+    `abort` is the device flag that ends all other waits of the rank. `record` is host-visible (pinned on GPUs): reading it
+    costs the host a load and no synchronisation.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rank: int, timeout_s: float) -> None:
         on_gpu = device.type == "cuda"
+        self._rank, self._timeout_s = rank, timeout_s
         self.abort = torch.zeros(1, dtype=torch.int64, device=device)
         self.record = torch.zeros(FAULT_WORDS, dtype=torch.int64, pin_memory=on_gpu)
         self._words: np.ndarray = self.record.numpy()
-        self._waits: dict[Waiting, int] = {}
-        self._error: OverlapTimeoutError | None = None
+        self._tags: OrderedDict[int, Tag] = OrderedDict()  # by fingerprint
+        self._error: OverlapTimeoutError | OverlapMismatchError | None = None
+        if on_gpu:
+            threading.Thread(target=_warn_when_late, args=(weakref.ref(self),), daemon=True).start()
 
-    def tag(self, waiting: Waiting) -> int:
-        """A number by which a kernel names this wait's operator in its report; the kernel adds peer and chunk."""
-        return self._waits.setdefault(waiting, len(self._waits))
+    def know(self, tag: Tag) -> None:
+        """Let errors name this call. The oldest are forgotten: with ever new lengths there is no end of them."""
+        if tag.fingerprint in self._tags:
+            self._tags.move_to_end(tag.fingerprint)
+            return
+        self._tags[tag.fingerprint] = tag
+        if len(self._tags) > _MOST_TAGS:
+            self._tags.popitem(last=False)
 
-    def raise_timeout(self, waiting: Waiting, expected: int, seen: int) -> NoReturn:
-        """Raise for a wait on the host that gave up."""
-        self._error = waiting.error(expected, seen)
+    def fail(self, peer: int, chunk: int, expected: int, seen: int) -> NoReturn:
+        """Raise for a wait that failed. expected, seen: words as of a signal."""
+        self._error = self._error_of(peer, chunk, expected, seen)
         raise self._error
 
     def check(self) -> None:
-        """Raise OverlapTimeoutError if any wait of this rank has given up: slots and epochs are undefined from then on."""
+        """Raise if any wait of this rank has failed: slots and epochs are undefined from then on."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(
+                None
+            )  # which would keep the frames, and their tensors, of all earlier raises
         words = self._words
         if words[FAULT_SET]:
-            waiting = list(self._waits)[int(words[FAULT_TAG])]
             peer, chunk = divmod(int(words[FAULT_WORD]), MAX_CHUNKS)
-            waiting = replace(waiting, peer=peer, chunk=chunk)
-            self.raise_timeout(waiting, int(words[FAULT_EXPECTED]), int(words[FAULT_SEEN]))
+            self.fail(peer, chunk, int(words[FAULT_EXPECTED]), int(words[FAULT_SEEN]))
+
+    def warn_late(self, peer: int, chunk: int, expected: int) -> None:
+        """Say which rank is late: a tenth of the time has passed."""
+        warnings.warn(
+            f"{self._name_of(expected)}: rank {self._rank} has waited {self._timeout_s / 10:.3g} s for chunk {chunk} of "
+            f"rank {peer}; "
+            f"it gives up after timeout_s={self._timeout_s:g}",
+            stacklevel=2,
+        )
+
+    def late(self) -> tuple[int, int, int] | None:
+        """(peer, chunk, expected word) of a wait on the device that has used a tenth of its time."""
+        if not self._words[LATE_EXPECTED]:
+            return None
+        return *divmod(int(self._words[LATE_WORD]), MAX_CHUNKS), int(self._words[LATE_EXPECTED])
+
+    def _error_of(self, peer: int, chunk: int, expected: int, seen: int) -> OverlapTimeoutError | OverlapMismatchError:
+        op = self._name_of(expected)
+        if has_arrived(seen, expected):
+            mine, theirs = (self._tags.get(fingerprint_of(word)) for word in (expected, seen))
+            return OverlapMismatchError(
+                f"{op}: rank {self._rank} is in {mine}, but rank {peer} is in {theirs or 'a call that this rank has not made'} "
+                f"here; all ranks of a group must make the same calls, with the same shapes, in the same order"
+            )
+        return OverlapTimeoutError(
+            f"{op}: rank {self._rank} waited {self._timeout_s:g} s for chunk {chunk} of rank {peer}: expected epoch "
+            f"{epoch_of(expected)}, seen {epoch_of(seen)}. Rank {peer} is dead, stopped, or in another operator; if it "
+            "is only slow, "
+            f"raise timeout_s (--overlap-train-timeout-s)."
+        )
+
+    def _name_of(self, word: int) -> str:
+        tag = self._tags.get(fingerprint_of(word))
+        return "an operator" if tag is None else tag.op
+
+
+def _warn_when_late(reference: weakref.ref[FaultRecord]) -> None:
+    """A thread: the host may be blocked in a synchronisation while a kernel waits, so nobody else would say it."""
+    told = None
+    while True:
+        time.sleep(0.5)
+        fault = reference()
+        if fault is None:
+            return
+        late = fault.late()
+        if late is not None and late != told:
+            told = late
+            fault.warn_late(*late)
+        del fault

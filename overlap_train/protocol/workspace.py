@@ -8,6 +8,7 @@ from ..symmetric import SymmetricHeap
 from .layout import BARRIER, SLOTS, Layout
 from .slot import Call, Slot
 from .slot_use import SlotUse
+from .tags import Tag
 from .waits import BoundedWaits
 
 
@@ -20,24 +21,28 @@ class Workspace:
         self._barrier = Slot(heap, layout, BARRIER, waits.rank, device)
         self.use = SlotUse()
 
-    def begin(self, name: str, calls: int, in_step: bool) -> None:
-        """Start an operator that opens up to so many calls: there are slots for them behind this. in_step: the ranks meet."""
+    def begin(self, tag: Tag, calls: int, barrier_first: bool) -> None:
+        """Start an operator that opens up to so many calls: afterwards there are slots for them."""
         self.use.begin()
-        if in_step or len(self.use.free()) < calls:
-            self.barrier(f"{name}/begin")
+        if barrier_first or len(self.use.free()) < calls:
+            self.barrier(tag.barrier)
 
-    def open(self, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int = 1) -> Call:
-        """Start a call on a free slot. Its epoch is counted by who sends (`Slot.next_epoch`)."""
-        return self._call(self.slots[self.use.take()], block_shape, dtype, op, chunks)
+    def open(self, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int = 1) -> Call:
+        """Start a call on a free slot."""
+        return self._call(self.slots[self.use.take()], block_shape, dtype, tag, chunks)
 
-    def barrier(self, op: str) -> None:
+    def barrier(self, tag: Tag) -> None:
         """Hold the caller's stream until every rank has come here: what they enqueued before is done, every slot is free."""
-        self._call(self._barrier, torch.Size([0]), torch.int64, op, 1).meet()
+        try:
+            self._call(self._barrier, torch.Size([0]), torch.int64, tag, 1).barrier()
+        except BaseException:
+            self.use.invalidate()
+            raise
         self.use.clear()
 
-    def _call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, op: str, chunks: int) -> Call:
-        key = (block_shape, dtype, op, chunks)
-        call = slot.calls.get(key)
-        if call is None:
-            call = slot.calls[key] = Call(self._waits, slot, block_shape, dtype, op, chunks)
+    def _call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int) -> Call:
+        self._waits.know(tag)
+        key = (block_shape, dtype, chunks)
+        call = slot.calls.get(key) or slot.calls.put(key, Call(self._waits, slot, block_shape, dtype, chunks))
+        call.tag = tag
         return call

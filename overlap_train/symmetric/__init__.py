@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from .agreement import Agreement
+
 
 class SymmetricHeap(Protocol):
     """`nbytes` bytes on every rank of a group, zeroed, each mapped into every rank."""
@@ -25,8 +27,8 @@ class SymmetricHeap(Protocol):
         ...
 
 
-def open_heap(group: dist.ProcessGroup, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
-    """Allocate a heap collectively over `group`.
+def open_heap(agreement: Agreement, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
+    """Allocate a heap collectively over the agreement's group.
 
     Args:
         provider: "nvshmem", "torch", "host", or "auto": host on CPU; on GPUs nvshmem where nvshmem4py is installed and its one
@@ -34,19 +36,21 @@ def open_heap(group: dist.ProcessGroup, nbytes: int, provider: str, device: torc
 
     Raises:
         ValueError: the provider cannot serve this device or group, or is not installed.
+        RuntimeError: a rank could not allocate or map; on every rank, naming it.
+        OverlapTimeoutError: a rank did not come.
     """
-    chosen = resolve_provider(group, provider, device)
+    chosen = resolve_provider(agreement.group, provider, device)
     if chosen == "host":
         from .host import HostHeap
 
-        return HostHeap(group, nbytes)
+        return HostHeap(agreement, nbytes)
     if chosen == "nvshmem":
         from .nvshmem import NvshmemHeap
 
-        return NvshmemHeap(group, nbytes, device)
+        return NvshmemHeap(agreement, nbytes, device)
     from .torch_symm import TorchHeap
 
-    return TorchHeap(group, nbytes, device)
+    return TorchHeap(agreement, nbytes, device)
 
 
 def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device) -> str:
@@ -66,6 +70,6 @@ def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.devi
 
         if not is_installed():
             raise ValueError(
-                "provider='nvshmem': nvshmem4py is not installed; pip install 'overlap-train[nvshmem]', or use provider='auto'"
+                "provider='nvshmem': nvshmem4py is not installed; pip install nvshmem4py-cu13 cuda-core, or use provider='auto'"
             )
     return provider

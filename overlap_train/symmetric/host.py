@@ -1,7 +1,7 @@
 """Symmetric memory between CPU processes of one machine.
 
 Unnamed POSIX shared memory: each rank makes a memfd and the others map it through /proc/<pid>/fd. There is never a name under
-/dev/shm, so a rank killed at any moment leaves nothing behind; the kernel frees the pages with the last mapping.
+/dev/shm: a rank killed at any moment leaves nothing behind, and the kernel frees the pages with the last mapping.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import os
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+
+from .agreement import Agreement
+
+_OPEN = "overlap_train: open shared memory"
 
 
 class HostHeap:
@@ -19,25 +22,45 @@ class HostHeap:
 
     provider = "host"
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int) -> None:
-        descriptor = os.memfd_create("overlap_train")
-        os.ftruncate(descriptor, nbytes)
-        places: list[tuple[str, int, int]] = [("", 0, 0)] * dist.get_world_size(group)
-        dist.all_gather_object(places, (_machine(), os.getpid(), descriptor), group=group)
-        if len({machine for machine, _, _ in places}) > 1:
-            os.close(descriptor)
-            raise ValueError(
-                "group has CPU ranks on several machines; provider='host' shares the memory of one: use one"
-            )
-        self._views = [_map(pid, number, nbytes) for _, pid, number in places]
-        dist.barrier(group)  # every peer has mapped this descriptor before it goes away
-        os.close(descriptor)
+    def __init__(self, agreement: Agreement, nbytes: int) -> None:
+        descriptor, machine, error = _make(nbytes)
+        try:
+            places = agreement.exchange((os.getpid(), descriptor, machine), _OPEN)
+            agreement.all_succeed(error, _OPEN)
+            if len({machine for *_, machine in places}) > 1:
+                raise ValueError(
+                    "group has CPU ranks on several machines; provider='host' shares the memory of one: use one"
+                )
+            self._views, error = _map_all([(pid, number) for pid, number, _ in places], nbytes)
+            agreement.all_succeed(error, _OPEN)  # and every peer has mapped this descriptor before it goes away
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def view(self, rank: int) -> torch.Tensor:
         return self._views[rank]
 
     def close(self) -> None:
         self._views = []
+
+
+def _make(nbytes: int) -> tuple[int, str, str | None]:
+    """(descriptor, machine, why not)."""
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("overlap_train")
+        os.ftruncate(descriptor, nbytes)
+        return descriptor, _machine(), None
+    except OSError as error:
+        return descriptor, "", f"memfd of {nbytes} bytes: {error}"
+
+
+def _map_all(places: list[tuple[int, int]], nbytes: int) -> tuple[list[torch.Tensor], str | None]:
+    """(the memory of each (pid, descriptor), why not)."""
+    try:
+        return [_map(pid, number, nbytes) for pid, number in places], None
+    except (OSError, ValueError, MemoryError) as error:
+        return [], f"map {nbytes} bytes of each of {len(places)} ranks: {error}"
 
 
 def _machine() -> str:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .agreement import Agreement
+
 _world_ranks: list[tuple[int, ...]] = []  # global ranks of this process's NVSHMEM world; empty before it is initialised
 
 
@@ -32,15 +34,21 @@ class NvshmemHeap:
 
     provider = "nvshmem"
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
-        self._nvshmem = _world(group, device)
-        memory = self._nvshmem.bytetensor((nbytes,), dtype=torch.uint8)
-        memory.zero_()
-        me = dist.get_rank(group)
-        self._memory = memory
-        self._views = [memory if r == me else self._peer(memory, r) for r in range(dist.get_world_size(group))]
+    def __init__(self, agreement: Agreement, nbytes: int, device: torch.device) -> None:
+        self._nvshmem = _world(agreement, device)
+        agreement.barrier("overlap_train: allocate NVSHMEM memory")  # what follows is collective, and not bounded by us
+        memory, error = None, None
+        try:
+            memory = self._nvshmem.bytetensor((nbytes,), dtype=torch.uint8)
+            memory.zero_()
+        except Exception as failure:  # nvshmem4py raises its own class where memory is short
+            error = f"{nbytes} bytes: {failure}"
+        agreement.all_succeed(error, "overlap_train: allocate NVSHMEM memory")
+        assert memory is not None
+        self._memory, ranks = memory, range(agreement.world_size)
+        self._views = [memory if rank == agreement.rank else self._peer(memory, rank) for rank in ranks]
         torch.cuda.synchronize(device)
-        dist.barrier(group)
+        agreement.barrier("overlap_train: open NVSHMEM memory")
 
     def _peer(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
         try:
@@ -73,23 +81,23 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _world(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """nvshmem.core, initialised over `group`."""
+def _world(agreement: Agreement, device: torch.device) -> Any:
+    """nvshmem.core, initialised over the agreement's group."""
     import nvshmem.core
     from cuda.core import Device
 
-    ranks = _ranks(group)
+    ranks = _ranks(agreement.group)
     if _world_ranks and _world_ranks[0] != ranks:
         raise ValueError(
             f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_world_ranks[0])}, and NVSHMEM "
             f"allows one world a process; use provider='torch' for the other group (--overlap-train-provider)"
         )
     if not _world_ranks:
-        rank = dist.get_rank(group)
-        box = [nvshmem.core.get_unique_id() if rank == 0 else None]
-        dist.broadcast_object_list(box, src=ranks[0], group=group)
+        rank = agreement.rank
+        uid = nvshmem.core.get_unique_id() if rank == 0 else None
+        uid = agreement.exchange(uid, "overlap_train: start NVSHMEM")[0]
         chip = Device(device.index)
         chip.set_current()
-        nvshmem.core.init(device=chip, uid=box[0], rank=rank, nranks=len(ranks), initializer_method="uid")
+        nvshmem.core.init(device=chip, uid=uid, rank=rank, nranks=len(ranks), initializer_method="uid")
         _world_ranks.append(ranks)
     return nvshmem.core

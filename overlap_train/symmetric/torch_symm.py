@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
+
+from .agreement import Agreement
 
 
 class TorchHeap:
@@ -14,18 +15,25 @@ class TorchHeap:
 
     provider = "torch"
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
+    def __init__(self, agreement: Agreement, nbytes: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(memory, group=group)
-        memory.zero_()
+        memory, error = None, None
+        try:
+            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            memory.zero_()
+            torch.cuda.synchronize(device)
+        except RuntimeError as failure:
+            error = f"{nbytes} bytes: {failure}"
+        agreement.all_succeed(error, "overlap_train: allocate torch symmetric memory")
+        assert memory is not None
+        handle = symmetric_memory.rendezvous(memory, group=agreement.group)
         self._handle = handle
-        ranks = range(dist.get_world_size(group))
+        ranks = range(agreement.world_size)
         self._views = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in ranks]
-        self._views[dist.get_rank(group)] = memory
+        self._views[agreement.rank] = memory
         torch.cuda.synchronize(device)
-        dist.barrier(group)
+        agreement.barrier("overlap_train: open torch symmetric memory")
 
     def view(self, rank: int) -> torch.Tensor:
         return self._views[rank]

@@ -1,9 +1,9 @@
 """Loading Megatron's distributed optimizer where torch's AdamW is inside (no Apex, no TransformerEngine).
 
 Apex and TransformerEngine count the steps once for each parameter group, torch's AdamW in a tensor for each parameter.
-Megatron-Core 0.16 to 0.19 misses three things about that tensor: it cannot describe a fresh optimizer for loading
-(`assert len(steps) == 1`), it looks for the tensor among the stored ones (`KeyError: 'step'`), and it gives one tensor
-to all parameters, each of which then adds to it at every step.
+Megatron-Core 0.16 to 0.19 mistreats that tensor in three ways: it cannot describe a fresh optimizer for loading
+(`assert len(steps) == 1`), it looks for the tensor among the stored ones (`KeyError: 'step'`), and it gives one tensor to all
+parameters, each of which then adds to it at every step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def make_describable(optimizer: MegatronOptimizer) -> None:
-    """Before loading: give parameters of a distributed optimizer that have no state one of zeros."""
+    """Before loading: give each parameter of a distributed optimizer that has no state one of zeros."""
     distributed = _distributed(optimizer)
     if distributed is None:
         return
@@ -28,7 +28,7 @@ def make_describable(optimizer: MegatronOptimizer) -> None:
 
 
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict(state)`, of what dist_checkpointing.load returned; takes `param_state` out of it."""
+    """Load what dist_checkpointing.load returned; takes `param_state` out of `state`."""
     distributed = _distributed(optimizer)
     if distributed is None:
         optimizer.load_state_dict(state)
@@ -36,7 +36,7 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     moments = state.pop("param_state")
     distributed.load_state_dict(state)
     states = list(distributed.optimizer.state.values())
-    steps = [entry.pop("step") for entry in states]  # what is not there is not looked for
+    steps = [entry.pop("step") for entry in states]  # Megatron looks only for what is here
     distributed.load_parameter_state_from_fully_reshardable(moments)
     for entry, step in zip(states, steps, strict=True):
         entry["step"] = step.clone()

@@ -1,15 +1,15 @@
-"""Checkpoints with Megatron's dist_checkpointing: whole or not at all, checked before they are read.
+"""Checkpoints by Megatron's dist_checkpointing: whole or not at all, checked before they are read, and the oldest deleted.
 
-A save writes `iter_0000100.tmp`, seals it with a manifest of sizes and hashes, renames it to `iter_0000100` and only
-then points `latest_checkpointed_iteration.txt` at it, so a kill at any moment leaves the checkpoint before it in place.
+A save writes `iter_0000100.tmp`, seals it with a manifest of sizes and hashes, renames it to `iter_0000100` and then writes 100
+into `latest_checkpointed_iteration.txt`. A kill at any moment therefore leaves the checkpoint before it in place. A checkpoint
+has 12 bytes for each parameter (on GPUs 14): the weight and AdamW's two moments in fp32, and the bf16 weight of the model.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,60 +19,68 @@ from megatron.core import dist_checkpointing, parallel_state
 
 import overlap_train
 from gpt.adam_state import load_optimizer, make_describable
-from gpt.architectures import SHAPE, SMALL
-from gpt.errors import RecipeError
-from gpt.files import Listing, damage, listing, publish, seal, write_atomically
-from gpt.progress import say
-from gpt.settings import Settings, flag
+from gpt.files import damage, listing, publish, write_atomically
+from gpt.program import RecipeError, say
+from gpt.settings import Settings
 from gpt.training import Trainer
 from gpt.world import on_every_rank, on_rank_0
+from overlap_train.flags import flag, option_fields
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN = "run.json"
-ORDER = (
-    "seq_length",
-    "variable_seq_length",
-    "global_batch_size",
-    "train_iters",
-    "seed",
-    "lr",
-    "min_lr",
-    "lr_warmup_iters",
-)
-FIRST = {"model": SMALL, "variable_seq_length": 0}  # what checkpoints have that were saved before there was a choice
+NAME = re.compile(r"iter_(\d{7,})")
+MODEL = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 
 
 def save(trainer: Trainer, iteration: int, text_key: str) -> None:
-    """Write the state after step `iteration` below `--save`; collective. `text_key` names the text trained on.
+    """Write the state after step `iteration` below `--save` and delete older checkpoints; collective.
 
-    Raises:
-        RecipeError: on every rank, where the folder cannot be written.
+    `text_key` names the text trained on. Raises RecipeError on every rank where the folder cannot be written.
     """
-    folder = _folder(Path(trainer.settings.save), iteration)
-    draft = folder.with_name(folder.name + ".tmp")
-    on_rank_0(lambda: _start(draft))
+    target = Path(trainer.settings.save)
+    folder, draft = target / f"iter_{iteration:07d}", target / f"iter_{iteration:07d}.tmp"
+    flagged = f"--save {target}"
+    run = json.dumps({"iteration": iteration, "text": text_key, "settings": asdict(trainer.settings)}, indent=1)
+    on_rank_0(lambda: _make_anew(draft), flagged)
     dist_checkpointing.save(_state(trainer, is_loading=False), str(draft))
     overlap_train.check()  # a wait that gave up has left NaN in what was written
     dist.barrier()  # nor does rank 0 publish what another rank knows to be wrong
-    run = {"iteration": iteration, "text": text_key, "settings": asdict(trainer.settings)}
-    on_rank_0(lambda: _describe(draft, run))
-    parts = on_every_rank(lambda: _list_part(draft))
-    on_rank_0(
-        lambda: _finish(draft, folder, iteration, {name: known for part in parts for name, known in part.items()})
-    )
+    on_rank_0(lambda: write_atomically(draft / RUN, run), flagged)
+    parts = on_every_rank(lambda: listing(draft, dist.get_rank(), dist.get_world_size()), flagged)
+    files = {name: known for part in parts for name, known in part.items()}
+    on_rank_0(lambda: publish(draft, files, folder), flagged)
+    on_rank_0(lambda: write_atomically(target / TRACKER, str(iteration)), flagged)
     say(f"  saved checkpoint {folder}")
+    on_rank_0(lambda: _prune(folder, trainer.settings.keep_checkpoints), flagged)
+
+
+def _make_anew(draft: Path) -> None:
+    for unfinished in draft.parent.glob("iter_*.tmp"):  # of a killed save
+        shutil.rmtree(unfinished, ignore_errors=True)
+    draft.mkdir(parents=True)
+
+
+def _prune(newest: Path, keep: int) -> None:
+    """Delete all but the `keep` newest up to `newest`, if that one is whole. Later ones are of another run and stay."""
+    problem = damage(newest, by_hash=False)
+    if problem:
+        say(f"  WARNING: older checkpoints are kept, because the new one is damaged: {problem}")
+    elif keep:
+        for folder in _up_to(newest.parent, _number(newest))[keep:]:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def load(trainer: Trainer, text_key: str) -> int:
-    """Restore the state from `--load` and return the number of steps it has behind it; collective.
+    """Restore the state from `--load` and return the number of steps that it has seen; collective.
+
+    A damaged checkpoint is skipped, and the newest good one before it is loaded.
 
     Raises:
-        RecipeError: on every rank, where there is no checkpoint, it is damaged, or it is of another model.
+        RecipeError: on every rank, where there is no good checkpoint, or it is of another model.
     """
     path = Path(trainer.settings.load)
-    folder = on_rank_0(lambda: path if path.name.startswith("iter_") else _newest(path))
-    damaged = next(filter(None, on_every_rank(lambda: _damaged_part(folder))), None)
-    run = on_rank_0(lambda: _run_of(folder, path, damaged))
+    folder = _first_good(path, on_rank_0(lambda: _candidates(path)))
+    run = on_rank_0(lambda: json.loads((folder / RUN).read_text()))
     _compare(run, trainer.settings, text_key)
     make_describable(trainer.optimizer)
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder))
@@ -89,14 +97,9 @@ def check_target(settings: Settings) -> None:
     Raises:
         RecipeError: on every rank, where `--save` has checkpoints and `--load` does not continue them.
     """
-    on_rank_0(lambda: _check_target(settings))
-
-
-def _check_target(settings: Settings) -> None:
-    if not settings.save or not (Path(settings.save) / TRACKER).exists():
-        return
     target, source = Path(settings.save).resolve(), Path(settings.load).resolve()
-    if not settings.load or target not in (source, source.parent):
+    continues = settings.load and target in (source, source.parent)
+    if settings.save and not continues and on_rank_0((target / TRACKER).exists):
         raise RecipeError(
             f"--save {settings.save} has checkpoints of an earlier run; add --load {settings.save} to continue it, or "
             "choose another folder"
@@ -115,83 +118,55 @@ def _state(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "opt_param_scheduler": trainer.schedule.state_dict()}
 
 
-def _start(draft: Path) -> None:
-    with _writing(draft.parent):
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-
-
-def _describe(draft: Path, run: dict[str, Any]) -> None:
-    with _writing(draft.parent):
-        write_atomically(draft / RUN, json.dumps(run, indent=1))
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _candidates(path: Path) -> list[Path]:
+    """What `--load` names, the newest first: the folder itself, or the checkpoint that the tracker names and those before it."""
+    if NAME.fullmatch(path.name):
+        return [path]
     try:
-        yield
-    except OSError as error:
-        raise RecipeError(f"--save {folder} cannot be written: {error.strerror or error}") from error
+        newest = path / f"iter_{int((path / TRACKER).read_text()):07d}"
+    except (OSError, ValueError) as error:
+        found = _up_to(path)
+        if not found:
+            raise RecipeError(f"--load {path} has no checkpoint: {TRACKER} cannot be read ({error})") from error
+        say(f"  WARNING: {path / TRACKER} cannot be read ({error}): looking for the newest good checkpoint")
+        return found
+    return list(dict.fromkeys([newest, *_up_to(path, _number(newest))]))
 
 
-def _list_part(draft: Path) -> Listing:
-    with _writing(draft.parent):
-        return listing(draft, dist.get_rank(), dist.get_world_size())
+def _first_good(path: Path, folders: list[Path]) -> Path:
+    """Each rank checks a part of the files."""
+    for folder in folders:
+        problems = on_every_rank(lambda folder=folder: damage(folder, dist.get_rank(), dist.get_world_size()))  # type: ignore[misc]
+        problem = next(filter(None, problems), "")
+        if not problem:
+            return folder
+        say(f"  WARNING: checkpoint {folder} is damaged and is skipped: {problem}")
+    names = ", ".join(folder.name for folder in folders)
+    raise RecipeError(f"--load {path} has no good checkpoint ({names}); the lines above say what is damaged")
 
 
-def _finish(draft: Path, folder: Path, iteration: int, files: Listing) -> None:
-    with _writing(folder.parent):
-        seal(draft, files)
-        publish(draft, folder)
-        write_atomically(folder.parent / TRACKER, str(iteration))
+def _up_to(path: Path, last: float = float("inf")) -> list[Path]:
+    """The checkpoints in a folder up to step `last`, the newest first."""
+    found = [folder for folder in path.glob("iter_*") if NAME.fullmatch(folder.name) and _number(folder) <= last]
+    return sorted(found, key=_number, reverse=True)
 
 
-def _damaged_part(folder: Path) -> str | None:
-    """What is wrong with this rank's part of the files."""
-    if not folder.is_dir():
-        return f"{folder} is missing"
-    return damage(folder, dist.get_rank(), dist.get_world_size()) or None
-
-
-def _run_of(folder: Path, path: Path, damaged: str | None) -> dict[str, Any]:
-    """run.json of a folder of which nothing is damaged; on rank 0."""
-    if damaged:
-        raise RecipeError(f"--load {path}: the checkpoint is damaged: {damaged}; {_last_good(folder)}")
-    found: dict[str, Any] = json.loads((folder / RUN).read_text())
-    return found
-
-
-def _newest(path: Path) -> Path:
-    try:
-        return _folder(path, int((path / TRACKER).read_text()))
-    except OSError as error:
-        raise RecipeError(f"--load {path} has no checkpoint: {TRACKER} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        problem = f"{TRACKER} does not hold a step number"
-        raise RecipeError(f"--load {path}: {problem}; {_last_good(path / 'iter_')}") from error
-
-
-def _last_good(bad: Path) -> str:
-    others = sorted(bad.parent.glob("iter_*[0-9]"), reverse=True)
-    good = next((str(folder) for folder in others if folder != bad and not damage(folder)), None)
-    return f"the last good one is --load {good}" if good else "there is no other good one beside it"
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("iter_"))
 
 
 def _compare(run: dict[str, Any], settings: Settings, text_key: str) -> None:
-    saved, now = {**FIRST, **run["settings"]}, asdict(settings)
-    for name in ("model", *SHAPE):
+    saved, now = run["settings"], asdict(settings)
+    for name in MODEL:
         if saved[name] != now[name]:
             raise RecipeError(
                 f"--load {settings.load}: the checkpoint was saved with {flag(name)} {saved[name]}, this run has "
                 f"{now[name]}; pass {flag(name)} {saved[name]}"
             )
-    order = (*ORDER, *(("micro_batch_size", "tp") if now["variable_seq_length"] else ()))
-    changed = [flag(name) for name in order if saved[name] != now[name]]
-    if run["text"] != text_key:
-        changed.append("the text")
+    of_training = [
+        found.name for found in option_fields(settings) if found.metadata["group"] in ("parallel", "training")
+    ]
+    names = ("seq_length", "variable_seq_length", *of_training)
+    changed = [flag(name) for name in names if saved.get(name) != now[name]] + ["the text"] * (run["text"] != text_key)
     if changed:
         say(f"  note: {', '.join(changed)} changed since the checkpoint; data order and learning rate follow this run")
-
-
-def _folder(path: Path, iteration: int) -> Path:
-    return path / f"iter_{iteration:07d}"

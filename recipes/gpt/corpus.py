@@ -1,75 +1,82 @@
-"""The text to train on: read, cut into documents, and split into a training and a validation part."""
+"""The text to train on: bytes as tokens, one block in twenty held out for validation; and a bigram model as the yardstick."""
 
 from __future__ import annotations
 
+import hashlib
 import pydoc_data.topics
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt.errors import RecipeError
+import numpy as np
 
-BLOCK_BYTES = 1024
+from gpt.program import RecipeError
+
+BYTES = 256
+BLOCK = 1024
 VALIDATION_EVERY = 20
+ADD_K = 0.1
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of raw bytes: every twentieth block of the text is for validation, what lies between for training."""
+    """Two parts of a text, uint8 [bytes] each: every twentieth block is for validation, the others are for training."""
 
-    name: str
-    train: tuple[bytes, ...]
-    valid: tuple[bytes, ...]
+    train: np.ndarray
+    valid: np.ndarray
+
+    @property
+    def key(self) -> str:
+        """Names the text in checkpoints."""
+        digest = hashlib.blake2b(self.train.tobytes(), digest_size=8)
+        digest.update(self.valid.tobytes())
+        return digest.hexdigest()
 
 
-def read_corpus(path: str) -> Corpus:
-    """The corpus of the file `path`, or of the topics of Python's help() where `path` is empty.
+def read_corpus(path: str, seq_length: int) -> Corpus:
+    """The corpus of the file `path`, or of the topics of Python's help() where `path` is empty. It stays in memory.
 
     Raises:
-        RecipeError: the file is missing, unreadable, empty, or too short to be split.
+        RecipeError: the file cannot be read, or a part is too short for one sample of `seq_length` bytes.
     """
     name, text = (f"--text {path}", _read(Path(path))) if path else ("pydoc_data.topics", _help_topics())
-    if len(text) < VALIDATION_EVERY * BLOCK_BYTES:
-        raise RecipeError(
-            f"{name}: {len(text)} bytes are too short; a training and a validation part need "
-            f"{VALIDATION_EVERY * BLOCK_BYTES}"
-        )
-    return split(name, text)
+    corpus = split(np.frombuffer(text, dtype=np.uint8))
+    for part, content in (("training", corpus.train), ("validation", corpus.valid)):
+        if len(content) <= seq_length:
+            raise RecipeError(
+                f"--seq-length {seq_length}: the {part} part of {name} has only {len(content)} bytes; "
+                "give a longer text or a shorter --seq-length"
+            )
+    return corpus
 
 
-def split(name: str, text: bytes) -> Corpus:
+def split(text: np.ndarray) -> Corpus:
     """Hold out blocks spread evenly over `text`, so that the validation part is like the training part."""
-    blocks = cut_blocks(text)
-    held_out = range(VALIDATION_EVERY // 2, len(blocks), VALIDATION_EVERY)
-    starts = (0, *(i + 1 for i in held_out))
-    ends = (*held_out, len(blocks))
-    runs = (b"".join(blocks[start:end]) for start, end in zip(starts, ends, strict=True))
-    return Corpus(name, tuple(run for run in runs if run), tuple(blocks[i] for i in held_out))
-
-
-def cut_blocks(text: bytes) -> list[bytes]:
-    """Pieces of at most BLOCK_BYTES, cut behind a line end where one comes in time; joined they are `text`."""
-    pieces = []
-    start = 0
-    while start < len(text):
-        end = start + BLOCK_BYTES
-        newline = text.rfind(b"\n", start, end)
-        cut = newline + 1 if end < len(text) and newline >= start + BLOCK_BYTES // 2 else end
-        pieces.append(text[start:cut])
-        start = cut
-    return pieces
+    held_out = np.arange(len(text)) // BLOCK % VALIDATION_EVERY == VALIDATION_EVERY // 2
+    return Corpus(text[~held_out], text[held_out])
 
 
 def _read(path: Path) -> bytes:
     try:
-        text = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise RecipeError(f"--text {path} cannot be read: {error.strerror or error}") from error
-    if not text.strip():
-        raise RecipeError(f"--text {path} is empty; give a file with text in it")
-    return text
 
 
 def _help_topics() -> bytes:
-    """The topics quote each other: paragraphs that occurred before are left out, lest validation repeat training."""
+    """The topics quote each other. A paragraph is taken once, lest validation repeat training."""
     paragraphs = "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
     return "\n\n".join(dict.fromkeys(paragraphs)).encode()
+
+
+class Bigram:
+    """A byte-bigram model with add-k smoothing: p(b | a) = (count(a, b) + k) / (count(a) + 256 k). Natural logarithms."""
+
+    def __init__(self, text: np.ndarray) -> None:
+        """Count the pairs of neighbours in `text`, uint8 [bytes]."""
+        pairs = text[:-1].astype(np.int64) * BYTES + text[1:]
+        smoothed = np.bincount(pairs, minlength=BYTES * BYTES).reshape(BYTES, BYTES) + ADD_K
+        self._log_p = np.log(smoothed) - np.log(smoothed.sum(axis=1, keepdims=True))
+
+    def nats(self, text: np.ndarray) -> float:
+        """-Σ log p(byte | byte before it) over all bytes of `text` but the first."""
+        return -float(self._log_p[text[:-1], text[1:]].sum())

@@ -1,8 +1,9 @@
 """Forward and backward of a whole step as one CUDA graph; the optimizer stays outside.
 
-The first steps run eagerly, so that kernels are compiled, NCCL has connected and symmetric memory is there. Then all passes of a
-global batch, from the zeroing of gradients to their reduction, are captured on copies of its micro-batches. A later step copies
-its own micro-batches over these and replays. Megatron does the same in megatron/core/full_cuda_graph.py, but once in a process.
+The first steps run eagerly: kernels compile, NCCL connects and symmetric memory is allocated. Then all passes of a global batch,
+from the zeroing of gradients to their reduction, are captured on copies of its micro-batches. A later step copies its own
+micro-batches over these and replays. Megatron does the same in megatron/core/full_cuda_graph.py, but once in a process, and
+compare_mfu has several models in one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel.random import get_all_rng_states
 
 import overlap_train
 from gpt.data import Batch
-from gpt.errors import RecipeError
+from gpt.program import RecipeError
 from gpt.streams import on_stream
 from gpt.training import Trainer, micro_batches
 from overlap_train.integrations.megatron import graphed_model
@@ -28,7 +29,7 @@ EAGER_STEPS = 3
 
 @dataclass
 class Passes:
-    """How far it is: eager calls so far, and then the graph with the tensors that it reads and the one that it writes."""
+    """The eager calls so far; after them the graph, the tensors that it reads and the one that it writes."""
 
     eager_calls: int = 0
     graph: torch.cuda.CUDAGraph | None = None
@@ -38,9 +39,9 @@ class Passes:
 
 @dataclass(frozen=True)
 class GraphedTrainer(Trainer):
-    """A Trainer whose passes are replayed from the call after the eager ones on. Its model was built with `--cuda-graph 1`."""
+    """A Trainer that replays its passes once the eager calls are done. Its model was built with `--cuda-graph 1`."""
 
-    passes: Passes
+    passes: Passes = field(default_factory=Passes)
 
     def forward_backward(self, batches: Iterator[Batch]) -> torch.Tensor:
         """As Trainer's. All ranks capture at the same call.
@@ -58,12 +59,12 @@ class GraphedTrainer(Trainer):
         return self._replay(taken)
 
     def capture(self, batches: Sequence[Batch]) -> None:
-        """Capture the passes of a global batch; nothing runs, so gradients stay what they are. Once, after the eager calls."""
+        """Capture the passes of a global batch, once, after the eager calls. Nothing runs, so gradients stay as they are."""
         graph = torch.cuda.CUDAGraph()
         inputs = [{key: value.clone() for key, value in batch.items()} for batch in batches]
         for state in get_all_rng_states().values():
             graph.register_generator_state(state)
-        gc.collect()  # what is freed in the middle of a capture may end it
+        gc.collect()  # freeing memory during a capture may end it
         torch.cuda.synchronize()
         # thread_local: NCCL's watchdog and autograd's threads go on calling CUDA
         capture = torch.cuda.graph(graph, stream=self.model.stream, capture_error_mode="thread_local")
@@ -93,14 +94,14 @@ def with_graph(trainer: Trainer) -> Trainer:
     """The same trainer, graphed where its settings say so."""
     if not trainer.settings.cuda_graph:
         return trainer
-    return GraphedTrainer(trainer.settings, trainer.model, trainer.optimizer, trainer.schedule, Passes())
+    return GraphedTrainer(trainer.settings, trainer.model, trainer.optimizer, trainer.schedule)
 
 
 @contextmanager
 def released(trainer: Trainer) -> Iterator[None]:
-    """Free the trainer's graph, if it has one, behind the block: NCCL does not end while a graph holds calls of it.
+    """Free the trainer's graph, if it has one, after the block: NCCL does not end while a graph holds calls of it.
 
-    Not when a peer is missing: waiting for the device could then last for ever.
+    After an OverlapTimeoutError the graph stays: a peer is missing, and waiting for the device could last for ever.
     """
     try:
         yield

@@ -1,42 +1,72 @@
-"""What the recipes' programs have in common: one line for a mistake, an orderly end, and less noise from Megatron-Core."""
+"""What the recipes' programs have in common: errors of the user, an orderly end, and less noise from Megatron-Core."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from gpt.errors import RecipeError
 from overlap_train import OverlapTimeoutError, shutdown
+from overlap_train.tools.measure.world import World, join
 
 TALKATIVE = ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch", "distributed.distributed_data_parallel")
 
 
-def run_program(name: str, rank: int, work: Callable[[], None]) -> int:
+class RecipeError(Exception):
+    """What a user can put right. Every rank raises it with the same text, and rank 0 prints the text as one line."""
+
+
+@contextlib.contextmanager
+def refused_by_rule() -> Iterator[None]:
+    """Turn a library's ValueError, which names argument, value and rule, into a RecipeError."""
+    try:
+        yield
+    except ValueError as error:
+        raise RecipeError(" ".join(str(error).split())) from error
+
+
+def join_ranks() -> World:
+    """Start torch.distributed over the ranks of torchrun, or over this process alone, and silence Megatron-Core.
+
+    Raises:
+        RecipeError: more ranks on this node than GPUs.
+    """
+    _hush_megatron()
+    with refused_by_rule():
+        return join(may_be_alone=True, minutes=10)  # a checkpoint of a large model takes its time
+
+
+def run_program(name: str, work: Callable[[], None]) -> int:
     """Call `work` in this process of the program `name`; returns the exit status."""
     refusal = None
     try:
         work()
-    except RecipeError as error:  # raised on every rank, told once
+    except RecipeError as error:
         refusal = str(error)  # without its traceback, which would keep process groups alive
     except OverlapTimeoutError as error:  # names this rank and the peer that is missing
-        tell(name, str(error))
+        _tell(name, str(error))
         abandon()
-    if refusal is not None and rank == 0:
-        tell(name, refusal)
+    if refusal is not None and os.environ.get("RANK", "0") == "0":
+        _tell(name, refusal)
     leave()
     return 0 if refusal is None else 2
 
 
-def tell(name: str, error: str) -> None:
-    """One line on the error stream."""
+def say(text: str) -> None:
+    """Print one line from rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def _tell(name: str, error: str) -> None:
     sys.stdout.flush()
     print(f"{name}: error: {error}", file=sys.stderr, flush=True)
 
@@ -44,8 +74,8 @@ def tell(name: str, error: str) -> None:
 def leave() -> None:
     """Free symmetric memory and the process groups; collective.
 
-    Megatron-Core holds groups in its globals. Left to the end of the interpreter, gloo's threads are still at work then, and now
-    and then end the process by SIGABRT instead of with its exit status (seen once in eight runs of the whole suite).
+    Megatron-Core holds groups in its globals. Left to the end of the interpreter, gloo's threads are still at work then and
+    sometimes end the process by SIGABRT (seen once in eight runs of the whole suite).
     """
     if dist.is_initialized():
         shutdown()
@@ -57,17 +87,17 @@ def leave() -> None:
 
 
 def abandon() -> NoReturn:
-    """Exit at once: leaving in good order would wait for a peer that is gone."""
+    """Exit at once: an orderly end would wait for a peer that is gone."""
     for child in multiprocessing.active_children():  # the queue process of Megatron's checkpoint writer
         child.kill()
     os._exit(3)
 
 
-def hush_megatron() -> None:
-    """Drop what would be said on every start and every rank and asks nothing of the user.
+def _hush_megatron() -> None:
+    """Drop messages that every start prints on every rank and that ask nothing of the user.
 
-    Megatron-Core: that TransformerEngine and Apex are missing, which is meant so here; that HybridModel follows
-    GPTModel, though its layers exist for TransformerEngine only. torch: new names for what Megatron-Core calls.
+    Megatron-Core says that TransformerEngine and Apex are missing, as intended here. torch deprecates names that Megatron-Core
+    calls.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")

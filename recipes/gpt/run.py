@@ -5,31 +5,35 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import megatron.core
 import torch
 from megatron.core import parallel_state
-from megatron.core.datasets.gpt_dataset import GPTDataset
 
 import overlap_train
 from gpt import checkpoint
-from gpt.bigram import Bigram
-from gpt.data import Datasets, batches, build_datasets, counted
-from gpt.errors import RecipeError
+from gpt.corpus import Bigram
+from gpt.data import Batch, Datasets, batches, build_datasets
 from gpt.graph import released, with_graph
 from gpt.model import build_model
-from gpt.progress import IterationLog, say
+from gpt.program import RecipeError, say
+from gpt.progress import IterationLog
 from gpt.sample import generate
 from gpt.settings import Settings
 from gpt.training import Trainer, build_trainer, data_share, per_byte
-from gpt.world import World
+from gpt.world import on_rank_0
 from overlap_train import OverlapConfig
-from overlap_train.integrations.megatron import announce_changes, run_without_cuda
+from overlap_train.flags import flag
+from overlap_train.integrations.megatron import run_without_cuda
+from overlap_train.tools.measure.world import World
 
 
 def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None:
-    """Train, compare with the bigram model, and show a sample; every rank of `world` calls it after `join`.
+    """Train, compare with the bigram model, and show a sample; every rank of `world` calls it.
 
     Raises:
         RecipeError: on every rank, for what the user can put right.
@@ -39,6 +43,7 @@ def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None
     run_without_cuda()
     make_deterministic(settings)
     parallel_state.initialize_model_parallel(settings.tp, pipeline_model_parallel_size=settings.pp)
+    make_folders(settings)
     checkpoint.check_target(settings)
     datasets = build_datasets(settings)
     trainer = with_graph(build_trainer(settings, build_model(settings, overlap, world.device)))
@@ -50,10 +55,18 @@ def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None
     say(f" {time.perf_counter() - started:.0f} s from data to sample")
 
 
-def make_deterministic(settings: Settings) -> None:
-    """With `--deterministic 1`: no kernel of torch or cuBLAS that adds in the order of arrival; an error where there is no other.
+def make_folders(settings: Settings) -> None:
+    """Make what the run will write to; collective. Raises RecipeError on every rank where that fails."""
+    for name in ("save", "tensorboard_dir"):
+        if folder := getattr(settings, name):
+            make = partial(Path(folder).mkdir, parents=True, exist_ok=True)
+            on_rank_0(make, f"{flag(name)} {folder}")
 
-    Not warn_only: attention's backward then warns and adds in the order of arrival, and losses differ from the third step on.
+
+def make_deterministic(settings: Settings) -> None:
+    """With `--deterministic 1`: refuse kernels of torch and cuBLAS that add in the order of arrival.
+
+    Not warn_only: attention's backward would then only warn, and losses would differ from the third step on.
     """
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; torch insists on it
@@ -67,23 +80,38 @@ def train(trainer: Trainer, datasets: Datasets, first: int, device: torch.device
     trainer.rehearse(device)
     log = IterationLog(settings, first)
     for iteration in range(first + 1, settings.train_iters + 1):
-        learning_rate = trainer.learning_rate()
-        total, grad_norm = trainer.step(data)
-        overlap_train.check()  # the norm has waited for the device: what gave up until now has left NaN behind
-        if iteration == first + 1:
-            announce_changes(trainer.model.bare)
-        if log.is_due(iteration):
-            loss = per_byte(total)
-            say(log.line(iteration, learning_rate, loss, grad_norm))
-            if not math.isfinite(loss):
-                raise RecipeError(f"the loss is {loss} at iteration {iteration}; try a lower --lr than {settings.lr}")
-        if _is_multiple(iteration, settings.eval_interval) and iteration < settings.train_iters:
-            with log.paused():
+        _train_step(trainer, data, iteration, log)
+        with log.paused():
+            if _is_multiple(iteration, settings.eval_interval) and iteration < settings.train_iters:
                 loss = validate(trainer, datasets, device)
-            say(f" validation loss at iteration {iteration} | {loss:.4f} nats per byte |")
-        if settings.save and (_is_multiple(iteration, settings.save_interval) or iteration == settings.train_iters):
-            with log.paused():
+                say(f" validation loss at iteration {iteration} | {loss:.4f} nats per byte |")
+            if _is_saved(settings, iteration):
                 checkpoint.save(trainer, iteration, datasets.key)
+
+
+def _train_step(trainer: Trainer, data: Iterator[Batch], iteration: int, log: IterationLog) -> None:
+    """One step and its line. A loss that is not finite ends the run before it is saved."""
+    settings, learning_rate = trainer.settings, trainer.learning_rate()
+    total, grad_norm = trainer.step(data)
+    overlap_train.check()  # reading the norm has waited for the device; a wait that gave up before has left NaN
+    if log.is_due(iteration) or _is_saved(settings, iteration):
+        loss = per_byte(total)
+        if log.is_due(iteration):
+            say(log.report(iteration, learning_rate, loss, grad_norm))
+        if not math.isfinite(loss + grad_norm):
+            raise RecipeError(
+                f"the loss is {loss} and the gradient norm {grad_norm} at iteration {iteration}; try a lower --lr than "
+                f"{settings.lr}"
+            )
+
+
+def _is_saved(settings: Settings, iteration: int) -> bool:
+    is_last = iteration == settings.train_iters
+    return bool(settings.save) and (is_last or _is_multiple(iteration, settings.save_interval))
+
+
+def _is_multiple(iteration: int, interval: int) -> bool:
+    return interval > 0 and iteration % interval == 0
 
 
 def validate(trainer: Trainer, datasets: Datasets, device: torch.device) -> float:
@@ -99,16 +127,9 @@ def validation_steps(settings: Settings, datasets: Datasets) -> int:
 
 def bigram_loss(settings: Settings, datasets: Datasets) -> float:
     """Nats per byte of the byte-bigram model, fitted on the training part, on the very bytes that `validate` scores."""
-    indexed = datasets.train.dataset
-    bigram = Bigram(indexed[i] for i in range(len(indexed)))
-    nats, count = 0.0, 0
-    samples = validation_steps(settings, datasets) * settings.global_batch_size
-    for number in range(min(samples, len(datasets.valid))):
-        sample = datasets.valid[number]
-        scored = counted(sample["loss_mask"], sample["labels"]).numpy() > 0
-        nats += bigram.nats(sample["tokens"].numpy()[scored], sample["labels"].numpy()[scored])
-        count += int(scored.sum())
-    return nats / count
+    samples = min(len(datasets.valid), validation_steps(settings, datasets) * settings.global_batch_size)
+    scored = samples * settings.seq_length
+    return Bigram(datasets.train.text).nats(datasets.valid.text[: scored + 1]) / scored
 
 
 def conclude(trainer: Trainer, datasets: Datasets, device: torch.device) -> None:
@@ -126,21 +147,10 @@ def introduction(trainer: Trainer, datasets: Datasets, world: World) -> str:
     millions = sum(parameter.numel() for parameter in trainer.model.bare.parameters()) / 1e6
     text = settings.text or "the topics of Python's help()"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    stages = f"pipeline parallel {pp}, " if pp > 1 else ""
     return (
-        f" text: {text}, {_tokens(datasets.train)} bytes to train on, {_tokens(datasets.valid)} to validate\n"
-        f" ranks: {world.size} on {device}, tensor parallel {tp}, {_stages(pp)}data parallel {world.size // (tp * pp)}\n"
+        f" text: {text}, {len(datasets.train.text)} bytes to train on, {len(datasets.valid.text)} to validate\n"
+        f" ranks: {world.size} on {device}, tensor parallel {tp}, {stages}data parallel {world.size // (tp * pp)}\n"
         f" model: {millions:.2f} M parameters {'on rank 0' if pp > 1 else 'a rank'}, {trainer.model.config.params_dtype}\n"
         f" Megatron-Core {megatron.core.__version__.partition('+')[0]}, torch {torch.__version__}"
     )
-
-
-def _stages(pp: int) -> str:
-    return f"pipeline parallel {pp}, " if pp > 1 else ""
-
-
-def _tokens(dataset: GPTDataset) -> int:
-    return int(dataset.dataset.sequence_lengths.sum())
-
-
-def _is_multiple(iteration: int, interval: int) -> bool:
-    return interval > 0 and iteration % interval == 0

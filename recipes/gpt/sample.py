@@ -12,29 +12,29 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
+from gpt.corpus import BYTES
 from gpt.model import Model
 from gpt.settings import Settings
-from gpt.tokenizer import BYTES, EOD
 
 
 @torch.no_grad()
 def generate(model: Model, settings: Settings, device: torch.device) -> bytes:
-    """`settings.prompt` and `settings.sample_bytes` more bytes. Every rank calls it and gets the same text.
+    """`settings.prompt` (a line end where it is empty) and `settings.sample_bytes` more bytes; every rank gets the same text.
 
-    The window is always filled up to seq_length, so that sequence parallelism can divide it; attention is causal, hence
-    the filling behind the last byte changes nothing.
+    The window is always filled up to seq_length, so that sequence parallelism can divide it. Attention is causal, so the
+    filling after the last byte changes nothing.
     """
     model.trained.eval()
     generator = torch.Generator().manual_seed(settings.seed)
-    tokens = [EOD, *settings.prompt.encode()]
+    tokens = [*(settings.prompt or "\n").encode()]
     for _ in range(settings.sample_bytes):
         logits = _next_byte(model, tokens[-settings.seq_length :], settings.seq_length, device)
         tokens.append(_choose(logits.cpu(), settings.temperature, generator))
-    return bytes(tokens[1:])
+    return bytes(tokens)
 
 
 def _next_byte(model: Model, window: list[int], seq_length: int, device: torch.device) -> torch.Tensor:
-    """Logits [256] in fp32 of the byte behind `window`; the last pipeline stage tells the others."""
+    """Logits [256] in fp32 of the byte after `window`; the last pipeline stage sends them to the others."""
     tokens = torch.zeros(1, seq_length, dtype=torch.long, device=device)
     tokens[0, : len(window)] = torch.tensor(window)
     positions = torch.arange(seq_length, device=device).unsqueeze(0)
@@ -58,7 +58,7 @@ def _next_byte(model: Model, window: list[int], seq_length: int, device: torch.d
 def _forward_step(
     tokens: torch.Tensor, positions: torch.Tensor, _: Iterator[Any] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
-    """Megatron's pair: the output of the model, on the last stage logits [1, s, V/W], and what makes a result of it."""
+    """Megatron's pair: the output of the model, on the last stage logits [1, s, V/W], and how to make a result of it."""
     return model(tokens, positions, None), lambda logits, non_loss_data: logits
 
 

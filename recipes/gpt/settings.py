@@ -1,161 +1,162 @@
-"""Settings of the recipe: one frozen dataclass, from which the flags, their help and their defaults are made."""
+"""Settings of the recipe: one frozen dataclass, whose flags' defaults are those of the model that --model names.
+
+The text is always bytes. A published vocabulary counts by its size only: the embedding and the output layer have as many rows
+as in the real model and cost as much.
+"""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, NoReturn
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
-from gpt.architectures import ARCHITECTURES, SHAPE, SMALL, Architecture, shape_of
-from gpt.errors import RecipeError
+from gpt.program import RecipeError
+from overlap_train.flags import option
+from overlap_train.tools.measure import models
 
-CACHE = Path.home() / ".cache" / "overlap_train" / "pretrain_gpt"
-
-_DEFAULT = ARCHITECTURES[SMALL]
+SMALL = "small"
 RECOMPUTE = ("none", "selective", "full")  # nothing, the core attention, whole layers
-METAVARS = {int: "N", float: "X", str: "TEXT"}
-
-
-def _option(group: str, default: Any, help: str) -> Any:
-    return field(default=default, metadata={"group": group, "help": help})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every field is a flag: `num_layers` is `--num-layers`. These defaults train on two CPU cores in some minutes."""
+    """A GPT with RMSNorm, rotary positions, grouped queries and a gated MLP, dense or of experts, and how to train it.
 
-    text: str = _option("data", "", "file to train on; without it, the topics of Python's own help()")
-    data_dir: str = _option("data", str(CACHE), "where index files are kept; shared by all nodes")
-    model: str = _option("model", SMALL, f"{', '.join(ARCHITECTURES)}; sets the defaults of the flags below")
-    num_layers: int = _option("model", _DEFAULT.num_layers, "transformer layers")
-    hidden_size: int = _option("model", _DEFAULT.hidden_size, "width of the residual stream")
-    ffn_hidden_size: int = _option("model", _DEFAULT.ffn_hidden_size, "width inside the SwiGLU MLP")
-    num_attention_heads: int = _option("model", _DEFAULT.num_attention_heads, "query heads")
-    num_query_groups: int = _option("model", _DEFAULT.num_query_groups, "key and value heads (GQA)")
-    seq_length: int = _option("model", 128, "bytes in a sample")
-    variable_seq_length: int = _option("model", 0, "1: micro-batches of half of --seq-length up to all of it")
-    tp: int = _option("parallel", 0, "tensor-parallel ranks, with sequence parallelism; 0: all that --pp leaves")
-    pp: int = _option("parallel", 1, "pipeline stages, each with an equal share of the layers")
-    micro_batch_size: int = _option("training", 8, "samples of one forward and backward pass on one rank")
-    global_batch_size: int = _option("training", 16, "samples of one optimizer step, over all ranks")
-    train_iters: int = _option("training", 400, "optimizer steps in all, those before --load included")
-    lr: float = _option("training", 3e-3, "highest learning rate")
-    min_lr: float = _option("training", 3e-4, "learning rate at the end of the cosine")
-    lr_warmup_iters: int = _option("training", 30, "steps of linear warm-up")
-    weight_decay: float = _option("training", 0.1, "AdamW weight decay")
-    clip_grad: float = _option("training", 1.0, "largest gradient norm; 0: no clipping")
-    recompute: str = _option(
-        "training", "none", f"{', '.join(RECOMPUTE)}: what backward computes again instead of keeping it from forward"
+    These defaults train on two CPU cores in some minutes.
+    """
+
+    text: str = option("", "file to train on; without it, the topics of Python's own help()", group="data")
+    model: str = option(SMALL, "small, or a published model; sets the defaults of the flags below", group="model")
+    num_layers: int = option(4, "transformer layers", group="model")
+    hidden_size: int = option(128, "width of the residual stream", group="model")
+    ffn_hidden_size: int = option(384, "width inside the SwiGLU MLP, or inside each expert", group="model")
+    num_attention_heads: int = option(4, "query heads", group="model")
+    num_query_groups: int = option(2, "key and value heads (GQA)", group="model")
+    seq_length: int = option(128, "bytes in a sample", group="model")
+    variable_seq_length: int = option(0, "1: micro-batches of half of --seq-length up to all of it", group="model")
+    tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --pp leaves", group="parallel")
+    pp: int = option(1, "pipeline stages, each with an equal share of the layers", group="parallel")
+    micro_batch_size: int = option(8, "samples of one forward and backward pass on one rank", group="training")
+    global_batch_size: int = option(16, "samples of one optimizer step, over all ranks", group="training")
+    train_iters: int = option(400, "optimizer steps in all, those before --load included", group="training")
+    lr: float = option(3e-3, "highest learning rate", group="training")
+    min_lr: float = option(3e-4, "learning rate at the end of the cosine", group="training")
+    lr_warmup_iters: int = option(
+        30, "steps of linear warm-up; a quarter of --train-iters where they do not fit", group="training"
     )
-    cuda_graph: int = _option(
-        "training", 0, "1: forward and backward as one CUDA graph (GPUs), where the host is the limit"
+    weight_decay: float = option(0.1, "AdamW weight decay", group="training")
+    clip_grad: float = option(1.0, "largest gradient norm; 0: no clipping", group="training")
+    recompute: str = option(
+        "none",
+        f"{', '.join(RECOMPUTE)}: what backward computes again instead of keeping it from forward",
+        group="training",
     )
-    deterministic: int = _option("training", 0, "1: the same bits on every run, at some cost in speed")
-    seed: int = _option("training", 1234, "seed of weights, data order and sample")
-    log_interval: int = _option("report", 10, "steps between iteration lines")
-    eval_interval: int = _option("report", 200, "steps between validations; 0: only at the end")
-    eval_iters: int = _option("report", 100, "most global batches in a validation")
-    prompt: str = _option("report", "The ", "text that the sample continues")
-    sample_bytes: int = _option("report", 240, "bytes of generated text at the end; 0: none")
-    temperature: float = _option("report", 0.7, "of the sample; 0: always the likeliest byte")
-    save: str = _option("checkpoint", "", "folder to write checkpoints to")
-    save_interval: int = _option("checkpoint", 0, "steps between checkpoints; 0: only at the end")
-    load: str = _option("checkpoint", "", "where to resume: a --save folder (its newest checkpoint) or an iter_ folder")
+    cuda_graph: int = option(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)", group="training")
+    deterministic: int = option(0, "1: the same bits on every run, at some cost in speed", group="training")
+    seed: int = option(1234, "seed of weights, data order and sample", group="training")
+    log_interval: int = option(10, "steps between iteration lines", group="report")
+    tensorboard_dir: str = option(
+        "", "folder for loss, step time and tokens/s: TensorBoard and metrics.jsonl", group="report"
+    )
+    eval_interval: int = option(200, "steps between validations; 0: only at the end", group="report")
+    eval_iters: int = option(100, "most global batches in a validation", group="report")
+    prompt: str = option("The ", "text that the sample continues", group="report")
+    sample_bytes: int = option(240, "bytes of generated text at the end; 0: none", group="report")
+    temperature: float = option(0.7, "of the sample; 0: always the likeliest byte", group="report")
+    save: str = option("", "folder to write checkpoints to", group="checkpoint")
+    save_interval: int = option(0, "steps between checkpoints; 0: only at the end", group="checkpoint")
+    keep_checkpoints: int = option(3, "newest checkpoints to keep in --save; 0: all", group="checkpoint")
+    load: str = option(
+        "", "where to resume: a --save folder (its newest good checkpoint), or an iter_ folder", group="checkpoint"
+    )
+
+    # What a published model has beside its shape; no flags.
+    title: str = "small GPT"
+    vocab_size: int = 256
+    kv_channels: int = 0  # width of a head; 0: hidden_size / num_attention_heads
+    norm_eps: float = 1e-5
+    rope_base: int = 10000
+    has_qk_norm: bool = False
+    experts: int = 0  # 0: a dense MLP
+    experts_per_token: int = 0
+    expert_balance: float = 0.0
+
+    @property
+    def head_width(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Rows of the embedding: the vocabulary rounded up to a multiple of 64 and of `tp`."""
+        step = math.lcm(64, max(1, self.tp))
+        return -(-self.vocab_size // step) * step
+
+    @property
+    def parameters(self) -> int:
+        """In all: embedding and output layer, four or more matrices a layer, norms."""
+        queries, keys = self.num_attention_heads * self.head_width, self.num_query_groups * self.head_width
+        mlps = 3 * self.ffn_hidden_size * max(1, self.experts) + self.experts  # the last: the router
+        norms = 2 * self.hidden_size + 2 * self.head_width * self.has_qk_norm
+        layer = self.hidden_size * (2 * queries + 2 * keys + mlps) + norms
+        return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size + self.hidden_size
 
 
-def architecture_of(settings: Settings) -> Architecture:
-    """The architecture that `settings.model` names, with the shape that the flags ask for."""
-    return replace(ARCHITECTURES[settings.model], **{name: getattr(settings, name) for name in SHAPE})
+# How every published model is trained unless flags say otherwise.
+_PUBLISHED: dict[str, Any] = dict(
+    seq_length=4096, micro_batch_size=1, global_batch_size=8, train_iters=200, lr=3e-4, min_lr=3e-5, lr_warmup_iters=20,
+    eval_interval=0, eval_iters=4, sample_bytes=64,
+)  # fmt: skip
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "vocab_size",
+    "kv_channels",
+)
+
+
+def _published(name: str, **others: Any) -> dict[str, Any]:
+    return {size: getattr(models.MODELS[name], size) for size in _SIZES} | others
+
+
+# What differs from Settings(). Sources of the others: overlap_train/tools/measure/models.py. mixtral: Mixtral of Experts,
+# arXiv 2401.04088, table 1, and config.json of mistralai/Mixtral-8x7B-v0.1.
+MODELS: dict[str, dict[str, Any]] = {
+    SMALL: {},
+    "llama3-8b": _published("llama3-8b", title="Llama-3 8B", rope_base=500000),
+    "llama3-70b": _published("llama3-70b", title="Llama-3 70B", rope_base=500000),
+    "qwen3-32b": _published("qwen3-32b", title="Qwen3-32B", norm_eps=1e-6, rope_base=1000000, has_qk_norm=True),
+    "mixtral-8x7b": dict(
+        title="Mixtral 8x7B", num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
+        num_query_groups=8, vocab_size=32000, rope_base=1000000, experts=8, experts_per_token=2, expert_balance=0.02,
+    ),
+}  # fmt: skip
+
+# The small model gives a GPU something to do, too.
+_SMALL_ON_GPU: dict[str, Any] = dict(
+    num_layers=8, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_query_groups=8, seq_length=1024,
+    micro_batch_size=4, global_batch_size=16, train_iters=150, lr=6e-4, min_lr=6e-5, lr_warmup_iters=20, eval_interval=50,
+)  # fmt: skip
 
 
 def defaults(on_gpu: bool, model: str = SMALL) -> Settings:
-    """The defaults of this machine: `Settings()` on CPUs, a model that gives a GPU something to do on GPUs.
-
-    A published `model` brings its shape, and a batch and learning rate that suit it, to either machine.
+    """The defaults of this machine. A published `model` brings its shape, and a batch and learning rate that suit it.
 
     Raises:
         RecipeError: there is no such model.
     """
-    if model not in ARCHITECTURES:
-        raise RecipeError(f"--model {model} is not one of {', '.join(ARCHITECTURES)}")
+    if model not in MODELS:
+        raise RecipeError(f"--model {model} is not one of {', '.join(MODELS)}")
     if model != SMALL:
-        return replace(
-            Settings(),
-            model=model,
-            **shape_of(model),
-            seq_length=4096,
-            micro_batch_size=1,
-            global_batch_size=8,
-            train_iters=200,
-            lr=3e-4,
-            min_lr=3e-5,
-            lr_warmup_iters=20,
-            eval_interval=0,
-            eval_iters=4,
-            sample_bytes=64,
-        )
-    if not on_gpu:
-        return Settings()
-    return replace(
-        Settings(),
-        num_layers=8,
-        hidden_size=1024,
-        ffn_hidden_size=2816,
-        num_attention_heads=16,
-        num_query_groups=8,
-        seq_length=1024,
-        micro_batch_size=4,
-        global_batch_size=16,
-        train_iters=150,
-        lr=6e-4,
-        min_lr=6e-5,
-        lr_warmup_iters=20,
-        eval_interval=50,
-    )
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises RecipeError, so that a wrong flag is one line from rank 0."""
-
-    def error(self, message: str) -> NoReturn:
-        raise RecipeError(f"{message} (--help lists the flags)")
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wide enough for a flag and its meaning in one line."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=120)
-
-
-def add_settings(parser: argparse.ArgumentParser, initial: Settings) -> argparse.ArgumentParser:
-    """Add a flag for each field of Settings, in groups, with the defaults of `initial`; returns the parser."""
-    groups: dict[str, Any] = {}
-    for option in fields(Settings):
-        title, help = option.metadata["group"], option.metadata["help"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        value = getattr(initial, option.name)
-        shown = f" (default: {value})" if value != "" else ""
-        groups[title].add_argument(
-            flag(option.name), type=type(value), default=value, metavar=METAVARS[type(value)], help=help + shown
-        )
-    return parser
+        return replace(Settings(), model=model, **MODELS[model], **_PUBLISHED)
+    return replace(Settings(), **_SMALL_ON_GPU) if on_gpu else Settings()
 
 
 def named_model(arguments: list[str]) -> str:
     """What follows `--model` among the words of a command line; it decides the defaults of other flags."""
-    parser = Parser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", default=SMALL)
     return str(parser.parse_known_args(arguments)[0].model)
-
-
-def settings_from_args(args: argparse.Namespace) -> Settings:
-    """The Settings that parsed flags ask for, unchecked."""
-    return Settings(**{option.name: getattr(args, option.name) for option in fields(Settings)})
-
-
-def flag(name: str) -> str:
-    """`num_layers` -> `--num-layers`."""
-    return "--" + name.replace("_", "-")

@@ -1,8 +1,8 @@
 """The side stream of models whose passes are captured into a CUDA graph.
 
 Everything of such a model that autograd remembers must have been made in the stream that is captured. DDP keeps the nodes that
-collect gradients, and they run in the stream in which DDP was built: were that the default stream, backward would leave the
-capture. So DDP, the eager steps and the capture share one stream.
+collect gradients, and these run in the stream in which DDP was built: if that were the default stream, backward would leave the
+capture. DDP, the eager steps and the capture therefore share one stream.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def graph_stream(settings: Settings) -> torch.cuda.Stream | None:
 
 
 def prepare_random_states(settings: Settings) -> None:
-    """With `--cuda-graph 1`, before a model is built: a capture may switch between Megatron's random states from now on.
+    """With `--cuda-graph 1`, before a model is built: let a capture switch between Megatron's random states from now on.
 
-    They draw the same numbers. They stay so for all models of this process; those built before look them up at each call.
+    They draw the same numbers. All models of this process use them, also those built before.
     """
     if settings.cuda_graph:
         initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
@@ -32,7 +32,7 @@ def prepare_random_states(settings: Settings) -> None:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What the block enqueues goes into `stream`, behind the caller's stream, which goes on behind it. None: nothing changes."""
+    """Enqueue the block into `stream`: after what the caller's stream has, before what it gets next. None: change nothing."""
     if stream is None:
         yield
         return

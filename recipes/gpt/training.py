@@ -15,8 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gpt.data import Batch, Share
-from gpt.lengths import blank, lengths
+from gpt.data import Batch, Share, blank, lengths
 from gpt.model import Model
 from gpt.settings import Settings
 
@@ -42,21 +41,21 @@ class Trainer:
         return total, 0.0 if grad_norm is None else float(grad_norm)
 
     def forward_backward(self, batches: Iterator[Batch]) -> torch.Tensor:
-        """Reduced gradients of a global batch, in the place of the last ones; returns Σ nats and Σ bytes as above."""
+        """Replace the gradients by those of a global batch, reduced; returns Σ nats and Σ bytes as above."""
         self.model.trained.train()
         self.model.trained.zero_grad_buffer()
         return _run(self, batches, micro_batches(self.settings), forward_only=False)
 
     def rehearse(self, device: torch.device) -> None:
-        """Where micro-batches differ in length: forward and backward of each length, the longest first.
+        """Where micro-batches differ in length: run forward and backward of each length once, the longest first.
 
-        What is made at the first use of a shape (symmetric memory, plans of the operators, the allocator's blocks) is
-        there then before the first step. Weights stay as they are; the next step clears the gradients.
+        Symmetric memory, plans of the operators and the allocator's blocks are made at the first use of a shape, and are
+        therefore there before the first step. Weights stay as they are; the next step clears the gradients.
         """
         self.model.trained.train()
         for length in lengths(self.settings) if self.settings.variable_seq_length else ():
             self.model.trained.zero_grad_buffer()
-            _run(self, iter([blank(self.settings.micro_batch_size, length, device)]), 1, forward_only=False)
+            _run(self, iter([blank(self.settings, length, device)]), 1, forward_only=False)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], steps: int) -> float:
@@ -141,13 +140,13 @@ def _run(trainer: Trainer, batches: Iterator[Batch], count: int, forward_only: b
         micro_batch_size=settings.micro_batch_size,
         forward_only=forward_only,
     )
-    if not losses:  # they are known to the last pipeline stage only
+    if not losses:  # not the last pipeline stage
         return next(trainer.model.bare.parameters()).new_zeros(2, dtype=torch.float64)
     return torch.stack([loss["lm loss"] for loss in losses]).sum(0)
 
 
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, partial[Any]]:
-    """Megatron's pair: the output of the model, on the last stage losses [b, s], and what makes a loss of it."""
+    """Megatron's pair: the output of the model, on the last stage losses [b, s], and the function that makes a loss of it."""
     batch = next(batches)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return losses, partial(_loss, batch["loss_mask"])

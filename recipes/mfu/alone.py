@@ -1,9 +1,8 @@
 """The same model without the communication of its linears: what a step would take if all of it were hidden.
 
-Every linear multiplies matrices of the sizes that it has otherwise, on data that is in place already. An input or gradient that
-would be gathered is a whole tensor kept from the first call, a partial sum that would be scattered is cut. Results are wrong,
-times are not. Products are cuBLAS's in every variant, so a fused kernel that multiplies more slowly is charged for it as if it
-were communication.
+Every linear multiplies matrices of its usual sizes, on data that is in place already. A whole tensor kept from the first call
+stands for a gathered input or gradient, and a partial sum is cut instead of scattered. Results are wrong, times are right.
+Products are cuBLAS's in every variant: if a fused kernel multiplies more slowly, the difference counts as communication.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from overlap_train.weight_gradient import weight_gradient
+from overlap_train.operators.weight_gradient import weight_gradient
 
 
 class Wholes:
-    """Whole tensors [M, K] in place of gathered shards [M/W, K]: the shard of the first call, W times."""
+    """Whole tensors [M, K] in place of gathered shards [M/W, K]: W copies of the first call's shard."""
 
     def __init__(self, world: int, main_grad: str) -> None:
         self.world, self.main_grad = world, main_grad  # main_grad: "accumulate" or "off", as in OverlapConfig

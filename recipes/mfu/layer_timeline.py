@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from overlap_train.bench.timeline import device_spans, exposed, kind_of
+from overlap_train.tools.bench.lanes import Span, kind_of
+from overlap_train.tools.bench.timeline import device_spans
 
 if TYPE_CHECKING:
     from mfu.trained import Trained
 
-Span = dict[str, Any]  # pass, kind, name, stream, start and end in microseconds from the pass's begin
-
 MARKER = "nextafter"  # a kernel that nobody else launches; PyTorch's async-TP has spin kernels (torch.cuda._sleep) of its own
 HEAD_START_CYCLES = 20_000_000  # about 10 ms
 PASSES = ("forward", "backward")
-# Names that the classification of bench.timeline knows, for spans whose kind is known already.
-_KNOWN_AS = {"gemm": "gemm", "compute": "gemm", "communication": "memcpy", "waiting": "memcpy"}
 
 
 def record(trained: Trained) -> list[Span]:
@@ -65,7 +62,9 @@ def launch_marker(like: torch.Tensor) -> None:
 
 
 def cut(spans: Sequence[Span]) -> list[Span]:
-    """The spans between the first two markers (forward) and between the next two (backward).
+    """The spans between the first two markers (forward) and between the next two (backward), each with its pass and kind.
+
+    Their start and end are in microseconds from where the pass begins.
 
     Raises:
         ValueError: there are fewer markers.
@@ -77,25 +76,8 @@ def cut(spans: Sequence[Span]) -> list[Span]:
     for number, name in enumerate(PASSES):
         begin, end = markers[2 * number]["end"], markers[2 * number + 1]["start"]
         for span in spans:
-            kind = span_kind(span, markers[0]["stream"])
+            kind = kind_of(span, markers[0]["stream"], MARKER)
             if kind and begin <= span["start"] < end:
                 place = {"start": span["start"] - begin, "end": span["end"] - begin}
                 found.append({"pass": name, "kind": kind, **span, **place})
     return found
-
-
-def span_kind(span: Span, compute_stream: int) -> str:
-    """gemm, compute (other kernels), communication, waiting (a kernel that waits for a peer), or "" for a marker."""
-    name = span["name"].lower()
-    if MARKER in name:
-        return ""
-    if "nccl" in name or "memcpy ptop" in name or ("memcpy" in name and span["stream"] != compute_stream):
-        return "communication"
-    if "meet_kernel" in name or ("wait" in name and "gemm" not in name):
-        return "waiting"
-    return "gemm" if kind_of(span["name"]) == "computation" else "compute"
-
-
-def exposed_parts(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """Parts of communication and waiting during which nothing is computed, as (start, end) in microseconds."""
-    return exposed([{**span, "name": _KNOWN_AS[span["kind"]]} for span in spans])

@@ -1,121 +1,138 @@
-"""Pictures of a comparison, drawn from its rows: MFU bars, loss curves, one layer's timeline. matplotlib is the extra `plot`."""
+"""Pictures of a comparison, drawn from the JSON files of its folder: MFU bars, loss curves, a layer's timeline."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mfu.layer_timeline import PASSES, Span, exposed_parts
-from mfu.plan import AGAIN, MEGATRON
-from mfu.rows import label_of
-from overlap_train.bench.output import Row
-from overlap_train.bench.plots import bars, save
+from mfu.layer_timeline import PASSES
+from mfu.plan import AGAIN, MEGATRON, MEGATRON_GRAPH, is_graph
+from overlap_train.config import METHODS
+from overlap_train.tools.bench.bars import Bar, bars
+from overlap_train.tools.bench.lanes import KINDS, NOTE, Span, draw_lanes, label_lanes
+from overlap_train.tools.bench.style import PERFECT, canvas, look_of, marks, save
+from overlap_train.tools.measure.results import Row
 
-COLOURS = {"gemm": "#4c9f70", "compute": "#b9d8c4", "communication": "#3b6fb6", "waiting": "#3b6fb6"}
-EXPOSED = "#d1495b"
+AGREE = "The curves should agree: all variants have the same model, data and seed."
+GRAPHS = " A CUDA graph is compared with a graph."
+BY_METHOD = "overlap_train with one method for all linears; by default it chooses for each."
+NOISE = " Dashed: trained a second time."
+RISES = (
+    "The loss rises first because weights are random and the learning rate is full after a few steps. This amplifies",
+    "rounding differences; training Megatron-Core twice (--repeat megatron) shows by how much.",
+)
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw mfu.json, losses.json and timeline.json of a folder; returns the images' paths.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the folder has no mfu.json.
+    """
+    if not (folder / "mfu.json").exists():
+        raise ValueError(f"{folder}: no mfu.json; run compare_mfu.py with --out {folder}")
+    documents = [
+        json.loads((folder / name).read_text()) if (folder / name).exists() else {"rows": []}
+        for name in ("mfu.json", "losses.json", "timeline.json")
+    ]
+    rows, losses, spans = (_by_model(document["rows"]) for document in documents)
+    drawn = [draw_speed(documents[0]["rows"], folder / "mfu.png")]
+    for key, members in rows.items():
+        name, title = f"{key[0]}-{key[1]}-layers", title_of(members[0])
+        if curves := {row["variant"]: row["losses"] for row in losses.get(key, ())}:
+            drawn.append(draw_losses(curves, title, folder / f"loss-{name}.png"))
+        if key in spans:
+            heading = f"One layer of {title}, {members[0]['gpus']} x {documents[0]['hardware'].get('device')}"
+            drawn.append(draw_timeline(spans[key], heading, folder / f"timeline-{name}.png"))
+    return drawn
+
+
+def _by_model(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
+    models: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        models.setdefault((row["model"], row["layers"]), []).append(row)
+    return models
+
+
+def title_of(row: Row) -> str:
+    """Of a model, as it was trained."""
+    return f"{row['title']}, {row['layers']} layers, s = {row['seq']}, TP {row['tp']}"
 
 
 def draw_speed(rows: Sequence[Row], path: Path) -> Path:
-    """MFU of each model and variant, or tokens/s/GPU where no peak is known. The line: if all communication were hidden."""
+    """MFU of each model and variant, or tokens/s/GPU where no peak is known."""
     measured = [row for row in rows if row["step_ms"] is not None and not row["variant"].endswith(AGAIN)]
     has_peak = all(row["mfu"] is not None for row in measured)
     key, factor = ("mfu", 100.0) if has_peak else ("tokens_per_s_per_gpu", 1.0)
-    models: dict[tuple[str, int], list[Row]] = {}
-    for row in measured:
-        models.setdefault((row["model"], row["layers"]), []).append(row)
-    labels = [
-        f"{some[0]['title']}, {some[0]['layers']} layers\ns = {some[0]['seq']}, TP {some[0]['tp']}"
-        for some in models.values()
-    ]
-    series = {
-        label_of(name): [_figure(some, name, key, factor) for some in models.values()]
-        for name in dict.fromkeys(row["variant"] for row in measured)
-    }
-    bounds = [max(factor * row[key] * _without_exposed(row) for row in some) for some in models.values()]
-    peak = measured[0]["peak_tflops"]
-    title = (
-        f"MFU in % of {peak:g} TFLOP/s; bound: nothing exposed" if has_peak else "tokens/s/GPU; bound: nothing exposed"
+    unit = f"MFU, % of {measured[0]['peak_tflops']:g} TFLOP/s a GPU" if has_peak else "tokens/s/GPU"
+    graphs = GRAPHS * any(is_graph(row["variant"]) for row in measured)
+    methods = dict.fromkeys(row["variant"] for row in measured if row["variant"] in METHODS)
+    panels = {title_of(some[0]): bars_of(some, key, factor) for some in _by_model(measured).values()}
+    header = (
+        f"Training on {measured[0]['gpus']} GPUs: {unit.split(',')[0]}, and speed-up of a step over {look_of(MEGATRON).label}",
+        f"Higher is better. {PERFECT.capitalize()}: the step without its exposed communication.{graphs}",
+        *((f"{', '.join(methods)}: {BY_METHOD}",) if methods else ()),
     )
-    return bars(labels, series, bounds, title, path)
+    return bars(panels, header, unit, path)
 
 
-def _figure(rows: Sequence[Row], name: str, key: str, factor: float) -> float | None:
-    return next((factor * row[key] for row in rows if row["variant"] == name), None)
+def bars_of(rows: Sequence[Row], key: str, factor: float) -> list[Bar]:
+    """Of one model, with the speed-up of a step over Megatron-Core's, eager over eager and graph over graph."""
+    known = [row for row in rows if row["exposed_ms"] is not None]  # not of CUDA graphs
+    bound = max((factor * row[key] * _without_exposed(row) for row in known), default=None)
+    baselines, found = {row["variant"]: row["step_ms"] for row in rows}, []
+    for row in rows:
+        value, name = factor * row[key], row["variant"]
+        baseline = MEGATRON_GRAPH if is_graph(name) else MEGATRON
+        is_rated = name != baseline and baseline in baselines
+        text = f"{value:.1f}" + (f"  ({baselines[baseline] / row['step_ms']:.2f}x)" if is_rated else "")
+        found.append(Bar(look_of(name).label, name, value, text, bound if row in known else None))
+    return found
 
 
 def _without_exposed(row: Row) -> float:
-    """How much faster the step were."""
-    exposed = row["exposed_ms"] or 0.0
-    return row["step_ms"] / (row["step_ms"] - exposed) if exposed > 0 else 1.0
+    """How much faster the step would be."""
+    return row["step_ms"] / (row["step_ms"] - max(0.0, row["exposed_ms"]))
 
 
 def draw_losses(losses: dict[str, list[float]], title: str, path: Path) -> Path:
     """Above, the curves. Below, how far each is from the baseline's; a baseline trained twice shows how far noise goes."""
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
-    )
     baseline = MEGATRON if MEGATRON in losses else next(iter(losses))
-    steps = range(1, len(losses[baseline]) + 1)
-    for number, (name, values) in enumerate(losses.items()):
-        style = {"linestyle": "--" if name.endswith(AGAIN) else "-", "color": f"C{number}", "linewidth": 1.2}
-        above.plot(steps, values, label=label_of(name), **style)
-        if name != baseline:
-            differences = [value - other for value, other in zip(values, losses[baseline], strict=True)]
-            below.plot(steps, differences, label=label_of(name), **style)
-    below.axhline(0.0, color="black", linewidth=0.8)
-    above.set(title=title, ylabel="loss, nats per byte")
-    below.set(xlabel="step", ylabel=f"loss less that of\n{label_of(baseline)}")
-    above.legend(fontsize=8)
+    first, highest = losses[baseline][0], max(losses[baseline])
+    names = tuple(name for name in losses if not name.endswith(AGAIN))
+    header = (f"Loss of {title}", AGREE + NOISE * (len(names) < len(losses)), *RISES * (highest > 1.1 * first))
+    figure, grid = canvas(2, 1, 2.4, header, names, "-", sharex=True, height_ratios=(2, 1))
+    for name, values in losses.items():
+        look, steps = look_of(name), range(1, len(values) + 1)
+        # the baseline is wide, so that it is seen under curves that are equal to it
+        style: dict[str, Any] = {"color": look.colour, "linewidth": 3 if name == baseline else 1.3}
+        again = {"linestyle": "--"}
+        style |= again if name.endswith(AGAIN) else {**marks(name), "markevery": max(1, len(values) // 18)}
+        differences = [value - other for value, other in zip(values, losses[baseline], strict=True)]
+        for axes, curve in zip(grid.flat, (values, differences), strict=True):
+            axes.plot(steps, curve, markersize=5, **style)
+            axes.grid(axis="y")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+    grid[0][0].set_ylabel("loss, nats per byte")
+    grid[1][0].set(xlabel="step", ylabel=f"less that of\n{look_of(baseline).label}")
     return save(figure, path)
 
 
-def draw_timeline(spans: dict[str, list[Span]], title: str, path: Path) -> Path:
-    """A line for each variant, forward on the left and backward on the right; red is communication that nothing hides."""
-    from matplotlib import pyplot
-
-    widths = [max(_length(some, name) for some in spans.values()) for name in PASSES]
-    figure, grid = pyplot.subplots(
-        len(spans),
-        2,
-        figsize=(12, 1.6 * len(spans) + 1),
-        squeeze=False,
-        sharex="col",
-        width_ratios=widths,
-        layout="constrained",
-    )
-    for lines, (variant, some) in zip(grid, spans.items(), strict=True):
-        for axes, name in zip(lines, PASSES, strict=True):
-            _draw_pass(axes, f"{label_of(variant)}, {name}", [span for span in some if span["pass"] == name])
-        lines[1].set_yticks([])
-    for axes in grid[-1]:
-        axes.set_xlabel("microseconds")
-    figure.suptitle(f"{title}: green products, light green other kernels, blue communication, red exposed", fontsize=10)
+def draw_timeline(spans: Sequence[Span], title: str, path: Path) -> Path:
+    """A line for each variant, forward on the left and backward on the right."""
+    variants = list(dict.fromkeys(span["variant"] for span in spans))
+    lengths = [max(span["end"] for span in spans if span["pass"] == name) for name in PASSES]
+    widths = [1.03 * max(length, 0.65 * max(lengths)) for length in lengths]  # one scale, and room for the titles
+    header = (title, "Shorter is better. " + NOTE)
+    figure, grid = canvas(2 * len(variants), 2, 1.1, header, KINDS, sharex="col", width_ratios=widths)
+    for line, variant in zip(grid, variants, strict=True):
+        for axes, name in zip(line, PASSES, strict=True):
+            part = [span for span in spans if (span["variant"], span["pass"]) == (variant, name)]
+            heading = f"{look_of(variant).label}: {name}" if name == PASSES[0] else name
+            draw_lanes(axes, heading, part, variant == "direct")
+    for axes, width in zip(grid[0], widths, strict=True):
+        axes.set_xlim(-0.01 * width, width)
+    label_lanes(grid)
     return save(figure, path)
-
-
-def _length(spans: Sequence[Span], name: str) -> float:
-    return max((span["end"] for span in spans if span["pass"] == name), default=1.0)
-
-
-def _draw_pass(axes: Any, title: str, spans: Sequence[Span]) -> None:
-    for span in spans:
-        lane = 1 if span["kind"] in ("gemm", "compute") else 0
-        axes.broken_barh([(span["start"], span["end"] - span["start"])], (lane, 0.8), color=COLOURS[span["kind"]])
-    parts = exposed_parts(spans)
-    axes.broken_barh([(start, end - start) for start, end in parts], (0, 0.8), color=EXPOSED)
-    axes.set_yticks([0.4, 1.4], ["copies, NCCL", "kernels"])
-    axes.set_ylim(-0.1, 1.9)
-    length, bare = max((span["end"] for span in spans), default=0.0), _covered(parts)
-    axes.set_title(f"{title}: {length:.0f} µs, {bare:.0f} µs exposed", fontsize=9, loc="left")
-
-
-def _covered(parts: Sequence[tuple[float, float]]) -> float:
-    """Length of the union."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(parts):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -1,27 +1,23 @@
-"""What a comparison leaves behind: files of rank 0, written anew after each model, so that an interrupted run keeps them."""
+"""What a comparison leaves: a table on the screen, and files of rank 0, written after each model, so that none is lost."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
-from gpt.errors import RecipeError
-from gpt.progress import say
-from gpt.settings import architecture_of
-from gpt.world import World
+from gpt.program import RecipeError, say
+from mfu import pictures
 from mfu.flops import peak_tflops
 from mfu.measuring import Measured
-from mfu.plan import ASYNC_TP, USERBUFFERS, Plan
+from mfu.plan import ASYNC_TP, Plan
 from mfu.rows import COLUMNS, SCREEN_COLUMNS, notes_of, rows_of
-from overlap_train.bench import output
-from overlap_train.bench.output import Row
-
-MAY_BE_ABSENT = (ASYNC_TP, USERBUFFERS)
+from overlap_train.tools.measure import results as output
+from overlap_train.tools.measure.results import Row
+from overlap_train.tools.measure.world import World
 
 
 class Writer:
-    """Collects the rows of all models; everybody calls it, rank 0 writes."""
+    """Collects the rows of all models; every rank calls it, rank 0 writes."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._world = plan, world
@@ -39,48 +35,29 @@ class Writer:
         self._losses += [{**which, "variant": name, "losses": all_} for name, all_ in measured.losses.items()]
         self._spans += [{**which, "variant": name, **span} for name, some in measured.spans.items() for span in some]
         if self._world.rank == 0:
-            self._write(measured)
+            self._write()
 
     def conclude(self, seconds: float) -> None:
         """Print the table.
 
         Raises:
-            RecipeError: on every rank, where Megatron-Core's or an overlapped variant did not run. Rivals may be absent.
+            RecipeError: on every rank, where Megatron-Core's or an overlapped variant did not run. Async-TP may be absent.
         """
         say(output.screen(self._rows, notes_of(self._plan, self._rows), SCREEN_COLUMNS))
         say(f" {seconds:.0f} s in all; {self._plan.out}")
-        missing = [row for row in self._rows if row["status"] != "ran" and row["variant"] not in MAY_BE_ABSENT]
+        missing = [row for row in self._rows if row["status"] != "ran" and row["variant"] != ASYNC_TP]
         if missing:
             reasons = "; ".join(f"{row['model']} {row['variant']}: {row['status']}" for row in missing)
             raise RecipeError(f"--variants {','.join(self._plan.variants)}: not all of them ran: {reasons}")
 
-    def _write(self, measured: Measured) -> None:
-        folder = self._plan.out
+    def _write(self) -> None:
+        folder = Path(self._plan.out)
         for name, rows in (("mfu", self._rows), ("losses", self._losses), ("timeline", self._spans)):
             if rows:
                 output.write_json(folder / f"{name}.json", rows, self._hardware)
         (folder / "mfu.md").write_text(output.markdown(self._rows, notes_of(self._plan, self._rows), COLUMNS))
         if importlib.util.find_spec("matplotlib") is None:
-            say(" no pictures: matplotlib is not installed (pip install overlap-train[plot])")
+            say(" no pictures: matplotlib is not installed (pip install matplotlib)")
             return
-        for path in self._draw(measured):
+        for path in pictures.draw(folder):
             say(f" {path}")
-
-    def _draw(self, measured: Measured) -> list[Path]:
-        import matplotlib
-
-        from mfu import pictures
-
-        matplotlib.use("Agg")
-        folder, settings = self._plan.out, measured.settings
-        title = f"{architecture_of(settings).title}, {settings.num_layers} layers, s = {settings.seq_length}, TP {settings.tp}"
-        name = f"{settings.model}-{settings.num_layers}-layers"
-        drawn = [
-            pictures.draw_speed(self._rows, folder / "mfu.png"),
-            pictures.draw_losses(measured.losses, title, folder / f"loss-{name}.png"),
-        ]
-        if measured.spans:
-            device: Any = self._hardware.get("device")
-            heading = f"One layer of {title} on {self._world.size} x {device}"
-            drawn.append(pictures.draw_timeline(measured.spans, heading, folder / f"timeline-{name}.png"))
-        return drawn

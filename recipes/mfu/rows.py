@@ -1,6 +1,6 @@
 """One row for each model and variant: what JSON keeps, and the columns of the Markdown table.
 
-The columns up to TFLOP/s are those of Megatron-Bridge's performance summary, in its order; what is compared here comes behind.
+The columns up to TFLOP/s are those of Megatron-Bridge's performance summary, in its order; those of the comparison follow.
 """
 
 from __future__ import annotations
@@ -8,20 +8,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gpt.settings import architecture_of
 from mfu.flops import step_flops
-from mfu.measuring import Measured, baseline_of
-from mfu.plan import AGAIN, ASYNC_TP, MEGATRON, MEGATRON_GRAPH, OVERLAP, OVERLAP_GRAPH, USERBUFFERS, Plan, is_graph
-from overlap_train.bench.output import Column, Row
+from mfu.measuring import Measured
+from mfu.plan import AGAIN, ASYNC_TP, MEGATRON, MEGATRON_GRAPH, OVERLAP, OVERLAP_GRAPH, Plan, is_graph
+from overlap_train.tools.measure.results import Column, Row
 
-GIB, MIB = 1 << 30, 1 << 20
 LABELS = {
     MEGATRON: "Megatron-Core",
     OVERLAP: "overlap_train",
     OVERLAP_GRAPH: "overlap_train, CUDA graph",
     MEGATRON_GRAPH: "Megatron-Core, CUDA graph",
     ASYNC_TP: "PyTorch async-TP",
-    USERBUFFERS: "TransformerEngine userbuffers",
 }
 
 
@@ -37,83 +34,71 @@ def rows_of(plan: Plan, measured: Measured, world_size: int, peak: float | None,
 
 
 def _row(name: str, measured: Measured, world_size: int, peak: float | None, precision: str) -> Row:
-    settings, architecture = measured.settings, architecture_of(measured.settings)
-    replicas = world_size // settings.tp
+    settings = measured.settings
+    overlapped, fallen_back = measured.calls.get(name, (None, None))
     return {
-        "model": settings.model, "title": architecture.title, "layers": settings.num_layers, "variant": name,
+        "model": settings.model, "title": settings.title, "layers": settings.num_layers, "variant": name,
         "gpus": world_size, "precision": precision, "gbs": settings.global_batch_size, "mbs": settings.micro_batch_size,
         "seq": settings.seq_length, "fsdp": 0, "tp": settings.tp, "pp": 1, "cp": 1, "vp": 1, "ep": 1,
-        "ga": settings.global_batch_size // (settings.micro_batch_size * replicas),
+        "ga": settings.global_batch_size // (settings.micro_batch_size * (world_size // settings.tp)),
         "deterministic": bool(settings.deterministic),
         "status": measured.absent.get(name, "ran"),
+        "flops_per_step": step_flops(settings), "peak_tflops": peak,
         **_speed(name, measured, world_size, peak),
         **_exposed(name, measured),
         **_losses(name, measured),
-        **_memory(name, measured),
+        # of one rank
+        "held_bytes": measured.held_bytes.get(name), "peak_bytes": measured.peak_bytes.get(name),
+        "symmetric_bytes": measured.symmetric_bytes.get(name),
+        "overlapped_calls": overlapped, "fallen_back_calls": fallen_back,
     }  # fmt: skip
 
 
 def _speed(name: str, measured: Measured, world_size: int, peak: float | None) -> Row:
     """Times are medians over rounds. MFU is a fraction of the peak."""
-    keys = ("step_ms", "step_ms_rounds", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "speed_up")
-    flops = {"flops_per_step": step_flops(measured.settings), "peak_tflops": peak}
     if name not in measured.step_ms:
-        return dict.fromkeys(keys) | flops
-    milliseconds = measured.median_ms(name)
-    per_gpu = 1e-3 * milliseconds * world_size
-    tokens = measured.settings.global_batch_size * measured.settings.seq_length
-    tflops = flops["flops_per_step"] / per_gpu / 1e12
-    values = (
-        milliseconds,
-        measured.step_ms[name],
-        tokens / per_gpu,
-        tflops,
-        None if peak is None else tflops / peak,
-        measured.median_ms(baseline_of(measured)) / milliseconds,
-    )
-    return dict(zip(keys, values, strict=True)) | flops
+        return dict.fromkeys(("step_ms", "step_ms_rounds", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "speed_up"))
+    settings, milliseconds = measured.settings, measured.median_ms(name)
+    gpu_seconds = 1e-3 * milliseconds * world_size
+    tflops = step_flops(settings) / gpu_seconds / 1e12
+    return {
+        "step_ms": milliseconds,
+        "step_ms_rounds": measured.step_ms[name],
+        "tokens_per_s_per_gpu": settings.global_batch_size * settings.seq_length / gpu_seconds,
+        "tflops_per_gpu": tflops,
+        "mfu": None if peak is None else tflops / peak,
+        "speed_up": measured.median_ms(measured.baseline) / milliseconds,
+    }
 
 
 def _exposed(name: str, measured: Measured) -> Row:
     """Milliseconds a step; the last is a fraction of what the baseline leaves exposed. Of a graph only the first is known."""
-    keys = ("forward_backward_ms", "alone_ms", "exposed_ms", "exposed_of_baseline")
-    if name not in measured.passes_ms:
-        return dict.fromkeys(keys)
-    passes, exposed, baseline = (
-        measured.passes_ms[name],
-        measured.exposed_ms(name),
-        measured.exposed_ms(baseline_of(measured)),
-    )
-    ratio = exposed / baseline if exposed is not None and baseline is not None and baseline > 0 else None
-    return dict(zip(keys, (passes, measured.alone_ms.get(name), exposed, ratio), strict=True))
+    exposed, whole = measured.exposed_ms(name), measured.exposed_ms(measured.baseline)
+    return {
+        "forward_backward_ms": measured.passes_ms.get(name),
+        "alone_ms": measured.alone_ms.get(name),
+        "exposed_ms": exposed,
+        "exposed_of_baseline": exposed / whole if exposed is not None and whole is not None and whole > 0 else None,
+    }
 
 
 def _losses(name: str, measured: Measured) -> Row:
     """Nats per byte. The difference is the largest from the baseline's at any step; `same_bits` is of a repetition."""
-    keys = ("first_loss", "last_loss", "loss_difference", "same_bits")
     if name not in measured.losses:
-        return dict.fromkeys(keys)
+        return dict.fromkeys(("first_loss", "last_loss", "loss_difference", "same_bits"))
     losses = measured.losses[name]
-    difference = largest_difference(losses, measured.losses[baseline_of(measured)])
-    return dict(zip(keys, (losses[0], losses[-1], difference, measured.same.get(name)), strict=True))
-
-
-def _memory(name: str, measured: Measured) -> Row:
-    """Of one rank: bytes that stay, the most during a step, and the symmetric heap; and how often linears overlapped."""
-    overlapped, fallen_back = measured.calls.get(name, (None, None))
     return {
-        "held_bytes": measured.held_bytes.get(name),
-        "peak_bytes": measured.peak_bytes.get(name),
-        "symmetric_bytes": measured.symmetric_bytes.get(name),
-        "overlapped_calls": overlapped,
-        "fallen_back_calls": fallen_back,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "loss_difference": largest_difference(losses, measured.losses[measured.baseline]),
+        "same_bits": measured.same.get(name),
     }
 
 
 def largest_difference(losses: list[float], others: list[float]) -> float:
     """Over all steps; NaN if either has one."""
     differences = [abs(a - b) for a, b in zip(losses, others, strict=True)]
-    return math.nan if any(math.isnan(d) for d in differences) else max(differences)
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def _title(row: Row) -> str:
@@ -121,44 +106,38 @@ def _title(row: Row) -> str:
     return f"{row['title']}, {row['layers']} layers: {label_of(row['variant'])}{status}"
 
 
-def _scaled(row: Row, key: str, factor: float) -> Any:
-    return row[key] and row[key] * factor
+def _column(heading: str, key: str, factor: float = 1.0, form: str = "") -> Column:
+    """A figure of the row times `factor`; a table shows None as a dash."""
+
+    def value(row: Row) -> Any:
+        figure = row[key] if row[key] is None or factor == 1.0 else row[key] * factor
+        return figure if figure is None or not form else format(figure, form)
+
+    return heading, value
 
 
-def _rounded(row: Row, key: str) -> Any:
-    return row[key] and round(row[key])
-
-
-COLUMNS: tuple[Column, ...] = (
-    ("Model", _title),
-    ("#-GPUs", lambda row: row["gpus"]),
-    ("Precision", lambda row: row["precision"]),
-    ("GBS", lambda row: row["gbs"]),
-    ("MBS", lambda row: row["mbs"]),
-    ("Sequence Length", lambda row: row["seq"]),
-    ("FSDP", lambda row: row["fsdp"]),
-    ("TP", lambda row: row["tp"]),
-    ("PP", lambda row: row["pp"]),
-    ("CP", lambda row: row["cp"]),
-    ("VP", lambda row: row["vp"]),
-    ("EP", lambda row: row["ep"]),
-    ("GA", lambda row: row["ga"]),
-    ("Tokens / sec / GPU", lambda row: _rounded(row, "tokens_per_s_per_gpu")),
-    ("Model TFLOP / sec / GPU", lambda row: row["tflops_per_gpu"]),
-    ("MFU %", lambda row: _scaled(row, "mfu", 100.0)),
-    ("Step ms", lambda row: row["step_ms"]),
-    ("Speed-up", lambda row: row["speed_up"]),
-    ("Forward + backward ms", lambda row: row["forward_backward_ms"]),
-    ("Exposed comm ms", lambda row: row["exposed_ms"]),
-    ("Exposed, of baseline's %", lambda row: _scaled(row, "exposed_of_baseline", 100.0)),
-    ("Last loss", lambda row: row["last_loss"]),
-    ("Loss difference", lambda row: None if row["loss_difference"] is None else f"{row['loss_difference']:.1e}"),
-    ("Peak GiB", lambda row: _scaled(row, "peak_bytes", 1 / GIB)),
-    ("Symmetric MiB", lambda row: _scaled(row, "symmetric_bytes", 1 / MIB)),
+BRIDGE_COLUMNS: tuple[Column, ...] = (
+    _column("#-GPUs", "gpus"), _column("Precision", "precision"), _column("GBS", "gbs"), _column("MBS", "mbs"),
+    _column("Sequence Length", "seq"), _column("FSDP", "fsdp"), _column("TP", "tp"), _column("PP", "pp"), _column("CP", "cp"),
+    _column("VP", "vp"), _column("EP", "ep"), _column("GA", "ga"),
 )  # fmt: skip
-
 # What fits on a screen.
-SCREEN_COLUMNS = tuple(column for column in COLUMNS if column[0] not in {name for name, _ in COLUMNS[1:13]})
+SCREEN_COLUMNS: tuple[Column, ...] = (
+    ("Model", _title),
+    _column("Tokens / sec / GPU", "tokens_per_s_per_gpu", form=".0f"),
+    _column("Model TFLOP / sec / GPU", "tflops_per_gpu"),
+    _column("MFU %", "mfu", 100.0),
+    _column("Step ms", "step_ms"),
+    _column("Speed-up", "speed_up"),
+    _column("Forward + backward ms", "forward_backward_ms"),
+    _column("Exposed comm ms", "exposed_ms"),
+    _column("Exposed, of baseline's %", "exposed_of_baseline", 100.0),
+    _column("Last loss", "last_loss"),
+    _column("Loss difference", "loss_difference", form=".1e"),
+    _column("Peak GiB", "peak_bytes", 2**-30),
+    _column("Symmetric MiB", "symmetric_bytes", 2**-20),
+)
+COLUMNS: tuple[Column, ...] = (SCREEN_COLUMNS[0], *BRIDGE_COLUMNS, *SCREEN_COLUMNS[1:])
 
 
 def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
@@ -183,6 +162,6 @@ def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
             "CUDA graph: forward and backward are replayed, the optimizer is not; exposed communication is unknown, the calls of "
             "linears are those before the first replay, and the graph's memory counts"
         )
-    if plan.is_bitwise:
+    if plan.bitwise:
         notes.append("deterministic kernels: these times are not those of ordinary training")
     return notes

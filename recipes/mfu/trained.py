@@ -11,18 +11,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from gpt.data import Batch, batches, build_datasets
-from gpt.graph import GraphedTrainer, with_graph
+from gpt.graph import GraphedTrainer
 from gpt.settings import Settings
-from gpt.training import Trainer, build_trainer, data_share, micro_batches
-from mfu import variants
+from gpt.training import Trainer, data_share, micro_batches
 from mfu.alone import Wholes, parallel_linears, without_communication
-from mfu.plan import AGAIN, WARM_UP_STEPS
+from mfu.plan import WARM_UP_STEPS
+from mfu.variants import build_variant
 from overlap_train import OverlapConfig
 
 
 @dataclass
 class Trained:
-    """held_bytes: parameters, gradients and optimizer, or any other memory that stays; peak_bytes: the most during a step,
+    """held_bytes: parameters, gradients, optimizer and any other memory that stays; peak_bytes: the most during a step,
     of this variant alone, though others hold memory beside it. fingerprint: of the initial weights."""
 
     name: str
@@ -34,22 +34,22 @@ class Trained:
     peak_bytes: int = 0
     totals: list[torch.Tensor] = field(default_factory=list)  # (Σ nats, Σ bytes) of each step
 
-    def step(self, index: int = 0) -> None:
-        """One optimizer step on the next global batch. `index` is what a timed call is given; it means nothing here."""
+    def step(self, _: int = 0) -> None:
+        """One optimizer step on the next global batch. A timed call is given an index, which means nothing here."""
         total, _ = self.trainer.step(iter(self._micro_batches(len(self.totals))))
         self.totals.append(total)
 
-    def forward_backward(self, index: int = 0) -> None:
+    def forward_backward(self, _: int = 0) -> None:
         """Gradients of the first global batch; weights stay as they are."""
         self.trainer.forward_backward(iter(self._micro_batches(0)))
 
-    def forward_backward_alone(self, index: int = 0) -> None:
+    def forward_backward_alone(self, _: int = 0) -> None:
         """The same without the communication of the linears."""
         with without_communication(parallel_linears(self.trainer.model.bare), self.wholes):
             self.forward_backward()
 
     def capture(self) -> None:
-        """Capture the passes of a graph variant; collective. Its memory stays, and counts from here on."""
+        """Capture the passes of a graph variant; collective. The graph's memory stays, and counts from here on."""
         assert isinstance(self.trainer, GraphedTrainer)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
@@ -84,18 +84,15 @@ def start(
 ) -> Trained:
     """Build a variant and take its first steps, in which kernels compile and the optimizer's state is made; collective.
 
-    None of them is captured: all variants share a heap, which cannot grow once a graph knows it.
+    None of these steps is captured: all variants share a heap, which cannot grow once a graph knows it.
     """
-    variant = name.removesuffix(AGAIN)
-    settings = variants.settings_of(variant, settings)
     before = _allocated(device)
-    model = variants.build(variant, settings, overlap, device)
-    wholes = Wholes(settings.tp, variants.main_grad_of(variant, overlap))
-    trained = Trained(name, with_graph(build_trainer(settings, model)), data, fingerprint(model.bare), wholes)
+    trainer, main_grad = build_variant(name, settings, overlap, device)
+    trained = Trained(name, trainer, data, fingerprint(trainer.model.bare), Wholes(settings.tp, main_grad))
     for _ in range(WARM_UP_STEPS - 1):
         trained.step()
-    trained.held_bytes = _allocated(device) - before
     during = _allocated(device)
+    trained.held_bytes = during - before
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     trained.step()
@@ -115,11 +112,11 @@ def fingerprint(model: torch.nn.Module) -> torch.Tensor:
 def have_equal_weights(left: Trained, right: Trained) -> bool:
     """Bit by bit, on every rank; collective."""
     pairs = zip(left.trainer.model.bare.parameters(), right.trainer.model.bare.parameters(), strict=True)
-    return on_every_rank(all(torch.equal(a, b) for a, b in pairs), left.fingerprint.device)
+    return is_true_everywhere(all(torch.equal(a, b) for a, b in pairs), left.fingerprint.device)
 
 
-def on_every_rank(fact: bool, device: torch.device) -> bool:
-    """Whether it is a fact on all ranks; collective."""
+def is_true_everywhere(fact: bool, device: torch.device) -> bool:
+    """Whether `fact` is true on all ranks; collective."""
     verdict = torch.tensor([fact], dtype=torch.int32, device=device)
     dist.all_reduce(verdict, dist.ReduceOp.MIN)
     return bool(verdict.item())

@@ -1,9 +1,7 @@
-"""What is compared: the same model with its linears overlapped, as Megatron-Core has them, and on PyTorch's async-TP;
-the first two also with their passes in a CUDA graph."""
+"""What is compared: the same model with its linears overlapped, as Megatron-Core has them, and on PyTorch's async-TP."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +9,15 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from gpt.model import Model, build_model
+from gpt.graph import with_graph
+from gpt.model import build_model
 from gpt.rules import graph_problem
 from gpt.settings import Settings
+from gpt.training import Trainer, build_trainer
 from mfu.alone import parallel_linears
-from mfu.plan import ASYNC_TP, GRAPHS, MEGATRON, OVERLAP, USERBUFFERS
+from mfu.plan import AGAIN, ASYNC_TP, GRAPHS, MEGATRON, OVERLAP
 from overlap_train import OverlapConfig
-from overlap_train.bench.async_tp import AsyncColumn, AsyncRow
-from overlap_train.config import METHODS
+from overlap_train.tools.bench.async_tp import AsyncColumn, AsyncRow
 
 
 def obstacle(variant: str, settings: Settings, device: torch.device) -> str | None:
@@ -30,44 +29,22 @@ def obstacle(variant: str, settings: Settings, device: torch.device) -> str | No
         return "tensor-parallel size 1: nothing to overlap"
     if variant == ASYNC_TP and device.type != "cuda":
         return "PyTorch's async-TP needs CUDA devices"
-    if variant == USERBUFFERS:
-        if importlib.util.find_spec("transformer_engine") is None:
-            return "transformer_engine is not installed"
-        return "transformer_engine is installed, but this program does not drive its userbuffers"
     return None
 
 
-def build(variant: str, settings: Settings, overlap: OverlapConfig, device: torch.device) -> Model:
-    """The model of a variant; collective. Raises RecipeError where enable() refuses.
+def build_variant(name: str, settings: Settings, overlap: OverlapConfig, device: torch.device) -> tuple[Trainer, str]:
+    """A trainer, and where its weight gradients go, in the words of OverlapConfig.main_grad; collective.
 
-    Args:
-        settings: as `settings_of` returns them.
+    Baselines return their weight gradients, and DDP adds them. Raises RecipeError where enable() refuses.
     """
+    variant = name.removesuffix(AGAIN)
+    settings = replace(settings, cuda_graph=int(variant in GRAPHS))
     variant = GRAPHS.get(variant, variant)
-    if variant == MEGATRON:
-        return build_model(settings, None, device)
-    if variant == ASYNC_TP:
-        return build_model(settings, None, device, change=use_async_tp)
-    return build_model(settings, overlap_of(variant, overlap), device)
-
-
-def settings_of(variant: str, settings: Settings) -> Settings:
-    """The recipe settings of a variant."""
-    return replace(settings, cuda_graph=1) if variant in GRAPHS else settings
-
-
-def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig:
-    """The settings of an overlapped variant: those of the flags, or with the method that the variant is named after."""
-    if variant == OVERLAP:
-        return overlap
-    assert variant in METHODS, variant
-    return replace(overlap, method=variant)
-
-
-def main_grad_of(variant: str, overlap: OverlapConfig) -> str:
-    """Where the variant's weight gradients go, in the words of OverlapConfig. Rivals return them, and DDP adds them."""
-    variant = GRAPHS.get(variant, variant)
-    return "off" if variant in (MEGATRON, ASYNC_TP) else overlap.main_grad
+    if variant in (MEGATRON, ASYNC_TP):
+        change = use_async_tp if variant == ASYNC_TP else None
+        return with_graph(build_trainer(settings, build_model(settings, None, device, change))), "off"
+    overlap = overlap if variant == OVERLAP else replace(overlap, method=variant)
+    return with_graph(build_trainer(settings, build_model(settings, overlap, device))), overlap.main_grad
 
 
 def use_async_tp(model: GPTModel) -> None:

@@ -23,8 +23,8 @@ from gpt.model import build_model
 from gpt.settings import Settings, defaults
 from gpt.training import Trainer, build_trainer, micro_batches
 from overlap_train import OverlapConfig, all_gather_linear, check
-from overlap_train.graph import forget_graphs
 from overlap_train.integrations.megatron import report
+from overlap_train.runtime.graph import forget_graphs
 
 SEQUENCE, BYTES, REPLAYS = 1024, 256, 5
 

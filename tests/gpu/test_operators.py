@@ -10,15 +10,26 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from overlap_train import all_gather_linear, linear_reduce_scatter
-from overlap_train.domain import Demand
-from overlap_train.operators.all_gather_gemm import start_all_gather_whole
-from overlap_train.operators.gemm_reduce_scatter import start_gemm_reduce_scatter
-from overlap_train.protocol.slot import Slot
-from overlap_train.registry import domain_of
-from overlap_train.tuned.ways import WAYS, Way
+from overlap_train.operators.all_gather_gemm import start_gather
+from overlap_train.operators.gemm_reduce_scatter import start_scatter
+from overlap_train.planning.arguments import Request
+from overlap_train.planning.plan import EnginePlan, make_plan
+from overlap_train.planning.schedule import SCATTER, Topology, legs
+from overlap_train.planning.spec import ALL_GATHER_LINEAR
+from overlap_train.planning.table import UNTUNED
+from overlap_train.planning.tiling import chunk_count
+from overlap_train.planning.variants import VARIANTS, Variant
+from overlap_train.protocol.slot import Call
+from overlap_train.protocol.tags import Tag, epoch_of
+from overlap_train.runtime.registry import domain_of
 from tests.linear_cases import OPERATORS, SHAPES, Case, poison, rounding_bound
 
-SHAPES_OF_TILES = {**SHAPES, "several tiles": ((300, 2), 520, 390), "many tiles": ((1024, 1), 1024, 1536)}
+SHAPES_OF_TILES = {
+    **SHAPES,
+    "several tiles": ((300, 2), 520, 390),
+    "many tiles": ((1024, 1), 1024, 1536),
+    "two chunks": ((2048, 1), 4096, 4096),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -43,17 +54,18 @@ def test_the_fused_kernel_really_ran(case: Case, monkeypatch: pytest.MonkeyPatch
     the host does for the others: overlap that silently did not happen shows here."""
     domain, method = domain_of(case.group, case.config, case.device), case.config.method
     OPERATORS["column"](case, (256, 1), 256, 256)  # so that slots are there, and then used again
-    before = sum(int(slot.epoch) for slot in domain.workspace.slots)
-    by_host: list[Slot] = []
-    count = Slot.next_epoch
-    monkeypatch.setattr(Slot, "next_epoch", lambda slot: (by_host.append(slot), count(slot)))
+    slots = [] if domain.heap is None else domain.workspace.slots
+    before = sum(epoch_of(int(slot.epoch)) for slot in slots)
+    by_host: list[Call] = []
+    count = Call.next_epoch
+    monkeypatch.setattr(Call, "next_epoch", lambda call: (by_host.append(call), count(call)))
     OPERATORS["column"](case, (256, 1), 256, 256)
-    counted = sum(int(slot.epoch) for slot in domain.workspace.slots) - before
+    counted = sum(epoch_of(int(slot.epoch)) for slot in slots) - before
     calls = {"fused": (3, 3), "direct": (3, 1), "chunked": (3, 3), "collective": (0, 0)}
     assert (counted, len(by_host)) == calls[method], "forward; of backward a gather by the copy engine, and a scatter"
     if method == "fused":
-        assert sum(int(slot.counters.claimed) for slot in domain.workspace.slots) > 0
-    assert domain.heap is not None and case.config.provider in ("auto", domain.heap.provider)
+        assert sum(int(slot.counters.claimed) for slot in slots) > 0
+    assert domain.heap is None or case.config.provider in ("auto", domain.heap.provider)
 
 
 def test_later_launches_go_straight_to_the_driver(case: Case, recwarn: pytest.WarningsRecorder) -> None:
@@ -64,7 +76,8 @@ def test_later_launches_go_straight_to_the_driver(case: Case, recwarn: pytest.Wa
     ]  # slots know it by its shape
     for seed in range(4):
         OPERATORS["column"](replace(case, dtype=torch.bfloat16), (256 * case.world, 1), k, 256, seed=seed)
-    calls = [call for slot in domain.workspace.slots for (shape, *_), call in slot.calls.items() if shape[1] == k]
+    slots = [] if domain.heap is None else domain.workspace.slots
+    calls = [call for slot in slots for (shape, *_), call in slot.calls._values.items() if shape[1] == k]
     packed = sum(len(call.launches._packed) for call in calls)
     assert (packed > 0) == (case.config.method != "collective")
     assert not [warning for warning in recwarn if "host time" in str(warning.message)]
@@ -75,13 +88,18 @@ def _random(case: Case, *shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(case.device, case.dtype)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way.deferred], ids=lambda way: way.named("fused"))
-def test_a_deferred_reduction_is_exact(case: Case, way: Way) -> None:
-    """Of a column's backward, behind the gather of x and before its weight gradient, several times with other numbers."""
+SPLIT = [variant for variant in VARIANTS if variant.split_reduction]
+
+
+@pytest.mark.parametrize("variant", SPLIT, ids=lambda variant: variant.named("fused"))
+def test_a_split_reduction_is_exact(case: Case, variant: Variant) -> None:
+    """Of a column's backward, after the gather of x and before its weight gradient, several times with other numbers."""
     if case.config.method != "fused":
-        pytest.skip("the others have nothing to defer, or always do")
-    w, domain, op = case.world, domain_of(case.group, case.config, case.device), way.named("deferred")
-    domain.prepare(Demand(op, "dx and x", 2048 * w * 4096 * case.dtype.itemsize), None)
+        pytest.skip("the others have nothing to split, or always do")
+    w, domain = case.world, domain_of(case.group, case.config, case.device)
+    wgrad_tag, dgrad_tag = (Tag(f"{variant.named('split')}/{part}", "test") for part in ("wgrad", "dgrad"))
+    domain.prepare(Request("test", "dx and x", 2048 * w * 4096 * case.dtype.itemsize), None, "split")
+    chunk_counts = set()
     # the last in two chunks of 8 MiB, twice in the same slots
     for seed, (rows, n) in enumerate(((128, 768), (256, 768), (1024, 768), (2048, 4096), (2048, 4096), (2048, 4096))):
         dy, weight = case.integers(rows * w, 128 * w, seed=seed), case.integers(128 * w, n, seed=10 + seed)
@@ -89,17 +107,30 @@ def test_a_deferred_reduction_is_exact(case: Case, way: Way) -> None:
         own_dy, own_weight = (
             part.to(case.dtype) for part in (dy.chunk(w, 1)[case.rank], weight.chunk(w, 0)[case.rank])
         )
+        own_x = x.chunk(w, 0)[case.rank].to(case.dtype)
+        wgrad, dgrad = split_plans(case, own_x, own_weight, variant)
+        chunk_counts.add(dgrad.chunks)
         poison(case)
-        with domain.operator(op, 2, way.in_step):
-            gather = start_all_gather_whole(domain, x.chunk(w, 0)[case.rank].to(case.dtype), "fused", f"{op}/wgrad")
-            scatter = start_gemm_reduce_scatter(domain, own_dy, own_weight, "fused", f"{op}/dgrad", way)
-            gathered = gather.full().clone()
+        with domain.operator(dgrad_tag, 2, variant.barrier_first):
+            gather = start_gather(domain, wgrad, wgrad_tag, own_x)
+            scatter = start_scatter(domain, dgrad, dgrad_tag, own_dy, own_weight)
+            gathered = gather.gathered_view().clone()
             dx = scatter.finish()
         assert torch.equal(gathered.double(), x)
         assert torch.equal(dx.double(), (dy @ weight).chunk(w, 0)[case.rank])
-    calls = [call for slot in domain.workspace.slots for call in slot.calls.values() if call.op == f"{op}/dgrad"]
-    assert {call.chunks for call in calls} == ({1} if way.whole else {1, 2})
-    assert all("reduce" in call.launches._packed for call in calls), "the kernel behind it ran"
+    assert chunk_counts == ({1} if variant.whole else {1, 2})
+    calls = [call for slot in domain.workspace.slots for call in slot.calls._values.values()]
+    assert any(key[0] == "reduce" for call in calls for key in call.launches._packed._values), "the second kernel ran"
+
+
+def split_plans(case: Case, x: torch.Tensor, w: torch.Tensor, variant: Variant) -> tuple[EnginePlan, EnginePlan]:
+    """How x is gathered again, and dgrad with a split reduction."""
+    topology = Topology(1, case.world, case.rank)
+    plan = make_plan(ALL_GATHER_LINEAR, case.config, UNTUNED, topology, x, w)
+    chunks = 1 if variant.whole else chunk_count(x.shape[0], x.shape[1] * x.element_size(), True)
+    route = legs(SCATTER, topology, chunks, after_tiles=True)
+    assert plan.wgrad is not None
+    return plan.wgrad, replace(plan.dgrad, variant=variant, chunks=chunks, legs=route)
 
 
 def test_random_numbers_stay_within_the_rounding_bound(case: Case) -> None:
@@ -160,14 +191,16 @@ def test_layouts_freezing_microbatches_and_recomputation(case: Case) -> None:
 
 
 def test_main_grad_accumulates_in_fp32(case: Case) -> None:
-    """Adding 1/1024 to 1 is lost in bf16 and kept in fp32."""
+    """Neither the product, 257, nor its sum with 1/1024 is a number of bf16."""
     x = torch.ones(4, 64, device=case.device, dtype=case.dtype)
     w = torch.nn.Parameter(torch.ones(32, 64, device=case.device, dtype=case.dtype))
-    w.main_grad = torch.ones(32, 64, device=case.device)
+    w.main_grad = torch.full((32, 64), 2.0**-10, device=case.device)
     y = all_gather_linear(x, w, group=case.group, config=case.config)
-    y.backward(torch.full_like(y, 2.0**-10))
+    dy = torch.zeros_like(y)
+    dy[0], dy[-1] = 256.0, 1.0
+    y.backward(dy)
     assert w.grad is None
-    assert bool((w.main_grad == 1 + y.shape[0] * 2.0**-10).all())
+    assert bool((w.main_grad == 257 + 2.0**-10).all())
 
 
 def test_wrong_arguments_raise_on_every_rank(case: Case) -> None:

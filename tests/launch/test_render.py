@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from overlap_train.slurm.command import main
-from overlap_train.slurm.job import KINDS, Job, flag, seconds
-from overlap_train.slurm.script import render, sbatch_options, variables
+from overlap_train import cli
+from overlap_train.flags import flag
+from overlap_train.tools.slurm.job import KINDS, Job, seconds
+from overlap_train.tools.slurm.script import render, sbatch_options, variables
 
 ROOT = Path(__file__).parents[2]
 DIFFICULT = ("a b", "$HOME", "c'd", 'e"f', "", "--flag=*", "`true`", "\\")
@@ -201,7 +202,7 @@ def test_dry_run_prints_what_would_be_submitted_and_writes_nothing(
 ) -> None:
     commands.add("sbatch")
     job = a_job(tmp_path)
-    assert main([*flags(job), "--dry-run", "--", "--train-iters", "2"]) == 0
+    assert cli.main(["launch", *flags(job), "--dry-run", "--", "--train-iters", "2"]) == 0
     said = capsys.readouterr()
     checkpoints = f"{job.run_dir}/checkpoints"
     assert said.out == render(a_job(tmp_path, checkpoints=checkpoints, arguments=("--train-iters", "2")))
@@ -215,9 +216,9 @@ def test_sbatch_gets_the_options_and_the_script(
 ) -> None:
     commands.add("sbatch", RECORDER + "echo '77;cluster'\n")
     job = a_job(tmp_path)
-    assert main([*flags(job), "--sbatch=--exclusive", "--dry-run", "--", "x"]) == 0
+    assert cli.main(["launch", *flags(job), "--sbatch=--exclusive", "--dry-run", "--", "x"]) == 0
     expected = capsys.readouterr().out
-    assert main([*flags(job), "--sbatch=--exclusive", "--", "x"]) == 0
+    assert cli.main(["launch", *flags(job), "--sbatch=--exclusive", "--", "x"]) == 0
     script = f"{job.run_dir}/overlap-train.sbatch"
     assert commands.given("sbatch") == ["--parsable", *sbatch_options(job), "--exclusive", script]
     assert Path(script).read_text() == expected
@@ -255,7 +256,7 @@ def test_errors_are_one_line(
         words += ["--recipe", "nowhere.py"]
     else:
         words += ["--nods"]
-    assert main(words) == code
+    assert cli.main(["launch", *words]) == code
     said = capsys.readouterr().err
     assert said.startswith("overlap-train launch: error: ")
     assert message in said

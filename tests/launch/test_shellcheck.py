@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from overlap_train.slurm.job import KINDS, Job
-from overlap_train.slurm.script import render
+from overlap_train.tools.slurm.job import KINDS, Job
+from overlap_train.tools.slurm.script import render
 
 ROOT = Path(__file__).parents[2]
 FILES = [

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from overlap_train.slurm.command import main
+from overlap_train import cli
 from tests.launch.cluster import Cluster, missing, running, until
-from tests.megatron import recipe_runs
+from tests.recipes import recipe_runs
 
 ROOT = Path(__file__).parents[2]
 STANDIN = Path(__file__).with_name("standin.py")
@@ -46,7 +46,9 @@ class Launch:
 
     def __call__(self, kind: str, *words: object) -> str:
         """The number of the submitted job."""
-        code = main([kind, "--run-dir", str(self.run_dir), "--time", "20", "--sbatch=--mem=0", *map(str, words)])
+        code = cli.main(
+            ["launch", kind, "--run-dir", str(self.run_dir), "--time", "20", "--sbatch=--mem=0", *map(str, words)]
+        )
         said = self.capsys.readouterr()
         assert code == 0, said.err
         return said.out.split()[2].rstrip(":")
@@ -70,7 +72,7 @@ class Launch:
 
 
 def test_two_overlapped_steps_are_trained_on_one_node(launch: Launch, tmp_path: Path) -> None:
-    flags = [*SMALL, "--overlap-train", "--train-iters", 2, "--lr-warmup-iters", 1, "--data-dir", tmp_path / "data"]
+    flags = [*SMALL, "--overlap-train", "--train-iters", 2, "--lr-warmup-iters", 1]
     number = launch("train", "--procs-per-node", 2, "--", *flags)
     assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
     assert re.search(r"^\[rank 0\] +iteration +2/ +2 ", launch.output(number), re.MULTILINE), launch.output(number)
@@ -82,7 +84,7 @@ def test_two_overlapped_steps_are_trained_on_one_node(launch: Launch, tmp_path: 
 
 
 def test_two_nodes_train_together(launch: Launch, tmp_path: Path) -> None:
-    flags = [*SMALL, "--tp", 1, "--train-iters", 2, "--lr-warmup-iters", 1, "--data-dir", tmp_path / "data"]
+    flags = [*SMALL, "--tp", 1, "--train-iters", 2, "--lr-warmup-iters", 1]
     number = launch("train", "--nodes", 2, "--procs-per-node", 1, "--", *flags)
     assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
     logs = launch.logs(number)
@@ -91,7 +93,7 @@ def test_two_nodes_train_together(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_requeued_job_resumes_from_its_newest_checkpoint(launch: Launch, tmp_path: Path) -> None:
-    flags = [*SMALL, "--train-iters", 10**6, "--save-interval", 2, "--data-dir", tmp_path / "data"]
+    flags = [*SMALL, "--train-iters", 10**6, "--save-interval", 2]
     number = launch("train", "--procs-per-node", 1, "--", *flags)
     tracker = launch.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
     until(tracker.exists, 120, "a checkpoint")
@@ -107,6 +109,20 @@ def test_a_requeued_job_resumes_from_its_newest_checkpoint(launch: Launch, tmp_p
     assert "iteration        1/" not in launch.logs(number, "1.0")[0, 0]
     launch.cluster.command("scancel", number)
     assert launch.cluster.wait(number) == "CANCELLED"
+
+
+def test_a_job_skips_a_damaged_checkpoint(launch: Launch) -> None:
+    flags = ["--procs-per-node", 1, "--", *SMALL, "--save-interval", 2]
+    number = launch("train", *flags, "--train-iters", 4)
+    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
+    victim = max((launch.run_dir / "checkpoints" / "iter_0000004").iterdir(), key=lambda path: path.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-100])
+    number = launch("train", *flags, "--train-iters", 6)
+    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
+    log = launch.logs(number)[0, 0]
+    assert re.search(r"WARNING: checkpoint \S+iter_0000004 is damaged and is skipped", log), log
+    assert re.search(r"resumed from checkpoint \S+iter_0000002", log), log
+    assert (launch.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
 def test_a_job_without_progress_is_not_requeued_and_its_ranks_are_told_to_end(launch: Launch) -> None:
@@ -191,7 +207,7 @@ def test_what_sbatch_refuses_is_one_line(launch: Launch, capsys: pytest.CaptureF
         "--recipe",
         str(STANDIN),
     ]
-    assert main([*flags, "--partition", "nosuch"]) == 1
+    assert cli.main(["launch", *flags, "--partition", "nosuch"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert said.startswith("overlap-train launch: error: sbatch refused the job: ")

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from overlap_train import OverlapConfig
-from overlap_train.integrations.megatron.linear import attach, overlapped_class
+from overlap_train.integrations.megatron.linears.column_row import attach, overlapped_class
 from tests.megatron import layout
 
 SEQUENCE, BATCH, FEATURES_IN, FEATURES_OUT = 8, 3, 12, 20

@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 import io
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from overlap_train import OverlapConfig, shutdown
+from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import (
     OverlappedColumnParallelLinear,
     OverlappedRowParallelLinear,
     enable,
     report,
 )
-from overlap_train.integrations.megatron.reporting import LinearReport, Report
-from overlap_train.tuned.passes import Pass
-from overlap_train.tuned.table import Winner, key_of, save
+from overlap_train.integrations.megatron.enabling.reporting import LinearReport, Report
 from tests.megatron.linears import model_config
-from tests.megatron.models import BATCH, LLAMA, SEQUENCE, Recipe, gpt, quietly_enable, train, wrap
+from tests.megatron.models import LLAMA, Recipe, gpt, quietly_enable, wrap
 from tests.megatron.test_spec import MIXTURE
 from tests.megatron.workers import Workers
 
@@ -68,26 +65,55 @@ def test_attributes_that_megatron_looks_at(workers: Workers) -> None:
 
 
 def idempotent() -> None:
+    """A second call changes and prints nothing, also behind DDP; another config is an error, also with fallback."""
     model = gpt(PLAIN)
-    first = quietly_enable(model, OverlapConfig())
-    states = [module.overlap for module in model.modules() if hasattr(module, "overlap")]
-    assert quietly_enable(model, OverlapConfig()) == first
-    again = [module.overlap for module in model.modules() if hasattr(module, "overlap")]
-    assert all(a is b for a, b in zip(states, again, strict=True))
-    with pytest.raises(ValueError, match=r"method='collective'.*overlaps already"):
-        enable(model, OverlapConfig(method="collective"))
+    assert bool(quietly_enable(model, OverlapConfig())) == (torch.distributed.get_rank() == 0)
+    states, first = overlaps(model), report(model)
+    for again in (model, wrap(PLAIN, model), model):
+        assert quietly_enable(again, OverlapConfig()) == ""
+        assert report(again) == first
+        assert all(a is b for a, b in zip(states, overlaps(again), strict=True))
+        for other in (OverlapConfig(method="collective"), OverlapConfig(on_unsupported="fallback")):
+            with pytest.raises(
+                ValueError, match=r"config: (method|on_unsupported)=.*linear_proj overlaps already with"
+            ):
+                enable(again, other)
+
+
+def overlaps(model: torch.nn.Module) -> list[Any]:
+    return [module.overlap for module in model.modules() if hasattr(module, "overlap")]
 
 
 def test_second_call_changes_nothing(workers: Workers) -> None:
     workers.call(idempotent)
 
 
+def added_since() -> None:
+    """A linear that came after the first enable() is overlapped by the second, unless DDP has come between them."""
+    model = gpt(PLAIN)
+    quietly_enable(model, OverlapConfig())
+    new = model.output_layer = gpt(PLAIN).output_layer
+    wrapped = wrap(PLAIN, model)
+    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
+        enable(wrapped, OverlapConfig())
+    assert type(new) is ColumnParallelLinear
+    model.output_layer = gpt(PLAIN).output_layer
+    for parameter in model.parameters():
+        parameter.__dict__.pop("main_grad", None)
+    quietly_enable(model, OverlapConfig())
+    assert type(model.output_layer) is OverlappedColumnParallelLinear
+
+
+def test_second_call_takes_what_was_added(workers: Workers) -> None:
+    workers.call(added_since)
+
+
 def some_slots() -> None:
     model = gpt(PLAIN)
     quietly_enable(model, OverlapConfig(slots=("qkv", "output")))
     linears = {linear.name: linear for linear in report(model).linears}
-    assert linears["decoder.layers.0.self_attention.linear_qkv"].method == "chunked"
-    assert linears["output_layer"].method == "chunked"
+    for name in ("decoder.layers.0.self_attention.linear_qkv", "output_layer"):
+        assert (linears[name].method, linears[name].reason) == ("-", "not called yet")
     left = linears["decoder.layers.0.mlp.linear_fc1"]
     assert (left.method, left.reason, left.fprop) == ("megatron", "not enabled", "-")
     assert type(model.decoder.layers[0].mlp.linear_fc1) is ColumnParallelLinear
@@ -133,11 +159,26 @@ def mixture() -> None:
     assert all(x.method == "megatron" and x.reason.startswith("expert") for x in experts)
     assert not any(hasattr(module, "overlap") for module in model.decoder.layers[1].mlp.modules())
     dense = [linear for linear in report(model).linears if "expert" not in linear.name]
-    assert all(linear.method == "chunked" for linear in dense)
+    assert all(linear.reason == "not called yet" for linear in dense)
 
 
 def test_experts_are_left_alone(workers: Workers) -> None:
     workers.call(mixture)
+
+
+def experts_only() -> None:
+    """Where every layer has experts, no dense linear is left for fc1."""
+    config = {**LLAMA, **MIXTURE, "moe_layer_freq": [1, 1]}
+    model = gpt(Recipe(config))
+    with pytest.raises(ValueError, match=r"for 'fc1' outside experts \(only ColumnParallelLinear there\)"):
+        enable(model, OverlapConfig())
+    assert overlaps(model) == []
+    printed = quietly_enable(model, OverlapConfig(slots=("qkv", "proj", "output")))
+    assert torch.distributed.get_rank() or "5 linears in 2 layers" in printed
+
+
+def test_a_slot_of_experts_only_is_missing(workers: Workers) -> None:
+    workers.call(experts_only)
 
 
 class SomebodysLinear(RowParallelLinear):
@@ -149,7 +190,8 @@ def other_classes() -> None:
     model.decoder.layers[0].mlp.linear_fc2.__class__ = SomebodysLinear
     quietly_enable(model, OverlapConfig())
     left = next(x for x in report(model).linears if x.name == "decoder.layers.0.mlp.linear_fc2")
-    assert left.reason == "SomebodysLinear is not a linear of Megatron-Core's local layer spec"
+    assert left.reason == "SomebodysLinear has no overlapped form"
+    model = gpt(PLAIN)
     for layer in model.decoder.layers:
         layer.mlp.linear_fc2.__class__ = SomebodysLinear
     with pytest.raises(ValueError, match=r"'fc2'.*only SomebodysLinear there.*leave the slot out"):
@@ -211,7 +253,7 @@ def missing_slot() -> None:
     del model.output_layer
     printed = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
     assert torch.distributed.get_rank() or "'output'" in printed
-    assert all(linear.method == "chunked" for linear in report(model).linears)
+    assert all(linear.reason == "not called yet" for linear in report(model).linears)
 
 
 def test_missing_slot_with_fallback(workers: Workers) -> None:
@@ -227,42 +269,13 @@ def test_a_model_without_parallel_linears(workers: Workers) -> None:
     workers.call(no_linears)
 
 
-def printed_table() -> str:
-    return quietly_enable(gpt(Recipe({**LLAMA, "num_layers": 4})), OverlapConfig(method="collective"))
+def printed_line() -> str:
+    return quietly_enable(gpt(Recipe({**LLAMA, "num_layers": 4})), OverlapConfig())
 
 
-def test_rank_zero_prints_one_table(workers: Workers) -> None:
-    table, nothing = workers.call(printed_table)
-    assert nothing == ""
-    header, rule, *rows = table.splitlines()
-    assert header.split() == ["linear", "fprop", "dgrad", "wgrad", "method", "reason"]
-    assert set(rule) == {"-"}
-    column = ["AG(x) + GEMM", "GEMM + RS", "AG(x) under dgrad, then GEMM", "collective", "asked for"]
-    row = ["GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy", "collective", "asked for"]
-    assert {cells(line)[0]: cells(line)[1:] for line in rows} == {
-        "decoder.layers.0-3.self_attention.linear_qkv": column,
-        "decoder.layers.0-3.self_attention.linear_proj": row,
-        "decoder.layers.0-3.mlp.linear_fc1": column,
-        "decoder.layers.0-3.mlp.linear_fc2": row,
-        "output_layer": column,
-    }
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.split("  ") if cell.strip()]
-
-
-def counts_in_the_table() -> str:
-    _, model = train(replace(PLAIN, overlap=OverlapConfig(), microbatches=1), steps=3)
-    model.eval()
-    model(torch.zeros(2, 16, dtype=torch.long), torch.arange(16).expand(2, -1), None)
-    return str(report(model))
-
-
-def test_calls_are_counted_in_the_table(workers: Workers) -> None:
-    for table in workers.call(counts_in_the_table):
-        assert table.splitlines()[0].split()[-1] == "calls"
-        assert all(cells(line)[-1] == "overlapped 3, evaluation mode 1" for line in table.splitlines()[2:])
+def test_enable_prints_one_line_on_rank_zero(workers: Workers) -> None:
+    line = "overlap_train: 17 linears in 4 layers prepared; the table follows in the first step\n"
+    assert workers.call(printed_line) == [line, ""]
 
 
 def test_like_linears_share_a_row() -> None:
@@ -274,37 +287,6 @@ def test_like_linears_share_a_row() -> None:
         "decoder.layers.0-2,5.mlp.linear_fc1",
         "decoder.layers.3.mlp.linear_fc1",
     ]
-
-
-FC1 = "decoder.layers.0.mlp.linear_fc1"
-
-
-def tuned(folder: str) -> list[tuple[str, str]]:
-    """Method and reason of an fc1 with a measurement of each pass, before its first call and after, and a product's sizes."""
-    shutdown()  # the domain of other tests has read another folder
-    n, k = gpt(PLAIN).get_submodule(FC1).weight.shape
-    fprop = Pass("gather", SEQUENCE * BATCH, n, k, torch.float32, 2)
-    if torch.distributed.get_rank() == 0:
-        # Beside it a larger M, which the report names while M is not known.
-        winners = [Winner(fprop, "chunked", {}), Winner(fprop.dgrad, "collective", {})]
-        winners += [Winner(replace(w.measured, m=64 * SEQUENCE), w.method, {}) for w in winners]
-        save(folder, key_of(torch.device("cpu"), 2), winners)
-    torch.distributed.barrier()
-    recipe = replace(PLAIN, overlap=OverlapConfig(tuning_dir=folder), microbatches=1)
-    bare = gpt(recipe)  # without data parallelism: its weight gradients are returned
-    reports = [report(bare)]
-    bare(torch.zeros(BATCH, SEQUENCE, dtype=torch.long), torch.arange(SEQUENCE).expand(BATCH, -1), None)
-    reports += [report(bare), report(train(recipe, steps=1)[1])]
-    shutdown()
-    rows = [next(x for x in each.linears if x.name == FC1) for each in reports]
-    return [*((row.method, row.reason) for row in rows), (f"N={n} K={k}", f"N={k} K={n}")]
-
-
-def test_each_pass_says_how_it_runs_and_what_was_measured(workers: Workers, tmp_path: Path) -> None:
-    for before, called, trained, (fprop, dgrad) in workers.call(tuned, str(tmp_path)):
-        assert before[0] == called[0] == trained[0] == "chunked / collective"
-        for m, (_, reason) in ((64 * SEQUENCE, before), (SEQUENCE * BATCH, called), (SEQUENCE * BATCH, trained)):
-            assert reason == f"auto: tuned for M={m} {fprop} on cpu / auto: tuned for M={m} {dgrad} on cpu"
 
 
 def kept_input() -> Any:

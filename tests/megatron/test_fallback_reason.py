@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.integrations.megatron import fallback
-from overlap_train.integrations.megatron.fallback import fallback_reason, standing_reason
+from overlap_train.integrations.megatron.linears import conditions
+from overlap_train.integrations.megatron.linears.conditions import bad_combination, fallback_reason, standing_reason
 
 
 def linear(**changes: Any) -> SimpleNamespace:
@@ -69,6 +69,37 @@ def test_settings_of_the_linear(changes: dict[str, Any], reason: str) -> None:
     assert reason in str(fallback_reason(linear(**changes), X, weight()))
 
 
+GOOD = dict(
+    tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=False, transformer_impl="local", fp8=None, fp4=None,
+    cpu_offloading=False, fine_grained_activation_offloading=False, use_transformer_engine_op_fuser=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("tensor_model_parallel_size", 1, "2 or more"),
+        ("sequence_parallel", False, "True"),
+        ("tp_comm_overlap", True, "False"),
+        ("transformer_impl", "inference_optimized", "'local'"),
+        ("use_transformer_engine_op_fuser", True, "False"),
+        ("fp8", "e4m3", "None"),
+        ("fp4", "e2m1", "None"),
+        ("cpu_offloading", True, "False"),
+        ("fine_grained_activation_offloading", True, "False"),
+    ],
+)
+def test_settings_of_a_model(field: str, value: Any, wanted: str) -> None:
+    problem = bad_combination(SimpleNamespace(**{**GOOD, field: value}))
+    assert str(problem).startswith(f"{field}={value!r} in the model's config: ") and f"; set it to {wanted}" in problem
+
+
+def test_a_model_of_an_older_megatron_lacks_some_settings() -> None:
+    old = ("tensor_model_parallel_size", "sequence_parallel", "tp_comm_overlap")
+    assert bad_combination(SimpleNamespace(**GOOD)) is None
+    assert bad_combination(SimpleNamespace(**{name: GOOD[name] for name in old})) is None
+
+
 def test_frozen_and_fsdp_weights() -> None:
     frozen = weight().requires_grad_(False)
     assert fallback_reason(linear(), X, frozen) == standing_reason(linear(), frozen) == "frozen weight"
@@ -98,6 +129,17 @@ def test_dtypes() -> None:
         assert fallback_reason(linear(), X.bfloat16(), same) is None, "autocast would change nothing"
 
 
+def test_linears_of_transformer_engine() -> None:
+    """They lack is_expert, mark generalized tensor parallelism on the weight, and are experts without a parallel mode."""
+    te = linear(parallel_mode="column", weight=weight())
+    del te.is_expert, te.explicit_expert_comm, te.gtp_remat_size
+    assert standing_reason(te, None) is None
+    te.weight.gtp_remat_size = 2
+    assert "generalized tensor parallelism" in str(standing_reason(te, None))
+    te.parallel_mode = None
+    assert "expert" in str(standing_reason(te, None))
+
+
 def test_sequence_that_the_ranks_cannot_share() -> None:
     odd = torch.ones(3, 1, 4)
     assert "3 is not divisible by the 2 ranks" in str(fallback_reason(linear(input_is_parallel=True), odd, weight()))
@@ -108,7 +150,7 @@ def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"), is_cuda=True, size=lambda dim: 2)
     for capturing, inside in ((True, False), (True, True), (False, False)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
-        monkeypatch.setattr(fallback, "is_graphed", lambda group, answer=inside: answer)
+        monkeypatch.setattr(conditions, "is_graphed", lambda group, answer=inside: answer)
         expected = "CUDA graph capture outside overlap_train.graphed" if capturing and not inside else None
         assert fallback_reason(linear(), on_gpu, weight()) == expected  # type: ignore[arg-type]
         strict = SimpleNamespace(config=OverlapConfig())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,8 +12,10 @@ import torch
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
 from overlap_train import OverlapConfig
-from overlap_train.integrations.megatron import graphed_model, graphed_passes, graphing
-from overlap_train.integrations.megatron.script_hooks import ScriptHooks
+from overlap_train.integrations.megatron import graphed_model, graphed_passes
+from overlap_train.integrations.megatron.enabling import graphing
+from overlap_train.integrations.megatron.launcher.hooks import ScriptHooks
+from overlap_train.integrations.megatron.linears.state import LinearOverlap
 
 FULL = "megatron.core.full_cuda_graph"
 
@@ -25,7 +27,7 @@ class Linear(torch.nn.Module):
         super().__init__()
         self.weight, self.tp_group = torch.nn.Parameter(torch.ones(1)), group
         if calls is not None:  # None: Megatron's own
-            self.overlap = SimpleNamespace(overlapped_calls=calls)
+            self.overlap = LinearOverlap(OverlapConfig(), "fc1", "fc1", overlapped_calls=calls)
 
 
 def model(**linears: Linear) -> torch.nn.Module:

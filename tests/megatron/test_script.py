@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+import overlap_train.integrations.megatron as integration
 from overlap_train import OverlapConfig
-from overlap_train.integrations.megatron import enabling, script
-from overlap_train.integrations.megatron.after_import import after_import
-from overlap_train.integrations.megatron.dataset_helpers import without_makefile
-from overlap_train.integrations.megatron.script_hooks import ScriptHooks
+from overlap_train.integrations.megatron.enabling import enable, first_table
+from overlap_train.integrations.megatron.launcher import script
+from overlap_train.integrations.megatron.launcher.after_import import after_import
+from overlap_train.integrations.megatron.launcher.hooks import ScriptHooks
+from overlap_train.integrations.megatron.launcher.patches import without_makefile
 
 OVERLAP = OverlapConfig(method="chunked")
 TRAINING = "megatron.training.training"
@@ -87,6 +92,49 @@ def test_a_command_without_a_script_is_refused(words: list[str], message: str):
         script.parse(words)
 
 
+MISSING = "Megatron-Core is not installed in this environment: pip install 'megatron-core>=0.16,<0.20' psutil"
+
+
+@pytest.mark.parametrize("missing", ["megatron", "megatron.core", "another_package"])
+def test_a_missing_megatron_is_one_line_with_the_way_to_install_it(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    script_file = tmp_path / "user.py"
+    script_file.write_text(f"import {missing}\n")
+    monkeypatch.setattr(
+        script, "after_import", lambda actions: contextlib.nullcontext()
+    )  # this process keeps its Megatron
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setitem(sys.modules, missing, None)
+    if missing == "another_package":
+        with pytest.raises(ModuleNotFoundError, match=missing):
+            script.main([str(script_file)])
+        return
+    assert script.main([str(script_file), "--overlap-train"]) == 2
+    errors = capsys.readouterr().err
+    assert errors == f"overlap_train: error: {MISSING}\n"
+
+
+def test_enable_without_megatron_names_the_packages_of_our_extra():
+    code = (
+        "import sys; sys.modules['megatron'] = None; import overlap_train.integrations.megatron as ours\n"
+        "try: ours.enable\nexcept ImportError as error: print(error)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == f"overlap_train.integrations.megatron.enable: {MISSING}\n"
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert all(requirement in MISSING for requirement in extras["megatron"])
+
+
+def test_every_public_name_is_found():
+    assert all(getattr(integration, name) is not None for name in integration.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'announce'"):
+        integration.announce  # noqa: B018
+
+
 def test_flags_become_the_config(user_script: Path):
     words = [str(user_script), "--seq-length", "8", "--overlap-train", "--overlap-train-slots", "fc1,fc2", "--bf16"]
     command = script.parse(words)
@@ -109,6 +157,8 @@ def test_an_action_comes_before_anybody_takes_names_out_of_the_module(tmp_path: 
 
     with after_import({"after_import_case.inner": replace, "never.imported": pytest.fail}):
         import after_import_case
+
+        importlib.reload(after_import_case.inner)  # a second time without the action
     assert after_import_case.f() == "hooked"
     assert seen == ["SourceFileLoader"]  # and not ours
     with after_import({"after_import_case.inner": replace}):  # already there
@@ -128,7 +178,7 @@ def layout_of(setup: Callable[..., Any], log: Callable[..., Any] | None = None) 
 def enabled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, OverlapConfig | None]]:
     """(number of chunks, config) of each call of enable()."""
     calls: list[tuple[int, OverlapConfig | None]] = []
-    monkeypatch.setattr(enabling, "enable", lambda chunks, config: calls.append((len(chunks), config)))
+    monkeypatch.setattr(enable, "enable", lambda chunks, config: calls.append((len(chunks), config)))
     return calls
 
 
@@ -234,6 +284,17 @@ def test_a_training_log_returns_what_megatrons_returns(enabled: list[Any], argum
     ScriptHooks(OVERLAP).by_module()[TRAINING](module)
     module.setup_model_and_optimizer(lambda **stage: torch.nn.Identity(), "gpt")
     assert module.training_log({}, 1) == "logged"
+
+
+def test_a_script_that_never_trained_prints_its_table_at_the_end(
+    enabled: list[Any], arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    hooks, module, asked = ScriptHooks(OVERLAP), layout_of(setup_of_016), []
+    monkeypatch.setattr(first_table, "print_table", asked.append)
+    hooks.by_module()[TRAINING](module)
+    chunks, *_ = module.setup_model_and_optimizer(lambda **stage: torch.nn.Identity(), "gpt")
+    hooks.finish()
+    assert asked == [chunks]
 
 
 def test_without_our_flag_the_training_module_is_left_alone_and_the_parser_knows_the_flags():

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 WORLD = 2
+_START_LIMIT_S = 200.0  # two imports of torch and Megatron-Core, where other tests run beside them
 
 
 class Workers:
@@ -37,8 +38,12 @@ class Workers:
         seconds."""
         if not self._processes:
             self._start()
+            self._answers(_START_LIMIT_S)
         for pipe in self._pipes:
             pipe.send((function, args))
+        return self._answers(limit_s)
+
+    def _answers(self, limit_s: float) -> list[Any]:
         failures, results = [], []
         deadline = time.monotonic() + limit_s
         for rank, pipe in enumerate(self._pipes):
@@ -111,6 +116,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     from tests.megatron.layout import leave, prepare
 
     prepare()
+    pipe.send((None, None))  # started
     while (work := _next(pipe)) is not None:
         function, args = work
         try:

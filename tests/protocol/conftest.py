@@ -3,3 +3,7 @@
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
+
+from tests import faster_interpreter
+
+faster_interpreter.install()

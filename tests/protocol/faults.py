@@ -34,16 +34,22 @@ SLOT_REUSED_EARLY = Fault("protocol.slot_use", "self._operator - 1]", "self._ope
 _COPY = "push.target.copy_(push.source)\n"
 _SIGNAL = "push.signal.copy_(push.epoch)\n"
 _WORD = "word = signal_word(source, chunk)"
-_WORDS = "self.slot.outgoing[peer].split(1)"
-_KEEP = "self._increment.clone()"
+_SIGNAL_OF_LEG = "signal = self.slot.outgoing[leg.target][leg.chunk : leg.chunk + 1]"
+_NEXT_WORD = "word = next_word(int(call.slot.epoch), call.tag)"
+_FILL = "call.slot.epoch.fill_(word)"
+_RESET = "call.slot.control[1:].zero_()"
 _CLAIM = 'tl.cast(1, tl.int64), sem="relaxed", scope="gpu")'
 _POLL = 'seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")\n'
 _FIRST_POLL = f"signal_ptr = signals_ptr + word\n    {_POLL}"
 _NEXT_POLL = f"while waiting:\n        {_POLL}"
+_EXPECTED = "expected = next_word(tl.load(epoch_ptr), tag) if DIRECT else tl.load(epoch_ptr)"
+_STALE = "expected = (next_word(tl.load(epoch_ptr), tag) if DIRECT else tl.load(epoch_ptr)) - (1 << 32)"
+_WAITING = "    waiting = has_arrived(seen, expected) == 0\n"
+_NEXT_EPOCH = 'sent by copies."""\n    word = next_word(tl.load(epoch_ptr), tag)'
 _LEFT = 'tl.cast(1, tl.int64), sem="acq_rel", scope="gpu") + 1'
-_COUNTED = "        tl.store(epoch_ptr, epoch)\n\n\n@triton.jit\ndef claim"
-_ZEROED = "tl.store(left_ptr + word, tl.cast(0, tl.int64))"
-_SIGNAL_AT_PEER = 'tl.atomic_xchg(signal_ptr, epoch, sem="release", scope="sys")'
+_COUNTED = '        tl.store(epoch_ptr, word)\n\n\n@triton.jit(do_not_specialize=["tag", "count"])\ndef next_epoch'
+_ZEROED = "tl.store(left_ptr + counter, tl.cast(0, tl.int64))"
+_SIGNAL_AT_PEER = 'tl.atomic_xchg(signal_ptr, word, sem="release", scope="sys")'
 _COUNT = 'tl.cast(1, tl.int64), sem="acq_rel", scope="sys") + 1'
 _COUNT_BARRIER = "tl.debug_barrier()\n    counted"
 _OF_PUSHES = (  # and of epochs that the host has counted
@@ -57,19 +63,32 @@ _OF_PUSHES = (  # and of epochs that the host has counted
 )
 
 
-def host_faults() -> dict[str, Fault]:
-    """Faults of the host code, for either operator and any method."""
-    return {
+def host_faults(device_waits: bool = False) -> dict[str, Fault]:
+    """Faults of the host code, for either operator and any method. device_waits: a kernel advances the epoch."""
+    epoch = {
+        "no epoch increment": Fault("protocol.waits", _FILL, "pass", "wrong result|deadlock"),
+        "epoch forgotten": Fault(
+            "protocol.waits", "next_word(int(call.slot.epoch)", "next_word(0", "wrong result|deadlock"
+        ),
+    }
+    if device_waits:
+        no_step, forgotten = (
+            f"{_NEXT_EPOCH} - (1 << 32)",
+            _NEXT_EPOCH.replace("tl.load(epoch_ptr)", "0 * tl.load(epoch_ptr)"),
+        )
+        epoch = {
+            "no epoch increment": Fault("kernels.signal", _NEXT_EPOCH, no_step, "wrong result|deadlock|Mismatch"),
+            "epoch forgotten": Fault("kernels.signal", _NEXT_EPOCH, forgotten, "wrong result|deadlock"),
+        }
+    return epoch | {
         "flag before data": Fault("protocol.copy_engine", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
         "dropped signal": Fault("protocol.copy_engine", _SIGNAL, "pass\n", "deadlock"),
         "dropped data": Fault("protocol.copy_engine", _COPY, "pass\n"),
         "slot reused one operator early": SLOT_REUSED_EARLY,
         "always the same slot": Fault("protocol.slot_use", "if user < self._operator - 1", "", reload=_IMPORTERS),
-        "no epoch increment": in_slot("_increment[0] = 1", "_increment[0] = 0", "wrong result|deadlock"),
-        "epoch forgotten": in_slot(_KEEP, "torch.zeros_like(self._increment)", "wrong result|deadlock"),
         "wrong block at the peer": in_slot("memory[peer])[self.rank]", "memory[peer])[peer]"),
-        "wrong signal word": in_slot("outgoing[peer]", "outgoing[self.rank]", "deadlock"),
-        "operator ends before its pushes": Fault("domain", "domain.engine.join()", "pass"),
+        "wrong signal word": in_slot("outgoing[leg.target]", "outgoing[self.rank]", "deadlock"),
+        "operator ends before its pushes": Fault("runtime.domain", "domain.engine.join()", "pass"),
     }
 
 
@@ -81,13 +100,13 @@ def fused_faults(kernel: str) -> dict[str, Fault]:
 
     order = "a wait acquires at system scope"
     return {
-        "counters not zeroed": in_slot(_KEEP, "torch.ones_like(self._increment)"),
-        "signal of another chunk": in_slot(_WORDS, "[self.slot.outgoing[peer][:1]] * 2", "deadlock"),
+        "counters not zeroed": Fault("protocol.waits", _RESET, "pass", "wrong result|deadlock"),
+        "signal of another chunk": in_slot(_SIGNAL_OF_LEG, "signal = self.slot.outgoing[leg.target][:1]", "deadlock"),
         "no wait": Fault(kernel, "arrived = wait_signal(", "arrived = source == source  # "),
         "wait for somebody else": Fault(kernel, _WORD, _WORD.replace("source", "(2 * rank + WORLD - source) % WORLD")),
         "wait for the first chunk only": Fault(kernel, _WORD, _WORD.replace("chunk", "0 * chunk")),
-        "stale epoch": Fault(kernel, "epoch = tl.load(epoch_ptr)", "epoch = tl.load(epoch_ptr) - 1"),
-        "wait does not loop": in_signal("    waiting = seen < epoch\n", "epoch", "seen", "OverlapTimeoutError"),
+        "stale epoch": Fault(kernel, _EXPECTED, _STALE, "wrong result|OverlapMismatchError|deadlock"),
+        "wait does not loop": in_signal(_WAITING, "expected", "seen", "OverlapTimeoutError"),
         "every other tile skipped": in_signal(_CLAIM, "cast(1", "cast(2", "wrong result|deadlock"),
         "first poll relaxed": in_signal(_FIRST_POLL, "acquire", "relaxed", order),
         "first poll at GPU scope": in_signal(_FIRST_POLL, "sys", "gpu", order),
@@ -116,7 +135,7 @@ def storing_faults(kernel: str, *between: str) -> dict[str, Fault]:
         "counted without barrier": in_signal(_COUNT_BARRIER, "tl.debug_barrier()", "pass", "CTA bar"),
         "leaves relaxed": in_signal(_LEFT, "acq_rel", "relaxed", "leaves with"),
         "leaves without acquire": in_signal(_LEFT, "acq_rel", "release", "leaves with"),
-        "epoch not counted": in_signal(_COUNTED, "tl.store(epoch_ptr, epoch)", "pass", "wrong result"),
+        "epoch not counted": in_signal(_COUNTED, "tl.store(epoch_ptr, word)", "pass", "wrong result|deadlock"),
         "own counters not zeroed": in_signal(_ZEROED, _ZEROED, "pass", "wrong result|deadlock"),
         "told relaxed": in_signal(_SIGNAL_AT_PEER, "release", "relaxed", "released"),
         "told at GPU scope": in_signal(_SIGNAL_AT_PEER, "sys", "gpu", "released"),

@@ -8,6 +8,7 @@ memory that the call allocated: a push that is still under way by then sends NaN
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -28,17 +29,22 @@ def gathers(
     columns: int = TILE,
     before: Before | None = None,
     complete: bool = False,
+    again: bool = False,
 ) -> Build:
     """Calls of all_gather(x [TILE, TILE] of each rank, two chunks) @ b [TILE, columns] of this rank.
 
     complete: all of x is waited for before the product, as for the weight gradient of a row linear with frozen input.
+    again: the result is that of a second product with the same gathered x.
     """
     x = integers(calls, machine.world_size, TILE, TILE, seed=1)
     b = integers(machine.world_size, TILE, columns, seed=2)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        gather = core("operators.all_gather_gemm").start_all_gather(domain, own, method, "gather")
-        return gather.full() @ mine if complete else gather.matmul(mine)
+        plan = domain.plan(method, own, mine.t()).fprop
+        gather = core("operators.all_gather_gemm").start_gather(domain, plan, tag_of("gather"), own)
+        if again:
+            gather.matmul(mine * 2)
+        return gather.gathered_view() @ mine if complete else gather.matmul(mine)
 
     return _calls(machine, run, x, b, x.flatten(1, 2)[:, None] @ b, before)
 
@@ -49,18 +55,16 @@ def scatters(
     calls: int = CALLS,
     columns: int = TILE,
     before: Before | None = None,
-    deferred: bool = False,
+    split_reduction: bool = False,
 ) -> Build:
     """Calls of reduce_scatter(a [W * TILE, TILE] @ b [TILE, columns], two chunks a rank); a, b differ by rank."""
     world = machine.world_size
     a, b = integers(calls, world, world * TILE, TILE, seed=3), integers(world, TILE, columns, seed=4)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        way = core("tuned.ways").Way(deferred=deferred)
-        scatter = core("operators.gemm_reduce_scatter").start_gemm_reduce_scatter(
-            domain, own, mine, method, "scatter", way
-        )
-        return scatter.finish()
+        variant = core("planning.variants").Variant(split_reduction=split_reduction)
+        plan = domain.plan(method, own, mine.t(), "LINEAR_REDUCE_SCATTER", variant).fprop
+        return core("operators.gemm_reduce_scatter").start_scatter(domain, plan, tag_of("scatter"), own, mine).finish()
 
     return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, TILE)), before)
 
@@ -85,7 +89,7 @@ def _calls(
                 own.copy_(inputs[call, domain.rank])
                 if before is not None:
                     before(domain)
-                with domain.operator("call", calls=1):
+                with domain.operator(tag_of("call"), slots=1):
                     y = run(domain, own, weights[domain.rank])
                 outputs[call, domain.rank] = y
                 own.fill_(torch.nan)
@@ -100,6 +104,11 @@ def _calls(
         return check
 
     return build
+
+
+def tag_of(op: str, what: str = "") -> Any:
+    """How ranks know the call `op`."""
+    return core("protocol.tags").Tag(op, what)
 
 
 def integers(*shape: int, seed: int) -> torch.Tensor:

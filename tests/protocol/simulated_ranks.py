@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 
-from overlap_train.protocol.watchdog import FaultRecord
 from tests.protocol.interleaving import Scheduler
 
 TILE = 16
@@ -79,9 +79,9 @@ class Simulation:
 
     def patch(self, scheduler: Scheduler) -> None:
         """Put the simulated machine under the core for the duration of the run."""
-        portable = core("operators.portable")
-        scheduler.patch(portable, "_INTERPRETED", portable.TileConfig(TILE, TILE, TILE))
-        scheduler.patch(portable, "grid_size", lambda *args: (self.ctas,))
+        tiling = core("planning.tiling")
+        scheduler.patch(tiling, "_INTERPRETED", tiling.TileConfig(TILE, TILE, TILE))
+        scheduler.patch(core("operators.portable"), "grid_size", lambda *args: (self.ctas,))
         for waiting in ("protocol.waits", "protocol.copy_engine"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
         scheduler.patch(
@@ -116,20 +116,50 @@ class SimulatedDomain:
     ) -> None:
         self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
         self.memory = simulation.memory[rank]
-        self.graphed = self.captured = False
+        self.graphed = self.captured = self.closed = False
+        self.book, self.in_use = object(), threading.RLock()
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
-        self.fault, self.heap, self.layout = FaultRecord(self.device), heap, layout
+        self.fault = core("protocol.watchdog").FaultRecord(self.device, rank, simulation.timeout_s)
+        self.heap, self.layout = heap, layout
         self.engine = simulation.engine(scheduler, rank)
         waits = core("protocol.waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)
         if simulation.device_waits:
-            waits.wait, waits.meet = waits.on_stream, waits.meet_on_stream
+            waits.wait, waits.barrier = waits.on_stream, waits.barrier_on_stream
+            waits.next_epoch = core("protocol.waits").next_epoch_on_stream
         self.workspace = core("protocol.workspace").Workspace(heap, layout, self.device, waits)
 
-    def operator(self, name: str, calls: int, in_step: bool = False) -> AbstractContextManager[None]:
-        return core("domain").OverlapDomain.operator(self, name, calls, in_step)
+    def operator(self, tag: Any, slots: int, barrier_first: bool = False) -> AbstractContextManager[None]:
+        return core("runtime.domain").OverlapDomain.operator(self, tag, slots, barrier_first)
+
+    def plan(
+        self,
+        method: str,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        spec: str = "ALL_GATHER_LINEAR",
+        variant: Any = None,
+        **settings: Any,
+    ) -> Any:
+        """The plan of an operator for operands like these. variant: how every pass runs, instead of what the choice says."""
+        planning, config = core("planning.plan"), core("config").OverlapConfig(method=method, **settings)
+        topology = core("planning.schedule").Topology(1, self.world_size, self.rank)
+        plan = planning.make_plan(
+            getattr(core("planning.spec"), spec), config, core("planning.table").UNTUNED, topology, x, w
+        )
+        if variant is None:
+            return plan
+        return dataclasses.replace(
+            plan, **{part: _varied(getattr(plan, part), topology, variant) for part in ("fprop", "dgrad")}
+        )
 
     def is_capturing(self) -> bool:
         return False
+
+
+def _varied(engine: Any, topology: Any, variant: Any) -> Any:
+    chunks = 1 if variant.whole else engine.chunks
+    legs = core("planning.schedule").legs(engine.kind, topology, chunks, engine.legs.all[0].after_tiles)
+    return dataclasses.replace(engine, variant=variant, chunks=chunks, legs=legs)
 
 
 class SimulatedEngine:
@@ -196,7 +226,7 @@ class _Stepwise:
 def _poll_under(scheduler: Scheduler) -> Callable[..., bool]:
     """`watchdog.poll` with the scheduler's pause, and turns for a clock."""
 
-    def poll(ready: Callable[[], bool], timeout_s: float, pause: object = None) -> bool:
+    def poll(ready: Callable[[], bool], timeout_s: float, pause: object = None, late: object = None) -> bool:
         turns = 0
         while not ready():
             if turns > timeout_s * POLLS_PER_SECOND:

@@ -20,22 +20,22 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import all_gather_linear, linear_reduce_scatter, shutdown
-from overlap_train.doctor.board import Board
-from overlap_train.doctor.memory import check_memory
-from overlap_train.doctor.operator import Operators, Trial, check_operator
-from overlap_train.doctor.place import Place
-from overlap_train.doctor.report import FAIL, OK, Finding
-from overlap_train.doctor.running import Check, Runner, terminated_as_error
 from overlap_train.symmetric import SymmetricHeap, open_heap
+from overlap_train.symmetric.agreement import Agreement
+from overlap_train.tools.doctor.job import Job
+from overlap_train.tools.doctor.memory import check_memory
+from overlap_train.tools.doctor.operator import Trial, check_trial
+from overlap_train.tools.doctor.report import FAIL, OK, Finding
+from overlap_train.tools.measure.world import World
 from tests.processes import run_ranks, values
 
-Body = Callable[[Place], list[Finding]]
+Body = Callable[[World], list[Finding]]
 TRIAL = Trial(32, 24, 48, torch.float32, 0.2, ("chunked",), "host", timeout_s=20.0)
 
 
 def doctor(*arguments: str, torchrun: bool, **variables: str) -> subprocess.CompletedProcess[str]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2") if torchrun else ()
-    command = [sys.executable, *launcher, "-m", "overlap_train.doctor", *arguments]
+    command = [sys.executable, *launcher, "-m", "overlap_train", "doctor", *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
@@ -93,31 +93,29 @@ def test_a_rank_that_never_came_is_named(tmp_path: Path) -> None:
     ]
 
 
-def here(rank: int, world: int) -> Place:
-    """Both ranks as if on hosts of their own."""
-    hosts = tuple(f"node{r}" for r in range(world))
-    return Place(rank, world, dist.group.WORLD, torch.device("cpu"), hosts, tuple(range(world)))
+def on_hosts(rank: int, world: int) -> World:
+    """All ranks as if on hosts of their own."""
+    return World(dist.group.WORLD, torch.device("cpu"), rank, world, tuple(f"node{r}" for r in range(world)))
 
 
 def examined(rank: int, world: int, folder: str, body: Body, limit_s: float) -> tuple[list[Finding], bool, list[int]]:
-    """What a runner of this rank finds with two checks, the second of which has the fault; and whether it can go on."""
+    """What a job of this rank finds with two checks, the second of which has the fault; and whether it can go on."""
     store = dist.FileStore(f"{folder}/board", world)
     store.set_timeout(timedelta(seconds=20))
-    runner = Runner(Board(store, rank, world), f"node{rank}", grace_s=1.0)
-    place = here(rank, world)
-    with terminated_as_error():
-        runner.run(Check("start", list, 60.0, "nothing"))
-        found = runner.run(Check("faulty", lambda: body(place), limit_s, "the way out"))
-    return found, runner.broken, runner.answering
+    job = Job(store, rank, world, f"node{rank}", grace_s=1.0)
+    here = on_hosts(rank, world)
+    job.run("start", list, 60.0, "nothing")
+    found = job.run("faulty", lambda: body(here), limit_s, "the way out")
+    return found, job.broken, job.answering
 
 
-def raises_on_one_rank(place: Place) -> list[Finding]:
-    def open_(group: dist.ProcessGroup, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
-        if place.rank == 1:
+def raises_on_one_rank(here: World) -> list[Finding]:
+    def open_(agreement: Agreement, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
+        if here.rank == 1:
             raise OSError("no shared memory left")
-        return open_heap(group, nbytes, provider, device)
+        return open_heap(agreement, nbytes, provider, device)
 
-    return check_memory(place, "host", open_)
+    return check_memory(here, "host", open_)
 
 
 def test_a_provider_that_raises_on_one_rank_is_reported_by_every_rank_without_waiting_for_the_limit(
@@ -127,12 +125,12 @@ def test_a_provider_that_raises_on_one_rank_is_reported_by_every_rank_without_wa
         run_ranks(2, examined, str(tmp_path), raises_on_one_rank, 3600.0, limit_s=60)
     ):
         (fault,) = [finding for finding in found if finding.status == FAIL]
-        assert (fault.name, fault.rank, fault.host) == ("rendezvous host", 1, "node1")
-        assert "no shared memory left" in fault.measured and "/proc/<pid>/fd" in fault.fix
+        assert (fault.name, fault.rank, fault.host, fault.fix) == ("faulty", 1, "node1", "the way out")
+        assert fault.measured == "OSError: no shared memory left"
         assert broken and answering == [0, 1]
 
 
-def memory_of_another_rank(place: Place) -> list[Finding]:
+def memory_of_another_rank(here: World) -> list[Finding]:
     """Rank 1 has the views of its peers the wrong way round."""
 
     class Crossed:
@@ -142,12 +140,12 @@ def memory_of_another_rank(place: Place) -> list[Finding]:
             self._heap = heap
 
         def view(self, rank: int) -> torch.Tensor:
-            return self._heap.view(rank if place.rank == 0 else place.rank)
+            return self._heap.view(rank if here.rank == 0 else here.rank)
 
         def close(self) -> None:
             self._heap.close()
 
-    return check_memory(place, "host", lambda *arguments: Crossed(open_heap(*arguments)))
+    return check_memory(here, "host", lambda *arguments: Crossed(open_heap(*arguments)))
 
 
 def test_data_that_lands_in_the_wrong_memory_is_a_failure(tmp_path: Path) -> None:
@@ -156,8 +154,8 @@ def test_data_that_lands_in_the_wrong_memory_is_a_failure(tmp_path: Path) -> Non
     assert faults[0].name == "rendezvous host" and faults[0].rank == 0 and "rank 1 on node1" in faults[0].measured
 
 
-def healthy_memory(place: Place) -> list[Finding]:
-    return check_memory(place, "host")
+def healthy_memory(here: World) -> list[Finding]:
+    return check_memory(here, "host")
 
 
 def test_three_ranks_exchange_signals_in_all_pairs(tmp_path: Path) -> None:
@@ -166,28 +164,28 @@ def test_three_ranks_exchange_signals_in_all_pairs(tmp_path: Path) -> None:
         assert {f.rank for f in found if f.name == "signal host"} == {0, 1, 2}
 
 
-def wrong_gather(place: Place) -> list[Finding]:
+def wrong_gather(here: World) -> list[Finding]:
     """Rank 1's AG + GEMM is off by one in one row of what it gathered from rank 0, from the second round on."""
     rounds = iter(range(1000))
 
     def gather(*arguments: Any, **settings: Any) -> torch.Tensor:
         y = all_gather_linear(*arguments, **settings)
-        if place.rank == 1 and next(rounds) >= 1:
+        if here.rank == 1 and next(rounds) >= 1:
             y[3] += 1
         return y
 
     # Long enough for a second round on a busy machine; it ends the trial.
-    found = check_operator(place, replace(TRIAL, seconds=20.0), Operators(gather=gather))
+    found = check_trial(here, replace(TRIAL, seconds=20.0, gather=gather))
     shutdown()
     return found
 
 
-def wrong_scatter(place: Place) -> list[Finding]:
+def wrong_scatter(here: World) -> list[Finding]:
     def scatter(*arguments: Any, **settings: Any) -> torch.Tensor:
         z = linear_reduce_scatter(*arguments, **settings)
-        return torch.full_like(z, float("nan")) if place.rank == 1 else z
+        return torch.full_like(z, float("nan")) if here.rank == 1 else z
 
-    found = check_operator(place, TRIAL, Operators(scatter=scatter))
+    found = check_trial(here, replace(TRIAL, scatter=scatter))
     shutdown()
     return found
 
@@ -202,17 +200,17 @@ def test_a_wrong_result_names_the_rank_that_has_it(body: Body, says: str, tmp_pa
         assert "collective" in fault.fix and not broken
 
 
-def one_rank_raises_in_the_operator(place: Place) -> list[Finding]:
+def one_rank_raises_in_the_operator(here: World) -> list[Finding]:
     """Its peer runs into the operator's own time-out, which names the rank."""
     trial = Trial(32, 24, 48, torch.float32, 0.2, ("chunked",), "host", timeout_s=2.0)
     calls = iter(range(1000))
 
     def gather(*arguments: Any, **settings: Any) -> torch.Tensor:
-        if place.rank == 1 and next(calls) == 1:
+        if here.rank == 1 and next(calls) == 1:
             raise RuntimeError("kernel does not compile")
         return all_gather_linear(*arguments, **settings)
 
-    return check_operator(place, trial, Operators(gather=gather))
+    return check_trial(here, replace(trial, gather=gather))
 
 
 def test_an_operator_that_raises_on_one_rank(tmp_path: Path) -> None:
@@ -221,23 +219,23 @@ def test_an_operator_that_raises_on_one_rank(tmp_path: Path) -> None:
         assert "kernel does not compile" in faults[1] and "of rank 1: expected epoch" in faults[0]
 
 
-def stops(place: Place) -> list[Finding]:
-    if place.rank == 1:
+def stops(here: World) -> list[Finding]:
+    if here.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.barrier()
     return []
 
 
-def dies(place: Place) -> list[Finding]:
-    if place.rank == 1:
+def dies(here: World) -> list[Finding]:
+    if here.rank == 1:
         os._exit(3)
     dist.barrier()
     threading.Event().wait()  # gloo notices a closed connection; a GPU collective would not
     return []
 
 
-def dies_and_torchrun_ends_the_others(place: Place) -> list[Finding]:
-    if place.rank == 1:
+def dies_and_torchrun_ends_the_others(here: World) -> list[Finding]:
+    if here.rank == 1:
         os._exit(3)
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait()
@@ -253,8 +251,8 @@ def test_a_stopped_or_dead_rank_is_named(body: Body, limit_s: float, tmp_path: P
     assert "does not answer" in fault.measured and "dmesg" in fault.fix and broken and answering == [0]
 
 
-def hangs_alone(place: Place) -> list[Finding]:
-    if place.rank == 1:
+def hangs_alone(here: World) -> list[Finding]:
+    if here.rank == 1:
         threading.Event().wait()
     return []
 

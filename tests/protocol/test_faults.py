@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from overlap_train import OverlapConfig, OverlapTimeoutError, all_gather_linear, check, linear_reduce_scatter
 from overlap_train.protocol.copy_engine import HostCopyEngine, Route
-from overlap_train.registry import domain_of
+from overlap_train.runtime.registry import domain_of
 from tests.processes import Outcome, run_ranks, values
 
 TIMEOUT_S = 2.0

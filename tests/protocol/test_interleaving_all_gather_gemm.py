@@ -14,12 +14,12 @@ from tests.protocol.faults import Fault, fused_faults, host_faults, storing_faul
 from tests.protocol.operator_problems import gathers
 from tests.protocol.simulated_ranks import Simulation
 
-OPERATOR, KERNEL, SENDER = "operators.all_gather_gemm", "kernels.all_gather_gemm", "kernels.store_rows"
+OPERATOR, KERNEL, SENDER = "operators.all_gather_gemm", "kernels.all_gather_gemm", "kernels.p2p_store"
 
 WAY = "        first = chunk.to"
-TELL = "announce_at_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, epoch)"
+TELL = "notify_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, word)"
 TELL_FIRST = """        signal_ptr = tl.load(outgoing_at_ptr + target).to(complete_ptr.dtype) + chunk
-        announce_at_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, epoch)
+        notify_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, word)
 """
 SEND = """    if DIRECT:  # before any wait: who waits for a peer must owe nothing
 """
@@ -46,7 +46,7 @@ DIRECT_FAULTS = {
     "stored in another block": in_sender("tl.cast(rank, tl.int64) * CHUNKS", "target * CHUNKS"),
     "stored in another chunk": in_sender("CHUNKS * chunk_size + first", "CHUNKS * chunk_size + chunk_size - first"),
     "told after the first piece": in_sender("chunk), per_chunk, signal", "chunk), 1, signal"),
-    "told an old epoch": in_sender("signal_ptr, epoch)", "signal_ptr, epoch - 1)", "deadlock"),
+    "told an old epoch": in_sender("signal_ptr, word)", "signal_ptr, word - (1 << 32))", "deadlock"),
     "last piece not sent": in_sender("* (WORLD - 1):", "* (WORLD - 1) - 1:", "deadlock"),
     "end of a piece not stored": in_sender("range(0, PIECE, STEP)", "range(0, PIECE - STEP, STEP)"),
     "pieces claimed as tiles": Fault(KERNEL, "rank, sent_ptr,", "rank, counter_ptr,", "wrong result|deadlock"),
@@ -79,12 +79,18 @@ def test_direct_passes() -> None:
     assert_passes(gathers("direct", Simulation(2, ctas=3)), range(15), resident=1)
 
 
+@pytest.mark.parametrize("method", ["chunked", "fused", "direct"])
+def test_what_is_gathered_can_be_multiplied_twice(method: str) -> None:
+    """The tile counter of a persistent kernel is used up after the first product."""
+    assert_passes(gathers(method, Simulation(2), again=True), range(8))
+
+
 @pytest.mark.parametrize("device_waits", [False, True])
 def test_what_is_gathered_by_direct_without_a_product_is_sent_all_the_same(device_waits: bool) -> None:
     """A row linear whose input is frozen multiplies only for its weight gradient."""
     problem = gathers("direct", Simulation(2, device_waits=device_waits), complete=True)
     assert_passes(problem, range(15))
-    with Fault(OPERATOR, "if not self._sent:", "if False:").planted():
+    with Fault(OPERATOR, "if not self._multiplied:", "if False:").planted():
         assert re.search("wrong result|deadlock", str(assert_caught(problem, range(5))))
 
 
@@ -127,9 +133,10 @@ def test_fault_of_direct_is_caught(fault: str) -> None:
 @pytest.mark.parametrize("fault", CHUNKED_FAULTS)
 @pytest.mark.parametrize("device_waits", [False, True])
 def test_fault_of_chunked_is_caught(fault: str, device_waits: bool) -> None:
-    with CHUNKED_FAULTS[fault].planted():
+    planted = (CHUNKED_FAULTS | host_faults(device_waits))[fault]
+    with planted.planted():
         error = assert_caught(gathers("chunked", Simulation(3, device_waits=device_waits)), range(100))
-    assert re.search(CHUNKED_FAULTS[fault].report, str(error)), error
+    assert re.search(planted.report, str(error)), error
 
 
 @pytest.mark.parametrize(("method", "device_waits"), [("fused", False), ("chunked", True), ("chunked", False)])
@@ -143,7 +150,12 @@ def test_stopped_peer_is_named(method: str, device_waits: bool) -> None:
 
 
 def test_unbounded_wait_is_caught() -> None:
-    fault = Fault("kernels.signal", "(seen < epoch) & (late == 0)", "(seen < epoch)", reload=(KERNEL,))
+    fault = Fault(
+        "kernels.signal",
+        "(has_arrived(seen, expected) == 0) & (late == 0)",
+        "(has_arrived(seen, expected) == 0)",
+        reload=(KERNEL,),
+    )
     machine = Simulation(2, timeout_s=0.01, stopped=(1,))
     with fault.planted():
         error = assert_caught(gathers("fused", machine, calls=1), range(1), spin=True, step_limit=5000)

@@ -9,21 +9,21 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from overlap_train.tuned.ways import Way
+from overlap_train.planning.variants import Variant
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.faults import Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
-from tests.protocol.test_interleaving_linear import Context, plan_of
+from tests.protocol.test_interleaving_linear import Context, planned
 
 
 def columns(
-    method: str, machine: Simulation, count: int = 3, in_step: bool = False, barriers: list[str] | None = None
+    method: str, machine: Simulation, count: int = 3, barrier_first: bool = False, barriers: list[str] | None = None
 ) -> Build:
     """dx [TILE, TILE] and dw of `count` column linears, each of its own x, w and dy, one after the other.
 
-    in_step: ranks meet before each. barriers: gets the name of each barrier of each rank.
+    barrier_first: ranks meet before each. barriers: gets the name of each barrier of each rank.
     """
     world = machine.world_size
     x, w = integers(count, world, TILE, TILE, seed=11), integers(count, world, TILE, TILE, seed=12)
@@ -33,13 +33,15 @@ def columns(
         results: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
         def host(domain: SimulatedDomain) -> None:
-            plan, rank = plan_of(domain, method, "regather", Way(in_step=in_step)), domain.rank
+            rank = domain.rank
+            variant = Variant(barrier_first=barrier_first)
+            column, _ = planned(domain, method, x[0, rank], w[0, rank], w[0, rank], variant=variant)
             if barriers is not None:
                 meet = domain.workspace.barrier
-                domain.workspace.barrier = lambda op: (barriers.append(op), meet(op))
+                domain.workspace.barrier = lambda tag: (barriers.append(tag.op), meet(tag))
             for number in range(count):
                 context = Context(wants_dx=True)
-                context.plan, context.kept, context.weight = plan, False, w[number, rank]
+                context.planned, context.tags, context.weight = column, column.tags("qkv"), w[number, rank]
                 context.save_for_backward(x[number, rank], w[number, rank])
                 dx, dw, *_ = core("linear")._AllGatherLinear.backward(context, dy[number, rank])
                 results[number, rank] = dx.clone(), dw
@@ -63,14 +65,14 @@ def test_they_wait_for_each_other(method: str, ranks: int) -> None:
     assert_passes(columns(method, Simulation(ranks)), range(8))
 
 
-@pytest.mark.parametrize(("count", "in_step", "each"), [(1, False, 0), (1, True, 1), (3, False, 2), (3, True, 3)])
-def test_ranks_meet_where_asked_and_where_slots_run_out(count: int, in_step: bool, each: int) -> None:
+@pytest.mark.parametrize(("count", "barrier_first", "each"), [(1, False, 0), (1, True, 1), (3, False, 2), (3, True, 3)])
+def test_ranks_meet_where_asked_and_where_slots_run_out(count: int, barrier_first: bool, each: int) -> None:
     barriers: list[str] = []
-    assert_passes(columns("chunked", Simulation(2, device_waits=True), count, in_step, barriers), range(1))
-    assert barriers == ["dgrad/begin"] * 2 * each
+    assert_passes(columns("chunked", Simulation(2, device_waits=True), count, barrier_first, barriers), range(1))
+    assert barriers == ["qkv/dgrad/barrier"] * 2 * each
 
 
-BARRIER = 'self.barrier(f"{name}/begin")'
+BARRIER = "self.barrier(tag.barrier)"
 
 
 @pytest.mark.parametrize("fault", [Fault("protocol.workspace", BARRIER, "self.use.clear()")], ids=["no barrier"])

@@ -14,15 +14,16 @@ from overlap_train import OverlapTimeoutError
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.faults import Fault
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.operator_problems import gathers
+from tests.protocol.operator_problems import gathers, tag_of
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 
 
 def raises_behind_its_push(domain: SimulatedDomain, method: str = "chunked") -> None:
     """What an allocation that fails does, on every rank alike."""
     own = torch.full((TILE, TILE), torch.nan)
-    with contextlib.suppress(MemoryError), domain.operator("broken", calls=1):
-        core("operators.all_gather_gemm").start_all_gather(domain, own, method, "broken")
+    with contextlib.suppress(MemoryError), domain.operator(tag_of("broken"), slots=1):
+        plan = domain.plan(method, own, own).fprop
+        core("operators.all_gather_gemm").start_gather(domain, plan, tag_of("broken"), own)
         raise MemoryError
 
 
@@ -40,7 +41,7 @@ def test_the_operator_behind_one_that_raised_waits_for_all_ranks(
 
 
 def test_without_doubt_it_overwrites_what_a_peer_still_reads() -> None:
-    with Fault("domain", "domain.workspace.use.doubt()", "pass").planted():
+    with Fault("runtime.domain", "domain.workspace.use.invalidate()", "pass").planted():
         error = assert_caught(gathers("chunked", Simulation(3), before=raises_behind_its_push), range(60))
     assert "wrong result" in str(error)
 
@@ -55,14 +56,13 @@ def late_meeting(late: int = 1) -> Build:
         def host(domain: SimulatedDomain) -> None:
             if domain.rank == late:
                 scheduler.wait_until(lambda: bool(gave_up), "the other to give up")
-            domain.workspace.barrier("fc1/begin")
+            domain.workspace.barrier(tag_of("fc1"))
             gave_up.append(domain.rank)
             ones = torch.ones(TILE, TILE)
-            gathered[domain.rank] = (
-                core("operators.all_gather_gemm").start_all_gather(domain, ones, "chunked", "fc1").full()
-            )
+            plan, gathers = domain.plan("chunked", ones, ones).fprop, core("operators.all_gather_gemm")
+            gathered[domain.rank] = gathers.start_gather(domain, plan, tag_of("fc1"), ones).gathered_view()
             if domain.rank != late:
-                with pytest.raises(OverlapTimeoutError, match=f"fc1/begin: rank {domain.rank} waited"):
+                with pytest.raises(OverlapTimeoutError, match=f"fc1: rank {domain.rank} waited"):
                     domain.fault.check()
 
         # wait_kernel counts nanoseconds, of which a simulated one is a poll

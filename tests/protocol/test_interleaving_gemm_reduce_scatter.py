@@ -17,14 +17,14 @@ from tests.protocol.simulated_ranks import TILE, Simulation
 OPERATOR, KERNEL = "operators.gemm_reduce_scatter", "kernels.gemm_reduce_scatter"
 
 STORE = "                tl.store(staging_ptr"
-ANNOUNCE = "announce(complete_ptr + signal_word(target, chunk))"
-LAND = "                tl.store(landing_ptr + offsets, part, mask=mask)\n"
-TELL = "announce_at_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, epoch)"
+ANNOUNCE = "notify_copy_engine(complete_ptr + signal_word(target, chunk))"
+LAND = "                tl.store(remote_block_ptr + offsets, part, mask=mask)\n"
+TELL = "notify_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, expected)"
 CLAIM = 'tl.int64), sem="relaxed", scope="gpu")'
-RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef announce_at_peer'
-GOAL = "(complete[i], tiles)"
+RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef notify_peer'
+GOAL = "word + 1], tiles)"
 BARRIER = "tl.debug_barrier()\n    tl.atomic_add("
-COUNTERS = "self.slot.counters.complete.split(1)[peer * MAX_CHUNKS :]"
+COUNTER = "word = leg.target * MAX_CHUNKS + leg.chunk"
 DEADLOCK = "deadlock.*complete.* to reach"
 FOREIGN = "foreign = per_chunk * CHUNKS * (WORLD - 1)"
 BACKWARDS = "index = per_chunk * CHUNKS * WORLD - 1 - index"
@@ -46,8 +46,8 @@ FUSED_FAULTS = {
     "announced at GPU scope": Fault("kernels.signal", RELEASE, RELEASE.replace("sys", "gpu"), "released", (KERNEL,)),
     "push does not wait for its rows": Fault("protocol.copy_engine", "counter.item() >= goal", "counter.item() >= 0"),
     "push waits for all tiles but one": in_slot(GOAL, GOAL.replace("tiles", "tiles - 1")),
-    "push waits for another chunk": in_slot(COUNTERS, f"[{COUNTERS}[0]] * 2"),
-    "push waits for another counter": in_slot(COUNTERS, COUNTERS.replace("peer", "self.rank"), DEADLOCK),
+    "push waits for another chunk": in_slot(COUNTER, COUNTER.replace("leg.chunk", "0"), "wrong result|deadlock"),
+    "push waits for another counter": in_slot(COUNTER, COUNTER.replace("leg.target", "self.rank"), DEADLOCK),
     "wrong chunk order": Fault(KERNEL, "received_ptr + source * block", "received_ptr + (source + 1) % WORLD * block"),
     "tiles claimed twice": Fault("kernels.signal", CLAIM, f"{CLAIM} // 2", "wrong result|deadlock", (KERNEL,)),
     "own rows first": Fault("kernels.tiles", "(rank + 1 + unit //", "(rank + unit //", "deadlock", (KERNEL,)),
@@ -61,7 +61,7 @@ DIRECT_FAULTS = {
     "stored at somebody else": Fault(KERNEL, "memory_at_ptr + target", "memory_at_ptr + rank"),
     "stored in another block": Fault(KERNEL, "+ rank * block", "+ target * block"),
     "told after the first tile": Fault(KERNEL, "target, chunk), per_chunk, signal", "target, chunk), 1, signal"),
-    "told an old epoch": Fault(KERNEL, "signal_ptr, epoch)", "signal_ptr, epoch - 1)", "deadlock"),
+    "told an old epoch": Fault(KERNEL, "signal_ptr, expected)", "signal_ptr, expected - (1 << 32))", "deadlock"),
     "own rows first": Fault("kernels.tiles", FOREIGN, f"{FOREIGN}\n        {BACKWARDS}", "deadlock", (KERNEL,)),
     "tiles of one peer for another": Fault("kernels.tiles", "1 + index %", "2 + index %", "wrong|deadlock", (KERNEL,)),
 }
@@ -78,11 +78,18 @@ CHUNKED_FAULTS = {
     "no wait": Fault(OPERATOR, "    call.wait_for_all()\n", ""),
 }
 CHUNKED_ON_HOST_FAULTS = {
-    "stale epoch": Fault("protocol.waits", "word.item() >= expected", "word.item() >= expected - 1"),
+    "stale epoch": Fault(
+        "protocol.waits",
+        "has_arrived(word.item(), expected)",
+        "has_arrived(word.item(), expected - (1 << 32))",
+        "wrong|Mismatch",
+    ),
     "wait for one peer only": Fault("protocol.waits", "range(first, first + count)", "range(first, first + 1)"),
 }
 CHUNKED_ON_DEVICE_FAULTS = {
-    "stale epoch": Fault("kernels.signal", "epoch = tl.load(epoch_ptr)", "epoch = tl.load(epoch_ptr) - 1"),
+    "stale epoch": Fault(
+        "kernels.signal", "expected = tl.load(epoch_ptr)", "expected = tl.load(epoch_ptr) - (1 << 32)", "wrong|Mismatch"
+    ),
     "wait for one peer only": Fault("kernels.signal", "range(first, first + count)", "range(first, first + 1)"),
 }
 
@@ -127,8 +134,8 @@ def test_direct_passes() -> None:
 
 @pytest.mark.parametrize("device_waits", [False, True])
 def test_a_deferred_reduction_passes(device_waits: bool) -> None:
-    assert_passes(scatters("fused", Simulation(2, device_waits=device_waits), deferred=True), range(20))
-    assert_passes(scatters("fused", Simulation(3, device_waits=device_waits), deferred=True), range(8))
+    assert_passes(scatters("fused", Simulation(2, device_waits=device_waits), split_reduction=True), range(20))
+    assert_passes(scatters("fused", Simulation(3, device_waits=device_waits), split_reduction=True), range(8))
 
 
 def test_fused_passes_with_one_resident_cta_of_three() -> None:
@@ -164,7 +171,7 @@ def test_fault_of_fused_is_caught(fault: str) -> None:
 def test_fault_of_a_deferred_reduction_is_caught(fault: str) -> None:
     columns = 2 * TILE if fault in TWO_TILES_A_CHUNK else TILE
     with DEFERRED_FAULTS[fault].planted():
-        problem = scatters("fused", Simulation(2), columns=columns, deferred=True)
+        problem = scatters("fused", Simulation(2), columns=columns, split_reduction=True)
         error = assert_caught(problem, range(30))
     assert re.search(DEFERRED_FAULTS[fault].report, str(error)), error
 
@@ -180,7 +187,11 @@ def test_fault_of_direct_is_caught(fault: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "device_waits"),
-    [(fault, on_device) for fault in CHUNKED_FAULTS.values() for on_device in (False, True)]
+    [
+        ((CHUNKED_FAULTS | host_faults(on_device))[name], on_device)
+        for name in CHUNKED_FAULTS
+        for on_device in (False, True)
+    ]
     + [(fault, False) for fault in CHUNKED_ON_HOST_FAULTS.values()]
     + [(fault, True) for fault in CHUNKED_ON_DEVICE_FAULTS.values()],
     ids=[f"{name}-{where}" for name in CHUNKED_FAULTS for where in ("host", "device")]

@@ -11,7 +11,7 @@ pytest.importorskip("greenlet")
 
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.faults import Fault
-from tests.protocol.operator_problems import gathers, scatters
+from tests.protocol.operator_problems import gathers, scatters, tag_of
 from tests.protocol.simulated_ranks import SimulatedDomain, Simulation, core
 from tests.protocol.simulated_streams import StreamSimulation
 
@@ -25,7 +25,7 @@ MACHINES: dict[str, Callable[[], Simulation]] = {
 
 def replays(domain: SimulatedDomain) -> None:
     """A replay of a graph of one call, which uses the first slot each time."""
-    core("graph").meet(domain, "begin")
+    core("runtime.graph").barrier(domain, tag_of("begin"))
 
 
 def forgetful(domain: SimulatedDomain) -> None:
@@ -45,8 +45,8 @@ def test_without_barriers_they_may_not(operator: str) -> None:
 
 
 PEERS_WORD = "theirs_ptr = tl.load(outgoing_at_ptr + peer).to(epoch_ptr.dtype)"
-KNOCK = 'tl.atomic_xchg(theirs_ptr, epoch, sem="release", scope="sys")'
-LISTEN = "wait_signal(signals_ptr, signal_word(source, 0), epoch, abort_ptr, record_ptr, tag, limit, TIMED)"
+KNOCK = 'tl.atomic_xchg(theirs_ptr, word, sem="release", scope="sys")'
+LISTEN = "wait_signal(signals_ptr, signal_word(source, 0), word, abort_ptr, record_ptr, limit, TIMED)"
 
 
 def in_kernel(old: str, new: str, report: str = "wrong result") -> Fault:
@@ -58,7 +58,7 @@ def in_kernel(old: str, new: str, report: str = "wrong result") -> Fault:
     [
         in_kernel(f"{PEERS_WORD}\n            {KNOCK}", "pass", "deadlock"),
         in_kernel(LISTEN, "pass"),
-        in_kernel("    tl.store(epoch_ptr, epoch)  #", "    #"),
+        in_kernel("    tl.store(epoch_ptr, word)  #", "    #"),
         in_kernel(KNOCK, KNOCK.replace("release", "relaxed"), "released at system scope"),
     ],
     ids=["nobody knocks", "nobody waits", "the epoch stays", "knocks before it is done"],
@@ -73,7 +73,7 @@ def test_a_broken_barrier_is_caught(fault: Fault) -> None:
     [
         Fault("protocol.waits", "call.slot.outgoing[peer][:1].copy_(call.slot.epoch)", "pass", "deadlock"),
         Fault("protocol.waits", "        self.on_host(call, 0, self.world_size)\n", ""),
-        Fault("protocol.waits", "        call.slot.next_epoch()\n", ""),
+        Fault("protocol.waits", "        next_epoch_on_host(call)\n", ""),
     ],
     ids=["nobody knocks", "nobody waits", "the epoch stays"],
 )
@@ -88,7 +88,10 @@ def test_capturing_leaves_the_use_of_slots_as_it_was() -> None:
 
     def capture(domain: SimulatedDomain) -> None:
         domain.workspace.use.take()
-        with mock.patch.object(core("graph"), "made_domain", return_value=domain), core("graph").graphed(None):
+        with (
+            mock.patch.object(core("runtime.graph"), "made_domain", return_value=domain),
+            core("runtime.graph").graphed(None),
+        ):
             free.append(("inside", domain.workspace.use.free()))
         free.append(("behind", domain.workspace.use.free()))
 

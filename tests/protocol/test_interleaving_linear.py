@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("greenlet")
 
-from overlap_train.tuned.ways import PLAIN, Way
+from overlap_train.planning.variants import PLAIN, Variant
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
@@ -40,13 +41,13 @@ def mlp(
     gathered_input: str = "regather",
     steps: int = 2,
     wants_dx: bool = True,
-    way: Way = PLAIN,
+    variant: Variant = PLAIN,
 ) -> Build:
     """`steps` times: forward of MICROBATCHES, then their backward in order (as a pipeline's first stage has it).
 
     x_shard_m [TILE, TILE] -> h [W * TILE, TILE] = x @ w1.T -> y_shard_m [TILE, TILE] = sum of h @ w2.T; gradient dy.
     x and dy lie in one buffer per microbatch, as in a training loop. wants_dx: whether x needs a gradient.
-    way: how every pass runs.
+    variant: how every pass runs.
     """
     world, runs = machine.world_size, steps * MICROBATCHES
     x, dy = integers(runs, world, TILE, TILE, seed=7), integers(runs, world, TILE, TILE, seed=8)
@@ -58,13 +59,14 @@ def mlp(
         buffers = torch.empty(2, MICROBATCHES, world, TILE, TILE)
 
         def host(domain: SimulatedDomain) -> None:
-            plan, rank = plan_of(domain, method, gathered_input, way), domain.rank
+            rank = domain.rank
+            plans = planned(domain, method, x[0, rank], w1[rank], w2[rank], gathered_input, variant)
             for step in range(steps):
                 contexts = [(Context(wants_dx), Context(True)) for _ in range(MICROBATCHES)]
                 batches = [(step * MICROBATCHES + i, buffers[:, i, rank], contexts[i]) for i in range(MICROBATCHES)]
                 for run, (own_x, _), context in batches:
                     own_x.copy_(x[run, rank])
-                    results[run, rank] = {"y": _forward(own_x, w1[rank], w2[rank], plan, context)}
+                    results[run, rank] = {"y": _forward(own_x, w1[rank], w2[rank], plans, context)}
                 for run, (_, own_dy), context in batches:
                     own_dy.copy_(dy[run, rank])
                     results[run, rank] |= _backward(own_dy, context)
@@ -83,27 +85,34 @@ def mlp(
     return build
 
 
-def plan_of(domain: SimulatedDomain, method: str, gathered_input: str, way: Way = PLAIN) -> SimpleNamespace:
-    """What the autograd functions read of a `plan.Plan`. way: how every pass runs."""
-    config = SimpleNamespace(gathered_input=gathered_input, main_grad="off")
-    names = {part + end: part for part in ("fprop", "dgrad", "wgrad") for end in ("", "_range")}
-    choice = core("choice").Choice(method, "asked for", way)
-    methods = {"gather": choice, "scatter": choice}
-    begin = {"fprop_in_step": way.in_step, "dgrad_in_step": way.in_step}
-    return SimpleNamespace(domain=domain, config=config, **begin, **methods, **names)
+def planned(
+    domain: SimulatedDomain,
+    method: str,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    gathered_input: str = "regather",
+    variant: Variant = PLAIN,
+) -> tuple[Any, Any]:
+    """The plans of a column linear x @ w1.T and of a row linear after it. variant: how every pass runs."""
+    settings = {"gathered_input": gathered_input, "main_grad": "off", "variant": variant}
+    hidden = x.new_empty(x.shape[0] * domain.world_size, w1.shape[0])
+    first = domain.plan(method, x, w1, **settings)
+    second = domain.plan(method, hidden, w2, "LINEAR_REDUCE_SCATTER", **settings)
+    return tuple(core("operators.plan_book").Planned(domain, plan) for plan in (first, second))
 
 
 def _forward(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, plan: SimpleNamespace, context: tuple[Context, Context]
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, plans: tuple[Any, Any], context: tuple[Context, Context]
 ) -> torch.Tensor:
-    keep = plan.config.gathered_input == "keep"
-    h = core("linear")._AllGatherLinear.forward(context[0], x, w1, plan, keep)
-    return core("linear")._LinearReduceScatter.forward(context[1], h, w2, plan).clone()
+    first, second = plans
+    h = core("linear")._AllGatherLinear.forward(context[0], x, w1, first, first.tags("fc1"), True)
+    return core("linear")._LinearReduceScatter.forward(context[1], h, w2, second, second.tags("fc2")).clone()
 
 
 def _backward(dy: torch.Tensor, context: tuple[Context, Context]) -> dict[str, torch.Tensor]:
     """The gradients of x, w1 and w2, as far as they are wanted."""
-    dh, dw2, _ = core("linear")._LinearReduceScatter.backward(context[1], dy)
+    dh, dw2, *_ = core("linear")._LinearReduceScatter.backward(context[1], dy)
     dx, dw1, *_ = core("linear")._AllGatherLinear.backward(context[0], dh)
     return {"dw1": dw1, "dw2": dw2} | ({} if dx is None else {"dx": dx.clone()})
 
@@ -145,12 +154,12 @@ def test_a_column_whose_input_is_frozen_passes() -> None:
 
 @pytest.mark.parametrize(("method", "ranks"), [("chunked", 3), ("fused", 2)])
 def test_so_do_passes_that_begin_in_step(method: str, ranks: int) -> None:
-    assert_passes(mlp(method, Simulation(ranks, device_waits=True), way=Way(in_step=True)), range(4))
+    assert_passes(mlp(method, Simulation(ranks, device_waits=True), variant=Variant(barrier_first=True)), range(4))
 
 
 def test_so_does_a_reduction_behind_the_weight_gradient() -> None:
-    assert_passes(mlp("fused", Simulation(2, device_waits=True), way=Way(deferred=True)), range(4))
-    assert_passes(mlp("fused", Simulation(2), way=Way(whole=True, deferred=True)), range(4))
+    assert_passes(mlp("fused", Simulation(2, device_waits=True), variant=Variant(split_reduction=True)), range(4))
+    assert_passes(mlp("fused", Simulation(2), variant=Variant(whole=True, split_reduction=True)), range(4))
 
 
 GATHER = "operators.all_gather_gemm"
@@ -159,7 +168,10 @@ FAULTS = {
     "gathered x not waited for": Fault(GATHER, "self._call.wait_for_all()", "pass", reload=("linear",)),
     "own block not copied": Fault(GATHER, OWN, "pass", reload=("linear",)),
     "kept x not copied out of its slot": Fault(
-        "operators.all_gather_gemm", "return self.full().clone()", "return self.full()", reload=("linear",)
+        "operators.all_gather_gemm",
+        "return self.gathered_view().clone()",
+        "return self.gathered_view()",
+        reload=("linear",),
     ),
     "slot reused early": SLOT_REUSED_EARLY,
 }

@@ -10,9 +10,10 @@ pytest.importorskip("greenlet")
 
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import assert_caught, assert_passes
-from tests.protocol.faults import SLOT_REUSED_EARLY, Fault, in_slot
+from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.operator_problems import gathers, scatters
+from tests.protocol.operator_problems import Before, gathers, scatters
+from tests.protocol.simulated_ranks import SimulatedDomain
 from tests.protocol.simulated_streams import StreamSimulation
 from tests.protocol.test_interleaving_linear import mlp
 
@@ -23,6 +24,7 @@ WAIT = "failed = wait_value(stream, route.counter_at, route.goal, _AT_LEAST) or 
 KERNEL = "        kernel()  # first"
 FORK = "self._driver.wait_event(self._handle, self._forked, 0) or failed"
 JOIN = "self._driver.wait_event(self._driver.current_stream(), self._joined, 0) or failed"
+NEXT_EPOCH = 'before a call whose blocks are sent by copies."""\n    word = next_word(tl.load(epoch_ptr), tag)'
 FORKED_PUSH = "routes: list[Route]) -> None:\n        self._fork()\n        self._enqueue"
 
 
@@ -64,11 +66,15 @@ FAULTS = [
     ),
     (
         "kernel's pushes without fork",
-        Fault("protocol.copy_engine", "        self._fork()\n        # Nothing", "        # Nothing", "deadlock|wrong"),
+        Fault("protocol.copy_engine", "        self._fork()\n        # No host", "        # No host", "deadlock|wrong"),
         ["scatter fused"],
     ),
     ("push without its counter", Fault("protocol.copy_engine", WAIT, "pass"), ["scatter fused"]),
-    ("no epoch increment", in_slot("_increment[0] = 1", "_increment[0] = 0"), BOTH_CHUNKED),
+    (
+        "no epoch increment",
+        Fault("kernels.signal", NEXT_EPOCH, f"{NEXT_EPOCH} - (1 << 32)", "wrong|deadlock"),
+        BOTH_CHUNKED,
+    ),
     ("slot reused early", SLOT_REUSED_EARLY, BOTH_CHUNKED),
 ]
 
@@ -94,6 +100,26 @@ def test_pushes_enqueued_before_their_kernel_deadlock_with_one_hardware_queue() 
         error = assert_caught(scatters("fused", StreamSimulation(2, one_queue=True)), range(4))
     assert isinstance(error, Deadlock)
     assert re.search(r"rank[01]\.slot0\.complete\[\d+\] to reach 1", str(error))
+
+
+def in_turns(machine: StreamSimulation) -> Before:
+    """After its first call the caller goes on in its other stream, then in the first again, without ordering the two."""
+
+    def before(domain: SimulatedDomain) -> None:
+        gpu, side = machine.gpus[domain.rank], domain.engine.stream
+        if len(gpu.streams) == 2:
+            gpu.new_stream()
+            return
+        gpu.current = next(one for one in gpu.streams if one not in (gpu.current, side))
+
+    return before
+
+
+@pytest.mark.parametrize("method", ["chunked", "direct"])
+def test_a_caller_may_use_two_streams(method: str) -> None:
+    """An operator waits for the one before, wherever that ran."""
+    machine = StreamSimulation(2)
+    assert_passes(gathers(method, machine, before=in_turns(machine)), range(6))
 
 
 def test_a_host_that_reads_device_memory_is_found() -> None:

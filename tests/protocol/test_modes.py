@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from overlap_train import OverlapConfig, all_gather_linear, domain, linear_reduce_scatter, shutdown
+from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
 from overlap_train.operators.all_gather_gemm import ChunkedGather
+from overlap_train.runtime import domain
 from overlap_train.symmetric import host
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values
@@ -122,11 +123,11 @@ def _frozen_weights(rank: int, world: int) -> None:
 def _nothing_is_kept_without_gradients(rank: int, world: int) -> None:
     case = _case(gathered_input="keep")
     operator, x, w = _both(case)[0]
-    kept = ChunkedGather.kept
-    ChunkedGather.kept = None  # type: ignore[method-assign,assignment] # of this process
+    kept = ChunkedGather.gathered_copy
+    ChunkedGather.gathered_copy = None  # type: ignore[method-assign,assignment] # of this process
     with torch.no_grad():
         operator(x, w, group=case.group, config=case.config)
-    ChunkedGather.kept = kept  # type: ignore[method-assign]
+    ChunkedGather.gathered_copy = kept  # type: ignore[method-assign]
     operator(x, w, group=case.group, config=case.config).sum().backward()
     assert w.grad is not None
 

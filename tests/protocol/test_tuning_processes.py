@@ -18,25 +18,27 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
-from overlap_train.bench.operands import make_operands
-from overlap_train.bench.operators import open_domain
-from overlap_train.bench.output import Results
-from overlap_train.bench.settings import Settings
-from overlap_train.bench.shapes import Case
-from overlap_train.bench.world import World
-from overlap_train.choice import Choice
 from overlap_train.operators.all_gather_gemm import GATHERS, ChunkedGather
 from overlap_train.operators.gemm_reduce_scatter import SCATTERS, ChunkedScatter
-from overlap_train.registry import made_domain
-from overlap_train.tuned.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
-from overlap_train.tuned.table import Winner, key_of, path_of, read, save
-from overlap_train.tuning.cases import model_cases
-from overlap_train.tuning.command import keep
-from overlap_train.tuning.measure import backward, tune_case
+from overlap_train.planning.choice import Choice
+from overlap_train.planning.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
+from overlap_train.planning.plan import EnginePlan
+from overlap_train.planning.table import Winner, key_of, path_of, read, save
+from overlap_train.protocol.tags import Tag
+from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.runtime.registry import made_domain
+from overlap_train.tools.measure.cases import Case
+from overlap_train.tools.measure.operands import make_operands
+from overlap_train.tools.measure.results import Results
+from overlap_train.tools.measure.runs import Session, Settings
+from overlap_train.tools.measure.world import World
+from overlap_train.tools.tune.candidates import backward, tune_case
+from overlap_train.tools.tune.cases import model_cases, one_a_bucket
+from overlap_train.tools.tune.command import keep
 from tests.processes import run_ranks, values
 
 CPU = torch.device("cpu")
-M, INSIDE, OUTSIDE = 16, 64, 32  # the linears of bench/shapes.py's tiny layer: fc1 [64, 32] and fc2 [32, 32]
+M, INSIDE, OUTSIDE = 16, 64, 32  # the linears of the model "tiny": qkv and fc1 [64, 32], proj and fc2 [32, 32]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 Choices = dict[str, tuple[str, str]]  # "fc1/fprop" -> method, reason
 
@@ -72,31 +74,24 @@ def train_a_step(config: OverlapConfig, world: int) -> Choices:
     ]
     for leaf, whole, dim in zip(mine, expected, (0, 0, 1, 1), strict=True):
         assert torch.equal(leaf.grad, whole.chunk(world, dim)[rank])
-    domain = made_domain(group)
-    assert domain is not None
-    found = {}
-    for plan in domain.plans.values():
-        for name, choice in zip((plan.fprop, plan.dgrad), plan.choices, strict=True):
-            found[name] = (choice.method, choice.reason)
     shutdown()
-    methods = {name: method for name, (method, _) in found.items()}
-    assert ran == methods | {"fc1/wgrad": methods["fc1/fprop"]}, "what was chosen is what ran"
-    return found
+    assert ran.pop("fc1/wgrad")[0] == ran["fc1/fprop"][0], "the weight gradient gathers as the forward pass does"
+    return ran
 
 
-def record_engines() -> dict[str, str]:
-    """Operator -> method of the engine that was started for it, filled in as they start."""
-    ran: dict[str, str] = {}
+def record_engines() -> Choices:
+    """Pass -> the method of the engine that was made for it, and its plan's reason; filled in as engines are made."""
+    ran: Choices = {}
 
-    def recording(method: str, start: Callable[..., Any]) -> Callable[..., Any]:
-        def started(*arguments: Any) -> Any:
-            ran[arguments[-2]] = method  # behind it: whether blocks are sent whole
-            return start(*arguments)
+    def recording(method: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(domain: OverlapDomain, plan: EnginePlan, tag: Tag, *operands: torch.Tensor) -> Any:
+            ran[tag.op] = (method, plan.reason)
+            return make(domain, plan, tag, *operands)
 
-        return started
+        return made
 
     for engines in (GATHERS, SCATTERS):
-        engines.update({method: recording(method, start) for method, start in engines.items()})  # type: ignore[arg-type]
+        engines.update({method: recording(method, make) for method, make in engines.items()})  # type: ignore[arg-type]
     return ran
 
 
@@ -149,20 +144,19 @@ def _tune(rank: int, world: int, folder: str) -> list[str]:
     here = World(dist.group.WORLD, CPU, rank, world)
     config = OverlapConfig(timeout_s=30.0, tuning_dir=folder)
     settings = Settings(("chunked", "fused"), torch.float32, True, config)
-    cases, results = model_cases("tiny", [M], world), Results()
-    domain = open_domain(cases, settings, here)
-    for case in cases:
-        keep(folder, key_of(CPU, world), tune_case(case, settings, domain, here, results), here)
+    results = Results()
+    session = Session(settings, here, results)
+    domain = session.domain(M * INSIDE * 4)
+    for case in one_a_bucket(model_cases("tiny", [M], world), world):
+        keep(folder, key_of(CPU, world), tune_case(case, domain, session), here)
     shutdown()
     return [] if results.failed else results.notes
 
 
 def test_a_slow_default_loses_and_a_broken_candidate_is_left_out_and_noted(tmp_path: Path) -> None:
     for notes in values(run_ranks(2, _tune, str(tmp_path))):
-        assert len(notes) == 10, "four passes in two ways, one of them, a column's backward, in two more"
-        assert all(
-            re.search("fused( whole)?( deferred)? left out: RuntimeError: no kernel image", note) for note in notes
-        )
+        assert len(notes) == 10, "four passes in two variants, one of them, a column's backward, in two more"
+        assert all(re.search("fused( whole)?( split)? left out: RuntimeError: no kernel image", note) for note in notes)
     for choices in values(run_ranks(2, _train, str(tmp_path))):
         assert {method for method, _ in choices.values()} == {"collective"}
         assert all("tuned for M=16" in reason for _, reason in choices.values())
@@ -181,18 +175,18 @@ def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
     done: list[str] = []
 
     class Gathering(ChunkedGather):
-        def __init__(self, *arguments: Any) -> None:
+        def start(self) -> None:
             done.append("x is sent")
-            super().__init__(*arguments)
+            super().start()
 
-        def full(self) -> torch.Tensor:
+        def gathered_view(self) -> torch.Tensor:
             done.append("x is waited for")
-            return super().full()
+            return super().gathered_view()
 
     class Scattering(ChunkedScatter):
-        def __init__(self, *arguments: Any) -> None:
+        def start(self) -> None:
             done.append("dx is multiplied and sent")
-            super().__init__(*arguments)
+            super().start()
 
         def finish(self) -> torch.Tensor:
             done.append("dx is waited for")
@@ -207,11 +201,10 @@ def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
     by_autograd = done.copy()
     domain = made_domain(group)
     assert domain is not None
-    operands = make_operands(
-        Case("tiny", "ag_gemm", "dgrad", M, INSIDE, OUTSIDE), World(group, CPU, rank, world), torch.float32, 0
-    )
+    case = Case("tiny", "ag_gemm", "dgrad", M, INSIDE, OUTSIDE)
+    operands = make_operands(case, World(group, CPU, rank, world), torch.float32, 0)
     done.clear()
-    backward(domain, Choice("chunked", "a candidate"))(operands)
+    backward(case, domain, Choice("chunked", "a candidate"), operands)(operands)
     shutdown()
     return by_autograd, done
 

@@ -1,4 +1,4 @@
-"""The recipe with published models and in pipeline stages; skipped where megatron-core is not installed."""
+"""The recipes: training, checkpoints, published models, pipeline stages, compare_mfu. Skipped without megatron-core."""
 
 from __future__ import annotations
 
@@ -9,3 +9,5 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # why: tests/megatron/conftes
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     collect_ignore_glob = ["test_*.py"]
+else:
+    from tests.megatron.conftest import workers  # noqa: F401 -- a fixture

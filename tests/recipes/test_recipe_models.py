@@ -6,53 +6,45 @@ import contextlib
 import importlib
 import pkgutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import megatron.core
 import pytest
 import torch
 
-from tests.megatron.recipe_runs import run_recipe
 from tests.processes import run_ranks, values
+from tests.recipes.recipe_runs import run_recipe
 
 CUT = ("--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 4, "--num-query-groups", 2)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="module")
-def kept(data: Path) -> dict[int, float]:
+def kept() -> dict[int, float]:
     """Losses of the overlapped small model that keeps all activations."""
-    return run_recipe(2, "--overlap-train", *CUT, data=data)[0].losses()
+    return run_recipe(2, "--overlap-train", *CUT)[0].losses()
 
 
-def test_a_published_model_trains_with_overlap_as_without(data: Path) -> None:
+def test_a_published_model_trains_with_overlap_as_without() -> None:
     flags = ("--model", "qwen3-32b", *CUT)
-    overlapped, alone = (run_recipe(2, *flags, *more, data=data)[0] for more in (("--overlap-train",), ()))
+    overlapped, alone = (run_recipe(2, *flags, *more)[0] for more in (("--overlap-train",), ()))
     assert overlapped.exit_code == 0, overlapped.errors
     assert len(overlapped.losses()) == 6
     assert overlapped.losses() == pytest.approx(alone.losses(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-def test_recomputation_changes_no_loss(kept: dict[int, float], data: Path, kind: str) -> None:
-    again = run_recipe(2, "--overlap-train", "--recompute", kind, *CUT, data=data)[0]
+def test_recomputation_changes_no_loss(kept: dict[int, float], kind: str) -> None:
+    again = run_recipe(2, "--overlap-train", "--recompute", kind, *CUT)[0]
     assert again.exit_code == 0, again.errors
     assert again.losses() == kept
 
 
-def test_a_deterministic_run_trains(kept: dict[int, float], data: Path) -> None:
-    assert run_recipe(2, "--overlap-train", "--deterministic", 1, *CUT, data=data)[0].losses() == pytest.approx(
-        kept, rel=1e-5
-    )
+def test_a_deterministic_run_trains(kept: dict[int, float]) -> None:
+    assert run_recipe(2, "--overlap-train", "--deterministic", 1, *CUT)[0].losses() == pytest.approx(kept, rel=1e-5)
 
 
-def test_experts_are_refused_without_gpus(data: Path) -> None:
-    first = run_recipe(2, "--model", "mixtral-8x7b", *CUT, data=data)[0]
+def test_experts_are_refused_without_gpus() -> None:
+    first = run_recipe(2, "--model", "mixtral-8x7b", *CUT)[0]
     assert first.exit_code == 2
     assert "--model mixtral-8x7b has experts" in first.refusals()[0]
 
@@ -61,15 +53,15 @@ def test_experts_are_refused_without_gpus(data: Path) -> None:
 @pytest.mark.skipif(
     megatron.core.__version__.startswith("0.16"), reason="its router calls TransformerEngine unconditionally"
 )
-def test_experts_train_with_attention_and_output_overlapped(tmp_path: Path) -> None:
+def test_experts_train_with_attention_and_output_overlapped() -> None:
     """Megatron's experts run on the CPU here behind stand-ins for CUDA that only a test can afford."""
-    for alone, overlapped, calls in values(run_ranks(2, train_experts, str(tmp_path))):
+    for alone, overlapped, calls in values(run_ranks(2, train_experts)):
         assert overlapped == pytest.approx(alone, rel=1e-5)
         assert len(overlapped) == 3 and overlapped[-1] < overlapped[0]
         assert calls == {"linear_proj": [6, 6], "linear_qkv": [6, 6], "output_layer": [6]}
 
 
-def train_experts(rank: int, world: int, folder: str) -> tuple[list[float], list[float], dict[str, list[int]]]:
+def train_experts(rank: int, world: int) -> tuple[list[float], list[float], dict[str, list[int]]]:
     """Called in each process: losses of three steps without and with overlap, and how often which linear overlapped."""
     from megatron.core import parallel_state
 
@@ -87,9 +79,7 @@ def train_experts(rank: int, world: int, folder: str) -> tuple[list[float], list
     cut = dict(
         num_layers=2, hidden_size=64, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=2, seq_length=64
     )
-    settings = replace(
-        defaults(True, "mixtral-8x7b"), **cut, train_iters=3, global_batch_size=2, lr_warmup_iters=0, data_dir=folder
-    )
+    settings = replace(defaults(True, "mixtral-8x7b"), **cut, train_iters=3, global_batch_size=2, lr_warmup_iters=0)
     settings = resolve(settings, world)
     bare_model = gpt.model.bare_model
     gpt.model.bare_model = lambda settings, on_gpu: in_fp32(bare_model, settings)

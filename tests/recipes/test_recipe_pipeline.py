@@ -11,8 +11,8 @@ import pytest
 
 from gpt.data import batches, build_datasets
 from overlap_train import OverlapConfig, shutdown
-from tests.megatron.recipe_runs import Ended, run_recipe
 from tests.processes import run_ranks, values
+from tests.recipes.recipe_runs import Ended, run_recipe
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -32,30 +32,30 @@ class Curve:
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Curve]]:
+def curves() -> list[dict[str, Curve]]:
     """Each rank's curves by name."""
-    return values(run_ranks(RANKS, train_all, str(tmp_path_factory.mktemp("data"))))
+    return values(run_ranks(RANKS, train_all, limit_s=240))
 
 
-def train_all(rank: int, world: int, folder: str) -> dict[str, Curve]:
+def train_all(rank: int, world: int) -> dict[str, Curve]:
     """Called in each process: the same steps whole and in stages, with and without overlap."""
     from overlap_train.integrations.megatron import run_without_cuda
 
     assert run_without_cuda()
     several = {"variable_seq_length": 1}
     return {
-        "whole": train(folder, {}, None),
-        "stages, recomputed": train(folder, {"pp": 2, "recompute": "full"}, OverlapConfig()),
-        "several, padded": train(folder, {"pp": 2, "micro_batch_size": 8}, None, padded),
-        "several, whole": train(folder, several, None),
-        "several, whole, overlapped": train(folder, several, OverlapConfig()),
-        "several, stages": train(folder, {**several, "pp": 2}, None),
-        "several, stages, overlapped": train(folder, {**several, "pp": 2}, OverlapConfig()),
+        "whole": train({}, None),
+        "stages, recomputed": train({"pp": 2, "recompute": "full"}, OverlapConfig()),
+        "several, padded": train({"pp": 2, "micro_batch_size": 8}, None, padded),
+        "several, whole": train(several, None),
+        "several, whole, overlapped": train(several, OverlapConfig()),
+        "several, stages": train({**several, "pp": 2}, None),
+        "several, stages, overlapped": train({**several, "pp": 2}, OverlapConfig()),
     }
 
 
 def train(
-    folder: str, changes: dict[str, Any], overlap: OverlapConfig | None, read: Callable[..., Iterator[Any]] = batches
+    changes: dict[str, Any], overlap: OverlapConfig | None, read: Callable[..., Iterator[Any]] = batches
 ) -> Curve:
     """STEPS steps of the small model in a layout of their own; with overlap where its settings are given."""
     import torch
@@ -67,7 +67,7 @@ def train(
     from gpt.training import build_trainer, data_share
 
     small = dict(num_layers=2, hidden_size=32, ffn_hidden_size=64, seq_length=64, lr_warmup_iters=1, sample_bytes=3)
-    data = dict(data_dir=folder, train_iters=STEPS, micro_batch_size=1, global_batch_size=8, eval_iters=1, tp=2)
+    data = dict(train_iters=STEPS, micro_batch_size=1, global_batch_size=8, eval_iters=1, tp=2)
     settings, cpu = resolve(replace(Settings(), **{**small, **data, **changes}), RANKS), torch.device("cpu")
     parallel_state.initialize_model_parallel(settings.tp, pipeline_model_parallel_size=settings.pp)
     datasets = build_datasets(settings)
@@ -116,7 +116,7 @@ def padded(dataset: Any, first: int, settings: Any, share: Any, device: Any) -> 
 def symmetric_bytes() -> int:
     from megatron.core import parallel_state
 
-    from overlap_train.registry import made_domain
+    from overlap_train.runtime.registry import made_domain
 
     domain = made_domain(parallel_state.get_tensor_model_parallel_group())
     return 0 if domain is None else domain.layout.nbytes
@@ -173,15 +173,10 @@ STAGES = ("--tp", 2, "--pp", 2, "--num-layers", 2, "--variable-seq-length", 1)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path, list[Ended]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
     """Six overlapped steps in two stages, with checkpoints after three and six."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    ranks = run_recipe(RANKS, *STAGES, "--overlap-train", "--save", folder, "--save-interval", 3, data=data)
+    ranks = run_recipe(RANKS, *STAGES, "--overlap-train", "--save", folder, "--save-interval", 3)
     assert [rank.exit_code for rank in ranks] == [0] * RANKS, ranks[0].errors
     return folder, ranks
 
@@ -197,12 +192,12 @@ def test_each_stage_shows_its_linears_and_rank_0_all_else(saved: tuple[Path, lis
 
 
 def test_a_checkpoint_of_two_stages_loads_into_one_without_overlap_and_back(
-    saved: tuple[Path, list[Ended]], data: Path, tmp_path: Path
+    saved: tuple[Path, list[Ended]], tmp_path: Path
 ) -> None:
     folder, ranks = saved
     expected = ranks[0].losses()
     save = ("--save", tmp_path, "--save-interval", 5)
-    whole = run_recipe(2, *STAGES, "--pp", 1, "--load", folder / "iter_0000003", *save, data=data)[0]
+    whole = run_recipe(2, *STAGES, "--pp", 1, "--load", folder / "iter_0000003", *save)[0]
     assert whole.losses() == pytest.approx({i: expected[i] for i in (4, 5, 6)}, rel=1e-5), whole.errors
-    back = run_recipe(RANKS, *STAGES, "--overlap-train", "--load", tmp_path / "iter_0000005", data=data)[0]
+    back = run_recipe(RANKS, *STAGES, "--overlap-train", "--load", tmp_path / "iter_0000005")[0]
     assert back.losses() == pytest.approx({6: expected[6]}, rel=1e-5), back.errors

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from overlap_train.doctor.place import Place
-from overlap_train.doctor.report import Finding
+from overlap_train.tools.doctor.report import Finding
+from overlap_train.tools.measure.world import World
 
 
-def place(rank: int = 1, size: int = 4, device: str = "cuda") -> Place:
+def world(rank: int = 1, size: int = 4, device: str = "cuda") -> World:
     """Rank `rank` of a group on host node1, number 4 + rank in the job. Its group cannot communicate."""
-    return Place(rank, size, object(), torch.device(device), ("node1",) * size, tuple(range(4, 4 + size)))  # type: ignore[arg-type]
+    return World(object(), torch.device(device), rank, size, ("node1",) * size, tuple(range(4, 4 + size)))  # type: ignore[arg-type]
 
 
-def only(findings: list[Finding], status: str) -> Finding:
+def only(findings: Iterable[Finding], status: str) -> Finding:
     """The one finding that has this status."""
     (finding,) = [finding for finding in findings if finding.status == status]
     return finding

@@ -16,39 +16,38 @@ def leave_the_interpreter() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
 
 
-def compiled(kernel_name: str, b_is_nk: bool, **switches: bool) -> tuple[str, int]:
-    """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks in bf16; switches: its own constexprs."""
+def compiled(kernel_name: str, b_is_nk: bool, **switches: int) -> tuple[str, int]:
+    """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks in bf16; switches: its constexprs."""
     binary = compiled_kernel(kernel_name, b_is_nk, **switches)
     return binary.asm["ptx"], binary.metadata.shared
 
 
-def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
+def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     """What Triton's compiler returns."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from overlap_train.operators.hopper import (
-        _LAUNCH,
         BLOCK_K,
         BLOCK_M,
         BLOCK_N,
         BUFFERS_DIRECT,
-        GROUP_M,
         HALF_N,
+        LAUNCH,
         PART_M,
         STAGES,
         STAGES_DIRECT,
         STEP,
     )
+    from overlap_train.planning.tiling import HOPPER_TILE
 
     module = __import__(f"overlap_train.kernels.{kernel_name}", fromlist=["kernel"])
     kernel = getattr(module, f"{kernel_name}_kernel")
     constants: dict[str, Any] = dict(
-        WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
-        STAGES=STAGES, B_IS_NK=b_is_nk, num_warps=_LAUNCH["num_warps"],
-        **switches,
-    )  # fmt: skip
+        WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=HOPPER_TILE.group_m,
+        STAGES=STAGES, B_IS_NK=b_is_nk, num_warps=LAUNCH["num_warps"],
+    ) | switches  # fmt: skip
     if "own_desc" in kernel.arg_names:
         constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP} | constants
     else:
@@ -65,7 +64,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
         "y_desc": out,
         "received_desc": _descriptor(BLOCK_M, HALF_N),
     } | {f"to{step}_desc": out for step in range(1, 8)}
-    types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "y_ptr": "*bf16", "limit": "i64"}
+    types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "y_ptr": "*bf16", "limit": "i64", "tag": "i64"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
@@ -74,7 +73,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: bool) -> Any:
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr") or name in whole
     }
     source = GluonASTSource(kernel, signature, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_LAUNCH)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
 
 
 def _descriptor(rows: int, cols: int) -> str:

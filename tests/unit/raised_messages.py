@@ -100,7 +100,7 @@ class _Reader:
                 return [(text,)]
             case ast.JoinedStr(values=values):
                 return _joined([self.read(value) or [HOLE] for value in values])
-            case ast.FormattedValue(value=ast.Name() as value):
+            case ast.FormattedValue(value=ast.Name() | ast.IfExp() as value):
                 return self.read(value)
             case ast.BinOp(op=ast.Add(), left=left, right=right):
                 sides = [self.read(left), self.read(right)]

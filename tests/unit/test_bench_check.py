@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.bench.check import WrongResult, check, product_reference, scatter_reference
+from overlap_train.tools.measure.check import WrongResult, check, product_reference, scatter_reference
 from tests.processes import run_ranks, values
 
 

@@ -10,55 +10,78 @@ from pathlib import Path
 
 import pytest
 
-from overlap_train.bench import command, output
-from overlap_train.bench.shapes import OPS, PASSES
+from overlap_train import cli
+from overlap_train.flags import from_args
+from overlap_train.tools.bench import command, output
+from overlap_train.tools.measure.cases import OPS, PASSES
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+def parsed(line: str) -> command.Operators | command.Layers:
+    args = command.parser().parse_args(line.split())
+    return from_args(command.KINDS[args.command](), args)
+
+
 def test_defaults() -> None:
-    args = command.parser().parse_args(["operators"])
-    assert (args.passes, args.ops, args.m, args.methods, args.quick) == (
-        ["fprop", "dgrad"],
-        ["ag_gemm", "gemm_rs"],
-        None,
-        None,
-        False,
-    )
+    bench = parsed("operators")
+    assert bench == command.Operators()
+    assert (bench.passes, bench.ops, bench.rows, bench.methods) == (("fprop", "dgrad"), ("ag_gemm", "gemm_rs"), (), ())
+    assert (bench.connections, parsed("layers").connections) == (None, 1), "Megatron-Core's linears need 1"
 
 
 def test_lists_are_separated_by_commas_and_sizes_by_blanks(tmp_path: Path) -> None:
-    line = f"operators --shapes llama3-8b,all --methods fused,auto --passes wgrad --m 256 1024 --out {tmp_path}"
-    args = command.parser().parse_args(line.split())
-    assert args.shapes == ["llama3-8b", "all"]
-    assert (args.methods, args.passes, args.m, args.out) == (["fused", "auto"], ["wgrad"], [256, 1024], tmp_path)
-    assert command.parser().parse_args(["layers", "--seq", "4096", "8192", "--layers", "llama3-8b-mlp"]).seq == [
-        4096,
-        8192,
-    ]
+    bench = parsed(
+        f"operators --shapes llama3-8b,all --methods fused,auto --passes wgrad --m 256 1024 --out {tmp_path}"
+    )
+    assert bench.shapes == ("llama3-8b", "all")
+    assert (bench.methods, bench.passes, bench.rows, bench.out) == (
+        ("fused", "auto"),
+        ("wgrad",),
+        (256, 1024),
+        str(tmp_path),
+    )
+    assert parsed("layers --seq 4096 8192 --layers llama3-8b-mlp").seq == (4096, 8192)
 
 
 @pytest.mark.parametrize(
-    "line", ["operators --methods fast", "operators --passes forward", "operators --ops ,", "rows"]
+    "line",
+    [
+        "operators --methods fast",
+        "operators --passes forward",
+        "operators --ops ,",
+        "operators --shapes llama9",
+        "layers --layers llama3-8b-moe",
+        "rows",
+    ],
 )
 def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command.main(line.split())
-    assert "not one of" in (text := capsys.readouterr().err) or "invalid choice" in text
+    assert cli.main(["bench", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("overlap-train bench: error: ") and said.count("\n") == 1
+    assert "not one of" in said or "invalid choice" in said
+
+
+def test_the_help_names_the_program_and_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["bench", "--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: overlap-train bench ")
+    assert all(name in said for name in ("operators", "layers", "plot", "timeline"))
 
 
 def test_without_torchrun_the_message_says_how_to_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert command.main(["operators", "--tiny"]) == 2
+    assert cli.main(["bench", "operators", "--tiny"]) == 2
     assert "torchrun --nproc-per-node" in capsys.readouterr().err
 
 
 def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*TORCHRUN, "-m", "overlap_train.bench", *arguments],
+        [*TORCHRUN, "-m", "overlap_train", "bench", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -85,7 +108,7 @@ def test_layers_run_on_two_processes(tmp_path: Path) -> None:
     run = _torchrun("layers", "--tiny", "--quick", "--methods", "chunked", "--out", str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr
     (row,) = json.loads((tmp_path / "layers.json").read_text())["rows"]
-    assert (row["layer"], row["method"], row["seq"], row["async_tp_ms"]) == ("tiny", "chunked", 16, None)
+    assert (row["layer"], row["method"], row["seq"], row["async_tp_ms"]) == ("tiny-mlp", "chunked", 16, None)
     pytest.importorskip("megatron.core")
     assert row["megatron_ms"] > 0
 
@@ -93,4 +116,4 @@ def test_layers_run_on_two_processes(tmp_path: Path) -> None:
 def test_a_shape_that_does_not_exist_ends_with_status_2_and_one_line() -> None:
     run = _torchrun("operators", "--shapes", "llama9")
     assert run.returncode != 0
-    assert run.stderr.count("overlap_train.bench: --shapes: 'llama9' is not one of") == 1
+    assert run.stderr.count("overlap-train bench: error: argument --shapes: 'llama9' is not one of") == 1

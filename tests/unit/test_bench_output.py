@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.bench import layers, operators, output, plots
-from overlap_train.bench.shapes import LAYERS, Case
-from overlap_train.bench.timing import Timing
+from overlap_train.tools.bench import layers, operators, output
+from overlap_train.tools.bench.output import LAYER_COLUMNS, OPERATOR_COLUMNS
+from overlap_train.tools.bench.shapes import LAYERS
+from overlap_train.tools.measure.cases import Case
+from overlap_train.tools.measure.results import Columns, Results, cells, markdown, screen
+from overlap_train.tools.measure.timing import Timing
 
 TIMES = {
     "fused": Timing(0.3, 50.0),
@@ -52,19 +55,20 @@ def test_a_layer_row_has_the_keys_of_the_format() -> None:
     assert (row["megatron_ms"], row["async_tp_ms"]) == (3.9, None)
 
 
-@pytest.mark.parametrize("row", [operator_row(without="async_tp"), layer_row(without="megatron")], ids=["op", "layer"])
-def test_a_rival_that_did_not_run_is_null_and_a_dash(row: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [(operator_row(without="async_tp"), OPERATOR_COLUMNS), (layer_row(without="megatron"), LAYER_COLUMNS)],
+    ids=["op", "layer"],
+)
+def test_a_baseline_that_did_not_run_is_null_and_a_dash(row: dict[str, Any], columns: Columns) -> None:
     assert None in row.values()
-    assert "-" in output.cells([row])[1]
-    for table in (
-        output.markdown([row], ["megatron: not installed"]),
-        output.screen([row], ["megatron: not installed"]),
-    ):
-        assert "megatron: not installed" in table
+    assert "-" in cells([row], columns)[1]
+    for table in (markdown, screen):
+        assert "megatron: not installed" in table([row], ["megatron: not installed"], columns)
 
 
 def test_the_file_is_complete_after_every_addition(tmp_path: Path) -> None:
-    results = output.Results(tmp_path / "new" / "operators.json", {"device": "cpu"})
+    results = Results(tmp_path / "new" / "operators.json", {"device": "cpu"})
     for count in (1, 2):
         results.add([operator_row()])
         saved = json.loads(results.path.read_text())  # type: ignore[union-attr]
@@ -74,7 +78,7 @@ def test_the_file_is_complete_after_every_addition(tmp_path: Path) -> None:
 
 
 def test_only_failures_of_our_own_fail_the_run() -> None:
-    results = output.Results()
+    results = Results()
     results.note("async_tp: no such operator", failure=False)
     assert not results.failed
     results.note("fused: wrong", failure=True)
@@ -88,31 +92,5 @@ def test_the_summary_has_the_lowest_and_the_geometric_mean() -> None:
 
 
 def test_the_screen_is_aligned() -> None:
-    lines = output.screen([operator_row(), operator_row(without="async_tp", m=256)], []).splitlines()[:3]
+    lines = screen([operator_row(), operator_row(without="async_tp", m=256)], [], OPERATOR_COLUMNS).splitlines()[:3]
     assert len({len(line) for line in lines}) == 1
-
-
-def test_curves_join_the_rows_of_one_shape_by_m() -> None:
-    curves = plots.curves([operator_row(m=8192), operator_row(m=256, without="async_tp")])
-    assert curves["fused"] == [(256, 0.3), (8192, 0.3)]
-    assert curves["async-TP"] == [(8192, 0.7)]
-
-
-def test_only_bars_far_above_all_bounds_are_cut() -> None:
-    assert plots.heights([1.0, 6.4], [1.0]) == [1.0, 3.2]
-    assert plots.heights([38.4, 41.5], [43.5, 48.8]) == [38.4, 41.5], "per cent"
-
-
-def test_plots_are_drawn_for_what_the_folder_holds(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    output.write_json(tmp_path / "operators.json", [operator_row(), operator_row(m=256, without="async_tp")], {})
-    output.write_json(tmp_path / "layers.json", [layer_row(), layer_row(without="megatron")], {})
-    drawn = plots.draw(tmp_path)
-    assert {path.name for path in drawn} == {"speedup.png", "time_m.png", "layers.png"}
-    assert all(path.stat().st_size > 1000 for path in drawn)
-
-
-def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match=r"no operators\.json"):
-        plots.draw(tmp_path)

@@ -1,30 +1,69 @@
-"""Exposed communication in a timeline: what no computation covers."""
+"""Spans of a timeline: what they are, which communication nothing hides, and what a kernel sends itself."""
 
 from __future__ import annotations
 
-from overlap_train.bench.timeline import exposed, kind_of, last_call
+import pytest
+
+from overlap_train.tools.bench.lanes import Span, exposed, kind_of, perfect, stored_inside, union
+from overlap_train.tools.bench.timeline import last_call
 
 
-def _span(name: str, start: float, end: float) -> dict[str, object]:
-    return {"name": name, "start": start, "end": end, "stream": 0}
+def _span(kind: str, start: float, end: float, name: str = "") -> Span:
+    return {"kind": kind, "name": name or kind, "start": start, "end": end, "stream": 7}
 
 
-def test_kinds() -> None:
-    assert kind_of("Memcpy PtoP (Device -> Device)") == "communication"
-    assert kind_of("ncclDevKernel_AllGather_RING_LL") == "communication"
-    assert kind_of("nvjet_tst_128x256") == kind_of("all_gather_gemm_kernel") == "computation"
-    assert kind_of("vectorized_elementwise_kernel<4, FillFunctor<float>>") == "marker"
-    assert kind_of("vectorized_elementwise_kernel") == ""
+@pytest.mark.parametrize(
+    ("name", "stream", "kind"),
+    [
+        ("Memcpy PtoP (Device -> Device)", 7, "communication"),
+        ("ncclDevKernel_AllGather_RING_LL", 8, "communication"),
+        ("Memcpy DtoD (Device -> Device)", 7, "compute"),  # a local copy of the model's own
+        ("Memcpy DtoD (Device -> Device)", 9, "communication"),
+        ("nvjet_tst_128x256", 7, "gemm"),
+        ("hopper_all_gather_gemm_kernel", 7, "gemm"),
+        ("reduce_partials_kernel", 7, "compute"),
+        ("flash_fwd_kernel", 7, "compute"),
+        ("wait_kernel", 7, "waiting"),
+        ("meet_kernel", 7, "waiting"),
+        ("vectorized_elementwise_kernel<4, FillFunctor<float>>", 7, ""),
+    ],
+)
+def test_kinds(name: str, stream: int, kind: str) -> None:
+    assert kind_of({"name": name, "stream": stream}, 7, "fillfunctor") == kind
 
 
-def test_exposed_parts_are_what_computation_does_not_cover() -> None:
-    spans = [_span("memcpy", 0, 10), _span("gemm", 2, 4), _span("gemm", 6, 7), _span("nccl", 20, 25)]
+def test_exposed_is_what_computation_does_not_cover() -> None:
+    spans = [_span("communication", 0, 10), _span("gemm", 2, 4), _span("compute", 6, 7), _span("waiting", 20, 25)]
     assert exposed(spans) == [(0, 2), (4, 6), (7, 10), (20, 25)]
-    assert exposed([_span("memcpy", 1, 2), _span("gemm", 0, 3)]) == []
+    assert exposed([_span("communication", 1, 2), _span("gemm", 0, 3)]) == []
+
+
+def test_what_is_exposed_twice_counts_once() -> None:
+    spans = [_span("communication", 0, 10), _span("waiting", 5, 12), _span("gemm", 3, 6)]
+    assert union(spans, ("communication", "waiting")) == [(0, 12)]
+    assert exposed(spans) == [(0, 3), (6, 12)]
+
+
+def test_with_perfect_overlap_only_the_longer_kind_of_work_takes_time() -> None:
+    assert perfect([_span("communication", 0, 5), _span("gemm", 5, 9), _span("gemm", 10, 14)]) == 8
+    assert perfect([_span("communication", 0, 5), _span("gemm", 5, 9)]) == 5
+
+
+def test_a_kernel_beside_which_nothing_is_sent_stores_itself() -> None:
+    kernel, other = _span("gemm", 0, 8, "all_gather_gemm_kernel"), _span("gemm", 20, 30, "gemm_reduce_scatter_kernel")
+    spans = [
+        kernel,
+        _span("communication", 2, 6),
+        other,
+        _span("communication", 30, 31),
+        _span("gemm", 40, 50, "nvjet"),
+    ]
+    assert stored_inside(spans, is_direct=False) == [(20, 30)]
+    assert stored_inside(spans, is_direct=True) == [(0, 8), (20, 30)]
 
 
 def test_last_call_is_what_lies_between_the_last_two_markers() -> None:
-    marks = [_span("FillFunctor", t, t + 1) for t in (0, 10, 30)]
-    spans = [*marks, _span("gemm", 2, 9), _span("memcpy", 12, 16), _span("gemm", 15, 29), _span("gemm", 33, 34)]
-    last = last_call(spans)
-    assert [(s["start"], s["end"]) for s in last] == [(1, 5), (4, 18)]
+    marks = [_span("", t, t + 1, "FillFunctor") for t in (0, 10, 30)]
+    work = [("gemm", 2, 9), ("memcpy ptop", 12, 16), ("gemm", 15, 29), ("gemm", 33, 34)]
+    last = last_call([*marks, *(_span("", start, end, name) for name, start, end in work)])
+    assert [(s["kind"], s["start"], s["end"]) for s in last] == [("communication", 1, 5), ("gemm", 4, 18)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.bench.timing import Pace, Timing, input_sets, measure, median, pace, worst_over_ranks
+from overlap_train.tools.measure.timing import Pace, Timing, input_sets, measure, median, pace, worst_over_ranks
 from tests.processes import run_ranks, values
 
 CPU = torch.device("cpu")

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from overlap_train.choice import (
+from overlap_train.config import METHODS
+from overlap_train.planning.choice import (
     FEW_ROWS,
     GATHER,
     SCATTER,
@@ -19,10 +20,9 @@ from overlap_train.choice import (
     choose,
     untuned,
 )
-from overlap_train.config import METHODS
-from overlap_train.operators import hopper
-from overlap_train.tuned.table import UNTUNED, Table, Winner
-from overlap_train.tuned.ways import PLAIN, WAYS, Way
+from overlap_train.planning.table import UNTUNED, Table, Winner
+from overlap_train.planning.tiling import tma_reads
+from overlap_train.planning.variants import PLAIN, VARIANTS, Variant
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 WORLD = 4
@@ -30,16 +30,15 @@ FC1 = Pass(GATHER, 8192, 7168, 4096, torch.bfloat16, WORLD)  # Llama-3-8B
 FC2 = Pass(SCATTER, 8192, 4096, 3584, torch.bfloat16, WORLD)
 QKV = Pass(GATHER, 8192, 1536, 4096, torch.bfloat16, WORLD)
 PROJ = Pass(SCATTER, 8192, 4096, 1024, torch.bfloat16, WORLD)
-ANY_M = replace(FC1, m=None)
 
 
 @pytest.fixture
 def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """What torch says of an H200; without a GPU it would refuse to answer."""
-    hopper.serves_layout.cache_clear()
+    tma_reads.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     yield monkeypatch
-    hopper.serves_layout.cache_clear()
+    tma_reads.cache_clear()
 
 
 def table_of(*winners: Winner) -> Table:
@@ -85,9 +84,9 @@ def test_defaults_where_copies_take_longer_than_the_gemm(hopper_gpu: pytest.Monk
     """Attention's linears: whole blocks, a reduction that is left for later, a storing kernel without copies."""
     for gather in (QKV, PROJ.dgrad):
         choice = choose("auto", gather, GPU, UNTUNED)
-        assert choice.method == "fused" and choice.way.whole
+        assert choice.method == "fused" and choice.variant.whole
     choice = choose("auto", QKV.dgrad, GPU, UNTUNED)
-    assert (choice.method, choice.way) == ("fused", Way(whole=True, deferred=True, in_step=True))
+    assert (choice.method, choice.variant) == ("fused", Variant(whole=True, split_reduction=True, barrier_first=True))
     assert choose("auto", replace(QKV.dgrad, m=4096), GPU, UNTUNED).method == "fused"
     assert untuned(replace(QKV.dgrad, m=2048), GPU).method == "direct", "copies shorter than their launches"
     assert untuned(PROJ, GPU).method == "direct"
@@ -148,24 +147,16 @@ def test_a_measurement_with_the_hopper_kernels_is_not_used_where_they_do_not_ser
     assert choose("auto", replace(measured, m=7680), GPU, table).method == "direct"
 
 
-def test_before_m_is_known_the_largest_measured_m_answers(hopper_gpu: pytest.MonkeyPatch) -> None:
-    small = Winner(replace(FC1, m=2048), "collective", {})
-    choice = choose("auto", ANY_M, GPU, table_of(small, Winner(FC1, "chunked", {}), Winner(FC1.dgrad, "direct", {})))
-    assert choice.method == "chunked" and "M=8192" in choice.reason
-    default = choose("auto", ANY_M, GPU, UNTUNED)
-    assert default.method == "fused" and str(SMALL_M_DIRECT) in default.reason
+def test_a_measured_reduction_is_split_or_not_whatever_the_model_says(hopper_gpu: pytest.MonkeyPatch) -> None:
+    late = table_of(Winner(FC1.dgrad, "fused", {"fused": 1.0, "fused split": 0.9}))
+    assert choose("auto", FC1.dgrad, GPU, late).variant == Variant(split_reduction=True)
+    soon = table_of(Winner(QKV.dgrad, "fused", {"fused": 0.9, "fused split": 1.0}))
+    assert choose("auto", QKV.dgrad, GPU, soon).variant == Variant(barrier_first=True)
 
 
-def test_a_measured_reduction_is_deferred_or_not_whatever_the_model_says(hopper_gpu: pytest.MonkeyPatch) -> None:
-    late = table_of(Winner(FC1.dgrad, "fused", {"fused": 1.0, "fused deferred": 0.9}))
-    assert choose("auto", FC1.dgrad, GPU, late).way == Way(deferred=True)
-    soon = table_of(Winner(QKV.dgrad, "fused", {"fused": 0.9, "fused deferred": 1.0}))
-    assert choose("auto", QKV.dgrad, GPU, soon).way == Way(in_step=True)
-
-
-@pytest.mark.parametrize("m", [None, 1, 1024, 1025, 1 << 20])
+@pytest.mark.parametrize("m", [1, 1024, 1025, 1 << 20])
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_every_choice_has_a_reason(m: int | None, device: torch.device, hopper_gpu: pytest.MonkeyPatch) -> None:
+def test_every_choice_has_a_reason(m: int, device: torch.device, hopper_gpu: pytest.MonkeyPatch) -> None:
     for pass_ in (replace(FC1, m=m), replace(FC1, m=m).dgrad):
         for method in METHODS:
             choice = choose(method, pass_, device, UNTUNED)
@@ -173,57 +164,57 @@ def test_every_choice_has_a_reason(m: int | None, device: torch.device, hopper_g
             assert choice.reason.startswith("auto: default, not tuned: " if method == "auto" else "asked for")
 
 
-def test_ranks_begin_in_step_where_two_rounds_of_long_copies_would_collide(hopper_gpu: pytest.MonkeyPatch) -> None:
+def test_a_backward_starts_with_a_barrier_where_two_rounds_of_long_copies_would_collide(
+    hopper_gpu: pytest.MonkeyPatch,
+) -> None:
     choice = choose("chunked", QKV.dgrad, GPU, UNTUNED)
-    assert (choice.way, choice.reason) == (Way(in_step=True), "asked for; ranks begin in step")
-    assert choose("fused", QKV.dgrad, GPU, UNTUNED).way.in_step
-    assert choose("auto", QKV.dgrad, GPU, UNTUNED).way.in_step
+    assert (choice.variant, choice.reason) == (Variant(barrier_first=True), "asked for; starts with a barrier")
+    assert choose("fused", QKV.dgrad, GPU, UNTUNED).variant.barrier_first
+    assert choose("auto", QKV.dgrad, GPU, UNTUNED).variant.barrier_first
     elsewhere = {
         "stores that take turns": choose("direct", QKV.dgrad, GPU, UNTUNED),
         "NCCL": choose("collective", QKV.dgrad, GPU, UNTUNED),
         "one round": choose("chunked", QKV, GPU, UNTUNED),
         "short copies": choose("chunked", replace(QKV.dgrad, m=4096), GPU, UNTUNED),
-        "M is not known": choose("chunked", replace(QKV.dgrad, m=None), GPU, UNTUNED),
         "products are longer": choose("chunked", FC1.dgrad, GPU, UNTUNED),
-        "one peer only": choose("chunked", replace(QKV.dgrad, world=2), GPU, UNTUNED),
+        "one peer only": choose("chunked", replace(QKV.dgrad, world=2, m=16384, k=512), GPU, UNTUNED),
         "no links": choose("chunked", QKV.dgrad, CPU, UNTUNED),
     }
-    assert not [why for why, choice in elsewhere.items() if choice.way.in_step]
+    assert not [why for why, choice in elsewhere.items() if choice.variant.barrier_first]
 
 
 def test_blocks_are_gathered_whole_where_copies_outweigh_the_product(hopper_gpu: pytest.MonkeyPatch) -> None:
     choice = choose("fused", QKV, GPU, UNTUNED)
-    assert (choice.way, choice.reason) == (Way(whole=True), "asked for; blocks are sent whole")
-    elsewhere = [("fused", FC1), ("chunked", QKV), ("fused", PROJ), ("fused", replace(QKV, m=None))]
-    assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).way.whole]
-    assert not choose("fused", QKV, CPU, UNTUNED).way.whole
-    assert choose("fused", QKV.dgrad, GPU, UNTUNED).way.whole
+    assert (choice.variant, choice.reason) == (Variant(whole=True), "asked for; blocks are sent whole")
+    elsewhere = [("fused", FC1), ("chunked", QKV), ("fused", PROJ)]
+    assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).variant.whole]
+    assert not choose("fused", QKV, CPU, UNTUNED).variant.whole
+    assert choose("fused", QKV.dgrad, GPU, UNTUNED).variant.whole
     for pass_ in (QKV, QKV.dgrad):
-        assert not choose("direct", pass_, GPU, UNTUNED).way.whole, "it pushes nothing"
+        assert not choose("direct", pass_, GPU, UNTUNED).variant.whole, "it pushes nothing"
 
 
-def test_a_reduction_is_deferred_where_partials_come_behind_long_copies(hopper_gpu: pytest.MonkeyPatch) -> None:
+def test_a_reduction_is_split_where_partials_come_after_long_copies(hopper_gpu: pytest.MonkeyPatch) -> None:
     choice = choose("fused", replace(FC1.dgrad, k=2752), GPU, UNTUNED)
-    assert choice.way == Way(deferred=True)
-    assert choice.reason == "asked for; partial sums are added behind the weight gradient"
+    assert choice.variant == Variant(split_reduction=True)
+    assert choice.reason == "asked for; the reduction runs after the weight gradient"
     elsewhere = [("fused", FC1.dgrad), ("fused", PROJ), ("fused", QKV), ("chunked", QKV.dgrad), ("direct", QKV.dgrad)]
-    assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).way.deferred]
-    assert not choose("fused", replace(QKV.dgrad, m=None), GPU, UNTUNED).way.deferred, "M is not known"
+    assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).variant.split_reduction]
 
 
-@pytest.mark.parametrize("faster", ["fused", "fused whole", "fused in step", "fused whole in step"])
-def test_what_was_measured_in_several_ways_runs_in_the_fastest(faster: str, hopper_gpu: pytest.MonkeyPatch) -> None:
-    ms = {way.named("fused"): 1.0 for way in WAYS} | {"chunked": 1.2, faster: 0.9}
+@pytest.mark.parametrize("faster", ["fused", "fused whole", "fused barrier first", "fused whole barrier first"])
+def test_of_several_variants_the_fastest_runs(faster: str, hopper_gpu: pytest.MonkeyPatch) -> None:
+    ms = {variant.named("fused"): 1.0 for variant in VARIANTS} | {"chunked": 1.2, faster: 0.9}
     table = table_of(Winner(FC1, "fused", ms), Winner(QKV.dgrad, "fused", ms))
     for asked in ("auto", "fused"):
-        assert choose(asked, FC1, GPU, table).way.named("fused") == faster
-    assert choose("chunked", FC1, GPU, table).way == PLAIN, "measured in one way: the model decides"
-    assert choose("fused", FC1, CPU, table).way == PLAIN
+        assert choose(asked, FC1, GPU, table).variant.named("fused") == faster
+    assert choose("chunked", FC1, GPU, table).variant == PLAIN, "measured in one variant: the model decides"
+    assert choose("fused", FC1, CPU, table).variant == PLAIN
 
 
-def test_backwards_of_columns_begin_as_the_model_says_since_the_tuner_has_a_barrier_anyway(
+def test_the_model_decides_on_the_barrier_of_a_columns_backward_since_the_tuner_has_one_anyway(
     hopper_gpu: pytest.MonkeyPatch,
 ) -> None:
-    for pass_, in_step in ((QKV.dgrad, True), (FC1.dgrad, False)):
+    for pass_, barrier_first in ((QKV.dgrad, True), (FC1.dgrad, False)):
         table = table_of(Winner(pass_, "fused", {"fused": 1.0, "fused whole": 0.9}))
-        assert choose("auto", pass_, GPU, table).way == Way(whole=True, in_step=in_step)
+        assert choose("auto", pass_, GPU, table).variant == Variant(whole=True, barrier_first=barrier_first)

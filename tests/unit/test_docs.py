@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from overlap_train import OverlapConfig
+from overlap_train.cli import COMMANDS
 from overlap_train.config import flag_name
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("benchmarks/*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
 
 
 def test_the_flags_page_says_what_the_config_says() -> None:
@@ -23,14 +29,26 @@ def test_the_flags_page_says_what_the_config_says() -> None:
     assert page.count("`--overlap-train-") >= len(fields(OverlapConfig))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_make_targets_exist(page: Path) -> None:
     known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for target in re.findall(r"`make ([a-z-]+)", page.read_text()):
         assert target in known, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_and_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    flags = {flag_name(setting.name) for setting in fields(OverlapConfig)}
+    for flag in re.findall(r"--overlap-train-[a-z-]*[a-z]", text):
+        assert flag in flags, flag
+    for command in re.findall(
+        r"(?:^|[`(])(?:overlap-train|torchrun [^`|\n]*-m overlap_train) ([a-z]+)", text, re.MULTILINE
+    ):
+        assert command in COMMANDS, command

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from overlap_train.doctor import command, report
-from overlap_train.doctor.environment import WITHOUT_MULTICAST
-from overlap_train.doctor.report import FAIL, OK, WARN, Finding
+from overlap_train import cli
+from overlap_train.tools.doctor import report
+from overlap_train.tools.doctor.environment import WITHOUT_MULTICAST
+from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,9 +46,10 @@ def test_the_verdict_is_the_worst_line() -> None:
 
 
 @pytest.mark.parametrize("line", ["--limit 0", "--seconds soon", "--provider mpi", "--unknown"])
-def test_wrong_arguments_end_with_status_2(line: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command.main(line.split())
+def test_wrong_arguments_end_with_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("overlap-train doctor: error: ") and said.count("\n") == 1
 
 
 def test_a_job_without_its_store_fails_in_time_and_says_where_it_looked(
@@ -56,7 +58,7 @@ def test_a_job_without_its_store_fails_in_time_and_says_where_it_looked(
     job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in {**job, **WITHOUT_MULTICAST}.items():
         monkeypatch.setenv(name, value)
-    assert command.main(["--limit", "1", "--json", str(tmp_path / "r.json")]) == 1
+    assert cli.main(["doctor", "--limit", "1", "--json", str(tmp_path / "r.json")]) == 1
     (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert (row["name"], row["status"], row["rank"]) == ("store", FAIL, 1) and "127.0.0.1:1" in row["expected"]
     assert "store" in capsys.readouterr().out
@@ -65,9 +67,10 @@ def test_a_job_without_its_store_fails_in_time_and_says_where_it_looked(
 def test_the_page_explains_every_check() -> None:
     """Every name that the sources give to a finding is a row of docs/doctor.md."""
     page = (ROOT / "docs" / "doctor.md").read_text()
-    sources = "\n".join(path.read_text() for path in (ROOT / "overlap_train" / "doctor").glob("*.py"))
-    direct = re.findall(r"(?:place|me|_place|self\.place)\.(?:ok|warn|fail)\(\s*f?\"([^\"]+)\"", sources)
-    named = re.findall(r"\bname(?:, \w+)? = f?\"([^\"]+)\"", sources)
+    sources = "\n".join(path.read_text() for path in (ROOT / "overlap_train" / "tools" / "doctor").glob("*.py"))
+    direct = re.findall(r"\b(?:ok|warn|fail|Finding|_needs_ranks|\(fail if [^)]*\))\(\s*f?\"([^\"]+)\"", sources)
+    named = re.findall(r"\bname(?:, \w+)* = f?\"([^\"]+)\"", sources)
+    named += re.findall(r"\"name\": \"([^\"]+)\"", sources)
     names = {re.sub(r"\{[^}]*\}", "...", name) for name in [*direct, *named]}
-    assert len(names) > 15
+    assert len(names) > 20
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []

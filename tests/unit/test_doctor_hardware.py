@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from overlap_train.bench.timing import Call, Pace, Timing
-from overlap_train.doctor import gpus, links, operator
-from overlap_train.doctor.hardware import KNOWN
-from overlap_train.doctor.report import FAIL, OK, WARN
-from tests.unit.doctor_cases import only, place
+from overlap_train.planning.hardware import HARDWARE, Hardware, hardware_of
+from overlap_train.tools.doctor import gpus, links, operator
+from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding
+from overlap_train.tools.measure.timing import Call, Pace, Timing
+from tests.unit.doctor_cases import only, world
 
-H200 = KNOWN["NVIDIA H200"]
+H200 = HARDWARE["H200"]
 
 
 def gpu(**changed: object) -> gpus.Gpu:
@@ -27,8 +27,8 @@ GOOD_SMI = gpus.Smi("Default", "Disabled", "0", 18)
 
 
 def test_a_good_gpu() -> None:
-    assert {f.status for f in gpus.check_gpus(place(), [gpu()], {"GPU-1": GOOD_SMI})} == {OK}
-    assert {f.status for f in gpus.check_gpus(place(), [gpu()], {})} == {OK}
+    assert {f.status for f in gpus.check_gpus([gpu()], {"GPU-1": GOOD_SMI})} == {OK}
+    assert {f.status for f in gpus.check_gpus([gpu()], {})} == {OK}
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_a_good_gpu() -> None:
     ],
 )
 def test_faults_of_a_gpu(changed: dict[str, object], status: str, name: str, fix: str) -> None:
-    found = only(gpus.check_gpus(place(), [gpu(**changed)], {}), status)
-    assert (found.name, found.rank, found.host) == (name, 5, "node1") and fix in found.fix
+    found = only(gpus.check_gpus([gpu(**changed)], {}), status)
+    assert found.name == name and fix in found.fix and "GPU 1" in found.measured
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_faults_of_a_gpu(changed: dict[str, object], status: str, name: str, fix
     ],
 )
 def test_faults_that_nvidia_smi_tells(smi: gpus.Smi, name: str) -> None:
-    assert only(gpus.check_gpus(place(), [gpu()], {"GPU-1": smi}), FAIL).name == name
+    assert only(gpus.check_gpus([gpu()], {"GPU-1": smi}), FAIL).name == name
 
 
 def test_lanes_of_an_unknown_gpu_are_reported_and_not_judged() -> None:
-    found = gpus.check_gpus(place(), [gpu(name="NVIDIA Z1")], {"GPU-1": gpus.Smi("Default", "Disabled", "0", 3)})
+    found = gpus.check_gpus([gpu(name="NVIDIA Z1")], {"GPU-1": gpus.Smi("Default", "Disabled", "0", 3)})
     assert {f.status for f in found} == {OK} and "GPU 1: 3 lanes active" in [f.measured for f in found]
 
 
@@ -77,9 +77,9 @@ GPU 3: NVIDIA H200 (UUID: GPU-dd-04)
 
 
 def test_a_driver_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(gpus.without_gpu(place()), WARN).fix
+    assert only([gpus.without_gpu()], WARN).fix
     monkeypatch.setattr(os.path, "exists", lambda path: True)
-    assert "sees no GPU" in only(gpus.without_gpu(place()), FAIL).measured
+    assert "sees no GPU" in only([gpus.without_gpu()], FAIL).measured
 
 
 def fake_measure(gbs: Mapping[tuple[int, int], float], nbytes: int) -> tuple[links.Measure, list[tuple[int, int]]]:
@@ -96,7 +96,7 @@ def fake_measure(gbs: Mapping[tuple[int, int], float], nbytes: int) -> tuple[lin
 
 
 def speeds_with(gbs: Mapping[tuple[int, int], float]) -> links.Speeds:
-    here, nbytes = place(device="cpu"), 1 << 10
+    here, nbytes = world(device="cpu"), 1 << 10
     views = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(4)]
     measure, left = fake_measure(gbs, nbytes)
     speeds = links.link_speeds(here, views, measure)
@@ -104,54 +104,79 @@ def speeds_with(gbs: Mapping[tuple[int, int], float]) -> links.Speeds:
     return speeds
 
 
+def judged(rank: int, speeds: links.Speeds, model: Hardware | None) -> list[Finding]:
+    return links.judge_links(rank, world(rank).who, speeds, model)
+
+
 def test_a_link_at_half_bandwidth_fails_at_its_source() -> None:
     speeds = speeds_with({(1, 3): 190.0})
-    slow = only(links.judge_links(place(1), speeds, H200), FAIL)
-    assert (slow.rank, slow.host) == (5, "node1") and slow.measured == "190 GB/s to rank 7 on node1"
-    assert "nvlink -s" in slow.fix and "node1" in slow.fix
-    assert only(links.judge_links(place(0), speeds, H200), OK)
-    assert only(links.judge_links(place(1), speeds_with({(1, 3): 290.0}), H200), WARN)
+    slow = only(judged(1, speeds, H200), FAIL)
+    assert slow.measured == "190 GB/s from rank 5 on node1 to rank 7 on node1" and "nvlink -s" in slow.fix
+    assert only(judged(0, speeds, H200), OK)
+    assert only(judged(1, speeds_with({(1, 3): 290.0}), H200), WARN)
 
 
 def test_links_of_an_unknown_gpu_are_compared_with_each_other_only() -> None:
-    assert only(links.judge_links(place(1), dict.fromkeys(speeds_with({}), 20.0), None), OK)
-    assert "median" in only(links.judge_links(place(1), speeds_with({(1, 3): 190.0}), None), WARN).expected
+    assert only(judged(1, dict.fromkeys(speeds_with({}), 20.0), None), OK)
+    assert "median" in only(judged(1, speeds_with({(1, 3): 190.0}), None), WARN).expected
 
 
 def test_the_slow_rank_is_named_by_itself_and_by_nobody_else() -> None:
     tflops = {0: 660.0, 1: 655.0, 2: 400.0, 3: 650.0}
-    (slow,) = links.slow_ranks(place(2), speeds_with({}), tflops)
-    assert (slow.status, slow.name, slow.rank, slow.host) == (WARN, "slow rank", 6, "node1")
-    assert "rank 6 on node1" in slow.measured and "400 TFLOP/s" in slow.measured and "node1" in slow.fix
-    assert links.slow_ranks(place(0), speeds_with({}), tflops) == []
-    assert only(links.slow_ranks(place(0), speeds_with({}), dict.fromkeys(range(4), 650.0)), OK)
+    (slow,) = links.slow_ranks(world(2), speeds_with({}), tflops)
+    assert (slow.status, slow.name) == (WARN, "slow rank") and "nvidia-smi" in slow.fix
+    assert "rank 6 on node1" in slow.measured and "400 TFLOP/s" in slow.measured
+    assert links.slow_ranks(world(0), speeds_with({}), tflops) == []
+    assert only(links.slow_ranks(world(0), speeds_with({}), dict.fromkeys(range(4), 650.0)), OK)
 
 
 @pytest.mark.parametrize("way", [0, 1], ids=["out of", "into"])
 def test_a_rank_with_slow_links_only_is_slow(way: int) -> None:
     speeds = speeds_with({(s, t): 200.0 for s in range(4) for t in range(4) if s != t and (s, t)[way] == 2})
-    (slow,) = links.slow_ranks(place(2), speeds, dict.fromkeys(range(4), 650.0))
+    (slow,) = links.slow_ranks(world(2), speeds, dict.fromkeys(range(4), 650.0))
     assert "every link " + ("out of", "into")[way] in slow.measured
-    assert links.slow_ranks(place(1), speeds, dict.fromkeys(range(4), 650.0)) == []
+    assert links.slow_ranks(world(1), speeds, dict.fromkeys(range(4), 650.0)) == []
 
 
 def test_a_gpu_below_the_model_is_a_warning() -> None:
-    assert only(links.judge_speed(place(1), {1: 400.0}, H200), WARN).rank == 5
-    assert only(links.judge_speed(place(1), {1: 640.0}, H200), OK)
-    assert "not judged" in only(links.judge_speed(place(1), {1: 4.0}, None), OK).expected
+    assert links.judge_speed(400.0, H200).status == WARN
+    assert links.judge_speed(640.0, H200).status == OK
+    for unknown in (None, HARDWARE["A100-SXM"]):
+        assert "not judged" in only([links.judge_speed(4.0, unknown)], OK).expected
+
+
+@pytest.mark.parametrize(
+    ("name", "peak", "is_judged"),
+    [
+        ("NVIDIA H200", 989.4, True), ("NVIDIA H100 80GB HBM3", 989.4, True), ("NVIDIA H100 PCIe", 756.0, False),
+        ("NVIDIA H200 NVL", 835.5, False), ("NVIDIA H20", 148.0, False), ("NVIDIA A100-SXM4-80GB", 312.0, False),
+    ],
+)  # fmt: skip
+def test_only_what_was_measured_is_judged(name: str, peak: float, is_judged: bool) -> None:
+    figures = hardware_of(name)
+    assert figures is not None
+    assert (figures.peak_tflops, figures.push_gbs is not None, figures.gemm_tflops is not None) == (
+        peak,
+        is_judged,
+        is_judged,
+    )
+
+
+def test_a_gpu_that_is_not_in_the_table_has_no_figures() -> None:
+    assert hardware_of("NVIDIA Z1") is None
 
 
 def test_overlap_that_does_not_pay_is_a_warning_on_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     times = {"chunked": Timing(0.6, 1.0), "fused": Timing(0.7, 1.0), "sequence": Timing(0.5, 1.0)}
-    assert only(operator.judge_times(place(0), times), WARN).fix
-    assert operator.judge_times(place(1), times) == []  # one rank speaks for all
-    assert only(operator.judge_times(place(0), {**times, "fused": Timing(0.4, 1.0)}), OK).measured.endswith("by fused")
+    assert only(operator.judge_times(world(0), times), WARN).fix
+    assert operator.judge_times(world(1), times) == []  # one rank speaks for all
+    assert only(operator.judge_times(world(0), {**times, "fused": Timing(0.4, 1.0)}), OK).measured.endswith("by fused")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Z1")
-    assert "not judged" in only(operator.judge_times(place(0), times), OK).expected
+    assert "not judged" in only(operator.judge_times(world(0), times), OK).expected
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_the_trials_sizes_are_divisible(size: int) -> None:
-    trial = operator.trial_of(place(0, size), 30.0, "auto")
+    trial = operator.trial_of(world(0, size), 30.0, "auto")
     assert trial.m % size == trial.n % size == 0 and trial.m > 7000 and trial.n > 14000

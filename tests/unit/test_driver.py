@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from overlap_train import driver as module
-from overlap_train.driver import _SIGNATURES, CudaDriver
+from overlap_train.gpu import driver as module
+from overlap_train.gpu.driver import _SIGNATURES, CudaDriver
 
 
 class Function:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from overlap_train.domain import Demand, OverlapDomain
+from overlap_train.planning.arguments import Request
+from overlap_train.protocol.tags import Tag
+from overlap_train.runtime import graph
+from overlap_train.runtime.domain import OverlapDomain
+
+FC1 = Tag("fc1", "")
 
 
 def domain_on_gpu(monkeypatch: pytest.MonkeyPatch, capturing: bool, graphed: bool) -> OverlapDomain:
     """A domain as far as the guards look at it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     domain = object.__new__(OverlapDomain)
-    domain._on_gpu, domain.graphed, domain._agreed = True, graphed, set()
+    domain._on_gpu, domain.graphed, domain.closed = True, graphed, False
     domain.engine = domain.fault = None  # type: ignore[assignment]
     domain.heap = object()  # type: ignore[assignment]
     return domain
@@ -22,12 +30,12 @@ def domain_on_gpu(monkeypatch: pytest.MonkeyPatch, capturing: bool, graphed: boo
 def test_operators_run_eagerly_and_inside_graphed(
     monkeypatch: pytest.MonkeyPatch, capturing: bool, graphed: bool
 ) -> None:
-    assert domain_on_gpu(monkeypatch, capturing, graphed).operator("fc1", calls=1) is not None
+    assert domain_on_gpu(monkeypatch, capturing, graphed).operator(FC1, slots=1) is not None
 
 
 def test_an_operator_in_a_foreign_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"not inside overlap_train.graphed\(group\)"):
-        domain_on_gpu(monkeypatch, capturing=True, graphed=False).operator("fc1", calls=1)
+        domain_on_gpu(monkeypatch, capturing=True, graphed=False).operator(FC1, slots=1)
 
 
 @pytest.mark.parametrize("graphed", [False, True])
@@ -35,10 +43,57 @@ def test_new_shapes_are_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch, gr
     """Ranks would have to talk to each other about them."""
     domain = domain_on_gpu(monkeypatch, capturing=True, graphed=graphed)
     with pytest.raises(RuntimeError, match=r"fc1 with x 4 x 8 is new to its group.* twice before capturing"):
-        domain.prepare(Demand("fc1", "x 4 x 8", 0), None)
+        domain.prepare(Request("all_gather_linear", "x 4 x 8", 0), None, "fc1")
 
 
 def test_on_the_cpu_nobody_asks_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     domain = domain_on_gpu(monkeypatch, capturing=True, graphed=False)
     domain._on_gpu = False
-    assert domain.operator("fc1", calls=1) is not None
+    assert domain.operator(FC1, slots=1) is not None
+
+
+def test_after_shutdown_an_operator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    domain = domain_on_gpu(monkeypatch, capturing=False, graphed=False)
+    domain.closed = True
+    with pytest.raises(RuntimeError, match=r"fc1: the symmetric memory of its group is gone"):
+        domain.operator(FC1, slots=1)
+
+
+@pytest.fixture
+def graphable(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A domain as far as `graphed` looks at it; `events` are its barriers."""
+    events: list[str] = []
+    domain = SimpleNamespace(
+        heap=object(), book=object(), workspace=SimpleNamespace(use=SimpleNamespace(invalidate=lambda: None)),
+        graphed=False, captured=False, is_capturing=lambda: True, events=events,
+    )  # fmt: skip
+    monkeypatch.setattr(graph, "made_domain", lambda group: domain)
+    monkeypatch.setattr(graph, "barrier", lambda domain, tag: events.append(tag.op))
+    return domain
+
+
+def test_a_graph_begins_and_ends_with_a_barrier(graphable: Any) -> None:
+    with graph.graphed(None):  # type: ignore[arg-type]
+        assert graphable.graphed and not graphable.captured
+        graphable.events.append("operators")
+    assert graphable.events == ["graph/begin", "operators", "graph/end"]
+    assert graphable.captured and not graphable.graphed
+
+
+def test_a_capture_that_failed_leaves_no_graph(graphable: Any) -> None:
+    with pytest.raises(MemoryError), graph.graphed(None):  # type: ignore[arg-type]
+        raise MemoryError
+    assert not graphable.captured and not graphable.graphed
+
+
+def test_eager_runs_of_what_is_captured_later_leave_no_graph(graphable: Any) -> None:
+    graphable.is_capturing = lambda: False
+    with graph.graphed(None):  # type: ignore[arg-type]
+        pass
+    assert not graphable.captured
+
+
+def test_graphs_that_are_forgotten_hold_no_memory(graphable: Any) -> None:
+    graphable.captured = True
+    graph.forget_graphs(None)  # type: ignore[arg-type]
+    assert not graphable.captured

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from overlap_train.gpu.ptx_check import missing
 from overlap_train.operators.hopper import STEP
 from tests.unit import hopper_ptx
 from tests.unit.ptx_flow import reachable_without
@@ -27,6 +28,7 @@ TMA_LOAD, TMA_STORE = r"cp\.async\.bulk\.tensor\.2d\.shared", r"cp\.async\.bulk\
 LEAVE = r"atom\S*\.gpu\.acq_rel\S*\.add"
 WIDE_LOAD, WIDE_STORE = r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32"
 FENCE, WRITTEN = r"fence\.proxy\.async\.global", r"cp\.async\.bulk\.wait_group 0;"
+SHARED_FENCE, READ = r"fence\.proxy\.async\.shared", r"cp\.async\.bulk\.wait_group\.read\s+0;"
 
 Compile = Callable[..., tuple[str, int]]
 
@@ -124,6 +126,25 @@ def test_barriers_wait_for_all_who_read(
     assert Counter(counts) == expected
 
 
+# Of each of two multiplying groups: fences for what it writes into shared memory, and waits until TMA has read it.
+HANDED_TO_TMA = [
+    ("hopper_all_gather_gemm", {"WHOLE_TILES": True}, 3, 3 + 1),  # left, right and a half tile; at the end once more
+    ("hopper_gemm_reduce_scatter", {"DIRECT": False}, 2, 2 * 2),  # left and right; they are stored at two places
+    ("hopper_gemm_reduce_scatter", {"DIRECT": True}, 2, 2 * 4),
+]
+
+
+@pytest.mark.parametrize(("kernel", "switches", "fences", "reads"), HANDED_TO_TMA)
+def test_a_buffer_is_fenced_before_tma_reads_it_and_read_before_it_is_written_again(
+    compiled: Compile, kernel: str, switches: dict[str, bool], fences: int, reads: int
+) -> None:
+    """Without either, a store races with TMA, which no test of values can be trusted to see."""
+    ptx, _ = compiled(kernel, True, **switches)
+    of_barriers = 1 if "gather" in kernel else 2  # after those of the rings, and of the outbox, are made
+    assert len(re.findall(SHARED_FENCE, ptx)) == of_barriers + 2 * fences
+    assert len(re.findall(READ, ptx)) == 2 * reads
+
+
 def test_a_deferred_reduction_leaves_no_wait_in_the_scattering_kernel(compiled: Compile) -> None:
     """Else the weight gradient behind it would wait, too; it counts and stores like the others."""
     ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=False, REDUCE=False)
@@ -155,3 +176,14 @@ def test_nothing_spills_and_the_stages_fit(
     assert ".local" not in ptx
     assert len(re.findall(r"wgmma\.mma_async", ptx)) >= 4
     assert "setmaxnreg.inc" in ptx
+
+
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize(("kernel", "switches"), KERNELS)
+def test_what_is_demanded_of_the_ptx_is_there_for_every_number_of_ranks(
+    compiled: Compile, kernel: str, switches: dict[str, bool], world: int
+) -> None:
+    """The compiler lays loops out otherwise where there is one peer; a kernel that is found wanting would not be launched."""
+    constants = {"REDUCE": True, "DIRECT": False, "WORLD": world} | switches
+    ptx, _ = compiled(kernel, True, **switches, WORLD=world)
+    assert missing(ptx, f"{kernel}_kernel", constants) is None

@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
+import threading
 from unittest.mock import Mock
 
 import pytest
 
-from overlap_train.domain import _Operator
+from overlap_train import OverlapTimeoutError
+from overlap_train.protocol.tags import Tag
+from overlap_train.runtime.domain import _Operator
 
 
 def test_a_begin_that_raises_ends_as_the_operator_would() -> None:
     domain = Mock()
     domain.workspace.begin.side_effect = RuntimeError("the CUDA driver refused")
     with pytest.raises(RuntimeError, match="refused"):
-        _Operator(domain, "fc1/dgrad", 2, True).__enter__()
+        _Operator(domain, Tag("fc1/dgrad", ""), 2, True).__enter__()
     domain.engine.join.assert_called_once_with()
-    domain.workspace.use.doubt.assert_called_once_with()
+    domain.workspace.use.invalidate.assert_called_once_with()
+    domain.in_use.release.assert_called_once_with()
+
+
+def test_a_second_thread_in_the_same_group_is_refused() -> None:
+    domain = Mock(in_use=threading.RLock())
+    errors: list[str] = []
+
+    def second_thread() -> None:
+        try:
+            with _Operator(domain, Tag("fc2", ""), 0, False):
+                pass
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def run_it() -> None:
+        thread = threading.Thread(target=second_thread)
+        thread.start()
+        thread.join()
+
+    with _Operator(domain, Tag("fc1", ""), 0, False):
+        run_it()
+    assert len(errors) == 1 and "fc2: another thread" in errors[0] and "one order" in errors[0]
+    run_it()
+    assert len(errors) == 1, "the first one has ended"
+
+
+@pytest.mark.parametrize("looks", [0, 1], ids=["before", "after"])
+def test_a_wait_that_gave_up_is_raised_before_an_operator_and_after_it(looks: int) -> None:
+    """After it, too: the next call of this rank may never come."""
+    domain, bodies = Mock(in_use=threading.Lock()), []
+    domain.fault.check.side_effect = [None] * looks + [OverlapTimeoutError("fc1: rank 0 waited")]
+    with pytest.raises(OverlapTimeoutError, match="fc1"), _Operator(domain, Tag("fc1", ""), 1, False):
+        bodies.append("ran")
+    assert len(bodies) == looks and not domain.in_use.locked()
+
+
+def test_pushes_are_joined_and_slots_are_unknown_after_a_body_that_raised() -> None:
+    domain = Mock(in_use=threading.Lock())
+    with _Operator(domain, Tag("fc1", ""), 1, True):
+        pass
+    domain.workspace.use.invalidate.assert_not_called()
+    domain.engine.join.reset_mock()
+    with pytest.raises(MemoryError), _Operator(domain, Tag("fc1", ""), 1, True):
+        raise MemoryError
+    domain.engine.join.assert_called_once_with()
+    domain.workspace.use.invalidate.assert_called_once_with()
+    assert not domain.in_use.locked()

@@ -22,14 +22,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SUBPACKAGES = (
     "kernels",
-    "integrations",
     "integrations.megatron",
     "symmetric",
     "operators",
-    "doctor",
-    "slurm",
-    "tuned",
-    "tuning",
+    "planning",
+    "tools.doctor",
+    "tools.slurm",
+    "tools.tune",
 )
 STRANGERS = {"kernels", "integrations", "recipes", "tests", "launch", "benchmarks", "docs"}
 PACKAGE_FOLDERS = {
@@ -140,7 +139,7 @@ def test_the_wheel_holds_every_module_and_no_other_top_level(wheel: Path) -> Non
     }
     assert {name for name in names if name.endswith(".py")} == modules
     assert {name.partition("/")[0] for name in names} == {"overlap_train", "overlap_train-0.1.0.dist-info"}
-    templates = {f"overlap_train/slurm/{name}" for name in ("train.sbatch", "compare.sbatch", "job.sh")}
+    templates = {f"overlap_train/tools/slurm/{name}" for name in ("train.sbatch", "compare.sbatch", "job.sh")}
     assert {"overlap_train/py.typed"} | templates <= names
 
 

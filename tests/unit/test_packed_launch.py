@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from overlap_train.packed_launch import Launch, LaunchCache, PackedLaunch, _Parameters, entry_of, layout_of
+from overlap_train.gpu.launch import Launch, LaunchCache, PackedLaunch, _Parameters, entry_of, layout_of
+from overlap_train.gpu.ptx_check import Verifier
 from tests.unit import hopper_ptx
 
 KERNELS = [("hopper_all_gather_gemm", {"WHOLE_TILES": True}), ("hopper_gemm_reduce_scatter", {"DIRECT": True})]
@@ -57,7 +58,7 @@ def test_a_kernel_that_cannot_be_packed_runs_through_triton_and_says_so_once() -
             return lambda **arguments: launches.append("triton")
 
         def warmup(self, grid: tuple[int]) -> SimpleNamespace:
-            return SimpleNamespace(metadata=SimpleNamespace(name="reduce_partials_kernel"), asm={"ptx": ""})
+            return SimpleNamespace(metadata=SimpleNamespace(name="reduce_partials_kernel"), asm={"ptx": ""}, hash="")
 
     described: list[Launch] = []
 
@@ -65,7 +66,7 @@ def test_a_kernel_that_cannot_be_packed_runs_through_triton_and_says_so_once() -
         described.append(Launch(Kernel(), (1,), {}, {}))
         return described[-1]
 
-    cache = LaunchCache(driver=object())  # type: ignore[arg-type]
+    cache = LaunchCache(SimpleNamespace(driver=object(), verifier=Verifier()))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="host time"):
         cache.run("kernel", (), describe)  # what Triton returned has no metadata: another version, say
     with warnings.catch_warnings():
@@ -123,7 +124,7 @@ def packed(driver: Driver) -> PackedLaunch:
     )
     base = SimpleNamespace(data_ptr=lambda: 1)
     arguments = {"a_desc": SimpleNamespace(shape=[128, 64], strides=[64, 1], base=base), "y_ptr": base}
-    return PackedLaunch(driver, compiled, Launch(None, (1,), arguments, {}, ("a_desc", "y_ptr")))  # type: ignore[arg-type]
+    return PackedLaunch(driver, compiled, Launch(None, (1,), arguments, {}, (("a_desc",), ("y_ptr",))))  # type: ignore[arg-type]
 
 
 def test_addresses_are_replaced_where_they_have_changed() -> None:

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from gpt.files import MANIFEST, damage, listing, publish, seal, write_atomically
+from gpt.files import MANIFEST, damage, listing, publish, write_atomically
 
 
 @pytest.fixture
 def sealed(tmp_path: Path) -> Path:
-    folder = tmp_path / "iter_0000001"
-    (folder / "inner").mkdir(parents=True)
-    (folder / "a").write_bytes(b"12345")
-    (folder / ".hidden").write_bytes(b"678")
-    (folder / "inner" / "b").write_bytes(b"9")
-    seal(folder, listing(folder))
+    folder, draft = tmp_path / "iter_0000001", tmp_path / "draft"
+    (draft / "inner").mkdir(parents=True)
+    (draft / "a").write_bytes(b"12345")
+    (draft / ".hidden").write_bytes(b"678")
+    (draft / "inner" / "b").write_bytes(b"9")
+    publish(draft, listing(draft), folder)
     return folder
 
 
@@ -41,6 +41,7 @@ def test_a_truncated_file_is_named(sealed: Path, name: str):
     path.write_bytes(path.read_bytes()[:-1])
     assert str(path) in damage(sealed)
     assert "bytes instead of" in damage(sealed)
+    assert "bytes instead of" in damage(sealed, by_hash=False)
 
 
 @pytest.mark.parametrize("name", ["a", ".hidden", "inner/b"])
@@ -48,6 +49,7 @@ def test_changed_bytes_are_found(sealed: Path, name: str):
     path = sealed / name
     path.write_bytes(b"x" * path.stat().st_size)
     assert str(path) in damage(sealed)
+    assert damage(sealed, by_hash=False) == ""
 
 
 @pytest.mark.parametrize("name", ["a", ".hidden", "inner/b", MANIFEST])
@@ -66,8 +68,7 @@ def test_publishing_replaces_a_folder_of_the_same_name(sealed: Path, tmp_path: P
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "new").write_text("new")
-    seal(draft, listing(draft))
-    publish(draft, sealed)
+    publish(draft, listing(draft), sealed)
     assert damage(sealed) == ""
     assert sorted(path.name for path in sealed.iterdir()) == [MANIFEST, "new"]
     assert [path.name for path in tmp_path.iterdir()] == [sealed.name]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt.lengths import MOST, blank, length_of, lengths
+from gpt.data import MOST_LENGTHS, blank, length_of, lengths
 from gpt.settings import Settings
 
 SEVERAL = replace(Settings(), variable_seq_length=1, tp=2)
@@ -18,7 +18,7 @@ SEVERAL = replace(Settings(), variable_seq_length=1, tp=2)
 def test_lengths_are_multiples_of_tp_from_half_to_all(seq_length: int, tp: int) -> None:
     found = lengths(replace(SEVERAL, seq_length=seq_length, tp=tp))
     assert found[0] == seq_length and found == sorted(set(found), reverse=True)
-    assert len(found) <= MOST and all(length % tp == 0 for length in found)
+    assert len(found) <= MOST_LENGTHS and all(length % tp == 0 for length in found)
     assert seq_length <= 2 * found[-1] < seq_length + 2 * tp
 
 
@@ -40,7 +40,8 @@ def test_without_the_setting_every_length_is_the_full_one() -> None:
 
 
 def test_a_blank_batch_has_what_a_batch_has() -> None:
-    batch = blank(3, 8, torch.device("cpu"))
+    batch = blank(Settings(micro_batch_size=3), 8, torch.device("cpu"))
     assert batch.keys() == {"tokens", "labels", "loss_mask", "position_ids"}
+    assert float(batch["loss_mask"].sum()) == 24.0
     assert {tuple(value.shape) for value in batch.values()} == {(3, 8)}
     assert batch["position_ids"][2].tolist() == list(range(8))

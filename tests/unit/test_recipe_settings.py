@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-from gpt.errors import RecipeError
-from gpt.rules import check_device, resolve
-from gpt.settings import Parser, Settings, add_settings, defaults, flag, settings_from_args
+from gpt.program import RecipeError
+from gpt.rules import check_device, read_flags, resolve
+from gpt.settings import Settings, defaults
+from overlap_train.flags import Parser, add_options, flag, from_args, option_fields
+
+OPTIONS = option_fields(Settings)
+
+
+def parser() -> Parser:
+    return add_options(Parser("test"), Settings())
 
 
 def parse(*arguments: str) -> Settings:
-    return settings_from_args(add_settings(Parser("test"), Settings()).parse_args(list(arguments)))
+    return from_args(Settings(), parser().parse_args(list(arguments)))
 
 
 def test_without_flags_every_setting_has_the_default_of_the_dataclass():
@@ -21,15 +27,15 @@ def test_without_flags_every_setting_has_the_default_of_the_dataclass():
 
 
 def test_every_setting_can_be_changed_by_its_flag():
-    for option in fields(Settings):
+    for option in OPTIONS:
         default = getattr(Settings(), option.name)
         other = "other" if isinstance(default, str) else type(default)(7)
         assert parse(flag(option.name), str(other)) == replace(Settings(), **{option.name: other})
 
 
 def test_help_names_every_flag_and_its_default():
-    text = add_settings(Parser("test"), Settings()).format_help()
-    for option in fields(Settings):
+    text = parser().format_help()
+    for option in OPTIONS:
         assert flag(option.name) in text
         assert option.metadata["help"].split()[0] in text
     assert f"(default: {Settings().train_iters})" in text
@@ -70,13 +76,12 @@ BROKEN = [
     ({"ffn_hidden_size": 383}, ["--ffn-hidden-size 383", "--tp 2"]),
     ({"seq_length": 127}, ["--seq-length 127", "--tp 2"]),
     ({"global_batch_size": 12}, ["--global-batch-size 12", "--micro-batch-size", "8"]),
-    ({"lr_warmup_iters": 400}, ["--lr-warmup-iters 400", "--train-iters 400"]),
     ({"min_lr": 1.0}, ["--min-lr 1.0", "--lr"]),
     ({"save_interval": 5}, ["--save-interval 5", "--save"]),
     ({"cuda_graph": 1, "recompute": "full"}, ["--cuda-graph 1", "--recompute full", "random state"]),
     ({"cuda_graph": 1, "pp": 2}, ["--cuda-graph 1", "--pp 2", "synchronise"]),
     ({"cuda_graph": 1, "variable_seq_length": 1}, ["--cuda-graph 1", "--variable-seq-length 1", "one shape"]),
-    ({"cuda_graph": 1, "model": "mixtral-8x7b"}, ["--cuda-graph 1", "--model mixtral-8x7b", "experts"]),
+    ({"cuda_graph": 1, "experts": 8}, ["--cuda-graph 1", "--model small", "experts"]),
 ]
 
 
@@ -89,17 +94,10 @@ def test_a_broken_rule_is_refused_in_one_line_that_names_flag_and_value(changes:
         assert word in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["save", "data_dir"])
-def test_a_file_where_a_folder_belongs_is_refused(tmp_path: Path, name: str):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RecipeError, match=f"{flag(name)} .*is not a folder"):
-        resolve(replace(Settings(), **{name: str(tmp_path / "file")}), 2)
-
-
 @pytest.mark.parametrize("arguments", [["--bogus"], ["--lr", "fast"], ["--train-iters"]])
 def test_a_flag_that_cannot_be_parsed_raises_instead_of_exiting(arguments: list[str]):
     with pytest.raises(RecipeError, match=arguments[0]):
-        parse(*arguments)
+        read_flags(arguments, None, 1, False)
 
 
 def test_cuda_graphs_need_gpus():
@@ -117,3 +115,23 @@ def test_a_model_that_does_not_fit_a_cpu_machine_is_refused_before_it_is_built(m
         check_device(large, on_gpu=False)
     check_device(large, on_gpu=True)
     check_device(replace(large, num_layers=1, hidden_size=64, ffn_hidden_size=128), on_gpu=False)
+
+
+@pytest.mark.parametrize(("steps", "asked", "warm_up"), [(20, 30, 5), (30, 30, 7), (31, 30, 30), (1, 1, 0), (20, 0, 0)])
+def test_a_warm_up_that_does_not_fit_is_shortened_with_a_note(steps: int, asked: int, warm_up: int) -> None:
+    flags = ["--train-iters", str(steps), "--lr-warmup-iters", str(asked)]
+    settings, overlap, notes = read_flags(flags, None, 2, False)
+    assert (settings.lr_warmup_iters, overlap) == (warm_up, None)
+    expected = f"--lr-warmup-iters {asked} does not fit into --train-iters {steps}; the warm-up takes {warm_up} steps"
+    assert notes == ([f"note: {expected}"] if warm_up != asked else [])
+
+
+def test_a_published_model_keeps_what_has_no_flag() -> None:
+    flags = ["--model", "qwen3-32b", "--num-layers", "2", "--hidden-size", "64"]
+    settings, _, _ = read_flags(flags, None, 2, False)
+    assert (settings.num_layers, settings.hidden_size, settings.kv_channels, settings.vocab_size) == (
+        2,
+        64,
+        128,
+        151936,
+    )

@@ -6,18 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from overlap_train import registry, shutdown
+from overlap_train import shutdown
+from overlap_train.runtime import registry
 from overlap_train.symmetric import nvshmem
 
 
 class Domain:
     """As OverlapDomain, whose heap is gone once it is closed."""
 
-    def __init__(self, provider: str | None) -> None:
+    def __init__(self, provider: str | None, name: str = "", closed: list[str] | None = None) -> None:
         self.heap = None if provider is None else SimpleNamespace(provider=provider)
+        self.group = SimpleNamespace(group_name=name)
+        self._closed = closed
 
     def close(self) -> None:
         self.heap = None
+        if self._closed is not None:
+            self._closed.append(self.group.group_name)
 
 
 @pytest.mark.parametrize(
@@ -31,3 +36,14 @@ def test_nvshmem_ends_where_a_heap_came_from_it(
     monkeypatch.setattr(nvshmem, "finalize", lambda: ended.append("nvshmem"))
     shutdown()
     assert len(ended) == ends and not registry._domains
+
+
+def test_groups_are_closed_in_one_order_whichever_was_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing is collective: ranks that used two groups in different orders would wait for each other."""
+    orders: list[list[str]] = []
+    for names in ("12", "21"):
+        closed: list[str] = []
+        monkeypatch.setattr(registry, "_domains", {name: Domain("host", name, closed) for name in names})
+        shutdown()
+        orders.append(closed)
+    assert orders[0] == orders[1]

@@ -61,7 +61,7 @@ def test_after_an_operator_that_raised_no_slot_is_free_before_ranks_meet() -> No
     for _ in range(3):
         use.begin()
         use.take()
-    use.doubt()
+    use.invalidate()
     use.begin()
     assert use.free() == []
     use.clear()

@@ -106,6 +106,9 @@ class C:
 class D:
     def __init__(self):
         raise OverlapTimeoutError("it took " "too long")
+
+def check(x):
+    raise ValueError(f"{x} must {'sit' if x else 'stand'}")
 """
     assert {message.text for message in messages_of(source)} == {
         "x is wrong: negative; set it right",
@@ -115,4 +118,6 @@ class D:
         "the value ... is bad",
         "the value ... is bad, so nothing happens",
         "it took too long",
+        "... must sit",
+        "... must stand",
     }

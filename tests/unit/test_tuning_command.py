@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from overlap_train import cli
-from overlap_train.bench.operators import pass_of
-from overlap_train.tuned.passes import Pass
-from overlap_train.tuned.table import Winner
-from overlap_train.tuning.cases import MODELS, model_cases, one_a_bucket
-from overlap_train.tuning.command import columns_of, figures, main, parser, settings_of
+from overlap_train.planning.passes import Pass
+from overlap_train.planning.table import Winner
+from overlap_train.tools.measure.models import MODELS
+from overlap_train.tools.tune.cases import model_cases, one_a_bucket
+from overlap_train.tools.tune.command import Tune, columns_of, figures, settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sizes(model: str, ms: list[int], ranks: int) -> list[tuple[str, int | None, int, int]]:
-    passes = [pass_of(case, ranks, torch.bfloat16) for case in one_a_bucket(model_cases(model, ms, ranks), ranks)]
+    passes = [case.planned(ranks, torch.bfloat16) for case in one_a_bucket(model_cases(model, ms, ranks), ranks)]
     return [(p.kind, p.m, p.n, p.k) for p in passes]
 
 
@@ -57,7 +57,7 @@ def test_a_dry_run_prints_the_shapes(capsys: pytest.CaptureFixture[str]) -> None
 def test_single_weights_are_cut_as_their_linears_cut_them(capsys: pytest.CaptureFixture[str]) -> None:
     """N of one rank for a column linear, K of one rank for a row linear; sizes of one bucket once."""
     line = "--column 128256,4096 8192,512 8000,500 --row 4096,14336 --tp 4 --seq 4096 --dry-run"
-    assert main(line.split()) == 0
+    assert cli.main(["tune", *line.split()]) == 0
     assert [line.split()[:2] + line.split()[-3:] for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["column", "fprop", "4096,", "32064,", "4096"], ["column", "dgrad", "4096,", "4096,", "32064"],
         ["column", "fprop", "4096,", "2048,", "512"], ["column", "dgrad", "4096,", "512,", "2048"],
@@ -68,7 +68,7 @@ def test_single_weights_are_cut_as_their_linears_cut_them(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--seq 16 --tp 2 --dry-run", "which linears? give --model (one of llama3-8b, "),
+        ("--seq 16 --tp 2 --dry-run", "which linears? give --model (one of llama-7b, llama3-8b, "),
         ("--column 6,8 --seq 16 --tp 4 --dry-run", "--column 6,8: features: 6 must be divisible by the 4 ranks"),
         ("--row 8,6 --seq 16 --tp 4 --dry-run", "--row 8,6: features: 6 must be divisible by the 4 ranks"),
         ("--model tiny --seq 16 --dry-run", "how many ranks"),
@@ -78,7 +78,7 @@ def test_single_weights_are_cut_as_their_linears_cut_them(capsys: pytest.Capture
     ],
 )
 def test_arguments_that_do_not_fit(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(line.split()) == 2
+    assert cli.main(["tune", *line.split()]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -87,7 +87,7 @@ def test_another_number_of_ranks_than_torchrun_has_started(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["--model", "tiny", "--seq", "16", "--tp", "4"]) == 2
+    assert cli.main(["tune", "--model", "tiny", "--seq", "16", "--tp", "4"]) == 2
     assert "torchrun has started 2 ranks; start it with --nproc-per-node 4" in capsys.readouterr().err
 
 
@@ -95,7 +95,7 @@ def test_another_number_of_ranks_than_torchrun_has_started(
     "line", ["--methods auto", "--methods fast", "--methods ,", "--seq 0", "--model llama9", "--row 5"]
 )
 def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "tiny", "--seq", "16", *line.split()]) == 2
+    assert cli.main(["tune", "--model", "tiny", "--seq", "16", *line.split()]) == 2
     said = capsys.readouterr().err
     assert line.split()[1] in said and said.count("\n") == 1
 
@@ -103,9 +103,9 @@ def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="kernels are interpreted")
 def test_kernels_are_no_candidates_on_the_cpu() -> None:
     """Each try would end in Triton's own error, behind a minute of waiting for what it should have counted."""
-    args = parser().parse_args(["--model", "tiny", "--seq", "16", "--methods", "chunked,direct"])
-    with pytest.raises(ValueError, match=r"method='direct' with CPU tensors: .*TRITON_INTERPRET"):
-        settings_of(args, torch.device("cpu"))
+    asked = Tune(model="tiny", seq=(16,), methods=("chunked", "direct"))
+    with pytest.raises(ValueError, match=r"--methods: 'direct' is not one of chunked, collective, which run on CPU"):
+        settings_of(asked, torch.device("cpu"))
 
 
 def test_a_row_of_the_printed_table() -> None:

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.bench.timing import Timing
-from overlap_train.tuned import table as table_module
-from overlap_train.tuned.passes import GATHER, SCATTER, Pass, rounded_up
-from overlap_train.tuned.table import Key, Table, Winner, key_of, path_of, read, save
-from overlap_train.tuned.ways import PLAIN, WAYS, Way, method_of
-from overlap_train.tuning.measure import NOISE, WORTH_LAUNCHES, candidates, decide, ways_to_run
+from overlap_train.planning import table as table_module
+from overlap_train.planning.passes import GATHER, SCATTER, Pass, rounded_up
+from overlap_train.planning.table import Key, Table, Winner, key_of, path_of, read, save
+from overlap_train.planning.variants import PLAIN, VARIANTS, Variant, method_of
+from overlap_train.tools.measure.timing import Timing
+from overlap_train.tools.tune.candidates import NOISE, WORTH_LAUNCHES, candidates, decide, variants_to_run
 
 KEY = Key("NVIDIA H200", "2.11.0", "3.6.0", "570.86.15", "0.1.0", 4)
 FC1 = Pass(GATHER, 8192, 7168, 4096, torch.bfloat16, 4)
@@ -278,54 +278,54 @@ def winner(default: str, host_us: dict[str, float] | None = None, **ms: float) -
     )
 
 
-def test_a_method_is_as_good_as_its_best_way() -> None:
-    assert winner("collective", fused=1.0, fused_in_step=0.8, collective=0.85) == "fused"
+def test_a_method_is_as_good_as_its_best_variant() -> None:
+    assert winner("collective", fused=1.0, fused_barrier_first=0.8, collective=0.85) == "fused"
     assert winner("fused", fused=1.0, collective=1.0, collective_in_step=0.8) == "collective"
     assert winner("chunked", fused=1.0, fused_whole_in_step=0.9, chunked=0.8) == "chunked"
     assert winner("fused", fused_whole=1.0, collective=2.0) == "collective", "plain fused did not work"
 
 
 @pytest.mark.parametrize(
-    ("other", "way"),
+    ("other", "variant"),
     [
         ({}, None),
-        ({"fused in step": 0.99}, PLAIN),
-        ({"fused in step": 0.97}, Way(in_step=True)),
-        ({"fused in step": 0.97, "fused whole": 0.96, "fused whole in step": 0.98}, Way(whole=True)),
+        ({"fused barrier first": 0.99}, PLAIN),
+        ({"fused barrier first": 0.97}, Variant(barrier_first=True)),
+        ({"fused barrier first": 0.97, "fused whole": 0.96, "fused whole barrier first": 0.98}, Variant(whole=True)),
     ],
 )
-def test_another_way_has_to_gain_more_than_noise(other: dict[str, float], way: Way | None) -> None:
+def test_another_variant_has_to_gain_more_than_noise(other: dict[str, float], variant: Variant | None) -> None:
     winner = Winner(FC1, "fused", {"fused": 1.0, "chunked": 0.5} | other)
-    assert winner.way_of("fused") == way
-    assert winner.way_of("chunked") is winner.way_of("direct") is None
+    assert winner.variant_of("fused") == variant
+    assert winner.variant_of("chunked") is winner.variant_of("direct") is None
 
 
-def test_every_way_has_a_name_of_its_own_that_says_the_method() -> None:
-    names = {way.named(method) for way in WAYS for method in ("fused", "chunked")}
+def test_every_variant_has_a_name_of_its_own_that_says_the_method() -> None:
+    names = {variant.named(method) for variant in VARIANTS for method in ("fused", "chunked")}
     assert len(names) == 16 and {method_of(name) for name in names} == {"fused", "chunked"}
 
 
 GPU = torch.device("cuda", 0)
-IN_STEP, WHOLE, DEFERRED = Way(in_step=True), Way(whole=True), Way(deferred=True)
+BARRIER_FIRST, WHOLE, SPLIT = Variant(barrier_first=True), Variant(whole=True), Variant(split_reduction=True)
 
 
 @pytest.mark.parametrize(
-    ("pass_", "method", "ways"),
+    ("pass_", "method", "variants"),
     [
-        (FC1, "fused", [PLAIN, IN_STEP, WHOLE, Way(whole=True, in_step=True)]),
-        (FC1, "chunked", [PLAIN, IN_STEP]),
+        (FC1, "fused", [PLAIN, BARRIER_FIRST, WHOLE, Variant(whole=True, barrier_first=True)]),
+        (FC1, "chunked", [PLAIN, BARRIER_FIRST]),
         (FC1, "collective", [PLAIN]),
         (FC2, "direct", [PLAIN]),
-        (FC1.dgrad, "fused", [PLAIN, DEFERRED, WHOLE, Way(whole=True, deferred=True)]),
-        (replace(FC1.dgrad, m=512), "fused", [PLAIN, DEFERRED]),
+        (FC1.dgrad, "fused", [PLAIN, SPLIT, WHOLE, Variant(whole=True, split_reduction=True)]),
+        (replace(FC1.dgrad, m=512), "fused", [PLAIN, SPLIT]),
         (FC1.dgrad, "chunked", [PLAIN]),
         (replace(FC1, world=2), "fused", [PLAIN, WHOLE]),
-        (replace(FC1, m=4096), "fused", [PLAIN, IN_STEP]),
+        (replace(FC1, m=4096), "fused", [PLAIN, BARRIER_FIRST]),
         (replace(FC1, m=512), "fused", [PLAIN]),
     ],
 )
-def test_the_ways_that_are_tried(pass_: Pass, method: str, ways: list[Way]) -> None:
-    assert ways_to_run(pass_, method, GPU) == ways
+def test_the_variants_that_are_tried(pass_: Pass, method: str, variants: list[Variant]) -> None:
+    assert variants_to_run(pass_, method, GPU) == variants
 
 
 def test_collective_and_the_default_are_always_candidates() -> None:

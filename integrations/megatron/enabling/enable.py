@@ -1,0 +1,158 @@
+"""enable(): turn the parallel linears of a built Megatron-Core model into overlapped ones, in place.
+
+Only the class of a linear changes: parameters, their attributes, hooks and checkpoint keys are the same objects as before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+
+from overlap_train import OverlapConfig
+
+from ..linears.conditions import WAY_TO_FALL_BACK, bad_combination
+from ..linears.in_model import (
+    Model,
+    chunks_of,
+    is_candidate,
+    is_overlapped,
+    named_linears,
+    overlap_linear,
+    overlapped_linears,
+    slot_of,
+    why_not,
+)
+from .first_table import FirstTable, stage
+from .reporting import Report, report
+
+
+def enable(model: Model, config: OverlapConfig | None = None) -> Report:
+    """Overlap the linears of `config.slots` in a model, or in the chunks of a virtual pipeline; before DDP wraps it.
+
+    Every rank of the job calls it with the same config; it does not communicate. Linears that cannot overlap (experts,
+    generalized tensor parallelism) are left as they are, and the report says why. Global rank 0 prints one line. The table of
+    linears follows in the first training step, when sizes are known: rank 0 prints it and, in a pipeline, the first rank of each
+    other stage. A second call with the same config changes and prints nothing, also after DDP has wrapped the model.
+
+    Returns:
+        Report: which linear takes which path and why; `report(model)` returns it again, with the calls counted so far.
+
+    Raises:
+        ValueError: the model is wrapped already, its settings rule out overlap, it lacks a linear for a slot of
+            config.slots, or it was enabled with another config. With config.on_unsupported="fallback" the first three
+            leave the linears concerned to Megatron instead, and the report says so.
+    """
+    config = config or OverlapConfig()
+    chunks = chunks_of(model)
+    _refuse_other_config(chunks, config)
+    pending = [each for each in _wanted(chunks, config) if not is_overlapped(each[2]) and why_not(each[2]) is None]
+    if not pending and _is_enabled(chunks):
+        return report(chunks)
+    hopeless = _problem_of_model(chunks)
+    problem = hopeless or _missing_slot(chunks, config)
+    if problem is not None and config.on_unsupported == "error":
+        raise ValueError(problem)
+    if hopeless is None:
+        for name, slot, linear in pending:
+            overlap_linear(linear, config, slot, name)
+        for name, linear in named_linears(chunks):
+            if is_overlapped(linear):  # one that a layer spec built did not know its name
+                linear.overlap.name, linear.overlap.enabled = name, True
+        FirstTable(chunks)
+    _announce(chunks, problem)
+    return report(chunks, problem)
+
+
+def _wanted(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Iterator[tuple[str, str, Any]]:
+    """(name, slot, module) of the linears in the slots asked for."""
+    for name, linear in named_linears(chunks):
+        slot = slot_of(name)
+        if slot is not None and slot in config.slots:
+            yield name, slot, linear
+
+
+def _is_enabled(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether enable() has seen all overlapped linears there are. Those that a layer spec has just built it has not."""
+    seen = [linear.overlap.enabled for linear in overlapped_linears(chunks)]
+    return bool(seen) and all(seen)
+
+
+def _announce(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
+    """One line of global rank 0; the table at once where no linear overlaps, because no step would print it."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    names = [name for name, linear in named_linears(chunks) if is_overlapped(linear)]
+    if not names:
+        print(report(chunks, problem), flush=True)
+        return
+    layers = {found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))}
+    where = f" of {stage()}" if stage() else ""
+    text = f"{len(names)} linears in {len(layers)} layers{where} prepared; the table follows in the first step"
+    for line in filter(None, (text, problem)):
+        print(f"overlap_train: {line}", flush=True)
+
+
+def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> str | None:
+    """What rules out overlap for the whole model, or None."""
+    if not chunks:
+        return "model=[]: no model chunk to enable; pass the model, or the list of chunks that get_model returns"
+    for chunk in chunks:
+        wrapper = _data_parallel_wrapper(chunk)
+        if wrapper is not None:
+            return (
+                f"model is wrapped in {wrapper} already: enable() must come before data parallelism wraps the model, "
+                f"because that fixes how gradients are collected; call it on the bare model, {WAY_TO_FALL_BACK}"
+            )
+    model_config = _config_of(chunks)
+    return None if model_config is None else bad_combination(model_config)
+
+
+def _data_parallel_wrapper(chunk: torch.nn.Module) -> str | None:
+    wrappers = (_BaseDataParallel, torch.nn.parallel.DistributedDataParallel)
+    for module in chunk.modules():
+        if isinstance(module, wrappers):
+            return type(module).__name__
+    has_buffer = any(hasattr(parameter, "main_grad") for parameter in chunk.parameters())
+    return "DistributedDataParallel" if has_buffer else None
+
+
+def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
+    """The TransformerConfig of the model: its own, or that of a parallel linear."""
+    owners = [*chunks, *(linear for _, linear in named_linears(chunks))]
+    return next((owner.config for owner in owners if getattr(owner, "config", None) is not None), None)
+
+
+def _missing_slot(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> str | None:
+    """A slot with no linear to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
+    if getattr(_config_of(chunks), "pipeline_model_parallel_size", 1) > 1:
+        return None
+    wanted = [(slot, linear) for _, slot, linear in _wanted(chunks, config)]
+    found = {slot for slot, linear in wanted if is_candidate(linear)}
+    for slot in config.slots:
+        if slot not in found:
+            others = sorted({type(linear).__name__ for s, linear in wanted if s == slot})
+            there = f"only {', '.join(others)} there" if others else "none there"
+            return (
+                f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "
+                f"TransformerEngine's in their place, for {slot!r} outside experts ({there}); leave the slot out "
+                f"(--overlap-train-slots), build the model from a layer spec with them, {WAY_TO_FALL_BACK}"
+            )
+    return None
+
+
+def _refuse_other_config(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> None:
+    for name, linear in named_linears(chunks):
+        theirs = linear.overlap.config if is_overlapped(linear) else config
+        for setting in fields(config):
+            mine, other = getattr(config, setting.name), getattr(theirs, setting.name)
+            if mine != other:
+                raise ValueError(
+                    f"config: {setting.name}={mine!r}, but {name} overlaps already with {setting.name}={other!r}; build the "
+                    "model anew, or use one config for the layer spec and for every enable()"
+                )

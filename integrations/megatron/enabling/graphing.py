@@ -1,0 +1,75 @@
+"""Overlapped linears inside a CUDA graph of all passes of a step: Megatron's full-iteration graph, or one's own.
+
+Megatron's FullCudaGraphWrapper calls its forward_backward_func while it captures, and our launcher brackets that call. Graphs of
+single layers (`--cuda-graph-impl local` and `transformer_engine`) are not bracketed: each of them would need barriers of its own,
+and the operators refuse to be captured there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from overlap_train import graphed
+
+from ..linears.in_model import Model, overlapped_linears
+
+
+@contextmanager
+def graphed_model(model: Model) -> Iterator[None]:
+    """Bracket of the capture of a model's passes, or of its chunks': `overlap_train.graphed` of each group whose linears overlap.
+
+        with torch.cuda.graph(graph), graphed_model(model):
+            forward_and_backward(model)
+
+    Run the same at least twice before: which linears overlap is known from their calls so far. Without any it does nothing.
+    """
+    groups = dict.fromkeys(linear.tp_group for linear in overlapped_linears(model) if linear.overlap.overlapped_calls)
+    with ExitStack() as brackets:
+        for group in groups:
+            brackets.enter_context(graphed(group))
+        yield
+
+
+def graphed_passes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's forward_backward_func, bracketed while it is captured: for FullCudaGraphWrapper(graphed_passes(func)).
+
+    Validation (forward_only) is not bracketed: in evaluation mode linears run Megatron's own code.
+    """
+
+    @functools.wraps(forward_backward)
+    def bracketed(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("forward_only") or not torch.cuda.is_current_stream_capturing():
+            return forward_backward(*args, **kwargs)
+        with graphed_model(kwargs["model"]):
+            return forward_backward(*args, **kwargs)
+
+    return bracketed
+
+
+def bracketing(wrapper: type[Any]) -> type[Any]:
+    """FullCudaGraphWrapper with the bracket around what it captures; its graphs stay those of the class."""
+
+    class FullCudaGraphWrapper(wrapper):  # type: ignore[misc]
+        __doc__ = wrapper.__doc__
+
+        def __init__(self, forward_backward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            super().__init__(graphed_passes(forward_backward_func), *args, **kwargs)
+
+    return FullCudaGraphWrapper
+
+
+def release_full_iteration_graphs() -> None:
+    """Destroy the graphs that Megatron's wrapper keeps in its class. NCCL's communicators wait for graphs that hold their
+    collectives, and the process would not end (seen on 2 x H200)."""
+    module = sys.modules.get("megatron.core.full_cuda_graph")
+    graphs: dict[str, Any] = {} if module is None else module.FullCudaGraphWrapper.cuda_graph
+    for stage, graph in graphs.items():
+        if graph is not None:
+            graph.reset()
+            graphs[stage] = None

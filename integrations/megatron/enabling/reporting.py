@@ -1,0 +1,151 @@
+"""report(): which path each parallel linear of a model takes, why, and how often each path has run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overlap_train.planning.choice import GATHER, SCATTER, Choice, Pass, choose
+from overlap_train.runtime.registry import made_domain
+
+from ..linears.conditions import standing_reason
+from ..linears.in_model import Model, is_overlapped, is_row, named_linears, slot_of, why_not
+
+REASON_WIDTH = 160  # of the table's column
+
+
+@dataclass(frozen=True)
+class LinearReport:
+    """One parallel linear. fprop, dgrad and wgrad say what each pass does.
+
+    method: "fused", or "fused / chunked" where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code;
+        "-" before the first call, when sizes are not known yet.
+    reason: why that method, of fprop and dgrad where they differ.
+    overlapped_calls, fallback_calls: forward calls since the linear was enabled, recomputed ones included.
+    """
+
+    name: str
+    slot: str | None  # None: not one of the linears that this package overlaps
+    fprop: str
+    dgrad: str
+    wgrad: str
+    method: str
+    reason: str
+    overlapped_calls: int = 0
+    fallback_calls: tuple[tuple[str, int], ...] = ()  # (reason, calls)
+
+    @property
+    def calls(self) -> str:
+        """For example "overlapped 8" or "overlapped 8, evaluation mode 2"; empty before the first call."""
+        overlapped = [("overlapped", self.overlapped_calls)] if self.overlapped_calls else []
+        return ", ".join(f"{what} {count}" for what, count in (*overlapped, *self.fallback_calls))
+
+
+@dataclass(frozen=True)
+class Report:
+    """All parallel linears of a model; `str()` of it is the table, with one row for each group of identical linears.
+
+    problem: why nothing was enabled, or which slot is missing; None where all went as asked.
+    """
+
+    linears: tuple[LinearReport, ...]
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        table = [["linear", "fprop", "dgrad", "wgrad", "method", "reason", "calls"]]
+        for x in _grouped(self.linears):
+            reason = x.reason if len(x.reason) <= REASON_WIDTH else x.reason[: REASON_WIDTH - 3] + "..."
+            table.append([x.name, x.fprop, x.dgrad, x.wgrad, x.method, reason, x.calls])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
+        notes = [] if self.problem is None else [f"overlap_train: {self.problem}"]
+        return "\n".join([*notes, lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def report(model: Model, problem: str | None = None) -> Report:
+    """The parallel linears of a model, or of the chunks of a virtual pipeline, wrapped in DDP or not. Prints nothing."""
+    return Report(tuple(_report_linear(name, linear) for name, linear in named_linears(model)), problem)
+
+
+def _report_linear(name: str, linear: Any) -> LinearReport:
+    slot = slot_of(name)
+    if not is_overlapped(linear):
+        no_slot = "not one of qkv, proj, fc1, fc2, output" if slot is None else None
+        return LinearReport(name, slot, "-", "-", "-", "megatron", no_slot or why_not(linear) or "not enabled")
+    overlap = linear.overlap
+    counts = overlap.overlapped_calls, tuple(sorted(overlap.fallback_calls.items()))
+    reason = standing_reason(linear, linear.weight)
+    if reason is None and not overlap.overlapped_calls and overlap.fallback_calls:
+        reason = overlap.fallback_calls.most_common(1)[0][0]
+    if reason is not None:
+        return LinearReport(name, slot, "-", "-", "-", "megatron", reason, *counts)
+    return LinearReport(name, slot, *_passes(linear), *_method_and_reason(linear), *counts)
+
+
+def _method_and_reason(linear: Any) -> tuple[str, str]:
+    if linear.overlap.sizes is None:
+        return "-", "not called yet"
+    choices = _choices(linear)
+    if choices is None:
+        return "-", "symmetric memory has been freed (overlap_train.shutdown)"
+    fprop, dgrad = choices
+    method = fprop.method if fprop.method == dgrad.method else f"{fprop.method} / {dgrad.method}"
+    return method, _both(fprop.reason, dgrad.reason)
+
+
+def _choices(linear: Any) -> tuple[Choice, Choice] | None:
+    """How fprop and dgrad run with the sizes of the linear's last call. Plans are made by the same function and table.
+
+    None: the group has no domain any more.
+    """
+    domain = made_domain(linear.tp_group)
+    if domain is None or domain.book is None:
+        return None
+    x_shape, (n, k), dtype = linear.overlap.sizes
+    kind, ranks = (SCATTER, 1) if is_row(linear) else (GATHER, domain.world_size)
+    fprop = Pass(kind, x_shape[:-1].numel() * ranks, n, k, dtype, domain.world_size)
+    method, table = linear.overlap.config.method, domain.book.table
+    return choose(method, fprop, domain.device, table), choose(method, fprop.dgrad, domain.device, table)
+
+
+def _both(fprop: str, dgrad: str) -> str:
+    """ "auto: default, not tuned: a long GEMM / a short GEMM": what both begin with is said once."""
+    if fprop == dgrad:
+        return fprop
+    parts = dgrad.split(": ")
+    while len(parts) > 1 and fprop.startswith(dgrad.removesuffix(": ".join(parts[1:]))):
+        parts = parts[1:]
+    return f"{fprop} / {': '.join(parts)}"
+
+
+def _passes(linear: Any) -> tuple[str, str, str]:
+    """What fprop, dgrad and wgrad do."""
+    if is_row(linear):
+        return "GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy"
+    kept = linear.overlap.config.gathered_input == "keep"
+    return "AG(x) + GEMM", "GEMM + RS", "GEMM with x kept" if kept else "AG(x) under dgrad, then GEMM"
+
+
+def _grouped(linears: Sequence[LinearReport]) -> list[LinearReport]:
+    """One row for linears that differ in one layer index only: "decoder.layers.0-3.mlp.linear_fc1"."""
+    groups: dict[LinearReport, list[int]] = {}
+    for linear in linears:
+        layer = re.search(r"layers\.(\d+)\.", linear.name)
+        pattern = linear.name if layer is None else linear.name.replace(layer[0], "layers.*.", 1)
+        groups.setdefault(replace(linear, name=pattern), []).extend([int(layer[1])] if layer else [])
+    return [replace(row, name=row.name.replace("*", _ranges(layers), 1)) for row, layers in groups.items()]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,108 @@
+"""Run a user's Megatron-LM training script, unmodified, with overlapped linears.
+
+    torchrun ... -m overlap_train.integrations.megatron pretrain_gpt.py --overlap-train <the script's own arguments>
+
+The script sees what it would see without us: its own arguments, its own folder first on the import path, `__main__`.
+hooks.py lists what is put into Megatron meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from overlap_train import OverlapConfig
+from overlap_train.flags import Parser, add_flags, config_from_args
+
+from .. import missing
+from .after_import import after_import
+from .hooks import ScriptHooks
+
+USAGE = "torchrun [...] -m overlap_train.integrations.megatron SCRIPT.py --overlap-train [the script's arguments]"
+
+
+class CommandError(ValueError):
+    """The command line asks for something that cannot be done."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A script, its arguments (ours included), and what ours ask for: None without --overlap-train."""
+
+    script: Path
+    arguments: tuple[str, ...]
+    overlap: OverlapConfig | None
+
+
+def parse(words: Sequence[str]) -> Command:
+    """The command of `words`, a command line without the program.
+
+    Raises:
+        CommandError: no script, no such file, or flags of ours that contradict each other or their rules.
+    """
+    if not words or words[0].startswith("-"):
+        found = f"{words[0]} stands where the script should" if words else "no script given"
+        raise CommandError(f"{found}; usage: {USAGE}")
+    script = Path(words[0])
+    if not script.is_file():
+        raise CommandError(f"{script}: no such file (looked in {Path.cwd()}); give the path of the training script")
+    return Command(script, tuple(words[1:]), _overlap(words[1:]))
+
+
+def run(command: Command) -> None:
+    """Run the script in this process; returns when it ends, or raises what it raises.
+
+    Raises:
+        RuntimeError: --overlap-train was given and the script ended without having built a model that overlaps.
+    """
+    hooks = ScriptHooks(command.overlap)
+    sys.argv = [str(command.script), *command.arguments]
+    # What Python does for a script: its folder takes the place of the one that `python -m` put first.
+    sys.path[0] = str(command.script.resolve().parent)
+    try:
+        with after_import(hooks.by_module()):
+            runpy.run_path(str(command.script), run_name="__main__")
+    except SystemExit as end:  # Megatron ends this way at --exit-interval, --exit-duration-in-mins and on --help
+        if end.code in (None, 0) and "--help" not in command.arguments and "-h" not in command.arguments:
+            hooks.finish()
+        raise
+    hooks.finish()
+
+
+def main(words: Sequence[str]) -> int:
+    """The program; returns its exit status."""
+    if list(words[:1]) in (["-h"], ["--help"]):
+        parser = argparse.ArgumentParser(usage=USAGE, add_help=False, description=__doc__)
+        print(add_flags(parser).format_help())
+        return 0
+    try:
+        run(parse(words))
+    except CommandError as error:
+        return _refused(str(error))
+    except ImportError as error:  # the script decides where Megatron is, so nobody knows before
+        if (problem := missing(error)) is None:
+            raise
+        return _refused(problem)
+    return 0
+
+
+def _refused(problem: str) -> int:
+    """An exit status; the problem is the same on every rank and told once."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"overlap_train: error: {problem}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _overlap(arguments: Sequence[str]) -> OverlapConfig | None:
+    """What our flags among the script's arguments ask for, before seconds of imports; Megatron's parser checks the rest."""
+    parser = Parser(usage=USAGE, add_help=False, allow_abbrev=False)
+    try:
+        ours, _ = add_flags(parser).parse_known_args(list(arguments))
+        return config_from_args(ours)
+    except ValueError as error:
+        raise CommandError(str(error)) from error

@@ -1,0 +1,140 @@
+"""What keeps a parallel linear from overlapping: settings of the model, of the linear, or of a single call.
+
+`bad_combination` looks at a model's settings before its linears are changed. `fallback_reason` is asked on every call, because
+Megatron-Core changes built linears: inference toggles `output_layer.sequence_parallel`, shared experts set
+`explicit_expert_comm`, weights are frozen and unfrozen. A call with a reason runs Megatron's own code. Every rank of the group
+finds the same reason, therefore all of them take the same path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from overlap_train.runtime.graph import is_graphed
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    ParallelLinear = ColumnParallelLinear | RowParallelLinear
+
+NOTHING: Mapping[str, Any] = {}
+WAY_TO_FALL_BACK = (
+    "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
+)
+
+
+def bad_combination(config: TransformerConfig) -> str | None:
+    """The setting of a model under which no linear can overlap, with its rule and way out, in one sentence; or None."""
+    if config.tensor_model_parallel_size == 1:
+        return _sentence(config, "tensor_model_parallel_size", "with one rank there is nothing to overlap", "2 or more")
+    if not config.sequence_parallel:
+        rule = "what is overlapped are all-gather and reduce-scatter, which Megatron uses under sequence parallelism"
+        return _sentence(config, "sequence_parallel", rule, "True (--sequence-parallel)")
+    if config.tp_comm_overlap:
+        rule = "TransformerEngine's overlap and this one exclude each other"
+        return _sentence(config, "tp_comm_overlap", rule, "False (leave out --tp-comm-overlap)")
+    if getattr(config, "transformer_impl", None) == "inference_optimized":
+        return _sentence(config, "transformer_impl", "overlap is for training", "'local'")
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        rule = "with it TransformerEngine computes an MLP without calling its linears"
+        return _sentence(config, "use_transformer_engine_op_fuser", rule, "False")
+    for field in ("fp8", "fp4"):
+        if getattr(config, field, None):
+            return _sentence(config, field, "only TransformerEngine's linears compute in it", "None")
+    for field in ("cpu_offloading", "fine_grained_activation_offloading"):
+        if getattr(config, field, False):
+            return _sentence(config, field, "what an overlapped linear saves for backward stays on the GPU", "False")
+    return None
+
+
+def _sentence(config: TransformerConfig, field: str, rule: str, wanted: str) -> str:
+    return f"{field}={getattr(config, field)!r} in the model's config: {rule}; set it to {wanted}, {WAY_TO_FALL_BACK}"
+
+
+def fallback_reason(
+    linear: ParallelLinear, x: torch.Tensor, weight: torch.Tensor, call: Mapping[str, Any] = NOTHING
+) -> str | None:
+    """Why this call runs Megatron's own code; None where it overlaps.
+
+    Args:
+        x: input, [s/W, b, K] of a column-parallel linear or [s, b, K/W] of a row-parallel one.
+        weight: the weight of this call, which is the embedding's where weights are tied.
+        call: the keyword arguments of ColumnParallelLinear._forward_impl.
+    """
+    return standing_reason(linear, weight) or _call_reason(linear, call) or _input_reason(linear, x, weight)
+
+
+def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None) -> str | None:
+    """The reasons that hold for every input; `weight` None: it is known at the call only."""
+    return _placement_reason(linear) or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
+
+
+def _placement_reason(linear: ParallelLinear) -> str | None:
+    # TransformerEngine's linears lack the first two; those of experts have no parallel mode.
+    is_expert = getattr(linear, "is_expert", False) or getattr(linear, "explicit_expert_comm", False)
+    if is_expert or getattr(linear, "parallel_mode", "column") is None:
+        return "expert: the token dispatcher communicates, not the linear"
+    if linear.tp_group.size() == 1:
+        return "tensor-parallel size 1: nothing to communicate"
+    if not linear.sequence_parallel:
+        return "no sequence parallelism: the linear all-reduces"
+    if getattr(linear, "disable_grad_reduce", False):
+        return "disable_grad_reduce: the caller reduces the input's gradient"
+    if not getattr(linear, "input_is_parallel", True):
+        return "the input is not split over the ranks"
+    return None
+
+
+def _feature_reason(linear: ParallelLinear) -> str | None:
+    config = linear.config
+    holder = linear.weight if hasattr(linear, "parallel_mode") else linear  # TransformerEngine marks the weight
+    if (getattr(holder, "gtp_remat_size", None) or 1) > 1:
+        return "generalized tensor parallelism shards the weight again"
+    if getattr(config, "transformer_impl", None) == "inference_optimized":
+        return "transformer_impl=inference_optimized"
+    if getattr(config, "fp8", None) or getattr(config, "fp4", None):
+        return "fp8 or fp4: only TransformerEngine's linears compute in it"
+    if getattr(config, "cpu_offloading", False) or getattr(config, "fine_grained_activation_offloading", False):
+        return "activations are offloaded to the CPU"
+    return None
+
+
+def _weight_reason(weight: torch.Tensor) -> str | None:
+    if not weight.requires_grad:
+        return "frozen weight"
+    if getattr(weight, "__fsdp_param__", False):
+        return "Megatron-FSDP owns the weight's gradient"
+    return None
+
+
+def _call_reason(linear: ParallelLinear, call: Mapping[str, Any]) -> str | None:
+    if not linear.training:
+        return "evaluation mode"
+    if call.get("grad_output_buffer") is not None or call.get("wgrad_deferral_limit") is not None:
+        return "the weight gradient is deferred (defer_embedding_wgrad_compute)"
+    if call.get("output_dtype") is not None:
+        return f"output_dtype={call['output_dtype']}"
+    return None
+
+
+def _input_reason(linear: ParallelLinear, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    if x.dtype != weight.dtype:
+        return f"input is {x.dtype}, weight {weight.dtype}"
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
+        return f"autocast to {torch.get_autocast_dtype(device)} of {x.dtype} tensors"
+    if linear.overlap.config.on_unsupported == "fallback" and x.is_cuda and _is_captured(linear):
+        return "CUDA graph capture outside overlap_train.graphed"
+    is_row = getattr(linear, "input_is_parallel", False)
+    if is_row and x.size(0) % linear.tp_group.size():
+        return f"sequence of {x.size(0)} is not divisible by the {linear.tp_group.size()} ranks"
+    return None
+
+
+def _is_captured(linear: ParallelLinear) -> bool:
+    """Into a graph whose replays would break the operators' protocol; with on_unsupported='error' the operators raise."""
+    return torch.cuda.is_current_stream_capturing() and not is_graphed(linear.tp_group)

@@ -1,0 +1,51 @@
+"""What an overlapped linear knows beyond Megatron's: its settings, its name, and what its calls have done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from overlap_train import OverlapConfig
+
+from .main_grad import accumulates
+
+Sizes = tuple[torch.Size, torch.Size, torch.dtype]
+
+
+@dataclass
+class LinearOverlap:
+    """The attribute `overlap` of an overlapped linear; no part of a checkpoint."""
+
+    config: OverlapConfig
+    slot: str  # one of overlap_train.config.SLOTS
+    name: str  # where it is in the model, for error messages
+    enabled: bool = False  # by enable(), not only built by a layer spec
+    overlapped_calls: int = 0
+    fallback_calls: Counter[str] = field(default_factory=Counter)  # reason -> calls
+    sizes: Sizes | None = None  # of the last overlapped call: shapes of input and weight, dtype
+    on_gradient: Callable[[torch.Tensor], None] | None = None  # enable() sets it until the table is printed
+
+    def __post_init__(self) -> None:
+        self._returning = replace(self.config, main_grad="off")
+
+    def count(self, reason: str | None, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """One forward call; `reason` None: it overlaps."""
+        if reason is None:
+            self.overlapped_calls += 1
+            self.sizes = x.shape, weight.shape, x.dtype
+        else:
+            self.fallback_calls[reason] += 1
+
+    def settings(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
+        """The settings of one call: the weight gradient goes into main_grad only where Megatron's own code adds it there, too."""
+        return self.config if accumulates(linear, weight, self.config) else self._returning
+
+    def watched(self, y: torch.Tensor) -> torch.Tensor:
+        """y; `on_gradient` is called when its gradient arrives."""
+        if self.on_gradient is not None and y.requires_grad:
+            y.register_hook(self.on_gradient)
+        return y

@@ -1,0 +1,127 @@
+"""TransformerEngine's parallel linears, as Megatron-Core wraps them, with their communication overlapped.
+
+    TELayerNormColumnParallelLinear   TE's norm, then our all-gather + GEMM
+    TEColumnParallelLinear            our all-gather + GEMM
+    TERowParallelLinear               our GEMM + reduce-scatter
+
+Only the class of the built module changes, to a subclass of what it was: parameters, their attributes, checkpoint keys and TE's
+extra state stay. A call that cannot overlap runs TE's own code. TENorm builds the norm; it is kept outside the module and uses
+the module's own `layer_norm_weight` and `layer_norm_bias`. fp8 and fp4 belong to TE (conditions.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine as megatron_te
+
+from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+
+from .conditions import fallback_reason, standing_reason
+from .state import LinearOverlap
+
+
+@dataclass
+class TELinearOverlap(LinearOverlap):
+    """LinearOverlap, and the norm of a TELayerNormColumnParallelLinear, made at its first call."""
+
+    norm: torch.nn.Module | None = None
+
+    def settings(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
+        """TE's own calls add into main_grad under gradient accumulation fusion only, and the two must agree."""
+        return super().settings(linear, weight) if linear.fuse_wgrad_accumulation else self._returning
+
+
+class _OverlappedTEColumn:
+    """x [s/W, b, K] -> y [s, b, N/W]. Mixed in before one of Megatron's TE classes, which has the attributes used here."""
+
+    operator: Callable[..., torch.Tensor] = staticmethod(all_gather_linear)
+
+    @property
+    def gradient_accumulation_fusion(self: Any) -> bool:
+        """As Megatron's own linears call it."""
+        return self.fuse_wgrad_accumulation
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(y, None), or (y without b, b) where the caller adds the bias itself."""
+        overlap = self.overlap
+        reason = _te_reason(self) or fallback_reason(self, x, self.weight)
+        overlap.count(reason, x, self.weight)
+        if reason is not None:
+            y, bias = super().forward(x)  # type: ignore[misc]
+            return overlap.watched(y), bias
+        bias, settings = self.bias if self.use_bias else None, overlap.settings(self, self.weight)
+        added, returned = (None, bias) if self.te_return_bias else (bias, None)
+        y = self.operator(self._normed(x), self.weight, added, group=self.tp_group, config=settings, name=overlap.name)
+        return overlap.watched(y), returned
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class _OverlappedTELayerNormColumn(_OverlappedTEColumn):
+    """x [s/W, b, K] -> y [s, b, N/W] of the normalised x."""
+
+    def _normed(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """By TE's norm over this module's parameters, whichever objects they are now (meta device, conversions)."""
+        norm = self.overlap.norm
+        if norm is None:
+            norm = megatron_te.TENorm(self.config, self.layer_norm_weight.numel(), self.config.layernorm_epsilon)
+            self.overlap.norm = norm
+        if norm.weight is not self.layer_norm_weight:
+            norm.weight = self.layer_norm_weight
+        if getattr(self, "layer_norm_bias", None) is not None and norm.bias is not self.layer_norm_bias:
+            norm.bias = self.layer_norm_bias
+        return norm(x)
+
+
+class _OverlappedTERow(_OverlappedTEColumn):
+    """x [s, b, K/W] -> y [s/W, b, N]."""
+
+    input_is_parallel = True
+    operator = staticmethod(linear_reduce_scatter)
+
+
+@cache
+def _forms() -> dict[type, type]:
+    """Megatron's class -> its overlapped subclass, of the same name: Megatron-FSDP and PEFT tools go by names."""
+    if not megatron_te.HAVE_TE:
+        return {}
+    mixins = {
+        megatron_te.TELayerNormColumnParallelLinear: _OverlappedTELayerNormColumn,
+        megatron_te.TEColumnParallelLinear: _OverlappedTEColumn,
+        megatron_te.TERowParallelLinear: _OverlappedTERow,
+    }
+    return {
+        own: type(own.__name__, (mixin, own), {"__module__": __name__, "__doc__": mixin.__doc__})
+        for own, mixin in mixins.items()
+    }
+
+
+def is_te_linear(linear: Any) -> bool:
+    """Whether `linear` is one of TransformerEngine's that has an overlapped form and not got it yet."""
+    return type(linear) in _forms()
+
+
+def standing_te_reason(linear: Any) -> str | None:
+    """Why every call of a TransformerEngine linear is TE's own; None where nothing stands against overlap."""
+    return standing_reason(linear, weight=None) or _te_reason(linear)
+
+
+def overlap_te_linear(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
+    """Overlap a linear for which `standing_te_reason` is None, in place."""
+    linear.__class__ = _forms()[type(linear)]
+    linear.overlap = TELinearOverlap(config, slot, name)
+
+
+def _te_reason(linear: Any) -> str | None:
+    """What TE does in its linears that ours do not."""
+    if getattr(linear, "te_quant_params", None) is not None:
+        return "quantized by TransformerEngine (te_quant_params)"
+    if getattr(linear.config, "delay_wgrad_compute", False):
+        return "delay_wgrad_compute: TransformerEngine computes the weight gradient later"
+    return None

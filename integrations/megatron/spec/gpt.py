@@ -1,0 +1,137 @@
+"""GPT layer specs for models that are assembled from specs.
+
+They start from Megatron-Core's own local specs and exchange three things: the norms (norm.py), the core attention (attention.py)
+and, where an `OverlapConfig` is given, the linears of dense layers. Everything else, checkpoint keys included, stays Megatron's.
+No spec reaches the output layer, which GPTModel builds itself: call `enable()` on the built model for that one. It leaves linears
+that already overlap as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from ..linears.column_row import overlapped_class
+from ..linears.conditions import bad_combination
+from .attention import SDPACoreAttention
+from .norm import Norm
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from overlap_train import OverlapConfig
+
+
+def gpt_layer_spec(config: TransformerConfig, overlap: OverlapConfig | None = None) -> ModuleSpec:
+    """The spec of one layer of `config`: dense, or with experts where `config.num_moe_experts` is set.
+
+    With `overlap` the linears of its slots (qkv, proj, fc1, fc2) are built as overlapped ones; experts are left alone. A GPTModel
+    with a single layer spec picks its final norm itself, and that norm refuses sequence parallelism: give GPTModel
+    `gpt_block_spec` instead.
+
+    Raises:
+        ValueError: multi-latent attention, or settings of `config` that rule out the overlap asked for (with
+            overlap.on_unsupported="fallback" the linears are Megatron's then).
+    """
+    config, overlap = _checked(config, overlap)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+    )
+    return _exchange(spec, overlap)
+
+
+def gpt_block_spec(
+    config: TransformerConfig, overlap: OverlapConfig | None = None, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The specs of all layers that this pipeline stage builds and its final norm; the argument that GPTModel takes.
+
+    `overlap` and errors as in gpt_layer_spec; `vp_stage` is the virtual pipeline stage, None without one. It also serves as
+    `--spec overlap_train.integrations.megatron.spec gpt_block_spec`, without overlap.
+    """
+    config, overlap = _checked(config, overlap)
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    # Layers of one kind share one spec object, as in Megatron; each object is exchanged once.
+    exchanged = {id(spec): _exchange(spec, overlap) for spec in block.layer_specs}
+    return TransformerBlockSubmodules(layer_specs=[exchanged[id(spec)] for spec in block.layer_specs], layer_norm=Norm)
+
+
+def _exchange(layer: ModuleSpec, overlap: OverlapConfig | None) -> ModuleSpec:
+    """A copy of a local layer spec with our norms, core attention and (given `overlap`) linears."""
+    parts = layer.submodules
+    attention, inner = parts.self_attention, parts.self_attention.submodules
+    inner = replace(
+        inner,
+        linear_qkv=_linear(inner.linear_qkv, "qkv", overlap),
+        core_attention=SDPACoreAttention,
+        linear_proj=_linear(inner.linear_proj, "proj", overlap),
+        q_layernorm=_norm(inner.q_layernorm),
+        k_layernorm=_norm(inner.k_layernorm),
+    )
+    parts = replace(
+        parts,
+        input_layernorm=_norm(parts.input_layernorm),
+        self_attention=replace(attention, submodules=inner),
+        pre_mlp_layernorm=_norm(parts.pre_mlp_layernorm),
+        mlp=_dense_mlp(parts.mlp, overlap),
+    )
+    return replace(layer, submodules=parts)
+
+
+def _norm(entry: Any) -> Any:
+    """No norm stays no norm, and the norm without parameters needs no mark."""
+    return entry if entry in (IdentityOp, L2Norm) else Norm
+
+
+def _dense_mlp(entry: Any, overlap: OverlapConfig | None) -> Any:
+    """Exchange the linears of a dense MLP; Megatron 0.16 describes it by a ModuleSpec, 0.19 by a functools.partial."""
+    is_partial = isinstance(entry, functools.partial)
+    parts = entry.keywords["submodules"] if is_partial else entry.submodules
+    if not isinstance(parts, MLPSubmodules):
+        return entry
+    parts = replace(
+        parts,
+        linear_fc1=_linear(parts.linear_fc1, "fc1", overlap),
+        linear_fc2=_linear(parts.linear_fc2, "fc2", overlap),
+    )
+    if is_partial:
+        return functools.partial(entry.func, *entry.args, **{**entry.keywords, "submodules": parts})
+    return replace(entry, submodules=parts)
+
+
+def _linear(entry: type, slot: str, overlap: OverlapConfig | None) -> Any:
+    """A ModuleSpec is the one way to hand an argument to a linear that both Megatron versions accept in every place."""
+    if overlap is None or slot not in overlap.slots:
+        return entry
+    return ModuleSpec(module=overlapped_class(entry), params={"overlap": overlap})
+
+
+def _checked(config: Any, overlap: OverlapConfig | None) -> tuple[TransformerConfig, OverlapConfig | None]:
+    """The TransformerConfig, and `overlap` (None where it cannot act and may fall back). ValueError for what cannot be built."""
+    config = getattr(config, "transformer", config)  # Megatron 0.19's `--spec` passes its GPTModelConfig
+    if config.multi_latent_attention:
+        raise ValueError(
+            "config.multi_latent_attention=True: these specs build plain and grouped-query attention; take Megatron's "
+            "own spec and call enable() on the model with slots=('proj', 'fc1', 'fc2', 'output')"
+        )
+    problem = None if overlap is None else bad_combination(config)
+    if problem is not None and overlap.on_unsupported == "error":  # type: ignore[union-attr]
+        raise ValueError(problem)
+    return config, overlap if problem is None else None

@@ -1,0 +1,1 @@
+"""The CUDA driver, launches of kernels that have run before, and the check of what Triton has compiled."""

@@ -1,0 +1,86 @@
+"""The CUDA driver calls of the hot path, through ctypes.
+
+A call of the general bindings costs 5 microseconds of host time, of which the driver needs two or three; an operator makes a
+dozen. Handles and addresses are plain integers here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+_HANDLE, _ADDRESS, _FLAGS = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
+_SIGNATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "copy": ("cuMemcpyDtoDAsync_v2", (_ADDRESS, _ADDRESS, ctypes.c_size_t, _HANDLE)),
+    "wait_value": ("cuStreamWaitValue64_v2", (_HANDLE, _ADDRESS, ctypes.c_uint64, _FLAGS)),
+    "current_context": ("cuCtxGetCurrent", (ctypes.POINTER(_HANDLE),)),
+    "set_context": ("cuCtxSetCurrent", (_HANDLE,)),
+    "create_event": ("cuEventCreate", (ctypes.POINTER(_HANDLE), _FLAGS)),
+    "record_event": ("cuEventRecord", (_HANDLE, _HANDLE)),
+    "wait_event": ("cuStreamWaitEvent", (_HANDLE, _HANDLE, _FLAGS)),
+    "launch": ("cuLaunchKernel", (_HANDLE, *[_FLAGS] * 7, _HANDLE, _HANDLE, _HANDLE)),
+    "encode_tensor_map": ("cuTensorMapEncodeTiled", (_HANDLE, _FLAGS, _FLAGS, _HANDLE, *[_HANDLE] * 4, *[_FLAGS] * 4)),
+    "replace_address": ("cuTensorMapReplaceAddress", (_HANDLE, _HANDLE)),
+}
+_NO_TIMING = 2
+
+
+class CudaDriver:
+    """The driver for one device. Each call returns a status, 0 if all went well, for `check`.
+
+    copy(target, source, nbytes, stream), wait_value(stream, address, least, flags), record_event(event, stream),
+    wait_event(stream, event, flags), launch(function, grid x 3, block x 3, shared bytes, stream, parameters, None).
+    """
+
+    copy: Any
+    wait_value: Any
+    current_context: Any
+    set_context: Any
+    create_event: Any
+    record_event: Any
+    wait_event: Any
+    launch: Any
+    encode_tensor_map: Any
+    replace_address: Any
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self._library = ctypes.CDLL("libcuda.so.1")
+        for name, (symbol, arguments) in _SIGNATURES.items():
+            function = getattr(self._library, symbol)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+            setattr(self, name, function)
+        context = ctypes.c_void_p()
+        torch.cuda.current_stream(device)  # torch is up and has made the context
+        self.check(self.current_context(ctypes.byref(context)))
+        self._context = context.value
+
+    def enter(self) -> None:
+        """Make the device's context current in this thread: a thread of autograd may come here before its first CUDA call."""
+        if self._context is not None:
+            self.check(self.set_context(self._context))
+
+    def current_stream(self) -> int:
+        """The handle of torch's current stream; Triton asks the same way. torch.cuda.current_stream takes ten times longer."""
+        return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def is_capturing(self) -> bool:
+        """Whether what is enqueued in the current stream goes into a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def new_event(self) -> int:
+        """An event that orders streams and takes no time stamp."""
+        event = ctypes.c_void_p()
+        self.check(self.create_event(ctypes.byref(event), _NO_TIMING))
+        assert event.value is not None
+        return event.value
+
+    def check(self, status: int) -> None:
+        """Raise RuntimeError with the driver's own name of what went wrong, if something did. Some calls report what an earlier
+        kernel or copy did."""
+        if status:
+            name = ctypes.c_char_p()
+            self._library.cuGetErrorName(status, ctypes.byref(name))
+            raise RuntimeError(f"the CUDA driver refused: {(name.value or b'an unknown error').decode()} ({status})")

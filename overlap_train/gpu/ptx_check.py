@@ -1,0 +1,99 @@
+"""Proof that a compiled kernel still waits and signals, before it runs for the first time.
+
+Compilers are known to drop polls and to move stores past the count that announces them, which shows as a wrong result once in a
+thousand steps. Triton compiles on the user's machine, in whatever version is there: its PTX is checked there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Modifiers come in another order in other versions of Triton, so each is looked for by itself.
+ACQUIRE = r"\b(?:ld|atom)\.(?=\S*acquire)(?=\S*\bsys\b)\S+"
+COUNT = r"\b(?:atom|red)\.(?=\S*\b(?:release|acq_rel)\b)(?=\S*\bsys\b)(?=\S*\badd\b)\S+"
+SIGNAL = r"\batom\.(?=\S*\brelease\b)(?=\S*\bsys\b)(?=\S*\bexch\b)\S+"
+FENCE = r"fence\.proxy\.async\.global"
+TMA_LOAD = r"cp\.async\.bulk\.tensor\.2d\.shared"
+TMA_STORED = r"cp\.async\.bulk\.wait_group\s+0"
+BARRIER = r"\bbar(?:rier)?\.\S*sync"
+STORE = r"\bst\.global"
+# Right before the count, with one barrier between, or several with nothing between them (Triton 3.9): kernels that also store
+# their result have other stores before.
+BARRIERS = rf"(?:{BARRIER}[^\n]*\n(?:\s*(?:\.loc|\$L__tmp)[^\n]*\n)*\s*)+"
+STORED_AND_COUNTED = rf"{STORE}(?:(?!{STORE}|{BARRIER}).)*{BARRIERS}(?:(?!{BARRIER}).)*{COUNT}"
+POLLS = (ACQUIRE, ACQUIRE)  # one before the loop, one inside
+
+_Proofs = tuple[tuple[str, ...], ...]  # each: found one after the other
+PROOFS: dict[str, _Proofs] = {
+    "wait_kernel": (POLLS,),
+    "barrier_kernel": ((SIGNAL, *POLLS),),
+    "next_epoch_kernel": (),  # copies and kernels that come after it in the stream see what it has stored
+    "all_gather_gemm_kernel": (POLLS,),
+    "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT),),
+    "hopper_all_gather_gemm_kernel": ((ACQUIRE, FENCE, TMA_LOAD), POLLS),  # its loop may lie out of line
+    "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT),),
+    "reduce_partials_kernel": (),  # runs after a wait kernel
+}
+# And where a switch of the kernel is on: DIRECT, it stores at the peers and signals them; REDUCE, its last tiles wait for theirs.
+PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {
+    "DIRECT": {
+        "all_gather_gemm_kernel": ((STORED_AND_COUNTED, SIGNAL),),
+        "hopper_all_gather_gemm_kernel": ((STORED_AND_COUNTED, SIGNAL),),
+        "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT, SIGNAL),),
+        "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT, SIGNAL),),
+    },
+    "REDUCE": {
+        "gemm_reduce_scatter_kernel": (POLLS,),
+        "hopper_gemm_reduce_scatter_kernel": ((ACQUIRE, FENCE, TMA_LOAD), POLLS),
+    },
+}
+
+
+def missing(ptx: str, name: str, constants: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The first proof that the PTX of kernel `name`, compiled with these constants, lacks, or None."""
+    alone = constants.get("WORLD") == 1  # nobody to wait for, nothing to send: compilers leave it out
+    assert name in PROOFS, f"{name}: say in PROOFS what its PTX must show"
+    on = [proofs.get(name, ()) for switch, proofs in PROOFS_WHERE.items() if constants.get(switch) and not alone]
+    proofs = sum(on, PROOFS[name])
+    return next((proof for proof in proofs if not _in_order(ptx, proof)), None)
+
+
+def _in_order(ptx: str, proof: tuple[str, ...]) -> bool:
+    """Whether matches of the patterns lie one after the other. One search a pattern: a single expression for all of them takes
+    seconds to fail on 300 KB, and 5 to 14 ms to succeed."""
+    place = 0
+    for pattern in proof:
+        found = re.compile(pattern, flags=re.DOTALL).search(ptx, place)
+        if found is None:
+            return False
+        place = found.end()
+    return True
+
+
+class Verifier:
+    """Checks each compiled kernel once."""
+
+    def __init__(self) -> None:
+        self._verified: set[str] = set()  # by Triton's hash of source, constants and target
+
+    def verify(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
+        """Compile `kernel` for these arguments, without launching it, and look for its waits and signals.
+
+        Raises:
+            RuntimeError: one is not there, or not in its place.
+        """
+        compiled = kernel.warmup(grid=grid, **arguments, **constants)
+        if compiled.hash in self._verified:
+            return
+        name = compiled.metadata.name
+        lacking = missing(compiled.asm["ptx"], name, constants)
+        if lacking is not None:
+            import triton
+
+            raise RuntimeError(
+                f"{name}: as Triton {triton.__version__} has compiled it, its PTX lacks, in this order: {'; '.join(lacking)}. "
+                f"It would not wait or signal as it must. Use Triton 3.6, which was tested, or leave --overlap-train out"
+            )
+        self._verified.add(compiled.hash)

@@ -1,0 +1,85 @@
+"""What every persistent kernel is told about the protocol, whichever family it is of."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..planning.plan import EnginePlan
+from ..protocol.slot import Call
+from ..runtime.domain import OverlapDomain
+
+# A poll in Triton's interpreter takes about 0.1 ms, and the interpreter has no clock: its time-out is a number of polls.
+_INTERPRETER_POLLS_PER_SECOND = 10_000
+
+
+@dataclass(frozen=True)
+class GatherOperands:
+    """y [M, N] = (own [M/W, K] and the peers' shards) @ b_kn [K, N]. sends: the kernel stores own at the peers."""
+
+    own: torch.Tensor
+    b_kn: torch.Tensor
+    y: torch.Tensor
+    sends: bool
+
+
+@dataclass(frozen=True)
+class ScatterOperands:
+    """y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send.
+
+    staging: [W, M/W, N], where partials for the peers are written; None: at the peers.
+    """
+
+    a_mk: torch.Tensor
+    b_kn: torch.Tensor
+    staging: torch.Tensor | None
+    y: torch.Tensor
+
+
+@dataclass(frozen=True)
+class KernelArguments:
+    """What all kernels are told by the same name."""
+
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+
+
+def protocol_arguments(domain: OverlapDomain, call: Call, direct: bool) -> KernelArguments:
+    """Of one call. direct: the kernel stores at the peers itself, and advances the epoch."""
+    counters = call.slot.direct_counters if direct else call.slot.counters
+    timeout_s, on_gpu = domain.config.timeout_s, domain.device.type == "cuda"
+    arguments = dict(
+        rank=domain.rank, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, outgoing_at_ptr=call.slot.outgoing_at,
+        counter_ptr=counters.claimed, complete_ptr=counters.complete, left_ptr=counters.left,
+        abort_ptr=domain.fault.abort, record_ptr=domain.fault.record, tag=call.tag.word,
+        limit=int(timeout_s * (1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)),
+    )  # fmt: skip
+    return KernelArguments(arguments, dict(WORLD=domain.world_size, CHUNKS=call.chunks))
+
+
+def sending_arguments(domain: OverlapDomain, call: Call, sends: bool) -> KernelArguments:
+    """What a gathering kernel is told besides: whether it stores the own rows at the peers, and in which pieces.
+
+    A chunk must have fewer than 2^31 elements, 4 GiB in bf16.
+
+    PIECE: elements that are claimed and counted at once: 32 KB in bf16, which take a CTA a few microseconds; two or more of a
+    chunk in the tests.
+    """
+    arguments = dict(sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at)
+    return KernelArguments(arguments, dict(DIRECT=sends, PIECE=16384 if domain.device.type == "cuda" else 64))
+
+
+def grid_size(programs: int, plan: EnginePlan, device: torch.device) -> tuple[int]:
+    """One CTA per SM of the GEMM's budget, or per program if there are fewer; one in the interpreter, which runs them in turn."""
+    if device.type != "cuda":
+        return (1,)
+    return (min(programs, plan.sms.gemm or multiprocessors(device)),)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a GPU; 132 on H100 and H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,76 @@
+"""Runs the persistent kernels of a plan, of either family, through the launches that their call remembers."""
+
+from __future__ import annotations
+
+import torch
+
+from ..planning.plan import EnginePlan
+from ..planning.tiling import HOPPER
+from ..protocol.slot import Call
+from ..runtime.domain import OverlapDomain
+from . import hopper, portable
+from .kernel_args import GatherOperands, ScatterOperands
+
+# NCCL on a stream of its own costs 10 microseconds of host time for the events, as long as it takes for 4 MB.
+_SHORTEST_ASYNC = 8 << 20
+
+
+def all_gather_gemm(
+    domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, b_kn: torch.Tensor, sends: bool
+) -> torch.Tensor:
+    """y [M, N] = (own [M/W, K] and the peers' shards) @ b_kn [K, N]. sends: the kernel stores own at the peers."""
+    own = (
+        own.clone() if plan.kernels == HOPPER and own.data_ptr() % 16 else own
+    )  # contiguous, but TMA wants its start aligned
+    y = own.new_empty(own.shape[0] * domain.world_size, b_kn.shape[1])
+    addresses = (own.data_ptr(), b_kn.data_ptr(), y.data_ptr())
+    key = ("gather", plan.kernels, sends, own.shape, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
+    call.launches.run(
+        key,
+        (*addresses, call.tag.word),
+        lambda: _family(plan).gather_launch(domain, call, plan, GatherOperands(own, b_kn, y, sends)),
+    )
+    return y
+
+
+def gemm_reduce_scatter(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
+    """Launch the kernel that fills `operands.y`; with `Variant.split_reduction` it leaves the own partial there."""
+    a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
+    written = y if staging is None else staging
+    addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())
+    shapes = (a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride())
+    how = (plan.kernels, staging is None, plan.variant.split_reduction)
+    key = ("scatter", how, shapes, _compiled_for(plan, addresses))
+    call.launches.run(
+        key,
+        (*addresses, call.tag.word),
+        lambda: _family(plan).scatter_launch(domain, call, plan, operands),
+    )
+
+
+def operand(plan: EnginePlan, a_mk: torch.Tensor) -> torch.Tensor:
+    """a_mk, or a copy where TMA could not read it: an expanded gradient, a slice that starts between 16-byte words."""
+    if plan.kernels != HOPPER:
+        return a_mk
+    pitch = a_mk.stride(0) * a_mk.element_size()
+    readable = a_mk.stride(1) == 1 and pitch > 0 and pitch % 16 == 0 and a_mk.data_ptr() % 16 == 0
+    return a_mk if readable else a_mk.clone(memory_format=torch.contiguous_format)
+
+
+def should_run_async(whole: torch.Tensor) -> bool:
+    """Whether a collective that gathers or scatters `whole` runs beside the caller's stream and not in it."""
+    return whole.nbytes > _SHORTEST_ASYNC
+
+
+def aligned(*addresses: int) -> tuple[bool, ...]:
+    """What Triton compiles a kernel for: which pointers are on 16 bytes."""
+    return tuple(address % 16 == 0 for address in addresses)
+
+
+def _compiled_for(plan: EnginePlan, addresses: tuple[int, ...]) -> tuple[bool, ...] | None:
+    """The Hopper kernels take aligned operands only."""
+    return None if plan.kernels == HOPPER else aligned(*addresses)
+
+
+def _family(plan: EnginePlan):  # type: ignore[no-untyped-def]  # a module: mypy has no type for that
+    return hopper if plan.kernels == HOPPER else portable

@@ -1,0 +1,156 @@
+"""The plans of one domain: looked up on every call, made and agreed on at the first call with some shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ..config import OverlapConfig, flag_name
+from ..planning import table
+from ..planning.arguments import autocast_error
+from ..planning.cache import BoundedCache
+from ..planning.plan import Plan, make_plan, why_not
+from ..planning.schedule import Topology
+from ..planning.spec import OperatorSpec
+from ..protocol.tags import Tag
+from ..runtime.domain import OverlapDomain
+from ..runtime.registry import domain_of
+from . import portable
+
+_MOST_PLANS = 1024
+_MOST_NAMES = 4096  # linears of one shape
+
+
+@dataclass(frozen=True)
+class PassTags:
+    """How the passes of one linear are known to its peers (fprop, dgrad, wgrad) and to profilers (ranges)."""
+
+    fprop: Tag
+    dgrad: Tag
+    wgrad: Tag
+    ranges: tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An operator whose plan all ranks have agreed on. The plan holds for every linear of these shapes, the tags for one."""
+
+    domain: OverlapDomain
+    plan: Plan
+    _tags: BoundedCache[str, PassTags] = field(default_factory=lambda: BoundedCache(_MOST_NAMES))
+
+    def tags(self, name: str) -> PassTags:
+        """Of the linear `name`."""
+        return self._tags.get(name) or self._tags.put(name, _tags(self.plan, name))
+
+
+class PlanBook:
+    """What one domain has decided so far, and the measurements that `auto` goes by, the same on all ranks."""
+
+    def __init__(self, domain: OverlapDomain) -> None:
+        self.domain = domain
+        self.table = domain.agreement.exchange(self._read_table(), "overlap_train: read the tuning table")[0]
+        # By what all ranks have in common; then by how this rank's weight lies in memory, which its peers need not know.
+        self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_PLANS)
+
+    def _read_table(self) -> table.Table | None:
+        """What rank 0 finds; home folders differ."""
+        domain = self.domain
+        if domain.rank:
+            return None
+        return table.read(domain.config.tuning_dir, table.key_of(domain.device, domain.world_size))
+
+    def look_up(
+        self,
+        spec: OperatorSpec,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        config: OverlapConfig | None,
+    ) -> tuple[tuple[object, ...], Planned | None]:
+        """The key of a call, and its plan if it was agreed on."""
+        trains = (x.requires_grad, w.requires_grad) if torch.is_grad_enabled() else None
+        shape_of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
+        key = (spec.name, x.shape, x.dtype, w.shape, w.dtype, w.device, shape_of_bias, trains, config)
+        planned = self.plans.get(key)
+        return key, None if planned is None else planned.get((w.stride(), w.data_ptr() % 16))
+
+    def agree(
+        self,
+        key: tuple[object, ...],
+        spec: OperatorSpec,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        config: OverlapConfig,
+        name: str,
+    ) -> Planned:
+        """A new plan, the same on all ranks. Communicates, unless only the layout of this rank's weight is new.
+
+        Raises:
+            ValueError: on every rank, if they differ or one of them has a problem.
+        """
+        domain, layout = self.domain, (w.stride(), w.data_ptr() % 16)
+        error = spec.error(x, w, bias, domain.world_size, name)
+        topology = Topology(1, domain.world_size, domain.rank)
+        plan = make_plan(spec, config, self.table, topology, x, w)
+        planned = self.plans.get(key)
+        if planned is not None:
+            return planned.setdefault(layout, Planned(domain, plan))
+        problem = error or _other_table(domain, config) or why_not(plan, domain.device, _is_interpreted(domain))
+        trains = ", ".join(f"{what} {'trained' if t.requires_grad else 'frozen'}" for what, t in (("x", x), ("w", w)))
+        domain.prepare(plan.request, problem, name, trains if torch.is_grad_enabled() else "no gradients")
+        return self.plans.put(key, {layout: Planned(domain, plan)})[layout]
+
+
+def plan_of(
+    spec: OperatorSpec,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    config: OverlapConfig | None,
+    name: str,
+) -> Planned:
+    """The plan of a call."""
+    domain = domain_of(group, config, x.device)
+    wrong = autocast_error(name, x)
+    if wrong is not None:
+        raise ValueError(wrong)
+    book = book_of(domain)
+    key, planned = book.look_up(spec, x, w, bias, config)
+    if planned is None:
+        with domain.exclusively(name):
+            planned = book.agree(key, spec, x, w, bias, config or domain.config, name)
+    return planned
+
+
+def book_of(domain: OverlapDomain) -> PlanBook:
+    """The plans of a domain."""
+    if domain.book is None:
+        with domain.exclusively("overlap_train"):
+            domain.book = PlanBook(domain)
+    return domain.book
+
+
+def _tags(plan: Plan, name: str) -> PassTags:
+    what = f"{plan.spec.name}, {plan.request.what.partition(', method')[0]}"
+    slot = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
+    fprop, dgrad, wgrad = (Tag(f"{name}/{part}", what) for part in ("fprop", "dgrad", "wgrad"))
+    return PassTags(fprop, dgrad, wgrad, (f"{slot}/fprop", f"{slot}/dgrad", f"{slot}/wgrad"))
+
+
+def _is_interpreted(domain: OverlapDomain) -> bool:
+    return domain.device.type != "cuda" and portable.is_interpreted()
+
+
+def _other_table(domain: OverlapDomain, config: OverlapConfig) -> str | None:
+    """What is wrong with a call whose measurements are not those that its domain has read, or None."""
+    if config.tuning_dir == domain.config.tuning_dir:
+        return None
+    return (
+        f"tuning_dir={config.tuning_dir!r}, but the group's domain was made with {domain.config.tuning_dir!r} "
+        f"({flag_name('tuning_dir')}); call shutdown() to change it"
+    )

@@ -1,0 +1,145 @@
+"""Which method runs, and why. The reason is part of the answer: what ran is never silent (docs/design.md, rule 8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..methods import TRAITS
+from .passes import SCATTER_AND_WGRAD, Pass
+from .schedule import GATHER, SCATTER
+from .table import Table, Winner
+from .tiling import HOPPER_TILE, tma_reads
+from .variants import PLAIN, Variant
+
+__all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
+
+# Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
+# H200: at M = 256 by 1.3 to 2, at M = 512 by up to 1.1). Above the second not over direct, which is one launch, where a rank's
+# rows fill a tile: over NCCL + cuBLAS it is 1.1 times as fast at M = 512 (0.82 to 1.22), 0.9 at M = 256 (0.73 to 1.17; medians
+# and ranges of 20 passes on 2 x H200, a fast host; on slow ones it wins there, too).
+SMALL_M, SMALL_M_DIRECT = 512, 256
+# Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail (8B qkv forward:
+# 0.204 ms with whole blocks, 0.226 with chunks; by chunked, in twice the host time, 0.209; its backward: 0.357 and 0.380).
+COPIES_THAT_SHOW = 0.75
+# A storing kernel costs 22 microseconds of host time and a fused one 70, which shows in products shorter than this (a gather of
+# 1024 x 6144 x 4096: 0.068 ms by direct, 0.082 by fused, 2 x H200), and in a column's backward where copies are shorter.
+SHORT_GEMM_US, FUSED_HOST_US = 160.0, 70.0
+# With few rows it is best for longer products, too: in 24 of them with M = 512 and 1024 it was 1.03 to 1.24 times as fast as
+# NCCL + cuBLAS; fused took 0.96 to 1.11 times as long, and chunked, of those above a millisecond, 1.00 to 1.18 (2 x H200).
+FEW_ROWS = 1024
+# Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
+# A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
+LONG_GEMM_US = 1000.0
+# Skewed ranks hit the same destination, halve its ingress bandwidth, and stay skewed. Where a column linear's backward gathers
+# and scatters for longer than it multiplies, it starts with a barrier, which takes 10 microseconds: Llama-3 8B qkv by chunked
+# took 0.385 ms after a barrier and 0.484 to 0.512 without (whole backward passes in the tuner, four runs before and one after,
+# 4 x H200). Shorter copies gain nothing: at half of these rows, in blocks of 8 MiB, 0.288 ms and 0.255 to 0.261.
+LONG_COPY_US = 150.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method of one operator pass, its variant, and the reason for both."""
+
+    method: str
+    reason: str
+    variant: Variant = PLAIN
+
+
+def choose(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
+    """The method for a pass: the one asked for, or for `auto` the measured winner, or a model-based default."""
+    choice = _method(requested, pass_, device, table)
+    variant = _variant(choice.method, pass_, device, table) if device.type == "cuda" else PLAIN
+    return replace(choice, reason=f"{choice.reason}{variant}", variant=variant)
+
+
+def _variant(method: str, pass_: Pass, device: torch.device, table: Table) -> Variant:
+    """As measured, else by the model."""
+    winner, collides = _winner(pass_, device, table), _collides(pass_, method)
+    measured = None if winner is None else winner.variant_of(method)
+    if measured is None:
+        return Variant(_outweighs(pass_, method), _is_late(pass_, method), collides)
+    # Backward passes that follow each other wait for each other anyway, for their slots: the tuner cannot tell what a barrier
+    # gains.
+    return replace(measured, barrier_first=collides) if pass_.kind == SCATTER_AND_WGRAD else measured
+
+
+def _outweighs(pass_: Pass, method: str) -> bool:
+    """Whether copies take so long beside the product that each push costs more than chunks shorten the tail."""
+    return TRAITS[method].cuts and pass_.kind != SCATTER and pass_.copy_us > COPIES_THAT_SHOW * pass_.gemm_us
+
+
+def _is_late(pass_: Pass, method: str) -> bool:
+    """Whether the peers' partials arrive when a fused scatter's last tiles already wait for them: they follow the blocks of x.
+
+    Added after the weight gradient they took 8B qkv from 0.513 to 0.357 ms, 70B qkv from 1.219 to 1.118, a column of 11008 x
+    4096 from 0.670 to 0.623. Where they come in time it costs 1 % (4 x H200, whole backward passes in the tuner), as it does
+    with gathered_input=keep, where no blocks of x go before them.
+    """
+    until_own = (pass_.world - 1) / pass_.world * pass_.gemm_us
+    return pass_.kind == SCATTER_AND_WGRAD and TRAITS[method].splits and 2 * pass_.copy_us > until_own
+
+
+def _collides(pass_: Pass, method: str) -> bool:
+    """Whether skewed ranks' pushes would cost time: two rounds of them, to several peers, longer than the products."""
+    pushes = pass_.kind == SCATTER_AND_WGRAD and pass_.world > 2 and TRAITS[method].pushes
+    return pushes and pass_.copy_us > max(LONG_COPY_US, pass_.gemm_us)
+
+
+def _method(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
+    if requested != "auto":
+        return Choice(requested, "asked for")
+    winner = _winner(pass_, device, table)
+    if winner is not None:
+        return Choice(winner.method, f"auto: tuned for {winner.measured} on {table.gpu}")
+    return untuned(pass_, device)
+
+
+def _winner(pass_: Pass, device: torch.device, table: Table) -> Winner | None:
+    """What was measured for a pass. A bucket may hold sizes that the Hopper kernels serve and others: a measurement of one kind
+    says nothing about the other."""
+    winner = table.find(pass_)
+    fits = winner is not None and _on_hopper(winner.measured, device) == _on_hopper(pass_, device)
+    return winner if fits else None
+
+
+def untuned(pass_: Pass, device: torch.device) -> Choice:
+    """What `auto` takes where nothing was measured: a model of the hardware, with what was seen on H200."""
+    method, why = _model(pass_, device)
+    return Choice(method, f"auto: default, not tuned: {why}")
+
+
+def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
+    """(method, reason)."""
+    if device.type != "cuda":
+        return "chunked", "CPU tensors"
+    on_hopper = _on_hopper(pass_, device)
+    small_m = SMALL_M_DIRECT if on_hopper and _fills_tiles(pass_) else SMALL_M
+    if pass_.m <= small_m:
+        return "collective", f"M={pass_.m} is at most {small_m}"
+    if not on_hopper:
+        return "chunked", "no Hopper kernel for this GPU, dtype or shape"
+    shows = _is_late(pass_, "fused") or (pass_.kind == GATHER and _outweighs(pass_, "fused"))
+    if shows and pass_.copy_us > FUSED_HOST_US:
+        return "fused", "copies take long beside the GEMM"
+    if pass_.m <= FEW_ROWS:
+        return "direct", f"M={pass_.m} is at most {FEW_ROWS}"
+    if pass_.gemm_us < SHORT_GEMM_US or (pass_.kind != GATHER and pass_.copy_us > pass_.gemm_us):
+        return "direct", "a short GEMM"
+    if pass_.gemm_us > LONG_GEMM_US:
+        return "chunked", "a long GEMM"
+    return "fused", "the Hopper kernels serve it"
+
+
+def _fills_tiles(pass_: Pass) -> bool:
+    """Whether the rows of one rank are at least a tile."""
+    return pass_.m >= HOPPER_TILE.block_m * pass_.world
+
+
+def _on_hopper(pass_: Pass, device: torch.device) -> bool:
+    """Whether the warp-specialised kernels serve a pass."""
+    if pass_.kind != GATHER and pass_.m % (HOPPER_TILE.block_m * pass_.world):
+        return False  # a tile would cross from one destination's rows to another's
+    return tma_reads(device, pass_.dtype, pass_.k, pass_.n)

@@ -1,0 +1,188 @@
+"""The plan of a call: everything that the first call with some shapes decides, once, for all later ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..config import OverlapConfig, flag_name
+from ..methods import TRAITS
+from .arguments import Request, shapes_of
+from .choice import Choice, choose
+from .passes import Pass
+from .schedule import GATHER, SCATTER, Legs, Topology, legs, sources
+from .spec import OperatorSpec
+from .table import Table
+from .tiling import (
+    HOPPER,
+    HOPPER_TILE,
+    LIBRARY,
+    PORTABLE,
+    TileConfig,
+    chunk_count,
+    direct_chunk_count,
+    portable_tile,
+    tma_reads,
+    tma_reads_weight,
+)
+from .variants import PLAIN, Variant
+
+MOST_DIRECT_PEERS = 7  # that the Hopper kernel of GEMM + RS has a tensor descriptor for
+
+
+@dataclass(frozen=True)
+class SmBudget:
+    """How many SMs each part of a pass may hold. gemm: None for all that there are. reduce, send: beside the GEMM."""
+
+    gemm: int | None = None
+    reduce: int = 0
+    send: int = 0
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One pass: which engine, how it runs, and why.
+
+    kind: GATHER or SCATTER. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
+    this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
+    workspace.
+    """
+
+    kind: str
+    method: str
+    reason: str
+    variant: Variant
+    kernels: str
+    tile: TileConfig
+    chunks: int
+    legs: Legs
+    sources: tuple[int, ...]
+    sms: SmBudget = SmBudget()
+
+    @property
+    def slots(self) -> int:
+        return 0 if self.method == "collective" else 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The passes of one operator. wgrad: how the weight gradient's operand is gathered again; None where it need not be."""
+
+    spec: OperatorSpec
+    config: OverlapConfig
+    fprop: EnginePlan
+    dgrad: EnginePlan
+    wgrad: EnginePlan | None
+    request: Request
+
+
+def make_plan(
+    spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor
+) -> Plan:
+    """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`."""
+    rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
+    first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
+    fprop, dgrad = (_engine(p, config, table, topology, x.device, w) for p in (first, first.dgrad))
+    regathers = spec.fprop == GATHER and config.gathered_input == "regather"
+    wgrad = whole_gather(fprop, topology) if regathers else None
+    gathers = [fprop, *([] if wgrad is None else [wgrad])] if spec.fprop == GATHER else [dgrad]
+    scatter = dgrad if spec.fprop == GATHER else fprop
+    how = (
+        f"method {gathers[0].variant.named(gathers[0].method)} for the gather and "
+        f"{scatter.variant.named(scatter.method)} for the "
+        f"scatter, gathered_input={config.gathered_input}"
+    )
+    uses_slots = any(engine.slots for engine in (*gathers, scatter))
+    slot_bytes = spec.slot_bytes(x, w, topology.world) if uses_slots else 0
+    return Plan(spec, config, fprop, dgrad, wgrad, Request(spec.name, f"{shapes_of(x, w)}, {how}", slot_bytes))
+
+
+def _engine(
+    pass_: Pass, config: OverlapConfig, table: Table, topology: Topology, device: torch.device, w: torch.Tensor
+) -> EnginePlan:
+    return engine_plan(choose(config.method, pass_, device, table), pass_, topology, device, w)
+
+
+def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor) -> EnginePlan:
+    """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
+    kind = GATHER if pass_.kind == GATHER else SCATTER
+    chunks = _chunks(kind, choice, pass_, device)
+    kernels = _kernels(kind, choice, pass_, device, w, chunks)
+    tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
+    after_tiles = kind == SCATTER and choice.method == "fused"
+    route = legs(kind, topology, chunks, after_tiles)
+    return EnginePlan(
+        kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology)
+    )
+
+
+def whole_gather(fprop: EnginePlan, topology: Topology) -> EnginePlan:
+    """How x is gathered again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
+    beside it; chunks would be pushes for nothing. By NCCL where the forward pass gathers by it."""
+    method = fprop.method if fprop.method == "collective" else "chunked"
+    route = legs(GATHER, topology, chunks=1)
+    return EnginePlan(GATHER, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, sources(topology))
+
+
+def _chunks(kind: str, choice: Choice, pass_: Pass, device: torch.device) -> int:
+    """Of each block."""
+    if not TRAITS[choice.method].kernels or choice.variant.whole:
+        return 1
+    m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
+    if choice.method == "direct":
+        return direct_chunk_count(m_shard, on_gpu)
+    features = pass_.k if kind == GATHER else pass_.n
+    return chunk_count(m_shard, features * pass_.dtype.itemsize, on_gpu)
+
+
+def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor, chunks: int) -> str:
+    if not TRAITS[choice.method].kernels:
+        return LIBRARY
+    if w.dim() != 2 or not tma_reads(device, pass_.dtype, pass_.k, pass_.n) or not tma_reads_weight(w):
+        return PORTABLE
+    if kind == SCATTER:  # partial tiles leave by TMA, so none may cross a chunk's edge
+        crosses = pass_.m % (pass_.world * chunks * HOPPER_TILE.block_m)
+        too_many = choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
+        return PORTABLE if crosses or too_many else HOPPER
+    return HOPPER
+
+
+def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
+    """Why the plan's kernels cannot run on a device, or None. interpreted: kernels run in Triton's interpreter."""
+    for engine in (plan.fprop, plan.dgrad):
+        if device.type == "cuda" or engine.kernels == LIBRARY:
+            continue
+        if not interpreted:
+            return (
+                f"method={engine.method!r} with CPU tensors: its kernels run there in Triton's interpreter only, which "
+                "is for tests "
+                f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
+            )
+        if "bfloat16" in plan.request.what:
+            return (
+                f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit "
+                "patterns; use float32, "
+                f"float16, or method 'chunked' ({flag_name('method')})"
+            )
+    return None
+
+
+def barrier_first(plan: Plan, gathers: bool) -> bool:
+    """Whether the backward pass starts with a barrier. gathers: x is gathered again in it."""
+    if plan.spec.fprop != GATHER:
+        return plan.dgrad.variant.barrier_first
+    pushes = plan.wgrad is not None and plan.wgrad.method != "collective"  # only pushes collide
+    return plan.dgrad.variant.barrier_first and gathers and pushes
+
+
+__all__ = [
+    "EnginePlan",
+    "Plan",
+    "SmBudget",
+    "barrier_first",
+    "engine_plan",
+    "make_plan",
+    "whole_gather",
+    "why_not",
+]

@@ -1,0 +1,172 @@
+"""Measured winners: in memory, and in one JSON file for each key. Rank 0 of a group reads it for all of its ranks.
+
+A file is replaced as a whole (os.replace): a reader sees the old or the new one, never a part. Two tuners that write the
+same file at once both leave a whole file; the later one may leave out what the earlier one has just added.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import uuid
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import flag_name
+from ..methods import TRAITS
+from .passes import KINDS, Bucket, Pass, dtype_name
+from .variants import PLAIN, VARIANTS, Variant
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Key:
+    """What measurements depend on besides the shape. Under another key nothing of them is used."""
+
+    gpu: str  # "cpu" without one
+    torch: str
+    triton: str
+    driver: str
+    overlap_train: str
+    world: int
+
+    @property
+    def file_name(self) -> str:
+        """For people the GPU and the number of ranks; the digest tells versions apart."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        return f"tuned-{re.sub('[^A-Za-z0-9]+', '-', self.gpu)}-{self.world}-ranks-{digest}.json"
+
+
+@functools.cache
+def key_of(device: torch.device, world: int) -> Key:
+    """Of this machine and installation."""
+    on_gpu = device.type == "cuda"
+    gpu = torch.cuda.get_device_name(device) if on_gpu else "cpu"
+    driver = _driver_version() if on_gpu else "none"
+    return Key(gpu, str(torch.__version__), _installed("triton"), driver, _installed("overlap-train"), world)
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"  # of overlap-train: a checkout on the path
+
+
+def _driver_version() -> str:
+    """ "570.86.15"; the kernel module's own word, which is there in containers too."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)*", _DRIVER.read_text().splitlines()[0])
+    except (OSError, IndexError):
+        found = None
+    return found[0] if found else "unknown"
+
+
+SAME = 0.02  # by so much two measurements of one thing differ
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The method to take for all passes of a bucket.
+
+    ms: of each method that ran, and of each variant in which it ran (`Variant.named`), for the pass that was measured.
+    """
+
+    measured: Pass
+    method: str
+    ms: Mapping[str, float]
+
+    def variant_of(self, method: str) -> Variant | None:
+        """The fastest variant of a method, by more than noise; None where fewer than two were measured."""
+        measured = {variant: self.ms[variant.named(method)] for variant in VARIANTS if variant.named(method) in self.ms}
+        if len(measured) < 2 or PLAIN not in measured:
+            return None
+        fastest = min(measured, key=lambda variant: measured[variant])
+        return fastest if measured[fastest] < (1 - SAME) * measured[PLAIN] else PLAIN
+
+
+@dataclass(frozen=True)
+class Table:
+    """The winners of one key, by bucket."""
+
+    gpu: str
+    winners: Mapping[Bucket, Winner]
+
+    def find(self, pass_: Pass) -> Winner | None:
+        """The winner for a pass, or None."""
+        return self.winners.get(pass_.bucket)
+
+
+UNTUNED = Table("", {})
+
+
+def path_of(folder: str, key: Key) -> Path:
+    """Where the winners of a key are."""
+    return Path(os.path.expanduser(folder), key.file_name)
+
+
+def read(folder: str, key: Key) -> Table:
+    """The table in a folder; without winners where there is no file, or none that can be used, which is a warning."""
+    path = path_of(folder, key)
+    try:
+        return _from_document(json.loads(path.read_text()), key)
+    except FileNotFoundError:
+        return Table(key.gpu, {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(
+            f"{path} cannot be used ({why}), so method=auto takes its defaults: delete the file and run overlap-train tune "
+            f"again, or name another folder ({flag_name('tuning_dir')})",
+            stacklevel=2,
+        )
+        return Table(key.gpu, {})
+
+
+def save(folder: str, key: Key, winners: Iterable[Winner]) -> Path:
+    """Add winners to those in the folder, in place of older ones of the same bucket. Raises OSError."""
+    path = path_of(folder, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = {**read(folder, key).winners, **{winner.measured.bucket: winner for winner in winners}}
+    document = {"key": asdict(key), "winners": [_to_entry(winner) for winner in merged.values()]}
+    # On the same file system; unique over the hosts that share it; not of tempfile, whose files only their owner may read.
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        scratch.write_text(json.dumps(document, indent=1) + "\n")
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return path
+
+
+def _to_entry(winner: Winner) -> dict[str, Any]:
+    p = winner.measured
+    shape = {"kind": p.kind, "dtype": dtype_name(p.dtype), "m": p.m, "n": p.n, "k": p.k}
+    return {**shape, "method": winner.method, "ms": dict(winner.ms)}
+
+
+def _from_document(document: dict[str, Any], key: Key) -> Table:
+    """Raises ValueError, KeyError, TypeError or AttributeError for anything that `save` does not write."""
+    if document["key"] != asdict(key):
+        raise ValueError(f"it was measured with {document['key']}, this is {asdict(key)}")
+    winners = [_from_entry(entry, key.world) for entry in document["winners"]]
+    return Table(key.gpu, {winner.measured.bucket: winner for winner in winners})
+
+
+def _from_entry(entry: dict[str, Any], world: int) -> Winner:
+    kind, dtype, method = entry["kind"], getattr(torch, entry["dtype"]), entry["method"]
+    m, n, k = (int(entry[name]) for name in ("m", "n", "k"))
+    known = kind in KINDS and method in TRAITS and isinstance(dtype, torch.dtype)
+    if not known or min(m, n, k) < 1:
+        raise ValueError(f"unknown entry {entry}")
+    ms = {str(name): float(value) for name, value in entry["ms"].items()}
+    return Winner(Pass(kind, m, n, k, dtype, world), method, ms)

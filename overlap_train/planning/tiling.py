@@ -1,0 +1,86 @@
+"""How a product is cut: which kernels multiply it, with which tiles, and into how many chunks each block is sent."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'
+
+# A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB. Chunks shorten the end:
+# of a gather the last GEMM, of a scatter what the own rows wait for. AG + GEMM of 8192 x 14336 x 4096 reached 0.95 of its bound
+# with 8 MiB and 0.93 with 16 (4 x H200); where copies outweigh the GEMM 16 are 9 % faster (choice.py: blocks are sent whole).
+_SHORTEST_COPY = 8 << 20
+# A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2. A gather
+# of 8192 x 14336 x 4096 took 0.672 ms so and 0.689 with chunks half as long (2 x H200).
+_SHORTEST_DIRECT = 1024
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How a kernel is cut: output tile, depth of a step, rows of tiles that share columns in L2, warps, stages."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def count(self, rows: int, cols: int) -> int:
+        """Tiles of a [rows, cols] output."""
+        return -(-rows // self.block_m) * -(-cols // self.block_n)
+
+
+HOPPER_TILE = TileConfig(128, 256, 64, num_warps=4, num_stages=4)
+_HALF = TileConfig(128, 256, 64)
+_FULL = TileConfig(64, 64, 32, num_warps=4)  # fp32 has no tensor-core path
+_INTERPRETED = TileConfig(32, 32, 32, num_warps=4)
+# Tiles of every kernel are at most this tall: chunks of whole multiples hold whole tiles.
+_TALLEST_TILE = 128
+
+
+def portable_tile(dtype: torch.dtype, device: torch.device) -> TileConfig:
+    """The tile of the plain Triton kernels. The interpreter pays per operation, not per element."""
+    if device.type != "cuda":
+        return _INTERPRETED
+    return _FULL if dtype == torch.float32 else _HALF
+
+
+@functools.cache
+def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool) -> int:
+    """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
+
+    On GPUs 1, 2 or 4, of whole tiles, none shorter than _SHORTEST_COPY; on the CPU 2 where the rows are even.
+    """
+    if not on_gpu:
+        return 2 if m_shard % 2 == 0 else 1
+    fits = [c for c in (1, 2, 4) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard * row_bytes >= c * _SHORTEST_COPY]
+    return max(fits, default=1)
+
+
+@functools.cache
+def direct_chunk_count(m_shard: int, on_gpu: bool) -> int:
+    """As chunk_count, for chunks that a kernel stores at the peers and signals itself."""
+    if not on_gpu:
+        return 2 if m_shard % 2 == 0 else 1
+    fits = [c for c in (1, 2, 4, 8) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard >= c * _SHORTEST_DIRECT]
+    return max(fits, default=1)
+
+
+@functools.cache
+def tma_reads(device: torch.device, dtype: torch.dtype, k: int, n: int) -> bool:
+    """Whether the Hopper kernels can read and write contiguous [*, k] and [*, n] matrices: 16-byte rows of 16-bit numbers."""
+    if device.type != "cuda" or dtype == torch.float32 or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return k * dtype.itemsize % 16 == 0 and n * dtype.itemsize % 16 == 0
+
+
+def tma_reads_weight(weight: torch.Tensor) -> bool:
+    """Whether a weight [N, K], or its transpose in memory, has rows that start on 16 bytes."""
+    rows, cols = weight.stride()
+    pitch = rows if cols == 1 else cols
+    one_step = 1 in (rows, cols)
+    return one_step and pitch > 0 and pitch * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0

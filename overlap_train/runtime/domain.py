@@ -1,0 +1,275 @@
+"""The overlap domain of a process group: its heap, slots and copy engine. All state that outlives a call hangs here.
+
+registry.py knows the domains of this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import OverlapConfig, flag_name
+from ..gpu.driver import CudaDriver
+from ..gpu.launch import Launcher
+from ..planning.arguments import Request
+from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
+from ..protocol.layout import SLOTS, Layout
+from ..protocol.tags import Tag
+from ..protocol.waits import BoundedWaits
+from ..protocol.watchdog import FaultRecord, OverlapMismatchError
+from ..protocol.workspace import Workspace
+from ..symmetric import SymmetricHeap, open_heap, resolve_provider
+from ..symmetric.agreement import Agreement
+
+_MIB = 1 << 20
+
+
+class OverlapDomain:
+    """The ranks that exchange chunks with each other, and what they share. Made by `domain_of`, by all ranks together."""
+
+    workspace: Workspace
+
+    @torch.inference_mode(False)  # what outlives a call is written to by calls outside of it, too
+    def __init__(self, group: dist.ProcessGroup, config: OverlapConfig, device: torch.device) -> None:
+        self.group, self.config, self.device = group, config, device
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._on_gpu = device.type == "cuda"
+        self._launcher = Launcher(CudaDriver(device)) if self._on_gpu else None
+        self.engine: CopyEngine = (
+            HostCopyEngine(config.timeout_s)
+            if self._launcher is None
+            else StreamCopyEngine(device, self._launcher.driver)
+        )
+        self.fault = FaultRecord(device, self.rank, config.timeout_s)
+        self.layout = Layout(self.world_size, 0)
+        self.heap: SymmetricHeap | None = None
+        self.closed = False
+        self.graphed = False  # inside graph.graphed
+        self.captured = False  # a CUDA graph holds addresses of the heap
+        self.book: Any = None  # the plans that were agreed on (operators/plan_book.py)
+        self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
+        self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
+
+    def prepare(self, request: Request, problem: str | None, name: str, trains: str = "") -> None:
+        """Make sure that every rank asks for the same and that the heap holds it. Communicates; for new requests only.
+
+        Args:
+            problem: what is wrong with this rank's arguments, or None.
+            name: what errors call the operator.
+            trains: which operands get gradients, in words; ranks must agree on it, too.
+
+        Raises:
+            ValueError: on every rank, if any rank has a problem, the ranks ask for different things, or it does not fit.
+            OverlapTimeoutError: a rank did not come.
+            RuntimeError: a CUDA graph is being captured; or the symmetric memory could not be had, on every rank.
+        """
+        if self.is_capturing():
+            raise RuntimeError(
+                f"{name} with {request.what} is new to its group, and a CUDA graph is being captured, in which ranks can "
+                f"neither agree nor compile; run what is captured twice before capturing it"
+            )
+        terms, unmet = self._terms(request)
+        mine = (problem or unmet, request, f"{terms}; {trains}", name)
+        what = f"{name}: agree on its first call with {request.what}"
+        self._compare(mine, self.agreement.exchange(mine, what, kind="first call"))
+        if request.slot_bytes:
+            self._hold(request, name)
+
+    def _compare(self, mine: tuple[str | None, Request, str, str], all_ranks: list[Any]) -> None:
+        """Of each rank its problem, its request, its terms and its name. Raises ValueError as `prepare` says."""
+        for rank, (reported, *_) in enumerate(all_ranks):
+            if reported is not None:
+                raise ValueError(reported if rank == self.rank else f"{reported} (on rank {rank} of the group)")
+        _, request, terms, name = mine
+        for rank, (_, theirs, their_terms, their_name) in enumerate(all_ranks):
+            if theirs != request:
+                raise ValueError(
+                    f"{name}: this rank has {request.operator} of {request.what}, rank {rank} of the group has {their_name}: "
+                    f"{theirs.operator} of {theirs.what}; all ranks of a group must call the same operator with the "
+                    "same shapes and dtype"
+                )
+            if their_terms != terms:
+                raise ValueError(
+                    f"{name}: this rank has {terms}, rank {rank} of the group has {their_terms}; all ranks of a group "
+                    f"need the same OverlapConfig, the same trained operands, and nvshmem4py installed on all or none"
+                )
+            if their_name != name:
+                raise ValueError(
+                    f"{name}: rank {rank} of the group calls it {their_name!r}; a call has the same name= on all ranks, which "
+                    f"recognise each other's calls by it"
+                )
+
+    def _terms(self, request: Request) -> tuple[str, str | None]:
+        """What symmetric memory needs to be equal everywhere, in words; and why this rank cannot have it, or None."""
+        limits = f"symmetric_mib={self.config.symmetric_mib}, timeout_s={self.config.timeout_s:g}"
+        limits += ", a captured CUDA graph" * self.captured
+        if not request.slot_bytes:
+            return limits, None
+        try:
+            return f"provider={resolve_provider(self.group, self.config.provider, self.device)}, {limits}", None
+        except ValueError as error:
+            return limits, str(error)
+
+    def _hold(self, request: Request, name: str) -> None:
+        layout = self.layout.covering(request.slot_bytes)
+        if self.heap is not None and layout == self.layout:
+            return
+        if self.captured:
+            raise ValueError(
+                f"{name} with {request.what} needs more symmetric memory, but a CUDA graph holds addresses of what is "
+                f"there; run the largest shapes before capturing, or free the graph, call overlap_train.forget_graphs(group) on "
+                f"all ranks and capture again"
+            )
+        if layout.nbytes > self.config.symmetric_mib * _MIB:
+            raise ValueError(
+                f"symmetric_mib={self.config.symmetric_mib} is too small: {name} with {request.what} needs "
+                f"{-(-layout.nbytes // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
+                f"{layout.slot_bytes / _MIB:.1f} MiB); raise OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
+            )
+        self._reallocate(layout)
+
+    @torch.inference_mode(False)
+    def _reallocate(self, layout: Layout) -> None:
+        """Replace the heap by a larger one. Collective, and outside the hot path: once for each larger shape.
+
+        The new one is opened first. Where that fails, on all ranks alike, calls that fit the old one go on.
+        """
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
+        self.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
+        heap = open_heap(self.agreement, layout.nbytes, self.config.provider, self.device)
+        waits = BoundedWaits(self.rank, self.world_size, self.config.timeout_s, self.fault, self._launcher)
+        workspace = Workspace(heap, layout, self.device, waits)
+        self._close_heap()
+        self.heap, self.layout, self.workspace = heap, layout, workspace
+        barrier(
+            self, Tag("overlap_train/open", "barrier")
+        )  # its kernel is loaded now: while a graph is captured it could not be
+
+    def _close_heap(self) -> None:
+        """Unmap what was there, now: torch's heap waits for the device when it goes, which later could be between the launch of a
+        kernel and its pushes (copy_engine.py)."""
+        if self.heap is None:
+            return
+        del self.workspace  # it holds views of it
+        gc.collect()  # in objects that know each other, which only the collector ends
+        self.heap.close()
+        self.heap = None
+
+    def operator(self, tag: Tag, slots: int, barrier_first: bool = False) -> AbstractContextManager[None]:
+        """Bracket of everything that one autograd pass of one operator does here: up to `slots` gathers and scatters by way of
+        symmetric memory, each waited for before the end. barrier_first: the ranks meet first.
+
+        Raises an earlier failure of a wait before and, without waiting for the device, after. Calls from several streams are
+        put in order. Pushes are joined at the end; then their sources may be freed.
+
+        Raises:
+            RuntimeError: it is captured into a CUDA graph whose replays would not be between barriers, the symmetric memory is
+                gone, or another thread is in an operator of the same group.
+        """
+        if self.closed or (slots and self.heap is None):
+            raise RuntimeError(
+                f"{tag.op}: the symmetric memory of its group is gone, by shutdown(); a backward belongs before shutdown()"
+            )
+        if slots and not self.graphed and self.is_capturing():
+            raise RuntimeError(
+                "an operator was called while a CUDA graph is captured, but not inside overlap_train.graphed(group), without "
+                "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
+                "those of the full iteration are), or train without CUDA graphs"
+            )
+        return _Operator(self, tag, slots, barrier_first)
+
+    def before_collective(self, tag: Tag) -> None:
+        """Between CPU processes: all ranks are in this call. gloo would wait as long as its group says, and name nobody; of
+        NCCL's collectives NCCL's own watchdog takes care."""
+        if self._on_gpu:
+            return
+        for rank, theirs in enumerate(self.agreement.exchange(tag, str(tag), kind="collective call")):
+            if theirs != tag:
+                raise OverlapMismatchError(
+                    f"{tag.op}: rank {self.rank} is in {tag}, but rank {rank} is in {theirs} here; all ranks of a group "
+                    "must make the "
+                    f"same calls, with the same shapes, in the same order"
+                )
+
+    def is_capturing(self) -> bool:
+        """Whether what the caller's stream is given goes into a CUDA graph."""
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def exclusively(self, name: str) -> AbstractContextManager[None]:
+        """Bracket of what only one thread of this process may do at a time: the ranks' calls of a group need one order.
+
+        Raises:
+            RuntimeError: another thread is in an operator of this group.
+        """
+        return _Exclusively(self.in_use, name)
+
+    def close(self) -> None:
+        """Collective over the group. Nothing runs in this domain any more."""
+        self.closed = True
+        self.engine.close()
+        self.agreement.forget()
+        if self.heap is not None and self._on_gpu:
+            torch.cuda.synchronize(self.device)
+            self.agreement.barrier(
+                "overlap_train: shutdown"
+            )  # nobody is still pushing into memory that is about to be unmapped
+        self._close_heap()
+
+
+def barrier(domain: OverlapDomain, tag: Tag) -> None:
+    """All ranks' streams meet; all slots are free."""
+    with domain.operator(tag, slots=0):
+        domain.workspace.barrier(tag)
+
+
+class _Exclusively:
+    """OverlapDomain.exclusively."""
+
+    def __init__(self, lock: Any, name: str) -> None:
+        self._lock, self._name = lock, name
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{self._name}: another thread of this process is in an operator of the same group; the ranks' calls of a "
+                f"group need one order: call from one thread, or give each thread a group of its own"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class _Operator:
+    """OverlapDomain.operator; not a generator, which would take 2 microseconds more."""
+
+    def __init__(self, domain: OverlapDomain, tag: Tag, slots: int, barrier_first: bool) -> None:
+        self._domain, self._tag, self._slots, self._barrier_first = domain, tag, slots, barrier_first
+
+    def __enter__(self) -> None:
+        domain = self._domain
+        domain.fault.check()
+        _Exclusively(domain.in_use, self._tag.op).__enter__()
+        try:
+            domain.engine.begin()
+            if self._slots:
+                domain.workspace.begin(self._tag, self._slots, self._barrier_first)
+        except BaseException:
+            self.__exit__(True)
+            raise
+
+    def __exit__(self, raised: object, *_: object) -> None:
+        domain = self._domain
+        try:
+            domain.engine.join()  # whatever was raised, pushes must not outlive the operator: the next call resets their counters
+            if raised is not None and self._slots:
+                domain.workspace.use.invalidate()
+        finally:
+            domain.in_use.release()
+        if raised is None:
+            domain.fault.check()

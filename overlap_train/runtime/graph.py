@@ -1,0 +1,80 @@
+"""Operators inside a CUDA graph.
+
+Epochs are counted on the device: a replay sends new ones. But a graph uses the same slots at every replay, and what runs before
+and after it does not know which (docs/design.md, rule 3). A barrier of signals at both ends of the graph makes up for that, 10
+microseconds each.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch.distributed as dist
+
+from ..protocol.tags import Tag
+from .domain import OverlapDomain, barrier
+from .registry import made_domain
+
+
+@contextmanager
+def graphed(group: dist.ProcessGroup) -> Iterator[None]:
+    """Bracket of all operators of `group` that are captured into one CUDA graph.
+
+        with torch.cuda.graph(graph), overlap_train.graphed(group):
+            y = model(x)
+            y.backward(dy)
+
+    In this order: a graph that is captured inside `graphed` would have no barriers. All ranks capture the same, with all
+    operators in one stream, and replay it equally often, in the stream of the eager calls or ordered with them by events. Replays
+    call no operator: `check()` after them raises what a wait in them has found. Run the same twice before capturing: then kernels
+    are compiled and symmetric memory is there. Calls of the method collective are captured as PyTorch captures NCCL's.
+
+    Raises:
+        ValueError: no operator of this group has run yet.
+    """
+    domain = made_domain(group)
+    if domain is None or domain.book is None:
+        raise ValueError(
+            "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
+        )
+    domain.graphed = True
+    try:
+        with (
+            nullcontext() if domain.heap is None else _between_barriers(domain)
+        ):  # without a heap all calls are collectives
+            yield
+        # Not before: a capture that failed leaves no graph. One without a heap holds no address of it.
+        domain.captured |= domain.is_capturing() and domain.heap is not None
+    finally:
+        domain.graphed = False
+
+
+@contextmanager
+def _between_barriers(domain: OverlapDomain) -> Iterator[None]:
+    workspace = domain.workspace
+    before = copy.deepcopy(workspace.use)
+    try:
+        barrier(domain, Tag("graph/begin", "barrier"))
+        yield
+        barrier(domain, Tag("graph/end", "barrier"))
+    except BaseException:
+        before.invalidate()
+        raise
+    finally:
+        # Capturing runs nothing, not even barriers: eager calls before the first replay go on where they were.
+        workspace.use = before
+
+
+def forget_graphs(group: dist.ProcessGroup) -> None:
+    """No graph that was captured so far is replayed any more: symmetric memory may be replaced again. All ranks call it."""
+    domain = made_domain(group)
+    if domain is not None:
+        domain.captured = False
+
+
+def is_graphed(group: dist.ProcessGroup) -> bool:
+    """Whether operators of this group are called inside `graphed`."""
+    domain = made_domain(group)
+    return domain is not None and domain.graphed

@@ -1,0 +1,96 @@
+"""The overlap domains of this process, one a process group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..config import OverlapConfig
+from .domain import OverlapDomain
+
+_domains: dict[dist.ProcessGroup, OverlapDomain] = {}
+
+
+def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device) -> OverlapDomain:
+    """The domain of `group`, made at its first use. Symmetric memory is allocated when the first operator asks for it.
+
+    Raises:
+        ValueError: no group, this process is not in it, or provider, symmetric_mib or timeout_s differ from the domain's.
+    """
+    domain = _domains.get(group)
+    if domain is None:
+        _check_type(config)
+        if group is None:  # as torch calls the group of all ranks, which tensor parallelism rarely means
+            raise ValueError(
+                "group=None: pass the tensor-parallel group; of all ranks it is torch.distributed.group.WORLD"
+            )
+        if dist.get_rank(group) < 0:
+            raise ValueError(
+                f"group={group}: rank {dist.get_rank()} is not a member; pass a group that contains this rank"
+            )
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"input is on {device}, the current device is {torch.cuda.current_device()}; set_device first"
+            )
+        domain = _domains[group] = OverlapDomain(group, config or OverlapConfig(), device)
+    _check_same(domain, group, config, device)
+    return domain
+
+
+def made_domain(group: dist.ProcessGroup) -> OverlapDomain | None:
+    """The domain of `group` if an operator has made it. Does not communicate."""
+    return _domains.get(group)
+
+
+def _check_type(config: OverlapConfig | None) -> None:
+    if not isinstance(config, OverlapConfig | None):
+        raise ValueError(
+            f"config={config!r} must be an OverlapConfig, such as OverlapConfig(method='chunked'), or None"
+        )
+
+
+def _check_same(
+    domain: OverlapDomain, group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device
+) -> None:
+    if device != domain.device:
+        raise ValueError(
+            f"input is on {device}, but the group's symmetric memory is on {domain.device}; use one device"
+        )
+    if group.size() != domain.world_size:
+        raise ValueError(f"group has {group.size()} ranks, its symmetric memory {domain.world_size}; call shutdown()")
+    if config is None or config is domain.config:
+        return
+    _check_type(config)
+    for name in ("provider", "symmetric_mib", "timeout_s"):
+        mine, theirs = getattr(config, name), getattr(domain.config, name)
+        if mine != theirs:
+            raise ValueError(
+                f"{name}={mine!r}, but the group's domain was made with {theirs!r}; call shutdown() to change it"
+            )
+
+
+def check() -> None:
+    """Raise OverlapTimeoutError if a wait of this process has given up. Every operator checks before and after, so this is needed
+    after the last operator of a program and after replays of a CUDA graph, which call no operator."""
+    for domain in _domains.values():
+        domain.fault.check()
+
+
+def shutdown() -> None:
+    """Free all symmetric memory. Collective over every group that was used; call it before destroy_process_group."""
+    # In one order on all ranks, which may have used their groups in different orders.
+    domains = sorted(_domains.values(), key=lambda domain: domain.group.group_name)
+    _domains.clear()
+    providers = {domain.heap.provider for domain in domains if domain.heap is not None}
+    errors: list[Exception] = []
+    for domain in domains:
+        try:
+            domain.close()
+        except Exception as error:  # the others end all the same
+            errors.append(error)
+    if "nvshmem" in providers:
+        from ..symmetric.nvshmem import finalize
+
+        finalize()
+    if errors:
+        raise errors[0]

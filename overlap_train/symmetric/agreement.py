@@ -1,0 +1,118 @@
+"""Ranks of a group tell each other something, within a time limit, through the key-value store of their process group.
+
+A collective of gloo or NCCL waits as long as the group says and names nobody. Here a rank that does not come is named.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+
+
+class OverlapTimeoutError(RuntimeError):
+    """A rank did not do its part within `OverlapConfig.timeout_s` seconds."""
+
+
+class OverlapMismatchError(RuntimeError):
+    """A peer is in another call than this rank: the ranks of a group did not make the same calls in the same order."""
+
+
+class Agreement:
+    """What the ranks of one group exchange outside the hot path. All of them call the same methods in the same order.
+
+    One wait is not bounded here: where the process that hosts the store is stopped, not dead, the store's own time-out counts.
+    torchrun hosts it outside of the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.group, self.timeout_s = group, timeout_s
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._group_store = dist.distributed_c10d._world.pg_map[group][1]
+        generation = self._count_generation(1)  # of this group's domains: after shutdown another one
+        self._store = dist.PrefixStore(f"overlap_train/{generation}", self._group_store)
+        self._number = 0
+
+    def exchange(self, value: Any, what: str, kind: str = "") -> list[Any]:
+        """The values of all ranks, by rank.
+
+        Args:
+            value: anything that can be pickled.
+            what: what the ranks do here, for errors: "fc1: agree on its first call".
+            kind: what must be equal on all ranks for their values to belong together; empty: `what`.
+
+        Raises:
+            OverlapTimeoutError: a rank did not come in time, or the store is gone.
+            OverlapMismatchError: a rank is in an exchange of another kind.
+        """
+        kind = kind or what
+        found = self._values_of_all((kind, what, value), what)
+        self._number += 1  # not before: a rank that gave up comes to the same round again
+        for rank, (their_kind, theirs, _) in enumerate(found):
+            if their_kind != kind:
+                raise OverlapMismatchError(
+                    f"{what}: rank {self.rank} is here, but rank {rank} of the group is in: {theirs}; all ranks of a group must "
+                    f"make the same calls, with the same shapes, in the same order"
+                )
+        return [value for *_, value in found]
+
+    def barrier(self, what: str) -> None:
+        """All ranks have come here."""
+        self.exchange(None, what)
+
+    def all_succeed(self, error: str | None, what: str) -> None:
+        """Raise RuntimeError on all ranks if one of them reports an error."""
+        errors = {rank: text for rank, text in enumerate(self.exchange(error, what)) if text is not None}
+        if errors:
+            raise RuntimeError(f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in errors.items()))
+
+    def forget(self) -> None:
+        """The domain ends. If its ranks never came together, the next one has this generation again: some have had none."""
+        if self._number == 0:
+            self._count_generation(-1)
+
+    def _count_generation(self, step: int) -> int:
+        return self._group_store.add(f"overlap_train/generation/{self.rank}", step)
+
+    def _values_of_all(self, mine: Any, what: str) -> list[Any]:
+        keys = [f"{self._number}/{rank}" for rank in range(self.world_size)]
+        try:
+            self._store.set(keys[self.rank], pickle.dumps(mine))
+            self._wait_for(keys, what)
+            found = [pickle.loads(self._store.get(key)) for key in keys]
+            if self._number:  # everybody has read the previous round, because everybody has come to this one
+                self._store.delete_key(f"{self._number - 1}/{self.rank}")
+        except (RuntimeError, ConnectionError) as error:
+            if isinstance(error, OverlapTimeoutError):
+                raise
+            raise OverlapTimeoutError(
+                f"{what}: rank {self.rank} lost the key-value store of the job ({error}); the process that hosts it, usually "
+                f"rank 0 of the job, has ended"
+            ) from error
+        return found
+
+    def _wait_for(self, keys: list[str], what: str) -> None:
+        begin, pause, warned = time.monotonic(), 2e-4, False
+        while not self._store.check(keys):
+            waited = time.monotonic() - begin
+            if waited > self.timeout_s:
+                late = self._missing(keys)
+                self._store.delete_key(keys[self.rank])  # or a late rank would believe that everybody has come
+                raise OverlapTimeoutError(
+                    f"{what}: rank {self.rank} waited {self.timeout_s:g} s for {late}. A rank that does not come is dead, "
+                    f"stopped, or in another call; if it is only slow, raise timeout_s (--overlap-train-timeout-s)."
+                )
+            if not warned and waited > self.timeout_s / 10:
+                warned = True
+                warnings.warn(
+                    f"{what}: rank {self.rank} has waited {waited:.3g} s for {self._missing(keys)}", stacklevel=5
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    def _missing(self, keys: list[str]) -> str:
+        late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of the group"

@@ -1,0 +1,1 @@
+"""Programs around training: doctor, tune, bench, launch. Nothing of training imports them."""

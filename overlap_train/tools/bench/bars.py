@@ -1,0 +1,63 @@
+"""Panels of bars, each with its number, against a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .style import GRAPH, SMALL, canvas, look_of, save
+
+BAR = 0.21  # inches, with the gap to the next
+
+
+@dataclass(frozen=True)
+class Bar:
+    """name: of style.look_of. bound: where perfect overlap would end this bar; None where that is not known."""
+
+    label: str
+    name: str
+    value: float
+    text: str
+    bound: float | None
+
+
+def bars(
+    panels: Mapping[str, Sequence[Bar]],
+    header: tuple[str, ...],
+    unit: str,
+    path: Path,
+    start: float = 0.0,
+    limit: float = float("inf"),
+) -> Path:
+    """Panels of bars that lie, each with its number. A bar beyond `limit` is broken: it ends there with a mark."""
+    most, columns = max(len(some) for some in panels.values()), min(3 if len(panels) > 2 else 2, len(panels))
+    figure, grid = canvas(len(panels), columns, BAR * most + 0.7, header, ("bound",), sharex=True, sharey=True)
+    ends = [min(bar.value, limit) for some in panels.values() for bar in some]
+    length = max(ends) - start
+    grid[0][0].set_xlim(min(start, *ends) - 0.01 * length, start + 1.3 * length)
+    for axes, (title, some) in zip(grid.flat, panels.items(), strict=False):
+        for place, bar in enumerate(some):
+            _draw_bar(axes, place, bar, start, limit)
+        axes.set_title(title)
+        axes.set_yticks(range(len(some)), [bar.label for bar in some])
+        axes.tick_params(left=False, labelbottom=True)
+    grid[0][0].set_ylim(most - 0.4, -0.6)
+    for axes in grid[-1]:
+        axes.set_xlabel(unit)
+    return save(figure, path)
+
+
+def _draw_bar(axes: Any, place: int, bar: Bar, start: float, limit: float) -> None:
+    end = min(bar.value, limit)
+    strength = 0.6 if GRAPH in bar.name else 1.0
+    axes.barh(place, end - start, 0.78, left=start, color=look_of(bar.name).colour, alpha=strength)
+    if bar.value > limit:
+        axes.text(end - 0.06 * (limit - start), place, "//", color="white", weight="bold", ha="center", va="center")
+    # the number stands at the bar's end, or beyond the bound if that would cross it
+    left, right = axes.get_xlim()
+    is_near = bar.bound is not None and end <= bar.bound < end + 0.3 * (right - left)
+    axes.text(bar.bound if is_near else end, place, f"  {bar.text}", va="center", fontsize=SMALL)
+    if bar.bound is not None:
+        axes.vlines(bar.bound, place - 0.5, place + 0.5, "black", linewidth=1.5, zorder=4)

@@ -1,0 +1,162 @@
+"""`overlap-train bench`: operators, layers, plot, timeline."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ... import OverlapConfig, shutdown
+from ...config import METHODS
+from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int
+from ..measure import world
+from ..measure.cases import OPS, PASSES
+from ..measure.models import TINY
+from ..measure.results import Results, hardware, markdown, screen
+from ..measure.runs import Session, Settings
+from . import layers, operators, output, plots, timeline
+from .shapes import LAYERS, TABLES_1_2, WEIGHTS, cases, layer_cases
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What both benchmarks are told."""
+
+    out: str = option("", "write DIR/operators.json or layers.json, and .md", metavar="DIR")
+    methods: tuple[str, ...] = option(
+        (),
+        f"of {','.join(METHODS)}; default fused,direct,chunked,collective; on the CPU chunked,collective",
+        choices=METHODS,
+        metavar="METHOD,...",
+    )
+    provider: str = option("auto", "symmetric memory", choices=PROVIDERS)
+    quick: bool = option(False, "fewer and shorter rounds")
+    tiny: bool = option(False, "one tiny shape in fp32, to try the code on CPU processes")
+    connections: int | None = option(
+        None, "CUDA_DEVICE_MAX_CONNECTIONS; default: left as it is", parse=positive_int, metavar="N"
+    )
+
+
+@dataclass(frozen=True)
+class Operators(Bench):
+    """`bench operators`"""
+
+    shapes: tuple[str, ...] = option(
+        TABLES_1_2,
+        "models, for a product of their MLPs; MODEL-qkv, MODEL-proj; or all",
+        choices=(*WEIGHTS, "all"),
+        metavar="MODEL,...",
+    )
+    ops: tuple[str, ...] = option(OPS, f"of {','.join(OPS)}", choices=OPS, metavar="OP,...")
+    passes: tuple[str, ...] = option(("fprop", "dgrad"), f"of {','.join(PASSES)}", choices=PASSES, metavar="PASS,...")
+    # torchrun takes --m for an abbreviation of its own options
+    rows: tuple[int, ...] = option(
+        (), "global rows; default 8192", parse=positive_int, metavar="M", spaced=True, also=("--m",)
+    )
+
+
+@dataclass(frozen=True)
+class Layers(Bench):
+    """`bench layers`"""
+
+    layers: tuple[str, ...] = option(
+        (), "MODEL-mlp or MODEL-attn; default: those of the table of goals", choices=tuple(LAYERS), metavar="LAYER,..."
+    )
+    seq: tuple[int, ...] = option(
+        (), "sequence lengths; default 8192, and 4096 for llama3-8b-mlp", parse=positive_int, metavar="S", spaced=True
+    )
+    connections: int | None = option(
+        1, "CUDA_DEVICE_MAX_CONNECTIONS; Megatron-Core needs 1", parse=positive_int, metavar="N"
+    )
+
+
+KINDS = {"operators": Operators, "layers": Layers}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command. Exit status: 0, 1 if one of our methods failed or was wrong.
+
+    Raises:
+        ValueError: wrong arguments.
+    """
+    if arguments[:1] == ["timeline"]:
+        return timeline.main(arguments[1:]) or 0
+    args = parser().parse_args(arguments)
+    if args.command == "plot":
+        print(*plots.draw(args.folder), sep="\n")
+        return 0
+    return benchmark(from_args(KINDS[args.command](), args))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of all subcommands but `timeline`, which has its own."""
+    start = f"Measure under torchrun: {world.START} bench operators. Draw without it: overlap-train bench plot FOLDER"
+    top = Parser(prog="overlap-train bench", description=start)
+    commands: Any = top.add_subparsers(dest="command", required=True)
+    helps = {
+        "operators": "AG+GEMM and GEMM+RS, pass by pass, against NCCL, async-TP and the bound",
+        "layers": "forward and backward of one column and one row linear",
+    }
+    for name, settings in KINDS.items():
+        add_options(commands.add_parser(name, help=helps[name]), settings)
+    plot = commands.add_parser("plot", help="draw the results of a folder (needs matplotlib)")
+    plot.add_argument("folder", type=Path)
+    commands.add_parser("timeline", help="kernels and copies of one call of each method, recorded and drawn")
+    return top
+
+
+def benchmark(bench: Operators | Layers) -> int:
+    """Join the ranks, measure, write and print."""
+    if bench.connections:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(bench.connections)  # read when CUDA starts, which is below
+    began, here = time.monotonic(), world.join()
+    name = "operators" if isinstance(bench, Operators) else "layers"
+    path = Path(bench.out, f"{name}.json") if bench.out and here.rank == 0 else None
+    session = Session(settings_of(bench, here.device), here, Results(path, hardware(here.device, here.size)))
+    measure(bench, session)
+    session.results.share_notes(here.group)
+    report(session.results, output.OPERATOR_COLUMNS if name == "operators" else output.LAYER_COLUMNS, here)
+    here.say(f"{name}: {len(session.results.rows)} rows in {time.monotonic() - began:.0f} s")
+    shutdown()  # not after an error: it needs all ranks
+    dist.destroy_process_group()
+    return 1 if session.results.failed else 0
+
+
+def measure(bench: Operators | Layers, session: Session) -> None:
+    """All shapes that were asked for. Collective."""
+    here = session.world
+    if isinstance(bench, Layers):
+        names, sequences = ([f"{TINY}-mlp"], [16]) if bench.tiny else (bench.layers, bench.seq)
+        chosen_layers = layer_cases(names, sequences, here.size)
+        world.heat(here.device, 0.5)
+        layers.run(chosen_layers, session)
+    else:
+        models, m = ((TINY,), 16) if bench.tiny else (bench.shapes, 8192)
+        chosen = cases(models, bench.ops, bench.passes, bench.rows or (m,), here.size)
+        world.heat(here.device, 0.5)
+        operators.run(chosen, session)
+
+
+def settings_of(bench: Bench, device: torch.device) -> Settings:
+    """What the measurements themselves need."""
+    methods = bench.methods or (*(("fused", "direct") if device.type == "cuda" else ()), "chunked", "collective")
+    dtype = torch.float32 if bench.tiny else torch.bfloat16
+    # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
+    config = OverlapConfig(provider=bench.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off")
+    return Settings(methods, dtype, bench.quick, config)
+
+
+def report(results: Results, columns: output.Columns, here: world.World) -> None:
+    """Write the Markdown beside the JSON and print the table; on rank 0."""
+    if here.rank != 0:
+        return
+    summary = output.summary(results.rows) if columns is output.OPERATOR_COLUMNS else []
+    if results.path is not None:
+        results.path.with_suffix(".md").write_text(markdown(results.rows, results.notes, columns, summary))
+    print(screen(results.rows, results.notes, columns, summary), flush=True)

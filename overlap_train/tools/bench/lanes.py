@@ -1,0 +1,96 @@
+"""A time axis of GPU work: what computes, what communicates, and which communication nothing hides.
+
+The profiler sees kernels from begin to end: what one waits inside itself counts as computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .style import SMALL, look_of, outline
+
+Span = dict[str, Any]  # name, stream, start and end in microseconds, and kind where it is known
+Interval = tuple[float, float]  # start and end
+
+COMPUTATION, COMMUNICATION = ("gemm", "compute"), ("communication", "waiting")
+KINDS = ("gemm", "compute", "hidden", "exposed", "inside")  # what a legend explains
+NOTE = "Exposed: the GPU computes nothing meanwhile. What a kernel waits inside itself counts as GEMM."
+
+
+def kind_of(span: Span, compute_stream: int, marker: str) -> str:
+    """gemm, compute (other kernels), communication, waiting (a kernel that waits for a peer), or "" for a marker."""
+    name = span["name"].lower()
+    if marker in name:
+        return ""
+    if "nccl" in name or "memcpy ptop" in name or ("memcpy" in name and span["stream"] != compute_stream):
+        return "communication"
+    if any(part in name for part in ("gemm", "nvjet", "cutlass")):
+        return "gemm"
+    return "waiting" if any(part in name for part in ("wait", "meet_kernel", "barrier")) else "compute"
+
+
+def union(spans: Iterable[Span], kinds: tuple[str, ...]) -> list[Interval]:
+    """When anything of these kinds runs, as (start, end) that do not touch."""
+    merged: list[Interval] = []
+    for start, end in sorted((span["start"], span["end"]) for span in spans if span["kind"] in kinds):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def exposed(spans: Sequence[Span]) -> list[Interval]:
+    """When GPUs communicate or wait for each other and nothing is computed, as (start, end)."""
+    busy, parts = union(spans, COMPUTATION), []
+    for start, end in union(spans, COMMUNICATION):
+        for busy_start, busy_end in busy:
+            parts.append((start, min(busy_start, end)))
+            start = max(start, busy_end)
+        parts.append((start, end))
+    return [(start, end) for start, end in parts if end > start]
+
+
+def perfect(spans: Sequence[Span]) -> float:
+    """How long this call took if one of its kinds of work hid the other."""
+    return max(sum(end - start for start, end in union(spans, kinds)) for kinds in (COMPUTATION, COMMUNICATION))
+
+
+def stored_inside(spans: Sequence[Span], is_direct: bool) -> list[Interval]:
+    """Kernels of operators that store at the peers themselves: all of `direct`, else those beside which nothing is sent."""
+    sent = union(spans, COMMUNICATION)
+    own = [span for span in spans if "all_gather_gemm" in span["name"] or "gemm_reduce_scatter" in span["name"]]
+    return [
+        (span["start"], span["end"])
+        for span in own
+        if is_direct or all(end <= span["start"] or start >= span["end"] for start, end in sent)
+    ]
+
+
+def draw_lanes(axes: Any, title: str, spans: Sequence[Span], is_direct: bool) -> None:
+    """Computation above, communication below; the title says how long it took and how much of that was exposed."""
+    bare, length = exposed(spans), max((span["end"] for span in spans), default=0.0)
+    lanes = {"compute": (1, union(spans, ("compute",))), "gemm": (1, union(spans, ("gemm",)))}
+    lanes |= {"hidden": (0, union(spans, COMMUNICATION)), "exposed": (0, bare)}
+    for name, (lane, parts) in lanes.items():
+        axes.broken_barh(
+            [(start, end - start) for start, end in parts], (lane, 0.8), color=look_of(name).colour, linewidth=0.4
+        )
+    inside = stored_inside(spans, is_direct)
+    axes.broken_barh([(start, end - start) for start, end in inside], (0.06, 0.68), **outline())
+    if [end - start > 0.8 * length for start, end in inside] == [True]:
+        place = {"ha": "center", "va": "center", "fontsize": SMALL, "zorder": 4}
+        blank = {"facecolor": "white", "linewidth": 0, "pad": 1}
+        axes.text(sum(inside[0]) / 2, 0.4, "inside the kernel: stores to peers", bbox=blank, **place)
+    axes.set_title(f"{title} {length:.0f} µs, {sum(end - start for start, end in bare):.0f} exposed", fontsize=SMALL)
+    axes.set_ylim(-0.1, 1.9)
+
+
+def label_lanes(grid: Any) -> None:
+    """Names of the lanes on the left, of the unit below."""
+    for axes in grid.flat:
+        axes.set_yticks([0.4, 1.4], ["communication", "kernels"])
+        axes.tick_params(left=False, labelleft=axes in grid[:, 0])
+    for axes in grid[-1]:
+        axes.set_xlabel("microseconds")

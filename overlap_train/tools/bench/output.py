@@ -1,0 +1,65 @@
+"""The columns of the benchmarks' tables, and the summary below them."""
+
+from __future__ import annotations
+
+import statistics
+
+from ..measure.results import Columns, Row
+
+OPERATOR_KEYS = (
+    "op", "pass", "world", "m", "n", "k", "dtype", "method", "ms", "host_us", "sequence_ms", "async_tp_ms", "gemm_ms",
+    "comm_ms", "bound",
+)  # fmt: skip
+LAYER_KEYS = ("layer", "world", "seq", "method", "ms", "megatron_ms", "async_tp_ms", "gemms_ms", "host_us")
+
+
+def speed_up(row: Row) -> float:
+    """Over NCCL + cuBLAS."""
+    return row["sequence_ms"] / row["ms"]
+
+
+def _over(row: Row, baseline: str) -> float | None:
+    return None if row[baseline] is None else row[baseline] / row["ms"]
+
+
+OPERATOR_COLUMNS: Columns = (
+    ("op", lambda row: row["op"]),
+    ("pass", lambda row: row["pass"]),
+    ("M, N, K", lambda row: f"{row['m']}, {row['n']}, {row['k']}"),
+    ("method", lambda row: row["method"]),
+    ("ms", lambda row: row["ms"]),
+    ("host µs", lambda row: round(row["host_us"])),
+    ("GEMM", lambda row: row["gemm_ms"]),
+    ("comm", lambda row: row["comm_ms"]),
+    ("sequence", lambda row: row["sequence_ms"]),
+    ("async-TP", lambda row: row["async_tp_ms"]),
+    ("speed-up", speed_up),
+    ("bound", lambda row: row["bound"]),
+    ("speed-up/bound", lambda row: speed_up(row) / row["bound"]),
+    ("vs async-TP", lambda row: _over(row, "async_tp_ms")),
+)
+LAYER_COLUMNS: Columns = (
+    ("layer", lambda row: row["layer"]),
+    ("s", lambda row: row["seq"]),
+    ("method", lambda row: row["method"]),
+    ("ms", lambda row: row["ms"]),
+    ("host µs", lambda row: round(row["host_us"])),
+    ("GEMMs", lambda row: row["gemms_ms"]),
+    ("Megatron-Core", lambda row: row["megatron_ms"]),
+    ("async-TP", lambda row: row["async_tp_ms"]),
+    ("ms/GEMMs", lambda row: row["ms"] / row["gemms_ms"]),
+    ("Megatron-Core/GEMMs", lambda row: None if row["megatron_ms"] is None else row["megatron_ms"] / row["gemms_ms"]),
+    ("vs Megatron-Core", lambda row: _over(row, "megatron_ms")),
+)
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """Of operator rows, for each method and pass: the lowest figure and the geometric mean of the ratio to the bound."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        groups.setdefault((row["method"], row["pass"]), []).append(speed_up(row) / row["bound"])
+    return [
+        f"{method} {pass_}: speed-up/bound lowest {min(ratios):.3f}, "
+        f"geometric mean {statistics.geometric_mean(ratios):.3f} over {len(ratios)} shapes"
+        for (method, pass_), ratios in groups.items()
+    ]

@@ -1,0 +1,185 @@
+"""Pictures of saved results, drawn beside their JSON files.
+
+speedup.png     operators: speed-up over NCCL + cuBLAS and its ceiling, shape by shape
+speedup_m.png   operators: the same against M; with several M only
+layers.png      layers: time over that of the six GEMMs, whose floor is 1.00
+timeline.png    one call by each method (timeline.py)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import timeline
+from .bars import Bar, bars
+from .output import Row, speed_up
+from .shapes import WEIGHTS, weight_of
+from .style import GRAPH, LOOKS, PERFECT, SMALL, canvas, load, look_of, save
+
+OPERATORS = {"ag_gemm": "all_gather_linear", "gemm_rs": "linear_reduce_scatter"}
+PASSES = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient"}
+CEILING = (
+    f"Higher is better. {PERFECT.capitalize()}: the longer of cuBLAS GEMM and NCCL alone (a faster GEMM passes it)."
+)
+LONGEST = 2.2  # where bars of time ratios are broken: one baseline at 3.4 would leave no room to compare the rest
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw what the JSON files of `folder` hold; returns the images' paths.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the folder holds no results.
+    """
+    load()
+    drawn = []
+    if rows := _read(folder / "operators.json").get("rows"):
+        drawn.append(_speed_up(rows, folder / "speedup.png"))
+        if len({row["m"] for row in rows}) > 1:
+            drawn.append(_against_m(rows, folder / "speedup_m.png"))
+    if rows := _read(folder / "layers.json").get("rows"):
+        drawn.append(_layers(rows, folder / "layers.png"))
+    if "calls" in (recording := _read(folder / "timeline.json")):
+        drawn.append(timeline.draw(recording, folder / "timeline.png"))
+    if not drawn:
+        raise ValueError(
+            f"{folder}: no operators.json, layers.json or timeline.json with results; run the benchmark with --out {folder} "
+            "(what compare_mfu.py wrote is drawn by its --redraw)"
+        )
+    return drawn
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def by_method(rows: Iterable[Row]) -> dict[str, float]:
+    """Speed-ups over NCCL + cuBLAS in rows of one case: of each method, of async-TP where it ran, and the ceiling."""
+    found: dict[str, float] = {}
+    for row in rows:
+        found[row["method"]] = speed_up(row)
+        if row["async_tp_ms"] is not None:
+            found["async_tp"] = row["sequence_ms"] / row["async_tp_ms"]
+        found["bound"] = row["bound"]
+    return found
+
+
+def _grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def _names(rows: list[Row]) -> tuple[str, ...]:
+    """Of what is drawn, in the order of the table of looks."""
+    return tuple(name for name in LOOKS if name in by_method(rows))
+
+
+def _case(op: str, pass_: str) -> tuple[str, str]:
+    return OPERATORS[op], PASSES[pass_]
+
+
+def _model(n: int, k: int) -> str:
+    """The model that a weight belongs to and the weight's sizes, in two lines."""
+    model = next((name for name in WEIGHTS if set(weight_of(name)) == {n, k}), "")
+    return f"{model}\n{n} x {k}".strip()
+
+
+def _speed_up(rows: list[Row], path: Path) -> Path:
+    """A panel for each operator and pass, a row a weight, a marker a method."""
+    sizes = {row["m"] for row in rows}
+    m = 8192 if 8192 in sizes else max(sizes)
+    rows = [row for row in rows if row["m"] == m]
+    names, panels = _names(rows), _grouped(rows, "op", "pass")
+    tallest = max(len(_grouped(members, "n", "k")) for members in panels.values())
+    header = (f"Operators: speed-up over NCCL + cuBLAS, M = {m}, {rows[0]['world']} GPUs", CEILING)
+    figure, grid = canvas(len(panels), min(2, len(panels)), 0.42 * tallest + 0.75, header, names, sharex=True)
+    for axes, (case, members) in zip(grid.flat, panels.items(), strict=False):
+        _draw_case(axes, _grouped(members, "n", "k"), names)
+        axes.set_title(", ".join(_case(*case)))
+    for axes in grid[-1]:
+        axes.set_xlabel("speed-up (1 = NCCL + cuBLAS)")
+    return save(figure, path)
+
+
+def _draw_case(axes: Any, weights: dict[tuple[Any, ...], list[Row]], names: tuple[str, ...]) -> None:
+    axes.set_yticks(range(len(weights)), [_model(*weight) for weight in weights])
+    axes.set_ylim(len(weights) - 0.5, -0.5)
+    axes.hlines(
+        [place + 0.5 for place in range(len(weights) - 1)], 0, 1, "#E4E4E4", transform=axes.get_yaxis_transform()
+    )
+    axes.axvline(1, color=LOOKS["sequence"].colour, linewidth=1)
+    axes.tick_params(left=False, labelbottom=True)
+    axes.grid(axis="x")
+    for place, members in enumerate(weights.values()):
+        for name, value in by_method(members).items():
+            _mark(axes, name, value, place, names)
+
+
+def _mark(axes: Any, name: str, value: float, place: int, names: tuple[str, ...]) -> None:
+    """One marker in a row; every method has a height of its own, so that equal ones are all seen."""
+    if name == "bound":
+        axes.vlines(value, place - 0.42, place + 0.42, "black", linewidth=2.5, zorder=2)
+        return
+    lanes = [other for other in names if other != "bound"]
+    height = place + (lanes.index(name) - (len(lanes) - 1) / 2) * 0.72 / len(lanes)
+    look, edge = look_of(name), {"markeredgecolor": "white", "markeredgewidth": 0.4}
+    axes.plot(value, height, look.marker, color=look.colour, markersize=6.5, zorder=3, **edge)
+
+
+def _against_m(rows: list[Row], path: Path) -> Path:
+    """A row of panels for each weight, a column for each operator and pass; a weight and its transpose share a row."""
+    names, cases = _names(rows), list(_grouped(rows, "op", "pass"))
+    weights = list(dict.fromkeys(tuple(sorted((row["n"], row["k"]), reverse=True)) for row in rows))
+    header = (f"Operators: speed-up over NCCL + cuBLAS against M, {rows[0]['world']} GPUs", CEILING)
+    count, height = len(weights) * len(cases), 1.4 + 0.9 / len(weights)
+    figure, grid = canvas(count, len(cases), height, header, names, "-", sharex=True, sharey=True)
+    for line, weight in zip(grid, weights, strict=True):
+        for axes, case in zip(line, cases, strict=True):
+            here = [row for row in rows if (row["op"], row["pass"]) == case and {row["n"], row["k"]} == set(weight)]
+            for name, points in curves(here).items():
+                # auto is one of the others: it is larger, and still seen under that one's marker
+                size = {"bound": 0, "auto": 7}.get(name, 4)
+                look, thickness = look_of(name), 2 if name == "bound" else 1.2
+                axes.plot(
+                    *zip(*points, strict=True), look.marker + "-", c=look.colour, markersize=size, linewidth=thickness
+                )
+            axes.axhline(1, color=LOOKS["sequence"].colour, linewidth=1)
+            axes.grid(axis="y")
+        line[0].set_ylabel(_model(*weight))
+    sizes = sorted({row["m"] for row in rows})
+    grid[0][0].set(xscale="log", ylim=(0, None))
+    grid[0][0].set_xticks(sizes, [f"{m // 1024}k" if m >= 1024 else str(m) for m in sizes])
+    grid[0][0].minorticks_off()
+    for axes, case in zip(grid[0], cases, strict=True):
+        axes.set_title(",\n".join(_case(*case)), fontsize=SMALL)
+    for axes in grid[-1]:
+        axes.set_xlabel("M (rows)")
+    return save(figure, path)
+
+
+def curves(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
+    """(M, speed-up) of every method, of async-TP and of the ceiling, by increasing M."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for (m,), members in sorted(_grouped(rows, "m").items()):
+        for name, value in by_method(members).items():
+            found.setdefault(name, []).append((m, value))
+    return found
+
+
+def _layers(rows: list[Row], path: Path) -> Path:
+    panels = {}
+    for (layer, seq), members in _grouped(rows, "layer", "seq").items():
+        times = {row["method"]: row["ms"] for row in members}
+        times |= {name: members[0][f"{name}_ms"] for name in ("megatron", "async_tp")}
+        ratios = {name: ms / members[0]["gemms_ms"] for name, ms in times.items() if ms is not None}
+        order = sorted(ratios, key=lambda name: list(LOOKS).index(name.removesuffix(GRAPH)))
+        panels[f"{layer}, s = {seq}"] = [Bar(look_of(n).label, n, ratios[n], f"{ratios[n]:.2f}", 1.0) for n in order]
+    header = (
+        f"Layers: forward and backward over their six GEMMs alone, {rows[0]['world']} GPUs",
+        f"Lower is better: 1.00 = all communication hidden ({PERFECT}).",
+    )
+    return bars(panels, header, "time / GEMMs alone", path, start=1.0, limit=LONGEST)

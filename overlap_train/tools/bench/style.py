@@ -1,0 +1,162 @@
+"""The look of all pictures: one colour a thing, one width, one header. matplotlib is the optional extra `plot`.
+
+A picture is 9 inches wide and a page shows it about 900 pixels wide, so a type of 9 points is 12 pixels high there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+WIDTH = 9.0  # inches
+TITLE, TEXT, SMALL = 12.5, 10, 9  # points; nothing is smaller
+HEADER_LINE = 0.24  # inches
+LEGEND: Any = {
+    "loc": "upper left", "frameon": False, "fontsize": TEXT, "borderpad": 0, "borderaxespad": 0, "handlelength": 1.5,
+    "handletextpad": 0.5, "columnspacing": 1.5,
+}  # fmt: skip
+SETTINGS: Any = {
+    "figure.dpi": 150, "font.size": SMALL, "axes.titlesize": TEXT, "axes.titlelocation": "left", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.axisbelow": True, "grid.color": "#E4E4E4",
+}  # fmt: skip
+
+PERFECT = "perfect overlap"  # the name of the bound in every picture, drawn in black
+GRAPH = "_graph"  # ends the name of what runs as a CUDA graph
+AGAIN = " again"  # ends the name of what was trained a second time
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a thing is named and drawn. The marker tells apart what a colour-blind reader or a grey print does not."""
+
+    label: str
+    colour: str
+    marker: str = ""
+
+
+# Okabe and Ito's colours, Tol's wine, olive and sand, greys: told apart by readers with any of the usual colour blindnesses
+LOOKS = {
+    "auto": Look("auto", "#0072B2", "o"),
+    "overlap": Look("overlap_train", "#0072B2", "o"),  # what `auto` is called beside other programs
+    "fused": Look("fused", "#009E73", "s"),
+    "direct": Look("direct", "#E69F00", "D"),
+    "chunked": Look("chunked", "#CC79A7", "^"),
+    "collective": Look("collective", "#882255", "v"),
+    "sequence": Look("NCCL + cuBLAS", "#999999", "h"),
+    "megatron": Look("Megatron-Core", "#444444", "P"),
+    "async_tp": Look("async-TP", "#999933", "X"),
+    "te_userbuffers": Look("TransformerEngine", "#DDCC77", "*"),
+    "gemm": Look("GEMM", "#53687E"),
+    "compute": Look("other kernels", "#CBD3DB"),
+    "hidden": Look("communication, hidden", "#88CCEE"),
+    "exposed": Look("communication, exposed", "#D55E00"),
+    "inside": Look("inside the GEMM kernel: stores to peers", "#88CCEE"),
+    "bound": Look(PERFECT, "black", "|"),
+}
+
+
+def look_of(name: str) -> Look:
+    """Of a method, a baseline, or a variant of training; one as a CUDA graph or trained again has the same colour."""
+    look = LOOKS[name.removesuffix(AGAIN).removesuffix(GRAPH)]
+    return replace(look, label=f"{look.label}, CUDA graph") if name.endswith(GRAPH) else look
+
+
+def load() -> Any:
+    """matplotlib's pyplot, set up for files.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("pictures need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update(SETTINGS)
+    return pyplot
+
+
+def canvas(
+    count: int,
+    columns: int,
+    row_height: float,
+    header: tuple[str, ...],
+    names: tuple[str, ...] = (),
+    line: Any = "",
+    **subplots: Any,
+) -> tuple[Any, Any]:
+    """A figure and its grid of `count` panels, under a title, lines that say what is better, and a legend.
+
+    Args:
+        row_height: of a row of panels, in inches.
+        header: the title, then one line each.
+        names: what the legend explains, as look_of knows it.
+        line: how lines are drawn, where things are lines.
+        subplots: passed on to matplotlib's function of this name.
+    """
+    pyplot = load()
+    rows, legend_columns = -(-count // columns), _columns(names)
+    above = (len(header) + -(-len(names) // legend_columns)) * HEADER_LINE + 0.2
+    height = above + rows * row_height
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(WIDTH, height), squeeze=False, layout="constrained", **subplots
+    )
+    figure.get_layout_engine().set(rect=(0, 0, 0.995, 1 - above / height), w_pad=0.06, h_pad=0.06)
+    for axes in grid.flat[count:]:
+        axes.remove()
+    for number, words in enumerate(header):
+        style = {"fontsize": TEXT, "color": "#444444"} if number else {"fontsize": TITLE, "weight": "bold"}
+        figure.text(0.01, 1 - (0.08 + number * HEADER_LINE) / height, words, va="top", **style)
+    if names:
+        place = (0.01, 1 - (0.1 + len(header) * HEADER_LINE) / height)
+        handles = [_handle(name, line) for name in names]
+        figure.legend(handles=handles, bbox_to_anchor=place, ncols=legend_columns, **LEGEND)
+    return figure, grid
+
+
+def _columns(names: tuple[str, ...]) -> int:
+    """Of a legend: as many as fit. matplotlib fills column by column, and the first ones take what is left over."""
+    for columns in range(len(names), 1, -1):
+        rest = iter(0.55 + 0.078 * len(look_of(name).label) for name in names)
+        sizes = [len(names) // columns + (number < len(names) % columns) for number in range(columns)]
+        if sum(max(islice(rest, size)) for size in sizes) < WIDTH:
+            return columns
+    return 1
+
+
+def _handle(name: str, line: Any) -> Any:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    look = look_of(name)
+    if not look.marker:
+        return Patch(label=look.label, **(outline() if name == "inside" else {"color": look.colour}))
+    style: dict[str, Any] = {**marks(name), "markersize": 7, "linewidth": 1.5}
+    if name == "bound":
+        style = {"linewidth": 2.5} if line else {"marker": look.marker, "markersize": 13, "markeredgewidth": 2.5}
+    return Line2D([], [], linestyle=line, color=look.colour, label=look.label, **style)
+
+
+def marks(name: str) -> dict[str, Any]:
+    """The markers on a line; those of a CUDA graph are hollow."""
+    return {"marker": look_of(name).marker} | ({"markerfacecolor": "white"} if GRAPH in name else {})
+
+
+def outline() -> dict[str, Any]:
+    """Of a bar that names communication without a measured begin and end."""
+    return {"facecolor": "none", "edgecolor": LOOKS["inside"].colour, "linestyle": (0, (3, 2)), "linewidth": 1.5}
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure in 256 colours, less than half the bytes of all, and close it; returns the path."""
+    from PIL import Image
+
+    figure.canvas.print_png(buffer := BytesIO())
+    Image.open(buffer).convert("RGB").quantize(256, kmeans=1).save(path, optimize=True)
+    load().close(figure)
+    return path

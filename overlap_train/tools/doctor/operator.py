@@ -1,0 +1,155 @@
+"""The operators themselves: equal to torch's collectives and products, again and again for some seconds, and timed.
+
+Inputs are sparse and of values -1, 0, 1: every partial sum is a small integer, exact in bf16. Results must therefore be equal.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ... import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from ... import check as check_timeouts
+from ...planning.hardware import hardware_of
+from ..measure import timing
+from ..measure.operands import gathered
+from ..measure.world import World
+from .report import Finding, fail, ok, warn
+
+Linear = Callable[..., torch.Tensor]
+_WRONG_FIX = (
+    "do not train with this method here: --overlap-train-method collective; see this rank's link and memory lines, then file "
+    "an issue with this report"
+)
+_ERROR_FIX = "see docs/troubleshooting.md for the message; a named rank's own lines and log come first"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """m, k, n: global; seconds: how long to repeat; methods: of OverlapConfig.method. Tests plant faults in the operators."""
+
+    m: int
+    k: int
+    n: int
+    dtype: torch.dtype
+    seconds: float
+    methods: tuple[str, ...]
+    provider: str
+    timeout_s: float = 30.0
+    gather: Linear = all_gather_linear
+    scatter: Linear = linear_reduce_scatter
+
+    def config(self, method: str) -> OverlapConfig:
+        return OverlapConfig(method=method, provider=self.provider, timeout_s=self.timeout_s)
+
+
+def trial_of(here: World, seconds: float, provider: str) -> Trial:
+    """The fc1 of Llama-3-8B at 8192 tokens on GPUs, a small one on CPUs; sizes that W ranks divide."""
+    size = here.size
+    if here.device.type != "cuda":
+        return Trial(16 * size, 64, 24 * size, torch.float32, seconds, ("chunked",), provider)
+    fused = ("fused",) if importlib.util.find_spec("triton") else ()
+    m, n = (full // (8 * size) * 8 * size for full in (8192, 14336))
+    return Trial(m, 4096, n, torch.bfloat16, seconds, ("chunked", *fused), provider)
+
+
+@torch.no_grad()
+def check_trial(here: World, trial: Trial) -> list[Finding]:
+    """Every method: both operators against torch until the time is up, then AG + GEMM against NCCL + cuBLAS. Collective."""
+    found: list[Finding] = []
+    for method in trial.methods:
+        verified = _verify(here, trial, method)
+        found += verified
+        if here.any(not verified or bool(verified[0].fix)):
+            return found  # after a time-out every later call raises
+    return found + judge_times(here, _times(here, trial))
+
+
+def _verify(here: World, trial: Trial, method: str) -> list[Finding]:
+    """Compare with torch for this method's share of the seconds, at least once."""
+    name, expected, rounds, is_over = f"operator {method}", "bitwise equal to torch", 0, False
+    problems: list[str] = []
+    deadline = time.monotonic() + trial.seconds / len(trial.methods)
+
+    def compare() -> None:
+        problems.extend(_differences(here, trial, method, seed=rounds))
+
+    while not is_over:
+        error = here.attempt(compare)
+        rounds += 1
+        if error is not None:
+            return [] if error == "failed on another rank" else [fail(name, error, "both operators end", _ERROR_FIX)]
+        is_over = here.any(bool(problems) or time.monotonic() > deadline)  # one rank's clock or result ends it for all
+    if problems:
+        return [fail(name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
+    return [ok(name, f"{rounds} rounds of AG + GEMM and GEMM + RS on new inputs", expected)]
+
+
+def _differences(here: World, trial: Trial, method: str, seed: int) -> Iterator[str]:
+    x, w, h, v = _inputs(here, trial, seed)
+    config, whole = trial.config(method), gathered(x, here)
+    y = trial.gather(x, w, group=here.group, config=config, name="doctor/ag_gemm")
+    z = trial.scatter(h, v, group=here.group, config=config, name="doctor/gemm_rs")
+    here.synchronize()  # a wait on the GPU gives up there; then its output is NaN, but the reason is the time-out
+    check_timeouts()
+    wrong_rows = (y != (whole.float() @ w.float().t()).to(y.dtype)).any(dim=1)
+    if bool(wrong_rows.any()):
+        sources = wrong_rows.view(here.size, -1).any(dim=1).nonzero().flatten().tolist()
+        owners = ", ".join(map(here.who, sources))
+        yield f"AG + GEMM: {int(wrong_rows.sum())} of {len(y)} rows wrong, gathered from {owners}"
+    summed = torch.empty_like(z, dtype=torch.float32)
+    dist.reduce_scatter_tensor(summed, h.float() @ v.float().t(), group=here.group)
+    wrong = int((z != summed.to(z.dtype)).sum())
+    if wrong:
+        yield f"GEMM + RS: {wrong} of {z.numel()} elements wrong"
+
+
+def _times(here: World, trial: Trial) -> dict[str, timing.Timing]:
+    """AG + GEMM by each method, and the collective and the product in sequence; the slowest rank's time."""
+    x, w, _, _ = _inputs(here, trial, 0)
+
+    def call_of(method: str) -> timing.Call:
+        config = trial.config(method)
+        return lambda index: trial.gather(x, w, group=here.group, config=config, name="doctor/ag_gemm")
+
+    calls = {method: call_of(method) for method in trial.methods}
+    calls["sequence"] = lambda index: gathered(x, here) @ w.t()
+    pace = timing.pace(2 * trial.m * trial.k * trial.n / here.size)
+    return timing.measure(calls, pace, here.group, here.device)
+
+
+def judge_times(here: World, times: dict[str, timing.Timing]) -> list[Finding]:
+    """The same figures on every rank; only the first one reports them."""
+    if here.rank != 0:
+        return []
+    sequence = times["sequence"].ms
+    methods = {name: took.ms for name, took in times.items() if name != "sequence"}
+    best = min(methods, key=methods.__getitem__)
+    told = ", ".join(f"{name} {ms:.3f} ms" for name, ms in methods.items())
+    measured = f"{told}; collective then GEMM {sequence:.3f} ms: {sequence / methods[best]:.2f} x by {best}"
+    name, expected = "operator time", "faster than the sequence"
+    model = hardware_of(torch.cuda.get_device_name(here.device)) if here.device.type == "cuda" else None
+    if here.size == 1 or model is None or model.push_gbs is None:
+        return [ok(name, measured, "not judged: " + ("a single rank" if here.size == 1 else "unknown hardware"))]
+    if methods[best] > sequence:
+        fix = "overlap does not pay here: see the lines on links, slow ranks and environment; other load on the host"
+        return [warn(name, measured, expected, fix)]
+    return [ok(name, measured, expected)]
+
+
+def _inputs(here: World, trial: Trial, seed: int) -> tuple[torch.Tensor, ...]:
+    """x_shard_m [M/W, K], w_shard_n [N/W, K], h_shard_k [M, N/W], v_shard_k [K, N/W]"""
+    generator = torch.Generator(here.device).manual_seed(1000 * seed + here.rank)
+
+    def sparse(rows: int, columns: int) -> torch.Tensor:
+        # Two of 17 are not zero: a sum over 14336 products has a deviation of 14, and bf16 is exact to 256.
+        numbers = torch.randint(-8, 9, (rows, columns), device=here.device, generator=generator)
+        return numbers.div_(8, rounding_mode="trunc").to(trial.dtype)
+
+    m, k, n, size = trial.m, trial.k, trial.n, here.size
+    return sparse(m // size, k), sparse(n // size, k), sparse(m, n // size), sparse(k, n // size)

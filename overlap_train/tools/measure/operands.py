@@ -1,0 +1,67 @@
+"""Random inputs of one pass, as this rank holds them.
+
+W ranks, weight [N, K], x [M, K], dy [M, N]. Each kind of pass (Case.kind) has its matrices in the layout of training:
+
+    gather   left [M/W, C]  right [C, F] view   whole [M, C], left of all ranks
+             y [M, F] = whole @ right
+    scatter  left [M, C]    right [C, F] view   whole [M, F], which a reduce-scatter is timed on
+             y [M/W, F] = this rank's rows of the sum over ranks of left @ right
+    weight   whole, left of all ranks           target fp32 += dy.T @ x
+             ag_gemm: left x [M/W, K], right dy [M, N/W];  gemm_rs: left dy [M/W, N], right x [M, K/W]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .cases import Case
+from .world import World
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One input set; target exists for weight gradients only."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    whole: torch.Tensor
+    target: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What every method reads of it, at the least."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.left, self.right))
+
+
+def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Operands:
+    """Normal random numbers, different on every rank and for every seed. Collective."""
+    generator = torch.Generator(world.device).manual_seed(1000 * seed + world.rank)
+
+    def normal(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, dtype=dtype, device=world.device, generator=generator)
+
+    m, n, k, shards = case.m, case.n, case.k, world.size
+    column = case.op == "ag_gemm"
+    n_local, k_local = (n // shards, k) if column else (n, k // shards)
+    weight = normal(n_local, k_local)
+    if case.kind == "gather":
+        left = normal(m // shards, k if column else n)
+        return Operands(left, weight.t() if column else weight, gathered(left, world))
+    if case.kind == "scatter":
+        left, right = (normal(m, n // shards), weight) if column else (normal(m, k // shards), weight.t())
+        return Operands(left, right, normal(m, right.shape[1]))
+    left, right = (
+        (normal(m // shards, k), normal(m, n_local)) if column else (normal(m // shards, n), normal(m, k_local))
+    )
+    target = torch.zeros(n_local, k_local, dtype=torch.float32, device=world.device)
+    return Operands(left, right, gathered(left, world), target)
+
+
+def gathered(shard: torch.Tensor, world: World) -> torch.Tensor:
+    """[M/W, C] of every rank -> [M, C]."""
+    whole = shard.new_empty(shard.shape[0] * world.size, shard.shape[1])
+    dist.all_gather_into_tensor(whole, shard, group=world.group)
+    return whole

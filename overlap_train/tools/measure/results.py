@@ -1,0 +1,118 @@
+"""Results as JSON, as a Markdown table and as aligned text.
+
+A file is {"hardware", "versions", "date", "rows"}. Rows keep all digits; tables round.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], Any]]
+Columns = Sequence[Column]
+
+
+@dataclass
+class Results:
+    """Rows as they come in; `path` (None except on rank 0) is rewritten after each addition: nothing is lost."""
+
+    path: Path | None = None
+    hardware: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failed: bool = False
+
+    def add(self, rows: list[Row]) -> None:
+        self.rows += rows
+        if self.path is not None:
+            write_json(self.path, self.rows, self.hardware)
+
+    def note(self, text: str, failure: bool) -> None:
+        """failure: one of our own methods, or what all are compared with, went wrong."""
+        self.notes.append(("FAILED " if failure else "") + text)
+        self.failed |= failure
+
+    def share_notes(self, group: dist.ProcessGroup) -> None:
+        """Notes of all ranks on every rank, without repeats: an error's text may be on one rank only. Collective."""
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, self.notes, group=group)
+        self.notes = list(dict.fromkeys(note for notes in everyone for note in notes))
+
+
+def write_json(path: Path, rows: list[Row], hardware: dict[str, Any]) -> None:
+    """Atomically: an interrupted run leaves a whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "hardware": hardware,
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat("T", "seconds"),
+        "rows": rows,
+    }
+    scratch = path.with_suffix(".json.tmp")
+    scratch.write_text(json.dumps(document, indent=1) + "\n")
+    scratch.replace(path)
+
+
+def hardware(device: torch.device, world: int) -> dict[str, Any]:
+    """What the figures depend on besides the software."""
+    found: dict[str, Any] = {"world": world, "host": platform.machine(), "cpus": os.cpu_count(), "device": "cpu"}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["device"] = properties.name
+        found |= {"sms": properties.multi_processor_count, "memory_bytes": properties.total_memory}
+        found["cuda_device_max_connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of everything that takes part; a package that is not installed is left out."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        driver = Path("/proc/driver/nvidia/version")
+        if driver.exists():
+            found["driver"] = driver.read_text().splitlines()[0]
+    for package in ("triton", "megatron-core", "nvshmem4py-cu13", "nvidia-nvshmem-cu13", "overlap-train"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def cells(rows: list[Row], columns: Columns) -> list[list[str]]:
+    """The table as text, headings first. Numbers have three digits after the point below 10, two above."""
+    return [[heading for heading, _ in columns], *([_cell(value(row)) for _, value in columns] for row in rows)]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return (f"{value:.3f}" if value < 10 else f"{value:.2f}") if isinstance(value, float) else str(value)
+
+
+def markdown(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
+    """The table, the lines of the summary, then the notes as a list."""
+    heading, *body = cells(rows, columns)
+    lines = [heading, ["---"] * len(heading), *body]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n\n".join([text, *summary, *(f"- {note}" for note in notes)]) + "\n"
+
+
+def screen(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
+    """Aligned columns, the summary, then the notes."""
+    table = cells(rows, columns)
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+    return "\n".join([*lines, *summary, *notes])

@@ -1,0 +1,150 @@
+"""Our passes as calls that can be timed: checked first, then run on rotating inputs. Benchmark and tuner measure by these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from ...config import OverlapConfig
+from ...operators.all_gather_gemm import start_gather
+from ...operators.gemm_reduce_scatter import start_scatter
+from ...operators.weight_gradient import accumulate
+from ...planning.arguments import Request
+from ...planning.choice import Choice
+from ...planning.plan import EnginePlan, engine_plan, whole_gather
+from ...planning.schedule import Topology
+from ...protocol.tags import Tag
+from ...runtime.domain import OverlapDomain
+from ...runtime.registry import check as check_timeouts
+from ...runtime.registry import domain_of
+from .cases import Case
+from .check import Reference, check, product_reference, scatter_reference
+from .operands import Operands, make_operands
+from .results import Results
+from .timing import Call, Timing, input_sets, measure, pace
+from .world import World
+
+Run = Callable[[Operands], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter rounds."""
+
+    methods: tuple[str, ...]
+    dtype: torch.dtype
+    quick: bool
+    config: OverlapConfig
+
+
+@dataclass(frozen=True)
+class Session:
+    """What every measurement of a run needs."""
+
+    settings: Settings
+    world: World
+    results: Results
+
+    def domain(self, slot_bytes: int) -> OverlapDomain:
+        """The domain of the ranks, with symmetric memory for the largest shape: it is allocated once. Collective."""
+        domain = domain_of(self.world.group, self.settings.config, self.world.device)
+        request = Request("a measurement", f"the largest shape, {slot_bytes} bytes", slot_bytes)
+        domain.prepare(request, None, "overlap_train.tools")
+        return domain
+
+    def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
+        """Time all calls in turns; flops: of one of them, on one rank. Collective."""
+        return measure(calls, pace(flops, self.settings.quick), self.world.group, self.world.device)
+
+
+class Inputs:
+    """The operands of one case: a set to check with, one with other numbers, and as many as the L2 cache cannot hold."""
+
+    def __init__(self, case: Case, session: Session) -> None:
+        make = partial(make_operands, case, session.world, session.settings.dtype)
+        self.first, self.decoy = make(0), make(99)
+        self.sets = [self.first, *(make(seed) for seed in range(1, input_sets(self.first.nbytes)))]
+        self.reference = reference_of(case, self.first, session.world)
+
+    def call(self, run: Run) -> Call:
+        """The run on one set after the other."""
+        return lambda index: run(self.sets[index % len(self.sets)])
+
+
+def problem_of(name: str, run: Run, inputs: Inputs, world: World, is_exact: bool = True) -> str | None:
+    """What is wrong with a run on any rank: it raises, or its result (is_exact) is not the unsharded product. Collective."""
+    return world.attempt(partial(_try, name, run, inputs, inputs.reference if is_exact else None))
+
+
+def _try(name: str, run: Run, inputs: Inputs, reference: Reference | None) -> None:
+    """Run twice on other inputs, so that whatever is left in slots and freed memory is wrong, then check."""
+    for _ in range(2):
+        run(inputs.decoy)
+    if inputs.first.target is not None:
+        inputs.first.target.zero_()
+    result = run(inputs.first)
+    check_timeouts()
+    if reference is not None:
+        check(name, result, reference)
+
+
+def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> EnginePlan:
+    """How the case runs by a choice; like: one of its input sets."""
+    weight = like.right if like.right.is_contiguous() else like.right.t()
+    planned = case.planned(domain.world_size, like.left.dtype)
+    return engine_plan(choice, planned, topology_of(domain), domain.device, weight)
+
+
+def topology_of(domain: OverlapDomain) -> Topology:
+    """All ranks of a domain are on one node."""
+    return Topology(1, domain.world_size, domain.rank)
+
+
+def tag_of(case: Case, choice: Choice) -> Tag:
+    """What peers know the call by."""
+    return Tag(f"{case.op}/{case.pass_}", f"{case.name} by {choice.variant.named(choice.method)}")
+
+
+def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
+    """Our pass, as autograd runs it (linear.py), but without a split reduction: alone, nothing can run before its second half."""
+    alone = replace(choice, variant=replace(choice.variant, split_reduction=False))
+    plan, tag = plan_of(case, domain, alone, like), tag_of(case, alone)
+    whole = whole_gather(plan, topology_of(domain))
+
+    def gather(o: Operands) -> torch.Tensor:
+        with domain.operator(tag, plan.slots, plan.variant.barrier_first):
+            return start_gather(domain, plan, tag, o.left).matmul(o.right)
+
+    def scatter(o: Operands) -> torch.Tensor:
+        with domain.operator(tag, plan.slots, plan.variant.barrier_first):
+            return start_scatter(domain, plan, tag, o.left, o.right).finish()
+
+    def column_weight(o: Operands) -> torch.Tensor:
+        with domain.operator(tag, whole.slots):
+            return into_target(o, o.right, start_gather(domain, whole, tag, o.left).gathered_view())
+
+    def row_weight(o: Operands) -> torch.Tensor:
+        return into_target(o, o.whole, o.right)
+
+    if case.kind == "weight":
+        return column_weight if case.op == "ag_gemm" else row_weight
+    return gather if case.kind == "gather" else scatter
+
+
+def into_target(o: Operands, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """target [N, K] += dy.T @ x in fp32."""
+    assert o.target is not None
+    accumulate(o.target, dy, x)
+    return o.target
+
+
+def reference_of(case: Case, o: Operands, world: World) -> Reference:
+    """The unsharded product that the pass must give on this rank."""
+    if case.kind == "scatter":
+        return scatter_reference(o.left, o.right, world.group)
+    if case.kind == "gather":
+        return product_reference(o.whole, o.right)
+    return product_reference(*((o.right.t(), o.whole) if case.op == "ag_gemm" else (o.whole.t(), o.right)))

@@ -1,0 +1,97 @@
+"""Interleaved rounds of bursts, the median over rounds, the maximum over ranks.
+
+In each round every call has its turn: one run that is not timed, then a burst between one pair of events, with nothing
+in between that would align the ranks. So each call sees the same clocks, and what a call leaves behind (a rank that is
+late, a stream that is still busy) is charged to the next run of the same call, as it is in training.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ...planning.hardware import GEMM_TFLOPS
+
+Call = Callable[[int], object]  # takes the index of the run, which picks the input set
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many rounds, and how many runs a burst has."""
+
+    rounds: int
+    burst: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one run. ms: on the device (on the CPU: wall clock). host_us: until the call returned to Python."""
+
+    ms: float
+    host_us: float
+
+
+def pace(flops: float, quick: bool = False) -> Pace:
+    """Bursts of about 4 ms of matrix products, 3 to 16 runs; flops: of one run. Every rank comes to the same answer."""
+    burst = min(16, max(3, round(4e-3 * GEMM_TFLOPS * 1e12 / flops)))
+    return Pace(3, max(2, burst // 2)) if quick else Pace(5, burst)
+
+
+def input_sets(nbytes: int, cache_bytes: int = 60 << 20, most: int = 8) -> int:
+    """How many input sets to rotate among, so that none is still in the L2 cache when its turn comes again."""
+    return min(most, max(1, -(-2 * cache_bytes // nbytes)))
+
+
+def measure(calls: Mapping[str, Call], pace: Pace, group: dist.ProcessGroup, device: torch.device) -> dict[str, Timing]:
+    """Time every call. Collective: all ranks pass the same calls in the same order."""
+    samples: dict[str, list[Timing]] = {name: [] for name in calls}
+    names = list(calls)
+    for turn in range(pace.rounds):
+        dist.barrier(group)
+        first = turn % len(names)  # nobody always follows the same neighbour
+        for name in names[first:] + names[:first]:
+            samples[name].append(_burst(calls[name], pace.burst, device))
+    return worst_over_ranks({name: median(timings) for name, timings in samples.items()}, group, device)
+
+
+def median(timings: list[Timing]) -> Timing:
+    """Of each figure on its own."""
+    return Timing(statistics.median(t.ms for t in timings), statistics.median(t.host_us for t in timings))
+
+
+def worst_over_ranks(timings: dict[str, Timing], group: dist.ProcessGroup, device: torch.device) -> dict[str, Timing]:
+    """The slowest rank's figures, on every rank."""
+    table = torch.tensor([[t.ms, t.host_us] for t in timings.values()], dtype=torch.float64, device=device)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    return {name: Timing(ms, host_us) for name, (ms, host_us) in zip(timings, table.tolist(), strict=True)}
+
+
+def _burst(call: Call, count: int, device: torch.device) -> Timing:
+    return _device_burst(call, count) if device.type == "cuda" else _host_burst(call, count)
+
+
+def _device_burst(call: Call, count: int) -> Timing:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call(count)
+    start.record()
+    before = time.perf_counter()
+    for index in range(count):
+        call(index)
+    host = time.perf_counter() - before
+    end.record()
+    torch.cuda.synchronize()  # the queue is empty before the next burst: its host time holds no waiting for room
+    return Timing(start.elapsed_time(end) / count, host / count * 1e6)
+
+
+def _host_burst(call: Call, count: int) -> Timing:
+    call(count)
+    before = time.perf_counter()
+    for index in range(count):
+        call(index)
+    host = time.perf_counter() - before
+    return Timing(host / count * 1e3, host / count * 1e6)

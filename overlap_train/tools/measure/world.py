@@ -1,0 +1,123 @@
+"""This process among the ranks of the job: who it is, its device and group, and one verdict for all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+START = "torchrun --nproc-per-node 4 -m overlap_train"
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of `group`, which work as one tensor-parallel group. rank, size: within the group.
+
+    hosts: of each rank of the group; ranks: their numbers in the job. Both are for messages; empty: the group is the whole job.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    rank: int
+    size: int
+    hosts: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def who(self, rank: int) -> str:
+        """`rank 2 on node7`, from the rank within the group."""
+        number = self.ranks[rank] if self.ranks else rank
+        return f"rank {number}" + (f" on {self.hosts[rank]}" if self.hosts else "")
+
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def any(self, here: bool) -> bool:
+        """Whether it is true on any rank. Collective."""
+        found = torch.tensor([here], dtype=torch.int32, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return bool(found.item())
+
+    def attempt(self, work: Callable[[], object]) -> str | None:
+        """Run `work` on all ranks; None if it succeeded on all of them, else what went wrong, which only its own rank knows.
+
+        Any error counts: a library that lacks an operation, a kernel that does not compile or a wrong result must not
+        end a run of minutes.
+        """
+        problem = None
+        try:
+            work()
+            self.synchronize()
+        except Exception as error:
+            problem = first_line(error)
+        failed = self.any(problem is not None)
+        return "failed on another rank" if failed and problem is None else problem
+
+    def node(self, hosts: tuple[str, ...]) -> World:
+        """The ranks of this rank's host, as a world of their own. Collective over the job. hosts: of each rank of the job."""
+        mine = hosts[self.rank]
+        nodes = {host: tuple(rank for rank, other in enumerate(hosts) if other == host) for host in hosts}
+        if len(nodes) == 1:
+            return replace(self, hosts=hosts)
+        groups = {host: dist.new_group(list(ranks)) for host, ranks in nodes.items()}
+        ranks = nodes[mine]
+        return World(groups[mine], self.device, ranks.index(self.rank), len(ranks), (mine,) * len(ranks), ranks)
+
+
+def first_line(error: BaseException) -> str:
+    """`ValueError: what it says`, cut to what a table holds."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def join(may_be_alone: bool = False, minutes: float = 3) -> World:
+    """Start torch.distributed as torchrun says: NCCL on GPUs, gloo on the CPU.
+
+    may_be_alone: without torchrun, this process is a world of one. minutes: how long collectives may take.
+
+    Raises:
+        ValueError: not started by torchrun, or more ranks than GPUs.
+    """
+    is_alone = "RANK" not in os.environ
+    if is_alone and not may_be_alone:
+        raise ValueError(f"start it under torchrun: {START} ...")
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if is_alone else {}
+    limit = timedelta(minutes=minutes)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", _own_gpu())
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=limit, device_id=device, **alone)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=limit, **alone)
+    group = dist.group.WORLD
+    assert group is not None
+    return World(group, device, dist.get_rank(), dist.get_world_size())
+
+
+def _own_gpu() -> int:
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise ValueError(f"rank {local} of this node has no GPU: there are {count}; start fewer")
+    return local
+
+
+def heat(device: torch.device, seconds: float) -> None:
+    """Bring the GPU to the clocks of a long run: the first products after a pause run 15 to 25 % fast."""
+    if device.type != "cuda":
+        return
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    product = torch.empty_like(a)
+    for _ in range(round(seconds / 1.6e-3)):
+        torch.mm(a, a, out=product)
+    torch.cuda.synchronize(device)

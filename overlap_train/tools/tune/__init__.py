@@ -1,0 +1,1 @@
+"""`overlap-train tune`: its measurements make the table of overlap_train/planning/table.py. Training measures nothing."""

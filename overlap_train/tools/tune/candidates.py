@@ -1,0 +1,155 @@
+"""The whole operator by each candidate method, on all ranks, and which of them wins.
+
+It is measured as the benchmark measures: operands as in training, results checked first, interleaved bursts, the time of the
+slowest rank. Every rank has the same figures, and therefore comes to the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...methods import TRAITS
+from ...operators.all_gather_gemm import start_gather
+from ...operators.gemm_reduce_scatter import start_scatter
+from ...planning.choice import GATHER, SCATTER_AND_WGRAD, Choice, Pass, untuned
+from ...planning.plan import whole_gather
+from ...planning.table import Winner
+from ...planning.tiling import chunk_count
+from ...planning.variants import VARIANTS, Variant, method_of
+from ...protocol.tags import Tag
+from ...runtime.domain import OverlapDomain
+from ..measure.cases import Case
+from ..measure.operands import Operands
+from ..measure.runs import Inputs, Run, Session, overlapped, plan_of, problem_of, tag_of, topology_of
+from ..measure.timing import Call, Timing
+
+# Two measurements of one method differ by 2 %, and in a layer the order may change: collective won one backward by 2.1 % here,
+# but in training that backward took 0.61 instead of 0.51 ms (Llama-3 8B qkv, 4 x H200).
+NOISE = 0.05
+# If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host: 8B attention took 2.6
+# times its GEMMs' time with chunked for qkv and 1.75 with direct, which alone was 2 % slower (4 x H200, a slow host). Long
+# products hide their launches; for them the default knows what bursts do not show (choice.py, LONG_GEMM_US).
+LAUNCHES_THAT_SHOW = 0.5
+# In that case methods within this part count as equal: chunked won 8B proj's backward by 6 %, but the layer took 1.39 ms with it
+# and 1.28 with fused throughout.
+WORTH_LAUNCHES = 0.1
+# A barrier takes 10 microseconds; collisions of shorter copies cost less than that.
+SHORT_COPY_US = 40.0
+
+
+def candidates(methods: Sequence[str], default: str) -> list[str]:
+    """The methods to try: those asked for, the default, and always collective: auto must never be slower than that."""
+    return list(dict.fromkeys([*methods, default, "collective"]))
+
+
+def variants_to_run(pass_: Pass, method: str, device: torch.device) -> list[Variant]:
+    """The variants of a method that are worth a measurement.
+
+    Whole blocks: where the method would cut them into several chunks. Split reduction: in a column linear's backward, whose
+    weight gradient can run in between. Starting with a barrier: where pushes of several ranks may meet on one link.
+    """
+    row_bytes = (pass_.k if pass_.kind == GATHER else pass_.n) * pass_.dtype.itemsize
+    traits = TRAITS[method]
+    cuts = traits.cuts and chunk_count(pass_.m // pass_.world, row_bytes, device.type == "cuda") > 1
+    # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots.
+    is_free = pass_.kind != SCATTER_AND_WGRAD
+    collides = pass_.world > 2 and traits.pushes and pass_.copy_us > SHORT_COPY_US and is_free
+    splits = traits.splits and pass_.kind == SCATTER_AND_WGRAD
+    return [v for v in VARIANTS if cuts >= v.whole and splits >= v.split_reduction and collides >= v.barrier_first]
+
+
+def decide(timings: Mapping[str, Timing], default: str) -> str:
+    """The winner. timings: under the names of a Winner.
+
+    Methods whose times differ by no more than NOISE are equal. If the default is among the fastest, it wins. If launches show in
+    the time of the fastest, methods within WORTH_LAUNCHES are equal, and the one with the least host time wins. `collective` wins
+    against equals only as the default. A method must have worked in its plain variant.
+    """
+    best = {name: timing for name, timing in timings.items() if method_of(name) == name}
+    for name, timing in timings.items():
+        method = method_of(name)
+        if method in best and timing.ms < best[method].ms:
+            best[method] = timing
+    equal = _equal(best, NOISE)
+    if default in equal and (default == "collective" or not launches_show(best[default])):
+        return default
+    if not any(launches_show(best[method]) for method in equal):
+        return min(_overlapping(equal), key=lambda method: best[method].ms)
+    near = set(_equal(best, WORTH_LAUNCHES))
+    if "collective" in best:
+        near &= {method for method in best if best["collective"].ms >= (1 - NOISE) * best[method].ms}
+    return min(_overlapping(sorted(near)), key=lambda method: best[method].host_us)
+
+
+def _equal(best: Mapping[str, Timing], share: float) -> list[str]:
+    """The methods that are slower than the fastest by no more than this share of their time."""
+    least = min(timing.ms for timing in best.values())
+    return [method for method, timing in best.items() if least >= (1 - share) * timing.ms]
+
+
+def _overlapping(methods: list[str]) -> list[str]:
+    """Without collective, unless there is nothing else: a burst flatters it."""
+    return [method for method in methods if method != "collective"] or methods
+
+
+def launches_show(timing: Timing) -> bool:
+    """Whether the host may be what a layer of such operators waits for."""
+    return timing.host_us > LAUNCHES_THAT_SHOW * 1e3 * timing.ms
+
+
+@torch.no_grad()
+def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | None:
+    """The winner of one pass, None if no method works; what fails is left out and noted in the results. Collective."""
+    world, settings = session.world, session.settings
+    planned = case.planned(world.size, settings.dtype)
+    default = untuned(planned, world.device).method
+    calls = working(case, candidates(settings.methods, default), domain, session)
+    if not any(method_of(name) == name for name in calls):
+        session.results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
+        return None
+    timings = session.time(calls, case.flops(world.size))
+    return Winner(planned, decide(timings, default), {name: timing.ms for name, timing in timings.items()})
+
+
+def working(case: Case, methods: Sequence[str], domain: OverlapDomain, session: Session) -> dict[str, Call]:
+    """The methods that give the right result on every rank, ready to be timed, under their names in a Winner."""
+    inputs, calls = Inputs(case, session), {}
+    for name, run in runs_of(case, methods, domain, inputs.first).items():
+        problem = problem_of(case.name, run, inputs, session.world)
+        if problem is None:
+            calls[name] = inputs.call(run)
+        else:
+            session.results.note(f"{case.name}: {name} left out: {problem}", failure=False)
+    return calls
+
+
+def runs_of(case: Case, methods: Sequence[str], domain: OverlapDomain, like: Operands) -> dict[str, Run]:
+    """Every method, in every variant."""
+    planned = case.planned(domain.world_size, like.left.dtype)
+    run_of = backward if planned.kind == SCATTER_AND_WGRAD else overlapped
+    return {
+        variant.named(method): run_of(case, domain, Choice(method, "a candidate", variant), like)
+        for method in methods
+        for variant in variants_to_run(planned, method, domain.device)
+    }
+
+
+def backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
+    """A column linear's whole backward, as autograd runs it (linear.py). Without the weight gradient, a method whose reduction
+    ends under that gradient would look slower than it is."""
+    plan, tag = plan_of(case, domain, choice, like), tag_of(case, choice)
+    whole, wgrad = whole_gather(plan, topology_of(domain)), Tag(f"{tag.op}/wgrad", tag.what)
+
+    def run(o: Operands) -> torch.Tensor:
+        # With a barrier, whether training has one or not: one backward after another needs it for its slots. `collective` does
+        # not, but is measured with it too.
+        with domain.operator(tag, whole.slots + plan.slots, barrier_first=True):
+            x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
+            gather = start_gather(domain, whole, wgrad, x_shard_m)
+            scatter = start_scatter(domain, plan, tag, o.left, o.right)
+            torch.mm(o.left.t(), gather.gathered_view())
+            return scatter.finish()
+
+    return run

@@ -1,0 +1,191 @@
+"""`overlap-train tune`: measure which method is fastest for the linears of a model, and keep the winners for `auto`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ... import OverlapConfig, shutdown
+from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int
+from ...methods import TRAITS
+from ...operators.portable import is_interpreted
+from ...planning.table import Key, Winner, key_of, save
+from ...planning.variants import PLAIN, VARIANTS
+from ..measure import world
+from ..measure.cases import Case
+from ..measure.models import MODELS
+from ..measure.results import Columns, Results, Row, screen
+from ..measure.runs import Session, Settings
+from .candidates import tune_case
+from .cases import Sizes, model_cases, one_a_bucket, weight_cases
+
+CANDIDATES = tuple(TRAITS)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _sizes(text: str) -> Sizes:
+    found = re.fullmatch(r"([1-9][0-9]*),([1-9][0-9]*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not N,K: the sizes of a weight, such as 128256,4096")
+    return int(found[1]), int(found[2])
+
+
+_WEIGHTS = "-parallel linears by their whole weights [N, K]: the output layer, or a model that is not listed"
+
+
+@dataclass(frozen=True)
+class Tune:
+    """What the tuner is told."""
+
+    model: str | None = option(None, "whose linears: qkv, proj, fc1 and fc2", choices=tuple(MODELS))
+    column: tuple[Sizes, ...] = option((), "column" + _WEIGHTS, parse=_sizes, metavar="N,K", spaced=True)
+    row: tuple[Sizes, ...] = option((), "row" + _WEIGHTS, parse=_sizes, metavar="N,K", spaced=True)
+    tp: int | None = option(
+        None, "tensor-parallel ranks; default all that torchrun starts", parse=positive_int, metavar="N"
+    )
+    seq: tuple[int, ...] = option(
+        (), "sequence lengths", parse=positive_int, metavar="TOKENS", spaced=True, required=True
+    )
+    micro_batch: int = option(1, "sequences in one call", parse=positive_int, metavar="N")
+    methods: tuple[str, ...] = option(
+        (),
+        "candidates; default fused,direct,chunked,collective; on the CPU chunked,collective. The untuned default and "
+        "collective are always among them",
+        choices=CANDIDATES,
+        metavar="METHOD,...",
+    )
+    dtype: str | None = option(None, "default bf16; on the CPU fp32", choices=tuple(DTYPES))
+    provider: str = option("auto", "symmetric memory", choices=PROVIDERS)
+    tuning_dir: str = option(OverlapConfig().tuning_dir, "where winners are kept", metavar="DIR")
+    connections: int = option(
+        1, "CUDA_DEVICE_MAX_CONNECTIONS while measuring; Megatron-Core trains with 1", parse=positive_int, metavar="N"
+    )
+    quick: bool = option(False, "fewer and shorter rounds")
+    dry_run: bool = option(False, "only print the shapes; needs no torchrun")
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and store. Exit status: 0, or 1 if no method worked for some shape.
+
+    Raises:
+        ValueError: wrong arguments.
+    """
+    top = Parser("overlap-train tune", description=f"Under torchrun: {world.START} tune --model llama3-8b --seq 8192")
+    add_options(top, Tune)
+    asked = from_args(Tune(), top.parse_args(arguments))
+    ranks = ranks_of(asked.tp, asked.dry_run)
+    cases = cases_from(asked, ranks)
+    if asked.dry_run:
+        print(screen([shape_row(case, ranks) for case in cases], [], SHAPE_COLUMNS))
+        return 0
+    return tune(asked, cases)
+
+
+def ranks_of(asked: int | None, dry_run: bool) -> int:
+    """How many ranks share a linear. Raises ValueError where torchrun has started another number."""
+    started = os.environ.get("WORLD_SIZE")
+    if dry_run and (asked or started):
+        return asked or int(started or 0)
+    if started is None or "RANK" not in os.environ:
+        command = f"torchrun --nproc-per-node {asked or 4} -m overlap_train tune ..."
+        raise ValueError(
+            f"--tp: how many ranks? give --tp, or {command}" if dry_run else f"start it under torchrun: {command}"
+        )
+    if asked not in (None, int(started)):
+        raise ValueError(f"--tp {asked}: torchrun has started {started} ranks; start it with --nproc-per-node {asked}")
+    return int(started)
+
+
+def cases_from(asked: Tune, ranks: int) -> list[Case]:
+    """What the arguments ask for. Raises ValueError where that is nothing, or cannot be sharded over the ranks."""
+    if not (asked.model or asked.column or asked.row):
+        raise ValueError(f"which linears? give --model (one of {', '.join(MODELS)}), --column N,K or --row N,K")
+    ms = [seq * asked.micro_batch for seq in asked.seq]
+    cases = model_cases(asked.model, ms, ranks) if asked.model else []
+    return one_a_bucket([*cases, *weight_cases(asked.column, asked.row, ms, ranks)], ranks)
+
+
+def tune(asked: Tune, cases: list[Case]) -> int:
+    """Join the ranks, measure, store after each case, and print."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(asked.connections)  # read when CUDA starts, which is in join
+    began, here = time.monotonic(), world.join()
+    session, key = Session(settings_of(asked, here.device), here, Results()), key_of(here.device, here.size)
+    keep(asked.tuning_dir, key, None, here)  # a folder that cannot be written is said before minutes of measuring
+    domain = session.domain(max(case.slot_bytes(session.settings.dtype) for case in cases))
+    results = session.results
+    world.heat(here.device, 0.5)
+    for number, case in enumerate(cases):
+        winner, shape = tune_case(case, domain, session), shape_row(case, here.size)
+        if winner is not None:
+            keep(asked.tuning_dir, key, winner, here)
+            results.rows.append(shape | figures(winner))
+        told = winner.method if winner else "no method works"
+        here.say(f"[{number + 1}/{len(cases)}] {' '.join(shape.values())}: {told}")
+    results.share_notes(here.group)
+    here.say(screen(results.rows, results.notes, columns_of(results.rows)))
+    where, took = f"{asked.tuning_dir}/{key.file_name}", time.monotonic() - began
+    here.say(f"tune: {len(results.rows)} winners in {where}, {took:.0f} s")
+    shutdown()
+    dist.destroy_process_group()
+    return 1 if results.failed else 0
+
+
+def settings_of(asked: Tune, device: torch.device) -> Settings:
+    """As the benchmark has them. Raises ValueError for a method that cannot run here."""
+    on_gpu = device.type == "cuda"
+    dtype = DTYPES[asked.dtype or ("bf16" if on_gpu else "fp32")]
+    possible = [method for method, traits in TRAITS.items() if on_gpu or is_interpreted() or not traits.kernels]
+    methods = asked.methods or (CANDIDATES if on_gpu else ("chunked", "collective"))
+    for method in methods:
+        if method not in possible:
+            raise ValueError(f"--methods: {method!r} is not one of {', '.join(possible)}, which run on CPU tensors")
+    limits = OverlapConfig(symmetric_mib=8192, timeout_s=30.0, main_grad="off")
+    config = replace(limits, provider=asked.provider, tuning_dir=asked.tuning_dir)
+    return Settings(methods, dtype, asked.quick, config)
+
+
+def keep(folder: str, key: Key, winner: Winner | None, here: world.World) -> None:
+    """Store on rank 0. Raises ValueError on every rank if that fails."""
+    work = partial(save, folder, key, [] if winner is None else [winner]) if here.rank == 0 else lambda: None
+    problem = here.attempt(work)
+    if problem is not None:
+        raise ValueError(f"--tuning-dir {folder}: rank 0 cannot write there ({problem}); name another folder")
+
+
+def shape_row(case: Case, ranks: int) -> Row:
+    """One line of the printed table; sizes are those of one rank's product, M those of all ranks."""
+    planned = case.planned(ranks, torch.float32)
+    sizes = f"{planned.m}, {planned.n}, {planned.k}"
+    return {"linear": case.model, "pass": case.pass_, "kind": planned.kind, "sizes": sizes}
+
+
+def figures(winner: Winner) -> Row:
+    """gain: how much faster than collective."""
+    collective = winner.ms.get("collective")
+    name = (winner.variant_of(winner.method) or PLAIN).named(winner.method)
+    gain = None if collective is None else f"{100 * (collective / winner.ms[name] - 1):+.1f} %"
+    return {"ms": winner.ms, "winner": name, "gain": gain}
+
+
+SHAPE_COLUMNS: Columns = (
+    ("linear", lambda row: row["linear"]),
+    ("pass", lambda row: row["pass"]),
+    ("kind", lambda row: row["kind"]),
+    ("M, N, K", lambda row: row["sizes"]),
+)
+
+
+def columns_of(rows: list[Row]) -> Columns:
+    """The shape, the milliseconds of each method that ran anywhere, the winner and its gain."""
+    possible = [variant.named(method) for method in CANDIDATES for variant in VARIANTS]
+    names = [name for name in possible if any(name in row["ms"] for row in rows)]
+    times: list[Any] = [(f"{name} ms", lambda row, name=name: row["ms"].get(name)) for name in names]
+    return (*SHAPE_COLUMNS, *times, ("winner", lambda row: row["winner"]), ("over collective", lambda row: row["gain"]))

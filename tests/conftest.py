@@ -1,0 +1,19 @@
+"""How tests are shared out where pytest-xdist runs several at once (make test)."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that share something slow stay together: what a file makes for its tests, and the pool of Megatron processes for all
+    files that use it. Interleavings share nothing, and their files are the longest."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    of_pool = {item.path for item in items if "workers" in getattr(item, "fixturenames", ())}
+    for item in items:
+        if item.path in of_pool:
+            item.add_marker(pytest.mark.xdist_group("workers"))
+        elif not item.path.name.startswith("test_interleaving"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -1,0 +1,310 @@
+"""The table of a model's linears: when it is printed, by whom, and what it says about shapes, models and calls that fell back."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train import OverlapConfig, shutdown
+from overlap_train.integrations.megatron import print_table, report
+from overlap_train.integrations.megatron.enabling import first_table, reporting
+from overlap_train.integrations.megatron.enabling.reporting import LinearReport, Report
+from overlap_train.integrations.megatron.linears.in_model import overlapped_linears
+from overlap_train.planning.passes import Pass
+from overlap_train.planning.table import Winner, key_of, save
+from tests.megatron.linears import column_pair, run
+from tests.megatron.models import (
+    BATCH,
+    LLAMA,
+    SEQUENCE,
+    Recipe,
+    batches,
+    forward_backward,
+    gpt,
+    train,
+    wrap,
+)
+from tests.megatron.test_path_matrix import column_input
+from tests.megatron.workers import Workers
+
+OVERLAPPED = Recipe(LLAMA, overlap=OverlapConfig())
+FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def printed(action: Callable[[], Any]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        action()
+    return output.getvalue()
+
+
+def tokens(sequence: int = SEQUENCE) -> tuple[torch.Tensor, torch.Tensor, None]:
+    return torch.zeros(BATCH, sequence, dtype=torch.long), torch.arange(sequence).expand(BATCH, -1), None
+
+
+def loss(model: torch.nn.Module, sequence: int = SEQUENCE) -> torch.Tensor:
+    return model(*tokens(sequence)).square().mean()
+
+
+def steps() -> list[str]:
+    """What is printed by validation, then by two steps of two micro-batches, then when somebody asks for the table."""
+    recipe = replace(OVERLAPPED, architecture={**LLAMA, "num_layers": 4}, overlap=OverlapConfig(method="collective"))
+    model = wrap(recipe, gpt(recipe))
+
+    def validate() -> None:
+        with torch.no_grad():
+            model.eval()(*tokens())
+        model.train()
+
+    def step() -> None:
+        model.zero_grad_buffer()
+        forward_backward(recipe, model, batches())
+
+    return [printed(action) for action in (validate, step, step, lambda: print_table(model))]
+
+
+def test_rank_zero_prints_one_table_in_the_first_training_step(workers: Workers) -> None:
+    (before, table, *after), others = workers.call(steps)
+    assert [before, *after] == [""] * 3 and others == [""] * 4
+    header, rule, *rows = table.splitlines()
+    assert header.split() == ["linear", "fprop", "dgrad", "wgrad", "method", "reason", "calls"]
+    assert set(rule) == {"-"}
+    calls = ["collective", "asked for", "overlapped 1, evaluation mode 1"]
+    column = ["AG(x) + GEMM", "GEMM + RS", "AG(x) under dgrad, then GEMM", *calls]
+    row = ["GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy", *calls]
+    assert {cells(line)[0]: cells(line)[1:] for line in rows} == {
+        "decoder.layers.0-3.self_attention.linear_qkv": column,
+        "decoder.layers.0-3.self_attention.linear_proj": row,
+        "decoder.layers.0-3.mlp.linear_fc1": column,
+        "decoder.layers.0-3.mlp.linear_fc2": row,
+        "output_layer": column,
+    }
+
+
+def recomputed() -> str:
+    """Full recomputation: the first forward has no gradient, the second runs inside backward."""
+    changes = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    model = gpt(replace(OVERLAPPED, architecture={**LLAMA, **changes}))
+    return printed(lambda: loss(model).backward())
+
+
+def partly_frozen() -> str:
+    """The first layer takes no gradient at all, and the output layer's weight is frozen."""
+    model = gpt(OVERLAPPED)
+    for part in (model.embedding, model.decoder.layers[0], model.output_layer):
+        part.requires_grad_(False)
+    return printed(lambda: loss(model).backward())
+
+
+def pipelined() -> str:
+    """Three forwards before the first backward."""
+    model = gpt(OVERLAPPED)
+    losses = [loss(model) for _ in range(3)]
+    table = printed(lambda: [value.backward() for value in losses])
+    assert all(linear.overlap.on_gradient is None for linear in overlapped_linears(model)), "later calls cost nothing"
+    return table
+
+
+def one_kind(slots: tuple[str, ...], frozen: bool) -> str:
+    """Column linears only, or row linears only, which all overlap or all fall back."""
+    model = gpt(replace(OVERLAPPED, overlap=OverlapConfig(slots=slots)))
+    for linear in overlapped_linears(model):
+        linear.requires_grad_(not frozen)
+    return printed(lambda: loss(model).backward())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("slots", [("qkv", "fc1", "output"), ("proj", "fc2")], ids=["column", "row"])
+def test_every_kind_of_linear_leads_to_the_table(workers: Workers, slots: tuple[str, ...], frozen: bool) -> None:
+    table, nothing = workers.call(one_kind, slots, frozen)
+    assert nothing == "" and table.count("\nlinear") == 0 and table.startswith("linear ")
+    assert table.count("frozen weight 1" if frozen else "overlapped 1") == len(slots)
+
+
+@pytest.mark.parametrize(
+    ("case", "layers", "calls"),
+    [
+        (recomputed, {"0-1": "chunked"}, {"overlapped 1", "overlapped 2"}),
+        (partly_frozen, {"0": "megatron", "1": "chunked"}, {"frozen weight 1", "overlapped 1"}),
+        (pipelined, {"0-1": "chunked"}, {"overlapped 3"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_one_table_however_the_step_runs(
+    workers: Workers, case: Callable[[], str], layers: dict[str, str], calls: set[str]
+) -> None:
+    table, nothing = workers.call(case)
+    assert nothing == "" and table.count("linear ") == 1
+    rows = [cells(line) for line in table.splitlines()[2:]]
+    methods = {row[0].split(".")[2]: row[4] for row in rows if row[0].endswith("linear_fc1")}
+    assert methods == layers
+    assert {row[-1] for row in rows} <= calls and len({row[0] for row in rows}) == len(rows)
+
+
+def never_trained() -> list[str]:
+    """Evaluation only: no gradient arrives, and the launcher asks for the table at the end."""
+    model = gpt(OVERLAPPED).eval()
+    return [
+        printed(action) for action in (lambda: model(*tokens()), lambda: print_table(model), lambda: print_table(model))
+    ]
+
+
+def test_a_run_without_training_prints_it_when_asked(workers: Workers) -> None:
+    (silent, table, again), others = workers.call(never_trained)
+    assert [silent, again] == [""] * 2 and others == [""] * 3
+    rows = [cells(line) for line in table.splitlines()[2:]]
+    assert [row[1:] for row in rows] == [["-", "-", "-", "megatron", "evaluation mode", "evaluation mode 1"]] * 5
+
+
+@pytest.mark.parametrize(
+    ("rank", "tensor_rank", "replica", "stages", "heading"),
+    [
+        (0, 0, 0, 1, ""),
+        (1, 1, 0, 1, None),
+        (0, 0, 0, 2, "pipeline stage 0 of 2, layers counted within it:\n"),
+        (4, 0, 0, 2, "pipeline stage 1 of 2, layers counted within it:\n"),
+        (5, 1, 0, 2, None),
+        (6, 0, 1, 2, None),
+    ],
+)
+def test_the_first_rank_of_each_stage_prints(
+    monkeypatch: pytest.MonkeyPatch, rank: int, tensor_rank: int, replica: int, stages: int, heading: str | None
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    answers = {
+        "model_parallel_is_initialized": True,
+        "get_pipeline_model_parallel_world_size": stages,
+        "get_pipeline_model_parallel_rank": rank // 4,
+        "get_tensor_model_parallel_rank": tensor_rank,
+        "get_data_parallel_rank": replica,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(first_table.parallel_state, name, lambda answer=answer, **kwargs: answer)
+    text = printed(first_table.FirstTable(torch.nn.Identity()))
+    assert text == ("" if heading is None else f"{heading}{Report(())}\n")
+
+
+def counted() -> str:
+    _, model = train(replace(OVERLAPPED, microbatches=1), steps=3)
+    model.eval()(*tokens())
+    return str(report(model))
+
+
+def test_calls_are_counted_in_the_table(workers: Workers) -> None:
+    for table in workers.call(counted):
+        assert all(cells(line)[-1] == "overlapped 3, evaluation mode 1" for line in table.splitlines()[2:])
+
+
+def never_overlapped() -> list[LinearReport]:
+    model = gpt(OVERLAPPED)
+    x = torch.zeros(SEQUENCE // 2, BATCH, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.output_layer(x)
+    for _ in range(3):
+        model.output_layer.eval()(x)
+    return [linear for linear in report(model).linears if linear.slot == "output"]
+
+
+def test_a_linear_whose_calls_all_fell_back_is_megatrons_with_its_counts(workers: Workers) -> None:
+    cast, evaluated = "autocast to torch.bfloat16 of torch.float32 tensors", "evaluation mode"
+    for (row,) in workers.call(never_overlapped):
+        assert (row.fprop, row.dgrad, row.wgrad, row.method, row.reason) == ("-", "-", "-", "megatron", evaluated)
+        assert row.overlapped_calls == 0 and row.fallback_calls == ((cast, 1), (evaluated, 3))
+        assert row.calls == f"{cast} 1, {evaluated} 3"
+
+
+def tuned(folder: str) -> dict[str, tuple[str, str]]:
+    """Method and reason of fc1 before its first call, after calls of two lengths, and in a second model of the same names."""
+    shutdown()  # the domain of other tests has read another folder
+    recipe = replace(OVERLAPPED, overlap=OverlapConfig(tuning_dir=folder), microbatches=1)
+    bare, second = gpt(recipe), gpt(recipe)
+    n, k = bare.get_submodule(FC1).weight.shape
+    short, long = (Pass("gather", sequence * BATCH, n, k, torch.float32, 2) for sequence in (SEQUENCE // 4, SEQUENCE))
+    scatter = Pass("scatter", SEQUENCE * BATCH, *bare.get_submodule(FC2).weight.shape, torch.float32, 2)
+    if torch.distributed.get_rank() == 0:
+        winners = [Winner(short, "collective", {}), Winner(short.dgrad, "collective", {})]
+        winners += [Winner(long, "chunked", {}), Winner(long.dgrad, "collective", {}), Winner(scatter, "chunked", {})]
+        save(folder, key_of(torch.device("cpu"), 2), winners)
+    torch.distributed.barrier()
+
+    def row(model: torch.nn.Module, name: str = FC1) -> tuple[str, str]:
+        return next((x.method, x.reason) for x in report(model).linears if x.name == name)
+
+    rows = {"before": row(bare)}
+    for name, model, sequence in (("short", bare, SEQUENCE // 4), ("other", second, SEQUENCE), ("same", bare, None)):
+        if sequence is not None:
+            loss(model, sequence)
+        rows[name] = row(model)
+    loss(bare)
+    rows["long"], rows["row linear"] = row(bare), row(bare, FC2)
+    rows["trained"] = row(train(recipe, steps=1)[1])
+    shutdown()
+    rows["freed"] = row(bare)
+    return rows
+
+
+def test_each_linear_says_how_its_last_call_ran_and_what_was_measured(workers: Workers, tmp_path: Path) -> None:
+    for rows in workers.call(tuned, str(tmp_path)):
+        assert rows["before"] == ("-", "not called yet")
+        for name in ("short", "same"):
+            method, reason = rows[name]
+            assert method == "collective" and "M=8 " in reason and "M=32 " not in reason
+        for name in ("other", "long", "trained"):
+            method, reason = rows[name]
+            assert method == "chunked / collective"
+            assert (
+                reason.count("M=32 ") == 2 and reason.startswith("auto: tuned for M=32 ") and " / tuned for " in reason
+            )
+        assert rows["row linear"][1].startswith("auto: tuned for M=32 ")
+        assert rows["freed"] == ("-", "symmetric memory has been freed (overlap_train.shutdown)")
+
+
+def test_what_two_reasons_have_in_common_is_said_once() -> None:
+    both = reporting._both
+    assert both("asked for", "asked for") == "asked for"
+    assert (
+        both("auto: default: a long GEMM", "auto: default: a short GEMM") == "auto: default: a long GEMM / a short GEMM"
+    )
+    assert both("auto: tuned for A", "auto: default: B") == "auto: tuned for A / default: B"
+    assert both("asked for", "asked for; more") == "asked for / asked for; more"
+
+
+def test_a_long_reason_is_cut_in_the_table_only() -> None:
+    linear = LinearReport("output_layer", "output", "-", "-", "-", "megatron", "x" * 500)
+    line = str(Report((linear,))).splitlines()[2]
+    assert cells(line)[-1] == "x" * 157 + "..."
+
+
+def tied_fallback(zero_out: bool) -> None:
+    """The output layer uses the embedding's weight: a call that falls back adds to that weight's main_grad."""
+    pair = column_pair(bias=False, skip_weight_param_allocation=True)
+    results = []
+    for linear in (pair.own.eval(), pair.overlapped.eval()):
+        weight = torch.nn.Parameter(torch.arange(10 * 12).reshape(10, 12) % 5 - 2.0)
+        if linear is pair.overlapped:
+            weight.main_grad, weight.grad_added_to_main_grad = torch.full_like(weight, 5.0), False
+            weight.zero_out_wgrad = zero_out
+        torch.use_deterministic_algorithms(True)  # fills with NaN what is left uninitialised
+        results.append((run(linear, column_input(), weight=weight)["y"], weight))
+        torch.use_deterministic_algorithms(False)
+    (expected, own), (y, shared) = results
+    assert torch.equal(y, expected)
+    assert shared.grad_added_to_main_grad and torch.equal(shared.main_grad, own.grad + 5.0)
+    assert not zero_out or not shared.grad.any(), "DDP adds weight.grad of a tied weight in spite of the mark"
+    assert pair.counts == (0, {"evaluation mode": 1})
+
+
+@pytest.mark.parametrize("zero_out", [False, True])
+def test_a_tied_weight_falls_back(workers: Workers, zero_out: bool) -> None:
+    workers.call(tied_fallback, zero_out)

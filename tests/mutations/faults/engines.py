@@ -1,0 +1,235 @@
+"""Faults of the operators: engines, autograd functions, plans that are looked up, launches and the proof of their PTX."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+UNIT, PROTOCOL = "tests/unit", "tests/protocol"
+OPERATORS = "overlap_train/operators"
+LINEAR_RUNS = f"{PROTOCOL}/test_interleaving_linear.py"
+SHAPES, MODES = f"{PROTOCOL}/test_processes.py::test_every_shape", f"{PROTOCOL}/test_modes.py::test_modes"
+FOOTPRINT = f"{PROTOCOL}/test_footprint.py::test_what_is_kept_for_backward_how_peers_find_memory_and_when_it_is_freed"
+
+GATHER = In(f"{OPERATORS}/all_gather_gemm.py", (f"{LINEAR_RUNS}::test_chunked_passes",))
+SCATTER = In(
+    f"{OPERATORS}/gemm_reduce_scatter.py",
+    (f"{PROTOCOL}/test_interleaving_gemm_reduce_scatter.py::test_chunked_passes",),
+)
+DEFERRED = In(SCATTER.file, (f"{PROTOCOL}/test_interleaving_gemm_reduce_scatter.py::test_a_deferred_reduction_passes",))
+TOLD = In(f"{OPERATORS}/kernel_args.py", (f"{UNIT}/test_launch_limits.py",))
+PERSISTENT = In(f"{OPERATORS}/persistent.py", (f"{UNIT}/test_operands.py",))
+BOOK = In(f"{OPERATORS}/plan_book.py", (f"{UNIT}/test_plan_book.py",))
+LINEAR = In("overlap_train/linear.py", (FOOTPRINT,))
+LAUNCH = In(
+    "overlap_train/gpu/launch.py",
+    (f"{UNIT}/test_packed_launch.py::test_addresses_are_replaced_where_they_have_changed",),
+)
+PTX = In(
+    "overlap_train/gpu/ptx_check.py", (f"{UNIT}/test_ptx_check.py::test_a_kernel_that_lacks_its_wait_is_not_launched",)
+)
+
+FAULTS = [
+    GATHER(
+        "gathered x is complete before it has come", "            self._call.wait_for_all()\n", "            pass\n"
+    ),
+    GATHER("the own rows are missing in gathered x", "self._call.blocks[self._domain.rank].copy_(self._own)", "pass"),
+    GATHER("kept x stays in its slot", "return self.gathered_view().clone()", "return self.gathered_view()", FOOTPRINT),
+    GATHER(
+        "a second product is launched again",
+        "        self._multiplied = True\n        # gathered",
+        "        # gathered",
+        f"{PROTOCOL}/test_interleaving_all_gather_gemm.py::test_what_is_gathered_can_be_multiplied_twice",
+    ),
+    GATHER(
+        "direct sends nothing without a product",
+        "        if not self._multiplied:  # no",
+        "        if False:  # no",
+        f"{PROTOCOL}/test_interleaving_all_gather_gemm.py::test_what_is_gathered_by_direct_without_a_product_is_sent_all_the_same",
+    ),
+    GATHER(
+        "a shard that is not contiguous is sent",
+        "plan.method](domain, plan, tag, x_shard_m.contiguous())",
+        "plan.method](domain, plan, tag, x_shard_m)",
+        f"{PROTOCOL}/test_processes.py::test_layouts_freezing_microbatches_and_recomputation",
+    ),
+    GATHER(
+        "a gather by NCCL is read before it has come",
+        "            self._work.wait()\n        return self._x",
+        "            pass\n        return self._x",
+        f"{PROTOCOL}/test_processes.py::test_collectives_beside_the_callers_work",
+    ),
+    GATHER("blocks are sent in the last call's epoch", "        self._call.next_epoch()\n", ""),
+    SCATTER(
+        "the own rows are those of rank 0",
+        "torch.mm(rows[domain.rank], self._b, out=self._partials[domain.rank])",
+        "torch.mm(rows[0], self._b, out=self._partials[domain.rank])",
+    ),
+    SCATTER(
+        "partials are added to what was there before",
+        "torch.mm(rows[target], self._b, out=self._partials[target])",
+        "self._partials[target].addmm_(rows[target], self._b)",
+    ),
+    SCATTER("the own block is added to itself", "        if source != call.rank:\n", "        if True:\n"),
+    SCATTER("partials are added before they have come", "    call.wait_for_all()\n", ""),
+    DEFERRED(
+        "a split reduction is left out",
+        "        if self._plan.variant.split_reduction:\n            return",
+        "        if False:\n            return",
+    ),
+    DEFERRED(
+        "a push waits for the tiles of a whole block",
+        "m_shard // self._plan.chunks, n)",
+        "m_shard, n)",
+        f"{PROTOCOL}/test_interleaving_gemm_reduce_scatter.py::test_fused_passes",
+        survives="a simulated block has as many tiles as one of its chunks; on GPUs the push never leaves, and all wait",
+    ),
+    SCATTER(
+        "a scatter by NCCL is read before it has come",
+        "            self._work.wait()\n        return self._y",
+        "            pass\n        return self._y",
+        f"{PROTOCOL}/test_processes.py::test_collectives_beside_the_callers_work",
+    ),
+    TOLD(
+        "kernels that send count in the others' words",
+        "counters = call.slot.direct_counters if direct else call.slot.counters",
+        "counters = call.slot.counters",
+    ),
+    TOLD(
+        "kernels on GPUs count polls",
+        "(1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)",
+        "_INTERPRETER_POLLS_PER_SECOND",
+    ),
+    TOLD("kernels on GPUs count microseconds", "(1e9 if on_gpu else", "(1e6 if on_gpu else"),
+    TOLD(
+        "pieces are claimed from the others' words",
+        "sent_ptr=call.slot.direct_counters.sent",
+        "sent_ptr=call.slot.counters.sent",
+    ),
+    TOLD("the budget of SMs is not kept", "plan.sms.gemm or multiprocessors(device)", "multiprocessors(device)"),
+    TOLD(
+        "more CTAs than tiles",
+        "return (min(programs, plan.sms.gemm or multiprocessors(device)),)",
+        "return (plan.sms.gemm or multiprocessors(device),)",
+    ),
+    PERSISTENT(
+        "TMA is given a matrix between two words",
+        "and pitch % 16 == 0 and a_mk.data_ptr() % 16 == 0",
+        "and pitch % 16 == 0",
+    ),
+    PERSISTENT("TMA is given rows between two words", "and pitch % 16 == 0 and", "and"),
+    PERSISTENT("TMA is given an expanded gradient", "and pitch > 0 and", "and"),
+    PERSISTENT("TMA is given columns", "a_mk.stride(1) == 1 and pitch", "pitch"),
+    PERSISTENT("portable kernels get a copy", "    if plan.kernels != HOPPER:\n        return a_mk\n", ""),
+    PERSISTENT("an address on 8 bytes counts as aligned", "address % 16 == 0 for", "address % 8 == 0 for"),
+    PERSISTENT(
+        "a product that sends shares the launch of one that does not",
+        '("gather", plan.kernels, sends, own',
+        '("gather", plan.kernels, own',
+    ),
+    PERSISTENT(
+        "a split reduction shares the launch of a whole one",
+        "staging is None, plan.variant.split_reduction)",
+        "staging is None)",
+    ),
+    PERSISTENT(
+        "a weight of another layout shares a launch", "b_kn.shape, b_kn.stride(), _compiled", "b_kn.shape, _compiled"
+    ),
+    BOOK("calls with another config share a plan", "shape_of_bias, trains, config)", "shape_of_bias, trains)"),
+    BOOK(
+        "weights of another layout share a plan",
+        "planned.get((w.stride(), w.data_ptr() % 16))",
+        "next(iter(planned.values()))",
+    ),
+    BOOK("what is trained does not count", "shape_of_bias, trains, config)", "shape_of_bias, config)"),
+    BOOK("the table of another folder is taken", "if config.tuning_dir == domain.config.tuning_dir:", "if True:"),
+    BOOK("every pass has the forward's tag", 'Tag(f"{name}/{part}", what)', 'Tag(f"{name}/fprop", what)'),
+    BOOK(
+        "all linears of one shape have the tags of the first",
+        "return self._tags.get(name) or self._tags.put(name,",
+        'return self._tags.get("") or self._tags.put("",',
+    ),
+    BOOK(
+        "ranks read tables of their own",
+        "        if domain.rank:\n            return None\n",
+        "",
+        survives="what rank 0 has found is taken by all; the others only read for nothing",
+    ),
+    LINEAR(
+        "x is kept although it is gathered again",
+        "keep = plan.wgrad is None and trains and w_shard_n.requires_grad",
+        "keep = trains and w_shard_n.requires_grad",
+    ),
+    LINEAR("x is kept without gradients", "plan.wgrad is None and trains and", "plan.wgrad is None and", MODES),
+    LINEAR(
+        "x of a frozen weight is kept for backward",
+        "saved if ctx.needs_input_grad[1] else None, w_shard_n)",
+        "saved, w_shard_n)",
+        MODES,
+    ),
+    LINEAR(
+        "the weight of a hook on saved tensors is taken",
+        "weight_gradient(dy_shard_n, x, ctx.weight, plan",
+        "weight_gradient(dy_shard_n, x, w_shard_n, plan",
+        MODES,
+    ),
+    LINEAR(
+        "a backward may be differentiated",
+        "    @once_differentiable\n    def backward(ctx: Any, dy_shard_m",
+        "    def backward(ctx: Any, dy_shard_m",
+        MODES,
+    ),
+    LINEAR(
+        "a column's bias is forgotten",
+        "x_shard_m.shape[1:-1], -1)\n    return y if bias is None else y + bias",
+        "x_shard_m.shape[1:-1], -1)\n    return y",
+        f"{PROTOCOL}/test_processes.py::test_every_shape[chunked-2]",
+    ),
+    LAUNCH("an address that has changed is not replaced", "if value == last:", "if last is not None:"),
+    LAUNCH(
+        "after a launch that failed addresses count as replaced",
+        "there, self._last = self._last, self._unknown",
+        "there = self._last",
+        f"{UNIT}/test_packed_launch.py::test_behind_a_launch_that_failed_all_addresses_are_replaced",
+    ),
+    LAUNCH(
+        "a kernel is packed again and again",
+        "            self._refused.add(key)\n",
+        "",
+        f"{UNIT}/test_packed_launch.py::test_a_kernel_that_cannot_be_packed_runs_through_triton_and_says_so_once",
+    ),
+    LAUNCH(
+        "parameters lie on 32 bytes",
+        "_MAP_BYTES, _MAP_ALIGNMENT = 128, 64",
+        "_MAP_BYTES, _MAP_ALIGNMENT = 128, 32",
+        f"{UNIT}/test_packed_launch.py::test_parameters_lie_on_64_bytes_and_keep_their_values",
+    ),
+    LAUNCH(
+        "negative numbers do not fit",
+        "number & (2**64 - 1)",
+        "abs(number)",
+        f"{UNIT}/test_packed_launch.py::test_parameters_lie_on_64_bytes_and_keep_their_values",
+    ),
+    PTX(
+        "a kernel is launched before it is checked",
+        "        if lacking is not None:\n            import triton",
+        "        if False:\n            import triton",
+    ),
+    PTX(
+        "a kernel is checked at each first launch",
+        "        if compiled.hash in self._verified:\n            return\n",
+        "",
+        f"{UNIT}/test_ptx_check.py::test_a_kernel_is_checked_once",
+    ),
+    PTX(
+        "proofs may lie in any order",
+        "        place = found.end()",
+        "        place = 0",
+        f"{UNIT}/test_ptx_check.py::test_a_poll_that_was_moved_out_of_its_loop_is_noticed",
+    ),
+    PTX(
+        "one rank needs the proofs of many",
+        'alone = constants.get("WORLD") == 1',
+        "alone = False",
+        f"{UNIT}/test_ptx_check.py::test_one_rank_has_nobody_to_wait_for",
+    ),
+]

@@ -1,0 +1,90 @@
+"""Faults that only a GPU can show: wrong values, or kernels that wait for ever.
+
+Each is run by the method that it is in. Two ranks are enough for all of them.
+"""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+OPERATORS, STRESS = "tests/gpu/test_operators.py", "tests/gpu/test_stress.py"
+
+
+def exact(method: str, operator: str) -> str:
+    """Every shape of one operator in bf16, forward and backward."""
+    return f"{OPERATORS}::test_every_shape_is_exact[{method}-{operator}-torch.bfloat16]"
+
+
+GATHER = In("kernels/hopper_all_gather_gemm.py", (exact("fused", "column"),), gpu=True)
+DIRECT_GATHER = In(GATHER.file, (exact("direct", "column"),), gpu=True)
+HALVES = In(GATHER.file, (f"{STRESS}::test_one_slow_rank[fused]",), gpu=True)  # few tiles, which are cut
+SCATTER = In("kernels/hopper_gemm_reduce_scatter.py", (exact("fused", "row"),), gpu=True)
+DIRECT_SCATTER = In(SCATTER.file, (exact("direct", "row"),), gpu=True)
+TILES = In("kernels/hopper_tiles.py", (exact("fused", "column"),), gpu=True)
+OUTBOX = In(TILES.file, (exact("fused", "row"),), gpu=True)
+DIRECT_OUTBOX = In(TILES.file, (exact("direct", "row"),), gpu=True)
+WEIGHT_GRADIENT = In(
+    "overlap_train/operators/weight_gradient.py",
+    (f"{OPERATORS}::test_main_grad_accumulates_in_fp32[collective]",),
+    gpu=True,
+)
+
+FAULTS = [
+    # the rings: which phase of a barrier is waited for
+    TILES("GPU: wrong phase of a tile index that is free", "(turn // QUEUE_DEPTH & 1) ^ 1)", "turn // QUEUE_DEPTH & 1)"),
+    TILES(
+        "GPU: wrong phase of a tile index that is there",
+        "tile_full.index(place), turn // QUEUE_DEPTH & 1)",
+        "tile_full.index(place), (turn // QUEUE_DEPTH & 1) ^ 1)",
+    ),
+    TILES(
+        "GPU: wrong phase of a panel that is there",
+        "mbarrier.wait(panel_full.index(stage), step // STAGES & 1)\n        b = ",
+        "mbarrier.wait(panel_full.index(stage), (step // STAGES & 1) ^ 1)\n        b = ",
+    ),
+    OUTBOX("GPU: wrong phase of a quarter that is free", "(sent // BUFFERS & 1) ^ 1)", "sent // BUFFERS & 1)"),
+    DIRECT_OUTBOX(
+        "GPU: a quarter's phase does not change", "(sent + half) // BUFFERS & 1)", "sent // (2 * BUFFERS) & 1)"
+    ),
+    TILES(
+        "GPU: a panel is freed before it is multiplied",
+        "mbarrier.arrive(panel_free.index((step - 1) % STAGES), count=1)\n        step += 1",
+        "mbarrier.arrive(panel_free.index(step % STAGES), count=1)\n        step += 1",
+    ),
+    # which part of what
+    TILES("GPU: both groups multiply the upper rows", ".slice(PART * ROWS, ROWS), b, acc", ".slice(0, ROWS), b, acc"),
+    TILES("GPU: every step multiplies the first panel of a", "[a_row, k * BLOCK_K]", "[a_row, 0]"),
+    TILES("GPU: every step multiplies the first panel of b", "[b_col, k * BLOCK_K]", "[b_col, 0]"),
+    GATHER("GPU: both groups store the upper rows", "tile_m * BLOCK_M + PART * ROWS", "tile_m * BLOCK_M"),
+    GATHER("GPU: a peer's shard is read from the own", "panels, step, gathered_desc, b_desc", "panels, step, own_desc, b_desc"),
+    GATHER("GPU: a peer's shard is the slot's first", "row += source * m_shard", "row += 0 * m_shard"),
+    HALVES("GPU: the right half is multiplied by the left columns", "col += side * (BLOCK_N // 2)", "col += 0"),
+    HALVES("GPU: the right half is stored over the left", "col + side * (BLOCK_N // 2))", "col)"),
+    OUTBOX("GPU: both groups' quarters are stored above", "row + part * rows", "row"),
+    OUTBOX("GPU: both quarters are stored on the left", "col + half * cols]", "col]"),
+    OUTBOX("GPU: the reduction adds the left half twice", "col + half * desc.block_type.shape[1]", "col"),
+    OUTBOX("GPU: the reduction adds the upper rows twice", ".slice(PART * ROWS, ROWS).load", ".slice(0, ROWS).load"),
+    SCATTER("GPU: the reduction adds the first block", "received_desc, source * m_shard + row", "received_desc, row"),
+    SCATTER("GPU: the reduction adds the tile to the left", "row, tile_n * BLOCK_N, STAGES)", "row, 0, STAGES)"),
+    SCATTER("GPU: all destinations' rows are staged over the first", "target * m_shard + row, col, BUFFERS", "row, col, BUFFERS"),
+    SCATTER("GPU: every destination's rows are the first", "target * m_shard + row, tile_n", "row, tile_n"),
+    # signals and epochs
+    DIRECT_GATHER("GPU: AG expects the epoch before", "tag) if DIRECT else gl.load", "tag) if False else gl.load"),
+    DIRECT_GATHER("GPU: AG signals the epoch before", "next_word(gl.load(words[3]), words[6])", "gl.load(words[3])"),
+    DIRECT_GATHER("GPU: AG does not count its epoch", "next_word(gl.load(epoch_ptr), tag), WORLD)", "gl.load(epoch_ptr), WORLD)"),
+    DIRECT_SCATTER("GPU: RS does not count epochs", "next_word(gl.load(epoch_ptr), tag), WORLD)", "gl.load(epoch_ptr), WORLD)"),
+    DIRECT_SCATTER("GPU: RS signals a tile early", "per_chunk, signals_ptr + chunk", "per_chunk - 1, signals_ptr + chunk"),
+    DIRECT_SCATTER("GPU: RS signals for another chunk", "signals_ptr + chunk, expected", "signals_ptr + chunk + 1, expected"),
+    GATHER("GPU: what a wait gave up on looks like a result", 'acc = acc + float("nan")', "acc = acc + 0.0",
+           f"{STRESS}::test_a_silent_peer_is_named[fused]"),
+    # the weight gradient
+    WEIGHT_GRADIENT(
+        "GPU: products are rounded before they are added to main_grad",
+        "torch.addmm(target, dy.t(), x, out_dtype=torch.float32, out=target)", "target.add_(dy.t() @ x)",
+    ),
+    WEIGHT_GRADIENT(
+        "GPU: main_grad is overwritten",
+        "torch.addmm(target, dy.t(), x, out_dtype=torch.float32, out=target)",
+        "torch.mm(dy.t(), x, out_dtype=torch.float32, out=target)",
+    ),
+]  # fmt: skip

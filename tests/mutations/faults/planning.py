@@ -1,0 +1,176 @@
+"""Faults of what the first call with some shapes decides: checks, schedules, plans, the choice of a method."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+UNIT, PROTOCOL = "tests/unit", "tests/protocol"
+PLANS = (f"{UNIT}/test_plan.py",)
+SCHEDULE = In("overlap_train/planning/schedule.py", (f"{PROTOCOL}/test_schedule.py",))
+PLAN = In("overlap_train/planning/plan.py", PLANS)
+SPEC = In("overlap_train/planning/spec.py", PLANS)
+ARGUMENTS = In("overlap_train/planning/arguments.py", PLANS)
+CACHE = In("overlap_train/planning/cache.py", PLANS)
+TILING = In("overlap_train/planning/tiling.py", PLANS)
+CHOICE = In("overlap_train/planning/choice.py", (f"{UNIT}/test_choice.py",))
+PASSES = In("overlap_train/planning/passes.py", (f"{UNIT}/test_choice.py",))
+TABLE = In("overlap_train/planning/table.py", (f"{UNIT}/test_tuning_table.py",))
+
+FAULTS = [
+    SCHEDULE("blocks arrive in the order in which they are sent", "(topology.rank - step)", "(topology.rank + step)"),
+    SCHEDULE(
+        "a rank sends to itself",
+        "(topology.rank + step) % topology.world for step in range(1, topology.world)",
+        "(topology.rank + step) % topology.world for step in range(topology.world)",
+    ),
+    SCHEDULE("a scatter sends its first block to all", "target if kind == SCATTER else 0", "0"),
+    SCHEDULE("a gather sends other blocks than its shard", "target if kind == SCATTER else 0", "target"),
+    SCHEDULE(
+        "own rows come first in a scatter",
+        "blocks = (*targets(topology), topology.rank)",
+        "blocks = (topology.rank, *targets(topology))",
+    ),
+    SCHEDULE(
+        "legs are equal where their pieces are",
+        "@dataclass(frozen=True, eq=False)",
+        "@dataclass(frozen=True)",
+        survives="equal legs have equal routes; comparing them only costs time",
+    ),
+    PLAN("the copy engine is used without slots", 'return 0 if self.method == "collective" else 1', "return 1"),
+    PLAN("memory is allocated for collectives", "if uses_slots else 0", "if True else 0"),
+    PLAN(
+        "x is gathered again although it is kept",
+        'spec.fprop == GATHER and config.gathered_input == "regather"',
+        "spec.fprop == GATHER",
+    ),
+    PLAN(
+        "x is gathered again by a fused kernel's method",
+        'fprop.method if fprop.method == "collective" else "chunked"',
+        "fprop.method",
+    ),
+    PLAN("x is gathered again in chunks", "route = legs(GATHER, topology, chunks=1)", "route = fprop.legs"),
+    PLAN(
+        "pushes of a gather wait for tiles",
+        'after_tiles = kind == SCATTER and choice.method == "fused"',
+        'after_tiles = choice.method == "fused"',
+    ),
+    PLAN(
+        "pushes of a scatter do not wait for tiles",
+        "legs(kind, topology, chunks, after_tiles)",
+        "legs(kind, topology, chunks)",
+    ),
+    PLAN("blocks that are to be sent whole are cut", " or choice.variant.whole:", ":"),
+    PLAN(
+        "a scatter is cut by the rows of its input",
+        "features = pass_.k if kind == GATHER else pass_.n",
+        "features = pass_.k",
+    ),
+    PLAN("a tile crosses a rank's rows", "return PORTABLE if crosses or too_many", "return PORTABLE if too_many"),
+    PLAN(
+        "a tile crosses a chunk's rows",
+        "pass_.world * chunks * HOPPER_TILE",
+        "pass_.world * HOPPER_TILE",
+        survives="chunks are of whole tiles already (tiling.py); the check is for other cuts",
+    ),
+    PLAN(
+        "a rank too many for the tensor descriptors",
+        "pass_.world - 1 > MOST_DIRECT_PEERS",
+        "pass_.world - 1 > MOST_DIRECT_PEERS + 1",
+    ),
+    PLAN("a gather is refused for too many ranks", "    if kind == SCATTER:  # partial", "    if True:  # partial"),
+    PLAN("TMA reads a weight that it cannot", " or not tma_reads_weight(w):", ":"),
+    PLAN(
+        "only the forward pass is looked at", "for engine in (plan.fprop, plan.dgrad):", "for engine in (plan.fprop,):"
+    ),
+    PLAN(
+        "a backward that gathers nothing starts with a barrier",
+        "barrier_first and gathers and pushes",
+        "barrier_first and pushes",
+    ),
+    PLAN(
+        "a backward by NCCL starts with a barrier",
+        'plan.wgrad is not None and plan.wgrad.method != "collective"',
+        "plan.wgrad is not None",
+    ),
+    SPEC("a gather has the rows of one rank", "(world_size if self.fprop == GATHER else 1)", "1"),
+    SPEC("a scatter has the rows of all ranks twice", "(world_size if self.fprop == GATHER else 1)", "world_size"),
+    SPEC("slots are as wide as the input", "x.shape[-1:] if self.fprop == GATHER else w.shape[:1]", "x.shape[-1:]"),
+    ARGUMENTS("an input of one dimension is accepted", "if x.dim() < 2 or w.dim() != 2:", "if w.dim() != 2:"),
+    ARGUMENTS(
+        "rows that ranks cannot share are accepted", "if error is None and x.shape[0] % world_size:", "if False:"
+    ),
+    ARGUMENTS(
+        "a bias of another dtype is accepted",
+        '{w_name: w} if bias is None else {w_name: w, "bias": bias}',
+        "{w_name: w}",
+    ),
+    ARGUMENTS("a bias of another length is accepted", "bias.shape != w.shape[:1]", "bias.dim() != 1"),
+    ARGUMENTS("an empty weight is accepted", "if x.numel() == 0 or w.numel() == 0:", "if x.numel() == 0:"),
+    ARGUMENTS("operands on two devices are accepted", "if other.device != x.device:", "if False:"),
+    CACHE("what was used last is forgotten first", "popitem(last=False)", "popitem()"),
+    CACHE(
+        "a value that was used does not count as used",
+        "        if value is not None:\n            self._use(key)\n",
+        "",
+    ),
+    CACHE("one more is kept", "if len(self._values) > self._most:", "if len(self._values) > self._most + 1:"),
+    TILING(
+        "chunks are shorter than tiles",
+        "m_shard % (c * _TALLEST_TILE) == 0 and m_shard * row_bytes",
+        "m_shard * row_bytes",
+    ),
+    TILING(
+        "chunks are too short for the copy engine",
+        "m_shard * row_bytes >= c * _SHORTEST_COPY",
+        "m_shard * row_bytes >= _SHORTEST_COPY",
+    ),
+    TILING("tiles are rounded down", "-(-rows // self.block_m)", "(rows // self.block_m)"),
+    TILING("the layout of a weight is not looked at", "return one_step and pitch > 0 and", "return pitch > 0 and"),
+    TILING("an expanded weight is read by TMA", "one_step and pitch > 0 and pitch", "one_step and pitch"),
+    TILING("a weight between two words is read by TMA", " and weight.data_ptr() % 16 == 0", ""),
+    CHOICE(
+        "a named method is overruled by the table",
+        'if requested != "auto":',
+        'if requested != "auto" and not table.winners:',
+    ),
+    CHOICE(
+        "a measurement counts for other kernels",
+        "    fits = winner is not None and _on_hopper",
+        "    fits = winner is not None or _on_hopper",
+    ),
+    CHOICE("a scatter whose tiles cross is served", "return False  # a tile would cross", "pass  # a tile would cross"),
+    CHOICE("few rows are left to fused", "if pass_.m <= FEW_ROWS:", "if pass_.m < FEW_ROWS:"),
+    CHOICE("two ranks collide", "pass_.world > 2 and TRAITS", "pass_.world > 1 and TRAITS"),
+    CHOICE("short copies collide", "max(LONG_COPY_US, pass_.gemm_us)", "pass_.gemm_us"),
+    CHOICE(
+        "the tuner decides on a column's barrier",
+        "return replace(measured, barrier_first=collides) if pass_.kind == SCATTER_AND_WGRAD else measured",
+        "return measured",
+    ),
+    CHOICE(
+        "a plain scatter's reduction is split",
+        "pass_.kind == SCATTER_AND_WGRAD and TRAITS[method].splits",
+        "TRAITS[method].splits",
+    ),
+    PASSES(
+        "a dgrad multiplies the same shape", "self.m, self.k, self.n, self.dtype", "self.m, self.n, self.k, self.dtype"
+    ),
+    PASSES(
+        "passes of two dtypes share a measurement", "return self.kind, dtype_name(self.dtype)", 'return self.kind, ""'
+    ),
+    PASSES(
+        "a size on an edge is in the bucket above",
+        "(size - 1).bit_length()",
+        "size.bit_length()",
+        f"{UNIT}/test_tuning_table.py",
+    ),
+    TABLE(
+        "an older winner overrules a newer one",
+        "{**read(folder, key).winners, **{winner.measured.bucket: winner for winner in winners}}",
+        "{**{winner.measured.bucket: winner for winner in winners}, **read(folder, key).winners}",
+    ),
+    TABLE("a file of another version is used", 'if document["key"] != asdict(key):', "if False:"),
+    TABLE(
+        "a reader sees half a file", "        os.replace(scratch, path)", "        path.write_text(scratch.read_text())"
+    ),
+]

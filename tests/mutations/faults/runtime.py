@@ -1,0 +1,105 @@
+"""Faults of domains, of the bracket around an operator, and of graphs."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+UNIT, PROTOCOL = "tests/unit", "tests/protocol"
+DOMAIN = In("overlap_train/runtime/domain.py", (f"{UNIT}/test_operator_bracket.py",))
+REGISTRY = In("overlap_train/runtime/registry.py", (f"{UNIT}/test_registry.py",))
+GRAPH = In("overlap_train/runtime/graph.py", (f"{UNIT}/test_graph_guard.py",))
+GUARD = In(DOMAIN.file, (f"{UNIT}/test_graph_guard.py",))
+
+FAULTS = [
+    DOMAIN(
+        "nobody looks at the record after an operator",
+        "        if raised is None:\n            domain.fault.check()\n",
+        "",
+    ),
+    DOMAIN(
+        "nobody looks at the record before an operator",
+        "        domain = self._domain\n        domain.fault.check()\n",
+        "        domain = self._domain\n",
+    ),
+    DOMAIN(
+        "an operator that cannot begin stays under way",
+        "            self.__exit__(True)\n            raise",
+        "            raise",
+    ),
+    DOMAIN("slots count as free after an operator that raised", "domain.workspace.use.invalidate()", "pass"),
+    DOMAIN(
+        "slots never count as free",
+        "if raised is not None and self._slots:",
+        "if self._slots:",
+    ),
+    DOMAIN("two threads are let in", "self._lock.acquire(blocking=False)", "True"),
+    DOMAIN("pushes outlive their operator", "domain.engine.join()", "pass"),
+    DOMAIN(
+        "the flag of a barrier is dropped",
+        "domain.workspace.begin(self._tag, self._slots, self._barrier_first)",
+        "domain.workspace.begin(self._tag, self._slots, False)",
+        f"{PROTOCOL}/test_interleaving_columns.py::test_ranks_meet_where_asked_and_where_slots_run_out",
+    ),
+    GUARD("an operator runs after shutdown", "if self.closed or (slots", "if (slots"),
+    GUARD("a foreign graph is not noticed", "if slots and not self.graphed and self.is_capturing():", "if False:"),
+    GUARD(
+        "operators inside graphed are refused",
+        "if slots and not self.graphed and self.is_capturing():",
+        "if slots and self.is_capturing():",
+    ),
+    GUARD(
+        "new shapes are let into a capture",
+        "        if self.is_capturing():\n            raise",
+        "        if False:\n            raise",
+    ),
+    GUARD("CUDA is asked on the CPU", "return self._on_gpu and torch", "return torch"),
+    REGISTRY(
+        "another timeout_s is accepted", '("provider", "symmetric_mib", "timeout_s")', '("provider", "symmetric_mib")'
+    ),
+    REGISTRY(
+        "another provider is accepted", '("provider", "symmetric_mib", "timeout_s")', '("symmetric_mib", "timeout_s")'
+    ),
+    REGISTRY("an equal config is refused", "        if mine != theirs:", "        if mine is not None:"),
+    REGISTRY("a tensor on another device is accepted", "    if device != domain.device:", "    if False:"),
+    REGISTRY("a group that has changed is accepted", "if group.size() != domain.world_size:", "if False:"),
+    REGISTRY(
+        "only the first group is checked",
+        "        domain.fault.check()\n",
+        "        domain.fault.check()\n        break\n",
+    ),
+    REGISTRY(
+        "groups are closed in the order of their first use",
+        "sorted(_domains.values(), key=lambda domain: domain.group.group_name)",
+        "list(_domains.values())",
+        f"{UNIT}/test_shutdown.py",
+    ),
+    REGISTRY("a domain is found after shutdown", "    _domains.clear()\n", "", f"{UNIT}/test_shutdown.py"),
+    REGISTRY(
+        "nvshmem never ends",
+        "providers = {domain.heap.provider for domain in domains if domain.heap is not None}",
+        "providers: set[str] = set()",
+        f"{UNIT}/test_shutdown.py",
+    ),
+    GRAPH("no barrier at a graph's end", '        barrier(domain, Tag("graph/end", "barrier"))\n', ""),
+    GRAPH("no barrier at a graph's beginning", '        barrier(domain, Tag("graph/begin", "barrier"))\n', ""),
+    GRAPH(
+        "a second capture forgets the first",
+        "domain.captured |= domain",
+        "domain.captured = domain",
+        survives="both are captured by then, unless the second was not captured at all: a run of it without a graph",
+    ),
+    GRAPH("eager calls count as graphed for ever", "        domain.graphed = False", "        pass"),
+    GRAPH("graphs are never forgotten", "        domain.captured = False", "        pass"),
+    GRAPH(
+        "capturing changes the use of slots",
+        "        workspace.use = before",
+        "        pass",
+        f"{PROTOCOL}/test_interleaving_graph.py::test_capturing_leaves_the_use_of_slots_as_it_was",
+    ),
+    GRAPH(
+        "capturing changes the use of slots in place",
+        "before = copy.deepcopy(workspace.use)",
+        "before = workspace.use",
+        f"{PROTOCOL}/test_interleaving_graph.py::test_capturing_leaves_the_use_of_slots_as_it_was",
+    ),
+]

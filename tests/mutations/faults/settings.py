@@ -1,0 +1,52 @@
+"""Faults of settings, shared memory between processes, and the weight gradient."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+CONFIG = In("overlap_train/config.py", ("tests/unit/test_config.py",))
+HEAP = In("overlap_train/symmetric/host.py", ("tests/protocol/test_footprint.py",))
+WEIGHT_GRADIENT = In("overlap_train/operators/weight_gradient.py", ("tests/unit/test_weight_gradient.py",))
+
+FAULTS = [
+    CONFIG("the hash travels to another process", 'if name != "_hash"', "if name"),
+    CONFIG("a limit of 0 is accepted", "0 < value < math.inf", "0 <= value < math.inf"),
+    CONFIG("an endless limit is accepted", "0 < value < math.inf", "0 < value <= math.inf"),
+    CONFIG("a number in words is compared", "not isinstance(value, int | float) or not 0", "not 0"),
+    CONFIG("only one of the limits is looked at", '("symmetric_mib", "timeout_s")', '("symmetric_mib",)'),
+    CONFIG("an empty choice is accepted", "if wrong or not values", "if wrong"),
+    CONFIG("a name is taken for a tuple", "if isinstance(value, tuple) is not several", "if False"),
+    CONFIG("only the first of several is looked at", "for item in values if item", "for item in values[:1] if item"),
+    CONFIG("flags have underscores", 'field_name.replace("_", "-")', "field_name"),
+    CONFIG("no folder is accepted", "if not self.tuning_dir", "if False", "tests/unit/test_tuning_table.py"),
+    HEAP("a file is closed before all peers have mapped it", "agreement.all_succeed(error, _OPEN)  #", "pass  #"),
+    HEAP("a file stays open", "            if descriptor >= 0:\n                os.close(descriptor)", "            pass"),
+    HEAP("memory is never unmapped", "        self._views = []\n", "        pass\n"),
+    HEAP("every rank maps the memory of the last",
+         "for pid, number in places], None",
+         "for pid, number in places[-1:] * len(places)], None"),
+    HEAP("memory is one byte too small", "_map(pid, number, nbytes) for", "_map(pid, number, nbytes - 1) for"),
+    HEAP(
+        "ranks of two machines go on", "places}) > 1", "places}) > 2",
+        "tests/protocol/test_modes.py::test_cpu_ranks_of_several_machines_are_refused_on_all_of_them",
+    ),
+    HEAP("machines are told apart by their start only", ' + os.readlink("/proc/self/ns/pid")', "",
+         survives="containers of one machine that cannot see each other's processes fail to map memory instead"),
+    WEIGHT_GRADIENT(
+        "products are rounded before they are added to main_grad",
+        "target.addmm_(dy.t().float(), x.float())", "target.add_((dy.t() @ x).float())",
+    ),
+    WEIGHT_GRADIENT("main_grad is overwritten", "target.addmm_(dy.t().float(), x.float())",
+                    "torch.mm(dy.t().float(), x.float(), out=target)"),
+    WEIGHT_GRADIENT("main_grad of the same dtype is overwritten", "target.addmm_(dy.t(), x)",
+                    "target.copy_(dy.t() @ x)"),
+    WEIGHT_GRADIENT("main_grad of another 16-bit dtype is overwritten", "target.add_(dy.t() @ x)",
+                    "target.copy_(dy.t() @ x)"),
+    WEIGHT_GRADIENT("main_grad is used although it is off", 'if main_grad == "accumulate" else None', ""),
+    WEIGHT_GRADIENT("a hook is not told", "weight.grad_added_to_main_grad = True", "pass"),
+    WEIGHT_GRADIENT("a hook gets no gradient", "return placeholder(weight)", "return None"),
+    WEIGHT_GRADIENT("every weight has a hook", 'if not hasattr(weight, "grad_added_to_main_grad")', "if False"),
+    WEIGHT_GRADIENT("the placeholder of a tied weight is added",
+                    'torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like',
+                    "torch.ones_like"),
+]  # fmt: skip

@@ -1,0 +1,134 @@
+"""Variants of compare_mfu that replay a CUDA graph, on stand-ins: no CPU has such graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gpt.program import RecipeError
+from gpt.settings import Settings
+from mfu import measuring, variants
+from mfu.measuring import Measured, capture_all, record_timelines, time_without_communication
+from mfu.plan import read_flags
+from mfu.rows import label_of, rows_of
+from overlap_train import OverlapConfig
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SETTINGS = Settings(tp=2)
+
+
+class Run:
+    """A variant in training."""
+
+    def __init__(self, name: str, problem: str = "") -> None:
+        self.name, self.problem, self.captures, self.releases = name, problem, 0, 0
+
+    def capture(self) -> None:
+        self.captures += 1
+        if self.problem:
+            raise RuntimeError(self.problem)
+
+    def release(self) -> None:
+        self.releases += 1
+
+    def forward_backward(self, index: int = 0) -> None: ...
+
+    def forward_backward_alone(self, index: int = 0) -> None: ...
+
+
+class World:
+    device, group = CUDA, None
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def attempt(self, work: Callable[[], object]) -> str | None:
+        try:
+            work()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+
+def runs(*names: str) -> Any:
+    return {name: Run(name) for name in names}
+
+
+def test_only_graph_variants_are_captured_once_each() -> None:
+    trained, world = runs("megatron", "overlap", "overlap_graph", "overlap_graph again"), World()
+    capture_all(trained, Measured(SETTINGS), world)  # type: ignore[arg-type]
+    assert [run.captures for run in trained.values()] == [0, 0, 1, 1]
+
+
+def test_what_cannot_be_captured_is_absent_with_its_reason() -> None:
+    measured, world = Measured(SETTINGS), World()
+    refused = Run("megatron_graph", "no capture here")
+    trained: Any = {"megatron": Run("megatron"), "megatron_graph": refused}
+    capture_all(trained, measured, world)  # type: ignore[arg-type]
+    assert list(trained) == ["megatron"] and measured.absent == {"megatron_graph": "no capture here"}
+    assert refused.releases == 1, "other ranks may have a graph"
+    with pytest.raises(RecipeError, match="no variant can be captured here: overlap_graph: none"):
+        capture_all({"overlap_graph": Run("overlap_graph", "none")}, Measured(SETTINGS), world)  # type: ignore[dict-item,arg-type]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was timed, each call 2 ms and each without communication 1.5 ms."""
+    asked: list[str] = []
+
+    def measure(calls: dict[str, Any], *_: object) -> dict[str, Any]:
+        asked.extend(calls)
+        return {name: SimpleNamespace(ms=1.5 if "alone" in name else 2.0) for name in calls}
+
+    monkeypatch.setattr(measuring, "measure", measure)
+    return asked
+
+
+def test_a_graph_has_no_time_without_communication(timed: list[str]) -> None:
+    measured, plan = Measured(SETTINGS), read_flags(["--variants", "megatron,overlap_graph"])[0]
+    measured.step_ms = {"megatron": [4.0], "overlap_graph": [2.0]}
+    measured.losses = {"megatron": [3.0], "overlap_graph": [3.0]}
+    time_without_communication(plan, runs("megatron", "overlap_graph"), measured, World())  # type: ignore[arg-type]
+    assert timed == ["megatron", "overlap_graph", "megatron, alone"]
+    eager, graph = rows_of(plan, measured, 2, None, "BF16")
+    assert (eager["forward_backward_ms"], eager["exposed_ms"], eager["exposed_of_baseline"]) == (2.0, 0.5, 1.0)
+    assert (graph["forward_backward_ms"], graph["alone_ms"], graph["exposed_ms"]) == (2.0, None, None)
+    assert graph["exposed_of_baseline"] is None and graph["speed_up"] == 2.0
+
+
+def test_a_graph_has_no_timeline_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, world = Measured(SETTINGS), World()
+    monkeypatch.setattr(measuring.layer_timeline, "record", lambda run: [run.name])
+    monkeypatch.setattr(measuring.dist, "barrier", lambda: None)
+    record_timelines(runs("overlap", "overlap_graph"), measured, world)  # type: ignore[arg-type]
+    assert measured.spans == {"overlap": ["overlap"]}
+    assert world.said == [" small: no timeline of overlap_graph: a replay does not launch the layers' markers"]
+
+
+def test_obstacles_of_graphs() -> None:
+    assert variants.obstacle("overlap_graph", SETTINGS, CPU) == "CUDA graphs need CUDA devices"
+    assert variants.obstacle("overlap_graph", SETTINGS, CUDA) is None
+    assert "size 1" in str(variants.obstacle("overlap_graph", Settings(tp=1), CUDA))
+    assert variants.obstacle("megatron_graph", Settings(tp=1), CUDA) is None
+    assert "--recompute full" in str(variants.obstacle("megatron_graph", Settings(tp=2, recompute="full"), CUDA))
+
+
+def test_a_graph_variant_is_its_eager_twin_but_for_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+    monkeypatch.setattr(variants, "build_model", lambda settings, overlap, *_: built.append((settings, overlap)))
+    monkeypatch.setattr(variants, "build_trainer", lambda settings, model: None)
+    monkeypatch.setattr(variants, "with_graph", lambda trainer: trainer)
+    overlap = OverlapConfig(method="chunked")
+    names = ("overlap", "overlap_graph again", "megatron", "megatron_graph", "fused")
+    main_grads = [variants.build_variant(name, SETTINGS, overlap, CUDA)[1] for name in names]
+    assert [settings.cuda_graph for settings, _ in built] == [0, 1, 0, 1, 0]
+    assert [config for _, config in built] == [overlap, overlap, None, None, OverlapConfig(method="fused")]
+    assert main_grads == ["accumulate", "accumulate", "off", "off", "accumulate"]
+    assert label_of("overlap_graph again") == "overlap_train, CUDA graph again"

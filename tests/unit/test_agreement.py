@@ -1,0 +1,76 @@
+"""Ranks that tell each other something through a key-value store; here the ranks are threads and the store is a local one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from overlap_train import OverlapTimeoutError
+from overlap_train.symmetric.agreement import Agreement
+
+
+def ranks(world: int, timeout_s: float = 30.0) -> list[Agreement]:
+    store, found = dist.HashStore(), []
+    for rank in range(world):
+        one = object.__new__(Agreement)
+        one.timeout_s, one.rank, one.world_size = timeout_s, rank, world
+        one._store, one._number = store, 0  # type: ignore[assignment]
+        found.append(one)
+    return found
+
+
+def together(agreements: list[Agreement], act: Callable[[Agreement], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(agreements)) as threads:
+        return list(threads.map(act, agreements))
+
+
+def test_each_gets_the_values_of_all_by_rank_in_every_round() -> None:
+    three = ranks(3)
+    for turn in range(3):
+        values = together(three, lambda one: one.exchange((one.rank, turn), "fc1"))  # noqa: B023
+        assert values == [[(rank, turn) for rank in range(3)]] * 3
+
+
+def test_rounds_that_all_have_read_are_deleted() -> None:
+    two = ranks(2)
+    for _ in range(3):
+        together(two, lambda one: one.barrier("fc1"))
+    assert (
+        sorted(two[0]._store.check([key]) for key in ("0/0", "0/1", "1/0", "1/1", "2/0", "2/1"))
+        == [False] * 4 + [True] * 2
+    )
+
+
+def test_those_who_do_not_come_are_named_and_those_who_came_are_not() -> None:
+    one, _, two = ranks(4, timeout_s=0.05)[:3]
+    two._store.set("0/2", b"")
+    with (
+        pytest.warns(UserWarning, match=r"rank 0 has waited .* for ranks 1, 3 of the group"),
+        pytest.raises(OverlapTimeoutError, match=r"fc1: rank 0 waited 0.05 s for ranks 1, 3 of the group"),
+    ):
+        one.exchange(None, "fc1")
+
+
+def test_an_error_of_one_is_raised_by_all() -> None:
+    def act(one: Agreement) -> str:
+        with pytest.raises(RuntimeError) as raised:
+            one.all_succeed("none left" if one.rank == 1 else None, "open")
+        return str(raised.value)
+
+    assert together(ranks(2), act) == ["open: rank 1: none left"] * 2
+    assert together(ranks(2), lambda one: one.all_succeed(None, "open")) == [None] * 2
+
+
+def test_a_store_that_is_gone_is_said_so() -> None:
+    class Gone:
+        def set(self, *_: object) -> None:
+            raise dist.DistNetworkError("broken pipe")
+
+    one = ranks(1)[0]
+    one._store = Gone()  # type: ignore[assignment]
+    with pytest.raises(OverlapTimeoutError, match="rank 0 lost the key-value store of the job"):
+        one.exchange(None, "fc1")

@@ -1,0 +1,107 @@
+"""Pictures: nothing is cut, one colour a thing, and bars that end early say so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from overlap_train.tools.bench import bars, output, plots, style, timeline
+from overlap_train.tools.measure.results import write_json
+from tests.unit.test_bench_output import layer_row, operator_row
+
+METHODS = ("auto", "fused", "direct", "chunked", "collective")
+
+
+Drawn = tuple[list[Path], list[Any]]  # files and their figures
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    """The pictures of a folder with everything in it."""
+    folder, figures = tmp_path_factory.mktemp("results"), []
+
+    def keep(figure: Any, path: Path) -> Path:
+        figures.append(figure)
+        return style.save(figure, path)
+
+    write(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (bars, plots, timeline):
+            patch.setattr(module, "save", keep)
+        return plots.draw(folder), figures
+
+
+def texts(figure: Any) -> list[Any]:
+    """That are seen, outside legends as well as inside."""
+    from matplotlib.text import Text
+
+    return [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+
+
+def write(folder: Path) -> None:
+    """Operators of two shapes and sizes, six layers, and a call by two methods."""
+    ops = [operator_row(m=m) | {"method": method} for m in (256, 8192) for method in METHODS]
+    write_json(folder / "operators.json", [*ops, *({**row, "op": "gemm_rs"} for row in ops)], {})
+    names = ("auto", "auto_graph", "fused")
+    layers = [layer_row() | {"layer": f"llama3-{n}b-attn", "method": name} for n in range(70, 76) for name in names]
+    layers[0]["async_tp_ms"] = 9.9 * layers[0]["gemms_ms"]
+    write_json(folder / "layers.json", layers, {})
+    marks = [{"name": "FillFunctor", "stream": 7, "start": t, "end": t + 1} for t in (0, 400)]
+    kernel = {"name": "all_gather_gemm_kernel", "stream": 7, "start": 2, "end": 390}
+    copy = {"name": "Memcpy PtoP", "stream": 9, "start": 1, "end": 200}
+    calls = {"all_gather_linear fused": [*marks, copy, kernel], "all_gather_linear direct": [*marks, kernel]}
+    shape = {"m": 8192, "hidden": 4096, "ffn": 14336, "world": 4}
+    (folder / "timeline.json").write_text(json.dumps({"hardware": "NVIDIA H200", "shape": shape, "calls": calls}))
+
+
+def test_everything_in_a_folder_is_drawn(drawn: Drawn) -> None:
+    assert [path.name for path in drawn[0]] == ["speedup.png", "speedup_m.png", "layers.png", "timeline.png"]
+    assert all(1000 < path.stat().st_size < 200_000 for path in drawn[0])
+
+
+def test_nothing_is_cut_or_small_or_unexplained(drawn: Drawn) -> None:
+    for figure in drawn[1]:
+        box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
+        assert width == style.WIDTH
+        assert min(text.get_fontsize() for text in texts(figure)) >= style.SMALL
+        words = {text.get_text() for text in texts(figure)}
+        assert style.PERFECT in words and any("is better" in line for line in words)
+
+
+def test_communication_inside_a_kernel_is_named(drawn: Drawn) -> None:
+    fused, direct = ([text.get_text() for text in texts(axes)] for axes in drawn[1][-1].axes)
+    assert "inside the kernel: stores to peers" in direct
+    assert "inside the kernel: stores to peers" not in fused
+
+
+def test_a_bar_beyond_the_limit_is_broken_and_keeps_its_number(drawn: Drawn) -> None:
+    axes = drawn[1][2].axes[0]
+    assert [text.get_text().strip() for text in axes.texts][-2:] == ["//", "9.90"]
+    assert axes.patches[-1].get_width() == pytest.approx(plots.LONGEST - 1)
+
+
+def test_every_thing_has_a_colour_of_its_own() -> None:
+    same = {"overlap", "inside"}  # auto beside other programs; hidden communication as an outline
+    colours = [look.colour for name, look in style.LOOKS.items() if name not in same]
+    assert len(set(colours)) == len(colours)
+    assert style.look_of("overlap_graph again").colour == style.look_of("auto").colour
+    assert style.look_of("megatron_graph").label == "Megatron-Core, CUDA graph"
+
+
+def test_curves_join_the_rows_of_one_shape_by_m() -> None:
+    curves = plots.curves([operator_row(m=8192), operator_row(m=256, without="async_tp")])
+    fused = output.speed_up(operator_row())
+    assert curves["fused"] == [(256, fused), (8192, fused)]
+    assert [m for m, _ in curves["async_tp"]] == [8192]
+    assert [m for m, _ in curves["bound"]] == [256, 8192]
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no operators\.json"):
+        plots.draw(tmp_path)

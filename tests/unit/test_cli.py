@@ -1,0 +1,69 @@
+"""The command `overlap-train`: its subcommands, and one line for what a user can put right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from overlap_train import __version__, cli
+from overlap_train.flags import run_command
+
+WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None  # what is not installed cannot be imported
+from overlap_train.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"overlap-train {__version__}\n"
+
+
+def test_the_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in cli.COMMANDS)
+
+
+def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["benhc"]) == 2
+    assert capsys.readouterr().err == "overlap-train: error: 'benhc' is not one of doctor, tune, bench, launch\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "install"),
+    [
+        ("torch", "doctor", "torch"), ("torch", "bench operators", "torch"), ("torch", "tune --dry-run --seq 8", "torch"),
+        ("rich", "doctor", "rich"), ("packaging", "doctor", "packaging"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_one_line(package: str, command: str, install: str) -> None:
+    words = [sys.executable, "-c", WITHOUT, package, *command.split()]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, "RANK": "0"})
+    assert run.returncode == 2
+    assert run.stderr == f"overlap-train {command.split()[0]} needs {package}: pip install {install!r}\n"
+
+
+def test_launch_needs_no_torch() -> None:
+    words = [sys.executable, "-c", WITHOUT, "torch", "launch", "--help"]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "--time TIME" in run.stdout
+
+
+def test_only_rank_0_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["benhc"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def work() -> int:
+        raise ModuleNotFoundError("No module named 'overlap_train.nowhere'", name="overlap_train.nowhere")
+
+    with pytest.raises(ModuleNotFoundError):
+        run_command("overlap-train", work)

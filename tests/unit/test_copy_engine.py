@@ -1,0 +1,51 @@
+"""One push, the thread that plays the copy engine, and where a route takes its rows from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap_train.protocol.copy_engine import HostCopyEngine, Push, Route, run_push
+
+EPOCH = torch.tensor([7])
+
+
+def push(goal: int | None = None, count: int = 0) -> Push:
+    """Of ones; after `goal` tiles, of which `count` are stored."""
+    after = None if goal is None else (torch.tensor([count]), goal)
+    return Push(torch.ones(4), torch.zeros(4), torch.zeros(1, dtype=torch.int64), EPOCH, after)
+
+
+@pytest.mark.parametrize("one", [push(), push(goal=2, count=2), push(goal=2, count=3)])
+def test_rows_that_are_complete_are_sent_and_signalled(one: Push) -> None:
+    run_push(one, lambda seconds: None, timeout_s=0.01)
+    assert one.target.tolist() == [1.0] * 4 and one.signal == EPOCH
+
+
+def test_rows_that_never_get_complete_are_not_sent() -> None:
+    """Nor signalled: the peer would take them for the kernel's."""
+    one = push(goal=2, count=1)
+    run_push(one, lambda seconds: None, timeout_s=0.01)
+    assert not one.target.any() and not one.signal.any()
+
+
+def test_a_route_takes_its_part_of_the_source() -> None:
+    target, signal = torch.zeros(2, 3), torch.zeros(1, dtype=torch.int64)
+    route, source = Route(6, target, signal, EPOCH, None), torch.arange(24.0).view(4, 6)
+    assert route.push(source).source.tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
+    assert (route.offset, route.nbytes, route.place) == (24, 24, target.data_ptr())
+    assert (route.signal_at, route.epoch_at, route.counter_at) == (signal.data_ptr(), EPOCH.data_ptr(), 0)
+    counter = torch.zeros(1, dtype=torch.int64)
+    waiting = Route(0, target, signal, EPOCH, (counter, 5))
+    assert (waiting.counter_at, waiting.goal) == (counter.data_ptr(), 5)
+
+
+def test_what_the_thread_raised_is_raised_to_its_owner_after_all_pushes() -> None:
+    engine = HostCopyEngine(timeout_s=1.0)
+    good, source = Route(0, torch.zeros(4), torch.zeros(1, dtype=torch.int64), EPOCH, None), torch.ones(4)
+    bad = Route(0, torch.zeros(4), torch.zeros(2, dtype=torch.int64)[:0], EPOCH.repeat(2), None)
+    engine.push(source, [bad, good])
+    with pytest.raises(RuntimeError):
+        engine.join()
+    assert good.target.tolist() == [1.0] * 4 and good.signal == EPOCH
+    engine.close()

@@ -1,0 +1,72 @@
+"""What kernels are told about time, counters and the rows that they poison."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train.operators.kernel_args import grid_size, protocol_arguments, sending_arguments
+from overlap_train.protocol.tags import Tag
+from overlap_train.protocol.waits import BoundedWaits
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+WORLD, RANK, LIMIT_S = 3, 1, 2.5
+
+
+def call_of(rank: int = RANK) -> Any:
+    counters = SimpleNamespace(claimed="claimed", complete="complete", left="left", sent="sent")
+    direct = SimpleNamespace(claimed="d claimed", complete="d complete", left="d left", sent="d sent")
+    slot = SimpleNamespace(
+        signals="signals", epoch="epoch", outgoing_at="outgoing", memory_at="memory", counters=counters, direct_counters=direct
+    )  # fmt: skip
+    return SimpleNamespace(slot=slot, chunks=2, tag=Tag("fc1", ""), blocks=torch.arange(12.0).view(WORLD, 2, 2))
+
+
+def waits(rank: int = RANK) -> BoundedWaits:
+    fault: Any = SimpleNamespace(abort="abort", record="record", know=None)
+    return BoundedWaits(rank, WORLD, LIMIT_S, fault, SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_waiting_kernels_count_nanoseconds() -> None:
+    for launch in (waits()._wait_launch(call_of(), 0, WORLD), waits()._barrier_launch(call_of())):
+        assert launch.arguments["limit"] == 2_500_000_000 and launch.constants["TIMED"] is True
+
+
+@pytest.mark.parametrize(("first", "count", "poisoned"), [(0, 3, 0), (2, 1, 2), (1, 2, 2)])
+def test_a_wait_poisons_a_block_that_comes_from_a_peer(first: int, count: int, poisoned: int) -> None:
+    launch = waits()._wait_launch(call_of(), first, count)
+    assert launch.arguments["row_ptr"].flatten()[0] == 4.0 * poisoned and launch.arguments["row_size"] == 2
+    assert (launch.arguments["first"], launch.arguments["count"], launch.constants["CHUNKS"]) == (first, count, 2)
+
+
+def domain_on(device: torch.device) -> Any:
+    fault = SimpleNamespace(abort="abort", record="record")
+    return SimpleNamespace(
+        rank=RANK, world_size=WORLD, device=device, fault=fault, config=SimpleNamespace(timeout_s=LIMIT_S)
+    )
+
+
+@pytest.mark.parametrize(("device", "limit"), [(GPU, 2_500_000_000), (CPU, 25_000)])
+def test_multiplying_kernels_count_nanoseconds_or_polls(device: torch.device, limit: int) -> None:
+    assert protocol_arguments(domain_on(device), call_of(), direct=False).arguments["limit"] == limit
+
+
+def test_kernels_that_send_themselves_have_counters_of_their_own() -> None:
+    """Those of the others are reset before each call by the host, these by the kernel at its end."""
+    for direct, prefix in ((False, ""), (True, "d ")):
+        told = protocol_arguments(domain_on(GPU), call_of(), direct).arguments
+        assert [told[f"{name}_ptr"] for name in ("counter", "complete", "left")] == [
+            prefix + name for name in ("claimed", "complete", "left")
+        ]
+        assert sending_arguments(domain_on(GPU), call_of(), direct).arguments["sent_ptr"] == "d sent"
+
+
+def test_a_grid_has_a_cta_per_sm_or_per_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overlap_train.operators.kernel_args.multiprocessors", lambda device: 132)
+    plan: Any = SimpleNamespace(sms=SimpleNamespace(gemm=None))
+    assert (grid_size(1000, plan, GPU), grid_size(7, plan, GPU), grid_size(1000, plan, CPU)) == ((132,), (7,), (1,))
+    plan.sms.gemm = 100
+    assert grid_size(1000, plan, GPU) == (100,)

@@ -1,0 +1,83 @@
+"""What persistent kernels are given, and which launches count as the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train.operators import persistent
+from overlap_train.operators.kernel_args import ScatterOperands
+from overlap_train.planning.tiling import HOPPER, PORTABLE
+from overlap_train.planning.variants import PLAIN
+
+BF16 = torch.bfloat16
+
+
+def plan(kernels: str, **variant: bool) -> Any:
+    return SimpleNamespace(kernels=kernels, variant=replace(PLAIN, **variant))
+
+
+def test_what_tma_cannot_read_is_copied() -> None:
+    whole = torch.zeros(64, 64, dtype=BF16)
+    for readable in (whole, whole[8:, 8:], whole[::2]):
+        assert persistent.operand(plan(HOPPER), readable) is readable
+    odd = torch.zeros(8, 9, dtype=BF16)[:, :8]
+    for wrong in (whole[:, 1:], whole[:, ::8], odd, whole.t(), torch.zeros(1, 64, dtype=BF16).expand(64, 64)):
+        copy = persistent.operand(plan(HOPPER), wrong)
+        assert copy is not wrong and copy.is_contiguous() and torch.equal(copy, wrong)
+        assert persistent.operand(plan(PORTABLE), wrong) is wrong
+
+
+def test_pointers_on_16_bytes_are_told_from_others() -> None:
+    assert persistent.aligned(0, 16, 8, 33) == (True, True, False, False)
+
+
+class Launches:
+    """Remembers the keys of launches, and launches nothing."""
+
+    def __init__(self) -> None:
+        self.keys: list[Any] = []
+
+    def run(self, key: Any, values: Any, describe: Any) -> None:
+        self.keys.append(key)
+
+
+@pytest.fixture
+def call() -> Any:
+    return SimpleNamespace(launches=Launches(), tag=SimpleNamespace(word=1))
+
+
+def test_gathers_that_differ_have_launches_of_their_own(call: Any) -> None:
+    domain: Any = SimpleNamespace(world_size=2)
+    own, b = torch.zeros(4, 8), torch.zeros(8, 8)
+    for kernels, x, w, sends in (
+        (PORTABLE, own, b, False),
+        (HOPPER, own, b, False),
+        (PORTABLE, own, b, True),
+        (PORTABLE, own, b.t(), False),
+        (PORTABLE, own, torch.zeros(8, 16), False),
+        (PORTABLE, torch.zeros(6, 8), b, False),
+    ):
+        persistent.all_gather_gemm(domain, call, plan(kernels), x, w, sends)
+    assert len(set(call.launches.keys)) == 6
+    persistent.all_gather_gemm(domain, call, plan(PORTABLE), own.clone(), b.clone(), False)
+    assert len(set(call.launches.keys)) == 6
+
+
+def test_so_have_scatters(call: Any) -> None:
+    a, b, y = torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(4, 8)
+    staging = torch.zeros(2, 4, 8)
+    for how, operands in (
+        (plan(PORTABLE), ScatterOperands(a, b, staging, y)),
+        (plan(HOPPER), ScatterOperands(a, b, staging, y)),
+        (plan(PORTABLE, split_reduction=True), ScatterOperands(a, b, staging, y)),
+        (plan(PORTABLE), ScatterOperands(a, b, None, y)),
+        (plan(PORTABLE), ScatterOperands(a.t(), b, staging, y)),
+        (plan(PORTABLE), ScatterOperands(a, b.t(), staging, y)),
+    ):
+        persistent.gemm_reduce_scatter(None, call, how, operands)  # type: ignore[arg-type]
+    assert len(set(call.launches.keys)) == 6

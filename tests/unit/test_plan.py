@@ -1,0 +1,198 @@
+"""What the first call with some shapes decides: kernels, chunks, slots, and what is refused. No device is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train import OverlapConfig
+from overlap_train.planning import tiling
+from overlap_train.planning.arguments import all_gather_error, reduce_scatter_error
+from overlap_train.planning.cache import BoundedCache
+from overlap_train.planning.choice import Choice, Pass
+from overlap_train.planning.plan import EnginePlan, barrier_first, engine_plan, make_plan, whole_gather, why_not
+from overlap_train.planning.schedule import GATHER, SCATTER, Topology
+from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+from overlap_train.planning.table import UNTUNED
+from overlap_train.planning.tiling import HOPPER, LIBRARY, PORTABLE, TileConfig, chunk_count, direct_chunk_count
+from overlap_train.planning.variants import Variant
+from overlap_train.protocol.layout import BARRIER, SLOTS, Layout
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    tiling.tma_reads.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    yield
+    tiling.tma_reads.cache_clear()
+
+
+def engine(
+    method: str, m: int, kind: str = SCATTER, world: int = 4, n: int = 4096, k: int = 4096, w: Any = None, **how: bool
+) -> EnginePlan:
+    """The plan of one pass on a GPU. w: the weight, else one of [n, k]."""
+    w = torch.empty(8, 8, dtype=BF16) if w is None else w
+    return engine_plan(
+        Choice(method, "asked for", Variant(**how)), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w
+    )
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_whose_kernels_multiply() -> None:
+    assert engine("chunked", 8192).kernels == engine("collective", 8192).kernels == LIBRARY
+    assert engine("fused", 8192).kernels == engine("direct", 8192).kernels == HOPPER
+    assert engine("fused", 8192 + 4).kernels == PORTABLE, "a tile would cross into the next rank's rows"
+    assert engine("fused", 8192 + 4, GATHER).kernels == HOPPER, "a gather may end in the middle of a tile"
+    assert engine("fused", 8192, n=4100).kernels == PORTABLE
+    assert engine("fused", 8192, w=torch.empty(8, 9, dtype=BF16)[:, :8]).kernels == PORTABLE
+    assert engine("direct", 128 * 8, world=8).kernels == HOPPER
+    assert engine("direct", 128 * 9, world=9).kernels == PORTABLE, "more peers than tensor descriptors"
+    assert engine("fused", 128 * 9, world=9).kernels == engine("direct", 128 * 9, GATHER, 9).kernels == HOPPER
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_into_how_many_chunks_blocks_are_cut_and_what_pushes_wait_for() -> None:
+    assert engine("chunked", 1 << 16).chunks == engine("fused", 1 << 16, whole=True).chunks == 1
+    fused, direct = engine("fused", 1 << 16), engine("direct", 1 << 16)
+    assert (fused.chunks, direct.chunks) == (4, 8)
+    assert all(leg.after_tiles for leg in fused.legs) and not any(leg.after_tiles for leg in direct.legs)
+    assert not any(leg.after_tiles for leg in engine("chunked", 8192).legs)
+    assert not any(leg.after_tiles for leg in engine("fused", 8192, GATHER).legs)
+    assert engine("fused", 16384, GATHER, n=512, k=4096).chunks == 4, "a gather sends rows of k"
+    assert engine("fused", 16384, SCATTER, n=512, k=4096).chunks == 1, "a scatter rows of n"
+    assert [engine(method, 8192).slots for method in ("collective", "chunked", "direct")] == [0, 1, 1]
+
+
+def test_chunks_are_whole_tiles_and_not_too_short() -> None:
+    assert [chunk_count(rows, 8192, True) for rows in (1024, 2047, 2048, 4096, 4096 + 128)] == [1, 1, 2, 4, 1]
+    assert [direct_chunk_count(rows, True) for rows in (1024, 2048, 4096, 8192, 8192 + 128, 16384)] == [
+        1,
+        2,
+        4,
+        8,
+        1,
+        8,
+    ]
+    assert [
+        count(rows, *size, False) for count, size in ((chunk_count, (8,)), (direct_chunk_count, ())) for rows in (2, 3)
+    ] == [2, 1] * 2
+    assert TileConfig(128, 256, 64).count(129, 256) == 2 and TileConfig(128, 256, 64).count(128, 257) == 2
+
+
+def test_weights_that_tma_reads() -> None:
+    whole = torch.empty(64, 64, dtype=BF16)
+    assert (
+        tiling.tma_reads_weight(whole) and tiling.tma_reads_weight(whole.t()) and tiling.tma_reads_weight(whole[:, 8:])
+    )
+    for wrong in (
+        whole[:, 1:],
+        whole[:, ::8],
+        torch.empty(8, 9, dtype=BF16),
+        torch.empty(1, 64, dtype=BF16).expand(8, 64),
+    ):
+        assert not tiling.tma_reads_weight(wrong)
+
+
+def plan_on_cpu(spec: Any, method: str = "chunked", **settings: Any) -> Any:
+    x, w = torch.empty(6, 2, 8), torch.empty(10, 8)
+    return make_plan(spec, OverlapConfig(method=method, **settings), UNTUNED, Topology(1, 2, 0), x, w)
+
+
+def test_rows_and_memory_of_each_operator() -> None:
+    x, w = torch.empty(6, 2, 8), torch.empty(10, 8)
+    assert [spec.global_rows(x, 2) for spec in (ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER)] == [24, 12]
+    assert (
+        ALL_GATHER_LINEAR.slot_bytes(x, w, 2) == 24 * 8 * 4 and LINEAR_REDUCE_SCATTER.slot_bytes(x, w, 2) == 12 * 10 * 4
+    )
+    assert plan_on_cpu(ALL_GATHER_LINEAR).request.slot_bytes == 24 * 8 * 4
+    assert plan_on_cpu(ALL_GATHER_LINEAR, "collective").request.slot_bytes == 0
+
+
+def test_how_x_comes_to_the_weight_gradient() -> None:
+    plan = plan_on_cpu(ALL_GATHER_LINEAR)
+    assert (plan.wgrad.method, plan.wgrad.chunks, len(list(plan.wgrad.legs))) == ("chunked", 1, 1)
+    assert plan_on_cpu(ALL_GATHER_LINEAR, "collective").wgrad.method == "collective"
+    assert plan_on_cpu(ALL_GATHER_LINEAR, gathered_input="keep").wgrad is None
+    assert plan_on_cpu(LINEAR_REDUCE_SCATTER).wgrad is None
+    fused = plan_on_cpu(ALL_GATHER_LINEAR, "fused").fprop
+    again = whole_gather(fused, Topology(1, 2, 0))
+    assert (again.method, fused.chunks, len(list(fused.legs)), len(list(again.legs))) == ("chunked", 2, 2, 1)
+
+
+def test_when_a_backward_starts_with_a_barrier() -> None:
+    def first(spec: Any, gathers: bool = True, method: str = "chunked", **settings: Any) -> bool:
+        plan = plan_on_cpu(spec, method, **settings)
+        return barrier_first(replace(plan, dgrad=replace(plan.dgrad, variant=Variant(barrier_first=True))), gathers)
+
+    assert first(ALL_GATHER_LINEAR) and first(LINEAR_REDUCE_SCATTER)
+    assert not first(ALL_GATHER_LINEAR, gathers=False) and not first(ALL_GATHER_LINEAR, gathered_input="keep")
+    assert not first(ALL_GATHER_LINEAR, method="collective"), "only pushes collide"
+    assert not barrier_first(plan_on_cpu(ALL_GATHER_LINEAR), True)
+
+
+def test_kernels_run_on_cpus_in_the_interpreter_only() -> None:
+    fused, chunked = plan_on_cpu(ALL_GATHER_LINEAR, "fused"), plan_on_cpu(ALL_GATHER_LINEAR)
+    assert "Triton's interpreter only" in (why_not(fused, CPU, interpreted=False) or "")
+    assert why_not(fused, CPU, interpreted=True) is why_not(fused, GPU, interpreted=False) is None
+    assert why_not(chunked, CPU, interpreted=False) is None
+    mixed = replace(chunked, dgrad=fused.dgrad)
+    assert why_not(mixed, CPU, interpreted=False) is not None, "the backward pass counts, too"
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "bias", "said"),
+    [
+        (torch.empty(4, 8), torch.empty(6, 8), torch.empty(6), None),
+        (torch.empty(4, 2, 8), torch.empty(6, 8), None, None),
+        (torch.empty(8), torch.empty(6, 8), None, "at least 2"),
+        (torch.empty(4, 8), torch.empty(1, 6, 8), None, "exactly 2"),
+        (torch.empty(4, 7), torch.empty(6, 8), None, "has 7 features"),
+        (torch.empty(4, 0), torch.empty(6, 0), None, "is empty"),
+        (torch.empty(4, 8), torch.empty(0, 8), None, "is empty"),
+        (torch.empty(4, 8).double(), torch.empty(6, 8).double(), None, "dtype torch.float64; supported"),
+        (torch.empty(4, 8), torch.empty(6, 8).half(), None, "w_shard_. has dtype torch.float16"),
+        (torch.empty(4, 8), torch.empty(6, 8), torch.empty(6).half(), "bias has dtype torch.float16"),
+        (torch.empty(4, 8), torch.empty(6, 8, device="meta"), None, "w_shard_. is on meta"),
+        (torch.empty(4, 8), torch.empty(6, 8), torch.empty(8), r"bias has shape \(8,\); it must be \[6\]"),
+    ],
+)
+def test_what_is_wrong_with_arguments(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, said: str | None
+) -> None:
+    import re
+
+    for error in (all_gather_error(x, w, bias, 2, "fc1"), reduce_scatter_error(x, w, bias, 2, "fc1")):
+        assert error is None if said is None else re.search(said, error or ""), error
+    odd = torch.empty(5, 8)
+    assert all_gather_error(odd, torch.empty(6, 8), None, 2, "fc1") is None
+    assert "divisible by the group's 2 ranks" in (reduce_scatter_error(odd, torch.empty(6, 8), None, 2, "fc1") or "")
+
+
+def test_the_least_recently_used_is_forgotten() -> None:
+    cache: BoundedCache[str, int] = BoundedCache(2)
+    made: list[str] = []
+    for key in ("a", "b", "a", "c", "a", "b"):
+        if cache.get(key) is None:
+            made.append(key)
+            assert cache.put(key, len(made)) == len(made)
+    assert made == ["a", "b", "c", "b"] and len(cache) == 2
+    cache.clear()
+    assert cache.get("a") is None
+
+
+def test_slots_signals_and_the_barrier_do_not_overlap() -> None:
+    layout = Layout(3, 5000)
+    places = [(layout.signals_offset(slot), layout.signals_bytes) for slot in range(SLOTS + 1)]
+    places += [(layout.offset(slot), layout.size(slot)) for slot in range(SLOTS)]
+    ends = [start + size for start, size in places]
+    assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False)) and ends[-1] <= layout.nbytes
+    assert layout.signals_bytes == 3 * 8 * 8 and layout.size(BARRIER) == 0
+    assert all(layout.offset(slot) % 4096 == 0 for slot in range(SLOTS))
+    assert layout.covering(100) == layout and layout.covering(6000) == Layout(3, 6000)

@@ -1,0 +1,78 @@
+"""Which calls share a plan, and how the calls of a plan are told apart."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from overlap_train import OverlapConfig
+from overlap_train.operators.plan_book import PlanBook, Planned, _other_table
+from overlap_train.planning.cache import BoundedCache
+from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+
+X, W, BIAS = torch.empty(4, 8), torch.empty(6, 8), torch.empty(6)
+CONFIG = OverlapConfig(method="chunked")
+
+
+def book() -> PlanBook:
+    one = object.__new__(PlanBook)
+    one.plans = BoundedCache(8)
+    return one
+
+
+def key(spec: Any = ALL_GATHER_LINEAR, x: Any = X, w: Any = W, bias: Any = None, config: Any = CONFIG) -> Any:
+    return book().look_up(spec, x, w, bias, config)[0]
+
+
+def test_calls_that_differ_have_plans_of_their_own() -> None:
+    keys = [
+        key(),
+        key(spec=LINEAR_REDUCE_SCATTER),
+        key(x=torch.empty(2, 2, 8)),
+        key(x=X.double()),
+        key(bias=BIAS),
+        key(config=OverlapConfig(method="fused")),
+        key(config=None),
+        key(x=torch.empty(4, 8, requires_grad=True)),
+        key(w=torch.empty(6, 8, requires_grad=True)),
+    ]
+    with torch.no_grad():
+        keys.append(key())
+    assert len(set(keys)) == len(keys)
+    assert key(x=X.clone(), w=W.clone(), config=OverlapConfig(method="chunked")) == key()
+
+
+def test_weights_that_lie_otherwise_have_plans_of_their_own() -> None:
+    """But one key: peers need not know how this rank's weight lies in memory."""
+    one = book()
+    found, none = one.look_up(ALL_GATHER_LINEAR, X, W, None, CONFIG)
+    assert none is None
+    planned: Any = object()
+    one.plans.put(found, {(W.stride(), W.data_ptr() % 16): planned})
+    assert one.look_up(ALL_GATHER_LINEAR, X, W.clone(), None, CONFIG) == (found, planned)
+    for other in (torch.empty(8, 6).t(), torch.empty(49)[1:].view(6, 8)):
+        assert one.look_up(ALL_GATHER_LINEAR, X, other, None, CONFIG) == (found, None)
+
+
+def test_passes_and_linears_have_tags_of_their_own() -> None:
+    plan: Any = SimpleNamespace(spec=ALL_GATHER_LINEAR, request=SimpleNamespace(what="input [4, 8], method chunked"))
+    planned = Planned(None, plan)  # type: ignore[arg-type]
+    tags = [tag for name in ("layers.0.linear_fc1", "layers.1.linear_fc1") for tag in _tags(planned, name)]
+    assert len({tag.fingerprint for tag in tags}) == 6
+    assert tags[0].op == "layers.0.linear_fc1/fprop" and tags[0].what == "all_gather_linear, input [4, 8]"
+    assert planned.tags("output_layer").ranges == ("output/fprop", "output/dgrad", "output/wgrad")
+
+
+def _tags(planned: Planned, name: str) -> list[Any]:
+    tags = planned.tags(name)
+    return [tags.fprop, tags.dgrad, tags.wgrad]
+
+
+def test_another_folder_of_measurements_is_refused() -> None:
+    domain: Any = SimpleNamespace(config=CONFIG)
+    assert _other_table(domain, OverlapConfig(method="fused")) is None
+    assert "'/elsewhere', but the group's domain" in (
+        _other_table(domain, OverlapConfig(tuning_dir="/elsewhere")) or ""
+    )

@@ -1,0 +1,166 @@
+"""What is demanded of compiled kernels: each has it as Triton compiles it here, and misses it when a line of its PTX is gone."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from overlap_train.gpu.launch import Launch, LaunchCache
+from overlap_train.gpu.ptx_check import (
+    ACQUIRE,
+    BARRIER,
+    COUNT,
+    FENCE,
+    PROOFS,
+    SIGNAL,
+    STORE,
+    TMA_LOAD,
+    TMA_STORED,
+    Verifier,
+    missing,
+)
+from tests.unit import hopper_ptx
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
+
+TILES = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, PRECISION="ieee", TIMED=True, WORLD=2, CHUNKS=2)
+PORTABLE = {
+    "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),
+    "barrier_kernel": ("signal", dict(WORLD=2, TIMED=True)),
+    "all_gather_gemm_kernel": ("all_gather_gemm", TILES | {"DIRECT": False, "PIECE": 4096}),
+    "gemm_reduce_scatter_kernel": ("gemm_reduce_scatter", TILES),
+}
+PLAIN: dict[str, bool] = {}
+DEFERRED = {"DIRECT": False, "REDUCE": False}
+FUSED = {"DIRECT": False, "REDUCE": True}
+DIRECT = {"DIRECT": True, "REDUCE": True}
+SENDING = {"DIRECT": True}
+CASES = [
+    ("wait_kernel", PLAIN, (ACQUIRE,)),
+    ("barrier_kernel", PLAIN, (SIGNAL, ACQUIRE)),
+    ("all_gather_gemm_kernel", PLAIN, (ACQUIRE,)),
+    ("gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, COUNT, STORE)),
+    ("gemm_reduce_scatter_kernel", DEFERRED, (COUNT, STORE)),
+    ("gemm_reduce_scatter_kernel", DIRECT, (ACQUIRE, COUNT, SIGNAL)),
+    ("all_gather_gemm_kernel", SENDING, (ACQUIRE, STORE, BARRIER, COUNT, SIGNAL)),
+    ("hopper_all_gather_gemm_kernel", PLAIN, (ACQUIRE, FENCE, TMA_LOAD)),
+    ("hopper_all_gather_gemm_kernel", SENDING, (ACQUIRE, FENCE, TMA_LOAD, STORE, BARRIER, COUNT, SIGNAL)),
+    ("hopper_all_gather_gemm_kernel", SENDING | {"WHOLE_TILES": False}, (ACQUIRE, STORE, BARRIER, COUNT, SIGNAL)),
+    ("hopper_gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, FENCE, COUNT, TMA_STORED, BARRIER)),
+    ("hopper_gemm_reduce_scatter_kernel", DEFERRED, (COUNT, TMA_STORED, BARRIER)),
+    ("hopper_gemm_reduce_scatter_kernel", DIRECT, (ACQUIRE, FENCE, COUNT, SIGNAL)),
+]
+
+Ptx = Callable[[str, dict[str, bool]], str]
+
+
+@pytest.fixture(scope="module")
+def ptx_of() -> Iterator[Ptx]:
+    """PTX of a kernel by its name, compiled in a process that does not interpret."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
+
+        @functools.cache
+        def compiled(name: str, *on: tuple[str, bool]) -> str:
+            switches = dict(on)
+            if name in PORTABLE:
+                module, constants = PORTABLE[name]
+                return process.submit(hopper_ptx.compiled_portable, module, name, **(constants | switches)).result(120)
+            if "gather" in name:
+                switches = {"WHOLE_TILES": True} | switches
+            return process.submit(hopper_ptx.compiled, name.removesuffix("_kernel"), True, **switches).result(120)[0]
+
+        yield lambda name, switches: compiled(name, *switches.items())
+
+
+@pytest.mark.parametrize(("name", "switches", "needed"), CASES)
+def test_what_is_demanded_is_there_and_is_missed_when_it_is_gone(
+    ptx_of: Ptx, name: str, switches: dict[str, bool], needed: tuple[str, ...]
+) -> None:
+    ptx = ptx_of(name, switches)
+    assert missing(ptx, name, switches) is None
+    for instruction in needed:
+        assert missing(re.sub(instruction, "nop", ptx), name, switches), instruction
+
+
+@pytest.mark.parametrize("whole_tiles", [True, False])
+def test_rows_that_are_not_sent_are_noticed_beside_stores_of_the_result(ptx_of: Ptx, whole_tiles: bool) -> None:
+    switches = SENDING | {"WHOLE_TILES": whole_tiles}
+    ptx = ptx_of("hopper_all_gather_gemm_kernel", switches)
+    assert missing(ptx.replace("st.global.v4", "nop"), "hopper_all_gather_gemm_kernel", switches)
+
+
+COUNTING = [("scatter", DEFERRED), ("scatter", FUSED), ("scatter", DIRECT)]
+COUNTING += [("gather", SENDING | {"WHOLE_TILES": whole}) for whole in (True, False)]
+
+
+@pytest.mark.parametrize(("operator", "switches"), COUNTING)
+def test_a_count_before_its_store_is_noticed(ptx_of: Ptx, operator: str, switches: dict[str, bool]) -> None:
+    name = "hopper_all_gather_gemm_kernel" if operator == "gather" else "hopper_gemm_reduce_scatter_kernel"
+    ptx = ptx_of(name, switches)
+    (count,) = re.findall(rf"^.*{COUNT}.*$", ptx, flags=re.MULTILINE)
+    early = count + "\n" + ptx.replace(count, "")
+    assert missing(early, name, switches)
+
+
+def test_one_rank_has_nobody_to_wait_for() -> None:
+    """Compilers know that, and leave out what would be proof of more."""
+    assert missing("", "gemm_reduce_scatter_kernel", {"REDUCE": True, "DIRECT": True, "WORLD": 2})
+    stores = "st.global bar.sync atom.global.sys.release.add"
+    assert missing(stores, "gemm_reduce_scatter_kernel", {"REDUCE": True, "DIRECT": True, "WORLD": 1}) is None
+
+
+def test_a_poll_that_was_moved_out_of_its_loop_is_noticed(ptx_of: Ptx) -> None:
+    ptx = re.sub(ACQUIRE, "nop", ptx_of("wait_kernel", PLAIN), count=1)
+    assert missing(ptx, "wait_kernel", PLAIN)
+
+
+def test_every_kernel_has_an_entry() -> None:
+    """One without is an error at its first launch, not silence."""
+    from overlap_train.kernels import all_gather_gemm, gemm_reduce_scatter, signal
+
+    modules = (all_gather_gemm, gemm_reduce_scatter, signal)
+    names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    assert names | {"hopper_all_gather_gemm_kernel", "hopper_gemm_reduce_scatter_kernel"} == set(PROOFS)
+
+
+def test_a_kernel_that_lacks_its_wait_is_not_launched() -> None:
+    launches: list[str] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
+            return lambda **arguments: launches.append("launched")
+
+        def warmup(self, grid: tuple[int]) -> SimpleNamespace:
+            return SimpleNamespace(
+                metadata=SimpleNamespace(name="wait_kernel"), asm={"ptx": ".entry wait_kernel()"}, hash=""
+            )
+
+    cache = LaunchCache(SimpleNamespace(driver=object(), verifier=Verifier()))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"wait_kernel: as Triton .* its PTX lacks, in this order"):
+        cache.run("kernel", (), lambda: Launch(Kernel(), (1,), {}, {}))
+    assert not launches
+
+
+def test_a_kernel_is_checked_once() -> None:
+    """Its PTX has hundreds of kilobytes: 5 to 14 ms."""
+    read: list[str] = []
+
+    class Kernel:
+        def warmup(self, grid: tuple[int]) -> SimpleNamespace:
+            asm = MagicMock()
+            asm.__getitem__.side_effect = lambda name: read.append(name) or ""
+            return SimpleNamespace(metadata=SimpleNamespace(name="reduce_partials_kernel"), asm=asm, hash="the same")
+
+    verifier = Verifier()
+    for _ in range(3):
+        verifier.verify(Kernel(), (1,), {}, {})
+    assert read == ["ptx"]

@@ -1,0 +1,67 @@
+"""Where the weight gradient goes and in which precision: 257 is the sum that no 16-bit dtype here holds beside its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap_train.operators.weight_gradient import weight_gradient
+
+N, K, ROWS = 3, 5, 6
+# Exact in fp32, and halfway between two values of the dtype.
+HALFWAY = {torch.bfloat16: 257.0, torch.float16: 2049.0}
+
+
+def _weight(dtype: torch.dtype, main_grad: torch.Tensor | None = None, **marks: bool) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(N, K, dtype=dtype))
+    for name, value in ({} if main_grad is None else {"main_grad": main_grad, **marks}).items():
+        setattr(weight, name, value)
+    return weight
+
+
+def _operands(dtype: torch.dtype, total: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """dy [ROWS, N] and x [ROWS, K] whose product dy.T @ x is `total` everywhere: total - 1 of one row and 1 of another."""
+    dy = torch.zeros(ROWS, N, dtype=dtype)
+    dy[1], dy[4] = total - 1, 1.0
+    return dy, torch.ones(ROWS, K, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", HALFWAY, ids=str)
+def test_products_of_16_bits_are_added_to_main_grad_without_rounding(dtype: torch.dtype) -> None:
+    weight = _weight(dtype, torch.full((N, K), 0.5))
+    for count in (1, 2):
+        assert weight_gradient(*_operands(dtype, HALFWAY[dtype]), weight, "accumulate") is None
+        assert torch.equal(weight.main_grad, torch.full((N, K), 0.5 + count * HALFWAY[dtype]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_main_grad"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float16)],
+    ids=str,
+)
+def test_main_grad_of_any_dtype_is_added_to(dtype: torch.dtype, of_main_grad: torch.dtype) -> None:
+    weight = _weight(dtype, torch.full((N, K), 2.0, dtype=of_main_grad))
+    dy, x = torch.arange(ROWS * N, dtype=dtype).view(ROWS, N), torch.arange(ROWS * K, dtype=dtype).view(ROWS, K) % 3
+    assert weight_gradient(dy, x, weight, "accumulate") is None
+    assert torch.equal(weight.main_grad.double(), 2 + dy.double().t() @ x.double())
+    assert weight.main_grad.dtype == of_main_grad
+
+
+def test_it_is_returned_without_a_main_grad_and_where_that_is_off() -> None:
+    dy, x = _operands(torch.float32, 257.0)
+    expected = torch.full((N, K), 257.0)
+    assert torch.equal(weight_gradient(dy, x, _weight(torch.float32), "accumulate"), expected)
+    weight = _weight(torch.float32, torch.zeros(N, K), grad_added_to_main_grad=False)
+    assert torch.equal(weight_gradient(dy, x, weight, "off"), expected)
+    assert not weight.main_grad.any() and not weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_hook_that_insists_on_a_gradient_gets_a_placeholder_and_a_mark(zero: bool) -> None:
+    """Megatron's DDP: the mark tells it that the placeholder is not to be added; tied weights are, so theirs is zero."""
+    marks = {"grad_added_to_main_grad": False, "zero_out_wgrad": zero}
+    weight = _weight(torch.bfloat16, torch.zeros(N, K), **marks)
+    placeholder = weight_gradient(*_operands(torch.bfloat16, 257.0), weight, "accumulate")
+    assert placeholder is not None and placeholder.shape == weight.shape and placeholder.dtype == weight.dtype
+    assert weight.grad_added_to_main_grad is True
+    assert not zero or not placeholder.any()
