@@ -32,7 +32,7 @@ def all_gather_gemm_kernel(
     if DIRECT:  # before any wait: who waits for a peer must owe nothing
         STEP: tl.constexpr = PIECE // 4  # 32 or 16 elements of each of 128 or 256 threads
         store_at_peers(own_ptr, m_chunk * k, tl.arange(0, STEP), rank, sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
-                       expected, WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
+                       expected, WORLD, CHUNKS, PIECE, STEP, EXCHANGE=False)  # fmt: skip
     index = claim(counter_ptr).to(tl.int32)
     while index < per_chunk * WORLD * CHUNKS:
         source, chunk = gather_tile(index // per_chunk, rank, WORLD, CHUNKS)

@@ -1,4 +1,6 @@
-"""GEMM + ReduceScatter: the GEMM computes the peers' rows first, and its last tiles add what the peers have sent.
+"""GEMM + ReduceScatter, or GEMM + AllToAll: the GEMM computes what the peers get first.
+
+GEMM + ReduceScatter: its last tiles add what the peers have sent.
 
     a         [M, K]         K is sharded over ranks, so a @ b is a partial sum
     staging   [W, M/W, N]    partials on their way out; block `rank` stays unused
@@ -11,6 +13,13 @@ the last tile of a chunk sends the signal, which needs neither copies nor host t
 the reduction (docs/design.md, GEMM+RS). The own partial is the first term because it is in the accumulator already: a second
 [BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread. Without REDUCE nobody waits here: y is the own partial, to which
 reduce_partials_kernel adds the others, after what the caller does meanwhile.
+
+With EXCHANGE (GEMM + AllToAll) a destination picks columns of b, not rows of a, and there is nothing to add:
+
+    a         [M/W, K]
+    b         [K, N]         block d of its columns belongs to rank d
+    staging   [W, M/W, N/W]  blocks on their way out
+    y         [M/W, N/W]     the own block; `n` is N/W here
 """
 
 import triton
@@ -26,8 +35,9 @@ def gemm_reduce_scatter_kernel(
     m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
     rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, left_ptr,
     memory_at_ptr, outgoing_at_ptr,
-    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, REDUCE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, TIMED: tl.constexpr,
+    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, REDUCE: tl.constexpr, EXCHANGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
+    TIMED: tl.constexpr,
 ):  # fmt: skip
     m_chunk = m_shard // CHUNKS
     per_chunk = tl.cdiv(m_chunk, BLOCK_M) * tl.cdiv(n, BLOCK_N)
@@ -40,9 +50,10 @@ def gemm_reduce_scatter_kernel(
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
         first_row = chunk.to(tl.int64) * m_chunk
         offsets = (first_row + rows) * n + cols
-        acc = tile_product(a_ptr + (target.to(tl.int64) * m_shard + first_row) * stride_am, b_ptr, tile_m, tile_n, m_chunk,
-                           n, k, stride_am, stride_ak, stride_bk, stride_bn,
-                           BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
+        a_row = first_row if EXCHANGE else target.to(tl.int64) * m_shard + first_row
+        b_col = target.to(tl.int64) * n if EXCHANGE else 0
+        acc = tile_product(a_ptr + a_row * stride_am, b_ptr + b_col * stride_bn, tile_m, tile_n, m_chunk, n, k,
+                           stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         if target != rank:
             part = acc.to(y_ptr.dtype.element_ty)
             if DIRECT:

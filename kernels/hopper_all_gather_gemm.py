@@ -55,33 +55,34 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
         tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
         if source == rank:
-            step = _load_tile(panels, step, own_desc, b_desc, b_half_desc, row, col, side, k_steps,
-                              BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+            step = load_tile_or_half(panels, step, own_desc, b_desc, b_half_desc, row, col, 0, side, k_steps,
+                                     BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         else:
             wait_signal(signals_ptr, signal_word(source, chunk), expected, abort_ptr, record_ptr, limit, True)
             fence_for_tma()
             row += source * m_shard
-            step = _load_tile(panels, step, gathered_desc, b_desc, b_half_desc, row, col, side, k_steps,
-                              BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+            step = load_tile_or_half(panels, step, gathered_desc, b_desc, b_half_desc, row, col, 0, side, k_steps,
+                                     BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
         index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
 
 
 @gluon.jit
-def _load_tile(panels, step, a_desc, b_desc, b_half_desc, row, col, side, k_steps,
-               BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+def load_tile_or_half(panels, step, a_desc, b_desc, b_half_desc, row, col, b_first_k, side, k_steps,
+                      BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     if side == WHOLE:
-        step = load_tile(panels, step, a_desc, b_desc, row, col, k_steps, BLOCK_K, STAGES, B_IS_NK)
+        step = load_tile(panels, step, a_desc, b_desc, row, col, b_first_k, k_steps, BLOCK_K, STAGES, B_IS_NK)
     else:
         col += side * (BLOCK_N // 2)
-        step = load_tile(panels, step, a_desc, b_half_desc, row, col, k_steps, BLOCK_K, STAGES, B_IS_NK)
+        step = load_tile(panels, step, a_desc, b_half_desc, row, col, b_first_k, k_steps, BLOCK_K, STAGES, B_IS_NK)
     return step
 
 
 @gluon.jit
-def _multiply(panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, PART: gl.constexpr,
-              WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-              GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr):  # fmt: skip
+def multiply_tiles(panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, PART: gl.constexpr,
+                   WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                   BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
+                   WHOLE_TILES: gl.constexpr):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
@@ -121,15 +122,15 @@ def _multiply(panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, 
 
 
 @gluon.jit
-def _send(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr,
-          PIECE: gl.constexpr, STEP: gl.constexpr):  # fmt: skip
+def send_rows(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr,
+              PIECE: gl.constexpr, STEP: gl.constexpr, EXCHANGE: gl.constexpr):  # fmt: skip
     if DIRECT:
         sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = places
         m_shard, _, k = sizes
         layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [SENDERS], [0])
         lane = gl.arange(0, STEP, layout)
         store_at_peers(own_ptr, m_shard // CHUNKS * k, lane, words[0], sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
-                       next_word(gl.load(words[3]), words[6]), WORLD, CHUNKS, PIECE, STEP)  # fmt: skip
+                       next_word(gl.load(words[3]), words[6]), WORLD, CHUNKS, PIECE, STEP, EXCHANGE)  # fmt: skip
 
 
 @gluon.jit
@@ -161,13 +162,13 @@ def hopper_all_gather_gemm_kernel(
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (_multiply, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, 0, WORLD, CHUNKS,
-                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
-        (_multiply, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, 1, WORLD, CHUNKS,
-                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, 0, WORLD, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, 1, WORLD, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
         (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
                  BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
-        (_send, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP)),
+        (send_rows, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP, False)),
     ], [WARPS, 1, SENDERS], [232, 40, 40])  # fmt: skip
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

@@ -1,4 +1,4 @@
-"""GEMM + ReduceScatter for Hopper: gemm_reduce_scatter.py's protocol around the warp-specialised GEMM of hopper_tiles.py.
+"""GEMM + ReduceScatter, or GEMM + AllToAll, for Hopper: gemm_reduce_scatter.py's protocol around hopper_tiles.py's GEMM.
 
 A second single warp stores finished tiles by TMA, partial ones into staging or (DIRECT) straight to the peer, waits until they
 are written and counts them at once. While the multiplying warps counted them, one tile later, the last chunk left up to 40
@@ -36,8 +36,8 @@ from .tiles import scatter_tile, tile_in_block
 
 @gluon.jit
 def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes,
-          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, BLOCK_M: gl.constexpr,
-          BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, EXCHANGE: gl.constexpr,
+          BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
           B_IS_NK: gl.constexpr):  # fmt: skip
     rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
@@ -52,9 +52,9 @@ def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, size
         target, chunk, tile = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
         tile_m, tile_n = tile_in_block(tile, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         row = chunk * m_chunk + tile_m * BLOCK_M
-        step = load_tile(
-            panels, step, a_desc, b_desc, target * m_shard + row, tile_n * BLOCK_N, k_steps, BLOCK_K, STAGES, B_IS_NK
-        )
+        a_row = row if EXCHANGE else target * m_shard + row
+        b_col = target * n + tile_n * BLOCK_N if EXCHANGE else tile_n * BLOCK_N
+        step = load_tile(panels, step, a_desc, b_desc, a_row, b_col, 0, k_steps, BLOCK_K, STAGES, B_IS_NK)
         if target == rank:
             for source in gl.static_range(WORLD):
                 if REDUCE and source != rank:
@@ -133,13 +133,14 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
 def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc, m_shard, n, k,
     rank, counter_ptr, complete_ptr, left_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
-    B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, EXCHANGE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS x BLOCK_M, rows 16-byte aligned.
 
     received_desc: [M, N], block s from rank s. y_desc: [M/W, N].
+    EXCHANGE: a is [M/W, K], a destination picks columns of b, and where N stands it is N/W (gemm_reduce_scatter.py).
     REDUCE: the own tiles wait for the peers' partials and add them; else y is the own partial.
     BUFFERS: of each multiplying group for quarter tiles on their way out; two and three stages, or one and four, fit into
     shared memory.
@@ -157,7 +158,7 @@ def hopper_gemm_reduce_scatter_kernel(
         (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, CHUNKS, DIRECT, REDUCE,
                      BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK, BUFFERS)),
         (_load, (panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, DIRECT, REDUCE,
-                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+                 EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes, WORLD, CHUNKS,
                   DIRECT, BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
     ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip

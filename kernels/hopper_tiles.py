@@ -86,11 +86,11 @@ def next_tile(tiles, turn, READING_WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(panels, step, a_desc, b_desc, a_row, b_col, k_steps,
+def load_tile(panels, step, a_desc, b_desc, a_row, b_col, b_first_k, k_steps,
               BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     """Loading warp: bring all panels of one tile through the ring; `step` counts panels since the kernel began.
 
-    b_desc: its block is a panel of B, or of the half that a half tile needs.
+    b_desc: its block is a panel of B, or of the half that a half tile needs. b_first_k: the row of B that A's first column meets.
     """
     a_ring, _, panel_full, panel_free = panels
     for k in range(k_steps):
@@ -100,9 +100,9 @@ def load_tile(panels, step, a_desc, b_desc, a_row, b_col, k_steps,
         mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
         tma_load(a_desc, [a_row, k * BLOCK_K], full, a_ring.index(stage))
         if B_IS_NK:
-            tma_load(b_desc, [b_col, k * BLOCK_K], full, b_place(panels, stage, b_desc))
+            tma_load(b_desc, [b_col, b_first_k + k * BLOCK_K], full, b_place(panels, stage, b_desc))
         else:
-            tma_load(b_desc, [k * BLOCK_K, b_col], full, b_place(panels, stage, b_desc))
+            tma_load(b_desc, [b_first_k + k * BLOCK_K, b_col], full, b_place(panels, stage, b_desc))
         step += 1
     return step
 

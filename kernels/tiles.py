@@ -31,6 +31,17 @@ def scatter_tile(index, per_chunk, rank, WORLD: tl.constexpr, CHUNKS: tl.constex
 
 
 @triton.jit
+def exchange_piece(index, per_chunk, rank, WORLD: tl.constexpr):
+    """The index-th piece to be sent before an A2A + GEMM -> (target rank, chunk, number in the chunk).
+
+    The first chunk of every peer's rows, then the second: a tile needs its chunk from every rank.
+    """
+    PEERS: tl.constexpr = WORLD - 1 if WORLD > 1 else 1
+    unit = index // per_chunk
+    return (rank + 1 + unit % PEERS) % WORLD, unit // PEERS, index % per_chunk
+
+
+@triton.jit
 def tile_in_block(index, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Tile `index` of a [m, n] block -> (tile row, tile column), in groups of GROUP_M rows that share columns in L2."""
     tiles_m = tl.cdiv(m, BLOCK_M)
@@ -84,7 +95,32 @@ def tile_product(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc [BLOCK_M, BLOCK_N] fp32 = a[rows of the tile, :] [m_shard, k] @ b[:, columns of the tile] [k, n].
+    """acc [BLOCK_M, BLOCK_N] fp32 = a[rows of the tile, :] [m_shard, k] @ b[:, columns of the tile] [k, n]."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    return add_tile_product(acc, a_ptr, b_ptr, tile_m, tile_n, m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+                            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
+
+
+@triton.jit
+def add_tile_product(
+    acc,
+    a_ptr,
+    b_ptr,
+    tile_m,
+    tile_n,
+    m_shard,
+    n,
+    k,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc [BLOCK_M, BLOCK_N] fp32 += a[rows of the tile, :] [m_shard, k] @ b[:, columns of the tile] [k, n].
 
     Rows and columns past the edge wrap around instead of being masked: their products are never stored, and the inner loop
     keeps full vector loads. Only the last step along k is masked.
@@ -94,7 +130,6 @@ def tile_product(
     depth = tl.arange(0, BLOCK_K).to(tl.int64)
     a_ptrs = a_ptr + rows[:, None] * stride_am + depth[None, :] * stride_ak
     b_ptrs = b_ptr + depth[:, None] * stride_bk + cols[None, :] * stride_bn
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, k, BLOCK_K):
         left = k - start
         a = tl.load(a_ptrs, mask=depth[None, :] < left, other=0.0)

@@ -16,18 +16,22 @@ if TYPE_CHECKING:
     from .config import OverlapConfig
     from .linear import all_gather_linear, linear_reduce_scatter
     from .planning.choice import Choice, Pass, choose
+    from .planning.heads import AttentionHeads
     from .runtime.graph import forget_graphs, graphed
     from .runtime.registry import check, shutdown
     from .symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
+    from .ulysses import all_to_all_linear, linear_all_to_all
 
 # Loaded at their first use: without torch the command line still starts, and says in one line that it is missing.
 _MODULES = {
     "config": ("OverlapConfig",),
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
     "planning.choice": ("Choice", "Pass", "choose"),
+    "planning.heads": ("AttentionHeads",),
     "runtime.graph": ("forget_graphs", "graphed"),
     "runtime.registry": ("check", "shutdown"),
     "symmetric.agreement": ("OverlapMismatchError", "OverlapTimeoutError"),
+    "ulysses": ("all_to_all_linear", "linear_all_to_all"),
 }
 
 
@@ -39,16 +43,19 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "AttentionHeads",
     "Choice",
     "OverlapConfig",
     "OverlapMismatchError",
     "OverlapTimeoutError",
     "Pass",
     "all_gather_linear",
+    "all_to_all_linear",
     "check",
     "choose",
     "forget_graphs",
     "graphed",
+    "linear_all_to_all",
     "linear_reduce_scatter",
     "shutdown",
 ]

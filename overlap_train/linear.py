@@ -27,7 +27,7 @@ from .operators.plan_book import PassTags, Planned, plan_of
 from .operators.weight_gradient import weight_gradient
 from .planning.plan import barrier_first
 from .planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from .profiling import profiled
+from .runtime.profiling import profiled
 
 
 def all_gather_linear(
@@ -66,9 +66,9 @@ def all_gather_linear(
     Source: Triton-distributed (arXiv 2504.19442) section 3.2; TileLink and Flux describe the same decomposition.
     """
     if torch.compiler.is_compiling():
-        return _eagerly(all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name)
+        return run_eagerly(all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name)
     planned = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name)
-    y = _AllGatherLinear.apply(_rows(x_shard_m), w_shard_n, planned, planned.tags(name), torch.is_grad_enabled())
+    y = _AllGatherLinear.apply(as_rows(x_shard_m), w_shard_n, planned, planned.tags(name), torch.is_grad_enabled())
     if x_shard_m.dim() > 2:
         y = y.view(x_shard_m.shape[0] * planned.domain.world_size, *x_shard_m.shape[1:-1], -1)
     return y if bias is None else y + bias
@@ -102,21 +102,21 @@ def linear_reduce_scatter(
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
     if torch.compiler.is_compiling():
-        return _eagerly(linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name)
+        return run_eagerly(linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name)
     planned = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name)
-    y = _LinearReduceScatter.apply(_rows(x_shard_k), w_shard_k, planned, planned.tags(name))
+    y = _LinearReduceScatter.apply(as_rows(x_shard_k), w_shard_k, planned, planned.tags(name))
     if x_shard_k.dim() > 2:
         y = y.view(x_shard_k.shape[0] // planned.domain.world_size, *x_shard_k.shape[1:-1], -1)
     return y if bias is None else y + bias
 
 
-def _eagerly(operator: Callable[..., torch.Tensor], *operands: Any, **settings: Any) -> torch.Tensor:
+def run_eagerly(operator: Callable[..., torch.Tensor], *operands: Any, **settings: Any) -> torch.Tensor:
     """The call, outside of what torch.compile traces: Dynamo cannot follow the driver calls in it. Wrapped here and not where the
     operator is defined, because that would import Dynamo, 1.4 s, with this package."""
     return torch.compiler.disable(operator)(*operands, **settings)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x [..., K] as [M, K]."""
     return x if x.dim() == 2 else x.flatten(0, -2)
 

@@ -31,7 +31,9 @@ PROOFS: dict[str, _Proofs] = {
     "barrier_kernel": ((SIGNAL, *POLLS),),
     "next_epoch_kernel": (),  # copies and kernels that come after it in the stream see what it has stored
     "all_gather_gemm_kernel": (POLLS,),
+    "all_to_all_gemm_kernel": (POLLS,),
     "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT),),
+    "hopper_all_to_all_gemm_kernel": ((ACQUIRE, FENCE, TMA_LOAD), POLLS),
     "hopper_all_gather_gemm_kernel": ((ACQUIRE, FENCE, TMA_LOAD), POLLS),  # its loop may lie out of line
     "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT),),
     "reduce_partials_kernel": (),  # runs after a wait kernel
@@ -41,6 +43,8 @@ PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {
     "DIRECT": {
         "all_gather_gemm_kernel": ((STORED_AND_COUNTED, SIGNAL),),
         "hopper_all_gather_gemm_kernel": ((STORED_AND_COUNTED, SIGNAL),),
+        "all_to_all_gemm_kernel": ((STORED_AND_COUNTED, SIGNAL),),
+        "hopper_all_to_all_gemm_kernel": ((STORED_AND_COUNTED, SIGNAL),),
         "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT, SIGNAL),),
         "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT, SIGNAL),),
     },

@@ -121,7 +121,9 @@ class FusedGather(ChunkedGather):
             return self.gathered_view() @ b_kn
         self._multiplied = True
         # gathered_view waits again: its wait costs nothing where the kernel's waits were met, and poisons x where one failed.
-        return persistent.all_gather_gemm(self._domain, self._call, self._plan, self._own, b_kn, sends=self._sends())
+        return persistent.receive_and_multiply(
+            self._domain, self._call, self._plan, self._own, b_kn, sends=self._sends()
+        )
 
     def _sends(self) -> bool:
         """Whether the kernel stores the own rows at the peers."""

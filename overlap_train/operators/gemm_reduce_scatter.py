@@ -114,7 +114,7 @@ class FusedScatter:
     def _kernel(self, staging: torch.Tensor | None) -> None:
         """Launch it; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
         operands = ScatterOperands(self._a, self._b, staging, self._y)
-        persistent.gemm_reduce_scatter(self._domain, self._call, self._plan, operands)
+        persistent.multiply_and_send(self._domain, self._call, self._plan, operands)
 
     def finish(self) -> torch.Tensor:
         if self._plan.variant.split_reduction:

@@ -12,6 +12,7 @@ import torch
 
 from ..gpu.launch import Launch
 from ..planning.plan import MOST_DIRECT_PEERS, EnginePlan
+from ..planning.schedule import A2A_GEMM
 from ..planning.tiling import HOPPER_TILE
 from ..protocol.slot import Call
 from ..runtime.domain import OverlapDomain
@@ -22,6 +23,7 @@ from .kernel_args import (
     multiprocessors,
     protocol_arguments,
     sending_arguments,
+    sending_constants,
 )
 
 BLOCK_M, BLOCK_N, BLOCK_K = HOPPER_TILE.block_m, HOPPER_TILE.block_n, HOPPER_TILE.block_k
@@ -38,29 +40,35 @@ LAUNCH = {"num_warps": HOPPER_TILE.num_warps, "maxnreg": 168}
 
 
 def gather_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> Launch:
-    """Of all_gather_gemm (persistent.py), for the values (own, b, y, tag)."""
+    """Of receive_and_multiply (persistent.py), for the values (own, b, y, tag)."""
     from ..kernels.hopper_all_gather_gemm import hopper_all_gather_gemm_kernel
+    from ..kernels.hopper_all_to_all_gemm import hopper_all_to_all_gemm_kernel
 
     own, b_kn, y, sends = operands.own, operands.b_kn, operands.y, operands.sends
-    (m_shard, k), n = own.shape, b_kn.shape[1]
+    (m_shard, k), n = own.shape[-2:], b_kn.shape[1]
+    exchange = plan.kind == A2A_GEMM
+    kernel, received = (
+        (hopper_all_to_all_gemm_kernel, "received_desc")
+        if exchange
+        else (hopper_all_gather_gemm_kernel, "gathered_desc")
+    )
     protocol, sending = protocol_arguments(domain, call, direct=sends), sending_arguments(domain, call, sends)
     arguments = dict(
-        own_desc=_descriptor(own, BLOCK_M, BLOCK_K), own_ptr=own,
-        gathered_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K),
+        own_desc=_descriptor(own.flatten(0, -2), BLOCK_M, BLOCK_K), own_ptr=own,
         b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N), y_desc=_descriptor(y, PART_M, HALF_N), y_ptr=y,
         m_shard=m_shard, n=n, k=k, **protocol.arguments, **sending.arguments,
-    )  # fmt: skip
+    ) | {received: _descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K)}  # fmt: skip
     whole = m_shard % (call.chunks * BLOCK_M) == 0
     constants = _constants(b_kn, STAGES) | {"WHOLE_TILES": whole, "STEP": STEP} | protocol.constants | sending.constants
     # Whole tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
-    tiles = HOPPER_TILE.count(m_shard, n) * domain.world_size * (2 if whole else 1)
+    tiles = HOPPER_TILE.count(m_shard, n) * (1 if exchange else domain.world_size) * (2 if whole else 1)
     grid = grid_size(multiprocessors(domain.device) if sends else tiles, plan, domain.device)
     replaced = (("own_desc", "own_ptr"), ("b_desc", "b_half_desc"), ("y_desc", "y_ptr"), ("tag",))
-    return Launch(hopper_all_gather_gemm_kernel, grid, arguments, constants, replaced)
+    return Launch(kernel, grid, arguments, constants, replaced)
 
 
 def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> Launch:
-    """Of gemm_reduce_scatter (persistent.py), for the values (a, b, staging or y, y, tag)."""
+    """Of multiply_and_send (persistent.py), for the values (a, b, staging or y, y, tag)."""
     from ..kernels.hopper_gemm_reduce_scatter import hopper_gemm_reduce_scatter_kernel
 
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
@@ -77,11 +85,7 @@ def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands
     for step, place in enumerate(places, start=1):
         arguments[f"to{step}_desc"] = _descriptor(place, PART_M, HALF_N)
     constants = _constants(b_kn, STAGES_DIRECT if direct else STAGES) | protocol.constants
-    constants |= {
-        "DIRECT": direct,
-        "REDUCE": not plan.variant.split_reduction,
-        "BUFFERS": BUFFERS_DIRECT if direct else 1,
-    }
+    constants |= sending_constants(plan, direct) | {"BUFFERS": BUFFERS_DIRECT if direct else 1}
     grid = grid_size(HOPPER_TILE.count(m_shard, n) * domain.world_size, plan, domain.device)
     replaced = (("a_desc",), ("b_desc",), () if direct else ("to1_desc",), ("y_desc",), ("tag",))
     return Launch(hopper_gemm_reduce_scatter_kernel, grid, arguments, constants, replaced)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..planning.plan import EnginePlan
+from ..planning.schedule import GEMM_A2A
 from ..protocol.slot import Call
 from ..runtime.domain import OverlapDomain
 
@@ -18,7 +19,11 @@ _INTERPRETER_POLLS_PER_SECOND = 10_000
 
 @dataclass(frozen=True)
 class GatherOperands:
-    """y [M, N] = (own [M/W, K] and the peers' shards) @ b_kn [K, N]. sends: the kernel stores own at the peers."""
+    """What a product of what arrives is made of. sends: the kernel stores own at the peers.
+
+    AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N]
+    A2A + GEMM   own [W, M/W, K/W]   y [M/W, N] = own and the peers' blocks, side by side, @ b_kn [K, N]
+    """
 
     own: torch.Tensor
     b_kn: torch.Tensor
@@ -28,9 +33,12 @@ class GatherOperands:
 
 @dataclass(frozen=True)
 class ScatterOperands:
-    """y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send.
+    """What a product that leaves is made of.
 
-    staging: [W, M/W, N], where partials for the peers are written; None: at the peers.
+    GEMM + RS    y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send
+    GEMM + A2A   y [M/W, N/W], the own block of a_mk [M/W, K] @ b_kn [K, N]
+
+    staging: [W, *y.shape], where what the peers get is written; None: at the peers.
     """
 
     a_mk: torch.Tensor
@@ -70,6 +78,12 @@ def sending_arguments(domain: OverlapDomain, call: Call, sends: bool) -> KernelA
     """
     arguments = dict(sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at)
     return KernelArguments(arguments, dict(DIRECT=sends, PIECE=16384 if domain.device.type == "cuda" else 64))
+
+
+def sending_constants(plan: EnginePlan, direct: bool) -> dict[str, Any]:
+    """Which form of the kernel that multiplies and sends a plan takes. direct: it stores at the peers itself."""
+    exchange = plan.kind == GEMM_A2A
+    return dict(DIRECT=direct, REDUCE=not exchange and not plan.variant.split_reduction, EXCHANGE=exchange)
 
 
 def grid_size(programs: int, plan: EnginePlan, device: torch.device) -> tuple[int]:

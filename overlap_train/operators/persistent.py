@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..planning.plan import EnginePlan
+from ..planning.schedule import A2A_GEMM
 from ..planning.tiling import HOPPER
 from ..protocol.slot import Call
 from ..runtime.domain import OverlapDomain
@@ -15,16 +16,17 @@ from .kernel_args import GatherOperands, ScatterOperands
 _SHORTEST_ASYNC = 8 << 20
 
 
-def all_gather_gemm(
+def receive_and_multiply(
     domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, b_kn: torch.Tensor, sends: bool
 ) -> torch.Tensor:
-    """y [M, N] = (own [M/W, K] and the peers' shards) @ b_kn [K, N]. sends: the kernel stores own at the peers."""
+    """y of AG + GEMM [M, N] or A2A + GEMM [M/W, N] (GatherOperands). sends: the kernel stores own at the peers."""
     own = (
         own.clone() if plan.kernels == HOPPER and own.data_ptr() % 16 else own
     )  # contiguous, but TMA wants its start aligned
-    y = own.new_empty(own.shape[0] * domain.world_size, b_kn.shape[1])
+    rows = own.shape[1] if plan.kind == A2A_GEMM else own.shape[0] * domain.world_size
+    y = own.new_empty(rows, b_kn.shape[1])
     addresses = (own.data_ptr(), b_kn.data_ptr(), y.data_ptr())
-    key = ("gather", plan.kernels, sends, own.shape, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
+    key = (plan.kind, plan.kernels, sends, own.shape, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
     call.launches.run(
         key,
         (*addresses, call.tag.word),
@@ -33,14 +35,17 @@ def all_gather_gemm(
     return y
 
 
-def gemm_reduce_scatter(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
-    """Launch the kernel that fills `operands.y`; with `Variant.split_reduction` it leaves the own partial there."""
+def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
+    """Launch the kernel of GEMM + RS or GEMM + A2A that fills `operands.y`.
+
+    GEMM + RS with `Variant.split_reduction` leaves the own partial there, GEMM + A2A the own block.
+    """
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
     written = y if staging is None else staging
     addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())
     shapes = (a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride())
     how = (plan.kernels, staging is None, plan.variant.split_reduction)
-    key = ("scatter", how, shapes, _compiled_for(plan, addresses))
+    key = (plan.kind, how, shapes, _compiled_for(plan, addresses))
     call.launches.run(
         key,
         (*addresses, call.tag.word),

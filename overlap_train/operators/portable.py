@@ -6,9 +6,17 @@ from typing import Any
 
 from ..gpu.launch import Launch
 from ..planning.plan import EnginePlan
+from ..planning.schedule import A2A_GEMM
 from ..protocol.slot import Call
 from ..runtime.domain import OverlapDomain
-from .kernel_args import GatherOperands, ScatterOperands, grid_size, protocol_arguments, sending_arguments
+from .kernel_args import (
+    GatherOperands,
+    ScatterOperands,
+    grid_size,
+    protocol_arguments,
+    sending_arguments,
+    sending_constants,
+)
 
 
 def is_interpreted() -> bool:
@@ -21,23 +29,28 @@ def is_interpreted() -> bool:
 
 
 def gather_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> Launch:
-    """Of all_gather_gemm (persistent.py), for the values (own, b, y, tag)."""
+    """Of receive_and_multiply (persistent.py), for the values (own, b, y, tag)."""
     from ..kernels.all_gather_gemm import all_gather_gemm_kernel
+    from ..kernels.all_to_all_gemm import all_to_all_gemm_kernel
 
     own, b_kn, y, sends = operands.own, operands.b_kn, operands.y, operands.sends
-    (m_shard, k), n = own.shape, b_kn.shape[1]
+    (m_shard, k), n = own.shape[-2:], b_kn.shape[1]
+    exchange = plan.kind == A2A_GEMM
+    kernel, received = (
+        (all_to_all_gemm_kernel, "received_ptr") if exchange else (all_gather_gemm_kernel, "gathered_ptr")
+    )
     protocol, sending = protocol_arguments(domain, call, direct=sends), sending_arguments(domain, call, sends)
     arguments = dict(
-        own_ptr=own, gathered_ptr=call.blocks, b_ptr=b_kn, y_ptr=y, m_shard=m_shard, n=n, k=k,
+        own_ptr=own, b_ptr=b_kn, y_ptr=y, m_shard=m_shard, n=n, k=k,
         stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1), **protocol.arguments, **sending.arguments,
-    )  # fmt: skip
+    ) | {received: call.blocks}  # fmt: skip
     constants = _constants(plan, domain) | protocol.constants | sending.constants
-    grid = grid_size(plan.tile.count(m_shard, n) * domain.world_size, plan, domain.device)
-    return Launch(all_gather_gemm_kernel, grid, arguments, constants, (("own_ptr",), ("b_ptr",), ("y_ptr",), ("tag",)))
+    grid = grid_size(plan.tile.count(m_shard, n) * (1 if exchange else domain.world_size), plan, domain.device)
+    return Launch(kernel, grid, arguments, constants, (("own_ptr",), ("b_ptr",), ("y_ptr",), ("tag",)))
 
 
 def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> Launch:
-    """Of gemm_reduce_scatter (persistent.py), for the values (a, b, staging or y, y, tag)."""
+    """Of multiply_and_send (persistent.py), for the values (a, b, staging or y, y, tag)."""
     from ..kernels.gemm_reduce_scatter import gemm_reduce_scatter_kernel
 
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
@@ -49,9 +62,7 @@ def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands
         m_shard=m_shard, n=n, k=a_mk.shape[1], stride_am=a_mk.stride(0), stride_ak=a_mk.stride(1),
         stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1), memory_at_ptr=call.slot.memory_at, **protocol.arguments,
     )  # fmt: skip
-    constants = (
-        _constants(plan, domain) | protocol.constants | {"DIRECT": direct, "REDUCE": not plan.variant.split_reduction}
-    )
+    constants = _constants(plan, domain) | protocol.constants | sending_constants(plan, direct)
     grid = grid_size(plan.tile.count(m_shard, n) * domain.world_size, plan, domain.device)
     replaced = (("a_ptr",), ("b_ptr",), ("staging_ptr",), ("y_ptr",), ("tag",))
     return Launch(gemm_reduce_scatter_kernel, grid, arguments, constants, replaced)

@@ -2,11 +2,15 @@
 
     dw [N, K] = dy [M, N].T @ x [M, K]
 
+What an all-to-all has brought comes in blocks: of dy [W, M, N/W] (rows of dw), or of x [W, M, K/W] (columns of dw).
+
 Megatron's data parallelism keeps gradients in fp32 buffers: each parameter has `main_grad`, and `grad_added_to_main_grad` says
 that backward has put its gradient there already.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -19,13 +23,41 @@ def weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mai
     """
     target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
     if target is None:
-        return dy.t() @ x
-    accumulate(target, dy, x)
+        return _product(dy, x)
+    for part, dy_part, x_part in _parts(target, dy, x):
+        accumulate(part, dy_part, x_part)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     placeholder = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return placeholder(weight)
+
+
+def _product(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    if dy.dim() == x.dim() == 2:
+        return dy.t() @ x
+    n, k = (_features(matrix) for matrix in (dy, x))
+    dw = x.new_empty(n, k)
+    for part, dy_part, x_part in _parts(dw, dy, x):
+        torch.mm(dy_part.t(), x_part, out=part)
+    return dw
+
+
+def _parts(
+    target: torch.Tensor, dy: torch.Tensor, x: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(part of target [N, K], dy [M, *], x [M, *]) of each product."""
+    if dy.dim() == 3:
+        yield from ((part, block, x) for part, block in zip(target.chunk(len(dy), 0), dy, strict=True))
+    elif x.dim() == 3:
+        yield from ((part, dy, block) for part, block in zip(target.chunk(len(x), 1), x, strict=True))
+    else:
+        yield target, dy, x
+
+
+def _features(matrix: torch.Tensor) -> int:
+    """Of a matrix [M, C], or of its blocks [W, M, C/W]."""
+    return matrix.shape[-1] * (len(matrix) if matrix.dim() == 3 else 1)
 
 
 def accumulate(target: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:

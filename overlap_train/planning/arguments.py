@@ -36,13 +36,38 @@ def reduce_scatter_error(
 ) -> str | None:
     """What is wrong with the arguments of linear_reduce_scatter, or None."""
     error = _common_error(name, "x_shard_k", x, "w_shard_k", w, bias)
-    if error is None and x.shape[0] % world_size:
+    return error or _rows_error(name, x, world_size)
+
+
+def linear_all_to_all_error(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
+) -> str | None:
+    """What is wrong with the arguments of linear_all_to_all, or None."""
+    error = _common_error(name, "x_shard_m", x, "w", w, bias)
+    if error is None and w.shape[0] % world_size:
         error = (
-            f"{name}: x_shard_k has shape {tuple(x.shape)}; its first dimension must be divisible by the group's "
-            f"{world_size} ranks, "
-            f"since each rank keeps that part of the output; pad the sequence to a multiple of {world_size}"
+            f"{name}: w has shape {tuple(w.shape)}; its {w.shape[0]} output features must be divisible by the group's "
+            f"{world_size} ranks, since each rank gets that part of them; use another size or group"
         )
     return error
+
+
+def all_to_all_linear_error(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
+) -> str | None:
+    """What is wrong with the arguments of all_to_all_linear, or None."""
+    error = _common_error(name, "x_shard_k", x, "w", w, bias, of_input=world_size)
+    return error or _rows_error(name, x, world_size)
+
+
+def _rows_error(name: str, x: torch.Tensor, world_size: int) -> str | None:
+    if x.shape[0] % world_size == 0:
+        return None
+    return (
+        f"{name}: x_shard_k has shape {tuple(x.shape)}; its first dimension must be divisible by the group's "
+        f"{world_size} ranks, "
+        f"since each rank keeps that part of the output; pad the sequence to a multiple of {world_size}"
+    )
 
 
 def autocast_error(name: str, x: torch.Tensor) -> str | None:
@@ -61,16 +86,23 @@ def shapes_of(x: torch.Tensor, w: torch.Tensor) -> str:
 
 
 def _common_error(
-    name: str, x_name: str, x: torch.Tensor, w_name: str, w: torch.Tensor, bias: torch.Tensor | None
+    name: str,
+    x_name: str,
+    x: torch.Tensor,
+    w_name: str,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    of_input: int = 1,
 ) -> str | None:
-    """What is wrong with the arguments of either operator, or None."""
+    """What is wrong with the arguments of any operator, or None. of_input: x has this part of the features of w's input."""
     if x.dim() < 2 or w.dim() != 2:
         shapes = f"{x_name} has shape {tuple(x.shape)} and {w_name} {tuple(w.shape)}"
         return f"{name}: {shapes}; they need at least 2, and exactly 2 dimensions"
-    if x.shape[-1] != w.shape[1]:
+    if x.shape[-1] * of_input != w.shape[1]:
+        ranks = "" if of_input == 1 else f" from {of_input} ranks together"
         return (
             f"{name}: {x_name} has {x.shape[-1]} features (last dimension of {tuple(x.shape)}), {w_name} {tuple(w.shape)} "
-            f"expects {w.shape[1]}; they must be equal"
+            f"expects {w.shape[1]}{ranks}; they must be equal"
         )
     if x.numel() == 0 or w.numel() == 0:
         return f"{name}: {x_name} {tuple(x.shape)} or {w_name} {tuple(w.shape)} is empty; dimensions must be at least 1"

@@ -8,7 +8,7 @@ import torch
 
 from ..methods import TRAITS
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule import GATHER, SCATTER
+from .schedule import EXCHANGES, GATHER, INBOUND, SCATTER
 from .table import Table, Winner
 from .tiling import HOPPER_TILE, tma_reads
 from .variants import PLAIN, Variant
@@ -115,6 +115,8 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     """(method, reason)."""
     if device.type != "cuda":
         return "chunked", "CPU tensors"
+    if pass_.kind in EXCHANGES:
+        return "collective", "all-to-alls have not been measured on GPUs"
     on_hopper = _on_hopper(pass_, device)
     small_m = SMALL_M_DIRECT if on_hopper and _fills_tiles(pass_) else SMALL_M
     if pass_.m <= small_m:
@@ -140,6 +142,6 @@ def _fills_tiles(pass_: Pass) -> bool:
 
 def _on_hopper(pass_: Pass, device: torch.device) -> bool:
     """Whether the warp-specialised kernels serve a pass."""
-    if pass_.kind != GATHER and pass_.m % (HOPPER_TILE.block_m * pass_.world):
+    if pass_.kind not in INBOUND and pass_.m % (HOPPER_TILE.block_m * pass_.world):
         return False  # a tile would cross from one destination's rows to another's
-    return tma_reads(device, pass_.dtype, pass_.k, pass_.n)
+    return tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(device, pass_.dtype, pass_.row_features, 0)

@@ -7,20 +7,27 @@ from dataclasses import dataclass
 import torch
 
 from .hardware import COPY_GBS, GEMM_TFLOPS
-from .schedule import GATHER, SCATTER
+from .schedule import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
 
 SCATTER_AND_WGRAD = "scatter, wgrad"
-KINDS = (GATHER, SCATTER, SCATTER_AND_WGRAD)
+KINDS = (GATHER, SCATTER, SCATTER_AND_WGRAD, A2A_GEMM, GEMM_A2A)
+_DGRAD = {GATHER: SCATTER_AND_WGRAD, SCATTER: GATHER, SCATTER_AND_WGRAD: GATHER, A2A_GEMM: GEMM_A2A, GEMM_A2A: A2A_GEMM}
 
 Bucket = tuple[str, str, int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """y [m, n] = x [m, k] @ b [k, n] on one rank, after an all-gather of x or before a reduce-scatter of y.
+    """One product of one rank, and what it sends or receives.
 
-    kind: "gather" (AG + GEMM), "scatter" (GEMM + RS), or "scatter, wgrad": a column linear's dgrad, whose reduce-scatter may run
-    under the weight gradient that comes after it. m: global rows.
+    kind                       the rank multiplies           a block that a peer sends
+    gather    AG + GEMM        [m, k] @ [k, n]               [m/W, k]
+    scatter   GEMM + RS        [m, k] @ [k, n]               [m/W, n]
+    a2a_gemm  A2A + GEMM       [m/W, k] @ [k, n]             [m/W, k/W]
+    gemm_a2a  GEMM + A2A       [m/W, k] @ [k, n]             [m/W, n/W]
+
+    "scatter, wgrad" is a column linear's dgrad, whose reduce-scatter may run under the weight gradient that comes after it.
+    m: global rows.
     """
 
     kind: str
@@ -33,19 +40,28 @@ class Pass:
     @property
     def dgrad(self) -> Pass:
         """The dgrad that goes with this fprop: dy [m, n] @ b.T [n, k], by the other engine."""
-        kind = SCATTER_AND_WGRAD if self.kind == GATHER else GATHER
-        return Pass(kind, self.m, self.k, self.n, self.dtype, self.world)
+        return Pass(_DGRAD[self.kind], self.m, self.k, self.n, self.dtype, self.world)
+
+    @property
+    def rows(self) -> int:
+        """That this rank multiplies."""
+        return self.m // self.world if self.kind in EXCHANGES else self.m
+
+    @property
+    def row_features(self) -> int:
+        """Of one row of a block that a peer sends."""
+        features = self.k if self.kind in INBOUND else self.n
+        return features // self.world if self.kind in EXCHANGES else features
 
     @property
     def gemm_us(self) -> float:
         """What its product takes at the rate of a long run."""
-        return 2 * self.m * self.n * self.k / (GEMM_TFLOPS * 1e6)
+        return 2 * self.rows * self.n * self.k / (GEMM_TFLOPS * 1e6)
 
     @property
     def copy_us(self) -> float:
         """What one rank sends takes over NVLink, with the gaps between copies."""
-        features = self.k if self.kind == GATHER else self.n
-        return (self.world - 1) / self.world * self.m * features * self.dtype.itemsize / (COPY_GBS * 1e3)
+        return (self.world - 1) / self.world * self.m * self.row_features * self.dtype.itemsize / (COPY_GBS * 1e3)
 
     @property
     def bucket(self) -> Bucket:

@@ -10,8 +10,8 @@ from ..config import OverlapConfig, flag_name
 from ..methods import TRAITS
 from .arguments import Request, shapes_of
 from .choice import Choice, choose
-from .passes import Pass
-from .schedule import GATHER, SCATTER, Legs, Topology, legs, sources
+from .passes import SCATTER_AND_WGRAD, Pass
+from .schedule import INBOUND, SCATTER, Legs, Topology, legs, sources
 from .spec import OperatorSpec
 from .table import Table
 from .tiling import (
@@ -44,7 +44,7 @@ class SmBudget:
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
-    kind: GATHER or SCATTER. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
+    kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
     workspace.
     """
@@ -67,7 +67,7 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The passes of one operator. wgrad: how the weight gradient's operand is gathered again; None where it need not be."""
+    """The passes of one operator. wgrad: how the weight gradient's operand is sent again; None where it need not be."""
 
     spec: OperatorSpec
     config: OverlapConfig
@@ -84,16 +84,13 @@ def make_plan(
     rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
     first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
     fprop, dgrad = (_engine(p, config, table, topology, x.device, w) for p in (first, first.dgrad))
-    regathers = spec.fprop == GATHER and config.gathered_input == "regather"
-    wgrad = whole_gather(fprop, topology) if regathers else None
-    gathers = [fprop, *([] if wgrad is None else [wgrad])] if spec.fprop == GATHER else [dgrad]
-    scatter = dgrad if spec.fprop == GATHER else fprop
+    sends_again = spec.sends_input and config.gathered_input == "regather"
+    wgrad = sent_again(fprop, topology) if sends_again else None
     how = (
-        f"method {gathers[0].variant.named(gathers[0].method)} for the gather and "
-        f"{scatter.variant.named(scatter.method)} for the "
-        f"scatter, gathered_input={config.gathered_input}"
+        f"method {fprop.variant.named(fprop.method)} forward and {dgrad.variant.named(dgrad.method)} backward, "
+        f"gathered_input={config.gathered_input}"
     )
-    uses_slots = any(engine.slots for engine in (*gathers, scatter))
+    uses_slots = any(engine.slots for engine in (fprop, dgrad, wgrad) if engine is not None)
     slot_bytes = spec.slot_bytes(x, w, topology.world) if uses_slots else 0
     return Plan(spec, config, fprop, dgrad, wgrad, Request(spec.name, f"{shapes_of(x, w)}, {how}", slot_bytes))
 
@@ -106,42 +103,44 @@ def _engine(
 
 def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor) -> EnginePlan:
     """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
-    kind = GATHER if pass_.kind == GATHER else SCATTER
-    chunks = _chunks(kind, choice, pass_, device)
+    kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
+    chunks = _chunks(choice, pass_, device)
     kernels = _kernels(kind, choice, pass_, device, w, chunks)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
-    after_tiles = kind == SCATTER and choice.method == "fused"
+    after_tiles = kind not in INBOUND and choice.method == "fused"
     route = legs(kind, topology, chunks, after_tiles)
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology)
     )
 
 
-def whole_gather(fprop: EnginePlan, topology: Topology) -> EnginePlan:
-    """How x is gathered again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
-    beside it; chunks would be pushes for nothing. By NCCL where the forward pass gathers by it."""
+def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
+    """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
+    beside it; chunks would be pushes for nothing. By NCCL where the forward pass sends by it."""
     method = fprop.method if fprop.method == "collective" else "chunked"
-    route = legs(GATHER, topology, chunks=1)
-    return EnginePlan(GATHER, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, sources(topology))
+    route = legs(fprop.kind, topology, chunks=1)
+    return EnginePlan(fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, sources(topology))
 
 
-def _chunks(kind: str, choice: Choice, pass_: Pass, device: torch.device) -> int:
+def _chunks(choice: Choice, pass_: Pass, device: torch.device) -> int:
     """Of each block."""
     if not TRAITS[choice.method].kernels or choice.variant.whole:
         return 1
     m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
     if choice.method == "direct":
         return direct_chunk_count(m_shard, on_gpu)
-    features = pass_.k if kind == GATHER else pass_.n
-    return chunk_count(m_shard, features * pass_.dtype.itemsize, on_gpu)
+    return chunk_count(m_shard, pass_.row_features * pass_.dtype.itemsize, on_gpu)
 
 
 def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor, chunks: int) -> str:
     if not TRAITS[choice.method].kernels:
         return LIBRARY
-    if w.dim() != 2 or not tma_reads(device, pass_.dtype, pass_.k, pass_.n) or not tma_reads_weight(w):
+    readable = tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(
+        device, pass_.dtype, pass_.row_features, 0
+    )
+    if w.dim() != 2 or not readable or not tma_reads_weight(w):
         return PORTABLE
-    if kind == SCATTER:  # partial tiles leave by TMA, so none may cross a chunk's edge
+    if kind not in INBOUND:  # tiles for the peers leave by TMA, so none may cross a chunk's edge
         crosses = pass_.m % (pass_.world * chunks * HOPPER_TILE.block_m)
         too_many = choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
         return PORTABLE if crosses or too_many else HOPPER
@@ -169,8 +168,8 @@ def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
 
 
 def barrier_first(plan: Plan, gathers: bool) -> bool:
-    """Whether the backward pass starts with a barrier. gathers: x is gathered again in it."""
-    if plan.spec.fprop != GATHER:
+    """Whether the backward pass starts with a barrier. gathers: x is sent again in it."""
+    if not plan.spec.sends_input:
         return plan.dgrad.variant.barrier_first
     pushes = plan.wgrad is not None and plan.wgrad.method != "collective"  # only pushes collide
     return plan.dgrad.variant.barrier_first and gathers and pushes
@@ -183,6 +182,6 @@ __all__ = [
     "barrier_first",
     "engine_plan",
     "make_plan",
-    "whole_gather",
+    "sent_again",
     "why_not",
 ]

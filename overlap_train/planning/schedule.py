@@ -5,6 +5,9 @@ The engines execute the legs; tests hold the order in which kernels take tiles t
     gather (AG + GEMM)    rank R sends its shard to R+1, R+2, ...; it multiplies its own shard, then those of R-1, R-2, ...:
                           the order in which they arrive
     scatter (GEMM + RS)   rank R computes the rows of R+1, R+2, ... and its own last; rows leave when they are complete
+    gemm_a2a              as scatter, but what rank R computes for R+1, R+2, ... are their columns of its own rows
+    a2a_gemm              rank R sends chunk 0 of their rows to R+1, R+2, ..., then chunk 1; every tile of its own rows multiplies
+                          its own columns, then those of R-1, R-2, ..., in one accumulator
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from functools import cached_property
 from itertools import groupby
 
 GATHER, SCATTER = "gather", "scatter"
+A2A_GEMM, GEMM_A2A = "a2a_gemm", "gemm_a2a"
+INBOUND = (GATHER, A2A_GEMM)  # what arrives is multiplied; the others multiply what leaves
+EXCHANGES = (A2A_GEMM, GEMM_A2A)
 NVLINK = "nvlink"
 
 
@@ -35,8 +41,8 @@ class Topology:
 class Leg:
     """One transfer: chunk `chunk` of block `block` of the sender's source, to rank `target`, where it fills the sender's block.
 
-    link: what carries it. block: 0 where the source is one shard, else the target. after_tiles: the chunk's tiles must be stored
-    first; else it may leave at once. The signal that announces it is that of (sender, chunk) at the target.
+    link: what carries it. block: 0 where the source is one shard for all, else the target. after_tiles: the chunk's tiles must
+    be stored first; else it may leave at once. The signal that announces it is that of (sender, chunk) at the target.
     """
 
     link: str
@@ -63,13 +69,15 @@ class Legs:
 
 
 def legs(kind: str, topology: Topology, chunks: int, after_tiles: bool = False) -> Legs:
-    """What rank `topology.rank` sends. kind: GATHER or SCATTER. chunks: of each block."""
+    """What rank `topology.rank` sends. chunks: of each block."""
     assert topology.nodes == 1, "schedules of several nodes come with their engines"
+    pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
+    if kind == A2A_GEMM:  # a tile needs its chunk from every rank
+        pieces.sort(key=lambda piece: piece[1])
     return Legs(
         tuple(
-            Leg(NVLINK, topology.rank, target, target if kind == SCATTER else 0, chunk, after_tiles)
-            for target in targets(topology)
-            for chunk in range(chunks)
+            Leg(NVLINK, topology.rank, target, 0 if kind == GATHER else target, chunk, after_tiles)
+            for target, chunk in pieces
         )
     )
 
@@ -89,17 +97,17 @@ def tile_order(
 ) -> Iterator[tuple[int, int, int]]:
     """(block, chunk, tile) in the order in which a persistent kernel takes tiles; `tiles` of each chunk.
 
-    gather: block s is the shard of rank s. scatter: block d are the rows of rank d. interleaved: a scatter whose kernel stores
-    tiles at the peers takes tiles for all of them in turn; skewed ranks would otherwise hit the same destination, halve its
-    ingress bandwidth, and stay skewed.
+    gather: block s is the shard of rank s. scatter: block d are the rows of rank d; gemm_a2a: its columns. a2a_gemm: there is the
+    own block only. interleaved: a kernel that stores tiles at the peers takes tiles for all of them in turn; skewed ranks would
+    otherwise hit the same destination, halve its ingress bandwidth, and stay skewed.
     """
-    if kind == SCATTER and interleaved:
+    if kind in INBOUND:
+        blocks: tuple[int, ...] = (topology.rank, *sources(topology)) if kind == GATHER else (topology.rank,)
+    elif interleaved:
         for place in range(chunks * tiles):
             yield from ((target, *divmod(place, tiles)) for target in targets(topology))
-        blocks: tuple[int, ...] = (topology.rank,)
-    elif kind == SCATTER:
-        blocks = (*targets(topology), topology.rank)
+        blocks = (topology.rank,)
     else:
-        blocks = (topology.rank, *sources(topology))
+        blocks = (*targets(topology), topology.rank)
     for block in blocks:
         yield from ((block, chunk, tile) for chunk in range(chunks) for tile in range(tiles))

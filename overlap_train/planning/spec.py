@@ -10,17 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from .arguments import all_gather_error, reduce_scatter_error
-from .schedule import GATHER, SCATTER
+from .arguments import all_gather_error, all_to_all_linear_error, linear_all_to_all_error, reduce_scatter_error
+from .schedule import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER
 
-GATHERED_X, GATHERED_DY = "x, gathered again or kept", "dy, as gathered for dgrad"
+RECEIVED_X, RECEIVED_DY = "x, sent again or kept", "dy, as received for dgrad"
 
 
 @dataclass(frozen=True)
 class OperatorSpec:
     """One operator.
 
-    fprop, dgrad: the engine, GATHER (AG + GEMM) or SCATTER (GEMM + RS). wgrad: the full operand of the weight gradient.
+    fprop, dgrad: the engine, GATHER (AG + GEMM), SCATTER (GEMM + RS), A2A_GEMM or GEMM_A2A. wgrad: the operand of the weight
+    gradient that comes from the peers.
     error: what is wrong with (x, w, bias, world_size, name), or None.
     """
 
@@ -30,15 +31,23 @@ class OperatorSpec:
     wgrad: str
     error: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int, str], str | None]
 
+    @property
+    def sends_input(self) -> bool:
+        """Whether forward sends the input, which the weight gradient then needs from the peers."""
+        return self.fprop in INBOUND
+
     def global_rows(self, x: torch.Tensor, world_size: int) -> int:
-        """M: the rows of the gathered tensor."""
-        return x.shape[:-1].numel() * (world_size if self.fprop == GATHER else 1)
+        """M: the rows of all ranks."""
+        return x.shape[:-1].numel() * (world_size if self.fprop in (GATHER, GEMM_A2A) else 1)
 
     def slot_bytes(self, x: torch.Tensor, w: torch.Tensor, world_size: int) -> int:
-        """Of what its gather receives, which is as large as what its scatter receives."""
-        features = x.shape[-1:] if self.fprop == GATHER else w.shape[:1]
-        return self.global_rows(x, world_size) * features.numel() * x.element_size()
+        """Of what forward receives or, if it sends its output, of what backward receives, which is as large."""
+        features = (x.shape[-1:] if self.sends_input else w.shape[:1]).numel()
+        whole = self.global_rows(x, world_size) * features * x.element_size()
+        return whole // world_size if self.fprop == GEMM_A2A else whole
 
 
-ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", GATHER, SCATTER, GATHERED_X, all_gather_error)
-LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", SCATTER, GATHER, GATHERED_DY, reduce_scatter_error)
+ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", GATHER, SCATTER, RECEIVED_X, all_gather_error)
+LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", SCATTER, GATHER, RECEIVED_DY, reduce_scatter_error)
+LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", GEMM_A2A, A2A_GEMM, RECEIVED_DY, linear_all_to_all_error)
+ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", A2A_GEMM, GEMM_A2A, RECEIVED_X, all_to_all_linear_error)

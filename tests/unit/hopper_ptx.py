@@ -52,7 +52,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP} | constants
     else:
         direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
-        constants = {"REDUCE": True} | constants | direct
+        constants = {"REDUCE": True, "EXCHANGE": False} | constants | direct
     panel, out = _descriptor(BLOCK_M, BLOCK_K), _descriptor(PART_M, HALF_N)
     b, b_half = (_descriptor(n, BLOCK_K) if b_is_nk else _descriptor(BLOCK_K, n) for n in (BLOCK_N, HALF_N))
     types = {
@@ -62,7 +62,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         "b_desc": b,
         "b_half_desc": b_half,
         "y_desc": out,
-        "received_desc": _descriptor(BLOCK_M, HALF_N),
+        "received_desc": panel if "own_desc" in kernel.arg_names else _descriptor(BLOCK_M, HALF_N),
     } | {f"to{step}_desc": out for step in range(1, 8)}
     types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "y_ptr": "*bf16", "limit": "i64", "tag": "i64"}
     names = kernel.arg_names

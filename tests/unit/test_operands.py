@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 
 def plan(kernels: str, **variant: bool) -> Any:
-    return SimpleNamespace(kernels=kernels, variant=replace(PLAIN, **variant))
+    return SimpleNamespace(kind="gather", kernels=kernels, variant=replace(PLAIN, **variant))
 
 
 def test_what_tma_cannot_read_is_copied() -> None:
@@ -62,9 +62,9 @@ def test_gathers_that_differ_have_launches_of_their_own(call: Any) -> None:
         (PORTABLE, own, torch.zeros(8, 16), False),
         (PORTABLE, torch.zeros(6, 8), b, False),
     ):
-        persistent.all_gather_gemm(domain, call, plan(kernels), x, w, sends)
+        persistent.receive_and_multiply(domain, call, plan(kernels), x, w, sends)
     assert len(set(call.launches.keys)) == 6
-    persistent.all_gather_gemm(domain, call, plan(PORTABLE), own.clone(), b.clone(), False)
+    persistent.receive_and_multiply(domain, call, plan(PORTABLE), own.clone(), b.clone(), False)
     assert len(set(call.launches.keys)) == 6
 
 
@@ -79,5 +79,5 @@ def test_so_have_scatters(call: Any) -> None:
         (plan(PORTABLE), ScatterOperands(a.t(), b, staging, y)),
         (plan(PORTABLE), ScatterOperands(a, b.t(), staging, y)),
     ):
-        persistent.gemm_reduce_scatter(None, call, how, operands)  # type: ignore[arg-type]
+        persistent.multiply_and_send(None, call, how, operands)  # type: ignore[arg-type]
     assert len(set(call.launches.keys)) == 6

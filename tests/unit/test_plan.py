@@ -14,7 +14,7 @@ from overlap_train.planning import tiling
 from overlap_train.planning.arguments import all_gather_error, reduce_scatter_error
 from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.choice import Choice, Pass
-from overlap_train.planning.plan import EnginePlan, barrier_first, engine_plan, make_plan, whole_gather, why_not
+from overlap_train.planning.plan import EnginePlan, barrier_first, engine_plan, make_plan, sent_again, why_not
 from overlap_train.planning.schedule import GATHER, SCATTER, Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED
@@ -122,7 +122,7 @@ def test_how_x_comes_to_the_weight_gradient() -> None:
     assert plan_on_cpu(ALL_GATHER_LINEAR, gathered_input="keep").wgrad is None
     assert plan_on_cpu(LINEAR_REDUCE_SCATTER).wgrad is None
     fused = plan_on_cpu(ALL_GATHER_LINEAR, "fused").fprop
-    again = whole_gather(fused, Topology(1, 2, 0))
+    again = sent_again(fused, Topology(1, 2, 0))
     assert (again.method, fused.chunks, len(list(fused.legs)), len(list(again.legs))) == ("chunked", 2, 2, 1)
 
 

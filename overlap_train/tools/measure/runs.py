@@ -14,7 +14,7 @@ from ...operators.gemm_reduce_scatter import start_scatter
 from ...operators.weight_gradient import accumulate
 from ...planning.arguments import Request
 from ...planning.choice import Choice
-from ...planning.plan import EnginePlan, engine_plan, whole_gather
+from ...planning.plan import EnginePlan, engine_plan, sent_again
 from ...planning.schedule import Topology
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
@@ -112,7 +112,7 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
     """Our pass, as autograd runs it (linear.py), but without a split reduction: alone, nothing can run before its second half."""
     alone = replace(choice, variant=replace(choice.variant, split_reduction=False))
     plan, tag = plan_of(case, domain, alone, like), tag_of(case, alone)
-    whole = whole_gather(plan, topology_of(domain))
+    whole = sent_again(plan, topology_of(domain))
 
     def gather(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots, plan.variant.barrier_first):

@@ -14,7 +14,7 @@ from ...methods import TRAITS
 from ...operators.all_gather_gemm import start_gather
 from ...operators.gemm_reduce_scatter import start_scatter
 from ...planning.choice import GATHER, SCATTER_AND_WGRAD, Choice, Pass, untuned
-from ...planning.plan import whole_gather
+from ...planning.plan import sent_again
 from ...planning.table import Winner
 from ...planning.tiling import chunk_count
 from ...planning.variants import VARIANTS, Variant, method_of
@@ -140,7 +140,7 @@ def backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) 
     """A column linear's whole backward, as autograd runs it (linear.py). Without the weight gradient, a method whose reduction
     ends under that gradient would look slower than it is."""
     plan, tag = plan_of(case, domain, choice, like), tag_of(case, choice)
-    whole, wgrad = whole_gather(plan, topology_of(domain)), Tag(f"{tag.op}/wgrad", tag.what)
+    whole, wgrad = sent_again(plan, topology_of(domain)), Tag(f"{tag.op}/wgrad", tag.what)
 
     def run(o: Operands) -> torch.Tensor:
         # With a barrier, whether training has one or not: one backward after another needs it for its slots. `collective` does

@@ -123,8 +123,8 @@ FAULTS = [
     PERSISTENT("an address on 8 bytes counts as aligned", "address % 16 == 0 for", "address % 8 == 0 for"),
     PERSISTENT(
         "a product that sends shares the launch of one that does not",
-        '("gather", plan.kernels, sends, own',
-        '("gather", plan.kernels, own',
+        "(plan.kind, plan.kernels, sends, own",
+        "(plan.kind, plan.kernels, own",
     ),
     PERSISTENT(
         "a split reduction shares the launch of a whole one",

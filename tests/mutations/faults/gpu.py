@@ -54,7 +54,7 @@ FAULTS = [
     # which part of what
     TILES("GPU: both groups multiply the upper rows", ".slice(PART * ROWS, ROWS), b, acc", ".slice(0, ROWS), b, acc"),
     TILES("GPU: every step multiplies the first panel of a", "[a_row, k * BLOCK_K]", "[a_row, 0]"),
-    TILES("GPU: every step multiplies the first panel of b", "[b_col, k * BLOCK_K]", "[b_col, 0]"),
+    TILES("GPU: every step multiplies the first panel of b", "[b_col, b_first_k + k * BLOCK_K]", "[b_col, b_first_k]"),
     GATHER("GPU: both groups store the upper rows", "tile_m * BLOCK_M + PART * ROWS", "tile_m * BLOCK_M"),
     GATHER("GPU: a peer's shard is read from the own", "panels, step, gathered_desc, b_desc", "panels, step, own_desc, b_desc"),
     GATHER("GPU: a peer's shard is the slot's first", "row += source * m_shard", "row += 0 * m_shard"),
@@ -67,7 +67,7 @@ FAULTS = [
     SCATTER("GPU: the reduction adds the first block", "received_desc, source * m_shard + row", "received_desc, row"),
     SCATTER("GPU: the reduction adds the tile to the left", "row, tile_n * BLOCK_N, STAGES)", "row, 0, STAGES)"),
     SCATTER("GPU: all destinations' rows are staged over the first", "target * m_shard + row, col, BUFFERS", "row, col, BUFFERS"),
-    SCATTER("GPU: every destination's rows are the first", "target * m_shard + row, tile_n", "row, tile_n"),
+    SCATTER("GPU: every destination's rows are the first", "row if EXCHANGE else target * m_shard + row", "row"),
     # signals and epochs
     DIRECT_GATHER("GPU: AG expects the epoch before", "tag) if DIRECT else gl.load", "tag) if False else gl.load"),
     DIRECT_GATHER("GPU: AG signals the epoch before", "next_word(gl.load(words[3]), words[6])", "gl.load(words[3])"),

@@ -23,8 +23,8 @@ FAULTS = [
         "(topology.rank + step) % topology.world for step in range(1, topology.world)",
         "(topology.rank + step) % topology.world for step in range(topology.world)",
     ),
-    SCHEDULE("a scatter sends its first block to all", "target if kind == SCATTER else 0", "0"),
-    SCHEDULE("a gather sends other blocks than its shard", "target if kind == SCATTER else 0", "target"),
+    SCHEDULE("a scatter sends its first block to all", "0 if kind == GATHER else target", "0"),
+    SCHEDULE("a gather sends other blocks than its shard", "0 if kind == GATHER else target", "target"),
     SCHEDULE(
         "own rows come first in a scatter",
         "blocks = (*targets(topology), topology.rank)",
@@ -40,7 +40,7 @@ FAULTS = [
     PLAN("memory is allocated for collectives", "if uses_slots else 0", "if True else 0"),
     PLAN(
         "x is gathered again although it is kept",
-        'spec.fprop == GATHER and config.gathered_input == "regather"',
+        'spec.sends_input and config.gathered_input == "regather"',
         "spec.fprop == GATHER",
     ),
     PLAN(
@@ -48,10 +48,10 @@ FAULTS = [
         'fprop.method if fprop.method == "collective" else "chunked"',
         "fprop.method",
     ),
-    PLAN("x is gathered again in chunks", "route = legs(GATHER, topology, chunks=1)", "route = fprop.legs"),
+    PLAN("x is gathered again in chunks", "route = legs(fprop.kind, topology, chunks=1)", "route = fprop.legs"),
     PLAN(
         "pushes of a gather wait for tiles",
-        'after_tiles = kind == SCATTER and choice.method == "fused"',
+        'after_tiles = kind not in INBOUND and choice.method == "fused"',
         'after_tiles = choice.method == "fused"',
     ),
     PLAN(
@@ -62,8 +62,8 @@ FAULTS = [
     PLAN("blocks that are to be sent whole are cut", " or choice.variant.whole:", ":"),
     PLAN(
         "a scatter is cut by the rows of its input",
-        "features = pass_.k if kind == GATHER else pass_.n",
-        "features = pass_.k",
+        "pass_.row_features * pass_.dtype",
+        "pass_.k * pass_.dtype",
     ),
     PLAN("a tile crosses a rank's rows", "return PORTABLE if crosses or too_many", "return PORTABLE if too_many"),
     PLAN(
@@ -77,7 +77,7 @@ FAULTS = [
         "pass_.world - 1 > MOST_DIRECT_PEERS",
         "pass_.world - 1 > MOST_DIRECT_PEERS + 1",
     ),
-    PLAN("a gather is refused for too many ranks", "    if kind == SCATTER:  # partial", "    if True:  # partial"),
+    PLAN("a gather is refused for too many ranks", "    if kind not in INBOUND:  # tiles", "    if True:  # tiles"),
     PLAN("TMA reads a weight that it cannot", " or not tma_reads_weight(w):", ":"),
     PLAN(
         "only the forward pass is looked at", "for engine in (plan.fprop, plan.dgrad):", "for engine in (plan.fprop,):"
@@ -92,13 +92,17 @@ FAULTS = [
         'plan.wgrad is not None and plan.wgrad.method != "collective"',
         "plan.wgrad is not None",
     ),
-    SPEC("a gather has the rows of one rank", "(world_size if self.fprop == GATHER else 1)", "1"),
-    SPEC("a scatter has the rows of all ranks twice", "(world_size if self.fprop == GATHER else 1)", "world_size"),
-    SPEC("slots are as wide as the input", "x.shape[-1:] if self.fprop == GATHER else w.shape[:1]", "x.shape[-1:]"),
-    ARGUMENTS("an input of one dimension is accepted", "if x.dim() < 2 or w.dim() != 2:", "if w.dim() != 2:"),
-    ARGUMENTS(
-        "rows that ranks cannot share are accepted", "if error is None and x.shape[0] % world_size:", "if False:"
+    SPEC("a gather has the rows of one rank", "(world_size if self.fprop in (GATHER, GEMM_A2A) else 1)", "1"),
+    SPEC(
+        "a scatter has the rows of all ranks twice",
+        "(world_size if self.fprop in (GATHER, GEMM_A2A) else 1)",
+        "world_size",
     ),
+    SPEC(
+        "slots are as wide as the input", "(x.shape[-1:] if self.sends_input else w.shape[:1]).numel()", "x.shape[-1]"
+    ),
+    ARGUMENTS("an input of one dimension is accepted", "if x.dim() < 2 or w.dim() != 2:", "if w.dim() != 2:"),
+    ARGUMENTS("rows that ranks cannot share are accepted", "if x.shape[0] % world_size == 0:", "if True:"),
     ARGUMENTS(
         "a bias of another dtype is accepted",
         '{w_name: w} if bias is None else {w_name: w, "bias": bias}',

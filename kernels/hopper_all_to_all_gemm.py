@@ -1,0 +1,79 @@
+"""AllToAll + GEMM for Hopper: all_to_all_gemm.py's protocol around the warp-specialised GEMM of hopper_tiles.py.
+
+The warps that multiply and store are those of hopper_all_gather_gemm.py, in a world of one: they see one [M/W, K] matrix. Only
+the loading warp knows that its columns lie in W blocks, and waits at each block's edge.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .hopper_all_gather_gemm import SENDERS, load_tile_or_half, multiply_tiles, send_rows
+from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, make_rings
+from .signal import finalize_epoch, next_word, signal_word, wait_signal
+from .tiles import first_cut, tile_and_side, tile_in_block
+
+
+@gluon.jit
+def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes,
+          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
+          WHOLE_TILES: gl.constexpr):  # fmt: skip
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
+    m_shard, n, k = sizes
+    m_chunk = m_shard // CHUNKS
+    per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
+    halved = first_cut(per_chunk * CHUNKS, gl.num_programs(0), WHOLE_TILES)
+    k_steps = gl.cdiv(k, BLOCK_K)
+    expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
+    step = 0
+    turn = 0
+    index = claim_tile(tiles, turn, counter_ptr, 2 * per_chunk * CHUNKS - halved)
+    while index != NO_TILE:
+        tile, side = tile_and_side(index, halved)
+        chunk = tile // per_chunk
+        tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
+        row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
+        step = load_tile_or_half(panels, step, own_desc, b_desc, b_half_desc, rank * m_shard + row, col, rank * k, side,
+                                 k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+        for distance in range(1, WORLD):
+            source = (rank + WORLD - distance) % WORLD
+            wait_signal(signals_ptr, signal_word(source, chunk), expected, abort_ptr, record_ptr, limit, True)
+            fence_for_tma()
+            step = load_tile_or_half(panels, step, received_desc, b_desc, b_half_desc, source * m_shard + row, col, source * k,
+                                     side, k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+        turn += 1
+        index = claim_tile(tiles, turn, counter_ptr, 2 * per_chunk * CHUNKS - halved)
+
+
+@gluon.jit(do_not_specialize=["rank", "tag", "limit"])
+def hopper_all_to_all_gemm_kernel(
+    own_desc, own_ptr, received_desc, b_desc, b_half_desc, y_desc, y_ptr, m_shard, n, k,
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
+    sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
+    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr, STEP: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """own and received [M, K/W], W blocks below each other, times b, [N, K] or [K, N] by B_IS_NK, into y [M/W, N]; rows aligned.
+
+    k: K/W. Its last panel reads zeros of A beyond it, so that what it reads of B there counts nothing. The rest as for
+    hopper_all_gather_gemm_kernel.
+    """
+    gl.static_assert(num_warps == WARPS)
+    panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS)
+    buffers = gl.allocate_shared_memory(y_desc.dtype, [PARTS] + y_desc.block_type.shape, y_desc.layout)
+    words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
+    places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
+    sizes = (m_shard, n, k)
+    whole = (m_shard, n, WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K)  # as the multiplying warps see it: whole panels
+    gl.warp_specialize([
+        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, 0, abort_ptr, whole, 0, 1, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, 0, abort_ptr, whole, 1, 1, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+        (_load, (panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
+                 BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+        (send_rows, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP, True)),
+    ], [WARPS, 1, SENDERS], [232, 40, 40])  # fmt: skip
+    if DIRECT:
+        finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

@@ -1,0 +1,163 @@
+"""AllToAll + GEMM: y_shard_m [M/W, N] = sum over s of block s [M/W, K/W] @ the s-th rows of b_kn [K, N].
+
+Each rank sends the d-th rows of x_shard_k [M, K/W] to rank d, from the caller's tensor; block s of what it receives holds rank
+s's columns of its own rows. The GEMM walks the blocks in the order in which they arrive, its own first, in one fp32 accumulator
+(planning/schedule.py has the orders).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..planning.plan import EnginePlan
+from ..protocol.tags import Tag
+from ..runtime.domain import OverlapDomain
+from . import persistent
+from .gemm_all_to_all import Exchange
+from .persistent import should_run_async
+
+
+class Receiver(Exchange, Protocol):
+    """Blocks [W, M/W, K/W] on their way, block s from rank s."""
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        """Block by block @ b_kn [K, N] -> [M/W, N]; once."""
+        ...
+
+
+def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_k: torch.Tensor) -> Receiver:
+    """A started engine that exchanges x_shard_k [M, K/W]."""
+    blocks = x_shard_k.contiguous().unflatten(0, (domain.world_size, -1))  # block d goes to rank d
+    receiver = ALL_TO_ALL_GEMMS[plan.method](domain, plan, tag, blocks)
+    receiver.start()
+    return receiver
+
+
+class CollectiveAllToAllGemm:
+    """NCCL or gloo, then a GEMM for each block."""
+
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
+        self._domain, self._tag, self._sent = domain, tag, sent
+
+    def start(self) -> None:
+        self._domain.before_collective(self._tag)
+        self._received = self._sent.new_empty(self._sent.shape[:2].numel(), self._sent.shape[2])
+        aside = should_run_async(self._sent)
+        self._work = dist.all_to_all_single(
+            self._received, self._sent.flatten(0, 1), group=self._domain.group, async_op=aside
+        )
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        """One GEMM over all columns, side by side, as rivals do it: the copy costs less than sums in fp32 memory."""
+        return self.received_view().transpose(0, 1).flatten(1) @ b_kn
+
+    def received_view(self) -> torch.Tensor:
+        return self.received_copy().unflatten(0, (self._domain.world_size, -1))
+
+    def received_copy(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._received
+
+
+class ChunkedAllToAllGemm:
+    """A library GEMM for each block, after a wait for it; their sum is kept in fp32."""
+
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
+        self._domain, self._plan, self._tag, self._sent = domain, plan, tag, sent
+        self._arrived = False  # whether all blocks have been waited for
+
+    def start(self) -> None:
+        self._open()
+        self._push()
+
+    def _open(self) -> None:
+        self._call = self._domain.workspace.open(self._sent.shape[1:], self._sent.dtype, self._tag, self._plan.chunks)
+
+    def _push(self) -> None:
+        self._call.next_epoch()
+        self._domain.engine.push(self._sent, self._call.routes(self._plan.legs))
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        rank = self._domain.rank
+        b_blocks = b_kn.chunk(self._domain.world_size, dim=0)
+        total = product_in_fp32(self._sent[rank], b_blocks[rank])
+        for source in self._plan.sources:
+            self._call.wait(source)
+            add_product(total, self._call.blocks[source], b_blocks[source])
+        self._arrived = True
+        return total.to(self._sent.dtype)
+
+    def received_view(self) -> torch.Tensor:
+        rank = self._domain.rank
+        self._call.blocks[rank].copy_(self._sent[rank])
+        if not self._arrived:
+            self._call.wait_for_all()
+        return self._call.blocks
+
+    def received_copy(self) -> torch.Tensor:
+        return self.received_view().flatten(0, 1).clone()
+
+
+class FusedAllToAllGemm(ChunkedAllToAllGemm):
+    """One persistent kernel whose tiles wait at each block's edge."""
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        return persistent.receive_and_multiply(
+            self._domain, self._call, self._plan, self._sent, b_kn, sends=self._sends()
+        )
+
+    def _sends(self) -> bool:
+        """Whether the kernel stores the blocks at the peers."""
+        return False
+
+
+class DirectAllToAllGemm(FusedAllToAllGemm):
+    """That kernel sends, too: there are no copies, and no host time for them."""
+
+    _multiplied = False
+
+    def start(self) -> None:
+        self._open()  # nothing is sent before it is known whether there is a product
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        self._multiplied = True
+        return super().matmul(b_kn)
+
+    def _sends(self) -> bool:
+        return True
+
+    def received_view(self) -> torch.Tensor:
+        if not self._multiplied:  # no product (a frozen input): the peers need the blocks all the same
+            self._push()
+            self._multiplied = True
+        return super().received_view()
+
+
+def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] @ b [K, N] in fp32, whatever their dtype."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total [M, N] fp32 += a [M, K] @ b [K, N]."""
+    if a.dtype != torch.float32 and a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
+
+
+ALL_TO_ALL_GEMMS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Receiver]] = {
+    "collective": CollectiveAllToAllGemm,
+    "chunked": ChunkedAllToAllGemm,
+    "fused": FusedAllToAllGemm,
+    "direct": DirectAllToAllGemm,
+}

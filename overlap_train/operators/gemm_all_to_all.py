@@ -1,0 +1,143 @@
+"""GEMM + AllToAll: a_shard_m [M/W, K] @ b_kn [K, N], of which rank d gets the d-th block of columns [M/W, N/W].
+
+What a rank receives is [W, M/W, N/W]: its columns of all rows, block s from rank s. The own block is computed last, straight into
+its place among the received ones. Nothing in the GEMM waits: who takes the blocks out of symmetric memory does (`received_view`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..planning.plan import EnginePlan
+from ..protocol.tags import Tag
+from ..runtime.domain import OverlapDomain
+from . import persistent
+from .kernel_args import ScatterOperands
+from .persistent import should_run_async
+
+
+class Exchange(Protocol):
+    """Blocks [W, M/W, C] on their way, block s from rank s."""
+
+    def start(self) -> None:
+        """Start the GEMM and the sends."""
+        ...
+
+    def received_view(self) -> torch.Tensor:
+        """[W, M/W, C], complete; valid until the operator ends (the slot is then free for others)."""
+        ...
+
+    def received_copy(self) -> torch.Tensor:
+        """The same as [M, C], in memory of its own. Not a view, which autograd would refuse to have written into."""
+        ...
+
+
+def start_gemm_all_to_all(
+    domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor
+) -> Exchange:
+    """A started engine that multiplies and exchanges."""
+    exchange = GEMM_ALL_TO_ALLS[plan.method](domain, plan, tag, a_shard_m, b_kn)
+    exchange.start()
+    return exchange
+
+
+class CollectiveGemmAllToAll:
+    """One GEMM for each destination, since their blocks must be contiguous, then NCCL or gloo."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor
+    ) -> None:
+        self._domain, self._tag, self._a, self._b = domain, tag, a_shard_m, b_kn
+
+    def start(self) -> None:
+        self._domain.before_collective(self._tag)
+        self._sent = new_blocks(self._domain, self._a, self._b)
+        for columns, block in zip(self._b.chunk(self._domain.world_size, dim=1), self._sent, strict=True):
+            torch.mm(self._a, columns, out=block)
+        self._received = self._sent.new_empty(self._sent.shape[:2].numel(), self._sent.shape[2])
+        aside = should_run_async(self._sent)
+        self._work = dist.all_to_all_single(
+            self._received, self._sent.flatten(0, 1), group=self._domain.group, async_op=aside
+        )
+
+    def received_view(self) -> torch.Tensor:
+        return self.received_copy().unflatten(0, (self._domain.world_size, -1))
+
+    def received_copy(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._received
+
+
+class ChunkedGemmAllToAll:
+    """A library GEMM for each destination's columns, pushed as it ends."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor
+    ) -> None:
+        self._domain, self._plan, self._tag, self._a, self._b = domain, plan, tag, a_shard_m, b_kn
+
+    def start(self) -> None:
+        domain = self._domain
+        staging = new_blocks(domain, self._a, self._b)
+        self._call = domain.workspace.open(staging.shape[1:], staging.dtype, self._tag)
+        self._call.next_epoch()
+        columns = self._b.chunk(domain.world_size, dim=1)
+        for target, legs in self._plan.legs.by_target:
+            torch.mm(self._a, columns[target], out=staging[target])
+            domain.engine.push(staging, self._call.routes(legs))
+        torch.mm(self._a, columns[domain.rank], out=self._call.blocks[domain.rank])
+
+    def received_view(self) -> torch.Tensor:
+        self._call.wait_for_all()
+        return self._call.blocks
+
+    def received_copy(self) -> torch.Tensor:
+        return self.received_view().flatten(0, 1).clone()
+
+
+class FusedGemmAllToAll(ChunkedGemmAllToAll):
+    """One persistent kernel. A counter per destination and chunk releases its push by the copy engine."""
+
+    def start(self) -> None:
+        self._a = persistent.operand(self._plan, self._a)
+        self._shape = torch.Size([self._a.shape[0], self._b.shape[1] // self._domain.world_size])
+        self._call = self._domain.workspace.open(self._shape, self._a.dtype, self._tag, self._plan.chunks)
+        self._launch()
+
+    def _launch(self) -> None:
+        staging = new_blocks(self._domain, self._a, self._b)
+        m_shard, n = self._shape
+        routes = self._call.routes(self._plan.legs, tiles=self._plan.tile.count(m_shard // self._plan.chunks, n))
+        self._call.next_epoch()
+        self._domain.engine.launch(lambda: self._kernel(staging), staging, routes)
+
+    def _kernel(self, staging: torch.Tensor | None) -> None:
+        """Launch it; blocks for the peers go to staging [W, M/W, N/W] or, with None, straight to the peers."""
+        own = self._call.blocks[self._domain.rank]
+        operands = ScatterOperands(self._a, self._b, staging, own)
+        persistent.multiply_and_send(self._domain, self._call, self._plan, operands)
+
+
+class DirectGemmAllToAll(FusedGemmAllToAll):
+    """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
+
+    def _launch(self) -> None:
+        self._kernel(None)
+
+
+def new_blocks(domain: OverlapDomain, a_shard_m: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
+    """Memory for [W, M/W, N/W], block d for rank d."""
+    return a_shard_m.new_empty(domain.world_size, a_shard_m.shape[0], b_kn.shape[1] // domain.world_size)
+
+
+GEMM_ALL_TO_ALLS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor], Exchange]] = {
+    "collective": CollectiveGemmAllToAll,
+    "chunked": ChunkedGemmAllToAll,
+    "fused": FusedGemmAllToAll,
+    "direct": DirectGemmAllToAll,
+}
