@@ -15,23 +15,29 @@ if not (_Path(__file__).parent / "kernels").is_dir():
 if TYPE_CHECKING:
     from .config import OverlapConfig
     from .linear import all_gather_linear, linear_reduce_scatter
+    from .operators.attention_layout import Rotary
     from .planning.choice import Choice, Pass, choose
     from .planning.heads import AttentionHeads
+    from .planning.sequence import SequenceLayout
     from .runtime.graph import forget_graphs, graphed
     from .runtime.registry import check, shutdown
     from .symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
-    from .ulysses import all_to_all_linear, linear_all_to_all
+    from .ulysses.attention import attention_output_linear, qkv_all_to_all
+    from .ulysses.linears import all_to_all_linear, linear_all_to_all
 
 # Loaded at their first use: without torch the command line still starts, and says in one line that it is missing.
 _MODULES = {
     "config": ("OverlapConfig",),
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
     "planning.choice": ("Choice", "Pass", "choose"),
+    "operators.attention_layout": ("Rotary",),
     "planning.heads": ("AttentionHeads",),
+    "planning.sequence": ("SequenceLayout",),
     "runtime.graph": ("forget_graphs", "graphed"),
     "runtime.registry": ("check", "shutdown"),
     "symmetric.agreement": ("OverlapMismatchError", "OverlapTimeoutError"),
-    "ulysses": ("all_to_all_linear", "linear_all_to_all"),
+    "ulysses.attention": ("attention_output_linear", "qkv_all_to_all"),
+    "ulysses.linears": ("all_to_all_linear", "linear_all_to_all"),
 }
 
 
@@ -49,14 +55,18 @@ __all__ = [
     "OverlapMismatchError",
     "OverlapTimeoutError",
     "Pass",
+    "Rotary",
+    "SequenceLayout",
     "all_gather_linear",
     "all_to_all_linear",
+    "attention_output_linear",
     "check",
     "choose",
     "forget_graphs",
     "graphed",
     "linear_all_to_all",
     "linear_reduce_scatter",
+    "qkv_all_to_all",
     "shutdown",
 ]
 __version__ = "0.1.0"

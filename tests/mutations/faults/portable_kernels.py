@@ -52,7 +52,7 @@ FAULTS = [
     SCATTER("the reduction after a wait reads block by block of 32 bits", "source * tl.cast(size, tl.int64)",
             "source * tl.cast(size - 1, tl.int64)", REDUCTION),
     SCATTER("every chunk is stored over the first own rows", "offsets = (first_row + rows) * n", "offsets = rows * n"),
-    SCATTER("every chunk multiplies the first rows", "target.to(tl.int64) * m_shard + first_row", "target.to(tl.int64) * m_shard"),
+    SCATTER("every chunk multiplies the first rows", "(tl.int64) * m_shard + first_row", "(tl.int64) * m_shard"),
     STORES("an element past a chunk is stored", "inside = place < chunk_size", "inside = place <= chunk_size", FOOTPRINT),
     STORES("a piece that is not whole is left out", "tl.cdiv(chunk_size, PIECE)", "chunk_size // PIECE"),
     STORES("every chunk sends the first rows", "tl.load(own_ptr + first + place", "tl.load(own_ptr + place"),

@@ -9,21 +9,22 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509) for the all-to-alls around attentio
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .config import OverlapConfig
-from .linear import as_rows, run_eagerly
-from .operators.all_to_all_gemm import start_all_to_all_gemm
-from .operators.gemm_all_to_all import start_gemm_all_to_all
-from .operators.plan_book import PassTags, Planned, plan_of
-from .operators.weight_gradient import weight_gradient
-from .planning.heads import AttentionHeads
-from .planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
-from .runtime.profiling import profiled
+from ..config import OverlapConfig
+from ..linear import as_rows, run_eagerly
+from ..operators.all_to_all_gemm import start_all_to_all_gemm
+from ..operators.gemm_all_to_all import start_gemm_all_to_all
+from ..operators.plan_book import PassTags, Planned, plan_of
+from ..operators.weight_gradient import weight_gradient
+from ..planning.heads import AttentionHeads
+from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
+from ..runtime.profiling import profiled
 
 
 def linear_all_to_all(
@@ -63,14 +64,11 @@ def linear_all_to_all(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(linear_all_to_all, x_shard_m, w, bias, group=group, heads=heads, config=config, name=name)
-    rows = _sent_rows(heads, w, group, name)
-    w_sent = w if rows is None else w.detach().index_select(0, rows).requires_grad_(w.requires_grad)
-    bias_sent = bias if bias is None or rows is None else bias[rows]
-    planned = plan_of(LINEAR_ALL_TO_ALL, x_shard_m, w_sent, bias_sent, group, config, name)
-    y = _LinearAllToAll.apply(as_rows(x_shard_m), w, w_sent.detach(), rows, planned, planned.tags(name))
+    planned, sent = plan_sent(x_shard_m, w, bias, heads, group, config, name)
+    y = _LinearAllToAll.apply(as_rows(x_shard_m), w, sent.w, sent.rows, planned, planned.tags(name))
     if x_shard_m.dim() > 2:
         y = y.view(x_shard_m.shape[0] * planned.domain.world_size, *x_shard_m.shape[1:-1], -1)
-    return y if bias_sent is None else y + bias_sent.chunk(planned.domain.world_size)[planned.domain.rank]
+    return y if sent.bias is None else y + sent.bias
 
 
 def all_to_all_linear(
@@ -105,12 +103,31 @@ def all_to_all_linear(
     return y if bias is None else y + bias
 
 
-def _sent_rows(
-    heads: AttentionHeads | None, w: torch.Tensor, group: dist.ProcessGroup, name: str
-) -> torch.Tensor | None:
+@dataclass(frozen=True)
+class Sent:
+    """What is multiplied and sent: rows of w, each once and in order (rows is None) or not; bias: of this rank's columns."""
+
+    w: torch.Tensor
+    rows: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def plan_sent(
+    x_shard_m: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads | None,
+    group: dist.ProcessGroup, config: OverlapConfig | None, name: str,
+) -> tuple[Planned, Sent]:  # fmt: skip
+    """The plan of linear_all_to_all, and what it sends."""
+    rows = None if heads is None else _sent_rows(heads, w, group, name)
+    w_sent = w if rows is None else w.detach().index_select(0, rows).requires_grad_(w.requires_grad)
+    bias_sent = bias if bias is None or rows is None else bias[rows]
+    planned = plan_of(LINEAR_ALL_TO_ALL, x_shard_m, w_sent, bias_sent, group, config, name)
+    domain = planned.domain
+    own_bias = None if bias_sent is None else bias_sent.chunk(domain.world_size)[domain.rank]
+    return planned, Sent(w_sent.detach(), rows, own_bias)
+
+
+def _sent_rows(heads: AttentionHeads, w: torch.Tensor, group: dist.ProcessGroup, name: str) -> torch.Tensor | None:
     """The rows of w whose products are sent, where that is not each once and in order."""
-    if heads is None:
-        return None
     world_size = dist.get_world_size(group)
     error = heads.error(world_size, name)
     if error is None and w.dim() == 2 and w.shape[0] != heads.features:
@@ -139,20 +156,25 @@ class _LinearAllToAll(torch.autograd.Function):
     def backward(
         ctx: Any, dy_shard_n: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
-        x_shard_m, w_sent, rows = ctx.saved_tensors
-        domain, plan, tags = ctx.planned.domain, ctx.planned.plan, ctx.tags
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dx_shard_m = dw = None
-        with domain.operator(tags.dgrad, plan.dgrad.slots), profiled(tags.ranges[1]):
-            receiver = start_all_to_all_gemm(domain, plan.dgrad, tags.dgrad, dy_shard_n)
-            if wants_dx:
-                dx_shard_m = receiver.matmul(w_sent)
-            dy_blocks = receiver.received_view() if wants_dw or not wants_dx else None
-            if wants_dw:
-                dy = dy_blocks if rows is None else summed_copies(dy_blocks, rows, ctx.weight.shape[0])
-                with profiled(tags.ranges[2]):
-                    dw = weight_gradient(dy, x_shard_m, ctx.weight, plan.config.main_grad)
-        return dx_shard_m, dw, None, None, None, None
+        return *exchange_backward(ctx, dy_shard_n), None, None, None, None
+
+
+def exchange_backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx_shard_m, dw) from dy_shard_n [M, N/W], which is sent as it lies. ctx: as _LinearAllToAll.forward has left it."""
+    x_shard_m, w_sent, rows = ctx.saved_tensors[:3]
+    domain, plan, tags = ctx.planned.domain, ctx.planned.plan, ctx.tags
+    wants_dx, wants_dw = ctx.needs_input_grad[:2]
+    dx_shard_m = dw = None
+    with domain.operator(tags.dgrad, plan.dgrad.slots), profiled(tags.ranges[1]):
+        receiver = start_all_to_all_gemm(domain, plan.dgrad, tags.dgrad, dy_shard_n)
+        if wants_dx:
+            dx_shard_m = receiver.matmul(w_sent)
+        dy_blocks = receiver.received_view() if wants_dw or not wants_dx else None
+        if dy_blocks is not None and wants_dw:
+            dy = dy_blocks if rows is None else summed_copies(dy_blocks, rows, ctx.weight.shape[0])
+            with profiled(tags.ranges[2]):
+                dw = weight_gradient(dy, x_shard_m, ctx.weight, plan.config.main_grad)
+    return dx_shard_m, dw
 
 
 def summed_copies(dy_blocks: torch.Tensor, rows: torch.Tensor, n: int) -> torch.Tensor:
