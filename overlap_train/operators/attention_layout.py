@@ -10,11 +10,13 @@ of symmetric memory thus costs nothing beside what a model does anyway.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..planning.heads import AttentionHeads
 
+BLOCK_H = 8  # heads that a program moves: 2 KB of bf16 with 128 features each
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -41,6 +43,8 @@ class AttentionLayout:
 
 def unpack(received: torch.Tensor, bias: torch.Tensor | None, layout: AttentionLayout) -> Heads:
     """q [s, b, query, dim], k and v [s, b, kv, dim] from received [s, b, n] and bias [n]."""
+    if received.device.type == "cuda":
+        return unpack_by_kernel(received, bias, layout)
     y = received if layout.rows is None else received.index_select(0, layout.rows)
     y = y if bias is None else y + bias
     q, k, v = _groups(y, layout.heads).split([layout.heads.per_group, 1, 1], dim=-2)
@@ -52,6 +56,8 @@ def unpack(received: torch.Tensor, bias: torch.Tensor | None, layout: AttentionL
 
 def pack(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
     """[s, b, n] from dq [s, b, query, dim] and dk, dv [s, b, kv, dim]."""
+    if dq.device.type == "cuda":
+        return pack_by_kernel(dq, dk, dv, layout)
     heads = layout.heads
     if layout.rotary is not None:
         dq, dk = (_rotated(x, layout.rotary, -1) for x in (dq, dk))
@@ -63,6 +69,53 @@ def pack(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, layout: Attention
     sent = torch.empty_like(y)
     sent[layout.rows] = y
     return sent
+
+
+def unpack_by_kernel(received: torch.Tensor, bias: torch.Tensor | None, layout: AttentionLayout) -> Heads:
+    """unpack in one read and one write."""
+    from ..kernels.attention_layout import unpack_kernel
+
+    heads, (s, b) = layout.heads, received.shape[:2]
+    q, k, v = (received.new_empty(s, b, count, heads.dim) for count in (heads.query, heads.kv, heads.kv))
+    tables, constants, grid = _launch(received, layout)
+    places = [stride for tensor in (q, k, v) for stride in tensor.stride()[:3]]
+    bias_at = received if bias is None else bias
+    unpack_kernel[grid](received, bias_at, *tables, q, k, v, b, *places, HAS_BIAS=bias is not None, **constants)
+    return q, k, v
+
+
+def pack_by_kernel(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
+    """pack in one read and one write, whatever the strides of dq, dk and dv."""
+    from ..kernels.attention_layout import pack_kernel
+
+    dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
+    packed = dq.new_empty(*dq.shape[:2], layout.heads.features)
+    tables, constants, grid = _launch(packed, layout)
+    places = [stride for tensor in (dq, dk, dv) for stride in tensor.stride()[:3]]
+    pack_kernel[grid](packed, *tables, dq, dk, dv, dq.shape[1], *places, **constants)
+    return packed
+
+
+def _launch(
+    packed: torch.Tensor, layout: AttentionLayout
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], tuple[int, int]]:
+    """What both kernels are told about rows and angles (packed where there are none), their constants, and the grid."""
+    heads, rotary, rows = layout.heads, layout.rotary, layout.rows
+    rotated = 0 if rotary is None else rotary.cos.shape[-1]
+    angles = (packed, packed) if rotary is None else (rotary.cos.contiguous(), rotary.sin.contiguous())
+    count = heads.query + 2 * heads.kv
+    constants = dict(
+        HEADS=count, PER_GROUP=heads.per_group, DIM=heads.dim, ROTATED=rotated, HAS_ROWS=rows is not None,
+        INTERLEAVED=rotary is not None and rotary.interleaved, BLOCK_H=BLOCK_H, PAIRS=_power_of_two(rotated // 2),
+        REST=_power_of_two(heads.dim - rotated),
+    )  # fmt: skip
+    grid = (packed.shape[0] * packed.shape[1], -(-count // BLOCK_H))
+    return (packed if rows is None else rows, *angles), constants, grid
+
+
+def _power_of_two(size: int) -> int:
+    """The next one, at least 1."""
+    return 1 << max(0, size - 1).bit_length()
 
 
 def _groups(y: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:
