@@ -1,6 +1,6 @@
 """Between rows of QKV features, as an all-to-all brings or takes them, and the heads that attention wants: one read, one write.
 
-    packed    [s, b, n], row i of the sequence at rows[i]; n = (query + 2 kv) DIM, per KV head its query heads, k, v
+    packed    [r, b, n], row rows[i] of the sequence at i; n = (query + 2 kv) DIM, per KV head its query heads, k, v
     q, k, v   [s, b, heads, DIM], any strides but that of DIM, in the order of the sequence
 
 The first ROTATED features of each head of q and k are rotated by cos, sin [s, ROTATED], in fp32:
@@ -20,12 +20,12 @@ def unpack_kernel(
     packed_ptr, bias_ptr, rows_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, batch,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head,
     HEADS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_H: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_H: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """q, k, v from packed + bias. HEADS: query + 2 kv. PAIRS, REST: powers of two not below ROTATED / 2 and DIM - ROTATED."""
-    row, item, head = _place(batch, BLOCK_H)
-    source = tl.load(rows_ptr + row) if HAS_ROWS else row
-    packed_ptr += (source * batch + item) * HEADS * DIM
+    number, item, head = _place(batch, BLOCK_H)
+    row = tl.load(rows_ptr + number)
+    packed_ptr += (number * batch + item) * HEADS * DIM
     q = (q_ptr + row * q_row + item * q_batch, q_head)
     k = (k_ptr + row * k_row + item * k_batch, k_head)
     v = (v_ptr + row * v_row + item * v_batch, v_head)
@@ -47,12 +47,12 @@ def pack_kernel(
     packed_ptr, rows_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, batch,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head,
     HEADS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    BLOCK_H: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """packed from q, k, v (their gradients): the transpose of unpack_kernel."""
-    row, item, head = _place(batch, BLOCK_H)
-    target = tl.load(rows_ptr + row) if HAS_ROWS else row
-    packed_ptr += (target * batch + item) * HEADS * DIM
+    number, item, head = _place(batch, BLOCK_H)
+    row = tl.load(rows_ptr + number)
+    packed_ptr += (number * batch + item) * HEADS * DIM
     q = (q_ptr + row * q_row + item * q_batch, q_head)
     k = (k_ptr + row * k_row + item * k_batch, k_head)
     v = (v_ptr + row * v_row + item * v_batch, v_head)
@@ -73,7 +73,7 @@ def pack_kernel(
 
 @triton.jit
 def _place(batch, BLOCK_H: tl.constexpr):
-    """(row of the sequence, item of the batch, heads [BLOCK_H]) of this program."""
+    """(packed row, item of the batch, heads [BLOCK_H]) of this program."""
     number = tl.program_id(0).to(tl.int64)
     return number // batch, number % batch, tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
 

@@ -52,6 +52,9 @@ class OverlapConfig:
     symmetric_mib: int = _setting(
         2048, "most symmetric memory a rank may hold, in MiB; while it grows, the smaller one is there as well"
     )
+    exchange_mib: int = _setting(
+        512, "symmetric memory of Ulysses' all-to-alls a rank, in MiB; longer sequences pass through it in parts"
+    )
     timeout_s: float = _setting(
         600.0,
         "longest wait for a peer before OverlapTimeoutError, in seconds; after a tenth of it a warning names the late rank",
@@ -82,7 +85,7 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         for setting in fields(self):
             _check(setting, getattr(self, setting.name))
-        for name in ("symmetric_mib", "timeout_s"):
+        for name in ("symmetric_mib", "exchange_mib", "timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r} must be a positive and finite number ({flag_name(name)})")

@@ -21,16 +21,40 @@ def weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mai
     Args:
         main_grad: "accumulate" or "off", as in OverlapConfig.
     """
-    target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
-    if target is None:
-        return _product(dy, x)
-    for part, dy_part, x_part in _parts(target, dy, x):
-        accumulate(part, dy_part, x_part)
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    placeholder = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return placeholder(weight)
+    gradient = WeightGradient(weight, main_grad)
+    gradient.add(dy, x)
+    return gradient.result()
+
+
+class WeightGradient:
+    """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several."""
+
+    def __init__(self, weight: torch.Tensor, main_grad: str, parts: int = 1) -> None:
+        self._weight, self._several = weight, parts > 1
+        self._target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
+        self._dw: torch.Tensor | None = None
+
+    def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """The part of these rows."""
+        if self._target is None and not self._several:
+            self._dw = _product(dy, x)
+            return
+        if self._target is None and self._dw is None:
+            self._dw = torch.zeros_like(self._weight, dtype=torch.float32)
+        target = self._dw if self._target is None else self._target
+        assert target is not None
+        for part, dy_part, x_part in _parts(target, dy, x):
+            accumulate(part, dy_part, x_part)
+
+    def result(self) -> torch.Tensor | None:
+        """What autograd gets (weight_gradient)."""
+        if self._target is None:
+            return None if self._dw is None else self._dw.to(self._weight.dtype)
+        if not hasattr(self._weight, "grad_added_to_main_grad"):
+            return None
+        self._weight.grad_added_to_main_grad = True
+        placeholder = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
+        return placeholder(self._weight)
 
 
 def _product(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,20 +46,21 @@ class SequenceLayout:
             f"zigzag over {world_size} ranks; pad it to a multiple of {2 * world_size}"
         )
 
-    def received_rows(self, rows: int, world_size: int) -> torch.Tensor | None:
-        """int64 [rows]: where row i of the sequence is among the received ones; None: there. On the CPU."""
-        if self.kind == "contiguous" or world_size == 1:
-            return None
-        starts = self.document_starts or (0, rows)
-        parts = [_zigzag(first, end, rows, world_size) for first, end in pairwise(starts)]
-        return torch.cat(parts)
+    def rows_of_ranks(self, rows: int, world_size: int, device: torch.device) -> torch.Tensor:
+        """int64 [W, rows / W]: which row of the sequence each row of each rank is."""
+        return _rows_of_ranks(self, rows, world_size, device)
 
 
-def _zigzag(first: int, end: int, rows: int, world_size: int) -> torch.Tensor:
-    """Of one sequence or document, rows first ... end."""
-    chunk = (end - first) // (2 * world_size)
-    place = torch.arange(end - first)
-    number, within = place // chunk, place % chunk
-    second = number >= world_size
-    rank = torch.where(second, 2 * world_size - 1 - number, number)
-    return rank * (rows // world_size) + first // world_size + second * chunk + within
+@functools.lru_cache(maxsize=32)  # 2 MB for 256 k rows; made on the device, so that nobody waits for it
+def _rows_of_ranks(layout: SequenceLayout, rows: int, world_size: int, device: torch.device) -> torch.Tensor:
+    if layout.kind == "contiguous" or world_size == 1:
+        return torch.arange(rows, device=device).view(world_size, -1)
+    starts = layout.document_starts or (0, rows)
+    parts = [_zigzag(first, end, world_size, device) for first, end in pairwise(starts)]
+    return torch.cat(parts, dim=1).contiguous()
+
+
+def _zigzag(first: int, end: int, world_size: int, device: torch.device) -> torch.Tensor:
+    """Of one sequence or document: the rows of chunk r, then those of chunk 2 W - 1 - r."""
+    chunks = torch.arange(first, end, device=device).view(2 * world_size, -1)
+    return torch.cat((chunks[:world_size], chunks[world_size:].flip(0)), dim=1)

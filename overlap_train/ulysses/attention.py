@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,13 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
-from ..operators.attention_layout import AttentionLayout, Rotary, pack, unpack
-from ..operators.gemm_all_to_all import start_gemm_all_to_all
-from ..operators.plan_book import PassTags, Planned
+from ..operators.attention_layout import Rotary
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
-from ..runtime.profiling import profiled
-from .linears import Sent, all_to_all_linear, exchange_backward, plan_sent
+from .exchange import Linear, heads_backward, rows_backward, to_heads, to_rows
+from .linears import heads_linear, rows_linear
+from .rows import HeadRows, SequenceRows
 
 CONTIGUOUS = SequenceLayout()
 
@@ -60,11 +60,9 @@ def qkv_all_to_all(
     error = _error(x_shard_m, layout, rotary, world_size, name)
     if error is not None:
         raise ValueError(error)
-    planned, sent = plan_sent(x_shard_m, w, bias, heads, group, config, name)
-    rows = layout.received_rows(x_shard_m.shape[0] * world_size, world_size)
-    rows = None if rows is None else rows.to(x_shard_m.device)
-    in_place = AttentionLayout(heads.of_rank(world_size), rows, rotary)
-    return _QkvAllToAll.apply(x_shard_m, w, sent.bias, sent, planned, planned.tags(name), in_place)
+    linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name)
+    rows = layout.rows_of_ranks(x_shard_m.shape[0] * world_size, world_size, x_shard_m.device)
+    return _QkvAllToAll.apply(x_shard_m, w, own_bias, linear, _Lies(heads.of_rank(world_size), rows, rotary))
 
 
 def attention_output_linear(
@@ -89,10 +87,10 @@ def attention_output_linear(
     error = _error(x, layout, None, world_size, name, of_rank=1)
     if error is not None:
         raise ValueError(error)
-    rows = layout.received_rows(x.shape[0], world_size)
-    if rows is not None:
-        x = x.index_select(0, rows.argsort().to(x.device))  # what the ranks get, rank after rank
-    return all_to_all_linear(x, w, bias, group=group, config=config, name=name)
+    linear = rows_linear(x, w, bias, group, config, name)
+    rows = layout.rows_of_ranks(x.shape[0], world_size, x.device)
+    y = _OutputLinear.apply(x, w, linear, rows, torch.is_grad_enabled())
+    return y if bias is None else y + bias
 
 
 def _error(
@@ -108,27 +106,57 @@ def _error(
     return layout.error(rows, world_size, name)
 
 
+@dataclass(frozen=True)
+class _Lies:
+    """How q, k and v lie. heads: of this rank. rows: int64 [W, s/W], which rows of the sequence each rank has."""
+
+    heads: AttentionHeads
+    rows: torch.Tensor
+    rotary: Rotary | None
+
+
 class _QkvAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, sent: Sent, planned: Planned,
-        tags: PassTags, layout: AttentionLayout,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        domain, plan = planned.domain, planned.plan
-        x_rows = as_rows(x_shard_m)
-        with domain.operator(tags.fprop, plan.fprop.slots), profiled(tags.ranges[0]):
-            received = start_gemm_all_to_all(domain, plan.fprop, tags.fprop, x_rows, sent.w.t()).received_view()
-            q, k, v = unpack(received.reshape(-1, x_shard_m.shape[1], layout.heads.features), bias, layout)
-        ctx.planned, ctx.tags, ctx.weight, ctx.layout = planned, tags, w, layout  # weight: see linear.py
-        ctx.save_for_backward(x_rows if ctx.needs_input_grad[1] else None, sent.w, sent.rows)
+        ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, linear: Linear, lies: _Lies
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads, x_rows, (s, b) = lies.heads, as_rows(x_shard_m), (lies.rows.numel(), x_shard_m.shape[1])
+        q, k, v = (x_rows.new_empty(s, b, count, heads.dim) for count in (heads.query, heads.kv, heads.kv))
+        to_heads(linear, x_rows, HeadRows((q, k, v), lies.rows, lies.rotary, bias))
+        ctx.linear, ctx.lies = linear, lies
+        ctx.save_for_backward(x_rows if ctx.needs_input_grad[1] else None, linear.w)
         return q, k, v
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
-        dy = pack(dq, dk, dv, ctx.layout).flatten(0, 1)
-        dbias = dy.float().sum(0).to(dy.dtype) if ctx.needs_input_grad[2] else None
-        dx, dw = exchange_backward(ctx, dy)
-        return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, None, None, None, None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+        dy = HeadRows((dq, dk, dv), ctx.lies.rows, ctx.lies.rotary, None)
+        if ctx.needs_input_grad[2]:
+            dy.bias_gradient = dq.new_zeros(ctx.lies.heads.features, dtype=torch.float32)
+        x_rows, w = ctx.saved_tensors
+        dx, dw = heads_backward(ctx.linear.multiplying(w), x_rows, dy, ctx.needs_input_grad[0])
+        dbias = None if dy.bias_gradient is None else dy.bias_gradient.to(dq.dtype)
+        return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, None, None
+
+
+class _OutputLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, linear: Linear, rows: torch.Tensor, trains: bool
+    ) -> torch.Tensor:
+        y, kept = to_rows(linear, SequenceRows(x, rows), linear.keeps and trains and w.requires_grad)
+        ctx.linear, ctx.rows, ctx.shape = linear, rows, x.shape
+        ctx.save_for_backward(linear.w, *(kept or [x] if ctx.needs_input_grad[1] else []))
+        return y.view(-1, x.shape[1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        w, *saved = ctx.saved_tensors
+        linear = ctx.linear.multiplying(w)
+        dx = dy.new_empty(ctx.shape) if ctx.needs_input_grad[0] else None
+        x = saved if linear.keeps or not saved else SequenceRows(saved[0], ctx.rows)
+        into = None if dx is None else SequenceRows(dx, ctx.rows)
+        return dx, rows_backward(linear, x or None, as_rows(dy), into), None, None, None

@@ -9,7 +9,6 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509) for the all-to-alls around attentio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from torch.autograd.function import once_differentiable
 
 from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
-from ..operators.all_to_all_gemm import start_all_to_all_gemm
-from ..operators.gemm_all_to_all import start_gemm_all_to_all
-from ..operators.plan_book import PassTags, Planned, plan_of
-from ..operators.weight_gradient import weight_gradient
+from ..operators.plan_book import plan_of
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
-from ..runtime.profiling import profiled
+from ..runtime.registry import domain_of
+from .exchange import Linear, heads_backward, rows_backward, to_heads, to_rows
+from .parts import parts_of
+from .rows import RankRows
 
 
 def linear_all_to_all(
@@ -64,11 +63,11 @@ def linear_all_to_all(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(linear_all_to_all, x_shard_m, w, bias, group=group, heads=heads, config=config, name=name)
-    planned, sent = plan_sent(x_shard_m, w, bias, heads, group, config, name)
-    y = _LinearAllToAll.apply(as_rows(x_shard_m), w, sent.w, sent.rows, planned, planned.tags(name))
+    linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name)
+    y = _LinearAllToAll.apply(as_rows(x_shard_m), w, linear)
     if x_shard_m.dim() > 2:
-        y = y.view(x_shard_m.shape[0] * planned.domain.world_size, *x_shard_m.shape[1:-1], -1)
-    return y if sent.bias is None else y + sent.bias
+        y = y.view(-1, *x_shard_m.shape[1:-1], y.shape[-1])
+    return y if own_bias is None else y + own_bias
 
 
 def all_to_all_linear(
@@ -96,39 +95,52 @@ def all_to_all_linear(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(all_to_all_linear, x_shard_k, w, bias, group=group, config=config, name=name)
-    planned = plan_of(ALL_TO_ALL_LINEAR, x_shard_k, w, bias, group, config, name)
-    y = _AllToAllLinear.apply(as_rows(x_shard_k), w, planned, planned.tags(name), torch.is_grad_enabled())
+    linear = rows_linear(x_shard_k, w, bias, group, config, name)
+    y = _AllToAllLinear.apply(as_rows(x_shard_k), w, linear, torch.is_grad_enabled())
     if x_shard_k.dim() > 2:
-        y = y.view(x_shard_k.shape[0] // planned.domain.world_size, *x_shard_k.shape[1:-1], -1)
+        y = y.view(-1, *x_shard_k.shape[1:-1], y.shape[-1])
     return y if bias is None else y + bias
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What is multiplied and sent: rows of w, each once and in order (rows is None) or not; bias: of this rank's columns."""
-
-    w: torch.Tensor
-    rows: torch.Tensor | None
-    bias: torch.Tensor | None
-
-
-def plan_sent(
-    x_shard_m: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads | None,
+def heads_linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads | None,
     group: dist.ProcessGroup, config: OverlapConfig | None, name: str,
-) -> tuple[Planned, Sent]:  # fmt: skip
-    """The plan of linear_all_to_all, and what it sends."""
-    rows = None if heads is None else _sent_rows(heads, w, group, name)
-    w_sent = w if rows is None else w.detach().index_select(0, rows).requires_grad_(w.requires_grad)
-    bias_sent = bias if bias is None or rows is None else bias[rows]
-    planned = plan_of(LINEAR_ALL_TO_ALL, x_shard_m, w_sent, bias_sent, group, config, name)
-    domain = planned.domain
+) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
+    """linear_all_to_all as planned, and the bias of this rank's columns."""
+    domain = domain_of(group, config, x.device)
+    copies = None if heads is None else _copies(heads, w, domain.world_size, name)
+    w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
+    bias_sent = bias if bias is None or copies is None else bias[copies]
+    parts = parts_of(
+        x, 1, _batch(x) * w_sent.shape[0] * x.element_size(), (config or domain.config).exchange_mib,
+        lambda part: plan_of(LINEAR_ALL_TO_ALL, part, w_sent, bias_sent, group, config, name), name,
+    )  # fmt: skip
     own_bias = None if bias_sent is None else bias_sent.chunk(domain.world_size)[domain.rank]
-    return planned, Sent(w_sent.detach(), rows, own_bias)
+    return Linear(parts, w, w_sent.detach(), copies, _batch(x)), own_bias
 
 
-def _sent_rows(heads: AttentionHeads, w: torch.Tensor, group: dist.ProcessGroup, name: str) -> torch.Tensor | None:
+def rows_linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
+    group: dist.ProcessGroup, config: OverlapConfig | None, name: str,
+) -> Linear:  # fmt: skip
+    """all_to_all_linear as planned."""
+    domain = domain_of(group, config, x.device)
+    shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
+    parts = parts_of(
+        x, shards, _batch(x) * domain.world_size * x.shape[-1:].numel() * x.element_size(),
+        (config or domain.config).exchange_mib,
+        lambda part: plan_of(ALL_TO_ALL_LINEAR, part, w, bias, group, config, name), name,
+    )  # fmt: skip
+    return Linear(parts, w, w.detach(), None, _batch(x))
+
+
+def _batch(x: torch.Tensor) -> int:
+    """Rows of one position of x [positions, ..., C]."""
+    return max(1, x.shape[1:-1].numel())
+
+
+def _copies(heads: AttentionHeads, w: torch.Tensor, world_size: int, name: str) -> torch.Tensor | None:
     """The rows of w whose products are sent, where that is not each once and in order."""
-    world_size = dist.get_world_size(group)
     error = heads.error(world_size, name)
     if error is None and w.dim() == 2 and w.shape[0] != heads.features:
         error = f"{name}: w has {w.shape[0]} rows (shape {tuple(w.shape)}), {heads} needs {heads.features}; they must be equal"
@@ -139,91 +151,41 @@ def _sent_rows(heads: AttentionHeads, w: torch.Tensor, group: dist.ProcessGroup,
 
 class _LinearAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, w_sent: torch.Tensor, rows: torch.Tensor | None,
-        planned: Planned, tags: PassTags,
-    ) -> torch.Tensor:  # fmt: skip
-        domain, plan = planned.domain, planned.plan
-        with domain.operator(tags.fprop, plan.fprop.slots), profiled(tags.ranges[0]):
-            y_shard_n = start_gemm_all_to_all(domain, plan.fprop, tags.fprop, x_shard_m, w_sent.t()).received_copy()
-        # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
-        ctx.planned, ctx.tags, ctx.weight = planned, tags, w
-        ctx.save_for_backward(x_shard_m if ctx.needs_input_grad[1] else None, w_sent, rows)
-        return y_shard_n
+    def forward(ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, linear: Linear) -> torch.Tensor:
+        y = _rank_rows(None, linear)
+        to_heads(linear, x_shard_m, y)
+        ctx.linear = linear
+        ctx.save_for_backward(x_shard_m if ctx.needs_input_grad[1] else None, linear.w)
+        return y.x
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dy_shard_n: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
-        return *exchange_backward(ctx, dy_shard_n), None, None, None, None
-
-
-def exchange_backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dx_shard_m, dw) from dy_shard_n [M, N/W], which is sent as it lies. ctx: as _LinearAllToAll.forward has left it."""
-    x_shard_m, w_sent, rows = ctx.saved_tensors[:3]
-    domain, plan, tags = ctx.planned.domain, ctx.planned.plan, ctx.tags
-    wants_dx, wants_dw = ctx.needs_input_grad[:2]
-    dx_shard_m = dw = None
-    with domain.operator(tags.dgrad, plan.dgrad.slots), profiled(tags.ranges[1]):
-        receiver = start_all_to_all_gemm(domain, plan.dgrad, tags.dgrad, dy_shard_n)
-        if wants_dx:
-            dx_shard_m = receiver.matmul(w_sent)
-        dy_blocks = receiver.received_view() if wants_dw or not wants_dx else None
-        if dy_blocks is not None and wants_dw:
-            dy = dy_blocks if rows is None else summed_copies(dy_blocks, rows, ctx.weight.shape[0])
-            with profiled(tags.ranges[2]):
-                dw = weight_gradient(dy, x_shard_m, ctx.weight, plan.config.main_grad)
-    return dx_shard_m, dw
-
-
-def summed_copies(dy_blocks: torch.Tensor, rows: torch.Tensor, n: int) -> torch.Tensor:
-    """dy [M/W, N] from [W, M/W, n/W], column i of which belongs to row rows[i] of the weight.
-
-    Copies are added in fp32 and in the order of ranks.
-    """
-    total = dy_blocks.new_zeros(dy_blocks.shape[1], n, dtype=torch.float32)
-    for block, columns in zip(dy_blocks, rows.chunk(len(dy_blocks)), strict=True):
-        total[:, columns] += block  # within a block each column comes once
-    return total.to(dy_blocks.dtype)
+    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x_shard_m, w = ctx.saved_tensors
+        dy = _rank_rows(dy_shard_n.contiguous(), ctx.linear)
+        return *heads_backward(ctx.linear.multiplying(w), x_shard_m, dy, ctx.needs_input_grad[0]), None
 
 
 class _AllToAllLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_shard_k: torch.Tensor, w: torch.Tensor, planned: Planned, tags: PassTags, trains: bool
-    ) -> torch.Tensor:
-        domain, plan = planned.domain, planned.plan
-        keep = plan.wgrad is None and trains and w.requires_grad
-        with domain.operator(tags.fprop, plan.fprop.slots), profiled(tags.ranges[0]):
-            receiver = start_all_to_all_gemm(domain, plan.fprop, tags.fprop, x_shard_k)
-            y_shard_m = receiver.matmul(w.t())
-            saved = receiver.received_copy() if keep else x_shard_k
-        ctx.planned, ctx.tags, ctx.weight = planned, tags, w  # as above
-        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, w)
+    def forward(ctx: Any, x_shard_k: torch.Tensor, w: torch.Tensor, linear: Linear, trains: bool) -> torch.Tensor:
+        x_shard_k = x_shard_k.contiguous()
+        keeps = linear.keeps and trains and w.requires_grad
+        y_shard_m, kept = to_rows(linear, _rank_rows(x_shard_k, linear), keeps)
+        ctx.linear = linear
+        ctx.save_for_backward(linear.w, *(kept or [x_shard_k] if ctx.needs_input_grad[1] else []))
         return y_shard_m
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dy_shard_m: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        saved, w = ctx.saved_tensors
-        domain, plan, tags = ctx.planned.domain, ctx.planned.plan, ctx.tags
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dx_shard_k = dw = exchange = receiver = None
-        wgrad = plan.wgrad if wants_dw else None
-        slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
-        with domain.operator(tags.dgrad, slots), profiled(tags.ranges[1]):
-            if wgrad is not None:
-                receiver = start_all_to_all_gemm(domain, wgrad, tags.wgrad, saved)
-            if wants_dx:
-                exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_shard_m, w)
-            if wants_dw:
-                kept = saved.unflatten(0, (domain.world_size, -1)) if receiver is None else None
-                x_blocks = kept if receiver is None else receiver.received_view()
-                with profiled(tags.ranges[2]):
-                    dw = weight_gradient(dy_shard_m, x_blocks, ctx.weight, plan.config.main_grad)
-            if exchange is not None:
-                dx_shard_k = exchange.received_copy()
-        return dx_shard_k, dw, None, None, None
+    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        w, *saved = ctx.saved_tensors
+        linear = ctx.linear.multiplying(w)
+        dx = _rank_rows(None, linear) if ctx.needs_input_grad[0] else None
+        x = saved if linear.keeps or not saved else _rank_rows(saved[0], linear)
+        dw = rows_backward(linear, x or None, dy_shard_m, dx)
+        return None if dx is None else dx.x, dw, None, None
+
+
+def _rank_rows(x: torch.Tensor | None, linear: Linear) -> RankRows:
+    return RankRows(x, linear.parts[0].planned.domain.world_size, linear.parts[-1].last, linear.batch)

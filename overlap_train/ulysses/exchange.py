@@ -1,0 +1,156 @@
+"""What the linears of Ulysses do, part by part, forward and backward.
+
+    to_heads    y = all_to_all(x @ w.T)    rows of x leave, columns of y arrive    dgrad and wgrad: heads_backward
+    to_rows     y = all_to_all(x) @ w.T    columns of x arrive                     dgrad and wgrad: rows_backward
+
+`Rows` is where the exchanged rows lie in the caller's tensors: rank after rank, or in the order of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from ..operators.all_to_all_gemm import start_all_to_all_gemm
+from ..operators.gemm_all_to_all import Exchange, start_gemm_all_to_all
+from ..operators.weight_gradient import WeightGradient
+from ..runtime.profiling import profiled
+from .parts import Part
+
+
+class Rows(Protocol):
+    """Rows of all ranks, of which each rank has some features."""
+
+    def take(self, part: Part, exchange: Exchange) -> None:
+        """Write what has arrived for a part [W, rows, C]."""
+        ...
+
+    def give(self, part: Part) -> torch.Tensor:
+        """What is sent of a part, [W * rows, C]: rank after rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One call. weight: the parameter [N, K]. w: what is multiplied, the weight or, with `copies`, rows of it [N', K].
+
+    copies: int64 [N'], which row of the weight each row of w is. batch: rows of one position.
+    """
+
+    parts: tuple[Part, ...]
+    weight: torch.Tensor
+    w: torch.Tensor
+    copies: torch.Tensor | None
+    batch: int
+
+    @property
+    def main_grad(self) -> str:
+        return self.parts[0].planned.plan.config.main_grad
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what arrives is kept for the weight gradient, and not sent again."""
+        return self.parts[0].planned.plan.wgrad is None
+
+    def multiplying(self, w: torch.Tensor) -> Linear:
+        """The same with w as autograd has kept it: hooks on saved tensors (checkpointing) give back another object."""
+        return replace(self, w=w)
+
+    def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+        """The rows of a part of a shard x [positions * batch, C]."""
+        return x[part.first * self.batch : part.last * self.batch]
+
+    def gradient(self) -> WeightGradient:
+        return WeightGradient(self.weight, self.main_grad, len(self.parts))
+
+
+def to_heads(linear: Linear, x: torch.Tensor, y: Rows) -> None:
+    """y = all_to_all(x [M/W, K] @ w.T)."""
+    for part in linear.parts:
+        domain, fprop, tags = part.planned.domain, part.planned.plan.fprop, part.tags
+        with domain.operator(tags.fprop, fprop.slots), profiled(tags.ranges[0]):
+            y.take(part, start_gemm_all_to_all(domain, fprop, tags.fprop, linear.rows(x, part), linear.w.t()))
+
+
+def heads_backward(
+    linear: Linear, x: torch.Tensor | None, dy: Rows, wants_dx: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx [M/W, K], dw). x: None if dw is not wanted."""
+    dxs, gradient = [], linear.gradient()
+    for part in linear.parts:
+        domain, dgrad, tags = part.planned.domain, part.planned.plan.dgrad, part.tags
+        with domain.operator(tags.dgrad, dgrad.slots), profiled(tags.ranges[1]):
+            receiver = start_all_to_all_gemm(domain, dgrad, tags.dgrad, dy.give(part))
+            if wants_dx:
+                dxs.append(receiver.matmul(linear.w))
+            if x is not None or not wants_dx:  # the peers need what this rank sends, whatever is frozen here
+                blocks = receiver.received_view()
+            if x is not None:
+                with profiled(tags.ranges[2]):
+                    gradient.add(_of_weight(linear, blocks), linear.rows(x, part))
+    return _whole(dxs), gradient.result() if x is not None else None
+
+
+def to_rows(linear: Linear, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(y [M/W, N] = all_to_all(x) @ w.T, what each part has received [W, rows, K/W] if it is kept)."""
+    ys, kept = [], []
+    for part in linear.parts:
+        domain, fprop, tags = part.planned.domain, part.planned.plan.fprop, part.tags
+        with domain.operator(tags.fprop, fprop.slots), profiled(tags.ranges[0]):
+            receiver = start_all_to_all_gemm(domain, fprop, tags.fprop, x.give(part))
+            ys.append(receiver.matmul(linear.w.t()))
+            if keep:
+                kept.append(receiver.received_copy())
+    y = _whole(ys)
+    assert y is not None
+    return y, kept
+
+
+def rows_backward(
+    linear: Linear, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
+) -> torch.Tensor | None:
+    """dw; dx is written. x: what to send again, or what was kept, or None if dw is not wanted."""
+    gradient = linear.gradient()
+    for number, part in enumerate(linear.parts):
+        domain, plan, tags = part.planned.domain, part.planned.plan, part.tags
+        again = None if x is None or isinstance(x, list) else plan.wgrad
+        slots = (0 if again is None else again.slots) + (0 if dx is None else plan.dgrad.slots)
+        dy_rows, receiver, exchange = linear.rows(dy, part), None, None
+        with domain.operator(tags.dgrad, slots), profiled(tags.ranges[1]):
+            if again is not None:
+                receiver = start_all_to_all_gemm(domain, again, tags.wgrad, x.give(part))  # type: ignore[union-attr]
+            if dx is not None:
+                exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_rows, linear.w)
+            if x is not None:
+                blocks = x[number] if receiver is None else receiver.received_view()  # type: ignore[index]
+                with profiled(tags.ranges[2]):
+                    gradient.add(dy_rows, blocks.view(domain.world_size, len(dy_rows), -1))
+            if exchange is not None:
+                dx.take(part, exchange)  # type: ignore[union-attr]
+    return gradient.result() if x is not None else None
+
+
+def _whole(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:
+    """dy as the weight's rows have it: blocks as they are, or [rows, N] with its copies summed."""
+    if linear.copies is None:
+        return dy_blocks
+    return summed_copies(dy_blocks, linear.copies, linear.weight.shape[0])
+
+
+def summed_copies(dy_blocks: torch.Tensor, copies: torch.Tensor, n: int) -> torch.Tensor:
+    """dy [rows, N] from [W, rows, N'/W], column i of which belongs to row copies[i] of the weight.
+
+    Copies are added in fp32 and in the order of ranks.
+    """
+    total = dy_blocks.new_zeros(dy_blocks.shape[1], n, dtype=torch.float32)
+    for block, columns in zip(dy_blocks, copies.chunk(len(dy_blocks)), strict=True):
+        total[:, columns] += block  # within a block each column comes once
+    return total.to(dy_blocks.dtype)

@@ -1,0 +1,60 @@
+"""A long sequence passes through symmetric memory in parts, so that 256 k tokens need no more of it than 32 k.
+
+Each part is a call of its own: the same positions of every rank's shard. A slot has to hold what one call receives, and there are
+three of them (protocol/workspace.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..operators.plan_book import PassTags, Planned
+from ..protocol.layout import SLOTS
+
+_MIB = 1 << 20
+_WHOLE_TILES = 128  # rows; a part that ends between tiles would be multiplied by slower kernels
+
+
+@dataclass(frozen=True)
+class Part:
+    """Positions first ... last - 1 of the first dimension of every rank's shard, and the plan of their exchange."""
+
+    first: int
+    last: int
+    planned: Planned
+    tags: PassTags
+
+
+def cut(positions: int, bytes_of_position: int, limit_mib: int) -> list[tuple[int, int]]:
+    """(first, last) of each part of a shard's positions, as few as fit into `limit_mib` for all slots.
+
+    Args:
+        bytes_of_position: that a rank receives for one position of every rank's shard.
+    """
+    fits = int(limit_mib * _MIB // (SLOTS * bytes_of_position))
+    if positions <= fits:
+        return [(0, positions)]
+    step = -(-positions // -(-positions // max(1, fits)))  # equal parts, so that they share a plan
+    if fits >= _WHOLE_TILES:
+        step = min(-(-step // _WHOLE_TILES) * _WHOLE_TILES, fits // _WHOLE_TILES * _WHOLE_TILES)
+    return [(first, min(first + step, positions)) for first in range(0, positions, step)]
+
+
+def parts_of(
+    x: torch.Tensor,
+    shards: int,
+    bytes_of_position: int,
+    limit_mib: int,
+    plan: Callable[[torch.Tensor], Planned],
+    name: str,
+) -> tuple[Part, ...]:
+    """The parts of x [positions, ...], or of x [shards * positions, ...], and the plan of each."""
+    positions = x.shape[0] // shards
+    found = []
+    for first, last in cut(positions, bytes_of_position, limit_mib):
+        planned = plan(x[: (last - first) * shards])
+        found.append(Part(first, last, planned, planned.tags(name)))
+    return tuple(found)
