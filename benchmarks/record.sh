@@ -57,5 +57,4 @@ step bitwise 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps
 for folder in "$out" "$out/small_m" "$out/sweep"; do
   [ ! -d "$folder" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
-[ ! -f "$out/timeline.json" ] || .venv/bin/python -m overlap_train bench timeline --draw "$out/timeline.json"
 exit "$failed"

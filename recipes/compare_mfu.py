@@ -29,15 +29,6 @@ def main() -> int:
     return run_program("compare_mfu", lambda: compare(sys.argv[1:]))
 
 
-def redraw(folder: str) -> None:
-    """Draw the pictures of a folder anew."""
-    from gpt.program import refused_by_rule
-    from mfu import pictures
-
-    with refused_by_rule():
-        print(*pictures.draw(Path(folder)), sep="\n")
-
-
 def compare(arguments: list[str]) -> None:
     """Measure every model of the command line and write what was found after each of them.
 
@@ -45,12 +36,15 @@ def compare(arguments: list[str]) -> None:
         RecipeError: flags that are wrong by themselves or contradict each other.
     """
     began = time.monotonic()
-    from gpt.program import join_ranks
+    from gpt.program import join_ranks, refused_by_rule
     from mfu.plan import read_flags, settings_for
 
     plan, overlap = read_flags(arguments, __doc__)
     if plan.redraw:
-        redraw(plan.redraw)
+        from mfu import pictures
+
+        with refused_by_rule():
+            print(*pictures.draw(Path(plan.redraw)), sep="\n")
         return
     for number in range(len(plan.model)):  # all are checked before the first begins
         settings_for(plan, number, int(os.environ.get("WORLD_SIZE", "1")))

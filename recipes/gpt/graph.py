@@ -106,11 +106,6 @@ def released(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except RecipeError:
-        _release(trainer)
-        raise
-    _release(trainer)
-
-
-def _release(trainer: Trainer) -> None:
-    if isinstance(trainer, GraphedTrainer):
         trainer.release()
+        raise
+    trainer.release()

@@ -62,8 +62,13 @@ def run_program(name: str, work: Callable[[], None]) -> int:
 
 def say(text: str) -> None:
     """Print one line from rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_rank_0():
         print(text, flush=True)
+
+
+def is_rank_0() -> bool:
+    """Of the job; also before ranks have joined."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _tell(name: str, error: str) -> None:

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from gpt.program import say
+from gpt.program import is_rank_0, say
 from gpt.settings import Settings
 
 
@@ -23,7 +21,7 @@ class IterationLog:
         self._settings = settings
         self._last = first_iteration
         self._started = time.perf_counter()
-        self._files = _Files(settings.tensorboard_dir) if settings.tensorboard_dir and _is_rank_0() else None
+        self._files = _Files(settings.tensorboard_dir) if settings.tensorboard_dir and is_rank_0() else None
 
     def is_due(self, iteration: int) -> bool:
         """Whether there is a report after this step."""
@@ -73,7 +71,3 @@ class _Files:
             for name, value in figures.items():
                 self._board.add_scalar(name, value, iteration)
             self._board.flush()
-
-
-def _is_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -63,6 +63,9 @@ class Trainer:
         self.model.trained.eval()
         return per_byte(sum(_run(self, batches, micro_batches(self.settings), forward_only=True) for _ in range(steps)))
 
+    def release(self) -> None:
+        """Free what the device must not hold when NCCL ends: nothing here (see gpt/graph.py)."""
+
     def learning_rate(self) -> float:
         """Of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])

@@ -17,7 +17,7 @@ from gpt.program import RecipeError
 from gpt.settings import Settings
 from mfu import layer_timeline
 from mfu.plan import AGAIN, MEGATRON, OVERLAP, Plan, is_graph, settings_for
-from mfu.trained import Trained, have_equal_weights, is_true_everywhere, load_batches, start
+from mfu.trained import Trained, load_batches, start
 from mfu.variants import obstacle
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import report
@@ -98,7 +98,7 @@ def start_all(plan: Plan, overlap: OverlapConfig, measured: Measured, world: Wor
         raise RecipeError(f"--model {settings.model}: no variant can be trained here: {_reasons(measured)}")
     first = next(iter(trained.values()))
     for name, other in trained.items():
-        if not is_true_everywhere(torch.equal(first.fingerprint, other.fingerprint), world.device):
+        if world.any(not torch.equal(first.fingerprint, other.fingerprint)):
             raise RuntimeError(f"{settings.model}: {name} did not start from the weights of {first.name}")
     return trained
 
@@ -174,13 +174,14 @@ def collect(trained: dict[str, Trained], measured: Measured, world: World) -> No
             measured.symmetric_bytes[name] = domain_of(group, None, world.device).layout.nbytes
         first = trained.get(name.removesuffix(AGAIN))
         if name.endswith(AGAIN) and first is not None:
-            measured.same[name] = are_the_same(first, run, measured.losses, world.device)
+            measured.same[name] = are_the_same(first, run, measured.losses, world)
 
 
-def are_the_same(one: Trained, other: Trained, losses: dict[str, list[float]], device: torch.device) -> bool:
-    """Equal losses at every step and equal weights at the end, bitwise and on every rank."""
-    equal = have_equal_weights(one, other)
-    return is_true_everywhere(losses[one.name] == losses[other.name], device) and equal
+def are_the_same(one: Trained, other: Trained, losses: dict[str, list[float]], world: World) -> bool:
+    """Equal losses at every step and equal weights at the end, bitwise and on every rank; collective."""
+    weights = zip(one.trainer.model.bare.parameters(), other.trainer.model.bare.parameters(), strict=True)
+    differ = losses[one.name] != losses[other.name] or not all(torch.equal(a, b) for a, b in weights)
+    return not world.any(differ)
 
 
 def record_timelines(trained: dict[str, Trained], measured: Measured, world: World) -> None:

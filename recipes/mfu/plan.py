@@ -12,12 +12,12 @@ from gpt.settings import MODELS, SMALL, Settings, defaults
 from overlap_train import OverlapConfig
 from overlap_train.config import METHODS
 from overlap_train.flags import Parser, add_flags, add_options, config_from_args, from_args, option, positive_int
+from overlap_train.tools.bench.style import AGAIN
 
 MEGATRON, OVERLAP, ASYNC_TP = "megatron", "overlap", "async_tp"
 OVERLAP_GRAPH, MEGATRON_GRAPH = "overlap_graph", "megatron_graph"
 VARIANTS = (MEGATRON, OVERLAP, ASYNC_TP)
 GRAPHS = {OVERLAP_GRAPH: OVERLAP, MEGATRON_GRAPH: MEGATRON}  # these two with their passes in a CUDA graph
-AGAIN = " again"  # after the name of a variant that is trained a second time from the same seed
 WARM_UP_STEPS = 3
 USAGE = "torchrun --nproc-per-node RANKS recipes/compare_mfu.py [flags]"
 

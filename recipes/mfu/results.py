@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpt.program import RecipeError, say
@@ -10,10 +11,16 @@ from mfu import pictures
 from mfu.flops import peak_tflops
 from mfu.measuring import Measured
 from mfu.plan import ASYNC_TP, Plan
-from mfu.rows import COLUMNS, SCREEN_COLUMNS, notes_of, rows_of
+from mfu.rows import notes_of, rows_of, tables_of
 from overlap_train.tools.measure import results as output
 from overlap_train.tools.measure.results import Row
 from overlap_train.tools.measure.world import World
+
+
+def markdown_of(rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """The text of mfu.md."""
+    tables = [output.markdown(some, (), columns) for some, columns in tables_of(rows)]
+    return "\n".join([*tables, *(f"- {note}" for note in notes)]) + "\n"
 
 
 class Writer:
@@ -38,12 +45,13 @@ class Writer:
             self._write()
 
     def conclude(self, seconds: float) -> None:
-        """Print the table.
+        """Print the tables.
 
         Raises:
             RecipeError: on every rank, where Megatron-Core's or an overlapped variant did not run. Async-TP may be absent.
         """
-        say(output.screen(self._rows, notes_of(self._plan, self._rows), SCREEN_COLUMNS))
+        tables = [output.screen(rows, (), columns) for rows, columns in tables_of(self._rows)]
+        say("\n\n".join([*tables, "\n".join(notes_of(self._plan, self._rows))]))
         say(f" {seconds:.0f} s in all; {self._plan.out}")
         missing = [row for row in self._rows if row["status"] != "ran" and row["variant"] != ASYNC_TP]
         if missing:
@@ -55,7 +63,7 @@ class Writer:
         for name, rows in (("mfu", self._rows), ("losses", self._losses), ("timeline", self._spans)):
             if rows:
                 output.write_json(folder / f"{name}.json", rows, self._hardware)
-        (folder / "mfu.md").write_text(output.markdown(self._rows, notes_of(self._plan, self._rows), COLUMNS))
+        (folder / "mfu.md").write_text(markdown_of(self._rows, notes_of(self._plan, self._rows)))
         if importlib.util.find_spec("matplotlib") is None:
             say(" no pictures: matplotlib is not installed (pip install matplotlib)")
             return

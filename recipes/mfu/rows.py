@@ -1,31 +1,27 @@
-"""One row for each model and variant: what JSON keeps, and the columns of the Markdown table.
+"""One row for each model and variant: what JSON keeps, and the tables on the screen and in Markdown.
 
-The columns up to TFLOP/s are those of Megatron-Bridge's performance summary, in its order; those of the comparison follow.
+Set-up and throughput have the names of Megatron-Bridge's performance summary.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from mfu.flops import step_flops
 from mfu.measuring import Measured
-from mfu.plan import AGAIN, ASYNC_TP, MEGATRON, MEGATRON_GRAPH, OVERLAP, OVERLAP_GRAPH, Plan, is_graph
-from overlap_train.tools.measure.results import Column, Row
-
-LABELS = {
-    MEGATRON: "Megatron-Core",
-    OVERLAP: "overlap_train",
-    OVERLAP_GRAPH: "overlap_train, CUDA graph",
-    MEGATRON_GRAPH: "Megatron-Core, CUDA graph",
-    ASYNC_TP: "PyTorch async-TP",
-}
+from mfu.plan import AGAIN, Plan, is_graph
+from overlap_train.config import METHODS
+from overlap_train.tools.bench.style import look_of
+from overlap_train.tools.measure.results import Column, Columns, Row
 
 
 def label_of(name: str) -> str:
-    """How a variant is called in tables and pictures."""
+    """How a variant is called in tables; one of ours that is a method is named with it."""
     variant = name.removesuffix(AGAIN)
-    return LABELS.get(variant, f"overlap_train {variant}") + name[len(variant) :]
+    label = look_of(variant).label
+    return (f"overlap_train {label}" if variant in METHODS else label) + name[len(variant) :]
 
 
 def rows_of(plan: Plan, measured: Measured, world_size: int, peak: float | None, precision: str) -> list[Row]:
@@ -39,7 +35,7 @@ def _row(name: str, measured: Measured, world_size: int, peak: float | None, pre
     return {
         "model": settings.model, "title": settings.title, "layers": settings.num_layers, "variant": name,
         "gpus": world_size, "precision": precision, "gbs": settings.global_batch_size, "mbs": settings.micro_batch_size,
-        "seq": settings.seq_length, "fsdp": 0, "tp": settings.tp, "pp": 1, "cp": 1, "vp": 1, "ep": 1,
+        "seq": settings.seq_length, "tp": settings.tp,
         "ga": settings.global_batch_size // (settings.micro_batch_size * (world_size // settings.tp)),
         "deterministic": bool(settings.deterministic),
         "status": measured.absent.get(name, "ran"),
@@ -101,9 +97,12 @@ def largest_difference(losses: list[float], others: list[float]) -> float:
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
+def _model(row: Row) -> str:
+    return f"{row['title']}, {row['layers']} layers"
+
+
 def _title(row: Row) -> str:
-    status = "" if row["status"] == "ran" else f" ({row['status']})"
-    return f"{row['title']}, {row['layers']} layers: {label_of(row['variant'])}{status}"
+    return f"{_model(row)}: {label_of(row['variant'])}"
 
 
 def _column(heading: str, key: str, factor: float = 1.0, form: str = "") -> Column:
@@ -116,28 +115,44 @@ def _column(heading: str, key: str, factor: float = 1.0, form: str = "") -> Colu
     return heading, value
 
 
-BRIDGE_COLUMNS: tuple[Column, ...] = (
-    _column("#-GPUs", "gpus"), _column("Precision", "precision"), _column("GBS", "gbs"), _column("MBS", "mbs"),
-    _column("Sequence Length", "seq"), _column("FSDP", "fsdp"), _column("TP", "tp"), _column("PP", "pp"), _column("CP", "cp"),
-    _column("VP", "vp"), _column("EP", "ep"), _column("GA", "ga"),
-)  # fmt: skip
-# What fits on a screen.
-SCREEN_COLUMNS: tuple[Column, ...] = (
+# Four tables, each narrow enough for a page. The first has a row a model, the others have one a variant.
+SETUP: Columns = (
+    ("Model", _model),
+    _column("#-GPUs", "gpus"),
+    _column("Precision", "precision"),
+    _column("GBS", "gbs"),
+    _column("MBS", "mbs"),
+    _column("Sequence Length", "seq"),
+    _column("TP", "tp"),
+    _column("GA", "ga"),
+)
+SPEED: Columns = (
     ("Model", _title),
-    _column("Tokens / sec / GPU", "tokens_per_s_per_gpu", form=".0f"),
-    _column("Model TFLOP / sec / GPU", "tflops_per_gpu"),
-    _column("MFU %", "mfu", 100.0),
     _column("Step ms", "step_ms"),
     _column("Speed-up", "speed_up"),
+    _column("MFU %", "mfu", 100.0),
+    _column("Model TFLOP / sec / GPU", "tflops_per_gpu"),
+    _column("Tokens / sec / GPU", "tokens_per_s_per_gpu", form=".0f"),
+)
+COMMUNICATION: Columns = (
+    ("Model", _title),
     _column("Forward + backward ms", "forward_backward_ms"),
     _column("Exposed comm ms", "exposed_ms"),
     _column("Exposed, of baseline's %", "exposed_of_baseline", 100.0),
+)
+OUTCOME: Columns = (
+    ("Model", _title),
     _column("Last loss", "last_loss"),
     _column("Loss difference", "loss_difference", form=".1e"),
     _column("Peak GiB", "peak_bytes", 2**-30),
     _column("Symmetric MiB", "symmetric_bytes", 2**-20),
 )
-COLUMNS: tuple[Column, ...] = (SCREEN_COLUMNS[0], *BRIDGE_COLUMNS, *SCREEN_COLUMNS[1:])
+
+
+def tables_of(rows: Sequence[Row]) -> list[tuple[list[Row], Columns]]:
+    """The tables of a comparison, each as its rows and columns."""
+    models = {(row["model"], row["layers"]): row for row in rows}
+    return [(list(models.values()), SETUP), *((list(rows), columns) for columns in (SPEED, COMMUNICATION, OUTCOME))]
 
 
 def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
@@ -151,6 +166,8 @@ def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
         "exposed: forward and backward, less the same with the linears' communication left out and all products by cuBLAS",
     ]
     for row in rows:
+        if row["status"] != "ran":
+            notes.append(f"{_title(row)} did not run: {row['status']}")
         if row["same_bits"] is not None:
             verdict = "the same bits" if row["same_bits"] else "other bits"
             notes.append(

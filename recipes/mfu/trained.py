@@ -59,8 +59,7 @@ class Trained:
 
     def release(self) -> None:
         """Free the graph, if there is one."""
-        if isinstance(self.trainer, GraphedTrainer):
-            self.trainer.release()
+        self.trainer.release()
 
     def losses(self) -> list[float]:
         """Nats per byte of every step, over all data-parallel ranks; collective."""
@@ -106,20 +105,6 @@ def start(
 def fingerprint(model: torch.nn.Module) -> torch.Tensor:
     """Sums of squares of all parameters [parameters], fp64; equal for equal weights."""
     return torch.stack([parameter.float().square().sum().double() for parameter in model.parameters()])
-
-
-@torch.no_grad()
-def have_equal_weights(left: Trained, right: Trained) -> bool:
-    """Bit by bit, on every rank; collective."""
-    pairs = zip(left.trainer.model.bare.parameters(), right.trainer.model.bare.parameters(), strict=True)
-    return is_true_everywhere(all(torch.equal(a, b) for a, b in pairs), left.fingerprint.device)
-
-
-def is_true_everywhere(fact: bool, device: torch.device) -> bool:
-    """Whether `fact` is true on all ranks; collective."""
-    verdict = torch.tensor([fact], dtype=torch.int32, device=device)
-    dist.all_reduce(verdict, dist.ReduceOp.MIN)
-    return bool(verdict.item())
 
 
 def _allocated(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from gpt.settings import Settings
 from mfu.layer_timeline import MARKER, cut
 from mfu.measuring import Measured
 from mfu.plan import read_flags
-from mfu.rows import COLUMNS, largest_difference, rows_of
+from mfu.rows import largest_difference, notes_of, rows_of
 from overlap_train.tools.bench.lanes import exposed, kind_of
 from tests.megatron.workers import Workers
 
@@ -28,10 +28,7 @@ SMALL = (
     "--model small,small --layers 1,2 --seq-length 32 --steps 2 --round-steps 2 --variants megatron,collective,overlap"
 )
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
-BRIDGE = [
-    "Model", "#-GPUs", "Precision", "GBS", "MBS", "Sequence Length", "FSDP", "TP", "PP", "CP", "VP", "EP", "GA",
-    "Tokens / sec / GPU", "Model TFLOP / sec / GPU",
-]  # fmt: skip
+WIDTH = 120  # what a page and a terminal have room for
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,11 @@ def test_every_variant_of_every_model_has_a_row(ended: Ended) -> None:
 def test_what_did_not_run_has_a_row_with_the_reason() -> None:
     """And no figures."""
     measured = Measured(Settings(tp=2), absent={"async_tp": "PyTorch's async-TP needs CUDA devices"})
-    (row,) = rows_of(read_flags(["--variants", "async_tp"])[0], measured, 2, None, "FP32")
+    plan = read_flags(["--variants", "async_tp"])[0]
+    (row,) = rows_of(plan, measured, 2, None, "FP32")
     assert row["status"] == "PyTorch's async-TP needs CUDA devices"
     assert row["step_ms"] is None and row["last_loss"] is None and row["exposed_ms"] is None
+    assert any(note.endswith("async-TP did not run: " + row["status"]) for note in notes_of(plan, [row]))
 
 
 def test_figures_follow_from_times_and_sizes(ended: Ended) -> None:
@@ -114,13 +113,18 @@ def test_a_second_overlapped_run_has_the_same_bits(ended: Ended) -> None:
     assert "overlap again: losses and weights have the same bits" in ended.output
 
 
-def test_the_table_opens_with_the_columns_of_megatron_bridge(ended: Ended) -> None:
-    heading, _, *lines = (ended.folder / "mfu.md").read_text().splitlines()
-    assert [cell.strip() for cell in heading.strip("|").split("|")][: len(BRIDGE)] == BRIDGE
-    assert lines[0].startswith(
-        "| small GPT, 1 layers: Megatron-Core | 2 | FP32 | 1 | 1 | 32 | 0 | 2 | 1 | 1 | 1 | 1 | 1 | "
-    )
-    assert len(COLUMNS) == heading.count("|") - 1
+def test_four_narrow_tables_say_how_it_was_trained_how_fast_and_what_came_out(ended: Ended) -> None:
+    setup, speed, communication, outcome, *_ = (ended.folder / "mfu.md").read_text().split("\n\n")
+    assert setup.splitlines()[0] == "| Model | #-GPUs | Precision | GBS | MBS | Sequence Length | TP | GA |"
+    assert setup.splitlines()[2:] == [
+        f"| small GPT, {layers} layers | 2 | FP32 | 1 | 1 | 32 | 2 | 1 |" for layers in (1, 2)
+    ]
+    for table, heading in ((speed, "Step ms"), (communication, "Exposed comm ms"), (outcome, "Loss difference")):
+        first, _, *lines = table.splitlines()
+        assert heading in first and len(lines) == len(ended.rows)
+        assert max(map(len, lines)) <= WIDTH and lines[0].startswith("| small GPT, 1 layers: Megatron-Core | ")
+    printed = [line for line in ended.output.splitlines() if "Megatron-Core" in line and "layers:" in line]
+    assert printed and max(map(len, printed)) <= WIDTH
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
@@ -259,8 +263,9 @@ def notice_differences() -> list[bool]:
     import torch.distributed as dist
 
     from mfu.measuring import are_the_same
+    from overlap_train.tools.measure.world import World
 
-    cpu = torch.device("cpu")
+    here = World(dist.group.WORLD, torch.device("cpu"), dist.get_rank(), 2)
 
     def trained(name: str, value: float) -> Any:
         model = torch.nn.Linear(2, 2)
@@ -273,9 +278,9 @@ def notice_differences() -> list[bool]:
     other = trained("b", 1.0 + 2**-23 * dist.get_rank())
     losses = {"a": [2.0, 1.0], "b": [2.0, 1.0]}
     return [
-        are_the_same(one, same, losses, cpu),
-        are_the_same(one, other, losses, cpu),
-        are_the_same(one, same, {**losses, "b": [2.0, 1.0 + 2**-52]}, cpu),
+        are_the_same(one, same, losses, here),
+        are_the_same(one, other, losses, here),
+        are_the_same(one, same, {**losses, "b": [2.0, 1.0 + 2**-52]}, here),
     ]
 
 
@@ -383,4 +388,18 @@ def test_a_graph_is_compared_with_a_graph_and_has_no_bound() -> None:
     found = {bar.name: bar for bar in bars_of(mfu_rows(), "mfu", 100.0)}
     assert found["overlap"].text.split() == ["16.7", "(1.11x)"]
     assert found["overlap_graph"].text.split() == ["30.0", "(1.20x)"]
-    assert [bar.bound for bar in found.values()] == [20.0, 20.0, None, None]
+    assert {name: bar.bound and round(bar.bound, 9) for name, bar in found.items()} == {
+        "megatron": 18.75, "megatron_graph": None, "overlap": 18.75, "overlap_graph": None,
+    }  # fmt: skip
+
+
+def test_all_bars_have_the_bound_of_overlap_and_ours_come_last() -> None:
+    pytest.importorskip("matplotlib")
+    from mfu.pictures import bars_of
+
+    faster = {**mfu_rows()[0], "variant": "chunked", "step_ms": 150.0, "exposed_ms": 100.0}
+    drawn = bars_of([faster, *mfu_rows()[1::-1]], "mfu", 100.0)
+    assert [bar.name for bar in drawn] == ["megatron", "chunked", "overlap"]
+    assert {round(bar.bound or 0.0, 9) for bar in drawn} == {18.75}
+    (alone,) = bars_of([faster], "mfu", 100.0)
+    assert alone.bound is None

@@ -12,7 +12,7 @@ import pytest
 
 from overlap_train import cli
 from overlap_train.flags import from_args
-from overlap_train.tools.bench import command, output
+from overlap_train.tools.bench import command
 from overlap_train.tools.measure.cases import OPS, PASSES
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -98,7 +98,6 @@ def test_operators_run_on_two_processes(tmp_path: Path) -> None:
         (op, pass_, method) for op in OPS for pass_ in PASSES for method in ("chunked", "collective")
     }
     for row in rows:
-        assert tuple(row) == output.OPERATOR_KEYS
         assert row["world"] == 2 and row["ms"] > 0 and row["sequence_ms"] > 0 and row["gemm_ms"] > 0
     assert "async-TP needs CUDA" in run.stdout and "async-TP needs CUDA" in (tmp_path / "operators.md").read_text()
 

@@ -82,8 +82,20 @@ def test_communication_inside_a_kernel_is_named(drawn: Drawn) -> None:
 
 def test_a_bar_beyond_the_limit_is_broken_and_keeps_its_number(drawn: Drawn) -> None:
     axes = drawn[1][2].axes[0]
-    assert [text.get_text().strip() for text in axes.texts][-2:] == ["//", "9.90"]
-    assert axes.patches[-1].get_width() == pytest.approx(plots.LONGEST - 1)
+    numbers = [text.get_text().strip() for text in axes.texts]
+    assert numbers[numbers.index("//") + 1] == "9.90"
+    assert max(bar.get_width() for bar in axes.patches) == pytest.approx(plots.LONGEST - 1)
+
+
+def test_baselines_come_first_and_ours_last(drawn: Drawn) -> None:
+    from matplotlib.colors import to_hex
+
+    names = ("megatron", "async_tp", "fused", "auto", "auto_graph")
+    colours = [to_hex(bar.get_facecolor()).upper() for bar in drawn[1][2].axes[0].patches]
+    assert colours == [style.look_of(name).colour for name in names]
+    assert style.in_order(["overlap again", "overlap_graph", "bound", "overlap", "megatron_graph", "megatron"]) == [
+        "megatron", "megatron_graph", "overlap", "overlap again", "overlap_graph", "bound",
+    ]  # fmt: skip
 
 
 def test_every_thing_has_a_colour_of_its_own() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from overlap_train.tools.bench.lanes import Span, exposed, kind_of, perfect, stored_inside, union
-from overlap_train.tools.bench.timeline import last_call
+from overlap_train.tools.bench.timeline import last_call, record
+from overlap_train.tools.measure.world import World
 
 
 def _span(kind: str, start: float, end: float, name: str = "") -> Span:
@@ -67,3 +71,9 @@ def test_last_call_is_what_lies_between_the_last_two_markers() -> None:
     work = [("gemm", 2, 9), ("memcpy ptop", 12, 16), ("gemm", 15, 29), ("gemm", 33, 34)]
     last = last_call([*marks, *(_span("", start, end, name) for name, start, end in work)])
     assert [(s["kind"], s["start"], s["end"]) for s in last] == [("communication", 1, 5), ("gemm", 4, 18)]
+
+
+def test_without_gpus_there_is_nothing_to_record(tmp_path: Path) -> None:
+    here = World(None, torch.device("cpu"), 0, 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="records GPUs"):
+        record(tmp_path, here)

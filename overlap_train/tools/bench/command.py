@@ -85,17 +85,18 @@ def main(arguments: list[str]) -> int:
     Raises:
         ValueError: wrong arguments.
     """
-    if arguments[:1] == ["timeline"]:
-        return timeline.main(arguments[1:]) or 0
     args = parser().parse_args(arguments)
     if args.command == "plot":
         print(*plots.draw(args.folder), sep="\n")
+        return 0
+    if args.command == "timeline":
+        timeline.record(args.out, world.join())
         return 0
     return benchmark(from_args(KINDS[args.command](), args))
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all subcommands but `timeline`, which has its own."""
+    """Of all subcommands."""
     start = f"Measure under torchrun: {world.START} bench operators. Draw without it: overlap-train bench plot FOLDER"
     top = Parser(prog="overlap-train bench", description=start)
     commands: Any = top.add_subparsers(dest="command", required=True)
@@ -107,7 +108,8 @@ def parser() -> argparse.ArgumentParser:
         add_options(commands.add_parser(name, help=helps[name]), settings)
     plot = commands.add_parser("plot", help="draw the results of a folder (needs matplotlib)")
     plot.add_argument("folder", type=Path)
-    commands.add_parser("timeline", help="kernels and copies of one call of each method, recorded and drawn")
+    recording = commands.add_parser("timeline", help="record kernels and copies of one call of each method, on GPUs")
+    recording.add_argument("--out", type=Path, default=Path(), help="write OUT/timeline.json, for plot to draw")
     return top
 
 

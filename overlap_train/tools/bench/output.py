@@ -6,12 +6,6 @@ import statistics
 
 from ..measure.results import Columns, Row
 
-OPERATOR_KEYS = (
-    "op", "pass", "world", "m", "n", "k", "dtype", "method", "ms", "host_us", "sequence_ms", "async_tp_ms", "gemm_ms",
-    "comm_ms", "bound",
-)  # fmt: skip
-LAYER_KEYS = ("layer", "world", "seq", "method", "ms", "megatron_ms", "async_tp_ms", "gemms_ms", "host_us")
-
 
 def speed_up(row: Row) -> float:
     """Over NCCL + cuBLAS."""

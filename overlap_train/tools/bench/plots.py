@@ -17,7 +17,7 @@ from . import timeline
 from .bars import Bar, bars
 from .output import Row, speed_up
 from .shapes import WEIGHTS, weight_of
-from .style import GRAPH, LOOKS, PERFECT, SMALL, canvas, load, look_of, save
+from .style import LOOKS, PERFECT, SMALL, canvas, in_order, load, look_of, save
 
 OPERATORS = {"ag_gemm": "all_gather_linear", "gemm_rs": "linear_reduce_scatter"}
 PASSES = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient"}
@@ -74,8 +74,8 @@ def _grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]
 
 
 def _names(rows: list[Row]) -> tuple[str, ...]:
-    """Of what is drawn, in the order of the table of looks."""
-    return tuple(name for name in LOOKS if name in by_method(rows))
+    """Of what is drawn."""
+    return tuple(in_order(by_method(rows)))
 
 
 def _case(op: str, pass_: str) -> tuple[str, str]:
@@ -176,8 +176,8 @@ def _layers(rows: list[Row], path: Path) -> Path:
         times = {row["method"]: row["ms"] for row in members}
         times |= {name: members[0][f"{name}_ms"] for name in ("megatron", "async_tp")}
         ratios = {name: ms / members[0]["gemms_ms"] for name, ms in times.items() if ms is not None}
-        order = sorted(ratios, key=lambda name: list(LOOKS).index(name.removesuffix(GRAPH)))
-        panels[f"{layer}, s = {seq}"] = [Bar(look_of(n).label, n, ratios[n], f"{ratios[n]:.2f}", 1.0) for n in order]
+        shown = [Bar(look_of(n).label, n, ratios[n], f"{ratios[n]:.2f}", 1.0) for n in in_order(ratios)]
+        panels[f"{layer}, s = {seq}"] = shown
     header = (
         f"Layers: forward and backward over their six GEMMs alone, {rows[0]['world']} GPUs",
         f"Lower is better: 1.00 = all communication hidden ({PERFECT}).",

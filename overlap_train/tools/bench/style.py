@@ -5,6 +5,7 @@ A picture is 9 inches wide and a page shows it about 900 pixels wide, so a type 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import islice
@@ -37,18 +38,19 @@ class Look:
     marker: str = ""
 
 
+# In the order of every picture: baselines first, ours last, the default last of all.
 # Okabe and Ito's colours, Tol's wine, olive and sand, greys: told apart by readers with any of the usual colour blindnesses
 LOOKS = {
-    "auto": Look("auto", "#0072B2", "o"),
-    "overlap": Look("overlap_train", "#0072B2", "o"),  # what `auto` is called beside other programs
-    "fused": Look("fused", "#009E73", "s"),
-    "direct": Look("direct", "#E69F00", "D"),
-    "chunked": Look("chunked", "#CC79A7", "^"),
-    "collective": Look("collective", "#882255", "v"),
     "sequence": Look("NCCL + cuBLAS", "#999999", "h"),
     "megatron": Look("Megatron-Core", "#444444", "P"),
     "async_tp": Look("async-TP", "#999933", "X"),
     "te_userbuffers": Look("TransformerEngine", "#DDCC77", "*"),
+    "collective": Look("collective", "#882255", "v"),
+    "chunked": Look("chunked", "#CC79A7", "^"),
+    "fused": Look("fused", "#009E73", "s"),
+    "direct": Look("direct", "#E69F00", "D"),
+    "auto": Look("auto", "#0072B2", "o"),
+    "overlap": Look("overlap_train", "#0072B2", "o"),  # what `auto` is called beside other programs
     "gemm": Look("GEMM", "#53687E"),
     "compute": Look("other kernels", "#CBD3DB"),
     "hidden": Look("communication, hidden", "#88CCEE"),
@@ -62,6 +64,12 @@ def look_of(name: str) -> Look:
     """Of a method, a baseline, or a variant of training; one as a CUDA graph or trained again has the same colour."""
     look = LOOKS[name.removesuffix(AGAIN).removesuffix(GRAPH)]
     return replace(look, label=f"{look.label}, CUDA graph") if name.endswith(GRAPH) else look
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """As every picture has them: in the order of LOOKS, a CUDA graph after the same without one."""
+    places = list(LOOKS)
+    return sorted(names, key=lambda name: (places.index(name.removesuffix(AGAIN).removesuffix(GRAPH)), len(name)))
 
 
 def load() -> Any:

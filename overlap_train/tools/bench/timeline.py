@@ -1,13 +1,12 @@
 """What one operator call does on the GPU: its kernels and copies on a time axis, from the profiler, as JSON and as a picture.
 
-torchrun --nproc-per-node 4 -m overlap_train bench timeline --out benchmarks/h200x4     (records, on GPUs)
-overlap-train bench timeline --draw benchmarks/h200x4/timeline.json                     (draws, anywhere)
+torchrun --standalone --nproc-per-node 4 -m overlap_train bench timeline --out runs/h200x4     (records, on GPUs)
+overlap-train bench plot runs/h200x4                                                           (draws, anywhere)
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ...config import OverlapConfig
-from ...flags import Parser
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ...runtime.registry import shutdown
+from ..measure.world import World
 from .lanes import KINDS, NOTE, Span, draw_lanes, kind_of, label_lanes, perfect
-from .style import canvas, save
+from .style import canvas, in_order, save
 
 METHODS = ("collective", "chunked", "fused", "direct")
 # Llama-3-8B MLP at s = 8192: M, features in, features out of the first and the second linear
@@ -30,37 +29,27 @@ M, HIDDEN, FFN = 8192, 4096, 14336
 MARKER = "fillfunctor"  # the kernel between two calls
 
 
-def main(arguments: list[str]) -> int:
-    """Run `overlap-train bench timeline`; returns the exit status."""
-    parser = Parser("overlap-train bench timeline", description="Records on GPUs under torchrun; draws anywhere.")
-    parser.add_argument("--out", type=Path, help="record into OUT/timeline.json")
-    parser.add_argument("--draw", type=Path, help="draw this recording to a .png beside it")
-    args = parser.parse_args(arguments)
-    if args.draw:
-        print(draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".png")))
-    else:
-        record(args.out or Path())
-    return 0
+def record(out: Path, here: World) -> None:
+    """Profile forward calls of both operators by each method; rank 0 writes its own view.
 
-
-def record(out: Path) -> None:
-    """Profile forward calls of both operators by each method; rank 0 writes its own view."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    group = dist.group.WORLD
-    assert group is not None
-    world = dist.get_world_size()
+    Raises:
+        ValueError: there are no GPUs.
+    """
+    if here.device.type != "cuda":
+        raise ValueError(
+            "bench timeline records GPUs, and this process sees none; to draw a recording: bench plot FOLDER"
+        )
+    device, world = here.device, here.size
     x = torch.randn(M // world, HIDDEN, device=device, dtype=torch.bfloat16)
     h = torch.randn(M, FFN // world, device=device, dtype=torch.bfloat16)
     w1 = torch.randn(FFN // world, HIDDEN, device=device, dtype=torch.bfloat16)
     w2 = torch.randn(HIDDEN, FFN // world, device=device, dtype=torch.bfloat16)
     calls: dict[str, list[Span]] = {}
     for method in METHODS:
-        settings = {"group": group, "config": OverlapConfig(method=method)}
+        settings = {"group": here.group, "config": OverlapConfig(method=method)}
         calls[f"all_gather_linear {method}"] = _profile(partial(all_gather_linear, x, w1, **settings))
         calls[f"linear_reduce_scatter {method}"] = _profile(partial(linear_reduce_scatter, h, w2, **settings))
-    if dist.get_rank() == 0:
+    if here.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         shape = {"m": M, "hidden": HIDDEN, "ffn": FFN, "world": world, "dtype": "bfloat16"}
         head = {"hardware": torch.cuda.get_device_name(device), "torch": torch.__version__, "shape": shape}
@@ -117,7 +106,7 @@ def last_call(spans: Sequence[Span]) -> list[Span]:
 def draw(recording: dict[str, Any], path: Path) -> Path:
     """The last recorded call of each method: forward of a column linear on the left, of a row linear on the right."""
     calls = {tuple(title.split()): last_call(spans) for title, spans in recording["calls"].items()}
-    methods, operators = (list(dict.fromkeys(key[part] for key in calls)) for part in (1, 0))
+    methods, operators = in_order({method for _, method in calls}), list(dict.fromkeys(name for name, _ in calls))
     shape = recording["shape"]
     header = (
         f"One forward call by each method, {shape['world']} x {recording['hardware']}",
