@@ -1,6 +1,6 @@
 """Compare training with overlapped linears with Megatron-Core's own: the same model, data and seed, in turns, in one job.
 
-    torchrun --nproc-per-node 4 recipes/compare_mfu.py --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4
+    torchrun --standalone --nproc-per-node 4 recipes/compare_mfu.py --model llama3-8b,llama3-70b --global-batch-size 4
 
 Variants: Megatron-Core alone, overlap_train, and PyTorch's async-TP where it can run. All are alive at the same time, each with
 its own model and optimizer, and take turns of a few steps. For each: step time, tokens/s/GPU, model TFLOP/s/GPU and MFU (FLOPs

@@ -1,7 +1,7 @@
 """Train a GPT on real text with Megatron-Core and, with --overlap-train, with overlapped linears.
 
-    torchrun --nproc-per-node 2 recipes/pretrain_gpt.py --overlap-train
-    torchrun --nproc-per-node 4 recipes/pretrain_gpt.py --overlap-train --model llama3-8b --num-layers 8     (GPUs)
+    torchrun --standalone --nproc-per-node 2 recipes/pretrain_gpt.py --overlap-train
+    torchrun --standalone --nproc-per-node 4 recipes/pretrain_gpt.py --overlap-train --model llama3-8b --num-layers 8     (GPUs)
 
 The text is read as bytes. Prints Megatron's iteration lines, the validation loss next to that of a byte-bigram model, and a
 sample of generated text. The modules of recipes/gpt have the parts: text, model, training, checkpoints, sample.

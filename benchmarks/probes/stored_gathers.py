@@ -1,6 +1,6 @@
 """How much a gathering kernel that stores its rows at the peers should have in flight, where copies are as long as the product.
 
-    torchrun --nproc-per-node 2 benchmarks/probes/stored_gathers.py
+    torchrun --standalone --nproc-per-node 2 benchmarks/probes/stored_gathers.py
 
 On two GPUs a gather of N features of one rank moves as much beside its product as one of 1.5 N on four: 1024 here are the qkv of
 Llama-3 8B there, 768 the backward of its proj, 1792 the qkv of 70B. Prints microseconds of a call: by the copy engine, in chunks

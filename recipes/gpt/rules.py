@@ -11,7 +11,7 @@ from gpt.settings import MODELS, RECOMPUTE, SMALL, Settings, defaults, named_mod
 from overlap_train import OverlapConfig
 from overlap_train.flags import Parser, add_flags, add_options, config_from_args, from_args, option_fields, shown
 
-USAGE = "torchrun --nproc-per-node RANKS recipes/pretrain_gpt.py [flags]"
+USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/pretrain_gpt.py [flags]"
 
 MAY_BE_0 = (
     "variable_seq_length", "tp", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "cuda_graph", "deterministic", "seed",

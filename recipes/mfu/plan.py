@@ -19,7 +19,7 @@ OVERLAP_GRAPH, MEGATRON_GRAPH = "overlap_graph", "megatron_graph"
 VARIANTS = (MEGATRON, OVERLAP, ASYNC_TP)
 GRAPHS = {OVERLAP_GRAPH: OVERLAP, MEGATRON_GRAPH: MEGATRON}  # these two with their passes in a CUDA graph
 WARM_UP_STEPS = 3
-USAGE = "torchrun --nproc-per-node RANKS recipes/compare_mfu.py [flags]"
+USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/compare_mfu.py [flags]"
 
 # As many layers as leave room for three variants with their optimizers on four GPUs of 141 GB.
 FEW_LAYERS = {SMALL: 2, "llama3-8b": 4, "llama3-70b": 2, "qwen3-32b": 2, "mixtral-8x7b": 1}
@@ -30,7 +30,7 @@ class Plan:
     """Every field is a flag. `model` and `layers` go together, one entry a model."""
 
     model: tuple[str, ...] = option(("llama3-8b",), "what to train", choices=tuple(MODELS))
-    layers: tuple[int, ...] = option((), "one number a model; without it, a few", parse=int, metavar="N,...")
+    layers: tuple[int, ...] = option((), "one number a model; without it, a few", parse=positive_int, metavar="N,...")
     seq_length: int = option(8192, "tokens in a sample")
     tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all")
     micro_batch_size: int = option(1, "samples of one forward and backward pass on one rank")

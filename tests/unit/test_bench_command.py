@@ -75,7 +75,7 @@ def test_without_torchrun_the_message_says_how_to_start(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert cli.main(["bench", "operators", "--tiny"]) == 2
-    assert "torchrun --nproc-per-node" in capsys.readouterr().err
+    assert "torchrun --standalone --nproc-per-node" in capsys.readouterr().err
 
 
 def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -59,7 +59,7 @@ WRONG = [
     ("--variants megatron --bitwise", ["--repeat overlap", "megatron"]),
     ("--layers 1,2", ["--layers", "2 numbers for 1 models"]),
     ("--steps 0", ["--steps", "'0'", "positive"]),
-    ("--layers two", ["--layers"]),
+    ("--layers two", ["--layers", "'two' is not a positive number"]),
     ("--bogus", ["--bogus"]),
 ]
 

@@ -68,6 +68,14 @@ def test_a_missing_extra_is_a_warning_and_a_missing_requirement_a_failure() -> N
     assert only(versions.check_versions(inventory(torch=None)), FAIL).name == "version torch"
 
 
+def test_a_machine_without_gpu_lacks_nothing_of_gpus() -> None:
+    found = versions.check_versions(inventory(nvshmem4py_cu13=None, cuda_core=None), on_gpu=False)
+    assert {finding.status for finding in found} == {OK}
+    (line,) = [finding for finding in found if finding.name == "version nvshmem4py-cu13"]
+    assert line.measured.startswith("not installed; only GPUs use it, for the provider nvshmem")
+    assert only(versions.check_versions(inventory(torch=None), on_gpu=False), FAIL).name == "version torch"
+
+
 def test_nvshmem_and_torch_for_different_cuda_versions_fail() -> None:
     mixed = versions.Inventory(inventory().versions, inventory().demands, "12.8")
     assert only(versions.check_versions(mixed), FAIL).name == "version cuda"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from overlap_train import cli
+from overlap_train.flags import option_fields
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.table import Winner
 from overlap_train.tools.measure.models import MODELS
@@ -72,7 +73,7 @@ def test_single_weights_are_cut_as_their_linears_cut_them(capsys: pytest.Capture
         ("--column 6,8 --seq 16 --tp 4 --dry-run", "--column 6,8: features: 6 must be divisible by the 4 ranks"),
         ("--row 8,6 --seq 16 --tp 4 --dry-run", "--row 8,6: features: 6 must be divisible by the 4 ranks"),
         ("--model tiny --seq 16 --dry-run", "how many ranks"),
-        ("--model tiny --seq 16 --tp 2", "start it under torchrun: torchrun --nproc-per-node 2"),
+        ("--model tiny --seq 16 --tp 2", "start it under torchrun: torchrun --standalone --nproc-per-node 2"),
         ("--model tiny --seq 15 --tp 2 --dry-run", "15 must be divisible by the 2 ranks"),
         ("--model llama3-8b --seq 8190 --tp 3 --dry-run", "must be divisible by the 3 ranks"),
     ],
@@ -89,6 +90,11 @@ def test_another_number_of_ranks_than_torchrun_has_started(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["tune", "--model", "tiny", "--seq", "16", "--tp", "4"]) == 2
     assert "torchrun has started 2 ranks; start it with --nproc-per-node 4" in capsys.readouterr().err
+
+
+def test_only_a_column_is_an_output_layer() -> None:
+    texts = {found.name: found.metadata["help"] for found in option_fields(Tune)}
+    assert "output layer" in texts["column"] and "output layer" not in texts["row"]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         ValueError: wrong arguments.
     """
-    start = "all of it under torchrun --nproc-per-node GPUS -m overlap_train doctor"
+    start = "all of it under torchrun --standalone --nproc-per-node GPUS -m overlap_train doctor"
     top = Parser("overlap-train doctor", description=f"Checks installation, GPUs, links and operators; {start}")
     add_options(top, Doctor)
     asked, variables = from_args(Doctor(), top.parse_args(arguments)), dict(os.environ)
@@ -137,7 +137,7 @@ class Examination:
         inventory = versions.read_inventory()
         loaded = torch.cuda.nccl.version() if self._on_gpu else None
         return [
-            *versions.check_versions(inventory),
+            *versions.check_versions(inventory, self._on_gpu),
             *versions.check_driver(versions.driver_version(), inventory.torch_cuda),
             *versions.check_nccl(loaded, inventory.versions.get("nvidia-nccl-cu13")),
         ]
@@ -192,7 +192,8 @@ class Examination:
         def work() -> list[Finding]:
             if self._here.size > 1 or not self._on_gpu:
                 return check(self._here)
-            fix = f"torchrun --nproc-per-node {max(2, torch.cuda.device_count())} -m overlap_train doctor"
+            ranks = max(2, torch.cuda.device_count())
+            fix = f"torchrun --standalone --nproc-per-node {ranks} -m overlap_train doctor"
             return [warn(name, "not checked: one rank on this node", "a rank for each GPU", fix)]
 
         return work

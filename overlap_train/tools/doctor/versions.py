@@ -35,7 +35,7 @@ PURPOSES = {
     "cuda-core": ("the provider nvshmem", "nvshmem4py-cu13 cuda-core"),
 }
 _ASKING = (US, "torch", "nvshmem4py-cu13", "megatron-core", "transformer-engine")
-_FOR_GPUS = ("nvshmem", "nvidia", "cuda")  # a CPU build of torch needs none of them
+_FOR_GPUS = ("nvshmem", "nvidia", "cuda")  # a CPU build of torch, or a machine without GPU, needs none of them
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def read_inventory() -> Inventory:
     return Inventory(versions, demands, torch.version.cuda)
 
 
-def check_versions(inventory: Inventory) -> list[Finding]:
+def check_versions(inventory: Inventory, on_gpu: bool = True) -> list[Finding]:
     """One finding a package, and one for the CUDA version that packages are built for."""
     cuda = inventory.torch_cuda
-    found = [_judge(name, inventory) for name in PURPOSES if cuda or not name.startswith(_FOR_GPUS)]
+    found = [_judge(name, inventory, on_gpu) for name in PURPOSES if cuda or not name.startswith(_FOR_GPUS)]
     if cuda is not None and "nvshmem4py-cu13" in inventory.versions:
         built = f"torch for CUDA {cuda}, nvshmem4py for CUDA 13"
         fix = "install torch for CUDA 13, or use --overlap-train-provider torch"
@@ -76,7 +76,7 @@ def check_versions(inventory: Inventory) -> list[Finding]:
     return found
 
 
-def _judge(package: str, inventory: Inventory) -> Finding:
+def _judge(package: str, inventory: Inventory, on_gpu: bool) -> Finding:
     name, version = f"version {package}", inventory.versions.get(package)
     asked = {d.by: d.range for d in inventory.demands if d.package == package}
     ours = asked.pop(US, "")
@@ -86,6 +86,8 @@ def _judge(package: str, inventory: Inventory) -> Finding:
         missing = f"not installed; needed for {purpose}"
         if not ours:
             return ok(name, missing)
+        if not on_gpu and package.startswith(_FOR_GPUS):
+            return ok(name, f"not installed; only GPUs use it, for {purpose}", ours)
         return warn(name, missing, ours, f"pip install {optional}") if optional else fail(name, missing, ours, pip)
     if not _fits(version, ours):
         if _fits(version, _without_upper_bound(ours)):

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-START = "torchrun --nproc-per-node 4 -m overlap_train"
+START = "torchrun --standalone --nproc-per-node 4 -m overlap_train"
 
 
 @dataclass(frozen=True)

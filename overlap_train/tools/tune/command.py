@@ -38,16 +38,25 @@ def _sizes(text: str) -> Sizes:
     return int(found[1]), int(found[2])
 
 
-_WEIGHTS = "-parallel linears by their whole weights [N, K]: the output layer, or a model that is not listed"
-
-
 @dataclass(frozen=True)
 class Tune:
     """What the tuner is told."""
 
     model: str | None = option(None, "whose linears: qkv, proj, fc1 and fc2", choices=tuple(MODELS))
-    column: tuple[Sizes, ...] = option((), "column" + _WEIGHTS, parse=_sizes, metavar="N,K", spaced=True)
-    row: tuple[Sizes, ...] = option((), "row" + _WEIGHTS, parse=_sizes, metavar="N,K", spaced=True)
+    column: tuple[Sizes, ...] = option(
+        (),
+        "column-parallel linears by their whole weights [N, K]: the output layer, qkv or fc1 of a model that is not listed",
+        parse=_sizes,
+        metavar="N,K",
+        spaced=True,
+    )
+    row: tuple[Sizes, ...] = option(
+        (),
+        "row-parallel linears by their whole weights [N, K]: proj or fc2 of a model that is not listed",
+        parse=_sizes,
+        metavar="N,K",
+        spaced=True,
+    )
     tp: int | None = option(
         None, "tensor-parallel ranks; default all that torchrun starts", parse=positive_int, metavar="N"
     )
@@ -95,7 +104,7 @@ def ranks_of(asked: int | None, dry_run: bool) -> int:
     if dry_run and (asked or started):
         return asked or int(started or 0)
     if started is None or "RANK" not in os.environ:
-        command = f"torchrun --nproc-per-node {asked or 4} -m overlap_train tune ..."
+        command = f"torchrun --standalone --nproc-per-node {asked or 4} -m overlap_train tune ..."
         raise ValueError(
             f"--tp: how many ranks? give --tp, or {command}" if dry_run else f"start it under torchrun: {command}"
         )
