@@ -56,17 +56,18 @@ def scatters(
     columns: int = TILE,
     before: Before | None = None,
     split_reduction: bool = False,
+    rows: int = TILE,
 ) -> Build:
-    """Calls of reduce_scatter(a [W * TILE, TILE] @ b [TILE, columns], two chunks a rank); a, b differ by rank."""
+    """Calls of reduce_scatter(a [W * rows, TILE] @ b [TILE, columns], two chunks a rank); a, b differ by rank."""
     world = machine.world_size
-    a, b = integers(calls, world, world * TILE, TILE, seed=3), integers(world, TILE, columns, seed=4)
+    a, b = integers(calls, world, world * rows, TILE, seed=3), integers(world, TILE, columns, seed=4)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         variant = core("planning.variants").Variant(split_reduction=split_reduction)
         plan = domain.plan(method, own, mine.t(), "LINEAR_REDUCE_SCATTER", variant).fprop
         return core("operators.gemm_reduce_scatter").start_scatter(domain, plan, tag_of("scatter"), own, mine).finish()
 
-    return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, TILE)), before)
+    return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, rows)), before)
 
 
 def _calls(

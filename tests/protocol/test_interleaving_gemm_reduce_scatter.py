@@ -23,6 +23,7 @@ TELL = "notify_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal
 CLAIM = 'tl.int64), sem="relaxed", scope="gpu")'
 RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef notify_peer'
 GOAL = "word + 1], tiles)"
+OF_CHUNK = "tile.count(m_shard // self._plan.chunks, n)"
 BARRIER = "tl.debug_barrier()\n    tl.atomic_add("
 COUNTER = "word = leg.target * MAX_CHUNKS + leg.chunk"
 DEADLOCK = "deadlock.*complete.* to reach"
@@ -46,6 +47,9 @@ FUSED_FAULTS = {
     "announced at GPU scope": Fault("kernels.signal", RELEASE, RELEASE.replace("sys", "gpu"), "released", (KERNEL,)),
     "push does not wait for its rows": Fault("protocol.copy_engine", "counter.item() >= goal", "counter.item() >= 0"),
     "push waits for all tiles but one": in_slot(GOAL, GOAL.replace("tiles", "tiles - 1")),
+    "push waits for the tiles of a whole block": Fault(
+        OPERATOR, OF_CHUNK, OF_CHUNK.replace(" // self._plan.chunks", ""), DEADLOCK
+    ),
     "push waits for another chunk": in_slot(COUNTER, COUNTER.replace("leg.chunk", "0"), "wrong result|deadlock"),
     "push waits for another counter": in_slot(COUNTER, COUNTER.replace("leg.target", "self.rank"), DEADLOCK),
     "wrong chunk order": Fault(KERNEL, "received_ptr + source * block", "received_ptr + (source + 1) % WORLD * block"),
@@ -72,6 +76,7 @@ TWO_TILES_A_CHUNK = (
     "push waits for all tiles but one",
     "tiles claimed twice",
 )  # what these need to show
+MORE_TILES_THAN_A_CHUNK = "push waits for the tiles of a whole block"  # a block of one chunk's tiles does not show it
 
 CHUNKED_FAULTS = {
     **host_faults(),
@@ -121,9 +126,20 @@ STATIC_TILE_MAP = (
 )
 
 
+def size_for(fault: str) -> dict[str, int]:
+    """The smallest output of a rank that shows a fault."""
+    if fault == MORE_TILES_THAN_A_CHUNK:
+        return {"rows": 2 * TILE}
+    return {"columns": 2 * TILE if fault in TWO_TILES_A_CHUNK else TILE}
+
+
 def test_fused_passes() -> None:
     assert_passes(scatters("fused", Simulation(2)), range(45))
     assert_passes(scatters("fused", Simulation(3)), range(15))
+
+
+def test_fused_passes_where_a_chunk_has_fewer_tiles_than_its_block() -> None:
+    assert_passes(scatters("fused", Simulation(2), rows=2 * TILE), range(10))
 
 
 def test_direct_passes() -> None:
@@ -160,27 +176,24 @@ def test_chunked_passes(world: int, device_waits: bool) -> None:
 
 @pytest.mark.parametrize("fault", FUSED_FAULTS)
 def test_fault_of_fused_is_caught(fault: str) -> None:
-    columns = 2 * TILE if fault in TWO_TILES_A_CHUNK else TILE
     with FUSED_FAULTS[fault].planted():
-        problem = scatters("fused", Simulation(3 if "somebody" in fault else 2), columns=columns)
+        problem = scatters("fused", Simulation(3 if "somebody" in fault else 2), **size_for(fault))
         error = assert_caught(problem, range(30))
     assert re.search(FUSED_FAULTS[fault].report, str(error)), error
 
 
 @pytest.mark.parametrize("fault", DEFERRED_FAULTS)
 def test_fault_of_a_deferred_reduction_is_caught(fault: str) -> None:
-    columns = 2 * TILE if fault in TWO_TILES_A_CHUNK else TILE
     with DEFERRED_FAULTS[fault].planted():
-        problem = scatters("fused", Simulation(2), columns=columns, split_reduction=True)
+        problem = scatters("fused", Simulation(2), split_reduction=True, **size_for(fault))
         error = assert_caught(problem, range(30))
     assert re.search(DEFERRED_FAULTS[fault].report, str(error)), error
 
 
 @pytest.mark.parametrize("fault", DIRECT_FAULTS)
 def test_fault_of_direct_is_caught(fault: str) -> None:
-    columns = 2 * TILE if fault in TWO_TILES_A_CHUNK else TILE
     with DIRECT_FAULTS[fault].planted():
-        problem = scatters("direct", Simulation(3 if "somebody" in fault else 2), columns=columns)
+        problem = scatters("direct", Simulation(3 if "somebody" in fault else 2), **size_for(fault))
         error = assert_caught(problem, range(30))
     assert re.search(DIRECT_FAULTS[fault].report, str(error)), error
 
