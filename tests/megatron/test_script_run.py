@@ -7,12 +7,13 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.megatron.script_server import ScriptServer
 
 pytestmark = [
     pytest.mark.skipif(
@@ -48,27 +49,25 @@ class Run:
         return re.findall(r"iteration +\d+/.* lm loss: (\S+)", self.output)
 
 
-def launch(folder: Path, *flags: str, launcher: bool = True) -> Run:
-    """Train the small model; `launcher` False: as plain torchrun does."""
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptServer]:
+    server = ScriptServer({**os.environ, **MEGATRON_VARIABLES})
+    yield server
+    server.close()
+
+
+def launch(server: ScriptServer, folder: Path, *flags: str, launcher: bool = True) -> Run:
+    """Train the small model; `launcher` False: without ours."""
     program = ["-m", "overlap_train.integrations.megatron", str(SCRIPT)] if launcher else [str(SCRIPT)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     written = folder / "written.json"
-    ended = subprocess.run(
-        [*torchrun, *program, *SMALL, *flags],
-        env={**os.environ, **MEGATRON_VARIABLES, "WRITTEN": str(written)},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
+    status, output = server.run(2, [*program, *SMALL, *flags], folder, limit_s=200, WRITTEN=str(written))
     values = json.loads(written.read_text()) if written.exists() else {}
-    return Run(ended.returncode, ended.stdout, values)
+    return Run(status, output, values)
 
 
 @pytest.fixture(scope="module")
-def overlapped(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = launch(tmp_path_factory.mktemp("overlapped"), "--overlap-train", *OUR_SPEC)
+def overlapped(server: ScriptServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = launch(server, tmp_path_factory.mktemp("overlapped"), "--overlap-train", *OUR_SPEC)
     assert run.status == 0, run.output[-3000:]
     return run
 
@@ -80,8 +79,10 @@ def test_every_linear_is_overlapped_and_the_table_is_printed_once(overlapped: Ru
     assert sorted(rows) == sorted([attention + "proj", attention + "qkv", mlp + "fc1", mlp + "fc2", "output_layer"])
 
 
-def test_without_our_flag_the_losses_are_the_same_and_nothing_is_ours(overlapped: Run, tmp_path: Path):
-    run = launch(tmp_path, *OUR_SPEC)
+def test_without_our_flag_the_losses_are_the_same_and_nothing_is_ours(
+    server: ScriptServer, overlapped: Run, tmp_path: Path
+):
+    run = launch(server, tmp_path, *OUR_SPEC)
     assert run.status == 0, run.output[-3000:]
     assert "GEMM + RS" not in run.output
     assert not any(name.startswith("overlap_train/") for name in run.written["tensorboard"])
@@ -89,9 +90,9 @@ def test_without_our_flag_the_losses_are_the_same_and_nothing_is_ours(overlapped
     assert [float(loss) for loss in overlapped.losses] == pytest.approx([float(loss) for loss in run.losses], rel=1e-5)
 
 
-def test_the_compile_step_that_the_wheel_cannot_do_is_skipped(overlapped: Run, tmp_path: Path):
+def test_the_compile_step_that_the_wheel_cannot_do_is_skipped(server: ScriptServer, overlapped: Run, tmp_path: Path):
     assert "dataset helpers: compiled ones of the megatron-core wheel" in overlapped.output
-    alone = launch(tmp_path, *OUR_SPEC, launcher=False)
+    alone = launch(server, tmp_path, *OUR_SPEC, launcher=False)
     assert alone.status != 0
     assert "Failed to compile the C++ dataset helper functions" in alone.output
 
@@ -111,14 +112,14 @@ def test_counters_are_written_where_and_when_megatron_writes(overlapped: Run):
     assert "learning-rate 2" in overlapped.written["tensorboard"]
 
 
-def test_a_flag_that_cannot_act_is_an_error(tmp_path: Path):
-    refused = launch(tmp_path, "--overlap-train", *OUR_SPEC, "--tensor-model-parallel-size", "1")
+def test_a_flag_that_cannot_act_is_an_error(server: ScriptServer, tmp_path: Path):
+    refused = launch(server, tmp_path, "--overlap-train", *OUR_SPEC, "--tensor-model-parallel-size", "1")
     assert refused.status != 0
     assert "tensor_model_parallel_size=1 in the model's config" in refused.output
     assert not refused.losses
 
 
-def test_without_a_norm_for_sequence_parallelism_the_way_out_is_named(tmp_path: Path):
-    failed = launch(tmp_path, "--overlap-train")
+def test_without_a_norm_for_sequence_parallelism_the_way_out_is_named(server: ScriptServer, tmp_path: Path):
+    failed = launch(server, tmp_path, "--overlap-train")
     assert failed.status != 0
     assert "--spec overlap_train.integrations.megatron.spec gpt_block_spec" in failed.output
