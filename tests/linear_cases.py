@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from overlap_train import (
+    OverlapConfig,
+    all_gather_linear,
+    all_to_all_linear,
+    linear_all_to_all,
+    linear_reduce_scatter,
+)
 from overlap_train.protocol.layout import BARRIER
 from overlap_train.runtime.registry import domain_of
 
@@ -53,6 +59,10 @@ class Case:
     def mine(self, full: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's shard of a full tensor, in the case's dtype, as a leaf."""
         return full.chunk(self.world, dim)[self.rank].to(self.dtype).contiguous().requires_grad_()
+
+    def copy(self, full: torch.Tensor) -> torch.Tensor:
+        """All of a full tensor, as every rank has it, in the case's dtype, as a leaf."""
+        return full.to(self.dtype).requires_grad_()
 
 
 def poison(case: Case) -> None:
@@ -109,7 +119,50 @@ def row(case: Case, rows: tuple[int, ...], k_shard: int, n: int, seed: int = 0, 
         check_exact("dbias", b_full.grad, case.mine(dy, 0).detach().double().flatten(0, -2).sum(0), None, case)
 
 
-OPERATORS: dict[str, Callable[..., None]] = {"column": column, "row": row}
+def to_heads(case: Case, rows: tuple[int, ...], k: int, n_shard: int, seed: int = 0, bias: bool = False) -> None:
+    """linear_all_to_all, forward and backward, against the product in fp64.
+
+    Each rank's dw is compared with what its rows add to the whole, and dbias with what its columns add: their sums over the
+    ranks are then right, too.
+    """
+    s, rest, n = rows[0] * case.world, rows[1:], n_shard * case.world
+    x, weight = case.integers(s, *rest, k, seed=seed), case.integers(n, k, seed=seed + 1)
+    dy, b = case.integers(s, *rest, n, seed=seed + 2), case.integers(n, seed=seed + 3)
+    x_shard, w, b_leaf = case.mine(x, 0), case.copy(weight), case.copy(b) if bias else None
+    poison(case)
+    y = linear_all_to_all(x_shard, w, b_leaf, group=case.group, config=case.config)
+    y.backward(case.mine(dy, -1).detach())
+    check_exact("y", y, x @ weight.t() + (b if bias else 0), -1, case)
+    check_exact("dx", x_shard.grad, dy @ weight, 0, case)
+    check_exact("dw", w.grad, _of_own_rows(dy, x, case), None, case)
+    if b_leaf is not None:
+        columns = torch.arange(n, device=case.device) // n_shard == case.rank
+        check_exact("dbias", b_leaf.grad, dy.flatten(0, -2).sum(0) * columns, None, case)
+
+
+def to_rows(case: Case, rows: tuple[int, ...], k_shard: int, n: int, seed: int = 0, bias: bool = False) -> None:
+    """all_to_all_linear, forward and backward, against the product in fp64. dw, dbias: as for to_heads, of the own rows."""
+    s, rest, k = rows[0] * case.world, rows[1:], k_shard * case.world
+    x, weight = case.integers(s, *rest, k, seed=seed), case.integers(n, k, seed=seed + 1)
+    dy, b = case.integers(s, *rest, n, seed=seed + 2), case.integers(n, seed=seed + 3)
+    x_shard, w, b_leaf = case.mine(x, -1), case.copy(weight), case.copy(b) if bias else None
+    poison(case)
+    y = all_to_all_linear(x_shard, w, b_leaf, group=case.group, config=case.config)
+    y.backward(case.mine(dy, 0).detach())
+    check_exact("y", y, x @ weight.t() + (b if bias else 0), 0, case)
+    check_exact("dx", x_shard.grad, dy @ weight, -1, case)
+    check_exact("dw", w.grad, _of_own_rows(dy, x, case), None, case)
+    if b_leaf is not None:
+        check_exact("dbias", b_leaf.grad, dy.chunk(case.world)[case.rank].flatten(0, -2).sum(0), None, case)
+
+
+def _of_own_rows(dy: torch.Tensor, x: torch.Tensor, case: Case) -> torch.Tensor:
+    """This rank's part of the weight gradient dy.T @ x, whose sum over the ranks is all of it."""
+    dy_rows, x_rows = (t.chunk(case.world)[case.rank].flatten(0, -2) for t in (dy, x))
+    return dy_rows.t() @ x_rows
+
+
+OPERATORS: dict[str, Callable[..., None]] = {"column": column, "row": row, "to_heads": to_heads, "to_rows": to_rows}
 
 
 def rounding_bound(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, partials: int) -> torch.Tensor:

@@ -10,8 +10,16 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train import (
+    OverlapConfig,
+    all_gather_linear,
+    all_to_all_linear,
+    linear_all_to_all,
+    linear_reduce_scatter,
+    shutdown,
+)
 from overlap_train.operators.all_gather_gemm import ChunkedGather
+from overlap_train.operators.all_to_all_gemm import ChunkedAllToAllGemm
 from overlap_train.runtime import domain
 from overlap_train.symmetric import host
 from tests.linear_cases import OPERATORS, Case
@@ -24,12 +32,16 @@ def _case(method: str = "chunked", **settings: Any) -> Case:
     return Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method=method, timeout_s=20.0, **settings))
 
 
-def _both(case: Case) -> list[tuple[Operator, torch.Tensor, torch.nn.Parameter]]:
-    """Each operator with an input and a weight: [4 W, 8] and [8, 8] integers."""
-    shapes = [(linear, (4 * case.world, 8)) for linear in (all_gather_linear, linear_reduce_scatter)]
+def _all(case: Case) -> list[tuple[Operator, torch.Tensor, torch.nn.Parameter]]:
+    """Each operator with an input and a weight: [4 W, 8] and [8, 8] integers, or [8, 8 W] where features come from all ranks."""
+    features = {linear: 8 for linear in (all_gather_linear, linear_reduce_scatter, linear_all_to_all)}
     return [
-        (linear, case.integers(*shape, seed=case.rank).float().requires_grad_(), torch.nn.Parameter(torch.ones(8, 8)))
-        for linear, shape in shapes
+        (
+            linear,
+            case.integers(4 * case.world, 8, seed=case.rank).float().requires_grad_(),
+            torch.nn.Parameter(torch.ones(8, k)),
+        )
+        for linear, k in (features | {all_to_all_linear: 8 * case.world}).items()
     ]
 
 
@@ -55,7 +67,7 @@ def _after_memory_ran_out(rank: int, world: int) -> None:
 
 def _backward_after_shutdown(rank: int, world: int) -> None:
     case = _case()
-    for operator, x, w in _both(case):
+    for operator, x, w in _all(case):
         y = operator(x, w, group=case.group, config=case.config)
         shutdown()
         with pytest.raises(RuntimeError, match=r"the symmetric memory of its group is gone, by shutdown\(\)"):
@@ -65,7 +77,7 @@ def _backward_after_shutdown(rank: int, world: int) -> None:
 def _inference_first(rank: int, world: int) -> None:
     """What a domain keeps is written to by training later."""
     case = _case()
-    for operator, x, w in _both(case):
+    for operator, x, w in _all(case):
         with torch.inference_mode():
             seen = operator(x, w, group=case.group, config=case.config)
         assert torch.equal(seen, operator(x, w, group=case.group, config=case.config))
@@ -75,7 +87,7 @@ def _inference_first(rank: int, world: int) -> None:
 def _twice_differentiated(rank: int, world: int) -> None:
     for method in ("chunked", "collective"):
         case = _case(method)
-        for operator, x, w in _both(case):
+        for operator, x, w in _all(case):
             y = operator(x, w, group=case.group, config=case.config)
             (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
             with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -85,7 +97,7 @@ def _twice_differentiated(rank: int, world: int) -> None:
 def _autocast(rank: int, world: int) -> None:
     for method in ("chunked", "collective"):
         case = _case(method)
-        for operator, x, w in _both(case):
+        for operator, x, w in _all(case):
             with torch.autocast("cpu", torch.bfloat16):
                 with pytest.raises(
                     ValueError, match=r"autocast to torch\.bfloat16 is on, the input has torch\.float32"
@@ -98,13 +110,13 @@ def _autocast(rank: int, world: int) -> None:
 def _hooks_on_saved_tensors(rank: int, world: int) -> None:
     """They give back other objects, without main_grad."""
     case = _case()
-    for operator, x, w in _both(case):
+    for operator, x, w in _all(case):
 
         def call(x: torch.Tensor, w: torch.Tensor, operator: Operator = operator) -> torch.Tensor:
             return operator(x, w, group=case.group, config=case.config).sum()
 
         (expected,) = torch.autograd.grad(call(x, w), w)
-        w.main_grad = torch.zeros(8, 8)
+        w.main_grad = torch.zeros_like(w)
         torch.utils.checkpoint.checkpoint(call, x, w, use_reentrant=False).backward()
         with torch.autograd.graph.save_on_cpu():
             loss = call(x, w)
@@ -115,27 +127,32 @@ def _hooks_on_saved_tensors(rank: int, world: int) -> None:
 def _frozen_weights(rank: int, world: int) -> None:
     """LoRA's base weights: their inputs need not be kept."""
     case = _case()
-    for operator, x, w in _both(case):
+    for operator, x, w in _all(case):
         y = operator(x, w.requires_grad_(False), group=case.group, config=case.config)
-        assert [saved is not None for saved in y.grad_fn.saved_tensors] == [False, True]
+        assert [saved is not None for saved in y.grad_fn.saved_tensors][:2] == [False, True]
 
 
 def _nothing_is_kept_without_gradients(rank: int, world: int) -> None:
     case = _case(gathered_input="keep")
-    operator, x, w = _both(case)[0]
-    kept = ChunkedGather.gathered_copy
-    ChunkedGather.gathered_copy = None  # type: ignore[method-assign,assignment] # of this process
-    with torch.no_grad():
-        operator(x, w, group=case.group, config=case.config)
-    ChunkedGather.gathered_copy = kept  # type: ignore[method-assign]
-    operator(x, w, group=case.group, config=case.config).sum().backward()
-    assert w.grad is not None
+    everything = {operator: (x, w) for operator, x, w in _all(case)}
+    for operator, engine, copy in (
+        (all_gather_linear, ChunkedGather, "gathered_copy"),
+        (all_to_all_linear, ChunkedAllToAllGemm, "received_copy"),
+    ):
+        x, w = everything[operator]
+        kept = getattr(engine, copy)
+        setattr(engine, copy, None)  # of this process
+        with torch.no_grad():
+            operator(x, w, group=case.group, config=case.config)
+        setattr(engine, copy, kept)
+        operator(x, w, group=case.group, config=case.config).sum().backward()
+        assert w.grad is not None
 
 
 def _results_may_be_written_into(rank: int, world: int) -> None:
     for method in ("chunked", "collective"):
         case = _case(method)
-        for operator, x, w in _both(case):
+        for operator, x, w in _all(case):
             operator(x, w, group=case.group, config=case.config).mul_(2).sum().backward()
 
 
@@ -167,9 +184,9 @@ def _refused(rank: int, world: int) -> list[str]:
     ]
     said = []
     for number, (x, group, config) in enumerate(calls):
-        for operator in (all_gather_linear, linear_reduce_scatter):
+        for operator, _, w in _all(_case()):
             with pytest.raises(ValueError) as raised:
-                operator(x, one, group=group, config=config, name=f"{operator.__name__} {number}")  # type: ignore[operator]
+                operator(x, w, group=group, config=config, name=f"{operator.__name__} {number}")  # type: ignore[operator]
             said.append(str(raised.value))
     return said
 
@@ -177,9 +194,9 @@ def _refused(rank: int, world: int) -> list[str]:
 def test_wrong_calls_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for said in values(run_ranks(2, _refused, limit_s=60)):
-        assert ["they need at least 2, and exactly 2 dimensions" in text for text in said] == [True] * 2 + [False] * 6
-        assert ["group=None: pass the tensor-parallel group" in text for text in said[2:4]] == [True] * 2
-        assert ["with CPU tensors: its kernels run there in Triton's" in text for text in said[4:]] == [True] * 4
+        assert ["they need at least 2, and exactly 2 dimensions" in text for text in said] == [True] * 4 + [False] * 12
+        assert ["group=None: pass the tensor-parallel group" in text for text in said[4:8]] == [True] * 4
+        assert ["with CPU tensors: its kernels run there in Triton's" in text for text in said[8:]] == [True] * 8
 
 
 def _on_two_machines(rank: int, world: int) -> str:

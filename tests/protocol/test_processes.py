@@ -35,7 +35,7 @@ def _every_shape(rank: int, world: int, method: str) -> int:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("method", ["chunked", "collective", "auto"])
 def test_every_shape(method: str, world: int) -> None:
-    assert values(run_ranks(world, _every_shape, method, limit_s=60)) == [10] * world
+    assert values(run_ranks(world, _every_shape, method, limit_s=60)) == [20] * world
 
 
 def _every_shape_aside(rank: int, world: int) -> int:
@@ -45,24 +45,26 @@ def _every_shape_aside(rank: int, world: int) -> int:
 
 def test_collectives_beside_the_callers_work() -> None:
     """As the long ones run; the others wait for the result at once."""
-    assert values(run_ranks(2, _every_shape_aside, limit_s=60)) == [10] * 2
+    assert values(run_ranks(2, _every_shape_aside, limit_s=60)) == [20] * 2
 
 
 @pytest.mark.parametrize("method", ["fused", "direct"])
 def test_every_shape_by_kernels(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels themselves, interpreted, between real processes."""
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    assert values(run_ranks(2, _every_shape, method, limit_s=100)) == [10] * 2
+    assert values(run_ranks(2, _every_shape, method, limit_s=100)) == [20] * 2
 
 
 def _keep_gathered(rank: int, world: int, method: str) -> None:
     case = _case(method, gathered_input="keep")
     for rows, k, n in SHAPES.values():
-        OPERATORS["column"](case, rows, k, n)
+        for operator in ("column", "to_rows"):
+            OPERATORS[operator](case, rows, k, n)
 
 
-def test_keeping_the_gathered_input_gives_the_same() -> None:
-    values(run_ranks(2, _keep_gathered, "chunked"))
+@pytest.mark.parametrize("method", ["chunked", "collective"])
+def test_keeping_the_gathered_input_gives_the_same(method: str) -> None:
+    values(run_ranks(2, _keep_gathered, method))
 
 
 def _dtypes(rank: int, world: int) -> None:
