@@ -1,0 +1,180 @@
+"""linear_all_to_all and all_to_all_linear between real processes: what test_processes.py shows of the others, and their sums."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+
+from overlap_train import OverlapConfig, all_to_all_linear, linear_all_to_all
+from tests.linear_cases import OPERATORS, Case
+from tests.processes import run_ranks, values
+
+
+def _case(method: str, **settings: Any) -> Case:
+    config = OverlapConfig(method=method, timeout_s=30.0, **settings)
+    return Case(dist.group.WORLD, torch.device("cpu"), config)
+
+
+def _strange_layouts(rank: int, world: int, method: str) -> None:
+    """Non-contiguous input and weights, frozen weight, input without gradient, two microbatches in flight, recomputation."""
+    case = _case(method)
+    x = case.integers(6, 2, 66, seed=rank).float()[:, :, :64:2].detach().requires_grad_()
+    w = case.integers(32, 24, seed=9).float().t().detach().requires_grad_()
+    assert not x.is_contiguous() and not w.is_contiguous()
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        hidden = linear_all_to_all(x, w, group=case.group, config=case.config)
+        return all_to_all_linear(hidden, w.t(), group=case.group, config=case.config)
+
+    def gradients(run: Any, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [t for t in (x, w) if t.requires_grad]
+        return list(torch.autograd.grad(run(x, w).sum(), leaves))  # the gradient of sum is expanded: no memory of its own
+
+    plain = gradients(block, x, w)
+    dense = gradients(block, x.detach().contiguous().requires_grad_(), w.detach().contiguous().requires_grad_())
+    assert all(torch.equal(a, b) for a, b in zip(plain, dense, strict=True))
+    assert torch.equal(gradients(block, x, w.detach())[0], plain[0])
+    assert torch.equal(gradients(block, x.detach(), w)[0], plain[1])
+
+    def recomputed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(block, x, w, use_reentrant=False)
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(recomputed, x, w), plain, strict=True))
+    first, second = block(x, w).sum(), block(2 * x, w).sum()
+    in_flight = [torch.autograd.grad(loss, (x, w)) for loss in (first, second)]
+    assert torch.equal(in_flight[0][0], plain[0]) and torch.equal(in_flight[1][0], 2 * plain[0])
+    assert torch.equal(in_flight[1][1], 2 * plain[1])
+
+
+@pytest.mark.parametrize("method", ["chunked", "collective"])
+def test_layouts_freezing_microbatches_and_recomputation(method: str) -> None:
+    values(run_ranks(2, _strange_layouts, method))
+
+
+def test_layouts_freezing_microbatches_and_recomputation_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a frozen weight, `direct` sends without a product."""
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    values(run_ranks(2, _strange_layouts, "direct"))
+
+
+def _main_grad(rank: int, world: int, gathered_input: str) -> None:
+    """Added in fp32, block by block: neither 257 nor its sum with 1/1024 is a number of bf16."""
+    case = _case("chunked", gathered_input=gathered_input)
+    ones = torch.ones(4, 2, 8, dtype=torch.bfloat16)
+    of_rank = torch.arange(1.0, world + 1).repeat_interleave(8)  # rank r's features are r + 1
+    for operator, x, expected in (
+        (linear_all_to_all, ones.repeat(1, 1, world), torch.ones(8 * world, 8 * world)),
+        (all_to_all_linear, ones.repeat(world, 1, 1) * (rank + 1), of_rank.expand(8 * world, -1)),
+    ):
+        w = torch.nn.Parameter(torch.ones(8 * world, 8 * world, dtype=torch.bfloat16))
+        w.main_grad = torch.full(w.shape, 2.0**-10)
+        y = operator(x, w, group=case.group, config=case.config)
+        dy = torch.zeros_like(y).unflatten(0, (-1, 4))  # of every rank's rows, or of the own ones
+        dy[:, 0], dy[:, -1, -1] = 128.0, 1.0
+        y.backward(dy.flatten(0, 1))
+        assert w.grad is None and torch.equal(w.main_grad, 257 * expected + 2.0**-10)
+    w.grad_added_to_main_grad, w.zero_out_wgrad = False, True
+    operator(x, w, group=case.group, config=case.config).sum().backward()
+    assert w.grad_added_to_main_grad is True and w.grad is not None and not w.grad.any()
+
+
+@pytest.mark.parametrize("gathered_input", ["regather", "keep"])
+def test_main_grad_accumulation(gathered_input: str) -> None:
+    values(run_ranks(2, _main_grad, gathered_input))
+
+
+def _bits(rank: int, world: int, method: str) -> list[bytes]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(6 * world, 24, generator=generator).requires_grad_()
+    w = torch.randn(40, 24 * world, generator=generator).requires_grad_()
+    config = OverlapConfig(method=method)
+    y = all_to_all_linear(x, w, group=dist.group.WORLD, config=config)
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None and w.grad is not None
+    return [t.detach().numpy().tobytes() for t in (y, x.grad, w.grad)]
+
+
+@pytest.mark.parametrize("method", ["chunked", "direct"])
+def test_the_same_bits_on_every_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if method == "direct":
+        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    first, second = (values(run_ranks(3, _bits, method)) for _ in range(2))
+    assert first == second
+
+
+def _blocks_in_order(rank: int, world: int, method: str) -> list[float]:
+    """What each row of y is, where rank s adds sums[n] to the rows of the n-th rank after it."""
+    sums = torch.tensor([2.0**24, -(2.0**24), 1.0])
+    x = torch.zeros(4 * world, 8)
+    x[:, 0] = torch.stack([sums[(target - rank) % world] for target in range(world)]).repeat_interleave(4)
+    y = all_to_all_linear(x, torch.ones(1, 8 * world), group=dist.group.WORLD, config=OverlapConfig(method=method))
+    return y.flatten().tolist()
+
+
+@pytest.mark.parametrize("method", ["chunked", "fused", "direct"])
+def test_blocks_are_added_in_the_order_in_which_they_arrive(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The own one, then that of the nearest preceding rank: in fp32, 2^24 - 2^24 + 1 is 1 in this order and 0 in the other."""
+    if method != "chunked":
+        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    assert values(run_ranks(3, _blocks_in_order, method)) == [[1.0] * 4] * 3
+
+
+def _rounded_once(rank: int, world: int, method: str) -> float:
+    """The largest error of a random bf16 product, as a fraction of what one rounding of the result allows beside sums in fp32."""
+    generator = torch.Generator().manual_seed(1)
+    x, w = torch.randn(8 * world, 96 * world, generator=generator), torch.randn(40, 96 * world, generator=generator)
+    x, w = x.bfloat16(), w.bfloat16()
+    config = OverlapConfig(method=method)
+    y = all_to_all_linear(x.chunk(world, 1)[rank].contiguous(), w, group=dist.group.WORLD, config=config)
+    x_rows = x.chunk(world)[rank].double()
+    exact, magnitude = x_rows @ w.double().t(), x_rows.abs() @ w.double().abs().t()
+    eps, eps32 = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float32).eps
+    bound = exact.abs() * eps / 2 + magnitude * (x.shape[1] + world) * eps32
+    return float(((y.double() - exact).abs() / bound).max())
+
+
+@pytest.mark.parametrize("method", ["chunked", "collective"])
+def test_a_sum_over_blocks_is_rounded_once(method: str) -> None:
+    """Rounded after each block, it would leave this bound wherever the blocks' sums cancel."""
+    worst = max(values(run_ranks(3, _rounded_once, method)))
+    assert 0 < worst <= 1
+
+
+def _of_one_rank(rank: int, world: int, method: str) -> None:
+    case = _case(method)
+    for operator in ("to_heads", "to_rows"):
+        OPERATORS[operator](case, (4, 3), 20, 12, bias=True)
+
+
+@pytest.mark.parametrize("method", ["fused", "direct"])
+def test_kernels_of_a_single_rank(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody to send to or to wait for."""
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    values(run_ranks(1, _of_one_rank, method))
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    """What sizes that cannot be divided say, on every rank."""
+    said = []
+    for operator, x, w in (
+        (linear_all_to_all, torch.ones(4, 8), torch.ones(9, 8)),
+        (all_to_all_linear, torch.ones(5, 8), torch.ones(8, 16)),
+        (all_to_all_linear, torch.ones(4, 8), torch.ones(8, 8)),
+    ):
+        with pytest.raises(ValueError) as raised:
+            operator(x, w, group=dist.group.WORLD, config=OverlapConfig(method="chunked"), name="attention")
+        said.append(str(raised.value))
+    return said
+
+
+def test_sizes_that_do_not_fit_are_refused_on_every_rank() -> None:
+    for said in values(run_ranks(2, _refused)):
+        assert "its 9 output features must be divisible by the group's 2 ranks" in said[0]
+        assert "its first dimension must be divisible by the group's 2 ranks" in said[1]
+        assert "8 features (last dimension of (4, 8)), w (8, 8) expects 8 from 2 ranks together" in said[2]
+        assert all(text.startswith("attention: ") for text in said)
