@@ -1,0 +1,199 @@
+"""qkv_all_to_all and attention_output_linear around an attention, between real processes, against the attention of one process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import (
+    AttentionHeads,
+    OverlapConfig,
+    Rotary,
+    SequenceLayout,
+    attention_output_linear,
+    linear_all_to_all,
+    qkv_all_to_all,
+)
+from tests.processes import run_ranks, values
+
+S, B, HIDDEN, DIM = 16, 2, 24, 8  # rows of all ranks, two sequences
+LAYOUTS = (SequenceLayout(), SequenceLayout("zigzag"), SequenceLayout("zigzag", (0, 8, 16)))
+
+
+@dataclass(frozen=True)
+class Weights:
+    qkv: torch.Tensor
+    bias: torch.Tensor
+    proj: torch.Tensor
+
+    def leaves(self) -> Weights:
+        return Weights(*(t.clone().requires_grad_() for t in (self.qkv, self.bias, self.proj)))
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [t.grad for t in (self.qkv, self.bias, self.proj)]  # type: ignore[misc]
+
+
+def rotary(features: int, interleaved: bool) -> Rotary:
+    """Of the first `features` of each head."""
+    angles = torch.randn(S, features // 2, generator=torch.Generator().manual_seed(5))
+    angles = angles.repeat_interleave(2, -1) if interleaved else angles.repeat(1, 2)
+    return Rotary(angles.cos(), angles.sin(), interleaved)
+
+
+def rotated(x: torch.Tensor, turn: Rotary | None) -> torch.Tensor:
+    """x [s, b, heads, dim], pair by pair: an independent reading of what Rotary says."""
+    if turn is None:
+        return x
+    r, y = turn.cos.shape[-1], x.clone()
+    for pair in range(r // 2):
+        i, j = (2 * pair, 2 * pair + 1) if turn.interleaved else (pair, pair + r // 2)
+        cos, sin = turn.cos[:, i, None, None], turn.sin[:, i, None, None]
+        y[..., i], y[..., j] = x[..., i] * cos - x[..., j] * sin, x[..., j] * cos + x[..., i] * sin
+    return y
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal, over [s, b, heads, dim], with fewer KV heads than query heads -> [s, b, features]."""
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return y.permute(2, 0, 1, 3).flatten(2)
+
+
+def of_one_process(x: torch.Tensor, w: Weights, heads: AttentionHeads, turn: Rotary | None) -> torch.Tensor:
+    groups = (x @ w.qkv.t() + w.bias).view(S, B, heads.kv, heads.per_group + 2, DIM)
+    q, k, v = groups[:, :, :, :-2].flatten(2, 3), groups[:, :, :, -2], groups[:, :, :, -1]
+    return attention(rotated(q, turn), rotated(k, turn), v) @ w.proj.t()
+
+
+def _like_one_process(rank: int, world: int, method: str, kv_heads: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for number, kv in enumerate(kv_heads):
+        for layout in LAYOUTS:
+            turn = (rotary(DIM, False), rotary(4, True), None)[(number + LAYOUTS.index(layout)) % 3]
+            heads = AttentionHeads(4, kv, DIM)
+            x, dy = (torch.randn(S, B, HIDDEN, generator=generator) for _ in range(2))
+            shapes = ((heads.features, HIDDEN), (heads.features,), (HIDDEN, heads.query * DIM))
+            weights = Weights(*(torch.randn(shape, generator=generator) / 4 for shape in shapes))
+            _compare(x, dy, weights, heads, layout, turn, OverlapConfig(method=method, timeout_s=20.0))
+
+
+def _compare(
+    x: torch.Tensor, dy: torch.Tensor, weights: Weights, heads: AttentionHeads, layout: SequenceLayout, turn: Rotary | None,
+    config: OverlapConfig,
+) -> None:  # fmt: skip
+    group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    places = layout.received_rows(S, world)
+    order = torch.arange(S) if places is None else places.argsort()  # the ranks' rows, rank after rank
+
+    def mine(t: torch.Tensor) -> torch.Tensor:
+        return t.detach()[order].chunk(world)[rank].clone()
+
+    whole, w = x.clone().requires_grad_(), weights.leaves()
+    expected = of_one_process(whole, w, heads, turn)
+    expected.backward(dy)
+    own, v = mine(x).requires_grad_(), weights.leaves()
+    parts = qkv_all_to_all(own, v.qkv, v.bias, group=group, heads=heads, layout=layout, rotary=turn, config=config)
+    y = attention_output_linear(attention(*parts), v.proj, group=group, layout=layout, config=config)
+    y.backward(mine(dy))
+    torch.testing.assert_close(y, mine(expected), rtol=1e-4, atol=1e-4)
+    assert whole.grad is not None
+    torch.testing.assert_close(own.grad, mine(whole.grad), rtol=1e-4, atol=1e-4)
+    for part, full in zip(v.gradients(), w.gradients(), strict=True):
+        total = part.double()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, full.double(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("world", "kv_heads"), [(1, (1, 4)), (2, (1, 2, 4)), (4, (1, 2, 4))])
+def test_an_attention_between_ranks_is_that_of_one_process(world: int, kv_heads: tuple[int, ...]) -> None:
+    """Fewer KV heads than ranks, as many, and more."""
+    values(run_ranks(world, _like_one_process, "chunked", kv_heads))
+
+
+def test_an_attention_by_collectives() -> None:
+    values(run_ranks(2, _like_one_process, "collective", (1, 2)))
+
+
+def test_an_attention_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    values(run_ranks(2, _like_one_process, "direct", (1,)))
+
+
+def _copies(rank: int, world: int) -> list[list[float]]:
+    """The weight gradients of one query head per rank, and of k and v, whose copies on the three ranks have other gradients."""
+    heads, config = AttentionHeads(3, 1, 1), OverlapConfig(method="chunked")
+    said = []
+    for dtype, of_rank in ((torch.bfloat16, (256.0, 1.0, 1.0)), (torch.float32, (2.0**24, -(2.0**24), 1.0))):
+        x, w = torch.ones(1, 4, dtype=dtype), torch.ones(5, 4, dtype=dtype, requires_grad=True)
+        bias = torch.ones(5, dtype=dtype, requires_grad=True)
+        y = linear_all_to_all(x, w, bias, group=dist.group.WORLD, heads=heads, config=config)
+        y.backward(torch.tensor([[7.0, of_rank[rank], -of_rank[rank]]], dtype=dtype).expand(3, -1))
+        assert w.grad is not None and bias.grad is not None
+        assert bias.grad.tolist() == [21.0 * (n == rank) for n in range(3)] + [3 * of_rank[rank], -3 * of_rank[rank]]
+        said.append(w.grad[:, 0].tolist())
+    return said
+
+
+def test_gradients_of_copied_heads_are_added_in_fp32_and_in_the_order_of_ranks() -> None:
+    """256 + 1 is 256 in bf16, and 2^24 + 1 - 2^24 is 0 in fp32. The bias' gradient is that of the own columns."""
+    expected = [[7.0] * 3 + [258.0, -258.0], [7.0] * 3 + [1.0, -1.0]]
+    assert values(run_ranks(3, _copies)) == [expected] * 3
+
+
+def _unused(rank: int, world: int) -> None:
+    """Of q, k and v only k has a gradient; frozen weights and inputs."""
+    heads, group = AttentionHeads(2, 2, 4), dist.group.WORLD
+    x, w = torch.ones(2, 1, 8, requires_grad=True), torch.ones(heads.features, 8, requires_grad=True)
+    _, k, _ = qkv_all_to_all(x, w, group=group, heads=heads)
+    dx, dw = torch.autograd.grad(k.sum(), (x, w))
+    assert torch.equal(dw.view(2, 3, 4, 8)[:, 1], torch.full((2, 4, 8), 2.0)) and dw.sum() == 2 * 64
+    for of_x, of_w in ((x, w.detach()), (x.detach(), w)):
+        _, k, _ = qkv_all_to_all(of_x, of_w, group=group, heads=heads)
+        (gradient,) = torch.autograd.grad(k.sum(), (of_x if of_x.requires_grad else of_w,))
+        assert torch.equal(gradient, dx if of_x.requires_grad else dw)
+
+
+def test_parts_without_a_gradient() -> None:
+    values(run_ranks(2, _unused))
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    heads, group, x = AttentionHeads(4, 2, 4), dist.group.WORLD, torch.ones(4, 1, 8)
+    w, turn = torch.ones(heads.features, 8), Rotary(torch.ones(4, 4), torch.ones(4, 4))
+    calls = (
+        lambda: qkv_all_to_all(x[:, 0], w, group=group, heads=heads),
+        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=turn),
+        lambda: qkv_all_to_all(x, w, group=group, heads=heads, layout=SequenceLayout("zigzag", (0, 4))),
+        lambda: qkv_all_to_all(x, w[1:], group=group, heads=heads),
+        lambda: qkv_all_to_all(x, w, group=group, heads=AttentionHeads(3, 1, 4)),
+        lambda: attention_output_linear(x[:3], w[:, :16], group=group, layout=SequenceLayout("zigzag")),
+        lambda: attention_output_linear(x[0], w[:, :16], group=group),
+    )
+    said = []
+    for call in calls:
+        with pytest.raises(ValueError) as raised:
+            call()
+        said.append(str(raised.value))
+    return said
+
+
+def test_calls_that_do_not_fit_say_why() -> None:
+    for said in values(run_ranks(2, _refused)):
+        for text, expected in zip(
+            said,
+            (
+                "linear_qkv: the input has shape (4, 8); it must be [sequence, batch, features]",
+                "linear_qkv: rotary has cos (4, 4) and sin (4, 4); both must have a row for each of the 8 rows of all ranks",
+                "layout.document_starts=(0, 4) must begin with 0 and end with the 8 rows of all ranks",
+                "linear_qkv: w has 31 rows (shape (31, 8)), AttentionHeads(query=4, kv=2, dim=4) needs 32",
+                "heads.query=3 query heads cannot be divided among the 2 ranks",
+                "linear_proj: a sequence or document of 3 rows cannot be cut into the 4 equal chunks",
+                "linear_proj: the input has shape (1, 8); it must be [sequence, batch, features]",
+            ),
+            strict=True,
+        ):
+            assert expected in text

@@ -1,0 +1,77 @@
+"""Which rows of a QKV weight are sent to which rank, and what becomes of the gradients of rows that are sent to several."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from overlap_train import AttentionHeads
+from overlap_train.ulysses.linears import summed_copies
+
+CPU = torch.device("cpu")
+DIVIDED = [(8, 8, 2), (8, 4, 4), (8, 2, 2), (8, 2, 4), (8, 1, 8), (12, 2, 6), (6, 3, 3), (4, 1, 1)]  # query, kv, ranks
+
+
+def rows_of(rank: int, world: int, heads: AttentionHeads) -> list[int]:
+    """Head by head: each KV head that this rank's query heads belong to, with those of its query heads that are this rank's."""
+    mine = range(rank * heads.query // world, (rank + 1) * heads.query // world)
+    rows: list[int] = []
+    for group in dict.fromkeys(head // heads.per_group for head in mine):
+        first = group * (heads.per_group + 2)
+        own = [first + head % heads.per_group for head in mine if head // heads.per_group == group]
+        for head in (*own, first + heads.per_group, first + heads.per_group + 1):
+            rows += range(head * heads.dim, (head + 1) * heads.dim)
+    return rows
+
+
+@pytest.mark.parametrize(("query", "kv", "world"), DIVIDED)
+def test_each_rank_gets_its_query_heads_and_their_kv_heads(query: int, kv: int, world: int) -> None:
+    heads = AttentionHeads(query, kv, dim=3)
+    assert heads.error(world, "qkv") is None
+    rows, of_rank = heads.sent_rows(world, CPU), heads.of_rank(world)
+    expected = [rows_of(rank, world, heads) for rank in range(world)]
+    assert [len(part) for part in expected] == [of_rank.features] * world
+    flat = sum(expected, [])
+    assert (list(range(heads.features)) if rows is None else rows.tolist()) == flat
+    assert (rows is None) == (kv % world == 0), "a weight whose rows lie as they are sent is not copied"
+
+
+@pytest.mark.parametrize(
+    ("heads", "world", "error"),
+    [
+        (AttentionHeads(6, 4, 8), 2, r"heads=AttentionHeads\(query=6, kv=4, dim=8\): .* query a multiple of kv"),
+        (AttentionHeads(0, 1, 8), 1, "all must be at least 1"),
+        (AttentionHeads(4, 0, 8), 1, "all must be at least 1"),
+        (AttentionHeads(4, 2, 0), 1, "all must be at least 1"),
+        (AttentionHeads(6, 3, 8), 4, r"heads\.query=6 query heads cannot be divided among the 4 ranks .* divides 6"),
+        (AttentionHeads(12, 3, 8), 2, r"heads\.kv=3 KV heads and a group of 2 ranks: one number must divide the other"),
+        (AttentionHeads(12, 4, 8), 6, r"heads\.kv=4 KV heads and a group of 6 ranks: one number must divide the other"),
+    ],
+)
+def test_heads_that_cannot_be_divided_say_why(heads: AttentionHeads, world: int, error: str) -> None:
+    assert re.search(f"^qkv: .*{error}", heads.error(world, "qkv") or "")
+
+
+def copies(*of_rank: float, dtype: torch.dtype) -> torch.Tensor:
+    """dy of a query row of each rank, then of k and v of the one KV head, of which every rank has a copy, as received [W, 1, 3]."""
+    return torch.tensor([[[7.0 + rank, dy, -dy]] for rank, dy in enumerate(of_rank)], dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "dtype", "total"),
+    [
+        ((256.0, 1.0, 1.0), torch.bfloat16, 258.0),  # 256 + 1 is 256 in bf16
+        ((2.0**24, -(2.0**24), 1.0), torch.float32, 1.0),  # 0 in another order
+        ((1.0, 2.0**24, -(2.0**24)), torch.float32, 0.0),
+    ],
+)
+def test_gradients_of_copies_are_added_in_fp32_and_in_the_order_of_ranks(
+    of_rank: tuple[float, ...], dtype: torch.dtype, total: float
+) -> None:
+    heads = AttentionHeads(3, 1, 1)
+    rows = heads.sent_rows(3, CPU)
+    assert rows is not None
+    dy = summed_copies(copies(*of_rank, dtype=dtype), rows, heads.features)
+    assert dy.dtype == dtype and dy.tolist() == [[7.0, 8.0, 9.0, total, -total]]

@@ -1,0 +1,65 @@
+"""Which rows each rank holds, against a definition that names the rows of every rank."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from overlap_train import SequenceLayout
+
+
+def held(rank: int, world: int, rows: int, layout: SequenceLayout) -> list[int]:
+    """Rows of the sequence in the order in which a rank has them: of each document an early and a late chunk, as Megatron's
+    batches are cut for context parallelism, or one part of everything."""
+    if layout.kind == "contiguous":
+        return list(range(rank * rows // world, (rank + 1) * rows // world))
+    mine: list[int] = []
+    for first, end in pairwise(layout.document_starts or (0, rows)):
+        chunks = torch.arange(first, end).view(2 * world, -1)
+        mine += chunks[[rank, 2 * world - 1 - rank]].flatten().tolist()
+    return mine
+
+
+LAYOUTS = [
+    SequenceLayout(),
+    SequenceLayout("zigzag"),
+    SequenceLayout("zigzag", (0, 48)),
+    SequenceLayout("zigzag", (0, 24, 48)),
+    SequenceLayout("zigzag", (0, 12, 36, 48)),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_received_rows_are_found_in_the_order_of_the_sequence(layout: SequenceLayout, world: int) -> None:
+    assert layout.error(48, world, "qkv") is None
+    received = torch.tensor(sum((held(rank, world, 48, layout) for rank in range(world)), []))
+    places = layout.received_rows(48, world)
+    if places is None:
+        assert world == 1 or layout.kind == "contiguous"
+        places = torch.arange(48)
+    assert places.dtype == torch.int64
+    assert received[places].tolist() == list(range(48))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "error"),
+    [
+        (SequenceLayout("striped"), 16, "layout.kind='striped' is not one of contiguous, zigzag"),
+        (SequenceLayout("zigzag"), 12, "12 rows cannot be cut into the 8 equal chunks of a zigzag over 4 ranks; pad it to"),
+        (SequenceLayout("zigzag", (0, 8)), 16, "document_starts=(0, 8) must begin with 0 and end with the 16 rows"),
+        (SequenceLayout("zigzag", (8, 16)), 16, "document_starts=(8, 16) must begin with 0 and end with the 16 rows"),
+        (SequenceLayout("zigzag", (0, 12, 16)), 16, "document of 12 rows cannot be cut"),
+        (SequenceLayout("zigzag", (0, 8, 8, 16)), 16, "document of 0 rows cannot be cut"),
+        (SequenceLayout("zigzag", (0, 16, 8, 16)), 16, "document of -8 rows cannot be cut"),
+    ],
+)
+def test_rows_that_cannot_lie_so_say_why(layout: SequenceLayout, rows: int, error: str) -> None:
+    said = layout.error(rows, 4, "qkv")
+    assert said is not None and said.startswith("qkv: ") and error in said
+
+
+def test_equal_parts_need_no_chunks() -> None:
+    assert SequenceLayout().error(13, 4, "qkv") is None
