@@ -148,15 +148,17 @@ class _OutputLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         y, kept = to_rows(linear, SequenceRows(x, rows), linear.keeps and trains and w.requires_grad)
         ctx.linear, ctx.rows, ctx.shape = linear, rows, x.shape
-        ctx.save_for_backward(linear.w, *(kept or [x] if ctx.needs_input_grad[1] else []))
+        ctx.save_for_backward(*(kept or [x] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y.view(-1, x.shape[1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        w, *saved = ctx.saved_tensors
+        *saved, w = ctx.saved_tensors
         linear = ctx.linear.multiplying(w)
         dx = dy.new_empty(ctx.shape) if ctx.needs_input_grad[0] else None
-        x = saved if linear.keeps or not saved else SequenceRows(saved[0], ctx.rows)
         into = None if dx is None else SequenceRows(dx, ctx.rows)
-        return dx, rows_backward(linear, x or None, as_rows(dy), into), None, None, None
+        x = None
+        if ctx.needs_input_grad[1]:
+            x = saved if linear.keeps else SequenceRows(saved[0], ctx.rows)
+        return dx, rows_backward(linear, x, as_rows(dy), into), None, None, None

@@ -173,17 +173,19 @@ class _AllToAllLinear(torch.autograd.Function):
         keeps = linear.keeps and trains and w.requires_grad
         y_shard_m, kept = to_rows(linear, _rank_rows(x_shard_k, linear), keeps)
         ctx.linear = linear
-        ctx.save_for_backward(linear.w, *(kept or [x_shard_k] if ctx.needs_input_grad[1] else []))
+        ctx.save_for_backward(*(kept or [x_shard_k] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y_shard_m
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        w, *saved = ctx.saved_tensors
+        *saved, w = ctx.saved_tensors
         linear = ctx.linear.multiplying(w)
         dx = _rank_rows(None, linear) if ctx.needs_input_grad[0] else None
-        x = saved if linear.keeps or not saved else _rank_rows(saved[0], linear)
-        dw = rows_backward(linear, x or None, dy_shard_m, dx)
+        x = None
+        if ctx.needs_input_grad[1]:
+            x = saved if linear.keeps else _rank_rows(saved[0], linear)
+        dw = rows_backward(linear, x, dy_shard_m, dx)
         return None if dx is None else dx.x, dw, None, None
 
 

@@ -52,7 +52,9 @@ def parts_of(
     name: str,
 ) -> tuple[Part, ...]:
     """The parts of x [positions, ...], or of x [shards * positions, ...], and the plan of each."""
-    positions = x.shape[0] // shards
+    positions = x.shape[:1].numel() // shards
+    if x.dim() < 2 or not bytes_of_position or not positions:
+        plan(x)  # which refuses it, on every rank
     found = []
     for first, last in cut(positions, bytes_of_position, limit_mib):
         planned = plan(x[: (last - first) * shards])

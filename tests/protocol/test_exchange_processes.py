@@ -33,7 +33,9 @@ def _strange_layouts(rank: int, world: int, method: str) -> None:
 
     def gradients(run: Any, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         leaves = [t for t in (x, w) if t.requires_grad]
-        return list(torch.autograd.grad(run(x, w).sum(), leaves))  # the gradient of sum is expanded: no memory of its own
+        return list(
+            torch.autograd.grad(run(x, w).sum(), leaves)
+        )  # the gradient of sum is expanded: no memory of its own
 
     plain = gradients(block, x, w)
     dense = gradients(block, x.detach().contiguous().requires_grad_(), w.detach().contiguous().requires_grad_())

@@ -34,7 +34,7 @@ def _case(method: str = "chunked", **settings: Any) -> Case:
 
 def _all(case: Case) -> list[tuple[Operator, torch.Tensor, torch.nn.Parameter]]:
     """Each operator with an input and a weight: [4 W, 8] and [8, 8] integers, or [8, 8 W] where features come from all ranks."""
-    features = {linear: 8 for linear in (all_gather_linear, linear_reduce_scatter, linear_all_to_all)}
+    features = dict.fromkeys((all_gather_linear, linear_reduce_scatter, linear_all_to_all), 8)
     return [
         (
             linear,

@@ -1,4 +1,4 @@
-"""qkv_all_to_all and attention_output_linear around an attention, between real processes, against the attention of one process."""
+"""qkv_all_to_all and attention_output_linear around an attention, between processes, against the attention of one process."""
 
 from __future__ import annotations
 
@@ -86,8 +86,7 @@ def _compare(
     config: OverlapConfig,
 ) -> None:  # fmt: skip
     group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    places = layout.received_rows(S, world)
-    order = torch.arange(S) if places is None else places.argsort()  # the ranks' rows, rank after rank
+    order = layout.rows_of_ranks(S, world, torch.device("cpu")).flatten()
 
     def mine(t: torch.Tensor) -> torch.Tensor:
         return t.detach()[order].chunk(world)[rank].clone()

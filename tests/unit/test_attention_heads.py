@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overlap_train import AttentionHeads
-from overlap_train.ulysses.linears import summed_copies
+from overlap_train.ulysses.exchange import summed_copies
 
 CPU = torch.device("cpu")
 DIVIDED = [(8, 8, 2), (8, 4, 4), (8, 2, 2), (8, 2, 4), (8, 1, 8), (12, 2, 6), (6, 3, 3), (4, 1, 1)]  # query, kv, ranks
@@ -33,7 +33,7 @@ def test_each_rank_gets_its_query_heads_and_their_kv_heads(query: int, kv: int, 
     rows, of_rank = heads.sent_rows(world, CPU), heads.of_rank(world)
     expected = [rows_of(rank, world, heads) for rank in range(world)]
     assert [len(part) for part in expected] == [of_rank.features] * world
-    flat = sum(expected, [])
+    flat = [row for part in expected for row in part]
     assert (list(range(heads.features)) if rows is None else rows.tolist()) == flat
     assert (rows is None) == (kv % world == 0), "a weight whose rows lie as they are sent is not copied"
 
@@ -55,7 +55,7 @@ def test_heads_that_cannot_be_divided_say_why(heads: AttentionHeads, world: int,
 
 
 def copies(*of_rank: float, dtype: torch.dtype) -> torch.Tensor:
-    """dy of a query row of each rank, then of k and v of the one KV head, of which every rank has a copy, as received [W, 1, 3]."""
+    """dy of a query row of each rank, then of k and v of the one KV head, of which every rank has a copy: [W, 1, 3]."""
     return torch.tensor([[[7.0 + rank, dy, -dy]] for rank, dy in enumerate(of_rank)], dtype=dtype)
 
 

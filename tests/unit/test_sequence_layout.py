@@ -33,22 +33,22 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_received_rows_are_found_in_the_order_of_the_sequence(layout: SequenceLayout, world: int) -> None:
+def test_ranks_hold_what_the_definition_says(layout: SequenceLayout, world: int) -> None:
     assert layout.error(48, world, "qkv") is None
-    received = torch.tensor(sum((held(rank, world, 48, layout) for rank in range(world)), []))
-    places = layout.received_rows(48, world)
-    if places is None:
-        assert world == 1 or layout.kind == "contiguous"
-        places = torch.arange(48)
-    assert places.dtype == torch.int64
-    assert received[places].tolist() == list(range(48))
+    rows = layout.rows_of_ranks(48, world, torch.device("cpu"))
+    assert rows.dtype == torch.int64
+    assert rows.tolist() == [held(rank, world, 48, layout) for rank in range(world)]
 
 
 @pytest.mark.parametrize(
     ("layout", "rows", "error"),
     [
         (SequenceLayout("striped"), 16, "layout.kind='striped' is not one of contiguous, zigzag"),
-        (SequenceLayout("zigzag"), 12, "12 rows cannot be cut into the 8 equal chunks of a zigzag over 4 ranks; pad it to"),
+        (
+            SequenceLayout("zigzag"),
+            12,
+            "12 rows cannot be cut into the 8 equal chunks of a zigzag over 4 ranks; pad it to",
+        ),
         (SequenceLayout("zigzag", (0, 8)), 16, "document_starts=(0, 8) must begin with 0 and end with the 16 rows"),
         (SequenceLayout("zigzag", (8, 16)), 16, "document_starts=(8, 16) must begin with 0 and end with the 16 rows"),
         (SequenceLayout("zigzag", (0, 12, 16)), 16, "document of 12 rows cannot be cut"),
