@@ -43,8 +43,7 @@ class WeightGradient:
             self._dw = torch.zeros_like(self._weight, dtype=torch.float32)
         target = self._dw if self._target is None else self._target
         assert target is not None
-        for part, dy_part, x_part in _parts(target, dy, x):
-            accumulate(part, dy_part, x_part)
+        add_product(target, dy, x)
 
     def result(self) -> torch.Tensor | None:
         """What autograd gets (weight_gradient)."""
@@ -55,6 +54,12 @@ class WeightGradient:
         self._weight.grad_added_to_main_grad = True
         placeholder = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
         return placeholder(self._weight)
+
+
+def add_product(target: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """target [N, K] += dy.T @ x, either of which may be in blocks."""
+    for part, dy_part, x_part in _parts(target, dy, x):
+        accumulate(part, dy_part, x_part)
 
 
 def _product(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ import pytest
 
 from overlap_train import cli
 from overlap_train.flags import from_args
-from overlap_train.tools.bench import command
-from overlap_train.tools.measure.cases import OPS, PASSES
+from overlap_train.tools.bench import command, plots
+from overlap_train.tools.measure.cases import EXCHANGES, OPS, PASSES
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -110,6 +110,25 @@ def test_layers_run_on_two_processes(tmp_path: Path) -> None:
     assert (row["layer"], row["method"], row["seq"], row["async_tp_ms"]) == ("tiny-mlp", "chunked", 16, None)
     pytest.importorskip("megatron.core")
     assert row["megatron_ms"] > 0
+
+
+def test_ulysses_runs_on_two_processes(tmp_path: Path) -> None:
+    """Projections alone, and whole attention blocks."""
+    run = _torchrun("ulysses", "--tiny", "--quick", "--passes", "fprop,dgrad,wgrad", "--out", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = json.loads((tmp_path / "operators.json").read_text())["rows"]
+    assert {(row["op"], row["pass"], row["method"]) for row in rows} == {
+        (op, pass_, method) for op in EXCHANGES for pass_ in PASSES for method in ("chunked", "collective")
+    }
+    sends_columns = [(row["op"], row["pass"]) for row in rows if row["three_gemms_ms"] is not None]
+    assert set(sends_columns) == {("gemm_a2a", "fprop"), ("a2a_gemm", "dgrad")}
+    blocks = json.loads((tmp_path / "layers.json").read_text())["rows"]
+    assert [(row["layer"], row["method"]) for row in blocks] == [
+        ("tiny-ulysses", "chunked"),
+        ("tiny-ulysses", "collective"),
+    ]
+    pytest.importorskip("matplotlib")
+    assert [path.name for path in plots.draw(tmp_path)] == ["speedup.png", "layers.png"]
 
 
 def test_a_shape_that_does_not_exist_ends_with_status_2_and_one_line() -> None:

@@ -12,15 +12,18 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..measure.cases import Case
+from ..measure.cases import EXCHANGES, Case
 from ..measure.operands import Operands
 from ..measure.runs import Run, into_target
 from ..measure.world import World
 from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
+from .exchange_baselines import exchange_baselines
 
 
 def baselines_of(case: Case, world: World, like: Operands) -> dict[str, Run]:
     """The baselines of a pass; `like` is one of its input sets."""
+    if case.op in EXCHANGES:
+        return exchange_baselines(case, world, like)
     if case.kind == "scatter":
         return _scatter(world)
     if case.kind == "gather":

@@ -17,11 +17,11 @@ from ...config import METHODS
 from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int
 from ..measure import world
 from ..measure.cases import OPS, PASSES
-from ..measure.models import TINY
+from ..measure.models import MODELS, TINY
 from ..measure.results import Results, hardware, markdown, screen
 from ..measure.runs import Session, Settings
-from . import layers, operators, output, plots, timeline
-from .shapes import LAYERS, TABLES_1_2, WEIGHTS, cases, layer_cases
+from . import attention_blocks, layers, operators, output, plots, timeline
+from .shapes import LAYERS, PUBLISHED, TABLES_1_2, WEIGHTS, cases, exchange_cases, layer_cases
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,27 @@ class Layers(Bench):
     )
 
 
-KINDS = {"operators": Operators, "layers": Layers}
+@dataclass(frozen=True)
+class Ulysses(Bench):
+    """`bench ulysses`"""
+
+    what: tuple[str, ...] = option(
+        ("operators", "blocks"),
+        "projections alone, whole attention blocks",
+        choices=("operators", "blocks"),
+        metavar="WHAT,...",
+    )
+    models: tuple[str, ...] = option(
+        ("table6", "llama3-8b", "llama3-70b"),
+        "models, and table6 for the shapes of Ditron's Table 6",
+        choices=("table6", *PUBLISHED),
+        metavar="MODEL,...",
+    )
+    seq: tuple[int, ...] = option((8192, 32768, 131072), "tokens in all", parse=positive_int, metavar="S", spaced=True)
+    passes: tuple[str, ...] = option(("fprop", "dgrad"), f"of {','.join(PASSES)}", choices=PASSES, metavar="PASS,...")
+
+
+KINDS = {"operators": Operators, "layers": Layers, "ulysses": Ulysses}
 
 
 def main(arguments: list[str]) -> int:
@@ -103,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
     helps = {
         "operators": "AG+GEMM and GEMM+RS, pass by pass, against NCCL, async-TP and the bound",
         "layers": "forward and backward of one column and one row linear",
+        "ulysses": "GEMM+A2A and A2A+GEMM, and whole attention blocks, against NCCL",
     }
     for name, settings in KINDS.items():
         add_options(commands.add_parser(name, help=helps[name]), settings)
@@ -113,36 +134,59 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def benchmark(bench: Operators | Layers) -> int:
+def benchmark(bench: Bench) -> int:
     """Join the ranks, measure, write and print."""
     if bench.connections:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(bench.connections)  # read when CUDA starts, which is below
-    began, here = time.monotonic(), world.join()
-    name = "operators" if isinstance(bench, Operators) else "layers"
-    path = Path(bench.out, f"{name}.json") if bench.out and here.rank == 0 else None
-    session = Session(settings_of(bench, here.device), here, Results(path, hardware(here.device, here.size)))
-    measure(bench, session)
-    session.results.share_notes(here.group)
-    report(session.results, output.OPERATOR_COLUMNS if name == "operators" else output.LAYER_COLUMNS, here)
-    here.say(f"{name}: {len(session.results.rows)} rows in {time.monotonic() - began:.0f} s")
+    here = world.join()
+    world.heat(here.device, 0.5)
+    failed = [_one(bench, name, columns, here) for name, columns in _files(bench)]
     shutdown()  # not after an error: it needs all ranks
     dist.destroy_process_group()
-    return 1 if session.results.failed else 0
+    return 1 if any(failed) else 0
 
 
-def measure(bench: Operators | Layers, session: Session) -> None:
+def _files(bench: Bench) -> list[tuple[str, output.Columns]]:
+    """What is written, and the columns of its table."""
+    if isinstance(bench, Operators):
+        return [("operators", output.OPERATOR_COLUMNS)]
+    if isinstance(bench, Ulysses):
+        columns = {"operators": output.EXCHANGE_COLUMNS, "blocks": output.BLOCK_COLUMNS}
+        return [("layers" if what == "blocks" else what, columns[what]) for what in bench.what]
+    return [("layers", output.LAYER_COLUMNS)]
+
+
+def _one(bench: Bench, name: str, columns: output.Columns, here: world.World) -> bool:
+    """Measure, write and print one of the files; returns whether one of our methods failed or was wrong."""
+    began, path = time.monotonic(), Path(bench.out, f"{name}.json") if bench.out and here.rank == 0 else None
+    session = Session(settings_of(bench, here.device), here, Results(path, hardware(here.device, here.size)))
+    measure(bench, name, session)
+    session.results.share_notes(here.group)
+    report(session.results, columns, here)
+    here.say(f"{name}: {len(session.results.rows)} rows in {time.monotonic() - began:.0f} s")
+    return session.results.failed
+
+
+def measure(bench: Bench, name: str, session: Session) -> None:
     """All shapes that were asked for. Collective."""
     here = session.world
-    if isinstance(bench, Layers):
+    if isinstance(bench, Ulysses):
+        _measure_ulysses(bench, name, session)
+    elif isinstance(bench, Layers):
         names, sequences = ([f"{TINY}-mlp"], [16]) if bench.tiny else (bench.layers, bench.seq)
-        chosen_layers = layer_cases(names, sequences, here.size)
-        world.heat(here.device, 0.5)
-        layers.run(chosen_layers, session)
-    else:
+        layers.run(layer_cases(names, sequences, here.size), session)
+    elif isinstance(bench, Operators):
         models, m = ((TINY,), 16) if bench.tiny else (bench.shapes, 8192)
-        chosen = cases(models, bench.ops, bench.passes, bench.rows or (m,), here.size)
-        world.heat(here.device, 0.5)
-        operators.run(chosen, session)
+        operators.run(cases(models, bench.ops, bench.passes, bench.rows or (m,), here.size), session)
+
+
+def _measure_ulysses(bench: Ulysses, name: str, session: Session) -> None:
+    models, tokens = ((TINY,), (16,)) if bench.tiny else (bench.models, bench.seq)
+    if name == "operators":
+        operators.run(exchange_cases(models, tokens, bench.passes, session.world.size), session)
+    else:
+        chosen = [(model, MODELS[model]) for model in models if model != "table6"]
+        attention_blocks.run(chosen, tokens, session)
 
 
 def settings_of(bench: Bench, device: torch.device) -> Settings:
@@ -158,7 +202,8 @@ def report(results: Results, columns: output.Columns, here: world.World) -> None
     """Write the Markdown beside the JSON and print the table; on rank 0."""
     if here.rank != 0:
         return
-    summary = output.summary(results.rows) if columns is output.OPERATOR_COLUMNS else []
+    of_operators = columns in (output.OPERATOR_COLUMNS, output.EXCHANGE_COLUMNS)
+    summary = output.summary(results.rows) if of_operators else []
     if results.path is not None:
         results.path.with_suffix(".md").write_text(markdown(results.rows, results.notes, columns, summary))
     print(screen(results.rows, results.notes, columns, summary), flush=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ...operators.plan_book import book_of
 from ...planning.choice import choose
+from ...planning.schedule import GEMM_A2A
+from ...protocol.layout import SLOTS
 from ...runtime.domain import OverlapDomain
-from ..measure.cases import Case
+from ...ulysses.linears import all_to_all_linear, linear_all_to_all
+from ..measure.cases import EXCHANGES, Case
 from ..measure.results import Row
 from ..measure.runs import Inputs, Run, Session, overlapped, problem_of
 from ..measure.timing import Timing
@@ -20,7 +25,7 @@ TIMED_ONLY = ("gemm", "comm")
 @torch.no_grad()
 def run(cases: list[Case], session: Session) -> None:
     """Measure every case and add its rows to the session's results, which are saved after each of them. Collective."""
-    domain = session.domain(max(case.slot_bytes(session.settings.dtype) for case in cases))
+    domain = session.domain(max(_slot_bytes(case, session) for case in cases))
     for number, case in enumerate(cases):
         rows = measure_case(case, domain, session)
         session.results.add(rows)
@@ -41,10 +46,11 @@ def measure_case(case: Case, domain: OverlapDomain, session: Session) -> list[Ro
 def correct_runs(case: Case, inputs: Inputs, domain: OverlapDomain, session: Session) -> dict[str, Run]:
     """Methods and baselines that gave the right result on every rank; notes about the others."""
     planned, table = case.planned(session.world.size, session.settings.dtype), book_of(domain).table
-    runs: dict[str, Run] = {
-        method: overlapped(case, domain, choose(method, planned, domain.device, table), inputs.first)
-        for method in session.settings.methods
-    }
+    runs: dict[str, Run] = {}
+    for method in session.settings.methods:
+        choice = choose(method, planned, domain.device, table)
+        in_parts = case.kind in EXCHANGES
+        runs[method] = exchanged(case, session, method) if in_parts else overlapped(case, domain, choice, inputs.first)
     correct = {}
     for name, run in (runs | baselines_of(case, session.world, inputs.first)).items():
         problem = problem_of(case.name, run, inputs, session.world, is_exact=name not in TIMED_ONLY)
@@ -55,14 +61,30 @@ def correct_runs(case: Case, inputs: Inputs, domain: OverlapDomain, session: Ses
     return correct
 
 
+def exchanged(case: Case, session: Session, method: str) -> Run:
+    """A pass of Ulysses as users call it: long sequences in parts. The dgrad of one operator is the other's forward pass."""
+    config, group = replace(session.settings.config, method=method), session.world.group
+    operator = linear_all_to_all if case.kind == GEMM_A2A else all_to_all_linear
+    return lambda o: operator(o.left, o.right.t(), group=group, config=config, name=f"{case.op}/{case.pass_}")
+
+
+def _slot_bytes(case: Case, session: Session) -> int:
+    """Of the largest call."""
+    needed = case.slot_bytes(session.world.size, session.settings.dtype)
+    most = session.settings.config.exchange_mib * (1 << 20) // SLOTS
+    return min(needed, most) if case.op in EXCHANGES else needed
+
+
 def row(case: Case, method: str, timings: dict[str, Timing], world: int, dtype: torch.dtype) -> Row:
     """One line of operators.json; times in milliseconds of one run, host_us in microseconds."""
     async_tp = timings.get("async_tp")
     sequence, gemm = timings["sequence"].ms, timings["gemm"].ms
-    comm = 0.0 if case.kind == "weight" and case.op == "gemm_rs" else timings["comm"].ms  # there is none
+    has_none = case.kind == "weight" and case.op in ("gemm_rs", GEMM_A2A)
+    comm = 0.0 if has_none else timings["comm"].ms
+    three_gemms = timings.get("three_gemms")
     return {
         "op": case.op, "pass": case.pass_, "world": world, "m": case.m, "n": case.n, "k": case.k,
         "dtype": str(dtype).removeprefix("torch."), "method": method, "ms": timings[method].ms,
         "host_us": timings[method].host_us, "sequence_ms": sequence, "async_tp_ms": async_tp and async_tp.ms,
         "gemm_ms": gemm, "comm_ms": comm, "bound": sequence / max(gemm, comm),
-    }  # fmt: skip
+    } | ({"three_gemms_ms": three_gemms and three_gemms.ms} if case.op in EXCHANGES else {})  # fmt: skip

@@ -32,6 +32,21 @@ OPERATOR_COLUMNS: Columns = (
     ("speed-up/bound", lambda row: speed_up(row) / row["bound"]),
     ("vs async-TP", lambda row: _over(row, "async_tp_ms")),
 )
+EXCHANGE_COLUMNS: Columns = (
+    *(column for column in OPERATOR_COLUMNS if "async-TP" not in column[0]),
+    ("three GEMMs", lambda row: row["three_gemms_ms"]),
+)
+BLOCK_COLUMNS: Columns = (
+    ("block", lambda row: row["layer"]),
+    ("tokens", lambda row: row["seq"]),
+    ("method", lambda row: row["method"]),
+    ("ms", lambda row: row["ms"]),
+    ("host µs", lambda row: round(row["host_us"])),
+    ("NCCL", lambda row: row["sequence_ms"]),
+    ("no exchange", lambda row: row["alone_ms"]),
+    ("vs NCCL", speed_up),
+    ("ms/no exchange", lambda row: row["ms"] / row["alone_ms"]),
+)
 LAYER_COLUMNS: Columns = (
     ("layer", lambda row: row["layer"]),
     ("s", lambda row: row["seq"]),

@@ -19,7 +19,13 @@ from .output import Row, speed_up
 from .shapes import WEIGHTS, weight_of
 from .style import LOOKS, PERFECT, SMALL, canvas, in_order, load, look_of, save
 
-OPERATORS = {"ag_gemm": "all_gather_linear", "gemm_rs": "linear_reduce_scatter"}
+OPERATORS = {
+    "ag_gemm": "all_gather_linear",
+    "gemm_rs": "linear_reduce_scatter",
+    "gemm_a2a": "linear_all_to_all",
+    "a2a_gemm": "all_to_all_linear",
+}
+RIVALS = ("async_tp", "three_gemms")  # of operators, beside the sequence
 PASSES = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient"}
 CEILING = (
     f"Higher is better. {PERFECT.capitalize()}: the longer of cuBLAS GEMM and NCCL alone (a faster GEMM passes it)."
@@ -40,7 +46,7 @@ def draw(folder: Path) -> list[Path]:
         if len({row["m"] for row in rows}) > 1:
             drawn.append(_against_m(rows, folder / "speedup_m.png"))
     if rows := _read(folder / "layers.json").get("rows"):
-        drawn.append(_layers(rows, folder / "layers.png"))
+        drawn.append((_blocks if "alone_ms" in rows[0] else _layers)(rows, folder / "layers.png"))
     if "calls" in (recording := _read(folder / "timeline.json")):
         drawn.append(timeline.draw(recording, folder / "timeline.png"))
     if not drawn:
@@ -56,12 +62,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def by_method(rows: Iterable[Row]) -> dict[str, float]:
-    """Speed-ups over NCCL + cuBLAS in rows of one case: of each method, of async-TP where it ran, and the ceiling."""
+    """Speed-ups over NCCL + cuBLAS in rows of one case: of each method, of the rivals that ran, and the ceiling."""
     found: dict[str, float] = {}
     for row in rows:
         found[row["method"]] = speed_up(row)
-        if row["async_tp_ms"] is not None:
-            found["async_tp"] = row["sequence_ms"] / row["async_tp_ms"]
+        found |= {name: row["sequence_ms"] / row[f"{name}_ms"] for name in RIVALS if row.get(f"{name}_ms") is not None}
         found["bound"] = row["bound"]
     return found
 
@@ -171,15 +176,30 @@ def curves(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
 
 
 def _layers(rows: list[Row], path: Path) -> Path:
-    panels = {}
-    for (layer, seq), members in _grouped(rows, "layer", "seq").items():
-        times = {row["method"]: row["ms"] for row in members}
-        times |= {name: members[0][f"{name}_ms"] for name in ("megatron", "async_tp")}
-        ratios = {name: ms / members[0]["gemms_ms"] for name, ms in times.items() if ms is not None}
-        shown = [Bar(look_of(n).label, n, ratios[n], f"{ratios[n]:.2f}", 1.0) for n in in_order(ratios)]
-        panels[f"{layer}, s = {seq}"] = shown
     header = (
         f"Layers: forward and backward over their six GEMMs alone, {rows[0]['world']} GPUs",
         f"Lower is better: 1.00 = all communication hidden ({PERFECT}).",
     )
+    panels = _ratios(rows, "gemms_ms", ("megatron", "async_tp"))
     return bars(panels, header, "time / GEMMs alone", path, start=1.0, limit=LONGEST)
+
+
+def _blocks(rows: list[Row], path: Path) -> Path:
+    header = (
+        f"Ulysses attention, forward and backward, over the same without exchanges, {rows[0]['world']} GPUs",
+        f"Lower is better: 1.00 = all communication hidden ({PERFECT}).",
+    )
+    panels = _ratios(rows, "alone_ms", ("sequence",))
+    return bars(panels, header, "time / block without exchange", path, start=1.0, limit=LONGEST)
+
+
+def _ratios(rows: list[Row], floor: str, rivals: tuple[str, ...]) -> dict[str, list[Bar]]:
+    """A panel for each layer and length: times of methods and rivals over that of `floor`."""
+    panels = {}
+    for (layer, seq), members in _grouped(rows, "layer", "seq").items():
+        times = {row["method"]: row["ms"] for row in members}
+        times |= {name: members[0][f"{name}_ms"] for name in rivals}
+        ratios = {name: ms / members[0][floor] for name, ms in times.items() if ms is not None}
+        shown = [Bar(look_of(n).label, n, ratios[n], f"{ratios[n]:.2f}", 1.0) for n in in_order(ratios)]
+        panels[f"{layer}, s = {seq}"] = shown
+    return panels

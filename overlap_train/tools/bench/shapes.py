@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...planning.schedule import A2A_GEMM, GEMM_A2A
 from ..measure.cases import Case, check_divisible
 from ..measure.models import MODELS, TINY
 
@@ -41,6 +42,31 @@ def cases(
                 check_divisible(f"{name}: features", inside, world)
                 n, k = (inside, outside) if op == "ag_gemm" else (outside, inside)
                 found += [Case(name, op, pass_, m, n, k) for pass_ in passes]
+    return found
+
+
+# Table 6 of the Ditron paper: (sequence, heads), of 128 features each; one of q, k and v.
+TABLE_6 = tuple((tokens, heads) for heads in (64, 32, 16) for tokens in (262144, 491520))
+
+
+def exchange_cases(models: Sequence[str], tokens: Sequence[int], passes: Sequence[str], world: int) -> list[Case]:
+    """The projections of a Ulysses attention: of models, and of `table6`, which has sequence lengths of its own.
+
+    Raises:
+        ValueError: a size cannot be shared by the ranks.
+    """
+    found = []
+    for name in models:
+        shapes = [(m, heads * 128, heads * 128, heads * 128, heads * 128) for m, heads in TABLE_6]
+        if name != "table6":
+            linears = MODELS[name].linears
+            shapes = [(m, *linears["qkv"], *linears["proj"]) for m in tokens]
+        for m, qkv_n, qkv_k, proj_n, proj_k in shapes:
+            check_divisible("--seq", m, world)
+            check_divisible(f"{name}: features", qkv_n, world)
+            check_divisible(f"{name}: features", proj_k, world)
+            weights = ((GEMM_A2A, qkv_n, qkv_k), (A2A_GEMM, proj_n, proj_k))
+            found += [Case(name, op, pass_, m, n, k) for op, n, k in weights for pass_ in passes]
     return found
 
 

@@ -44,6 +44,7 @@ LOOKS = {
     "sequence": Look("NCCL + cuBLAS", "#999999", "h"),
     "megatron": Look("Megatron-Core", "#444444", "P"),
     "async_tp": Look("async-TP", "#999933", "X"),
+    "three_gemms": Look("three GEMMs, asynchronous", "#DDAA33", "p"),
     "te_userbuffers": Look("TransformerEngine", "#DDCC77", "*"),
     "collective": Look("collective", "#882255", "v"),
     "chunked": Look("chunked", "#CC79A7", "^"),

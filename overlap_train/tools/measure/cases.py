@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from ...planning.choice import GATHER, SCATTER, Pass
+from ...planning.schedule import A2A_GEMM, GEMM_A2A
 
 OPS = ("ag_gemm", "gemm_rs")
+EXCHANGES = (GEMM_A2A, A2A_GEMM)  # Ulysses': linear_all_to_all and all_to_all_linear
+_FPROP = {"ag_gemm": GATHER, "gemm_rs": SCATTER, GEMM_A2A: GEMM_A2A, A2A_GEMM: A2A_GEMM}
+_DGRAD = {"ag_gemm": SCATTER, "gemm_rs": GATHER, GEMM_A2A: A2A_GEMM, A2A_GEMM: GEMM_A2A}
 PASSES = ("fprop", "dgrad", "wgrad")
 
 
@@ -16,8 +20,9 @@ PASSES = ("fprop", "dgrad", "wgrad")
 class Case:
     """A pass of one operator: x [M, K], weight [N, K], global sizes.
 
-    op: ag_gemm is all_gather_linear, gemm_rs linear_reduce_scatter. The dgrad of one runs the engine of the other; N and K are
-    those of the weight in every pass. model: what the printed tables call it.
+    op: ag_gemm is all_gather_linear, gemm_rs linear_reduce_scatter, gemm_a2a linear_all_to_all, a2a_gemm all_to_all_linear.
+    The dgrad of one runs the engine of another; N and K are those of the weight in every pass. model: what the printed tables
+    call it.
     """
 
     model: str
@@ -33,25 +38,25 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """What the pass does: gather (AG + GEMM), scatter (GEMM + RS) or weight (the weight gradient)."""
+        """What the pass does: gather (AG + GEMM), scatter (GEMM + RS), gemm_a2a, a2a_gemm, or weight (the weight gradient)."""
         if self.pass_ == "wgrad":
             return "weight"
-        return "gather" if (self.op == "ag_gemm") == (self.pass_ == "fprop") else "scatter"
+        return (_FPROP if self.pass_ == "fprop" else _DGRAD)[self.op]
 
     def flops(self, world: int) -> float:
         """Of one rank's GEMM; the same in all three passes."""
         return 2 * self.m * self.n * self.k / world
 
-    def slot_bytes(self, dtype: torch.dtype) -> int:
-        """Of what one rank receives: M rows of the features that are not sharded."""
-        return self.m * (self.k if self.op == "ag_gemm" else self.n) * dtype.itemsize
+    def slot_bytes(self, world: int, dtype: torch.dtype) -> int:
+        """Of what one rank receives: M rows of the features that are sent, of all of them or of a rank's part."""
+        features = self.k if self.op in ("ag_gemm", A2A_GEMM) else self.n
+        return self.m * features * dtype.itemsize // (world if self.op in EXCHANGES else 1)
 
     def planned(self, world: int, dtype: torch.dtype) -> Pass:
         """What one rank multiplies, as the choice of a method sees it; for a weight gradient the fprop, whose method it takes."""
-        if self.op == "ag_gemm":
-            fprop = Pass(GATHER, self.m, self.n // world, self.k, dtype, world)
-        else:
-            fprop = Pass(SCATTER, self.m, self.n, self.k // world, dtype, world)
+        n = self.n // world if self.op == "ag_gemm" else self.n
+        k = self.k // world if self.op == "gemm_rs" else self.k
+        fprop = Pass(_FPROP[self.op], self.m, n, k, dtype, world)
         return fprop.dgrad if self.pass_ == "dgrad" else fprop
 
 

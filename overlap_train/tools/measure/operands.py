@@ -6,18 +6,25 @@ W ranks, weight [N, K], x [M, K], dy [M, N]. Each kind of pass (Case.kind) has i
              y [M, F] = whole @ right
     scatter  left [M, C]    right [C, F] view   whole [M, F], which a reduce-scatter is timed on
              y [M/W, F] = this rank's rows of the sum over ranks of left @ right
+    gemm_a2a left [M/W, C]  right [C, F] view, the same on every rank   whole [M, C], left of all ranks
+             y [M, F/W] = this rank's columns of whole @ right
+    a2a_gemm left [M, C/W]  right [C, F] view, the same on every rank   whole [M/W, C], this rank's rows of all columns
+             y [M/W, F] = whole @ right
     weight   whole, left of all ranks           target fp32 += dy.T @ x
              ag_gemm: left x [M/W, K], right dy [M, N/W];  gemm_rs: left dy [M/W, N], right x [M, K/W]
+             gemm_a2a: left dy [M, N/W], right x [M/W, K];  a2a_gemm: left x [M, K/W], right dy [M/W, N]; whole: left exchanged
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from .cases import Case
+from ...planning.schedule import GEMM_A2A
+from .cases import EXCHANGES, Case
 from .world import World
 
 
@@ -44,6 +51,8 @@ def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Op
         return torch.randn(rows, columns, dtype=dtype, device=world.device, generator=generator)
 
     m, n, k, shards = case.m, case.n, case.k, world.size
+    if case.op in EXCHANGES:
+        return _of_exchange(case, world, dtype, seed, normal)
     column = case.op == "ag_gemm"
     n_local, k_local = (n // shards, k) if column else (n, k // shards)
     weight = normal(n_local, k_local)
@@ -58,6 +67,32 @@ def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Op
     )
     target = torch.zeros(n_local, k_local, dtype=torch.float32, device=world.device)
     return Operands(left, right, gathered(left, world), target)
+
+
+def _of_exchange(
+    case: Case, world: World, dtype: torch.dtype, seed: int, normal: Callable[[int, int], torch.Tensor]
+) -> Operands:
+    m, n, k, shards = case.m, case.n, case.k, world.size
+    if case.kind == "weight":
+        sends_dy = case.op == GEMM_A2A
+        left, right = normal(m, (n if sends_dy else k) // shards), normal(m // shards, k if sends_dy else n)
+        target = torch.zeros(n, k, dtype=torch.float32, device=world.device)
+        return Operands(left, right, exchanged(left, world), target)
+    same = torch.Generator(world.device).manual_seed(seed)
+    weight = torch.randn(n, k, dtype=dtype, device=world.device, generator=same)
+    right = weight.t() if case.pass_ == "fprop" else weight
+    if case.kind == GEMM_A2A:
+        left = normal(m // shards, right.shape[0])
+        return Operands(left, right, gathered(left, world))
+    left = normal(m, right.shape[0] // shards)
+    return Operands(left, right, exchanged(left, world))
+
+
+def exchanged(columns: torch.Tensor, world: World) -> torch.Tensor:
+    """[M, C/W] of every rank -> this rank's rows [M/W, C]."""
+    blocks = torch.empty_like(columns)
+    dist.all_to_all_single(blocks, columns, group=world.group)
+    return blocks.unflatten(0, (world.size, -1)).transpose(0, 1).flatten(1)
 
 
 def gathered(shard: torch.Tensor, world: World) -> torch.Tensor:

@@ -10,12 +10,14 @@ import torch
 
 from ...config import OverlapConfig
 from ...operators.all_gather_gemm import start_gather
+from ...operators.all_to_all_gemm import start_all_to_all_gemm
+from ...operators.gemm_all_to_all import start_gemm_all_to_all
 from ...operators.gemm_reduce_scatter import start_scatter
-from ...operators.weight_gradient import accumulate
+from ...operators.weight_gradient import add_product
 from ...planning.arguments import Request
 from ...planning.choice import Choice
 from ...planning.plan import EnginePlan, engine_plan, sent_again
-from ...planning.schedule import Topology
+from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
 from ...runtime.registry import check as check_timeouts
@@ -129,22 +131,45 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
     def row_weight(o: Operands) -> torch.Tensor:
         return into_target(o, o.whole, o.right)
 
-    if case.kind == "weight":
-        return column_weight if case.op == "ag_gemm" else row_weight
-    return gather if case.kind == "gather" else scatter
+    def gemm_a2a(o: Operands) -> torch.Tensor:
+        with domain.operator(tag, plan.slots):
+            return start_gemm_all_to_all(domain, plan, tag, o.left, o.right).received_copy()
+
+    def a2a_gemm(o: Operands) -> torch.Tensor:
+        with domain.operator(tag, plan.slots):
+            return start_all_to_all_gemm(domain, plan, tag, o.left).matmul(o.right)
+
+    def exchanged_x_weight(o: Operands) -> torch.Tensor:
+        with domain.operator(tag, whole.slots):
+            return into_target(o, o.right, start_all_to_all_gemm(domain, whole, tag, o.left).received_view())
+
+    def exchanged_dy_weight(o: Operands) -> torch.Tensor:
+        return into_target(o, o.whole, o.right)
+
+    weights = {
+        "ag_gemm": column_weight,
+        "gemm_rs": row_weight,
+        A2A_GEMM: exchanged_x_weight,
+        GEMM_A2A: exchanged_dy_weight,
+    }
+    passes = {GATHER: gather, SCATTER: scatter, GEMM_A2A: gemm_a2a, A2A_GEMM: a2a_gemm}
+    return weights[case.op] if case.kind == "weight" else passes[case.kind]
 
 
 def into_target(o: Operands, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """target [N, K] += dy.T @ x in fp32."""
     assert o.target is not None
-    accumulate(o.target, dy, x)
+    add_product(o.target, dy, x)
     return o.target
 
 
 def reference_of(case: Case, o: Operands, world: World) -> Reference:
     """The unsharded product that the pass must give on this rank."""
-    if case.kind == "scatter":
+    if case.kind == SCATTER:
         return scatter_reference(o.left, o.right, world.group)
-    if case.kind == "gather":
+    if case.kind == GEMM_A2A:
+        return product_reference(o.whole, o.right.chunk(world.size, dim=1)[world.rank])
+    if case.kind in (GATHER, A2A_GEMM):
         return product_reference(o.whole, o.right)
-    return product_reference(*((o.right.t(), o.whole) if case.op == "ag_gemm" else (o.whole.t(), o.right)))
+    sends_x = case.op in ("ag_gemm", A2A_GEMM)
+    return product_reference(*((o.right.t(), o.whole) if sends_x else (o.whole.t(), o.right)))
