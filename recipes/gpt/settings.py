@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from gpt.program import RecipeError
@@ -18,6 +19,11 @@ from overlap_train.tools.measure import models
 SMALL = "small"
 RECOMPUTE = ("none", "selective", "full")  # nothing, the core attention, whole layers
 
+# One maker of flags for each heading of --help.
+_data, _model, _parallel, _training, _report, _checkpoint = (
+    partial(option, group=name) for name in ("data", "model", "parallel", "training", "report", "checkpoint")
+)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -26,50 +32,42 @@ class Settings:
     These defaults train on two CPU cores in some minutes.
     """
 
-    text: str = option("", "file to train on; without it, the topics of Python's own help()", group="data")
-    model: str = option(SMALL, "small, or a published model; sets the defaults of the flags below", group="model")
-    num_layers: int = option(4, "transformer layers", group="model")
-    hidden_size: int = option(128, "width of the residual stream", group="model")
-    ffn_hidden_size: int = option(384, "width inside the SwiGLU MLP, or inside each expert", group="model")
-    num_attention_heads: int = option(4, "query heads", group="model")
-    num_query_groups: int = option(2, "key and value heads (GQA)", group="model")
-    seq_length: int = option(128, "bytes in a sample", group="model")
-    variable_seq_length: int = option(0, "1: micro-batches of half of --seq-length up to all of it", group="model")
-    tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --pp leaves", group="parallel")
-    pp: int = option(1, "pipeline stages, each with an equal share of the layers", group="parallel")
-    micro_batch_size: int = option(8, "samples of one forward and backward pass on one rank", group="training")
-    global_batch_size: int = option(16, "samples of one optimizer step, over all ranks", group="training")
-    train_iters: int = option(400, "optimizer steps in all, those before --load included", group="training")
-    lr: float = option(3e-3, "highest learning rate", group="training")
-    min_lr: float = option(3e-4, "learning rate at the end of the cosine", group="training")
-    lr_warmup_iters: int = option(
-        30, "steps of linear warm-up; a quarter of --train-iters where they do not fit", group="training"
+    text: str = _data("", "file to train on; without it, the topics of Python's own help()")
+    model: str = _model(SMALL, "small, or a published model; sets the defaults of the flags below")
+    num_layers: int = _model(4, "transformer layers")
+    hidden_size: int = _model(128, "width of the residual stream")
+    ffn_hidden_size: int = _model(384, "width inside the SwiGLU MLP, or inside each expert")
+    num_attention_heads: int = _model(4, "query heads")
+    num_query_groups: int = _model(2, "key and value heads (GQA)")
+    seq_length: int = _model(128, "bytes in a sample")
+    variable_seq_length: int = _model(0, "1: micro-batches of half of --seq-length up to all of it")
+    tp: int = _parallel(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --pp leaves")
+    pp: int = _parallel(1, "pipeline stages, each with an equal share of the layers")
+    micro_batch_size: int = _training(8, "samples of one forward and backward pass on one rank")
+    global_batch_size: int = _training(16, "samples of one optimizer step, over all ranks")
+    train_iters: int = _training(400, "optimizer steps in all, those before --load included")
+    lr: float = _training(3e-3, "highest learning rate")
+    min_lr: float = _training(3e-4, "learning rate at the end of the cosine")
+    lr_warmup_iters: int = _training(30, "steps of linear warm-up; a quarter of --train-iters where they do not fit")
+    weight_decay: float = _training(0.1, "AdamW weight decay")
+    clip_grad: float = _training(1.0, "largest gradient norm; 0: no clipping")
+    recompute: str = _training(
+        "none", f"{', '.join(RECOMPUTE)}: what backward computes again instead of keeping it from forward"
     )
-    weight_decay: float = option(0.1, "AdamW weight decay", group="training")
-    clip_grad: float = option(1.0, "largest gradient norm; 0: no clipping", group="training")
-    recompute: str = option(
-        "none",
-        f"{', '.join(RECOMPUTE)}: what backward computes again instead of keeping it from forward",
-        group="training",
-    )
-    cuda_graph: int = option(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)", group="training")
-    deterministic: int = option(0, "1: the same bits on every run, at some cost in speed", group="training")
-    seed: int = option(1234, "seed of weights, data order and sample", group="training")
-    log_interval: int = option(10, "steps between iteration lines", group="report")
-    tensorboard_dir: str = option(
-        "", "folder for loss, step time and tokens/s: TensorBoard and metrics.jsonl", group="report"
-    )
-    eval_interval: int = option(200, "steps between validations; 0: only at the end", group="report")
-    eval_iters: int = option(100, "most global batches in a validation", group="report")
-    prompt: str = option("The ", "text that the sample continues", group="report")
-    sample_bytes: int = option(240, "bytes of generated text at the end; 0: none", group="report")
-    temperature: float = option(0.7, "of the sample; 0: always the likeliest byte", group="report")
-    save: str = option("", "folder to write checkpoints to", group="checkpoint")
-    save_interval: int = option(0, "steps between checkpoints; 0: only at the end", group="checkpoint")
-    keep_checkpoints: int = option(3, "newest checkpoints to keep in --save; 0: all", group="checkpoint")
-    load: str = option(
-        "", "where to resume: a --save folder (its newest good checkpoint), or an iter_ folder", group="checkpoint"
-    )
+    cuda_graph: int = _training(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)")
+    deterministic: int = _training(0, "1: the same bits on every run, at some cost in speed")
+    seed: int = _training(1234, "seed of weights, data order and sample")
+    log_interval: int = _report(10, "steps between iteration lines")
+    tensorboard_dir: str = _report("", "folder for loss, step time and tokens/s: TensorBoard and metrics.jsonl")
+    eval_interval: int = _report(200, "steps between validations; 0: only at the end")
+    eval_iters: int = _report(100, "most global batches in a validation")
+    prompt: str = _report("The ", "text that the sample continues")
+    sample_bytes: int = _report(240, "bytes of generated text at the end; 0: none")
+    temperature: float = _report(0.7, "of the sample; 0: always the likeliest byte")
+    save: str = _checkpoint("", "folder to write checkpoints to")
+    save_interval: int = _checkpoint(0, "steps between checkpoints; 0: only at the end")
+    keep_checkpoints: int = _checkpoint(3, "newest checkpoints to keep in --save; 0: all")
+    load: str = _checkpoint("", "where to resume: a --save folder (its newest good checkpoint), or an iter_ folder")
 
     # What a published model has beside its shape; no flags.
     title: str = "small GPT"
