@@ -40,16 +40,15 @@ def option(
     choices: tuple[str, ...] | None = None,
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
-    also: tuple[str, ...] = (),
     spaced: bool = False,
     repeated: bool = False,
     required: bool = False,
 ) -> Any:
     """A field that is a flag. A bool is a switch. A tuple holds values separated by commas, one of `choices` or read by `parse`.
 
-    spaced: a tuple's values are separated by blanks. repeated: each flag adds one. also: other names. group: heading in --help.
+    spaced: a tuple's values are separated by blanks. repeated: each flag adds one. group: heading in --help.
     """
-    metadata = {"help": help, "group": group, "choices": choices, "parse": parse, "metavar": metavar, "also": also}
+    metadata = {"help": help, "group": group, "choices": choices, "parse": parse, "metavar": metavar}
     return field(default=default, metadata={**metadata, "spaced": spaced, "repeated": repeated, "required": required})
 
 
@@ -76,10 +75,11 @@ def add_options(parser: Any, options: Any, prefix: str = "") -> Any:
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         default = found.default if isinstance(options, type) else getattr(options, found.name)
-        names = (flag(found.name, prefix), *found.metadata.get("also", ()))
         required = {"required": True} if found.metadata.get("required") else {}
         text = found.metadata["help"] + _default_shown(default)
-        groups[title].add_argument(*names, default=None, help=text, **required, **_reading(found, default))
+        groups[title].add_argument(
+            flag(found.name, prefix), default=None, help=text, **required, **_reading(found, default)
+        )
     return parser
 
 

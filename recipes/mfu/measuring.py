@@ -150,7 +150,7 @@ def time_without_communication(plan: Plan, trained: dict[str, Trained], measured
     once = {name: run for name, run in trained.items() if not name.endswith(AGAIN)}
     calls = {name: run.forward_backward for name, run in once.items()}
     alone = {f"{name}, alone": run.forward_backward_alone for name, run in once.items() if not is_graph(name)}
-    timings = measure(calls | alone, Pace(plan.exposed_rounds, EXPOSED_BURST), world.group, world.device)
+    timings = measure(calls | alone, Pace(3 if plan.quick else 5, EXPOSED_BURST), world.group, world.device)
     for name in once:
         measured.passes_ms[name] = timings[name].ms
         times = f"{timings[name].ms:.1f}"

@@ -49,10 +49,6 @@ class Plan:
     redraw: str = option("", "only draw the pictures of this folder anew, from its JSON, without torchrun")
 
     @property
-    def exposed_rounds(self) -> int:
-        return 3 if self.quick else 5
-
-    @property
     def rounds(self) -> int:
         """Of interleaved steps. In each, a variant makes one step more than is timed, which brings the ranks together."""
         for_losses = math.ceil((self.loss_steps - WARM_UP_STEPS) / (self.round_steps + 1))

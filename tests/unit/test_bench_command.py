@@ -32,7 +32,7 @@ def test_defaults() -> None:
 
 def test_lists_are_separated_by_commas_and_sizes_by_blanks(tmp_path: Path) -> None:
     bench = parsed(
-        f"operators --shapes llama3-8b,all --methods fused,auto --passes wgrad --m 256 1024 --out {tmp_path}"
+        f"operators --shapes llama3-8b,all --methods fused,auto --passes wgrad --rows 256 1024 --out {tmp_path}"
     )
     assert bench.shapes == ("llama3-8b", "all")
     assert (bench.methods, bench.passes, bench.rows, bench.out) == (

@@ -17,7 +17,7 @@ class Options:
     kind: str = "a"  # no flag
     words: tuple[str, ...] = option(("x",), "words", choices=("x", "y"))
     numbers: tuple[int, ...] = option((), "numbers", parse=int, group="more")
-    sizes: tuple[int, ...] = option((), "sizes", parse=positive_int, spaced=True, also=("--s",))
+    sizes: tuple[int, ...] = option((), "sizes", parse=positive_int, spaced=True)
     again: tuple[str, ...] = option((), "may be repeated", repeated=True)
     is_quick: bool = option(False, "a switch")
     count: int = option(4, "a number")
@@ -36,7 +36,7 @@ def test_what_is_not_given_has_the_defaults_of_the_instance() -> None:
 
 
 def test_all_kinds_of_values() -> None:
-    words = "--words x,y --numbers 1,2 --s 3 4 --again=--a --again=b --is-quick --count 7 --rate 0.5"
+    words = "--words x,y --numbers 1,2 --sizes 3 4 --again=--a --again=b --is-quick --count 7 --rate 0.5"
     assert parsed(*words.split()) == Options("a", ("x", "y"), (1, 2), (3, 4), ("--a", "b"), True, 7, 0.5)
 
 

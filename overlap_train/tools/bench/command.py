@@ -55,10 +55,7 @@ class Operators(Bench):
     )
     ops: tuple[str, ...] = option(OPS, f"of {','.join(OPS)}", choices=OPS, metavar="OP,...")
     passes: tuple[str, ...] = option(("fprop", "dgrad"), f"of {','.join(PASSES)}", choices=PASSES, metavar="PASS,...")
-    # torchrun takes --m for an abbreviation of its own options
-    rows: tuple[int, ...] = option(
-        (), "global rows; default 8192", parse=positive_int, metavar="M", spaced=True, also=("--m",)
-    )
+    rows: tuple[int, ...] = option((), "global rows; default 8192", parse=positive_int, metavar="M", spaced=True)
 
 
 @dataclass(frozen=True)

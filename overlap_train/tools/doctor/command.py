@@ -111,7 +111,8 @@ class Examination:
             self._check(f"rendezvous {provider}", work, memory.FIXES[provider])
         self._check("links", self._links)
         seconds = self._asked.seconds or (30.0 if self._on_gpu else 3.0)
-        operators = self._needs_ranks("operators", lambda here: operator.check_trial(here, self._trial(seconds)))
+        trial = partial(operator.trial_of, seconds=seconds, provider=self._asked.provider)
+        operators = self._needs_ranks("operators", lambda here: operator.check_trial(here, trial(here)))
         self._check("operators", operators, limit_s=2 * self._asked.limit + seconds)  # kernels are compiled there
         self._check("leave", leave)
         if self._job.broken:
@@ -182,9 +183,6 @@ class Examination:
         if self._on_gpu and self._here.size == 1:
             return links.check_alone(self._here, torch.cuda.device_count() if self._is_alone else 1)
         return links.check_links(self._here, self._asked.provider)
-
-    def _trial(self, seconds: float) -> operator.Trial:
-        return operator.trial_of(self._here, seconds, self._asked.provider)
 
     def _needs_ranks(self, name: str, check: Callable[[World], list[Finding]]) -> Work:
         """The check, or, on a node with one GPU rank, a line that says what it needs."""

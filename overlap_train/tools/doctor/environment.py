@@ -9,11 +9,7 @@ from .report import FAIL, WARN, Finding, ok
 
 # The doctor never uses NVLink multicast, and sets these in its own process before CUDA starts, whatever they were: where
 # multicast is broken, merely setting it up can take the host's GPUs down. No operator of ours needs it.
-WITHOUT_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 def _on(value: str | None) -> bool:

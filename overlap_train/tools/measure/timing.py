@@ -50,12 +50,12 @@ def input_sets(nbytes: int, cache_bytes: int = 60 << 20, most: int = 8) -> int:
 def measure(calls: Mapping[str, Call], pace: Pace, group: dist.ProcessGroup, device: torch.device) -> dict[str, Timing]:
     """Time every call. Collective: all ranks pass the same calls in the same order."""
     samples: dict[str, list[Timing]] = {name: [] for name in calls}
-    names = list(calls)
+    names, burst = list(calls), _device_burst if device.type == "cuda" else _host_burst
     for turn in range(pace.rounds):
         dist.barrier(group)
         first = turn % len(names)  # nobody always follows the same neighbour
         for name in names[first:] + names[:first]:
-            samples[name].append(_burst(calls[name], pace.burst, device))
+            samples[name].append(burst(calls[name], pace.burst))
     return worst_over_ranks({name: median(timings) for name, timings in samples.items()}, group, device)
 
 
@@ -69,10 +69,6 @@ def worst_over_ranks(timings: dict[str, Timing], group: dist.ProcessGroup, devic
     table = torch.tensor([[t.ms, t.host_us] for t in timings.values()], dtype=torch.float64, device=device)
     dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     return {name: Timing(ms, host_us) for name, (ms, host_us) in zip(timings, table.tolist(), strict=True)}
-
-
-def _burst(call: Call, count: int, device: torch.device) -> Timing:
-    return _device_burst(call, count) if device.type == "cuda" else _host_burst(call, count)
 
 
 def _device_burst(call: Call, count: int) -> Timing:
