@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import Field, field, fields, replace
 from functools import partial
@@ -29,6 +30,7 @@ PIP_NAMES = {
     "matplotlib": "matplotlib",
     "nvshmem": "nvshmem4py-cu13",
 }
+RANK_0_S = 10.0  # what rank 0 gets to say what is wrong before other ranks end; torchrun ends them once it has
 Options = TypeVar("Options")
 
 
@@ -145,10 +147,21 @@ def run_command(program: str, work: Callable[[], int]) -> int:
         if package not in PIP_NAMES:
             raise
         message, status = f"needs {package}: pip install {PIP_NAMES[package]!r}", 2
+    tell(f"{program}: {message}" if message.startswith("error") else f"{program} {message}")
+    return status
+
+
+def tell(message: str) -> None:
+    """Print a line that all ranks would print, on rank 0 only.
+
+    Under torchrun the other ranks wait a little before they end: it ends all ranks when the first one has ended, and rank 0 may
+    still be starting.
+    """
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.flush()
-        print(f"{program}: {message}" if message.startswith("error") else f"{program} {message}", file=sys.stderr)
-    return status
+        print(message, file=sys.stderr, flush=True)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(RANK_0_S)
 
 
 def positive(kind: type[int] | type[float], text: str) -> Any:

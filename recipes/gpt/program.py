@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError, shutdown
+from overlap_train.flags import tell
 from overlap_train.tools.measure.world import World, join
 
 TALKATIVE = ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch", "distributed.distributed_data_parallel")
@@ -52,10 +53,11 @@ def run_program(name: str, work: Callable[[], None]) -> int:
     except RecipeError as error:
         refusal = str(error)  # without its traceback, which would keep process groups alive
     except OverlapTimeoutError as error:  # names this rank and the peer that is missing
-        _tell(name, str(error))
+        sys.stdout.flush()
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         abandon()
-    if refusal is not None and os.environ.get("RANK", "0") == "0":
-        _tell(name, refusal)
+    if refusal is not None and is_rank_0():  # before ranks have joined all are; then `tell` chooses
+        tell(f"{name}: error: {refusal}")
     leave()
     return 0 if refusal is None else 2
 
@@ -69,11 +71,6 @@ def say(text: str) -> None:
 def is_rank_0() -> bool:
     """Of the job; also before ranks have joined."""
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _tell(name: str, error: str) -> None:
-    sys.stdout.flush()
-    print(f"{name}: error: {error}", file=sys.stderr, flush=True)
 
 
 def leave() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,18 @@ def test_only_rank_0_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setenv("RANK", "1")
     assert cli.main(["benhc"]) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_a_slow_rank_0_still_says_it(tmp_path: Path) -> None:
+    """torchrun ends all ranks when the first one has ended."""
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import os, sys, time\nfrom overlap_train import cli\n"
+        "time.sleep(3 if os.environ['RANK'] == '0' else 0)\nsys.exit(cli.main(['benhc']))\n"
+    )
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert run.stderr.count("overlap-train: error: 'benhc' is not one of doctor") == 1
 
 
 def test_a_bug_keeps_its_traceback() -> None:
