@@ -3,6 +3,7 @@
     enable(model, config)         turn the parallel linears of a built model into overlapped ones, before DDP wraps it
     report(model)                 which linear takes which path, why, and how often each path has run
     print_table(model)            print that now, if no training step has printed it
+    provide_accumulation_fusion() let Megatron's gradient accumulation fusion work without Apex
     graphed_model(model)          bracket for the capture of its passes into a CUDA graph
     gpt_block_spec(config)        layer specs with a norm and an attention that sequence parallelism works with
     run_without_cuda()            let Megatron-Core run on CPU processes
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .enabling.first_table import print_table
     from .enabling.graphing import graphed_model, graphed_passes
     from .enabling.reporting import Report, report
+    from .linears.accumulation_fusion import provide_accumulation_fusion
     from .linears.column_row import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
     from .spec.attention import SDPACoreAttention
     from .spec.gpt import gpt_block_spec, gpt_layer_spec
@@ -34,6 +36,7 @@ _HOME = {
     "enabling.first_table": ("print_table",),
     "enabling.graphing": ("graphed_model", "graphed_passes"),
     "enabling.reporting": ("Report", "report"),
+    "linears.accumulation_fusion": ("provide_accumulation_fusion",),
     "linears.column_row": ("OverlappedColumnParallelLinear", "OverlappedRowParallelLinear"),
     "spec.attention": ("SDPACoreAttention",),
     "spec.gpt": ("gpt_block_spec", "gpt_layer_spec"),

@@ -30,7 +30,7 @@ SMALL = shlex.split("""
     --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-3 --log-interval 1
     --eval-iters 1 --eval-interval 99 --tensor-model-parallel-size 2 --sequence-parallel --distributed-backend gloo
     --transformer-impl local --vocab-size 127 --normalization RMSNorm --swiglu --disable-bias-linear
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --position-embedding-type rope
+    --no-masked-softmax-fusion --no-persist-layer-norm --position-embedding-type rope
     --no-rope-fusion --num-workers 0 --use-cpu-initialization --tensorboard-log-interval 2
 """)
 MEGATRON_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -58,6 +58,10 @@ def server() -> Iterator[ScriptServer]:
 
 def launch(server: ScriptServer, folder: Path, *flags: str, launcher: bool = True) -> Run:
     """Train the small model; `launcher` False: without ours."""
+    if (
+        "--overlap-train" not in flags
+    ):  # there Megatron refuses the fusion that it turns on by default, for want of Apex
+        flags = (*flags, "--no-gradient-accumulation-fusion")
     program = ["-m", "overlap_train.integrations.megatron", str(SCRIPT)] if launcher else [str(SCRIPT)]
     written = folder / "written.json"
     status, output = server.run(2, [*program, *SMALL, *flags], folder, limit_s=200, WRITTEN=str(written))

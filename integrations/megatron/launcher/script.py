@@ -20,6 +20,7 @@ from overlap_train import OverlapConfig
 from overlap_train.flags import Parser, add_flags, config_from_args
 
 from .. import missing
+from ..linears.accumulation_fusion import provide_accumulation_fusion
 from .after_import import after_import
 from .hooks import ScriptHooks
 
@@ -61,6 +62,8 @@ def run(command: Command) -> None:
         RuntimeError: --overlap-train was given and the script ended without having built a model that overlaps.
     """
     hooks = ScriptHooks(command.overlap)
+    if command.overlap is not None:
+        provide_accumulation_fusion()  # Megatron-LM's scripts ask for it by default
     sys.argv = [str(command.script), *command.arguments]
     # What Python does for a script: its folder takes the place of the one that `python -m` put first.
     sys.path[0] = str(command.script.resolve().parent)

@@ -1,0 +1,47 @@
+"""Megatron's gradient accumulation fusion without Apex.
+
+With `gradient_accumulation_fusion` Megatron adds weight gradients into `weight.main_grad` by the extension
+`fused_weight_gradient_mlp_cuda`. Apex compiles it, no wheel brings it, and without it Megatron refuses to build linears with that
+setting. torch multiplies 16-bit matrices into an fp32 sum itself (`addmm` with `out_dtype`): a module of that name that calls it
+serves Megatron's own linears, the output layer among them. Overlapped linears do not need it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import torch
+
+from overlap_train.operators.weight_gradient import accumulate
+
+EXTENSION = "fused_weight_gradient_mlp_cuda"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+
+def provide_accumulation_fusion() -> bool:
+    """Let `gradient_accumulation_fusion=True` work in this process. Call it before the model is built.
+
+    Returns:
+        Whether our module serves; False where the extension itself is installed.
+    """
+    if EXTENSION not in sys.modules and importlib.util.find_spec(EXTENSION) is None:
+        sys.modules[EXTENSION] = _stand_in()
+    extension, layers = sys.modules.get(EXTENSION), sys.modules.get(_LAYERS)
+    if layers is not None and not getattr(layers, "_grad_accum_fusion_available", True):  # imported before
+        layers.fused_weight_gradient_mlp_cuda = extension  # type: ignore[attr-defined]
+        layers._grad_accum_fusion_available = True  # type: ignore[attr-defined]
+    return getattr(extension, "__doc__", None) == __doc__
+
+
+def _stand_in() -> ModuleType:
+    module = ModuleType(EXTENSION, __doc__)
+    for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
+        setattr(module, name, _add_weight_gradient)
+    return module
+
+
+def _add_weight_gradient(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad [N, K] += dy [M, N].T @ x [M, K], as the extension's functions do."""
+    accumulate(main_grad, dy, x)
