@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from overlap_train.tools.bench.lanes import Span, kind_of
+from overlap_train.tools.bench.lanes import Span, between
 from overlap_train.tools.bench.timeline import device_spans
 
 if TYPE_CHECKING:
@@ -72,12 +72,7 @@ def cut(spans: Sequence[Span]) -> list[Span]:
     markers = [span for span in spans if MARKER in span["name"]]
     if len(markers) < 4:
         raise ValueError(f"the profiler saw {len(markers)} markers of a layer instead of 4")
-    found = []
-    for number, name in enumerate(PASSES):
-        begin, end = markers[2 * number]["end"], markers[2 * number + 1]["start"]
-        for span in spans:
-            kind = kind_of(span, markers[0]["stream"], MARKER)
-            if kind and begin <= span["start"] < end:
-                place = {"start": span["start"] - begin, "end": span["end"] - begin}
-                found.append({"pass": name, "kind": kind, **span, **place})
+    stream, found = markers[0]["stream"], []
+    for name, first, last in zip(PASSES, markers[::2], markers[1::2], strict=False):
+        found += [{"pass": name, **span} for span in between(spans, first["end"], last["start"], stream, MARKER)]
     return found

@@ -30,6 +30,12 @@ def kind_of(span: Span, compute_stream: int, marker: str) -> str:
     return "waiting" if any(part in name for part in ("wait", "meet_kernel", "barrier")) else "compute"
 
 
+def between(spans: Sequence[Span], begin: float, end: float, compute_stream: int, marker: str) -> list[Span]:
+    """What starts from `begin` to `end`, each with its kind, in microseconds from `begin`; without markers."""
+    here = [{**span, "kind": kind_of(span, compute_stream, marker)} for span in spans if begin <= span["start"] < end]
+    return [{**span, "start": span["start"] - begin, "end": span["end"] - begin} for span in here if span["kind"]]
+
+
 def union(spans: Iterable[Span], kinds: tuple[str, ...]) -> list[Interval]:
     """When anything of these kinds runs, as (start, end) that do not touch."""
     merged: list[Interval] = []

@@ -19,7 +19,7 @@ from ...config import OverlapConfig
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ...runtime.registry import shutdown
 from ..measure.world import World
-from .lanes import KINDS, NOTE, Span, draw_lanes, kind_of, label_lanes, perfect
+from .lanes import KINDS, NOTE, Span, between, draw_lanes, label_lanes, perfect
 from .style import canvas, in_order, save
 
 METHODS = ("collective", "chunked", "fused", "direct")
@@ -98,9 +98,7 @@ def device_spans(work: Callable[[], object], head_start_cycles: int) -> list[Spa
 def last_call(spans: Sequence[Span]) -> list[Span]:
     """The work between the last two markers, starting at 0. Markers run on the compute stream, which every call joins."""
     *_, first, last = sorted((span for span in spans if MARKER in span["name"].lower()), key=lambda span: span["end"])
-    begin, end = first["end"], last["end"]
-    work = [{**span, "kind": kind_of(span, first["stream"], MARKER)} for span in spans if begin <= span["start"] < end]
-    return [{**span, "start": span["start"] - begin, "end": span["end"] - begin} for span in work if span["kind"]]
+    return between(spans, first["end"], last["end"], first["stream"], MARKER)
 
 
 def draw(recording: dict[str, Any], path: Path) -> Path:
