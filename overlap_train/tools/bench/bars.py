@@ -33,17 +33,20 @@ def bars(
 ) -> Path:
     """Panels of bars that lie, each with its number. A bar beyond `limit` is broken: it ends there with a mark."""
     most, columns = max(len(some) for some in panels.values()), min(3 if len(panels) > 2 else 2, len(panels))
-    figure, grid = canvas(len(panels), columns, BAR * most + 0.7, header, ("bound",), sharex=True, sharey=True)
+    figure, grid = canvas(len(panels), columns, BAR * most + 0.7, header, ("bound",), sharex=True)
     ends = [min(bar.value, limit) for some in panels.values() for bar in some]
     length = max(ends) - start
     grid[0][0].set_xlim(min(start, *ends) - 0.01 * length, start + 1.3 * length)
-    for axes, (title, some) in zip(grid.flat, panels.items(), strict=False):
+    named: list[str] = []
+    for number, (axes, (title, some)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
         for place, bar in enumerate(some):
             _draw_bar(axes, place, bar, start, limit)
-        axes.set_title(title)
-        axes.set_yticks(range(len(some)), [bar.label for bar in some])
+        names = [bar.label for bar in some]
+        is_told = number % columns > 0 and names == named  # by the panel on the left
+        named = names
+        axes.set(title=title, ylim=(most - 0.4, -0.6))
+        axes.set_yticks(range(len(some)), [""] * len(some) if is_told else names)
         axes.tick_params(left=False, labelbottom=True)
-    grid[0][0].set_ylim(most - 0.4, -0.6)
     for axes in grid[-1]:
         axes.set_xlabel(unit)
     return save(figure, path)
