@@ -79,7 +79,7 @@ def check(k):
 
 
 def test_an_entry_that_is_taken_out_is_missed() -> None:
-    row = next(line for line in PAGE.splitlines() if "must be divisible by the group's" in line)
+    row = next(line for line in PAGE.splitlines() if "first dimension must be divisible by the group's" in line)
     (missing,) = undocumented(our_messages(), PAGE.replace(row, ""))
     assert "x_shard_k has shape" in missing
 
