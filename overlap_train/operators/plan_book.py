@@ -54,6 +54,8 @@ class PlanBook:
         self.table = domain.agreement.exchange(self._read_table(), "overlap_train: read the tuning table")[0]
         # By what all ranks have in common; then by how this rank's weight lies in memory, which its peers need not know.
         self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_PLANS)
+        # Keys without the rows: of calls that were agreed on with some number of them.
+        self.agreed: BoundedCache[tuple[object, ...], bool] = BoundedCache(_MOST_PLANS)
 
     def _read_table(self) -> table.Table | None:
         """What rank 0 finds; home folders differ."""
@@ -87,7 +89,7 @@ class PlanBook:
         config: OverlapConfig,
         name: str,
     ) -> Planned:
-        """A new plan, the same on all ranks. Communicates, unless only the layout of this rank's weight is new.
+        """A new plan, the same on all ranks. Communicates, unless only the number of rows is new, or how this rank's weight lies.
 
         Raises:
             ValueError: on every rank, if they differ or one of them has a problem.
@@ -100,8 +102,17 @@ class PlanBook:
         if planned is not None:
             return planned.setdefault(layout, Planned(domain, plan))
         problem = error or _other_table(domain, config) or why_not(plan, domain.device, _is_interpreted(domain))
-        trains = ", ".join(f"{what} {'trained' if t.requires_grad else 'frozen'}" for what, t in (("x", x), ("w", w)))
-        domain.prepare(plan.request, problem, name, trains if torch.is_grad_enabled() else "no gradients")
+        operator, _, *rest = key
+        any_rows = (operator, x.dim(), x.shape[-1:], *rest)
+        if self.agreed.get(any_rows) and _needs_no_agreement(plan, domain):
+            if problem is not None:
+                raise ValueError(problem)
+        else:
+            trains = ", ".join(
+                f"{what} {'trained' if t.requires_grad else 'frozen'}" for what, t in (("x", x), ("w", w))
+            )
+            domain.prepare(plan.request, problem, name, trains if torch.is_grad_enabled() else "no gradients")
+            self.agreed.put(any_rows, True)
         return self.plans.put(key, {layout: Planned(domain, plan)})[layout]
 
 
@@ -133,6 +144,14 @@ def book_of(domain: OverlapDomain) -> PlanBook:
         with domain.exclusively("overlap_train"):
             domain.book = PlanBook(domain)
     return domain.book
+
+
+def _needs_no_agreement(plan: Plan, domain: OverlapDomain) -> bool:
+    """Whether a call may use another number of rows than the ranks have agreed on: it fits into the slots that are there, and a
+    rank that has other rows is found by its signals (NCCL would not find it)."""
+    compares = all(engine.slots or domain.device.type != "cuda" for engine in (plan.fprop, plan.dgrad))
+    fits = plan.request.slot_bytes == 0 or domain.heap is not None
+    return compares and fits and plan.request.slot_bytes <= domain.layout.slot_bytes and not domain.is_capturing()
 
 
 def _tags(plan: Plan, name: str) -> PassTags:

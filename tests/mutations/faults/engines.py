@@ -18,6 +18,7 @@ SCATTER = In(
 DEFERRED = In(SCATTER.file, (f"{PROTOCOL}/test_interleaving_gemm_reduce_scatter.py::test_a_deferred_reduction_passes",))
 TOLD = In(f"{OPERATORS}/kernel_args.py", (f"{UNIT}/test_launch_limits.py",))
 PERSISTENT = In(f"{OPERATORS}/persistent.py", (f"{UNIT}/test_operands.py",))
+LENGTHS = In(f"{OPERATORS}/plan_book.py", ("tests/protocol/test_new_lengths.py",))
 BOOK = In(f"{OPERATORS}/plan_book.py", (f"{UNIT}/test_plan_book.py",))
 LINEAR = In("overlap_train/linear.py", (FOOTPRINT,))
 LAUNCH = In(
@@ -133,6 +134,9 @@ FAULTS = [
     PERSISTENT(
         "a weight of another layout shares a launch", "b_kn.shape, b_kn.stride(), _compiled", "b_kn.shape, _compiled"
     ),
+    LENGTHS("every length is agreed on", "self.agreed.put(any_rows, True)", "pass"),
+    LENGTHS("more memory is not agreed on", "plan.request.slot_bytes <= domain.layout.slot_bytes and", ""),
+    LENGTHS("rows that cannot be divided pass", "            if problem is not None:\n", "            if False:\n"),
     BOOK("calls with another config share a plan", "shape_of_bias, trains, config)", "shape_of_bias, trains)"),
     BOOK(
         "weights of another layout share a plan",
