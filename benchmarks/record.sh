@@ -43,6 +43,7 @@ step layers 50 -m overlap_train bench layers --methods auto,fused,direct,chunked
 step small_m 30 -m overlap_train bench operators --rows 256 512 1024 --methods auto,fused,direct,collective --out "$out/small_m"
 step sweep 60 -m overlap_train bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
   --methods auto,fused,chunked --quick --out "$out/sweep"
+step ulysses 90 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
 step timeline 15 -m overlap_train bench timeline --out "$out"
 step mfu 150 $mfu --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4 --quick --variants megatron,chunked,fused,direct,overlap \
   --out "$out/mfu"
@@ -54,7 +55,7 @@ step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 20
   --repeat megatron,overlap --out "$out/loss"
 step bitwise 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
   --bitwise --out "$out/bitwise"
-for folder in "$out" "$out/small_m" "$out/sweep"; do
+for folder in "$out" "$out/small_m" "$out/sweep" "$out/ulysses"; do
   [ ! -d "$folder" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
 exit "$failed"
