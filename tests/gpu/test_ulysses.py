@@ -57,8 +57,8 @@ def test_a_block_gives_what_the_groups_all_to_all_gives(case: Case, parts: int) 
     """Also where the sequence passes in parts. By the norms of the differences: both round, at other places."""
     if share_gpus():
         pytest.skip("NCCL serves one rank a GPU")
-    tokens, rank, world = 1536 * case.world, case.rank, case.world
-    here = World(rank, world, case.group, case.device)
+    tokens = 1536 * case.world
+    here = World(case.group, case.device, case.rank, case.world)
     data = Data.make(MODEL, tokens, here, torch.bfloat16, seed=1)
     needed = 3 * 1536 * MODEL.linears["qkv"][0] * 2
     config = replace(case.config, exchange_mib=512 if parts == 1 else -(-needed // parts) // (1 << 20) + 1)

@@ -55,6 +55,19 @@ def test_a_dry_run_prints_the_shapes(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[5].split() == ["fc1", "fprop", "gather", "8192,", "7168,", "4096"]
 
 
+def test_projections_of_ulysses_are_measured_in_the_parts_that_they_pass_in(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--model llama3-8b --ulysses --seq 8192 131072 --tp 2 --dry-run"
+    assert cli.main(["tune", *line.split()]) == 0
+    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[1:]}
+    # of 131072 tokens the first of five parts: 3 slots of 26368 x 6144 / 2 x 2 bytes are 464 MiB; 4096 features go in three parts
+    assert lines == {
+        "qkv fprop gemm_a2a 26368, 6144, 4096", "qkv dgrad a2a_gemm 26368, 4096, 6144",
+        "proj fprop a2a_gemm 32768, 4096, 4096", "proj dgrad gemm_a2a 32768, 4096, 4096",
+        "qkv fprop gemm_a2a 8192, 6144, 4096", "qkv dgrad a2a_gemm 8192, 4096, 6144",
+        "proj fprop a2a_gemm 8192, 4096, 4096", "proj dgrad gemm_a2a 8192, 4096, 4096",
+    }  # fmt: skip
+
+
 def test_single_weights_are_cut_as_their_linears_cut_them(capsys: pytest.CaptureFixture[str]) -> None:
     """N of one rank for a column linear, K of one rank for a row linear; sizes of one bucket once."""
     line = "--column 128256,4096 8192,512 8000,500 --row 4096,14336 --tp 4 --seq 4096 --dry-run"
@@ -70,6 +83,7 @@ def test_single_weights_are_cut_as_their_linears_cut_them(capsys: pytest.Capture
     ("line", "message"),
     [
         ("--seq 16 --tp 2 --dry-run", "which linears? give --model (one of llama-7b, llama3-8b, "),
+        ("--ulysses --column 6,8 --seq 16 --tp 2 --dry-run", "--ulysses: whose attention? give --model"),
         ("--column 6,8 --seq 16 --tp 4 --dry-run", "--column 6,8: features: 6 must be divisible by the 4 ranks"),
         ("--row 8,6 --seq 16 --tp 4 --dry-run", "--row 8,6: features: 6 must be divisible by the 4 ranks"),
         ("--model tiny --seq 16 --dry-run", "how many ranks"),

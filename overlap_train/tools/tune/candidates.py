@@ -13,7 +13,7 @@ import torch
 from ...methods import TRAITS
 from ...operators.all_gather_gemm import start_gather
 from ...operators.gemm_reduce_scatter import start_scatter
-from ...planning.choice import GATHER, SCATTER_AND_WGRAD, Choice, Pass, untuned
+from ...planning.choice import SCATTER_AND_WGRAD, Choice, Pass, untuned
 from ...planning.plan import sent_again
 from ...planning.table import Winner
 from ...planning.tiling import chunk_count
@@ -50,7 +50,7 @@ def variants_to_run(pass_: Pass, method: str, device: torch.device) -> list[Vari
     Whole blocks: where the method would cut them into several chunks. Split reduction: in a column linear's backward, whose
     weight gradient can run in between. Starting with a barrier: where pushes of several ranks may meet on one link.
     """
-    row_bytes = (pass_.k if pass_.kind == GATHER else pass_.n) * pass_.dtype.itemsize
+    row_bytes = pass_.row_features * pass_.dtype.itemsize
     traits = TRAITS[method]
     cuts = traits.cuts and chunk_count(pass_.m // pass_.world, row_bytes, device.type == "cuda") > 1
     # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots.

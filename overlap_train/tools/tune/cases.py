@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ...planning.schedule import A2A_GEMM, GEMM_A2A
+from ...ulysses.parts import cut
 from ..measure.cases import OPS, Case, check_divisible
 from ..measure.models import MODELS
 
@@ -28,6 +30,23 @@ def model_cases(model: str, rows: Iterable[int], ranks: int) -> list[Case]:
         for slot, weight in linears
         for case in _passes(slot, OP_OF[slot], m, weight, f"--model {model}: {slot}", ranks)
     ]
+
+
+def ulysses_cases(model: str, rows: Iterable[int], ranks: int, limit_mib: int) -> list[Case]:
+    """fprop and dgrad of the projections of a model's attention under Ulysses; of a long sequence the first part.
+
+    Raises:
+        ValueError: a size cannot be shared by the ranks.
+    """
+    linears, found = MODELS[model].linears, []
+    for m in sorted(set(rows), reverse=True):
+        for slot, op in (("qkv", GEMM_A2A), ("proj", A2A_GEMM)):
+            (n, k), sent = linears[slot], 0 if op == GEMM_A2A else 1
+            check_divisible("--seq", m, ranks)
+            check_divisible(f"--model {model}: {slot}: features", linears[slot][sent], ranks)
+            ((_, positions), *_) = cut(m // ranks, linears[slot][sent] * 2, limit_mib)  # of two bytes each
+            found += [Case(slot, op, pass_, positions * ranks, n, k) for pass_ in ("fprop", "dgrad")]
+    return found
 
 
 def weight_cases(columns: Sequence[Sizes], rows: Sequence[Sizes], ms: Iterable[int], ranks: int) -> list[Case]:

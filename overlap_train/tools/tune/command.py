@@ -25,7 +25,7 @@ from ..measure.models import MODELS
 from ..measure.results import Columns, Results, Row, screen
 from ..measure.runs import Session, Settings
 from .candidates import tune_case
-from .cases import Sizes, model_cases, one_a_bucket, weight_cases
+from .cases import Sizes, model_cases, one_a_bucket, ulysses_cases, weight_cases
 
 CANDIDATES = tuple(TRAITS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,6 +56,9 @@ class Tune:
         parse=_sizes,
         metavar="N,K",
         spaced=True,
+    )
+    ulysses: bool = option(
+        False, "of --model the projections of its attention as Ulysses has them, instead of its linears under TP"
     )
     tp: int | None = option(
         None, "tensor-parallel ranks; default all that torchrun starts", parse=positive_int, metavar="N"
@@ -118,7 +121,11 @@ def cases_from(asked: Tune, ranks: int) -> list[Case]:
     if not (asked.model or asked.column or asked.row):
         raise ValueError(f"which linears? give --model (one of {', '.join(MODELS)}), --column N,K or --row N,K")
     ms = [seq * asked.micro_batch for seq in asked.seq]
-    cases = model_cases(asked.model, ms, ranks) if asked.model else []
+    if asked.ulysses and not asked.model:
+        raise ValueError("--ulysses: whose attention? give --model")
+    cases = model_cases(asked.model, ms, ranks) if asked.model and not asked.ulysses else []
+    if asked.model and asked.ulysses:
+        cases = ulysses_cases(asked.model, ms, ranks, OverlapConfig().exchange_mib)
     return one_a_bucket([*cases, *weight_cases(asked.column, asked.row, ms, ranks)], ranks)
 
 
