@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train import all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train import all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter, shutdown
 from overlap_train.symmetric import SymmetricHeap, open_heap
 from overlap_train.symmetric.agreement import Agreement
 from overlap_train.tools.doctor.job import Job
@@ -188,6 +188,30 @@ def wrong_scatter(here: World) -> list[Finding]:
     found = check_trial(here, replace(TRIAL, scatter=scatter))
     shutdown()
     return found
+
+
+def wrong_exchanges(here: World) -> list[Finding]:
+    """Rank 1 gets its columns of another weight, and sends its own to the wrong rank."""
+
+    def to_heads(x: torch.Tensor, w: torch.Tensor, **settings: Any) -> torch.Tensor:
+        return linear_all_to_all(x, w.flip(0) if here.rank == 1 else w, **settings)
+
+    def to_rows(x: torch.Tensor, w: torch.Tensor, **settings: Any) -> torch.Tensor:
+        return all_to_all_linear(x.roll(len(x) // 2, 0) if here.rank == 0 else x, w, **settings)
+
+    found = check_trial(here, replace(TRIAL, to_heads=to_heads, to_rows=to_rows))
+    shutdown()
+    return found
+
+
+def test_wrong_exchanges_are_found(tmp_path: Path) -> None:
+    for found, broken, _ in values(run_ranks(2, examined, str(tmp_path), wrong_exchanges, 60.0, limit_s=90)):
+        faults = [finding for finding in found if finding.status == FAIL]
+        assert [(fault.name, fault.rank) for fault in faults] == [("operator chunked", 0), ("operator chunked", 1)]
+        assert (
+            all("GEMM + A2A: " in fault.measured and "A2A + GEMM: " in fault.measured for fault in faults)
+            and not broken
+        )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ... import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from ... import OverlapConfig, all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
 from ... import check as check_timeouts
 from ...planning.hardware import hardware_of
 from ..measure import timing
@@ -43,6 +43,8 @@ class Trial:
     timeout_s: float = 30.0
     gather: Linear = all_gather_linear
     scatter: Linear = linear_reduce_scatter
+    to_heads: Linear = linear_all_to_all
+    to_rows: Linear = all_to_all_linear
 
     def config(self, method: str) -> OverlapConfig:
         return OverlapConfig(method=method, provider=self.provider, timeout_s=self.timeout_s)
@@ -78,6 +80,7 @@ def _verify(here: World, trial: Trial, method: str) -> list[Finding]:
 
     def compare() -> None:
         problems.extend(_differences(here, trial, method, seed=rounds))
+        problems.extend(_exchange_differences(here, trial, method, seed=rounds))
 
     while not is_over:
         error = here.attempt(compare)
@@ -87,7 +90,7 @@ def _verify(here: World, trial: Trial, method: str) -> list[Finding]:
         is_over = here.any(bool(problems) or time.monotonic() > deadline)  # one rank's clock or result ends it for all
     if problems:
         return [fail(name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
-    return [ok(name, f"{rounds} rounds of AG + GEMM and GEMM + RS on new inputs", expected)]
+    return [ok(name, f"{rounds} rounds of AG + GEMM, GEMM + RS and both all-to-alls on new inputs", expected)]
 
 
 def _differences(here: World, trial: Trial, method: str, seed: int) -> Iterator[str]:
@@ -107,6 +110,27 @@ def _differences(here: World, trial: Trial, method: str, seed: int) -> Iterator[
     wrong = int((z != summed.to(z.dtype)).sum())
     if wrong:
         yield f"GEMM + RS: {wrong} of {z.numel()} elements wrong"
+
+
+def _exchange_differences(here: World, trial: Trial, method: str, seed: int) -> Iterator[str]:
+    """Of Ulysses' linears, whose weights are the same on every rank: here those of rank 0."""
+    x, w_part, h, v_part = _inputs(here, trial, seed)
+    config, size = trial.config(method), here.size
+    w, v = gathered(w_part, here), v_part.repeat(1, size)  # [N, K], [K, N]
+    dist.broadcast(v, dist.get_global_rank(here.group, 0), group=here.group)
+    y = trial.to_heads(x, w, group=here.group, config=config, name="doctor/gemm_a2a")
+    z = trial.to_rows(h, v, group=here.group, config=config, name="doctor/a2a_gemm")
+    here.synchronize()
+    check_timeouts()
+    wrong = int((y != (gathered(x, here).float() @ w_part.float().t()).to(y.dtype)).sum())
+    if wrong:
+        yield f"GEMM + A2A: {wrong} of {y.numel()} elements wrong"
+    summed = torch.empty_like(z, dtype=torch.float32)
+    columns = v.chunk(size, dim=1)[here.rank]
+    dist.reduce_scatter_tensor(summed, h.float() @ columns.float().t(), group=here.group)
+    wrong = int((z != summed.to(z.dtype)).sum())
+    if wrong:
+        yield f"A2A + GEMM: {wrong} of {z.numel()} elements wrong"
 
 
 def _times(here: World, trial: Trial) -> dict[str, timing.Timing]:
