@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .machines import Target
+
 HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'
 
 # A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB. Chunks shorten the end:
@@ -42,7 +44,7 @@ _INTERPRETED = TileConfig(32, 32, 32, num_warps=4)
 _TALLEST_TILE = 128
 
 
-def portable_tile(dtype: torch.dtype, device: torch.device) -> TileConfig:
+def portable_tile(dtype: torch.dtype, device: torch.device | Target) -> TileConfig:
     """The tile of the plain Triton kernels. The interpreter pays per operation, not per element."""
     if device.type != "cuda":
         return _INTERPRETED
@@ -71,11 +73,16 @@ def direct_chunk_count(m_shard: int, on_gpu: bool) -> int:
 
 
 @functools.cache
-def tma_reads(device: torch.device, dtype: torch.dtype, k: int, n: int) -> bool:
+def tma_reads(device: torch.device | Target, dtype: torch.dtype, k: int, n: int) -> bool:
     """Whether the Hopper kernels can read and write contiguous [*, k] and [*, n] matrices: 16-byte rows of 16-bit numbers."""
-    if device.type != "cuda" or dtype == torch.float32 or torch.cuda.get_device_capability(device)[0] != 9:
+    if device.type != "cuda" or dtype == torch.float32 or capability_of(device)[0] != 9:
         return False
     return k * dtype.itemsize % 16 == 0 and n * dtype.itemsize % 16 == 0
+
+
+def capability_of(device: torch.device | Target) -> tuple[int, int]:
+    """CUDA's compute capability of a GPU, or of one that is planned for."""
+    return device.capability if isinstance(device, Target) else torch.cuda.get_device_capability(device)
 
 
 def tma_reads_weight(weight: torch.Tensor) -> bool:

@@ -1,0 +1,60 @@
+"""How long each thing takes on a machine: products, sums, collectives. Orders and waits are the simulator's (simulate.py)."""
+
+from __future__ import annotations
+
+import math
+
+from .machines import System
+
+# Output tiles that a library chooses from: 128 x 256 and the like, and 128 x 128 where larger ones leave SMs idle.
+LARGE_TILES, SMALL_TILE = ((128, 256), (256, 128)), (128, 128)
+
+
+def power_us(system: System, flops: float) -> float:
+    """What power allows for a product of so many operations. A short one runs at burst_tflops, a long one nears sustained_tflops."""
+    work, us = flops * 1e-6, flops * 1e-6 / system.burst_tflops
+    for _ in range(8):  # the rate depends on the time, and the time on the rate
+        us = work / _rate(system, us)
+    return us
+
+
+def _rate(system: System, us: float) -> float:
+    """TFLOP/s, averaged over a product that takes so long."""
+    settle = system.settle_us
+    settled = settle / us * -math.expm1(-us / settle)
+    return system.sustained_tflops + (system.burst_tflops - system.sustained_tflops) * settled
+
+
+def tile_at_full_clock_us(system: System, rows: int, cols: int, k: int) -> float:
+    """A tile [rows, cols] on one SM, at the highest clock."""
+    return 2 * rows * cols * k * system.sms / (system.tile_tflops * 1e6)
+
+
+def library_gemm_us(system: System, m: int, n: int, k: int, parts: int = 1) -> float:
+    """One of `parts` library products [m, k] @ [k, n] that run one after the other: waves of tiles, or what power allows."""
+    choices = [(rows, cols, 1.0) for rows, cols in LARGE_TILES] + [(*SMALL_TILE, system.small_tile)]
+    waves = min(
+        math.ceil(-(-m // rows) * -(-n // cols) / system.sms) * tile_at_full_clock_us(system, rows, cols, k) / speed
+        for rows, cols, speed in choices
+    )
+    return max(waves, power_us(system, 2.0 * m * n * k * parts) / parts)
+
+
+def tile_us(system: System, rows: int, cols: int, k: int, waves: float, flops: float, idle_us: float) -> float:
+    """A tile of a persistent kernel that takes `waves` waves for a product of `flops`.
+
+    idle_us: for how long each SM does something else meanwhile. What power does not allow the product all the time, the SMs
+    get back as a higher clock after they have been idle.
+    """
+    return max(tile_at_full_clock_us(system, rows, cols, k), (power_us(system, flops) - idle_us) / waves)
+
+
+def sum_us(system: System, nbytes: float) -> float:
+    """Reading and writing so many bytes of local memory by all SMs."""
+    return nbytes / (system.memory_gbs * 1e3)
+
+
+def collective_us(system: System, nbytes: float, world: int) -> float:
+    """NCCL's all-gather or reduce-scatter; nbytes: what each rank sends."""
+    gbs = system.nccl_pair_gbs if world == 2 else system.nccl_ring_gbs
+    return 0.0 if world == 1 else system.nccl_us + nbytes / (gbs * 1e3)

@@ -1,0 +1,130 @@
+"""Machines to plan for: what their GPUs and links do. Each figure is measured, or taken from a data sheet and scaled.
+
+Figures of the H200 were measured with the benchmarks of this repository (docs/planner.md says where). For the others, peaks come
+from the makers' data sheets, and what no data sheet has is the H200's, in proportion to the peak. `System.measured` names the fields
+that were measured on that machine; a plan lists the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class System:
+    """One kind of GPU with its links. Times in microseconds, bandwidths in GB/s in one direction, rates in bf16 TFLOP/s.
+
+    peak_tflops, nvlink_gbs: data sheet. gpus_per_node, nic_gbs: of usual servers. capability: CUDA's.
+    tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock. burst_tflops, sustained_tflops, settle_us:
+    what power allows, in a short product, in a long one, and the time between. small_tile: speed of 128 x 128 tiles over that of
+    128 x 256. portable: speed of our plain Triton kernels over the library's.
+    memory_gbs: reached when partial sums are added. copy_gbs, push_us: copy engine to one peer, and what each copy with its signal
+    adds. store_gbs: stores of kernels to peers beside a product. peer_tile_us: for how long a tile that is stored at a peer holds
+    its SM in addition.
+    nccl_us, nccl_pair_gbs, nccl_ring_gbs: a collective's start, and its bandwidth with two and with more ranks.
+    gap_us: between two kernels of a stream. wait_us: a kernel that waits for a signal. ramp_us: until a persistent kernel's SMs
+    are busy, and at its end. host_call_us: of a driver call.
+    """
+
+    name: str
+    source: str
+    capability: tuple[int, int]
+    sms: int
+    peak_tflops: float
+    nvlink_gbs: float
+    nic_gbs: float
+    gpus_per_node: int
+    tile_tflops: float
+    burst_tflops: float
+    sustained_tflops: float
+    settle_us: float
+    small_tile: float
+    portable: float
+    memory_gbs: float
+    copy_gbs: float
+    push_us: float
+    store_gbs: float
+    peer_tile_us: float
+    nccl_us: float
+    nccl_pair_gbs: float
+    nccl_ring_gbs: float
+    gap_us: float
+    wait_us: float
+    ramp_us: float
+    host_call_us: float
+    measured: tuple[str, ...] = ()
+
+    @property
+    def not_measured(self) -> tuple[str, ...]:
+        """The figures of speed that were not measured on this machine."""
+        facts = {"name", "source", "capability", "sms", "peak_tflops", "nvlink_gbs", "nic_gbs", "gpus_per_node", "measured"}
+        return tuple(f.name for f in fields(self) if f.name not in facts and f.name not in self.measured)
+
+
+H200 = System(
+    "h200", "NVIDIA H200 SXM data sheet; measured in benchmarks/h200x2 and h200x4", (9, 0), 132, 989.4, 450.0, 50.0, 8,
+    tile_tflops=850.0, burst_tflops=757.0, sustained_tflops=655.0, settle_us=380.0, small_tile=0.88, portable=0.83,
+    memory_gbs=3700.0, copy_gbs=360.0, push_us=6.2, store_gbs=210.0, peer_tile_us=12.0,
+    nccl_us=15.0, nccl_pair_gbs=218.0, nccl_ring_gbs=285.0, gap_us=1.5, wait_us=2.0, ramp_us=5.0, host_call_us=4.0,
+    measured=(
+        "tile_tflops", "burst_tflops", "sustained_tflops", "settle_us", "small_tile", "portable", "memory_gbs", "copy_gbs",
+        "push_us", "store_gbs", "peer_tile_us", "nccl_us", "nccl_pair_gbs", "nccl_ring_gbs", "gap_us", "wait_us", "ramp_us",
+        "host_call_us",
+    ),
+)  # fmt: skip
+_H200_MEMORY_GBS = 4800.0  # data sheet
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What a data sheet says. power_limited: long products run below what the SMs could do, as on H200."""
+
+    source: str
+    capability: tuple[int, int]
+    sms: int
+    peak_tflops: float
+    memory_gbs: float
+    nvlink_gbs: float
+    nic_gbs: float
+    power_limited: bool = True
+
+
+SHEETS = {
+    "a100": Sheet("NVIDIA A100 80GB SXM data sheet", (8, 0), 108, 312.0, 2039.0, 300.0, 25.0),
+    "h100": Sheet("NVIDIA H100 SXM data sheet", (9, 0), 132, 989.4, 3350.0, 450.0, 50.0),
+    "h800": Sheet(
+        "NVIDIA H100 SXM data sheet; links as in the evaluation of the Ditron paper", (9, 0), 132, 989.4, 3350.0, 200.0, 50.0
+    ),
+    "h20": Sheet(
+        "figures that resellers of the H20 publish; links as in the evaluation of the Ditron paper",
+        (9, 0), 78, 148.0, 4000.0, 450.0, 25.0, power_limited=False,
+    ),
+    "b200": Sheet("NVIDIA DGX B200 data sheet", (10, 0), 148, 2250.0, 8000.0, 900.0, 50.0),
+}  # fmt: skip
+
+
+def scaled(name: str, sheet: Sheet) -> System:
+    """The H200's figures in proportion to a data sheet's: rates to the peak, copies and NCCL to NVLink, sums to the memory."""
+    compute, link = sheet.peak_tflops / H200.peak_tflops, sheet.nvlink_gbs / H200.nvlink_gbs
+    tile = H200.tile_tflops * compute
+    return replace(
+        H200, name=name, source=sheet.source, capability=sheet.capability, sms=sheet.sms, peak_tflops=sheet.peak_tflops,
+        nvlink_gbs=sheet.nvlink_gbs, nic_gbs=sheet.nic_gbs, tile_tflops=tile,
+        burst_tflops=H200.burst_tflops * compute if sheet.power_limited else tile,
+        sustained_tflops=H200.sustained_tflops * compute if sheet.power_limited else tile,
+        memory_gbs=H200.memory_gbs * sheet.memory_gbs / _H200_MEMORY_GBS, copy_gbs=H200.copy_gbs * link,
+        store_gbs=H200.store_gbs * link, nccl_pair_gbs=H200.nccl_pair_gbs * link, nccl_ring_gbs=H200.nccl_ring_gbs * link,
+        measured=(),
+    )  # fmt: skip
+
+
+SYSTEMS: Mapping[str, System] = {"h200": H200, **{name: scaled(name, sheet) for name, sheet in SHEETS.items()}}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU that need not be here, where plans ask for a device (tiling.py)."""
+
+    capability: tuple[int, int]
+    type: str = "cuda"

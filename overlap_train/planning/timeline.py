@@ -1,0 +1,123 @@
+"""What a pass is made of, and what a simulation of it says: programs of ranks, and spans of time.
+
+A rank's program is its kernels, stream by stream, and what its copy engine sends, in order. Tokens are what things wait for:
+("arrived", call, source, chunk), a chunk from a peer; ("stored", call, block, chunk), all tiles of a chunk; or the name of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .schedule import Leg
+
+Token = tuple[str | int, ...]
+GEMM, COMPUTE, COMMUNICATION, WAITING = "gemm", "compute", "communication", "waiting"  # kinds of spans
+
+
+def arrived(call: str, source: int, chunk: int) -> Token:
+    return ("arrived", call, source, chunk)
+
+
+def stored(call: str, block: int, chunk: int) -> Token:
+    return ("stored", call, block, chunk)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of a persistent kernel. place: (block, chunk, number). us: its product, on one SM.
+
+    needs: arrivals that it waits for, holding its SM. adds: arrivals that it waits for after its product, to add them in adds_us.
+    fills: the chunk that it is a part of, where somebody waits for that. leg: where the kernel stores it, with its bytes, if at
+    a peer.
+    """
+
+    place: tuple[int, int, int]
+    us: float
+    needs: tuple[Token, ...] = ()
+    adds: tuple[Token, ...] = ()
+    adds_us: float = 0.0
+    fills: Token | None = None
+    leg: Leg | None = None
+    nbytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, which starts gap_us after the one before it in its stream. us: on all SMs; of one with tiles what it takes before
+    its first and after its last one.
+
+    needs: what must be there when it starts; a kernel that is WAITING runs meanwhile. ends: the token of its end.
+    starts: that of its start.
+    """
+
+    name: str
+    kind: str
+    us: float = 0.0
+    gap_us: float = 0.0
+    needs: tuple[Token, ...] = ()
+    ends: Token | None = None
+    starts: Token | None = None
+    tiles: tuple[Tile, ...] = ()
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class Send:
+    """A leg as a rank's sender takes it, in order. ready: what it waits for. overhead_us: beside the copy. gbs: of the sender."""
+
+    call: str
+    leg: Leg
+    nbytes: float
+    gbs: float
+    overhead_us: float = 0.0
+    ready: Token | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's part of a pass. host_us: until the call returns to Python. start_us: later than the first rank. store_gbs: what
+    its kernels store at peers."""
+
+    rank: int
+    world: int
+    sms: int
+    kernels: tuple[Kernel, ...]
+    sends: tuple[Send, ...] = ()
+    host_us: float = 0.0
+    start_us: float = 0.0
+    store_gbs: float = 1.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran from start to end. lane: its stream, "copies", or the SM of a tile. place: of a tile or leg."""
+
+    rank: int
+    lane: str
+    name: str
+    kind: str
+    start: float
+    end: float
+    place: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All spans of a simulation in the order in which they ended. tokens: when each was there, by rank."""
+
+    spans: tuple[Span, ...]
+    tiles: tuple[Span, ...]
+    tokens: tuple[tuple[int, Token, float], ...]
+
+    @property
+    def us(self) -> float:
+        """Until the last kernel of any rank ended."""
+        return max((span.end for span in self.spans if span.lane != COPIES), default=0.0)
+
+
+COPIES = "copies"
+
+
+def of_rank(spans: Sequence[Span], rank: int) -> list[Span]:
+    return [span for span in spans if span.rank == rank]
