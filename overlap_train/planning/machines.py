@@ -20,9 +20,10 @@ class System:
     what power allows, in a short product, in a long one, and the time between. small_tile: speed of 128 x 128 tiles over that of
     128 x 256. portable: speed of our plain Triton kernels over the library's.
     memory_gbs: reached when partial sums are added. copy_gbs, push_us: copy engine to one peer, and what each copy with its signal
-    adds. store_gbs: stores of kernels to peers beside a product. peer_tile_us: for how long a tile that is stored at a peer holds
+    adds. store_gbs, tile_store_gbs: stores to peers by a gathering kernel's warps, and of whole tiles. peer_tile_us: for how long a tile that is stored at a peer holds
     its SM in addition.
-    nccl_us, nccl_pair_gbs, nccl_ring_gbs: a collective's start, and its bandwidth with two and with more ranks.
+    nccl_us, nccl_pair_gbs, nccl_ring_gbs: a collective's start, and its bandwidth with two and with more ranks. nccl_beside: by
+    which part of its time a product beside it is longer.
     gap_us: between two kernels of a stream. wait_us: a kernel that waits for a signal. ramp_us: until a persistent kernel's SMs
     are busy, and at its end. host_call_us: of a driver call.
     """
@@ -45,10 +46,12 @@ class System:
     copy_gbs: float
     push_us: float
     store_gbs: float
+    tile_store_gbs: float
     peer_tile_us: float
     nccl_us: float
     nccl_pair_gbs: float
     nccl_ring_gbs: float
+    nccl_beside: float
     gap_us: float
     wait_us: float
     ramp_us: float
@@ -64,12 +67,12 @@ class System:
 
 H200 = System(
     "h200", "NVIDIA H200 SXM data sheet; measured in benchmarks/h200x2 and h200x4", (9, 0), 132, 989.4, 450.0, 50.0, 8,
-    tile_tflops=850.0, burst_tflops=757.0, sustained_tflops=655.0, settle_us=380.0, small_tile=0.88, portable=0.83,
-    memory_gbs=3700.0, copy_gbs=360.0, push_us=6.2, store_gbs=210.0, peer_tile_us=12.0,
-    nccl_us=15.0, nccl_pair_gbs=218.0, nccl_ring_gbs=285.0, gap_us=1.5, wait_us=2.0, ramp_us=5.0, host_call_us=4.0,
+    tile_tflops=850.0, burst_tflops=755.0, sustained_tflops=655.0, settle_us=490.0, small_tile=0.88, portable=0.83,
+    memory_gbs=3700.0, copy_gbs=360.0, push_us=6.2, store_gbs=240.0, tile_store_gbs=330.0, peer_tile_us=11.0,
+    nccl_us=19.0, nccl_pair_gbs=220.0, nccl_ring_gbs=285.0, nccl_beside=0.5, gap_us=1.5, wait_us=2.0, ramp_us=8.0, host_call_us=4.0,
     measured=(
         "tile_tflops", "burst_tflops", "sustained_tflops", "settle_us", "small_tile", "portable", "memory_gbs", "copy_gbs",
-        "push_us", "store_gbs", "peer_tile_us", "nccl_us", "nccl_pair_gbs", "nccl_ring_gbs", "gap_us", "wait_us", "ramp_us",
+        "push_us", "store_gbs", "tile_store_gbs", "peer_tile_us", "nccl_us", "nccl_pair_gbs", "nccl_ring_gbs", "nccl_beside", "gap_us", "wait_us", "ramp_us",
         "host_call_us",
     ),
 )  # fmt: skip
@@ -114,7 +117,7 @@ def scaled(name: str, sheet: Sheet) -> System:
         burst_tflops=H200.burst_tflops * compute if sheet.power_limited else tile,
         sustained_tflops=H200.sustained_tflops * compute if sheet.power_limited else tile,
         memory_gbs=H200.memory_gbs * sheet.memory_gbs / _H200_MEMORY_GBS, copy_gbs=H200.copy_gbs * link,
-        store_gbs=H200.store_gbs * link, nccl_pair_gbs=H200.nccl_pair_gbs * link, nccl_ring_gbs=H200.nccl_ring_gbs * link,
+        store_gbs=H200.store_gbs * link, tile_store_gbs=H200.tile_store_gbs * link, nccl_pair_gbs=H200.nccl_pair_gbs * link, nccl_ring_gbs=H200.nccl_ring_gbs * link,
         measured=(),
     )  # fmt: skip
 

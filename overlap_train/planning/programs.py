@@ -99,13 +99,13 @@ def scatter_part(work: Work) -> tuple[Part, list[Kernel]]:
         reduce = Kernel("nccl reduce-scatter", COMMUNICATION, work.collective_us, system.gap_us)
         return ([_product(work, work.gemm_us)], []), [reduce]
     adds = Kernel("reduce_partials_kernel", COMPUTE, _reduce_us(work), system.gap_us)
-    wait = _wait(work, work.all_arrivals())
+    waits = wait(work, work.all_arrivals())
     if method == "chunked":
         rows = [*(target for target, _ in work.plan.legs.by_target), work.topology.rank]
         products = [_product(work, work.part_us, ends=(work.call, "rows", row)) for row in rows]
-        return (products, sends(work)), [wait, adds]
+        return (products, sends(work)), [waits, adds]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", tuple(_scatter_tiles(work)))
-    finish = [wait, adds] if work.plan.variant.split_reduction else []
+    finish = [waits, adds] if work.plan.variant.split_reduction else []
     return ([kernel], [] if method == "direct" else sends(work)), finish
 
 
@@ -132,14 +132,14 @@ def program(work: Work) -> Program:
         (kernels, sending), finish = gather_part(work), []
     else:
         (kernels, sending), finish = scatter_part(work)
-    return assemble(work, [*_begin(work), *kernels, *finish], sending)
+    return assemble(work, [*begin(work), *kernels, *finish], sending)
 
 
 def assemble(work: Work, kernels: list[Kernel], sending: list[Send]) -> Program:
     system = work.system
     return Program(
         work.topology.rank, work.world, system.sms, tuple(kernels), tuple(sending),
-        host_us(system, kernels, sending), store_gbs=system.store_gbs,
+        host_us(system, kernels, sending), store_gbs=system.tile_store_gbs,
     )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def _calls(kernel: Kernel) -> int:
     return PRODUCT_CALLS if kernel.kind == GEMM and not kernel.tiles else LAUNCH_CALLS
 
 
-def _begin(work: Work) -> Iterator[Kernel]:
+def begin(work: Work) -> Iterator[Kernel]:
     """What goes before: the epoch where copies send it, a barrier."""
     if work.plan.variant.barrier_first and work.world > 1:
         yield Kernel("barrier_kernel", WAITING, BARRIER_US, work.system.gap_us)
@@ -167,14 +167,14 @@ def _product(work: Work, us: float, ends: Token | None = None) -> Kernel:
     return Kernel("library gemm", GEMM, us, work.system.gap_us, ends=ends)
 
 
-def _wait(work: Work, tokens: tuple[Token, ...]) -> Kernel:
+def wait(work: Work, tokens: tuple[Token, ...]) -> Kernel:
     return Kernel("wait_kernel", WAITING, work.system.wait_us, work.system.gap_us, needs=tokens)
 
 
 def _chunked_gather(work: Work) -> list[Kernel]:
     kernels = [_product(work, work.part_us)]
     for source in work.plan.sources:
-        kernels += [_wait(work, (arrived(work.call, source, 0),)), _product(work, work.part_us)]
+        kernels += [wait(work, (arrived(work.call, source, 0),)), _product(work, work.part_us)]
     return kernels
 
 

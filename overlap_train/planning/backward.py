@@ -1,0 +1,76 @@
+"""What one rank does in a whole backward of a linear: the input gradient with its communication, and the weight gradient.
+
+A column linear gathers x again while it multiplies for the input gradient; its partial sums go under the weight gradient
+(linear.py has the order). A row linear gathers dy once, for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import cost
+from .plan import whole_gather
+from .programs import Work, assemble, begin, gather_part, scatter_part, sends, wait
+from .schedule import GATHER
+from .timeline import COMMUNICATION, COMPUTE, GEMM, Kernel, Program, Token, arrived
+
+GATHERED: Token = ("x gathered",)
+PARTIAL: Token = ("dgrad done",)
+
+
+def backward(work: Work) -> Program:
+    """work: the input gradient. Its kind says which linear this is: a column linear scatters, a row linear gathers."""
+    if work.plan.kind == GATHER:
+        return _row(work)
+    return _column_by_nccl(work) if work.plan.method == "collective" else _column(work)
+
+
+def wgrad_us(work: Work) -> float:
+    """dy.T @ x: as many operations as the input gradient."""
+    pass_ = work.pass_
+    return cost.library_gemm_us(work.system, pass_.k, pass_.n, pass_.m)
+
+
+def communication_us(work: Work) -> float:
+    """NCCL's time for all that a backward communicates: a column linear gathers x and scatters dx."""
+    return work.collective_us * (1 if work.plan.kind == GATHER else 2)
+
+
+def _wgrad(work: Work, us: float, *needs: Token) -> Kernel:
+    return Kernel("library wgrad gemm", GEMM, us, work.system.gap_us, needs=needs)
+
+
+def _own_block(work: Work) -> Kernel:
+    """The copy of the own block beside the gathered ones: read and written."""
+    return Kernel("copy of the own block", COMPUTE, cost.sum_us(work.system, 2 * work.shard_bytes), work.system.gap_us)
+
+
+def _row(work: Work) -> Program:
+    kernels, sending = gather_part(work)
+    gathered = [] if work.plan.method == "collective" else [_own_block(work), wait(work, work.all_arrivals())]
+    return assemble(work, [*begin(work), *kernels, *gathered, _wgrad(work, wgrad_us(work))], sending)
+
+
+def _column(work: Work) -> Program:
+    plan = whole_gather(work.plan, work.topology)
+    again = replace(work, plan=plan, call="x")  # its rows have as many columns as dx
+    (kernels, sending), finish = scatter_part(work)
+    arrivals = tuple(arrived("x", source, 0) for source in plan.sources)
+    wgrad = [_own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work))]
+    return assemble(work, [*begin(work), *kernels, *wgrad, *finish], [*sends(again), *sending])
+
+
+def _column_by_nccl(work: Work) -> Program:
+    """NCCL in a stream of its own, beside the products, which are longer for it."""
+    gap, collective = work.system.gap_us, work.collective_us
+    slower = work.system.nccl_beside * collective
+    return assemble(
+        work,
+        [
+            Kernel("nccl all-gather", COMMUNICATION, collective, gap, ends=GATHERED, stream=1),
+            Kernel("nccl reduce-scatter", COMMUNICATION, collective, gap, needs=(PARTIAL,), stream=1),
+            Kernel("library gemm", GEMM, work.gemm_us + slower, gap, ends=PARTIAL),
+            _wgrad(work, wgrad_us(work) + slower, GATHERED),
+        ],
+        [],
+    )

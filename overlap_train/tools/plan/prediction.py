@@ -1,0 +1,149 @@
+"""What each pass of each linear takes by each method, and what to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...methods import TRAITS
+from ...planning.backward import backward, communication_us, wgrad_us
+from ...planning.choice import choose
+from ...planning.machines import System, Target
+from ...planning.passes import Pass
+from ...planning.plan import engine_plan
+from ...planning.programs import Work, program
+from ...planning.schedule import GATHER, SCATTER, Topology
+from ...planning.simulate import simulate
+from ...planning.table import SAME, UNTUNED, Table
+from ...planning.timeline import Program, Timeline
+from ..measure.models import Model
+from .inputs import OUTPUT, Linear, Strategy, check, linears_of
+
+METHODS = tuple(TRAITS)
+COLLECTIVE = "collective"
+FORWARD, BACKWARD = "forward", "backward"
+RANK = 0  # whose part is shown: all do the same
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One pass by one method. device_us: what the GPU needs; host_us: until the call has returned. variant: how it runs."""
+
+    method: str
+    variant: str
+    device_us: float
+    host_us: float
+    timeline: Timeline
+
+    @property
+    def us(self) -> float:
+        """Of calls one after the other, as the benchmark measures them."""
+        return max(self.device_us, self.host_us)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One pass of one linear. m, n, k: of one rank's product. gemm_us, nccl_us: each half of the work alone."""
+
+    linear: str
+    direction: str
+    m: int
+    n: int
+    k: int
+    gemm_us: float
+    nccl_us: float
+    by_method: Mapping[str, Estimate]
+
+    @property
+    def bound_us(self) -> float:
+        """Perfect overlap of cuBLAS and NCCL, as the benchmarks define it."""
+        return max(self.gemm_us, self.nccl_us)
+
+    @property
+    def chosen(self) -> Estimate:
+        """The fastest. What differs by less than two measurements of one thing do is a tie: NCCL's then, else the first method's."""
+        fastest, without = min(e.us for e in self.by_method.values()), self.by_method[COLLECTIVE]
+        if fastest > (1 - SAME) * without.us:
+            return without
+        return next(e for e in self.by_method.values() if e.us <= (1 + SAME) * fastest)
+
+    @property
+    def exposed_us(self) -> float:
+        """What communication adds to the products."""
+        return max(0.0, self.chosen.us - self.gemm_us)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Of several passes. host_us counts only where it is longer than the GPU's work."""
+
+    gemm_us: float
+    nccl_us: float
+    without_us: float
+    ours_us: float
+
+
+def predict(system: System, strategy: Strategy, model: Model) -> list[Prediction]:
+    """Forward and backward of all linears. Raises ValueError for what cannot be planned."""
+    check(system, strategy, model)
+    linears = linears_of(model, strategy.tp)
+    return [
+        _predict(system, strategy, linear, direction) for linear in linears for direction in (FORWARD, BACKWARD)
+    ]
+
+
+def forward_pass(linear: Linear, rows: int, world: int) -> Pass:
+    """What one rank multiplies in the forward pass."""
+    if linear.is_column:
+        return Pass(GATHER, rows, linear.n // world, linear.k, torch.bfloat16, world)
+    return Pass(SCATTER, rows, linear.n, linear.k // world, torch.bfloat16, world)
+
+
+def _predict(system: System, strategy: Strategy, linear: Linear, direction: str) -> Prediction:
+    first = forward_pass(linear, strategy.rows, strategy.tp)
+    is_backward = direction == BACKWARD
+    pass_ = first.dgrad if is_backward else first
+    works = {method: work_of(system, pass_, method, UNTUNED) for method in METHODS}
+    alone = works[COLLECTIVE]
+    gemm_us = alone.gemm_us + (wgrad_us(alone) if is_backward else 0.0)
+    nccl_us = communication_us(alone) if is_backward else alone.collective_us
+    estimates = {method: estimate(work, backward(work) if is_backward else program(work)) for method, work in works.items()}
+    return Prediction(linear.name, direction, pass_.m, pass_.n, pass_.k, gemm_us, nccl_us, estimates)
+
+
+def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bool = False) -> Work:
+    """A pass as `auto` or a method would run it on that machine, by its plan. is_alone: without the wgrad that splits it."""
+    target, topology = Target(system.capability), Topology(1, pass_.world, RANK)
+    choice = choose(method, pass_, target, table)  # type: ignore[arg-type]  # a GPU that need not be here
+    if is_alone:
+        choice = replace(choice, variant=replace(choice.variant, split_reduction=False))
+    weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")
+    return Work(system, engine_plan(choice, pass_, topology, target, weight), pass_, topology)  # type: ignore[arg-type]
+
+
+def estimate(work: Work, what: Program) -> Estimate:
+    timeline = simulate([what], work.system.copy_gbs)
+    plan = work.plan
+    return Estimate(plan.method, plan.variant.named(plan.method), timeline.us, what.host_us, timeline)
+
+
+def total(predictions: Iterable[Prediction]) -> Sum:
+    """NCCL everywhere, and what was chosen."""
+    rows = list(predictions)
+    without, ours = [p.by_method[COLLECTIVE] for p in rows], [p.chosen for p in rows]
+    return Sum(
+        sum(p.gemm_us for p in rows), sum(p.nccl_us for p in rows), _run_us(without), _run_us(ours)
+    )  # fmt: skip
+
+
+def _run_us(estimates: Iterable[Estimate]) -> float:
+    """One after the other: the host may be ahead in one and late in another."""
+    some = list(estimates)
+    return max(sum(e.device_us for e in some), sum(e.host_us for e in some))
+
+
+def in_layer(predictions: Iterable[Prediction]) -> list[Prediction]:
+    """Without the output layer, of which a model has one."""
+    return [p for p in predictions if p.linear != OUTPUT]
