@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": ("tools.doctor.command", "check versions, GPUs, links and symmetric memory; also under torchrun"),
     "tune": ("tools.tune.command", "measure which method is fastest for a model's shapes; under torchrun"),
     "bench": ("tools.bench.command", "measure operators and layers against NCCL and others; under torchrun"),
+    "plan": ("tools.plan.command", "what overlap brings on a machine, planned without one"),
     "launch": ("tools.slurm.command", "write and submit a Slurm job"),
 }
 

@@ -1,0 +1,137 @@
+"""`overlap-train plan --check`: the prediction of every recorded row beside what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...planning.backward import backward
+from ...planning.machines import System
+from ...planning.programs import program
+from ...planning.table import Table
+from ..bench.shapes import LAYERS
+from .inputs import Linear
+from .prediction import COLLECTIVE, Estimate, estimate, forward_pass, work_of
+from .records import Row, pass_of, rows_of, tuned
+
+# The weights whose records the H200's figures were fitted to (machines.py). All others are held out.
+CALIBRATED = ({14336, 4096}, {53248, 16384})
+WORST, MEAN = 0.10, 0.05  # what is aimed at
+WHAT = ("gemm", "comm", "sequence")  # columns of every row besides the method's
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure. what: a method, or one of WHAT. is_fitted: it is among those that the figures were fitted to."""
+
+    record: str
+    case: str
+    what: str
+    predicted_us: float
+    measured_us: float
+    is_fitted: bool = False
+
+    @property
+    def error(self) -> float:
+        """+0.1: the prediction is 10 % too long."""
+        return self.predicted_us / self.measured_us - 1
+
+    @property
+    def is_method(self) -> bool:
+        return self.what not in WHAT
+
+
+def compare(folder: Path, system: System) -> list[Compared]:
+    """Every row of the folder's operators.json; each half of the work once a shape."""
+    rows = rows_of(folder, "operators.json")
+    table, found, seen = tuned(folder, rows[0]["world"]), [], set()
+    for row in rows:
+        case = f"{row['op']} {row['pass']} {row['m']}, {row['n']}, {row['k']}"
+        fitted = {row["n"], row["k"]} in CALIBRATED
+        work = work_of(system, pass_of(row), row["method"], table, is_alone=True)
+        predicted = {row["method"]: (estimate(work, program(work)).us, row["ms"])}
+        if case not in seen:
+            seen.add(case)
+            alone = work_of(system, pass_of(row), COLLECTIVE, table)
+            predicted |= {
+                "gemm": (alone.gemm_us, row["gemm_ms"]),
+                "comm": (alone.collective_us, row["comm_ms"]),
+                "sequence": (estimate(alone, program(alone)).device_us, row["sequence_ms"]),
+            }
+        found += [Compared(folder.name, case, what, us, 1e3 * ms, fitted) for what, (us, ms) in predicted.items()]
+    return found
+
+
+def compare_layers(folder: Path, system: System) -> list[Compared]:
+    """Every row of the folder's layers.json, if it is there: forward and backward of a column and a row linear. None is fitted."""
+    if not (folder / "layers.json").exists():
+        return []
+    rows = rows_of(folder, "layers.json")
+    world = rows[0]["world"]
+    table, found, seen = tuned(folder, world), [], set()
+    for row in rows:
+        name = f"{row['layer']} s={row['seq']}"
+        is_graph = row["method"].endswith("_graph")
+        us = _layer_us(system, row, row["method"].removesuffix("_graph"), table, is_graph)
+        found.append(Compared(folder.name, name, row["method"], us, 1e3 * row["ms"]))
+        if name not in seen:
+            seen.add(name)
+            us = _layer_us(system, row, COLLECTIVE, table, is_graph=True)
+            found.append(Compared(folder.name, name, "megatron", us, 1e3 * row["megatron_ms"]))
+    return found
+
+
+def _layer_us(system: System, row: Row, method: str, table: Table, is_graph: bool) -> float:
+    """is_graph: the host takes no part."""
+    layer, world = LAYERS[row["layer"]], row["world"]
+    linears = (Linear("column", layer.column_n, layer.column_k, True), Linear("row", layer.row_n, layer.row_k, False))
+    parts: list[Estimate] = []
+    for linear in linears:
+        first = forward_pass(linear, row["seq"], world)
+        there, back = (work_of(system, pass_, method, table) for pass_ in (first, first.dgrad))
+        parts += [estimate(there, program(there)), estimate(back, backward(back))]
+    device = sum(part.device_us for part in parts)
+    return device if is_graph else max(device, sum(part.host_us for part in parts))
+
+
+def report(operators: Sequence[Compared], layers: Sequence[Compared]) -> list[str]:
+    """What the command prints: errors by what was measured, then rows that miss."""
+    lines = ["what                       figures   mean error   worst   over 10 %"]
+    methods = [one for one in operators if one.is_method]
+    groups: list[tuple[str, Iterable[Compared]]] = [
+        *((what, _only(operators, lambda one, what=what: one.what == what)) for what in _kinds(operators)),
+        ("methods, all", methods),
+        ("methods, fitted shapes", _only(methods, lambda one: one.is_fitted)),
+        ("methods, held out", _only(methods, lambda one: not one.is_fitted)),
+        *((f"layer {what}", _only(layers, lambda one, what=what: one.what == what)) for what in _kinds(layers)),
+        ("layers, all (held out)", layers),
+    ]
+    lines += [_line(name, list(some)) for name, some in groups if some]
+    missed = [one for one in (*operators, *layers) if abs(one.error) > WORST]
+    lines += ["", f"over 10 %: {len(missed)} of {len(operators) + len(layers)}"]
+    return [*lines, *(_missed(one) for one in missed)]
+
+
+def mean_error(some: Iterable[Compared]) -> float:
+    return statistics.mean(abs(one.error) for one in some)
+
+
+def _kinds(some: Sequence[Compared]) -> list[str]:
+    return list(dict.fromkeys(one.what for one in some))
+
+
+def _only(some: Iterable[Compared], is_wanted: Callable[[Compared], bool]) -> list[Compared]:
+    return [one for one in some if is_wanted(one)]
+
+
+def _line(name: str, some: list[Compared]) -> str:
+    worst = max(some, key=lambda one: abs(one.error))
+    over = sum(abs(one.error) > WORST for one in some)
+    return f"{name:<25} {len(some):>8}   {mean_error(some):>8.1%}   {worst.error:>+7.1%}   {over:>9}"
+
+
+def _missed(one: Compared) -> str:
+    figures = f"{one.predicted_us:.0f} us predicted, {one.measured_us:.0f} measured"
+    return f"  {one.record} {one.case} by {one.what}: {figures} ({one.error:+.1%})"

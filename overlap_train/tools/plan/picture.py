@@ -1,0 +1,58 @@
+"""Pictures of a plan: its timeline in the look of the measured one, and predicted against measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...planning.machines import System
+from ..bench.lanes import KINDS, draw_lanes, label_lanes, perfect
+from ..bench.style import LOOKS, canvas, look_of, save
+from .check import WORST, Compared, mean_error
+from .inputs import Strategy
+from .prediction import COLLECTIVE, FORWARD, METHODS, Prediction
+from .trace import as_recorded
+
+DRAWN = ("fc1", "fc2")  # as the measured picture has them
+NOTE = "Planned, not measured. Exposed: the GPU computes nothing meanwhile. What a kernel waits inside itself counts as GEMM."
+
+
+def draw_timeline(predictions: Sequence[Prediction], system: System, strategy: Strategy, path: Path) -> Path:
+    """One forward call of a column and a row linear by each method, as `bench timeline` draws what it has recorded."""
+    shown = [p for p in predictions if p.linear in DRAWN and p.direction == FORWARD]
+    order = (COLLECTIVE, *(method for method in reversed(METHODS) if method != COLLECTIVE))
+    header = (
+        f"One forward call by each method, planned for {strategy.tp} x {system.name.upper()}",
+        "Shorter is better. " + "; ".join(f"{p.linear}: {p.m} x {p.n} x {p.k} on each rank" for p in shown) + "; bf16.",
+        NOTE,
+    )
+    figure, grid = canvas(len(order) * len(shown), len(shown), 1.05, header, (*KINDS, "bound"), sharex=True)
+    for line, method in zip(grid, order, strict=True):
+        for axes, p in zip(line, shown, strict=True):
+            spans = as_recorded(p.by_method[method].timeline)
+            draw_lanes(axes, f"{p.linear} by {method}:", spans, method == "direct")
+            axes.axvline(perfect(as_recorded(p.by_method[COLLECTIVE].timeline)), color="black", linewidth=2)
+    label_lanes(grid)
+    return save(figure, path)
+
+
+def draw_check(compared: Sequence[Compared], path: Path) -> Path:
+    """Predicted over measured time, against the measured time; a panel for each record."""
+    methods = [one for one in compared if one.is_method and one.what in LOOKS]
+    records, names = list(dict.fromkeys(one.record for one in methods)), list(dict.fromkeys(one.what for one in methods))
+    header = (
+        f"Planned time over measured time: {len(methods)} rows, {mean_error(methods):.1%} off in the mean",
+        f"1 is right; grey: within {WORST:.0%}. Hollow: shapes that the planner's figures were fitted to.",
+    )
+    figure, grid = canvas(len(records), len(records), 3.2, header, tuple(names), sharey=True)
+    for axes, record in zip(grid[0], records, strict=True):
+        axes.axhspan(1 - WORST, 1 + WORST, color="#EEEEEE", zorder=0)
+        axes.axhline(1, color="black", linewidth=1)
+        for one in methods:
+            if one.record == record:
+                look = look_of(one.what)
+                fill = {"markerfacecolor": "white"} if one.is_fitted else {}
+                axes.plot(one.measured_us / 1e3, 1 + one.error, look.marker, color=look.colour, markersize=5, **fill)
+        axes.set(xscale="log", title=record, xlabel="measured, ms", ylim=(0.8, 1.2))
+    grid[0][0].set_ylabel("planned / measured")
+    return save(figure, path)

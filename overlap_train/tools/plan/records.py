@@ -1,0 +1,75 @@
+"""Recorded benchmarks as the planner reads them: operators.json, layers.json, and the tuner's winners in tune.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...planning.passes import KINDS, Pass
+from ...planning.table import Table, Winner
+from ...planning.variants import method_of
+from ..measure.cases import Case
+
+Row = dict[str, Any]
+_OLDER_NAMES = {"in step": "barrier first", "deferred": "split"}  # of variants, in tune.md
+
+
+def rows_of(folder: Path, name: str) -> list[Row]:
+    """The rows of a record. Raises ValueError where there are none."""
+    path = folder / name
+    try:
+        rows = json.loads(path.read_text())["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        raise ValueError(f"{path} cannot be read as a record ({failure}); name a folder that bench wrote") from failure
+    if not rows:
+        raise ValueError(f"{path} holds no rows; record them with overlap-train bench --out {folder}")
+    return list(rows)
+
+
+def pass_of(row: Row) -> Pass:
+    """What one rank multiplied."""
+    return Case("", row["op"], row["pass"], row["m"], row["n"], row["k"]).planned(
+        row["world"], getattr(torch, row["dtype"])
+    )
+
+
+def tuned(folder: Path, world: int) -> Table:
+    """What `auto` and the variants of methods went by: the first tables of tune.md, which are those of the record."""
+    path = folder / "tune.md"
+    if not path.exists():
+        return Table("", {})
+    newest = "\n## ".join(path.read_text().split("\n## ")[:2])
+    winners = [_winner(*entry, world) for block in re.findall(r"```\n(linear.*?)```", newest, re.S) for entry in _entries(block)]
+    return Table("the record's GPUs", {winner.measured.bucket: winner for winner in winners})
+
+
+def _entries(block: str) -> list[tuple[Row, str]]:
+    """(row by heading, winner) of every line; headings come again where another table begins."""
+    found, headings = [], []
+    for line in block.splitlines():
+        cells = re.split(r"\s{2,}", line.strip())
+        if cells[0] == "linear":
+            headings = cells
+        elif len(cells) == len(headings):
+            row = dict(zip(headings, cells, strict=True))
+            found.append((row, row["winner"]))
+    return found
+
+
+def _winner(row: Row, winner: str, world: int) -> Winner:
+    m, n, k = (int(size) for size in row["M, N, K"].split(","))
+    assert row["kind"] in KINDS, row
+    times = {_named(heading.removesuffix(" ms")): cell for heading, cell in row.items() if heading.endswith(" ms")}
+    ms = {name: float(cell) for name, cell in times.items() if cell != "-"}
+    return Winner(Pass(row["kind"], m, n, k, torch.bfloat16, world), method_of(winner), ms)
+
+
+def _named(heading: str) -> str:
+    """The variant's name of today."""
+    for older, name in _OLDER_NAMES.items():
+        heading = heading.replace(older, name)
+    return heading

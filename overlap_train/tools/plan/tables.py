@@ -1,0 +1,120 @@
+"""The tables that a plan prints, at most 120 characters wide, and the same as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ...planning.machines import System
+from ..measure.models import Model
+from .inputs import OUTPUT, Strategy
+from .prediction import COLLECTIVE, METHODS, Prediction, Sum, in_layer, total
+
+HEADINGS = (
+    "linear", "pass", "M, N, K of a rank", "GEMM", "NCCL", "bound", *METHODS, "exposed", "choose", "gain",
+)  # fmt: skip
+KEEP = "do not overlap"
+MEASURED_RANKS = (1, 2, 4)
+FEW_ROWS = 1024
+
+
+def linears_table(predictions: Sequence[Prediction]) -> list[str]:
+    """Every pass of every linear, then the sums of a layer."""
+    rows = [_row(p) for p in predictions]
+    layer = in_layer(predictions)
+    for what, some in (*((d, [p for p in layer if p.direction == d]) for d in ("forward", "backward")), ("both", layer)):
+        rows.append(_sum_row("layer", what, total(some)))
+    return _aligned([HEADINGS, *rows])
+
+
+def spans_table(spans: Mapping[int, Sequence[Prediction]]) -> list[str]:
+    """What each tensor-parallel size pays: the layer, and the GPU time that it takes on all ranks together."""
+    rows = [("tp", "GEMMs", "NCCL alone", COLLECTIVE, "chosen", "exposed", "gain", "GPU-ms of a layer", "over the least")]
+    layers = {tp: total(in_layer(predictions)) for tp, predictions in spans.items()}
+    least = min(tp * layer.ours_us for tp, layer in layers.items())
+    for tp, layer in layers.items():
+        exposed = max(0.0, layer.ours_us - layer.gemm_us)
+        times = (layer.gemm_us, layer.nccl_us, layer.without_us, layer.ours_us, exposed)
+        paid = tp * layer.ours_us
+        rows.append((str(tp), *map(_ms, times), _gain(layer.without_us, layer.ours_us), _ms(paid), f"{paid / least:.2f}"))
+    return _aligned(rows)
+
+
+def not_measured(system: System, strategy: Strategy) -> list[str]:
+    """What the figures of this plan do not rest on."""
+    found = []
+    if system.not_measured:
+        found.append(f"{system.name}: scaled from the H200 by data sheets: {', '.join(system.not_measured)}")
+    if strategy.tp not in MEASURED_RANKS:
+        found.append(f"tp {strategy.tp}: links and NCCL were measured with 2 and 4 GPUs")
+    if strategy.rows < FEW_ROWS:
+        found.append(f"{strategy.rows} rows: below {FEW_ROWS} the host decides, and it differs from machine to machine")
+    return [
+        *found,
+        "NCCL with NVLink multicast, which may be faster",
+        "ranks that are not in step; attention, norms and optimizer, which are no part of the plan",
+    ]
+
+
+def document(
+    system: System, strategy: Strategy, model: Model, predictions: Sequence[Prediction],
+    spans: Mapping[int, Sequence[Prediction]],
+) -> dict[str, Any]:  # fmt: skip
+    """All of it as JSON: inputs, passes, sums, spans; times in microseconds."""
+    return {
+        "system": asdict(system), "strategy": asdict(strategy), "model": asdict(model), "unit": "us",
+        "passes": [_entry(p) for p in predictions],
+        "layer": asdict(total(in_layer(predictions))),
+        "output": asdict(total(p for p in predictions if p.linear == OUTPUT)),
+        "tp": {tp: asdict(total(in_layer(some))) for tp, some in spans.items()},
+        "not_measured": not_measured(system, strategy),
+    }  # fmt: skip
+
+
+def _entry(p: Prediction) -> dict[str, Any]:
+    methods = {
+        name: {"us": e.us, "device_us": e.device_us, "host_us": e.host_us, "variant": e.variant}
+        for name, e in p.by_method.items()
+    }
+    return {
+        "linear": p.linear, "pass": p.direction, "m": p.m, "n": p.n, "k": p.k, "gemm_us": p.gemm_us, "nccl_us": p.nccl_us,
+        "bound_us": p.bound_us, "methods": methods, "chosen": p.chosen.method, "exposed_us": p.exposed_us,
+    }  # fmt: skip
+
+
+def _row(p: Prediction) -> tuple[str, ...]:
+    shape = f"{p.m}, {p.n}, {p.k}"
+    times = [p.gemm_us, p.nccl_us, p.bound_us, *(p.by_method[name].us for name in METHODS), p.exposed_us]
+    chosen = KEEP if p.chosen.method == COLLECTIVE else p.chosen.method
+    return p.linear, p.direction, shape, *map(_ms, times), chosen, _gain(p.by_method[COLLECTIVE].us, p.chosen.us)
+
+
+def _sum_row(name: str, what: str, s: Sum) -> tuple[str, ...]:
+    none = ["-"] * (len(METHODS) - 1)
+    exposed = max(0.0, s.ours_us - s.gemm_us)
+    chosen = f"{_ms(s.ours_us)} ms"
+    gain = _gain(s.without_us, s.ours_us)
+    return name, what, "", _ms(s.gemm_us), _ms(s.nccl_us), "-", *none, _ms(s.without_us), _ms(exposed), chosen, gain
+
+
+def _ms(us: float) -> str:
+    ms = us / 1e3
+    return f"{ms:.3f}" if ms < 10 else f"{ms:.2f}"
+
+
+def _gain(without_us: float, ours_us: float) -> str:
+    return f"{without_us / ours_us:.2f}" if ours_us else "-"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Names to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if rows[-1][column][:1].isalpha() or not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
