@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from . import cost
 from .plan import whole_gather
-from .programs import Work, assemble, begin, gather_part, scatter_part, sends, wait
+from .programs import Work, assemble, begin, gather_part, scatter_part, sends, sends_by_copies, wait
 from .schedule import GATHER
 from .timeline import COMMUNICATION, COMPUTE, GEMM, Kernel, Program, Token, arrived
 
@@ -48,7 +48,9 @@ def _own_block(work: Work) -> Kernel:
 def _row(work: Work) -> Program:
     kernels, sending = gather_part(work)
     gathered = [] if work.plan.method == "collective" else [_own_block(work), wait(work, work.all_arrivals())]
-    return assemble(work, [*begin(work), *kernels, *gathered, _wgrad(work, wgrad_us(work))], sending)
+    return assemble(
+        work, [*begin(work, sends_by_copies(work)), *kernels, *gathered, _wgrad(work, wgrad_us(work))], sending
+    )
 
 
 def _column(work: Work) -> Program:
@@ -57,7 +59,7 @@ def _column(work: Work) -> Program:
     (kernels, sending), finish = scatter_part(work)
     arrivals = tuple(arrived("x", source, 0) for source in plan.sources)
     wgrad = [_own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work))]
-    return assemble(work, [*begin(work), *kernels, *wgrad, *finish], [*sends(again), *sending])
+    return assemble(work, [*begin(work, work.world > 1), *kernels, *wgrad, *finish], [*sends(again), *sending])
 
 
 def _column_by_nccl(work: Work) -> Program:

@@ -11,7 +11,7 @@ LARGE_TILES, SMALL_TILE = ((128, 256), (256, 128)), (128, 128)
 
 
 def power_us(system: System, flops: float) -> float:
-    """What power allows for a product of so many operations. A short one runs at burst_tflops, a long one nears sustained_tflops."""
+    """What power allows for a product of so many operations: the rate falls from burst_tflops to sustained_tflops."""
     work, us = flops * 1e-6, flops * 1e-6 / system.burst_tflops
     for _ in range(8):  # the rate depends on the time, and the time on the rate
         us = work / _rate(system, us)

@@ -1,7 +1,7 @@
 """Machines to plan for: what their GPUs and links do. Each figure is measured, or taken from a data sheet and scaled.
 
-Figures of the H200 were measured with the benchmarks of this repository (docs/planner.md says where). For the others, peaks come
-from the makers' data sheets, and what no data sheet has is the H200's, in proportion to the peak. `System.measured` names the fields
+Those of the H200 were measured with the benchmarks of this repository (docs/planner.md says where). For the others, peaks come
+from the makers' data sheets. What no data sheet has is the H200's, in proportion to the peak. `System.measured` names the fields
 that were measured on that machine; a plan lists the rest.
 """
 
@@ -15,17 +15,18 @@ from dataclasses import dataclass, fields, replace
 class System:
     """One kind of GPU with its links. Times in microseconds, bandwidths in GB/s in one direction, rates in bf16 TFLOP/s.
 
-    peak_tflops, nvlink_gbs: data sheet. gpus_per_node, nic_gbs: of usual servers. capability: CUDA's.
-    tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock. burst_tflops, sustained_tflops, settle_us:
-    what power allows, in a short product, in a long one, and the time between. small_tile: speed of 128 x 128 tiles over that of
-    128 x 256. portable: speed of our plain Triton kernels over the library's.
-    memory_gbs: reached when partial sums are added. copy_gbs, push_us: copy engine to one peer, and what each copy with its signal
-    adds. store_gbs, tile_store_gbs: stores to peers by a gathering kernel's warps, and of whole tiles. peer_tile_us: for how long a tile that is stored at a peer holds
-    its SM in addition.
-    nccl_us, nccl_pair_gbs, nccl_ring_gbs: a collective's start, and its bandwidth with two and with more ranks. nccl_beside: by
-    which part of its time a product beside it is longer.
-    gap_us: between two kernels of a stream. wait_us: a kernel that waits for a signal. ramp_us: until a persistent kernel's SMs
-    are busy, and at its end. host_call_us: of a driver call.
+    capability: CUDA's. peak_tflops, nvlink_gbs: data sheet. gpus_per_node, nic_gbs: of usual servers.
+    tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock.
+    burst_tflops, sustained_tflops, settle_us: what power allows in a short product, in a long one, and the time between.
+    small_tile: speed of 128 x 128 tiles over that of 128 x 256. portable: of our plain Triton kernels over the library's.
+    memory_gbs: reached when partial sums are added.
+    copy_gbs, push_us: of a copy engine to one peer, and what each copy with its signal takes besides.
+    store_gbs, tile_store_gbs: stores to peers by a gathering kernel's warps, and of whole tiles.
+    peer_tile_us: for how long a tile that is stored at a peer holds its SM in addition.
+    nccl_us, nccl_pair_gbs, nccl_ring_gbs: a collective's start, and its bandwidth with two ranks and with more.
+    nccl_beside: by which part of its time a product beside it is longer.
+    gap_us: between two kernels of a stream. wait_us: a kernel that waits for a signal that is there.
+    ramp_us: until a persistent kernel's SMs are busy, and at its end. host_call_us: of a driver call.
     """
 
     name: str
@@ -60,21 +61,20 @@ class System:
 
     @property
     def not_measured(self) -> tuple[str, ...]:
-        """The figures of speed that were not measured on this machine."""
-        facts = {"name", "source", "capability", "sms", "peak_tflops", "nvlink_gbs", "nic_gbs", "gpus_per_node", "measured"}
-        return tuple(f.name for f in fields(self) if f.name not in facts and f.name not in self.measured)
+        """The speeds that were not measured on this machine."""
+        return tuple(name for name in SPEEDS if name not in self.measured)
 
+
+_FIRST_SPEED = "tile_tflops"  # of the fields; before it are facts
+_NAMES = [field.name for field in fields(System)]
+SPEEDS = tuple(_NAMES[_NAMES.index(_FIRST_SPEED) : -1])
 
 H200 = System(
     "h200", "NVIDIA H200 SXM data sheet; measured in benchmarks/h200x2 and h200x4", (9, 0), 132, 989.4, 450.0, 50.0, 8,
     tile_tflops=850.0, burst_tflops=755.0, sustained_tflops=655.0, settle_us=490.0, small_tile=0.88, portable=0.83,
     memory_gbs=3700.0, copy_gbs=360.0, push_us=6.2, store_gbs=240.0, tile_store_gbs=330.0, peer_tile_us=11.0,
-    nccl_us=19.0, nccl_pair_gbs=220.0, nccl_ring_gbs=285.0, nccl_beside=0.5, gap_us=1.5, wait_us=2.0, ramp_us=8.0, host_call_us=4.0,
-    measured=(
-        "tile_tflops", "burst_tflops", "sustained_tflops", "settle_us", "small_tile", "portable", "memory_gbs", "copy_gbs",
-        "push_us", "store_gbs", "tile_store_gbs", "peer_tile_us", "nccl_us", "nccl_pair_gbs", "nccl_ring_gbs", "nccl_beside", "gap_us", "wait_us", "ramp_us",
-        "host_call_us",
-    ),
+    nccl_us=19.0, nccl_pair_gbs=220.0, nccl_ring_gbs=285.0, nccl_beside=0.5, gap_us=1.5, wait_us=2.0, ramp_us=8.0,
+    host_call_us=4.0, measured=SPEEDS,
 )  # fmt: skip
 _H200_MEMORY_GBS = 4800.0  # data sheet
 
@@ -117,8 +117,8 @@ def scaled(name: str, sheet: Sheet) -> System:
         burst_tflops=H200.burst_tflops * compute if sheet.power_limited else tile,
         sustained_tflops=H200.sustained_tflops * compute if sheet.power_limited else tile,
         memory_gbs=H200.memory_gbs * sheet.memory_gbs / _H200_MEMORY_GBS, copy_gbs=H200.copy_gbs * link,
-        store_gbs=H200.store_gbs * link, tile_store_gbs=H200.tile_store_gbs * link, nccl_pair_gbs=H200.nccl_pair_gbs * link, nccl_ring_gbs=H200.nccl_ring_gbs * link,
-        measured=(),
+        store_gbs=H200.store_gbs * link, tile_store_gbs=H200.tile_store_gbs * link, peer_tile_us=H200.peer_tile_us / link,
+        nccl_pair_gbs=H200.nccl_pair_gbs * link, nccl_ring_gbs=H200.nccl_ring_gbs * link, measured=(),
     )  # fmt: skip
 
 

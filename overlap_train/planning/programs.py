@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..methods import TRAITS
 from . import cost
 from .machines import System
 from .passes import Pass
@@ -18,7 +19,8 @@ from .tiling import HOPPER
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived, stored
 
 BARRIER_US = 10.0  # what a barrier of signals takes (docs/design.md)
-STARTED = ("started",)
+STARTED = ("started",)  # the kernel that stores at peers
+BEGUN = ("begun",)  # what comes before a call's first product or push
 # Host work in driver calls: a kernel launch with its preparation, a library product, a collective, what each call has besides.
 LAUNCH_CALLS, PRODUCT_CALLS, COLLECTIVE_CALLS, OTHER_CALLS = 2, 5, 9, 4
 
@@ -109,6 +111,10 @@ def scatter_part(work: Work) -> tuple[Part, list[Kernel]]:
     return ([kernel], [] if method == "direct" else sends(work)), finish
 
 
+def sends_by_copies(work: Work) -> bool:
+    return work.world > 1 and TRAITS[work.plan.method].pushes
+
+
 def sends(work: Work) -> list[Send]:
     """The plan's legs, in its order, by the copy engine or (direct) by stores of the kernel."""
     system, nbytes = work.system, work.shard_bytes / work.plan.chunks
@@ -120,9 +126,9 @@ def sends(work: Work) -> list[Send]:
     ]
 
 
-def _ready(work: Work, block: int, chunk: int) -> Token | None:
+def _ready(work: Work, block: int, chunk: int) -> Token:
     if work.plan.kind == GATHER:
-        return None
+        return BEGUN
     return stored(work.call, block, chunk) if work.plan.method == "fused" else (work.call, "rows", block)
 
 
@@ -132,7 +138,7 @@ def program(work: Work) -> Program:
         (kernels, sending), finish = gather_part(work), []
     else:
         (kernels, sending), finish = scatter_part(work)
-    return assemble(work, [*begin(work), *kernels, *finish], sending)
+    return assemble(work, [*begin(work, sends_by_copies(work)), *kernels, *finish], sending)
 
 
 def assemble(work: Work, kernels: list[Kernel], sending: list[Send]) -> Program:
@@ -145,7 +151,7 @@ def assemble(work: Work, kernels: list[Kernel], sending: list[Send]) -> Program:
 
 def host_us(system: System, kernels: list[Kernel], sending: list[Send]) -> float:
     """Until a call returns: driver calls for kernels and pushes, and what is always there."""
-    pushes = sum(2 + (send.ready is not None) for send in sending if send.ready != STARTED)
+    pushes = sum(3 if send.ready != BEGUN and send.leg.after_tiles else 2 for send in sending if send.ready != STARTED)
     return system.host_call_us * (OTHER_CALLS + pushes + sum(map(_calls, kernels)))
 
 
@@ -155,12 +161,12 @@ def _calls(kernel: Kernel) -> int:
     return PRODUCT_CALLS if kernel.kind == GEMM and not kernel.tiles else LAUNCH_CALLS
 
 
-def begin(work: Work) -> Iterator[Kernel]:
-    """What goes before: the epoch where copies send it, a barrier."""
+def begin(work: Work, pushes: bool) -> Iterator[Kernel]:
+    """What goes before: a barrier, and the epoch where copies send it. pushes: whether there are copies."""
     if work.plan.variant.barrier_first and work.world > 1:
         yield Kernel("barrier_kernel", WAITING, BARRIER_US, work.system.gap_us)
-    if work.plan.method in ("fused", "chunked"):
-        yield Kernel("next_epoch_kernel", COMPUTE, work.system.wait_us, work.system.gap_us)
+    if pushes:
+        yield Kernel("next_epoch_kernel", COMPUTE, work.system.wait_us, work.system.gap_us, ends=BEGUN)
 
 
 def _product(work: Work, us: float, ends: Token | None = None) -> Kernel:

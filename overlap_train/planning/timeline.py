@@ -1,7 +1,7 @@
 """What a pass is made of, and what a simulation of it says: programs of ranks, and spans of time.
 
 A rank's program is its kernels, stream by stream, and what its copy engine sends, in order. Tokens are what things wait for:
-("arrived", call, source, chunk), a chunk from a peer; ("stored", call, block, chunk), all tiles of a chunk; or the name of a kernel.
+("arrived", call, source, chunk), a chunk from a peer; ("stored", call, block, chunk), all tiles of a chunk; or a kernel's.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, which starts gap_us after the one before it in its stream. us: on all SMs; of one with tiles what it takes before
-    its first and after its last one.
+    """One kernel, which starts gap_us after the one before it in its stream.
 
+    us: on all SMs; of one with tiles what it takes before its first and after its last one.
     needs: what must be there when it starts; a kernel that is WAITING runs meanwhile. ends: the token of its end.
     starts: that of its start.
     """

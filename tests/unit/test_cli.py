@@ -33,7 +33,7 @@ def test_the_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["benhc"]) == 2
-    assert capsys.readouterr().err == "overlap-train: error: 'benhc' is not one of doctor, tune, bench, launch\n"
+    assert capsys.readouterr().err == "overlap-train: error: 'benhc' is not one of doctor, tune, bench, plan, launch\n"
 
 
 @pytest.mark.parametrize(

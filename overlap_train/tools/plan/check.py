@@ -65,7 +65,7 @@ def compare(folder: Path, system: System) -> list[Compared]:
 
 
 def compare_layers(folder: Path, system: System) -> list[Compared]:
-    """Every row of the folder's layers.json, if it is there: forward and backward of a column and a row linear. None is fitted."""
+    """Every row of the folder's layers.json, if there is one: forward and backward of two linears. None is fitted."""
     if not (folder / "layers.json").exists():
         return []
     rows = rows_of(folder, "layers.json")

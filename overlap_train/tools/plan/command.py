@@ -33,7 +33,9 @@ class Asked:
     micro_batch: int | None = option(None, "sequences in one forward call", parse=positive_int, metavar="N")
     json: str = option("", "write inputs and results to FILE", metavar="FILE")
     trace: str = option("", "write a Chrome trace to FILE", metavar="FILE")
-    plot: str = option("", "draw a timeline, or with --check planned against measured times (matplotlib)", metavar="FILE")
+    plot: str = option(
+        "", "draw a timeline, or with --check planned against measured times (matplotlib)", metavar="FILE"
+    )
     check: tuple[str, ...] = option(
         (), "compare the planner with the records of these folders instead", parse=str, metavar="FOLDER", spaced=True
     )
@@ -92,7 +94,7 @@ def _lines(
         title, "", *tables.linears_table(predictions),
         "", "gain: over collective, which is NCCL and the product one after the other, as stock Megatron-Core has it.",
         "", "Spans of tensor parallelism, one layer forward and backward:", *tables.spans_table(spans),
-        "", "Not measured:", *(f"- {line}" for line in tables.not_measured(system, strategy)),
+        "", "Not measured:", *(f"- {line}" for line in tables.not_measured(system, strategy, spans)),
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a plan is made for: a system, a strategy and a model, each by name or from a JSON file. Wrong files are refused by name."""
+"""What a plan is made for: a system, a strategy and a model, each by name or from a JSON file."""
 
 from __future__ import annotations
 
@@ -131,6 +131,12 @@ def _value(path: Path, what: str, kind: type[Any], name: str, value: Any) -> Any
         least_is_0 = known[name].default == 0
         right = number and not isinstance(value, bool) and (value > 0 or (least_is_0 and value == 0))
     if not right:
-        rule = f"a {wanted}" if wanted in ("str", "bool") else "a list" if wanted.startswith("tuple") else f"{wanted} above 0"
+        rule = (
+            f"a {wanted}"
+            if wanted in ("str", "bool")
+            else "a list"
+            if wanted.startswith("tuple")
+            else f"{wanted} above 0"
+        )
         raise ValueError(f"{path}: {name} is {value!r}; it must be {rule}")
     return value

@@ -13,6 +13,7 @@ from .inputs import Strategy
 from .prediction import COLLECTIVE, FORWARD, METHODS, Prediction
 from .trace import as_recorded
 
+TICKS = (0.3, 1, 3, 10)  # milliseconds
 DRAWN = ("fc1", "fc2")  # as the measured picture has them
 NOTE = "Planned, not measured. Exposed: the GPU computes nothing meanwhile. What a kernel waits inside itself counts as GEMM."
 
@@ -26,10 +27,10 @@ def draw_timeline(predictions: Sequence[Prediction], system: System, strategy: S
         "Shorter is better. " + "; ".join(f"{p.linear}: {p.m} x {p.n} x {p.k} on each rank" for p in shown) + "; bf16.",
         NOTE,
     )
-    figure, grid = canvas(len(order) * len(shown), len(shown), 1.05, header, (*KINDS, "bound"), sharex=True)
+    figure, grid = canvas(len(order) * len(shown), len(shown), 1.05, header, (*KINDS, "bound"), sharex="col")
     for line, method in zip(grid, order, strict=True):
         for axes, p in zip(line, shown, strict=True):
-            spans = as_recorded(p.by_method[method].timeline)
+            spans = as_recorded(p.by_method[method].timeline, without_copies=method == "direct")
             draw_lanes(axes, f"{p.linear} by {method}:", spans, method == "direct")
             axes.axvline(perfect(as_recorded(p.by_method[COLLECTIVE].timeline)), color="black", linewidth=2)
     label_lanes(grid)
@@ -39,7 +40,10 @@ def draw_timeline(predictions: Sequence[Prediction], system: System, strategy: S
 def draw_check(compared: Sequence[Compared], path: Path) -> Path:
     """Predicted over measured time, against the measured time; a panel for each record."""
     methods = [one for one in compared if one.is_method and one.what in LOOKS]
-    records, names = list(dict.fromkeys(one.record for one in methods)), list(dict.fromkeys(one.what for one in methods))
+    records, names = (
+        list(dict.fromkeys(one.record for one in methods)),
+        list(dict.fromkeys(one.what for one in methods)),
+    )
     header = (
         f"Planned time over measured time: {len(methods)} rows, {mean_error(methods):.1%} off in the mean",
         f"1 is right; grey: within {WORST:.0%}. Hollow: shapes that the planner's figures were fitted to.",
@@ -54,5 +58,8 @@ def draw_check(compared: Sequence[Compared], path: Path) -> Path:
                 fill = {"markerfacecolor": "white"} if one.is_fitted else {}
                 axes.plot(one.measured_us / 1e3, 1 + one.error, look.marker, color=look.colour, markersize=5, **fill)
         axes.set(xscale="log", title=record, xlabel="measured, ms", ylim=(0.8, 1.2))
+        axes.minorticks_off()
+        axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+        axes.set_xlim(0.2, 15)
     grid[0][0].set_ylabel("planned / measured")
     return save(figure, path)

@@ -63,7 +63,7 @@ class Prediction:
 
     @property
     def chosen(self) -> Estimate:
-        """The fastest. What differs by less than two measurements of one thing do is a tie: NCCL's then, else the first method's."""
+        """The fastest. What differs by no more than two measurements of one thing is a tie: NCCL's, else the first one's."""
         fastest, without = min(e.us for e in self.by_method.values()), self.by_method[COLLECTIVE]
         if fastest > (1 - SAME) * without.us:
             return without
@@ -89,9 +89,7 @@ def predict(system: System, strategy: Strategy, model: Model) -> list[Prediction
     """Forward and backward of all linears. Raises ValueError for what cannot be planned."""
     check(system, strategy, model)
     linears = linears_of(model, strategy.tp)
-    return [
-        _predict(system, strategy, linear, direction) for linear in linears for direction in (FORWARD, BACKWARD)
-    ]
+    return [_predict(system, strategy, linear, direction) for linear in linears for direction in (FORWARD, BACKWARD)]
 
 
 def forward_pass(linear: Linear, rows: int, world: int) -> Pass:
@@ -109,7 +107,9 @@ def _predict(system: System, strategy: Strategy, linear: Linear, direction: str)
     alone = works[COLLECTIVE]
     gemm_us = alone.gemm_us + (wgrad_us(alone) if is_backward else 0.0)
     nccl_us = communication_us(alone) if is_backward else alone.collective_us
-    estimates = {method: estimate(work, backward(work) if is_backward else program(work)) for method, work in works.items()}
+    estimates = {
+        method: estimate(work, backward(work) if is_backward else program(work)) for method, work in works.items()
+    }
     return Prediction(linear.name, direction, pass_.m, pass_.n, pass_.k, gemm_us, nccl_us, estimates)
 
 

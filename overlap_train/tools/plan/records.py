@@ -43,7 +43,11 @@ def tuned(folder: Path, world: int) -> Table:
     if not path.exists():
         return Table("", {})
     newest = "\n## ".join(path.read_text().split("\n## ")[:2])
-    winners = [_winner(*entry, world) for block in re.findall(r"```\n(linear.*?)```", newest, re.S) for entry in _entries(block)]
+    winners = [
+        _winner(*entry, world)
+        for block in re.findall(r"```\n(linear.*?)```", newest, re.S)
+        for entry in _entries(block)
+    ]
     return Table("the record's GPUs", {winner.measured.bucket: winner for winner in winners})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,31 +23,39 @@ def linears_table(predictions: Sequence[Prediction]) -> list[str]:
     """Every pass of every linear, then the sums of a layer."""
     rows = [_row(p) for p in predictions]
     layer = in_layer(predictions)
-    for what, some in (*((d, [p for p in layer if p.direction == d]) for d in ("forward", "backward")), ("both", layer)):
+    for what, some in (
+        *((d, [p for p in layer if p.direction == d]) for d in ("forward", "backward")),
+        ("both", layer),
+    ):
         rows.append(_sum_row("layer", what, total(some)))
     return _aligned([HEADINGS, *rows])
 
 
 def spans_table(spans: Mapping[int, Sequence[Prediction]]) -> list[str]:
     """What each tensor-parallel size pays: the layer, and the GPU time that it takes on all ranks together."""
-    rows = [("tp", "GEMMs", "NCCL alone", COLLECTIVE, "chosen", "exposed", "gain", "GPU-ms of a layer", "over the least")]
+    rows = [
+        ("tp", "GEMMs", "NCCL alone", COLLECTIVE, "chosen", "exposed", "gain", "GPU-ms of a layer", "over the least")
+    ]
     layers = {tp: total(in_layer(predictions)) for tp, predictions in spans.items()}
     least = min(tp * layer.ours_us for tp, layer in layers.items())
     for tp, layer in layers.items():
         exposed = max(0.0, layer.ours_us - layer.gemm_us)
         times = (layer.gemm_us, layer.nccl_us, layer.without_us, layer.ours_us, exposed)
         paid = tp * layer.ours_us
-        rows.append((str(tp), *map(_ms, times), _gain(layer.without_us, layer.ours_us), _ms(paid), f"{paid / least:.2f}"))
+        rows.append(
+            (str(tp), *map(_ms, times), _gain(layer.without_us, layer.ours_us), _ms(paid), f"{paid / least:.2f}")
+        )
     return _aligned(rows)
 
 
-def not_measured(system: System, strategy: Strategy) -> list[str]:
-    """What the figures of this plan do not rest on."""
+def not_measured(system: System, strategy: Strategy, spans: Iterable[int]) -> list[str]:
+    """What the figures of this plan do not rest on. spans: all tensor-parallel sizes in it."""
     found = []
     if system.not_measured:
         found.append(f"{system.name}: scaled from the H200 by data sheets: {', '.join(system.not_measured)}")
-    if strategy.tp not in MEASURED_RANKS:
-        found.append(f"tp {strategy.tp}: links and NCCL were measured with 2 and 4 GPUs")
+    others = [str(tp) for tp in spans if tp not in MEASURED_RANKS]
+    if others:
+        found.append(f"tp {', '.join(others)}: links and NCCL were measured with 2 and 4 GPUs")
     if strategy.rows < FEW_ROWS:
         found.append(f"{strategy.rows} rows: below {FEW_ROWS} the host decides, and it differs from machine to machine")
     return [
@@ -68,7 +76,7 @@ def document(
         "layer": asdict(total(in_layer(predictions))),
         "output": asdict(total(p for p in predictions if p.linear == OUTPUT)),
         "tp": {tp: asdict(total(in_layer(some))) for tp, some in spans.items()},
-        "not_measured": not_measured(system, strategy),
+        "not_measured": not_measured(system, strategy, spans),
     }  # fmt: skip
 
 

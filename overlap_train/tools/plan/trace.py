@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...planning.timeline import Span, Timeline
+from ...planning.timeline import COPIES, Span, Timeline
 from .prediction import Prediction
 
 
-def as_recorded(timeline: Timeline) -> list[dict[str, Any]]:
-    """As the profiler's spans are drawn: name, kind, start and end in microseconds."""
+def as_recorded(timeline: Timeline, without_copies: bool = False) -> list[dict[str, Any]]:
+    """As the profiler's spans are drawn: name, kind, start and end in microseconds. It sees no stores of kernels to peers."""
     return [
         {"name": span.name, "kind": span.kind, "stream": span.lane, "start": span.start, "end": span.end}
         for span in timeline.spans
+        if not (without_copies and span.lane == COPIES)
     ]
 
 
