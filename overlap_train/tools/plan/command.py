@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import wrap
 
 from ...flags import Parser, add_options, from_args, option, positive_int
 from ...planning.machines import SYSTEMS, System
@@ -14,6 +15,7 @@ from . import check, picture, tables, trace
 from .inputs import PLANNED_MODELS, STRATEGIES, Strategy, read_model, read_strategy, read_system
 from .prediction import Prediction, predict
 
+WIDTH = 120  # of what is printed
 SPANS = (1, 2, 4, 8)  # of tensor parallelism
 ABOUT = (
     "Simulates the schedule that the operators execute: what overlap brings on a machine that need not be here. Nothing is run "
@@ -94,8 +96,12 @@ def _lines(
         title, "", *tables.linears_table(predictions),
         "", "gain: over collective, which is NCCL and the product one after the other, as stock Megatron-Core has it.",
         "", "Spans of tensor parallelism, one layer forward and backward:", *tables.spans_table(spans),
-        "", "Not measured:", *(f"- {line}" for line in tables.not_measured(system, strategy, spans)),
+        "", "Not measured:", *(line for text in tables.not_measured(system, strategy, spans) for line in _bullet(text)),
     ]  # fmt: skip
+
+
+def _bullet(text: str) -> list[str]:
+    return wrap(text, WIDTH, initial_indent="- ", subsequent_indent="  ")
 
 
 def _check(asked: Asked, system: System) -> int:
