@@ -195,7 +195,9 @@ def test_a_simulator_that_breaks_a_rule_is_found(
 def test_a_schedule_that_cannot_end_is_refused() -> None:
     made = work(GATHER, "fused")
     silent = replace(program(made), sends=())
-    with pytest.raises(ValueError, match="rank 0 waits for what never comes: arrived call 3 0, .*; the schedule is wrong"):
+    with pytest.raises(
+        ValueError, match="rank 0 waits for what never comes: arrived call 3 0, .*; the schedule is wrong"
+    ):
         simulate([silent], H200.copy_gbs)
 
 

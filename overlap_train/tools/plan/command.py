@@ -91,9 +91,9 @@ def _lines(
     spans: Mapping[int, Sequence[Prediction]],
 ) -> list[str]:  # fmt: skip
     tokens = f"{strategy.rows} tokens"
-    title = f"{asked.model} on {strategy.tp} x {system.name}, {tokens}, bf16. Planned, not measured; times in ms."
+    title = f"{Path(asked.model).stem} on {strategy.tp} x {system.name}, {tokens}, bf16. Planned, not measured; times in ms."
     return [
-        title, "", *tables.linears_table(predictions),
+        *wrap(title, WIDTH), "", *tables.linears_table(predictions),
         "", "gain: over collective, which is NCCL and the product one after the other, as stock Megatron-Core has it.",
         "", "Spans of tensor parallelism, one layer forward and backward:", *tables.spans_table(spans),
         "", "Not measured:", *(line for text in tables.not_measured(system, strategy, spans) for line in _bullet(text)),

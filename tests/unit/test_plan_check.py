@@ -1,0 +1,105 @@
+"""The planner against what was measured: every row of the records of two and four GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from overlap_train.planning.machines import SYSTEMS
+from overlap_train.planning.schedule import GATHER
+from overlap_train.tools.plan import command
+from overlap_train.tools.plan.check import (
+    CALIBRATED,
+    MEAN,
+    WORST,
+    Compared,
+    compare,
+    compare_layers,
+    mean_error,
+    report,
+)
+from overlap_train.tools.plan.records import rows_of, tuned
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+H200 = SYSTEMS["h200"]
+# What the model does not explain (docs/planner.md, "Where it misses"); cuBLAS takes longer for 2048 x 3584 than for its share.
+KNOWN_TO_MISS = {
+    ("h200x4", "ag_gemm fprop 8192, 14336, 4096", "chunked"),
+    ("h200x4", "gemm_rs dgrad 8192, 4096, 14336", "chunked"),
+    ("h200x4", "llama3-8b-mlp s=4096", "chunked"),
+}
+
+
+@cache
+def operators() -> list[Compared]:
+    return [one for name in ("h200x2", "h200x4") for one in compare(BENCHMARKS / name, H200)]
+
+
+@cache
+def layers() -> list[Compared]:
+    return [one for name in ("h200x2", "h200x4") for one in compare_layers(BENCHMARKS / name, H200)]
+
+
+def test_every_recorded_row_is_compared() -> None:
+    methods = [one for one in operators() if one.is_method]
+    assert len(methods) == sum(len(rows_of(BENCHMARKS / name, "operators.json")) for name in ("h200x2", "h200x4"))
+    assert len({one.case for one in methods}) >= 20
+    assert {one.what for one in operators()} == {"auto", "fused", "direct", "chunked", "gemm", "comm", "sequence"}
+
+
+def test_each_figure_is_within_ten_percent_but_for_those_that_are_known() -> None:
+    missed = {(one.record, one.case, one.what) for one in (*operators(), *layers()) if abs(one.error) > WORST}
+    assert missed == KNOWN_TO_MISS
+
+
+@pytest.mark.parametrize("record", ["h200x2", "h200x4"])
+@pytest.mark.parametrize("what", ["auto", "fused", "direct", "chunked", "gemm", "comm", "sequence"])
+def test_the_mean_of_every_kind_is_within_five_percent(record: str, what: str) -> None:
+    assert mean_error(one for one in operators() if (one.record, one.what) == (record, what)) <= MEAN
+
+
+def test_shapes_that_nothing_was_fitted_to_are_predicted_as_well() -> None:
+    held_out = [one for one in operators() if one.is_method and not one.is_fitted]
+    assert len(held_out) >= 80 and mean_error(held_out) <= MEAN
+    assert sum(one.is_fitted for one in operators()) < len(operators()) / 2 and len(CALIBRATED) == 2
+
+
+def test_whole_layers_are_predicted_as_well() -> None:
+    assert len(layers()) == 72 and mean_error(layers()) <= MEAN
+
+
+@pytest.mark.parametrize("wrong", [{"sustained_tflops": 560.0, "burst_tflops": 640.0}, {"nccl_ring_gbs": 200.0}])
+def test_a_wrong_figure_is_noticed(wrong: dict[str, float]) -> None:
+    compared = compare(BENCHMARKS / "h200x4", replace(H200, **wrong))
+    assert max(mean_error(o for o in compared if o.what == what) for what in ("comm", "fused", "sequence")) > MEAN
+
+
+def test_variants_are_those_of_the_record() -> None:
+    table = tuned(BENCHMARKS / "h200x4", 4)
+    winner = next(
+        w for w in table.winners.values() if (w.measured.kind, w.measured.n, w.measured.k) == (GATHER, 1536, 4096)
+    )
+    assert winner.method == "fused" and winner.measured.m in (8192, 4096, 2048)
+    names = {name for w in table.winners.values() for name in w.ms}
+    assert {"fused whole barrier first", "fused split", "chunked barrier first", "collective"} <= names
+    assert not tuned(BENCHMARKS / "h200x4" / "small_m", 4).winners
+
+
+def test_the_report_names_what_misses() -> None:
+    lines = report(operators(), layers())
+    assert all(len(line) <= 120 for line in lines)
+    assert sum("predicted," in line for line in lines) == len(KNOWN_TO_MISS)
+    assert any(line.startswith("methods, held out") for line in lines)
+
+
+def test_the_command_checks_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert command.main(["--check", str(BENCHMARKS / "h200x2")]) == 0
+    assert "methods, all                    80" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="cannot be read as a record"):
+        command.main(["--check", str(tmp_path)])
+    (tmp_path / "operators.json").write_text('{"rows": []}')
+    with pytest.raises(ValueError, match="holds no rows"):
+        command.main(["--check", str(tmp_path)])

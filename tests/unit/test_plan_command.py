@@ -1,0 +1,91 @@
+"""`overlap-train plan`: tables, JSON, trace and pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from overlap_train.planning.machines import SYSTEMS
+from overlap_train.tools.plan import command
+from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy
+from overlap_train.tools.plan.prediction import COLLECTIVE, METHODS, Prediction, predict, total
+from overlap_train.tools.plan.tables import KEEP, linears_table, not_measured
+
+SMALL = {"hidden_size": 1024, "ffn_hidden_size": 3584, "num_attention_heads": 8, "num_query_groups": 8, "num_layers": 2}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps({"source": "a test", **SMALL, "vocab_size": 1000}))
+    return str(path)
+
+
+def run(model: str, *arguments: str) -> int:
+    return command.main(["--model", model, "--seq", "4096", *arguments])
+
+
+def test_the_tables_fit_and_name_everything(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model, "--tp", "2", "--system", "h100") == 0
+    said = capsys.readouterr().out
+    assert all(len(line) <= 120 for line in said.splitlines())
+    for name in ("qkv", "proj", "fc1", "fc2", "output", "layer", "forward", "backward", *METHODS, "bound", "exposed"):
+        assert name in said
+    assert "h100: scaled from the H200 by data sheets: tile_tflops" in said
+    assert [line.split()[0] for line in said.partition("Spans")[2].splitlines()[2:6]] == ["1", "2", "4", "8"]
+
+
+def test_what_is_written_can_be_read(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, trace = tmp_path / "plan.json", tmp_path / "plan.trace.json"
+    assert run(model, "--json", str(results), "--trace", str(trace)) == 0
+    document = json.loads(results.read_text())
+    assert document["strategy"] == {"tp": 4, "seq": 4096, "micro_batch": 1, "nodes": 1}
+    assert len(document["passes"]) == 10 and set(document["passes"][0]["methods"]) == set(METHODS)
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["tid"] for event in events} >= {"stream 0", "stream 1", "copies", "SM 0"}
+    longest = max(event["ts"] + event["dur"] for event in events)
+    most = max(way["device_us"] for one in document["passes"] for way in one["methods"].values())
+    assert longest == pytest.approx(most, abs=0.01)
+
+
+def test_the_pictures_are_drawn(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert run(model, "--plot", str(tmp_path / "plan.png")) == 0
+    checked = tmp_path / "check.png"
+    record = Path(__file__).parents[2] / "benchmarks" / "h200x2"
+    assert command.main(["--check", str(record), "--plot", str(checked)]) == 0
+    assert (tmp_path / "plan.png").stat().st_size > 10_000 and checked.stat().st_size > 10_000
+
+
+def plan(system: str, tp: int, model: str = "llama3-8b", seq: int = 8192) -> list[Prediction]:
+    return predict(SYSTEMS[system], Strategy(tp, seq), PLANNED_MODELS[model])
+
+
+def test_where_nothing_is_won_it_says_so() -> None:
+    alone = plan("h200", 1)
+    assert all(p.chosen.method == COLLECTIVE and p.nccl_us == 0 for p in alone)
+    assert all(KEEP in line for line in linears_table(alone)[1:-3])
+    long = next(p for p in plan("h200", 2) if p.linear == "output" and p.direction == "backward")
+    fastest = min(e.us for e in long.by_method.values())
+    assert long.chosen.method == COLLECTIVE and fastest > 0.98 * long.chosen.us
+
+
+def test_a_choice_never_loses() -> None:
+    for system in SYSTEMS:
+        for p in plan(system, 8, "llama3-70b"):
+            assert p.chosen.us <= p.by_method[COLLECTIVE].us
+            assert p.chosen.us <= 1.02 * min(e.us for e in p.by_method.values())
+
+
+def test_a_faster_wire_is_never_worse_and_a_slower_one_never_better() -> None:
+    fast, slow = (total(plan(system, 8)) for system in ("h100", "h800"))
+    assert slow.ours_us > fast.ours_us and slow.without_us > fast.without_us
+    assert slow.gemm_us == pytest.approx(fast.gemm_us)
+
+
+def test_few_rows_are_a_matter_of_the_host() -> None:
+    first = plan("h200", 4, seq=512)[0]
+    assert first.by_method["fused"].us == first.by_method["fused"].host_us > first.by_method["fused"].device_us
+    assert any("the host decides" in line for line in not_measured(SYSTEMS["h200"], Strategy(4, 512), [4]))

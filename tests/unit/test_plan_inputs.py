@@ -1,0 +1,137 @@
+"""System, strategy and model: by name, from JSON, refused by name; costs that follow from them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlap_train.planning import cost
+from overlap_train.planning.hardware import hardware_of
+from overlap_train.planning.machines import SPEEDS, SYSTEMS
+from overlap_train.tools.plan.inputs import (
+    PLANNED_MODELS,
+    STRATEGIES,
+    Strategy,
+    check,
+    linears_of,
+    read_model,
+    read_strategy,
+    read_system,
+    write,
+)
+
+H200, LLAMA = SYSTEMS["h200"], PLANNED_MODELS["llama3-8b"]
+
+
+@pytest.mark.parametrize(
+    ("read", "value"),
+    [
+        *((read_system, system) for system in SYSTEMS.values()),
+        (read_strategy, STRATEGIES["tp8"]), (read_strategy, Strategy(2, 4096, 3)),
+        (read_model, LLAMA), (read_model, PLANNED_MODELS["gpt3-175b"]),
+    ],
+)  # fmt: skip
+def test_what_is_written_is_read(read: Any, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    write(path, value)
+    assert read(str(path)) == value
+
+
+def test_a_file_may_change_what_has_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"based_on": "h100", "name": "mine", "copy_gbs": 340, "measured": ["copy_gbs"]}))
+    mine = read_system(str(path))
+    assert mine == replace(SYSTEMS["h100"], name="mine", copy_gbs=340, measured=("copy_gbs",))
+    assert "copy_gbs" not in mine.not_measured and "push_us" in mine.not_measured
+
+
+@pytest.mark.parametrize(
+    ("read", "document", "problem"),
+    [
+        (read_system, {"based_on": "h200", "nvlink": 3}, "unknown key 'nvlink' in the system"),
+        (read_system, {"based_on": "v100"}, "based_on is 'v100'; it must be one of h200"),
+        (read_system, {"name": "x"}, "source, capability, sms"),
+        (read_system, {"based_on": "h200", "copy_gbs": 0}, "copy_gbs is 0; it must be float above 0"),
+        (read_system, {"based_on": "h200", "copy_gbs": "fast"}, "copy_gbs is 'fast'; it must be float above 0"),
+        (read_system, {"based_on": "h200", "sms": 131.5}, "sms is 131.5; it must be int above 0"),
+        (read_system, {"based_on": "h200", "sms": True}, "sms is True; it must be int above 0"),
+        (read_system, {"based_on": "h200", "name": 3}, "name is 3; it must be a str"),
+        (read_system, {"based_on": "h200", "measured": "all"}, "measured is 'all'; it must be a list"),
+        (read_system, [1], "holds a list; it must hold one JSON object"),
+        (read_strategy, {"pp": 2}, "unknown key 'pp' in the strategy; known are tp, seq, micro_batch, nodes"),
+        (read_strategy, {"seq": -1}, "seq is -1; it must be int above 0"),
+        (read_model, {"based_on": "llama3-8b", "layers": 3}, "unknown key 'layers' in the model"),
+        (read_model, {"based_on": "llama3-8b", "is_gated": 1}, "is_gated is 1; it must be a bool"),
+    ],
+)
+def test_wrong_files_are_refused_by_name(read: Any, document: Any, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError) as refused:
+        read(str(path))
+    assert problem in str(refused.value) and "wrong.json" in str(refused.value)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "torn.json").write_text("{")
+    for path in (tmp_path / "torn.json", tmp_path / "none.json"):
+        with pytest.raises(ValueError, match=r"cannot be read .* it must be a JSON file"):
+            read_system(str(path))
+    with pytest.raises(ValueError, match=r"--system h300: it must be one of h200, a100, .*, or a \.json file"):
+        read_system("h300")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "problem"),
+    [
+        (Strategy(16), "tp 16 on 1 nodes of 8 GPUs: several nodes are not planned yet"),
+        (Strategy(8, nodes=2), "several nodes are not planned yet"),
+        (Strategy(4, seq=8190), "seq times micro_batch: 8190 must be divisible by the 4 ranks"),
+        (Strategy(7, seq=7 * 1024), "qkv: features: 6144 must be divisible by the 7 ranks"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(strategy: Strategy, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        check(H200, strategy, LLAMA)
+
+
+def test_the_vocabulary_is_padded_as_megatron_does() -> None:
+    output = linears_of(LLAMA, 4)[-1]
+    assert (output.name, output.n, output.k, output.is_column) == ("output", 128512, 4096, True)
+    assert [linear.name for linear in linears_of(replace(LLAMA, vocab_size=0), 4)] == ["qkv", "proj", "fc1", "fc2"]
+
+
+def test_every_machine_has_all_figures() -> None:
+    for name, system in SYSTEMS.items():
+        assert system.name == name
+        assert all(getattr(system, speed) > 0 for speed in SPEEDS)
+        assert system.sustained_tflops <= system.burst_tflops <= system.tile_tflops < system.peak_tflops
+        assert system.copy_gbs < system.nvlink_gbs
+        sheet = hardware_of({"a100": "A100-SXM", "h100": "H100 80GB HBM3", "h800": ""}.get(name, name.upper()))
+        if sheet is not None:
+            assert (sheet.peak_tflops, sheet.nvlink_gbs) == (system.peak_tflops, system.nvlink_gbs)
+    assert not H200.not_measured
+    assert set(SPEEDS) <= set(asdict(H200))
+
+
+def test_products_take_what_power_allows_or_their_waves() -> None:
+    long, short = (2.0 * 8192 * n * 16384 for n in (53248, 64))
+    assert long * 1e-6 / cost.power_us(H200, long) == pytest.approx(H200.sustained_tflops, rel=0.01)
+    assert short * 1e-6 / cost.power_us(H200, short) == pytest.approx(H200.burst_tflops, rel=0.03)
+    whole_wave = cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096)  # 132 tiles
+    assert cost.library_gemm_us(H200, 128 * 12, 256 * 12, 4096) > 1.2 * whole_wave
+
+
+def test_the_simulator_needs_no_torch() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import overlap_train.planning.cost, overlap_train.planning.machines, overlap_train.planning.simulate
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
