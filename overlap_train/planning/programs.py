@@ -134,11 +134,12 @@ def _ready(work: Work, block: int, chunk: int) -> Token:
 
 def program(work: Work) -> Program:
     """A pass alone, as the benchmark measures it."""
+    start = list(begin(work, sends_by_copies(work)))
     if work.plan.kind == GATHER:
-        (kernels, sending), finish = gather_part(work), []
-    else:
-        (kernels, sending), finish = scatter_part(work)
-    return assemble(work, [*begin(work, sends_by_copies(work)), *kernels, *finish], sending)
+        kernels, sending = gather_part(work)
+        return assemble(work, [*start, *kernels], sending)
+    (kernels, sending), finish = scatter_part(work)
+    return assemble(work, [*start, *kernels, *finish], sending)
 
 
 def assemble(work: Work, kernels: list[Kernel], sending: list[Send]) -> Program:

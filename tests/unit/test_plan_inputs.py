@@ -14,6 +14,8 @@ import pytest
 from overlap_train.planning import cost
 from overlap_train.planning.hardware import hardware_of
 from overlap_train.planning.machines import SPEEDS, SYSTEMS
+from overlap_train.tools.doctor.report import ok
+from overlap_train.tools.doctor.system import probed
 from overlap_train.tools.plan.inputs import (
     PLANNED_MODELS,
     STRATEGIES,
@@ -135,3 +137,18 @@ sys.modules["torch"] = None
 import overlap_train.planning.cost, overlap_train.planning.machines, overlap_train.planning.simulate
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_the_doctor_measured_becomes_a_system(tmp_path: Path) -> None:
+    found = [ok("gemm", "600 TFLOP/s (8192 x 8192 x 8192, bf16)"), ok("link", "310 to 342 GB/s to 3 peers")] * 4
+    system = probed("NVIDIA H200", found)
+    assert system is not None
+    assert (system.name, system.copy_gbs, system.source) == ("h200", 324.0, "overlap-train doctor on NVIDIA H200")
+    flops = 2.0 * 8192**3
+    assert flops * 1e-6 / cost.power_us(system, flops) == pytest.approx(600, rel=0.03)
+    assert "copy_gbs" not in system.not_measured and "nccl_us" in system.not_measured
+    write(tmp_path / "here.json", system)
+    assert read_system(str(tmp_path / "here.json")) == system
+    alone = probed("NVIDIA H200", found[:1])
+    assert alone is not None and alone.copy_gbs == H200.copy_gbs
+    assert probed("NVIDIA H200", []) is None and probed("Some GPU", found) is None

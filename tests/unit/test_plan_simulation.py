@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def _copy_problems(made: Work, timeline: Timeline, tokens: dict[Token, float]) -
     sends = program(made).sends
     if [span.place for span in copies] != [(s.leg.target, s.leg.block, s.leg.chunk) for s in sends]:
         yield "legs went in another order than the schedule's"
-    for first, second in zip(copies, copies[1:], strict=False):
+    for first, second in pairwise(copies):
         if second.start < first.end - 1e-9:
             yield "the copy engine did two things at a time"
     ready = {(s.leg.target, s.leg.chunk): s.ready for s in sends}
@@ -90,7 +91,7 @@ def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, Span]]:
         lanes[span.lane].append(span)
     for lane in lanes.values():
         lane.sort(key=lambda span: span.start)
-        yield from zip(lane, lane[1:], strict=False)
+        yield from pairwise(lane)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -196,7 +197,7 @@ def test_a_schedule_that_cannot_end_is_refused() -> None:
     made = work(GATHER, "fused")
     silent = replace(program(made), sends=())
     with pytest.raises(
-        ValueError, match="rank 0 waits for what never comes: arrived call 3 0, .*; the schedule is wrong"
+        ValueError, match=r"rank 0 waits for what never comes: arrived call 3 0, .*; the schedule is wrong"
     ):
         simulate([silent], H200.copy_gbs)
 

@@ -20,6 +20,7 @@ from ..measure.world import World, first_line, join
 from . import environment, gpus, links, memory, operator, versions
 from .job import Job, Work, open_job
 from .report import FAIL, WARN, Finding, fail, ok, render, verdict, warn, write
+from .system import write_system
 
 _LATE = "run again; if it repeats, py-spy dump the named ranks and file an issue with this report"
 _DRIVER = "the driver does not answer: nvidia-smi on this host, dmesg for Xid errors"
@@ -35,6 +36,7 @@ class Doctor:
     """What the doctor is told."""
 
     json: str = option("", "write all findings of all ranks to FILE", metavar="FILE")
+    system_json: str = option("", "write what was measured to FILE, for overlap-train plan --system", metavar="FILE")
     provider: str = option("auto", "check this one only; auto: all of them", choices=PROVIDERS)
     seconds: float | None = option(
         None, "how long to repeat the operators; default 30 on GPUs, 3 on CPUs", parse=positive_float, metavar="S"
@@ -73,10 +75,12 @@ def main(arguments: list[str]) -> int:
 
 
 def report(asked: Doctor, findings: list[Finding], hosts: list[str]) -> None:
-    """Print, and write the JSON."""
+    """Print, and write what was asked for."""
     render(findings, len(hosts))
     if asked.json:
         write(Path(asked.json), findings, hosts)
+    if asked.system_json:
+        print(write_system(Path(asked.system_json), findings))
 
 
 def no_store(error: Exception) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,15 +100,15 @@ def report(operators: Sequence[Compared], layers: Sequence[Compared]) -> list[st
     """What the command prints: errors by what was measured, then rows that miss."""
     lines = ["what                       figures   mean error   worst   over 10 %"]
     methods = [one for one in operators if one.is_method]
-    groups: list[tuple[str, Iterable[Compared]]] = [
-        *((what, _only(operators, lambda one, what=what: one.what == what)) for what in _kinds(operators)),
-        ("methods, all", methods),
-        ("methods, fitted shapes", _only(methods, lambda one: one.is_fitted)),
-        ("methods, held out", _only(methods, lambda one: not one.is_fitted)),
-        *((f"layer {what}", _only(layers, lambda one, what=what: one.what == what)) for what in _kinds(layers)),
-        ("layers, all (held out)", layers),
-    ]
-    lines += [_line(name, list(some)) for name, some in groups if some]
+    groups: dict[str, list[Compared]] = {
+        **_by_kind(operators),
+        "methods, all": methods,
+        "methods, fitted shapes": [one for one in methods if one.is_fitted],
+        "methods, held out": [one for one in methods if not one.is_fitted],
+        **{f"layer {what}": some for what, some in _by_kind(layers).items()},
+        "layers, all (held out)": list(layers),
+    }
+    lines += [_line(name, some) for name, some in groups.items() if some]
     missed = [one for one in (*operators, *layers) if abs(one.error) > WORST]
     lines += ["", f"over 10 %: {len(missed)} of {len(operators) + len(layers)}"]
     return [*lines, *(_missed(one) for one in missed)]
@@ -118,12 +118,11 @@ def mean_error(some: Iterable[Compared]) -> float:
     return statistics.mean(abs(one.error) for one in some)
 
 
-def _kinds(some: Sequence[Compared]) -> list[str]:
-    return list(dict.fromkeys(one.what for one in some))
-
-
-def _only(some: Iterable[Compared], is_wanted: Callable[[Compared], bool]) -> list[Compared]:
-    return [one for one in some if is_wanted(one)]
+def _by_kind(some: Sequence[Compared]) -> dict[str, list[Compared]]:
+    found: dict[str, list[Compared]] = {}
+    for one in some:
+        found.setdefault(one.what, []).append(one)
+    return found
 
 
 def _line(name: str, some: list[Compared]) -> str:

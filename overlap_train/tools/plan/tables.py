@@ -33,7 +33,7 @@ def linears_table(predictions: Sequence[Prediction]) -> list[str]:
 
 def spans_table(spans: Mapping[int, Sequence[Prediction]]) -> list[str]:
     """What each tensor-parallel size pays: the layer, and the GPU time that it takes on all ranks together."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("tp", "GEMMs", "NCCL alone", COLLECTIVE, "chosen", "exposed", "gain", "GPU-ms of a layer", "over the least")
     ]
     layers = {tp: total(in_layer(predictions)) for tp, predictions in spans.items()}

@@ -1,0 +1,51 @@
+"""What the doctor has measured, as a system that `overlap-train plan --system FILE` plans for."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from ...planning.cost import power_us
+from ...planning.machines import SYSTEMS, System
+from .report import Finding
+
+# Operators send blocks of 8 to 64 MiB. On H200 these go at 360 GB/s where the doctor's 128 MiB go at 380.
+_OF_PROBE = 360 / 380
+_FLOPS = 2.0 * 8192**3  # of the doctor's product
+_RATES = ("tile_tflops", "burst_tflops", "sustained_tflops")
+
+
+def write_system(path: Path, findings: Sequence[Finding]) -> str:
+    """Write the file; says what became of it."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    system = probed(name, findings)
+    if system is None:
+        return f"{path} not written: {name} is none of {', '.join(SYSTEMS)}, or its product was not measured"
+    path.write_text(json.dumps(asdict(system), indent=1) + "\n")
+    return f"{path}: {system.name} with what was measured: {', '.join(system.measured)}"
+
+
+def probed(device_name: str, findings: Sequence[Finding]) -> System | None:
+    """The named system with this machine's speed of products and copies. Its other figures are of the H200, or scaled from it."""
+    base = next((system for name, system in SYSTEMS.items() if name.upper() in device_name.upper()), None)
+    products = _figures(findings, "gemm", r"(\d+) TFLOP/s \(8192")
+    if base is None or not products:
+        return None
+    ratio = statistics.median(products) / (_FLOPS * 1e-6 / power_us(base, _FLOPS))
+    rates = {rate: round(ratio * getattr(base, rate), 1) for rate in _RATES}
+    made = replace(base, source=f"overlap-train doctor on {device_name}", **rates, measured=_RATES)
+    copies = _figures(findings, "link", r"to (\d+) GB/s to")
+    if not copies:
+        return made
+    return replace(made, copy_gbs=round(_OF_PROBE * statistics.median(copies), 1), measured=(*_RATES, "copy_gbs"))
+
+
+def _figures(findings: Sequence[Finding], name: str, pattern: str) -> list[float]:
+    found = (re.search(pattern, finding.measured) for finding in findings if finding.name == name)
+    return [float(match[1]) for match in found if match]
