@@ -73,8 +73,8 @@ def test_where_nothing_is_won_it_says_so() -> None:
 
 
 def test_a_choice_never_loses() -> None:
-    for system in SYSTEMS:
-        for p in plan(system, 8, "llama3-70b"):
+    for system in ("a100", "h800", "h20"):
+        for p in plan(system, 8):
             assert p.chosen.us <= p.by_method[COLLECTIVE].us
             assert p.chosen.us <= 1.02 * min(e.us for e in p.by_method.values())
 
@@ -87,5 +87,6 @@ def test_a_faster_wire_is_never_worse_and_a_slower_one_never_better() -> None:
 
 def test_few_rows_are_a_matter_of_the_host() -> None:
     first = plan("h200", 4, seq=512)[0]
-    assert first.by_method["fused"].us == first.by_method["fused"].host_us > first.by_method["fused"].device_us
+    chunked = first.by_method["chunked"]
+    assert chunked.us == chunked.host_us > chunked.device_us
     assert any("the host decides" in line for line in not_measured(SYSTEMS["h200"], Strategy(4, 512), [4]))
