@@ -62,7 +62,7 @@ def _plan(asked: Asked, system: System) -> int:
     strategy = replace(read_strategy(asked.strategy), **{name: value for name, value in given.items() if value})
     predictions = predict(system, strategy, model)
     spans = spans_of(system, strategy, model, predictions)
-    print(*_lines(asked, system, strategy, predictions, spans), sep="\n")
+    print(*_lines(asked, system, strategy, model, predictions, spans), sep="\n")
     if asked.json:
         document = tables.document(system, strategy, model, predictions, spans)
         Path(asked.json).write_text(json.dumps(document, indent=1) + "\n")
@@ -87,13 +87,13 @@ def spans_of(
 
 
 def _lines(
-    asked: Asked, system: System, strategy: Strategy, predictions: Sequence[Prediction],
+    asked: Asked, system: System, strategy: Strategy, model: Model, predictions: Sequence[Prediction],
     spans: Mapping[int, Sequence[Prediction]],
 ) -> list[str]:  # fmt: skip
     tokens = f"{strategy.rows} tokens"
     title = f"{Path(asked.model).stem} on {strategy.tp} x {system.name}, {tokens}, bf16. Planned, not measured; times in ms."
     return [
-        *wrap(title, WIDTH), "", *tables.linears_table(predictions),
+        *wrap(title, WIDTH), "", *tables.linears_table(predictions, model.num_layers),
         "", "gain: over collective, which is NCCL and the product one after the other, as stock Megatron-Core has it.",
         "", "Spans of tensor parallelism, one layer forward and backward:", *tables.spans_table(spans),
         "", "Not measured:", *(line for text in tables.not_measured(system, strategy, spans) for line in _bullet(text)),

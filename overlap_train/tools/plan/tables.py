@@ -19,8 +19,8 @@ MEASURED_RANKS = (1, 2, 4)
 FEW_ROWS = 1024
 
 
-def linears_table(predictions: Sequence[Prediction]) -> list[str]:
-    """Every pass of every linear, then the sums of a layer."""
+def linears_table(predictions: Sequence[Prediction], num_layers: int) -> list[str]:
+    """Every pass of every linear, then the sums of a layer, and of all layers with the output layer."""
     rows = [_row(p) for p in predictions]
     layer = in_layer(predictions)
     for what, some in (
@@ -28,6 +28,8 @@ def linears_table(predictions: Sequence[Prediction]) -> list[str]:
         ("both", layer),
     ):
         rows.append(_sum_row("layer", what, total(some)))
+    output = [p for p in predictions if p.linear == OUTPUT]
+    rows.append(_sum_row("model", "both", total([*layer * num_layers, *output])))
     return _aligned([HEADINGS, *rows])
 
 
@@ -70,11 +72,12 @@ def document(
     spans: Mapping[int, Sequence[Prediction]],
 ) -> dict[str, Any]:  # fmt: skip
     """All of it as JSON: inputs, passes, sums, spans; times in microseconds."""
+    layer, output = in_layer(predictions), [p for p in predictions if p.linear == OUTPUT]
     return {
         "system": asdict(system), "strategy": asdict(strategy), "model": asdict(model), "unit": "us",
         "passes": [_entry(p) for p in predictions],
-        "layer": asdict(total(in_layer(predictions))),
-        "output": asdict(total(p for p in predictions if p.linear == OUTPUT)),
+        "layer": asdict(total(layer)), "output": asdict(total(output)),
+        "model_sum": asdict(total([*layer * model.num_layers, *output])),
         "tp": {tp: asdict(total(in_layer(some))) for tp, some in spans.items()},
         "not_measured": not_measured(system, strategy, spans),
     }  # fmt: skip
