@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import cost
-from .plan import whole_gather
+from .plan import sent_again
 from .programs import Work, assemble, begin, gather_part, scatter_part, sends, sends_by_copies, wait
 from .schedule import GATHER
 from .timeline import COMMUNICATION, COMPUTE, GEMM, Kernel, Program, Token, arrived
@@ -54,7 +54,7 @@ def _row(work: Work) -> Program:
 
 
 def _column(work: Work) -> Program:
-    plan = whole_gather(work.plan, work.topology)
+    plan = sent_again(replace(work.plan, kind=GATHER), work.topology)
     again = replace(work, plan=plan, call="x")  # its rows have as many columns as dx
     (kernels, sending), finish = scatter_part(work)
     arrivals = tuple(arrived("x", source, 0) for source in plan.sources)

@@ -134,6 +134,7 @@ def _ready(work: Work, block: int, chunk: int) -> Token:
 
 def program(work: Work) -> Program:
     """A pass alone, as the benchmark measures it."""
+    assert work.plan.kind in (GATHER, SCATTER), "all-to-alls are not simulated yet"
     start = list(begin(work, sends_by_copies(work)))
     if work.plan.kind == GATHER:
         kernels, sending = gather_part(work)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...planning.machines import System
 from ..bench.lanes import KINDS, draw_lanes, label_lanes, perfect
-from ..bench.style import LOOKS, canvas, look_of, save
+from ..bench.style import LOOKS, canvas, in_order, look_of, save
 from .check import WORST, Compared, mean_error
 from .inputs import Strategy
 from .prediction import COLLECTIVE, FORWARD, METHODS, Prediction
@@ -21,7 +21,7 @@ NOTE = "Planned, not measured. Exposed: the GPU computes nothing meanwhile. What
 def draw_timeline(predictions: Sequence[Prediction], system: System, strategy: Strategy, path: Path) -> Path:
     """One forward call of a column and a row linear by each method, as `bench timeline` draws what it has recorded."""
     shown = [p for p in predictions if p.linear in DRAWN and p.direction == FORWARD]
-    order = (COLLECTIVE, *(method for method in reversed(METHODS) if method != COLLECTIVE))
+    order = in_order(METHODS)
     header = (
         f"One forward call by each method, planned for {strategy.tp} x {system.name.upper()}",
         "Shorter is better. " + "; ".join(f"{p.linear}: {p.m} x {p.n} x {p.k} on each rank" for p in shown) + "; bf16.",
@@ -42,7 +42,7 @@ def draw_check(compared: Sequence[Compared], path: Path) -> Path:
     methods = [one for one in compared if one.is_method and one.what in LOOKS]
     records, names = (
         list(dict.fromkeys(one.record for one in methods)),
-        list(dict.fromkeys(one.what for one in methods)),
+        in_order({one.what for one in methods}),
     )
     header = (
         f"Planned time over measured time: {len(methods)} rows, {mean_error(methods):.1%} off in the mean",
