@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from . import cost
 from .plan import sent_again
-from .programs import Work, assemble, begin, gather_part, scatter_part, sends, sends_by_copies, wait
+from .programs import assemble, begin, gather_part, scatter_part, sends, sends_by_copies, wait
 from .schedule import GATHER
 from .timeline import COMMUNICATION, COMPUTE, GEMM, Kernel, Program, Token, arrived
+from .work import Work
 
 GATHERED: Token = ("x gathered",)
 PARTIAL: Token = ("dgrad done",)

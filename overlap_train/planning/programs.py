@@ -5,75 +5,21 @@ The legs are the plan's, the order of tiles is the schedule's (schedule.py). Her
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ..methods import TRAITS
 from . import cost
 from .machines import System
-from .passes import Pass
-from .plan import EnginePlan
-from .schedule import GATHER, SCATTER, Topology, tile_order
-from .tiling import HOPPER
+from .persistent_tiles import gather_tiles, scatter_tiles
+from .schedule import GATHER, SCATTER
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived, stored
+from .work import Work
 
 BARRIER_US = 10.0  # what a barrier of signals takes (docs/design.md)
 STARTED = ("started",)  # the kernel that stores at peers
 BEGUN = ("begun",)  # what comes before a call's first product or push
 # Host work in driver calls: a kernel launch with its preparation, a library product, a collective, what each call has besides.
 LAUNCH_CALLS, PRODUCT_CALLS, COLLECTIVE_CALLS, OTHER_CALLS = 2, 5, 9, 4
-
-
-@dataclass(frozen=True)
-class Work:
-    """A pass to be simulated. call: what its signals are known by."""
-
-    system: System
-    plan: EnginePlan
-    pass_: Pass
-    topology: Topology
-    call: str = "call"
-
-    @property
-    def world(self) -> int:
-        return self.topology.world
-
-    @property
-    def m_shard(self) -> int:
-        return self.pass_.m // self.world
-
-    @property
-    def features(self) -> int:
-        """Columns of what is sent."""
-        return self.pass_.k if self.plan.kind == GATHER else self.pass_.n
-
-    @property
-    def shard_bytes(self) -> float:
-        """Of one block."""
-        return float(self.m_shard * self.features * self.pass_.dtype.itemsize)
-
-    @property
-    def collective_us(self) -> float:
-        return cost.collective_us(self.system, (self.world - 1) * self.shard_bytes, self.world)
-
-    @property
-    def gemm_us(self) -> float:
-        """The whole product by the library."""
-        return cost.library_gemm_us(self.system, self.pass_.m, self.pass_.n, self.pass_.k)
-
-    @property
-    def part_us(self) -> float:
-        """One rank's rows of it."""
-        return cost.library_gemm_us(self.system, self.m_shard, self.pass_.n, self.pass_.k, self.world)
-
-    def arrivals(self, chunk: int) -> tuple[Token, ...]:
-        """That chunk of every peer."""
-        return tuple(arrived(self.call, source, chunk) for source in self.plan.sources)
-
-    def all_arrivals(self) -> tuple[Token, ...]:
-        return tuple(token for chunk in range(self.plan.chunks) for token in self.arrivals(chunk))
-
 
 Part = tuple[list[Kernel], list[Send]]
 
@@ -88,8 +34,7 @@ def gather_part(work: Work) -> Part:
         return [gather, _product(work, work.gemm_us)], []
     if method == "chunked":
         return _chunked_gather(work), sends(work)
-    tiles = tuple(_cut(work, list(_gather_tiles(work))))
-    return [_persistent(work, "all_gather_gemm_kernel", tiles)], sends(work)
+    return [_persistent(work, "all_gather_gemm_kernel", gather_tiles(work))], sends(work)
 
 
 def scatter_part(work: Work) -> tuple[Part, list[Kernel]]:
@@ -106,7 +51,7 @@ def scatter_part(work: Work) -> tuple[Part, list[Kernel]]:
         rows = [*(target for target, _ in work.plan.legs.by_target), work.topology.rank]
         products = [_product(work, work.part_us, ends=(work.call, "rows", row)) for row in rows]
         return (products, sends(work)), [waits, adds]
-    kernel = _persistent(work, "gemm_reduce_scatter_kernel", tuple(_scatter_tiles(work)))
+    kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
     finish = [waits, adds] if work.plan.variant.split_reduction else []
     return ([kernel], [] if method == "direct" else sends(work)), finish
 
@@ -193,58 +138,3 @@ def _reduce_us(work: Work) -> float:
 
 def _persistent(work: Work, name: str, tiles: tuple[Tile, ...]) -> Kernel:
     return Kernel(name, GEMM, work.system.ramp_us, work.system.gap_us, tiles=tiles, starts=STARTED)
-
-
-def _tiles_a_chunk(work: Work) -> int:
-    return work.plan.tile.count(work.m_shard // work.plan.chunks, work.pass_.n)
-
-
-def _tile_us(work: Work, waves: float, idle_us: float = 0.0) -> float:
-    tile, pass_ = work.plan.tile, work.pass_
-    speed = 1.0 if work.plan.kernels == HOPPER else work.system.portable
-    flops = 2.0 * pass_.m * pass_.n * pass_.k
-    return cost.tile_us(work.system, tile.block_m, tile.block_n, pass_.k, waves, flops, idle_us) / speed
-
-
-def _gather_tiles(work: Work) -> Iterator[Tile]:
-    rank, tiles = work.topology.rank, _tiles_a_chunk(work)
-    total = tiles * work.plan.chunks * work.world
-    rest = total % work.system.sms
-    waves = total // work.system.sms + (0.5 if _is_cut(work, rest) else 1.0) if rest else total / work.system.sms
-    us = _tile_us(work, waves)
-    for block, chunk, tile in tile_order(GATHER, work.topology, work.plan.chunks, tiles):
-        yield Tile((block, chunk, tile), us, () if block == rank else (arrived(work.call, block, chunk),))
-
-
-def _is_cut(work: Work, rest: int) -> bool:
-    """Whether the kernel cuts the tiles of its last wave into halves (kernels/tiles.py: first_cut)."""
-    whole = work.m_shard % (work.plan.chunks * work.plan.tile.block_m) == 0
-    return work.plan.kernels == HOPPER and whole and 0 < 2 * rest <= work.system.sms
-
-
-def _cut(work: Work, tiles: list[Tile]) -> Iterator[Tile]:
-    rest = len(tiles) % work.system.sms
-    first = len(tiles) - (rest if _is_cut(work, rest) else 0)
-    yield from tiles[:first]
-    for tile in tiles[first:]:
-        yield from (Tile(tile.place, tile.us / 2, tile.needs),) * 2
-
-
-def _scatter_tiles(work: Work) -> Iterator[Tile]:
-    plan, system, own, tiles = work.plan, work.system, work.topology.rank, _tiles_a_chunk(work)
-    nbytes = plan.tile.block_m * plan.tile.block_n * work.pass_.dtype.itemsize
-    direct, adds = plan.method == "direct", not plan.variant.split_reduction
-    # All SMs read partials at the same time: a tile's share of the memory's bandwidth is one SM's.
-    adds_us = (work.world - 1) * cost.sum_us(system, nbytes * system.sms) if adds else 0.0
-    waves = math.ceil(tiles * plan.chunks * work.world / system.sms)
-    idle_us = waves / work.world * (adds_us + (work.world - 1) * system.peer_tile_us * direct)
-    us = _tile_us(work, waves, idle_us)
-    legs = {(leg.target, leg.chunk): leg for leg in plan.legs}
-    for block, chunk, tile in tile_order(SCATTER, work.topology, plan.chunks, tiles, interleaved=direct):
-        place, fills = (block, chunk, tile), stored(work.call, block, chunk)
-        if block == own:
-            yield Tile(place, us, adds=work.arrivals(chunk) if adds else (), adds_us=adds_us)
-        elif direct:
-            yield Tile(place, us + system.peer_tile_us, fills=fills, leg=legs[block, chunk], nbytes=nbytes)
-        else:
-            yield Tile(place, us, fills=fills)

@@ -6,7 +6,6 @@ A rank's program is its kernels, stream by stream, and what its copy engine send
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .schedule import Leg
@@ -117,7 +116,3 @@ class Timeline:
 
 
 COPIES = "copies"
-
-
-def of_rank(spans: Sequence[Span], rank: int) -> list[Span]:
-    return [span for span in spans if span.rank == rank]

@@ -11,15 +11,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from overlap_train.planning import simulate as simulator
+from overlap_train.planning import simulated_rank as simulator
 from overlap_train.planning.backward import backward
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.programs import Work, program
+from overlap_train.planning.programs import program
 from overlap_train.planning.schedule import GATHER, SCATTER, Topology, legs, tile_order
 from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.timeline import COPIES, Program, Send, Span, Timeline, Token, arrived
+from overlap_train.planning.work import Work
 from overlap_train.tools.plan.prediction import METHODS, work_of
 
 H200 = SYSTEMS["h200"]
@@ -145,29 +146,29 @@ def test_nothing_is_faster_than_its_resources() -> None:
 # Planted faults: each breaks one rule of the simulator, and the rules above notice.
 
 
-def reversed_legs(self: simulator._Rank, index: int) -> None:
+def reversed_legs(self: simulator.SimulatedRank, index: int) -> None:
     sends = self.program.sends[::-1]
     if index < len(sends):
         send = sends[index]
         self._when(() if send.ready is None else (send.ready,), partial(self._begin, send, index))
 
 
-def impatient_send(self: simulator._Rank, index: int) -> None:
+def impatient_send(self: simulator.SimulatedRank, index: int) -> None:
     if index < len(self.program.sends):
         self._begin(self.program.sends[index], index)
 
 
-def impatient_tile(self: simulator._Rank, grid: simulator._Grid, sm: int) -> None:
+def impatient_tile(self: simulator.SimulatedRank, grid: simulator.Grid, sm: int) -> None:
     if grid.next < len(grid.kernel.tiles):
         grid.next += 1
         self._multiply(grid, sm, grid.kernel.tiles[grid.next - 1])
 
 
-def unreduced_tile(self: simulator._Rank, grid: simulator._Grid, sm: int, tile: object, start: float) -> None:
+def unreduced_tile(self: simulator.SimulatedRank, grid: simulator.Grid, sm: int, tile: object, start: float) -> None:
     self._finish_tile(grid, sm, tile, start)  # type: ignore[arg-type]
 
 
-def greedy_claim(self: simulator._Rank, grid: simulator._Grid, sm: int) -> None:
+def greedy_claim(self: simulator.SimulatedRank, grid: simulator.Grid, sm: int) -> None:
     for _ in range(2):
         if grid.next < len(grid.kernel.tiles):
             tile = grid.kernel.tiles[grid.next]
@@ -188,7 +189,7 @@ FAULTS = [
 def test_a_simulator_that_breaks_a_rule_is_found(
     name: str, fault: object, kind: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulator._Rank, name, fault)
+    monkeypatch.setattr(simulator.SimulatedRank, name, fault)
     made = work(kind, "fused", k=1024)  # copies outlast the product, so that tiles really wait
     assert any(found in problem for problem in problems_of(made, run(made)))
 

@@ -13,11 +13,12 @@ from ...planning.choice import choose
 from ...planning.machines import System, Target
 from ...planning.passes import Pass
 from ...planning.plan import engine_plan
-from ...planning.programs import Work, program
+from ...planning.programs import program
 from ...planning.schedule import GATHER, SCATTER, Topology
 from ...planning.simulate import simulate
 from ...planning.table import SAME, UNTUNED, Table
 from ...planning.timeline import Program, Timeline
+from ...planning.work import Work
 from ..measure.models import Model
 from .inputs import OUTPUT, Linear, Strategy, check, linears_of
 

@@ -1,0 +1,62 @@
+"""A pass to be simulated: its plan, its sizes, and what its parts take on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import cost
+from .machines import System
+from .passes import Pass
+from .plan import EnginePlan
+from .schedule import GATHER, Topology
+from .timeline import Token, arrived
+
+
+@dataclass(frozen=True)
+class Work:
+    """call: what its signals are known by."""
+
+    system: System
+    plan: EnginePlan
+    pass_: Pass
+    topology: Topology
+    call: str = "call"
+
+    @property
+    def world(self) -> int:
+        return self.topology.world
+
+    @property
+    def m_shard(self) -> int:
+        return self.pass_.m // self.world
+
+    @property
+    def features(self) -> int:
+        """Columns of what is sent."""
+        return self.pass_.k if self.plan.kind == GATHER else self.pass_.n
+
+    @property
+    def shard_bytes(self) -> float:
+        """Of one block."""
+        return float(self.m_shard * self.features * self.pass_.dtype.itemsize)
+
+    @property
+    def collective_us(self) -> float:
+        return cost.collective_us(self.system, (self.world - 1) * self.shard_bytes, self.world)
+
+    @property
+    def gemm_us(self) -> float:
+        """The whole product by the library."""
+        return cost.library_gemm_us(self.system, self.pass_.m, self.pass_.n, self.pass_.k)
+
+    @property
+    def part_us(self) -> float:
+        """One rank's rows of it."""
+        return cost.library_gemm_us(self.system, self.m_shard, self.pass_.n, self.pass_.k, self.world)
+
+    def arrivals(self, chunk: int) -> tuple[Token, ...]:
+        """That chunk of every peer."""
+        return tuple(arrived(self.call, source, chunk) for source in self.plan.sources)
+
+    def all_arrivals(self) -> tuple[Token, ...]:
+        return tuple(token for chunk in range(self.plan.chunks) for token in self.arrivals(chunk))
