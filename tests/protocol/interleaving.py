@@ -53,6 +53,7 @@ class Scheduler:
         self.enqueue_launch: Callable[[Callable[[], None]], bool] = lambda run: False  # True: somebody else will run it
         self._trace: deque[str] = deque(maxlen=24)
         self._watched: dict[str, tuple[torch.Tensor, np.ndarray]] = {}
+        self._names: dict[int, str] = {}  # by address, of those that were asked for
         self._seen_bytes = 0
         self._version = 0  # grows with every write that the scheduler knows of
         self._actors: list[Actor] = []
@@ -65,6 +66,7 @@ class Scheduler:
 
     def watch(self, **memory: torch.Tensor) -> None:
         """Name shared tensors (contiguous) for reports. Changes of their bytes tell whether a Python actor wrote."""
+        self._names.clear()
         for name, tensor in memory.items():
             assert tensor.is_contiguous(), f"{name} is not contiguous"
             self._watched[name] = (tensor, tensor.detach().view(-1).view(torch.uint8).numpy())
@@ -159,6 +161,11 @@ class Scheduler:
 
     def name_of(self, address: int) -> str:
         """A watched word by name and index."""
+        if address not in self._names:
+            self._names[address] = self._find_name(address)
+        return self._names[address]
+
+    def _find_name(self, address: int) -> str:
         for name, (tensor, buffer) in self._watched.items():
             offset = address - tensor.data_ptr()
             if 0 <= offset < buffer.nbytes:

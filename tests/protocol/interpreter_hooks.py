@@ -187,11 +187,11 @@ def _to_interpreter(executor: interpreter.GridExecutor, bound: dict) -> dict:
 def _access(kind: str, pointers: object, mask: object) -> MemoryAccess:
     data = np.asarray(pointers.data)
     size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-    return MemoryAccess(kind, int(data.flat[0]), size, data.size == 1 and bool(np.all(mask.data)))
+    return MemoryAccess(kind, int(data.flat[0]), size, data.size == 1 and bool(mask.data.all()))
 
 
 def _rmw_access(operation: object, pointers: object, value: object, mask: object, *rest: object) -> MemoryAccess:
-    adds_nothing = operation == _ADD and not np.any(value.data)
+    adds_nothing = operation == _ADD and not value.data.any()
     return _access("poll" if adds_nothing else "atomic", pointers, mask)
 
 
