@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from tests.script_server import ScriptServer
+
+
+@pytest.fixture(scope="session")
+def script_server() -> Iterator[ScriptServer]:
+    """One process that those of user scripts and commands are forked from."""
+    server = ScriptServer()
+    yield server
+    server.close()
 
 
 @pytest.hookimpl(tryfirst=True)

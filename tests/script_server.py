@@ -1,7 +1,7 @@
-"""Runs programs as `python -m MODULE ...` or `python SCRIPT ...` would, in processes forked from one that has imported torch.
+"""Runs programs on CPU ranks as torchrun would, in processes forked from one that has imported torch.
 
-Importing torch, its compiler and sympy takes a process longer than all that a small script does. Megatron is not imported here:
-under our launcher the script decides when that happens.
+Importing torch, its compiler and sympy takes a process longer than all that a small program does, and torchrun's agent imports
+them, too. Neither Megatron nor overlap_train is imported before the program does it.
 
 Run as a script it is the server: it reads a line of JSON for each program, and answers with a line when all its ranks have ended.
 """
@@ -25,26 +25,35 @@ _GRACE_S = 10.0  # for the other ranks, after one has failed
 
 
 class ScriptServer:
-    """The side of the tests. `environment` is that of the server and of all it runs."""
+    """The side of the tests. What it runs has the environment of this process, without GPUs."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self) -> None:
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, world: int, program: list[str], folder: Path, limit_s: float, **variables: str) -> tuple[int, str]:
-        """(the highest exit status of the ranks, what they printed). program: ["-m", MODULE, ...] or [SCRIPT, ...]."""
+    def run(self, *program: str, folder: Path, world: int = 2, **variables: str) -> tuple[int, str]:
+        """(the highest exit status of the ranks, what they printed).
+
+        program: "-m", MODULE, ... or SCRIPT, ...  folder: the working folder. variables: added to the environment. A program that
+        has not ended after 200 s is killed.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        order = {"world": world, "program": program, "folder": str(folder), "limit_s": limit_s, "variables": variables}
+        order = {"program": program, "folder": str(folder), "world": world, "variables": variables}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         status = json.loads(self._process.stdout.readline())
-        return status, (folder / "output.txt").read_text(errors="replace")
+        return status, _output(folder).read_text(errors="replace")
 
     def close(self) -> None:
-        """End the server; nothing that it has started is left by then."""
+        """End the server."""
         self._process.communicate()
+
+
+def _output(folder: str | Path) -> Path:
+    return Path(folder, "output.txt")
 
 
 def _serve() -> None:
@@ -55,42 +64,38 @@ def _serve() -> None:
     os._exit(0)  # Python's own end takes seconds with everything imported
 
 
-def _run(world: int, program: list[str], folder: str, limit_s: float, variables: dict[str, str]) -> int:
+def _run(program: list[str], folder: str, world: int, variables: dict[str, str]) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    os.environ.update(variables, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    (Path(folder) / "output.txt").unlink(missing_ok=True)
-    running = {_fork(rank, program, folder) for rank in range(world)}
-    end, worst = time.monotonic() + limit_s, 0
+    shared = {**variables, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    _output(folder).unlink(missing_ok=True)
+    running = {_fork(program, folder, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)}
     try:
-        while running and time.monotonic() < end:
-            status = _ended(running)
-            if status:
-                end = min(end, time.monotonic() + _GRACE_S)
-            worst = max(worst, status)
-        return worst if not running else worst or 124
+        return _worst_status(running, time.monotonic() + 200)
     finally:
         for pid in running:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
-def _ended(running: set[int]) -> int:
-    """The exit status of a process that has ended meanwhile, which is taken out; 0 if none has."""
-    for pid in running:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            running.remove(pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it has started
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
-    time.sleep(0.05)
-    return 0
+def _worst_status(running: set[int], end: float) -> int:
+    """Wait for processes until `end`; those that have ended are taken out. 124 if some have not."""
+    worst = 0
+    while running and time.monotonic() < end:
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                running.remove(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # what it has started
+                worst = max(worst, abs(os.waitstatus_to_exitcode(status)))
+                end = min(end, time.monotonic() + _GRACE_S) if worst else end
+        time.sleep(0.02)
+    return worst or (124 if running else 0)
 
 
-def _fork(rank: int, program: list[str], folder: str) -> int:
+def _fork(program: list[str], folder: str, variables: dict[str, str]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -98,10 +103,10 @@ def _fork(rank: int, program: list[str], folder: str) -> int:
     try:
         os.setsid()
         os.chdir(folder)
-        output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        output = os.open(_output(folder), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
             os.dup2(file, stream)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(variables)
         status = _status_of(program)
     finally:
         sys.stdout.flush()

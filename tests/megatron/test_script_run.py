@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.script_server import ScriptServer
+from tests.script_server import ScriptServer
 
 pytestmark = [
     pytest.mark.skipif(
@@ -33,7 +31,7 @@ SMALL = shlex.split("""
     --no-masked-softmax-fusion --no-persist-layer-norm --position-embedding-type rope
     --no-rope-fusion --num-workers 0 --use-cpu-initialization --tensorboard-log-interval 2
 """)
-MEGATRON_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+MEGATRON_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,6 @@ class Run:
         return re.findall(r"iteration +\d+/.* lm loss: (\S+)", self.output)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptServer]:
-    server = ScriptServer({**os.environ, **MEGATRON_VARIABLES})
-    yield server
-    server.close()
-
-
 def launch(server: ScriptServer, folder: Path, *flags: str, launcher: bool = True) -> Run:
     """Train the small model; `launcher` False: without ours."""
     if (
@@ -64,14 +55,14 @@ def launch(server: ScriptServer, folder: Path, *flags: str, launcher: bool = Tru
         flags = (*flags, "--no-gradient-accumulation-fusion")
     program = ["-m", "overlap_train.integrations.megatron", str(SCRIPT)] if launcher else [str(SCRIPT)]
     written = folder / "written.json"
-    status, output = server.run(2, [*program, *SMALL, *flags], folder, limit_s=200, WRITTEN=str(written))
+    status, output = server.run(*program, *SMALL, *flags, folder=folder, WRITTEN=str(written), **MEGATRON_VARIABLES)
     values = json.loads(written.read_text()) if written.exists() else {}
     return Run(status, output, values)
 
 
 @pytest.fixture(scope="module")
-def overlapped(server: ScriptServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = launch(server, tmp_path_factory.mktemp("overlapped"), "--overlap-train", *OUR_SPEC)
+def overlapped(script_server: ScriptServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = launch(script_server, tmp_path_factory.mktemp("overlapped"), "--overlap-train", *OUR_SPEC)
     assert run.status == 0, run.output[-3000:]
     return run
 
@@ -84,9 +75,9 @@ def test_every_linear_is_overlapped_and_the_table_is_printed_once(overlapped: Ru
 
 
 def test_without_our_flag_the_losses_are_the_same_and_nothing_is_ours(
-    server: ScriptServer, overlapped: Run, tmp_path: Path
+    script_server: ScriptServer, overlapped: Run, tmp_path: Path
 ):
-    run = launch(server, tmp_path, *OUR_SPEC)
+    run = launch(script_server, tmp_path, *OUR_SPEC)
     assert run.status == 0, run.output[-3000:]
     assert "GEMM + RS" not in run.output
     assert not any(name.startswith("overlap_train/") for name in run.written["tensorboard"])
@@ -94,9 +85,11 @@ def test_without_our_flag_the_losses_are_the_same_and_nothing_is_ours(
     assert [float(loss) for loss in overlapped.losses] == pytest.approx([float(loss) for loss in run.losses], rel=1e-5)
 
 
-def test_the_compile_step_that_the_wheel_cannot_do_is_skipped(server: ScriptServer, overlapped: Run, tmp_path: Path):
+def test_the_compile_step_that_the_wheel_cannot_do_is_skipped(
+    script_server: ScriptServer, overlapped: Run, tmp_path: Path
+):
     assert "dataset helpers: compiled ones of the megatron-core wheel" in overlapped.output
-    alone = launch(server, tmp_path, *OUR_SPEC, launcher=False)
+    alone = launch(script_server, tmp_path, *OUR_SPEC, launcher=False)
     assert alone.status != 0
     assert "Failed to compile the C++ dataset helper functions" in alone.output
 
@@ -116,14 +109,14 @@ def test_counters_are_written_where_and_when_megatron_writes(overlapped: Run):
     assert "learning-rate 2" in overlapped.written["tensorboard"]
 
 
-def test_a_flag_that_cannot_act_is_an_error(server: ScriptServer, tmp_path: Path):
-    refused = launch(server, tmp_path, "--overlap-train", *OUR_SPEC, "--tensor-model-parallel-size", "1")
+def test_a_flag_that_cannot_act_is_an_error(script_server: ScriptServer, tmp_path: Path):
+    refused = launch(script_server, tmp_path, "--overlap-train", *OUR_SPEC, "--tensor-model-parallel-size", "1")
     assert refused.status != 0
     assert "tensor_model_parallel_size=1 in the model's config" in refused.output
     assert not refused.losses
 
 
-def test_without_a_norm_for_sequence_parallelism_the_way_out_is_named(server: ScriptServer, tmp_path: Path):
-    failed = launch(server, tmp_path, "--overlap-train")
+def test_without_a_norm_for_sequence_parallelism_the_way_out_is_named(script_server: ScriptServer, tmp_path: Path):
+    failed = launch(script_server, tmp_path, "--overlap-train")
     assert failed.status != 0
     assert "--spec overlap_train.integrations.megatron.spec gpt_block_spec" in failed.output

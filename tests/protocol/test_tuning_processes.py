@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,17 +34,12 @@ from overlap_train.tools.tune.candidates import backward, tune_case
 from overlap_train.tools.tune.cases import model_cases, one_a_bucket
 from overlap_train.tools.tune.command import keep
 from tests.processes import run_ranks, values
+from tests.script_server import ScriptServer
 
 CPU = torch.device("cpu")
 M, INSIDE, OUTSIDE = 16, 64, 32  # the linears of the model "tiny": qkv and fc1 [64, 32], proj and fc2 [32, 32]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TUNE = ("-m", "overlap_train", "tune", "--model", "tiny", "--seq", str(M))
 Choices = dict[str, tuple[str, str]]  # "fc1/fprop" -> method, reason
-
-
-def torchrun_tune(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *TORCHRUN, "-m", "overlap_train", "tune", "--model", "tiny", "--seq", str(M), *arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
 def train_a_step(config: OverlapConfig, world: int) -> Choices:
@@ -107,13 +100,16 @@ PASSES = {  # of one rank of two
 }
 
 
-def test_the_second_run_uses_what_the_first_has_measured_and_says_so(tmp_path: Path) -> None:
+def test_the_second_run_uses_what_the_first_has_measured_and_says_so(
+    script_server: ScriptServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     before = values(run_ranks(2, _train, str(tmp_path)))
     assert all("default, not tuned" in reason for choices in before for _, reason in choices.values())
-    run = torchrun_tune("--tp", "2", "--quick", "--tuning-dir", str(tmp_path))
-    assert run.returncode == 0, run.stdout + run.stderr
+    arguments = ("--tp", "2", "--quick", "--tuning-dir", str(tmp_path))
+    status, said = script_server.run(*TUNE, *arguments, folder=tmp_path_factory.mktemp("tune"))
+    assert status == 0, said
     (file,) = tmp_path.iterdir()
-    assert file.name in run.stdout
+    assert file.name in said
     stored = json.loads(file.read_text())["winners"]
     assert len(stored) == 4 and all(set(winner["ms"]) == {"chunked", "collective"} for winner in stored)
     first, second = values(run_ranks(2, _train, str(tmp_path)))
@@ -263,8 +259,10 @@ def test_a_folder_that_cannot_act_any_more_is_an_error(tmp_path: Path) -> None:
         assert "--overlap-train-tuning-dir" in error and "shutdown()" in error
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
+    script_server: ScriptServer, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    run = torchrun_tune("--tuning-dir", str(tmp_path / "file"))
-    assert run.returncode != 0
-    assert run.stderr.count("rank 0 cannot write there (") == 1 and "[1/4]" not in run.stdout
+    status, said = script_server.run(*TUNE, "--tuning-dir", str(tmp_path / "file"), folder=tmp_path)
+    assert status != 0
+    assert said.count("rank 0 cannot write there (") == 1 and "[1/4]" not in said

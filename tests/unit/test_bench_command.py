@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,9 @@ from overlap_train import cli
 from overlap_train.flags import from_args
 from overlap_train.tools.bench import command, plots
 from overlap_train.tools.measure.cases import EXCHANGES, OPS, PASSES
+from tests.script_server import ScriptServer
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+BENCH = ("-m", "overlap_train", "bench")
 
 
 def parsed(line: str) -> command.Operators | command.Layers:
@@ -78,44 +76,35 @@ def test_without_torchrun_the_message_says_how_to_start(
     assert "torchrun --standalone --nproc-per-node" in capsys.readouterr().err
 
 
-def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*TORCHRUN, "-m", "overlap_train", "bench", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-    )
-
-
-def test_operators_run_on_two_processes(tmp_path: Path) -> None:
+def test_operators_run_on_two_processes(script_server: ScriptServer, tmp_path: Path) -> None:
     arguments = ("--tiny", "--quick", "--passes", "fprop,dgrad,wgrad", "--out", str(tmp_path))
-    run = _torchrun("operators", *arguments)
-    assert run.returncode == 0, run.stdout + run.stderr
+    status, said = script_server.run(*BENCH, "operators", *arguments, folder=tmp_path)
+    assert status == 0, said
     rows = json.loads((tmp_path / "operators.json").read_text())["rows"]
     assert {(row["op"], row["pass"], row["method"]) for row in rows} == {
         (op, pass_, method) for op in OPS for pass_ in PASSES for method in ("chunked", "collective")
     }
     for row in rows:
         assert row["world"] == 2 and row["ms"] > 0 and row["sequence_ms"] > 0 and row["gemm_ms"] > 0
-    assert "async-TP needs CUDA" in run.stdout and "async-TP needs CUDA" in (tmp_path / "operators.md").read_text()
+    assert "async-TP needs CUDA" in said and "async-TP needs CUDA" in (tmp_path / "operators.md").read_text()
 
 
 @pytest.mark.slow
-def test_layers_run_on_two_processes(tmp_path: Path) -> None:
-    run = _torchrun("layers", "--tiny", "--quick", "--methods", "chunked", "--out", str(tmp_path))
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_layers_run_on_two_processes(script_server: ScriptServer, tmp_path: Path) -> None:
+    arguments = ("--tiny", "--quick", "--methods", "chunked", "--out", str(tmp_path))
+    status, said = script_server.run(*BENCH, "layers", *arguments, folder=tmp_path)
+    assert status == 0, said
     (row,) = json.loads((tmp_path / "layers.json").read_text())["rows"]
     assert (row["layer"], row["method"], row["seq"], row["async_tp_ms"]) == ("tiny-mlp", "chunked", 16, None)
     pytest.importorskip("megatron.core")
     assert row["megatron_ms"] > 0
 
 
-def test_ulysses_runs_on_two_processes(tmp_path: Path) -> None:
+def test_ulysses_runs_on_two_processes(script_server: ScriptServer, tmp_path: Path) -> None:
     """Projections alone, and whole attention blocks."""
-    run = _torchrun("ulysses", "--tiny", "--quick", "--passes", "fprop,dgrad,wgrad", "--out", str(tmp_path))
-    assert run.returncode == 0, run.stdout + run.stderr
+    arguments = ("--tiny", "--quick", "--passes", "fprop,dgrad,wgrad", "--out", str(tmp_path))
+    status, said = script_server.run(*BENCH, "ulysses", *arguments, folder=tmp_path)
+    assert status == 0, said
     rows = json.loads((tmp_path / "operators.json").read_text())["rows"]
     assert {(row["op"], row["pass"], row["method"]) for row in rows} == {
         (op, pass_, method) for op in EXCHANGES for pass_ in PASSES for method in ("chunked", "collective")
@@ -131,7 +120,9 @@ def test_ulysses_runs_on_two_processes(tmp_path: Path) -> None:
     assert [path.name for path in plots.draw(tmp_path)] == ["speedup.png", "layers.png"]
 
 
-def test_a_shape_that_does_not_exist_ends_with_status_2_and_one_line() -> None:
-    run = _torchrun("operators", "--shapes", "llama9")
-    assert run.returncode != 0
-    assert run.stderr.count("overlap-train bench: error: argument --shapes: 'llama9' is not one of") == 1
+def test_a_shape_that_does_not_exist_ends_with_status_2_and_one_line(
+    script_server: ScriptServer, tmp_path: Path
+) -> None:
+    status, said = script_server.run(*BENCH, "operators", "--shapes", "llama9", folder=tmp_path)
+    assert status == 2
+    assert said.count("overlap-train bench: error: argument --shapes: 'llama9' is not one of") == 1
