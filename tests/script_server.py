@@ -58,7 +58,8 @@ def _output(folder: str | Path) -> Path:
 
 def _serve() -> None:
     for module in _IMPORTED_BY_MEGATRON:
-        __import__(module)
+        with contextlib.suppress(ImportError):  # another torch may have its private modules elsewhere
+            __import__(module)
     for line in sys.stdin:
         print(json.dumps(_run(**json.loads(line))), flush=True)
     os._exit(0)  # Python's own end takes seconds with everything imported
