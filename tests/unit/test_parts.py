@@ -1,0 +1,37 @@
+"""How a long sequence is cut into the parts that pass through symmetric memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlap_train.protocol.layout import SLOTS
+from overlap_train.ulysses.parts import cut
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("positions", [1, 5, 127, 128, 1000, 4096, 65536, 131071])
+@pytest.mark.parametrize("bytes_of_position", [1, 512, 12288, 40960])
+@pytest.mark.parametrize("limit_mib", [0.001, 1, 16, 512])
+def test_parts_cover_all_positions_and_fit(positions: int, bytes_of_position: int, limit_mib: float) -> None:
+    parts = cut(positions, bytes_of_position, limit_mib)  # type: ignore[arg-type]
+    assert [first for first, _ in parts] == [0, *(last for _, last in parts[:-1])] and parts[-1][1] == positions
+    longest = max(last - first for first, last in parts)
+    assert SLOTS * longest * bytes_of_position <= limit_mib * MIB or longest == 1
+    assert {last - first for first, last in parts[:-1]} <= {longest}, "they share a plan"
+
+
+def test_a_sequence_that_fits_stays_whole() -> None:
+    assert cut(4096, 12288, 144) == [(0, 4096)]
+    assert cut(4096, 12288, 143) == [(0, 2048), (2048, 4096)]
+
+
+def test_parts_hold_whole_tiles_where_one_fits() -> None:
+    """128 rows; a part that ends within a tile would be multiplied by slower kernels."""
+    parts = cut(65536, 12288, 512)
+    assert len(parts) == 5 and all((last - first) % 128 == 0 for first, last in parts)
+    assert cut(300, 12288, 3) == [(0, 75), (75, 150), (150, 225), (225, 300)], "less than a tile fits: equal parts"
+
+
+def test_where_not_even_one_position_fits_each_is_a_part() -> None:
+    assert cut(3, 10 * MIB, 1) == [(0, 1), (1, 2), (2, 3)]
