@@ -144,9 +144,8 @@ def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a @ b
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(
-        a.float(), b.float(), out=a.new_empty(len(a), b.shape[1], dtype=torch.float32)
-    )  # autocast leaves out= alone
+    total = a.new_empty(len(a), b.shape[1], dtype=torch.float32)
+    return torch.mm(a.float(), b.float(), out=total)  # autocast leaves out= alone
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -57,7 +57,7 @@ def qkv_all_to_all(
             qkv_all_to_all, x_shard_m, w, bias, group=group, heads=heads, layout=layout, rotary=rotary, config=config, name=name
         )  # fmt: skip
     world_size = dist.get_world_size(group)
-    error = _error(x_shard_m, layout, rotary, world_size, name)
+    error = _error(x_shard_m, layout, rotary, world_size, name) or _angles_error(rotary, heads, name)
     if error is not None:
         raise ValueError(error)
     linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name)
@@ -104,6 +104,14 @@ def _error(
         shapes = f"cos {tuple(rotary.cos.shape)} and sin {tuple(rotary.sin.shape)}"
         return f"{name}: rotary has {shapes}; both must have a row for each of the {rows} rows of all ranks"
     return layout.error(rows, world_size, name)
+
+
+def _angles_error(rotary: Rotary | None, heads: AttentionHeads, name: str) -> str | None:
+    """What is wrong with the number of features that are rotated, or None."""
+    rotated = 0 if rotary is None else rotary.cos.shape[-1]
+    if rotated % 2 == 0 and rotated <= heads.dim:
+        return None
+    return f"{name}: rotary turns {rotated} features of each head, which has {heads.dim}; it must be an even number of them"
 
 
 @dataclass(frozen=True)

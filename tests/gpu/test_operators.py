@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from overlap_train import all_gather_linear, linear_reduce_scatter
+from overlap_train import all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
 from overlap_train.operators.all_gather_gemm import start_gather
 from overlap_train.operators.gemm_reduce_scatter import start_scatter
 from overlap_train.planning.arguments import Request
@@ -164,6 +164,20 @@ def test_the_same_bits_on_every_run(case: Case) -> None:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
 
+def test_the_same_bits_of_all_to_alls_on_every_run(case: Case) -> None:
+    x = _random(case, 1024, 1024, seed=case.rank).requires_grad_()
+    weight = _random(case, 512 * case.world, 1024, seed=10).requires_grad_()
+    runs = []
+    for _ in range(5):
+        x.grad = weight.grad = None
+        y = linear_all_to_all(x, weight, group=case.group, config=case.config)
+        z = all_to_all_linear(y, weight.t(), group=case.group, config=case.config)
+        z.square().sum().backward()
+        runs.append([y.detach().clone(), z.detach().clone(), x.grad, weight.grad])
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
 def test_layouts_freezing_microbatches_and_recomputation(case: Case) -> None:
     """Strided inputs and weights, frozen parts, two microbatches in flight and recomputation give what the plain case gives."""
     x = case.integers(256, 2, 1024, seed=case.rank).to(case.dtype)[:, :, ::2].detach().requires_grad_()
@@ -201,6 +215,23 @@ def test_main_grad_accumulates_in_fp32(case: Case) -> None:
     y.backward(dy)
     assert w.grad is None
     assert bool((w.main_grad == 257 + 2.0**-10).all())
+
+
+def test_main_grad_accumulates_in_fp32_block_by_block(case: Case) -> None:
+    """Of rows of the weight, as dy comes, and of its columns, as x comes."""
+    size = 32 * case.world
+    w = torch.nn.Parameter(torch.ones(size, size, device=case.device, dtype=case.dtype))
+    w.main_grad = torch.full((size, size), 2.0**-10, device=case.device)
+    for operator, x in (
+        (linear_all_to_all, torch.ones(4, size, device=case.device, dtype=case.dtype)),
+        (all_to_all_linear, torch.ones(4 * case.world, 32, device=case.device, dtype=case.dtype)),
+    ):
+        y = operator(x, w, group=case.group, config=case.config)
+        dy = torch.zeros_like(y).unflatten(0, (-1, 4))
+        dy[:, 0], dy[:, -1] = 256.0, 1.0
+        y.backward(dy.flatten(0, 1))
+    assert w.grad is None
+    assert bool((w.main_grad == 2 * 257 + 2.0**-10).all())
 
 
 def test_wrong_arguments_raise_on_every_rank(case: Case) -> None:

@@ -109,6 +109,8 @@ def test_growing_shapes_reallocate_the_heap(case: Case) -> None:
         for _ in range(2):  # so that slots are used again
             OPERATORS["column"](case, (size, 1), 128, 64)
             OPERATORS["row"](case, (size, 1), 64, 128)
+            OPERATORS["to_heads"](case, (size, 1), 64, 128)
+            OPERATORS["to_rows"](case, (size, 1), 128, 64)
 
 
 def test_busy_sms_of_another_group(case: Case) -> None:

@@ -29,6 +29,7 @@ def _strange_layouts(rank: int, world: int, method: str) -> None:
 
     def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         hidden = linear_all_to_all(x, w, group=case.group, config=case.config)
+        hidden = torch.stack((hidden, hidden), -1)[..., 0]  # in steps of two
         return all_to_all_linear(hidden, w.t(), group=case.group, config=case.config)
 
     def gradients(run: Any, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
@@ -62,6 +63,21 @@ def test_layouts_freezing_microbatches_and_recomputation_by_kernels(monkeypatch:
     """With a frozen weight, `direct` sends without a product."""
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     values(run_ranks(2, _strange_layouts, "direct"))
+
+
+def _backward_after_backward(rank: int, world: int) -> None:
+    """Each takes two of the three slots: of x that is sent again, and of dx."""
+    case = _case("chunked")
+    x = case.integers(4 * world, 8, seed=rank).float().requires_grad_()
+    w = case.integers(8, 8 * world, seed=9).float().requires_grad_()
+    losses = [all_to_all_linear(n * x, w, group=case.group, config=case.config).sum() for n in (1, 2, 3)]
+    gradients = [torch.autograd.grad(loss, (x, w)) for loss in losses]
+    for n, (dx, dw) in enumerate(gradients, start=1):
+        assert torch.equal(dx, n * gradients[0][0]) and torch.equal(dw, n * gradients[0][1])
+
+
+def test_backward_passes_after_each_other() -> None:
+    values(run_ranks(3, _backward_after_backward))
 
 
 def _main_grad(rank: int, world: int, gathered_input: str) -> None:

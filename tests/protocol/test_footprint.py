@@ -11,7 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train import (
+    AttentionHeads,
+    OverlapConfig,
+    all_gather_linear,
+    all_to_all_linear,
+    linear_all_to_all,
+    linear_reduce_scatter,
+    qkv_all_to_all,
+    shutdown,
+)
 from overlap_train.protocol.layout import BARRIER
 from overlap_train.runtime.registry import domain_of
 from overlap_train.symmetric import host
@@ -29,15 +38,22 @@ def _case(method: str, **settings: Any) -> Case:
 
 
 def _writes(rank: int, world: int) -> None:
+    """Blocks are of [ROWS, FEATURES] for every operator. GEMM + A2A leaves its own block among those that it receives."""
+    peers = set(range(world)) - {rank}
     for method in ("chunked", "fused", "direct"):
         case = _case(method)
-        for operator, rows in ((all_gather_linear, ROWS), (linear_reduce_scatter, ROWS * world)):
-            x, w = torch.ones(rows, FEATURES), torch.ones(FEATURES, FEATURES)
+        for operator, rows, (n, k), expected in (
+            (all_gather_linear, ROWS, (FEATURES, FEATURES), peers),
+            (linear_reduce_scatter, ROWS * world, (FEATURES, FEATURES), peers),
+            (linear_all_to_all, ROWS, (FEATURES * world, FEATURES), peers | {rank}),
+            (all_to_all_linear, ROWS * world, (FEATURES, FEATURES * world), peers),
+        ):
+            x, w = torch.ones(rows, FEATURES), torch.ones(n, k)
             operator(x, w, group=case.group, config=case.config)  # so that memory is there
             poison(case)
             operator(x, w, group=case.group, config=case.config)
             dist.barrier(case.group)
-            assert _written(case) == set(range(world)) - {rank}, f"{method}, {operator.__name__}"
+            assert _written(case) == expected, f"{method}, {operator.__name__}"
 
 
 def _written(case: Case) -> set[int | str]:
@@ -52,24 +68,44 @@ def _written(case: Case) -> set[int | str]:
     return {number if block.all() else "part" for number, block in enumerate(blocks) if block.any()}
 
 
-def test_a_call_writes_the_peers_blocks_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_writes_its_blocks_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     values(run_ranks(3, _writes))
 
 
 def _keeps(rank: int, world: int) -> None:
-    """regather: the caller's x, and no copy. keep: all of it, in memory of its own."""
-    x, w = torch.ones(ROWS, FEATURES, requires_grad=True), torch.ones(8, FEATURES, requires_grad=True)
-    for gathered_input, rows in (("regather", ROWS), ("keep", ROWS * world)):
-        case = _case("chunked", gathered_input=gathered_input)
-        y = all_gather_linear(x, w, group=case.group, config=case.config)
-        saved, weight = y.grad_fn.saved_tensors  # type: ignore[union-attr]
-        assert saved.shape == (rows, FEATURES) and weight.data_ptr() == w.data_ptr()
-        assert (saved.data_ptr() == x.data_ptr()) == (gathered_input == "regather")
-        heap = domain_of(case.group, case.config, case.device).heap
-        assert heap is not None
-        start = heap.view(rank).data_ptr()
-        assert not start <= saved.data_ptr() < start + heap.view(rank).numel()
+    """regather: the caller's x, and no copy. keep: all that was received, in memory of its own."""
+    for operator, x, w in (
+        (all_gather_linear, torch.ones(ROWS, FEATURES), torch.ones(8, FEATURES)),
+        (all_to_all_linear, torch.ones(ROWS * world, FEATURES), torch.ones(8, FEATURES * world)),
+    ):
+        x.requires_grad_(), w.requires_grad_()
+        for gathered_input, rows in (("regather", len(x)), ("keep", ROWS * world)):
+            case = _case("chunked", gathered_input=gathered_input)
+            y = operator(x, w, group=case.group, config=case.config)
+            saved, weight = y.grad_fn.saved_tensors  # type: ignore[union-attr]
+            assert saved.shape == (rows, FEATURES) and weight.data_ptr() == w.data_ptr()
+            assert (saved.data_ptr() == x.data_ptr()) == (gathered_input == "regather")
+            assert not _lies_in_a_slot(saved, case)
+
+
+def _takes_out(rank: int, world: int) -> None:
+    """What an all-to-all returns or keeps for the weight gradient is the caller's: the next call overwrites its slot."""
+    case = _case("chunked")
+    heads = AttentionHeads(world, world, 4)
+    x, w = torch.ones(1, 1, FEATURES), torch.ones(heads.features, FEATURES)
+    for tensor in (
+        linear_all_to_all(x, w, group=case.group, config=case.config),
+        *qkv_all_to_all(x, w, group=case.group, heads=heads, config=case.config),
+    ):
+        assert not _lies_in_a_slot(tensor, case)
+
+
+def _lies_in_a_slot(tensor: torch.Tensor, case: Case) -> bool:
+    heap = domain_of(case.group, case.config, case.device).heap
+    assert heap is not None
+    start = heap.view(case.rank).data_ptr()
+    return start <= tensor.data_ptr() < start + heap.view(case.rank).numel()
 
 
 def _maps_late(rank: int, world: int) -> None:
@@ -104,7 +140,7 @@ def _frees(rank: int, world: int) -> None:
 
 
 def _of_memory(rank: int, world: int) -> None:
-    for body in (_keeps, _maps_late, _frees):
+    for body in (_keeps, _takes_out, _maps_late, _frees):
         body(rank, world)
 
 

@@ -84,3 +84,46 @@ def test_without_a_look_at_the_flag_only_missing_blocks_are_poisoned() -> None:
     look = "missing += (tl.load(abort_ptr, volatile=True) != 0).to(tl.int32)"
     with Fault("kernels.signal", look, "pass").planted():
         assert "nothing shows" in str(assert_caught(late_meeting(), range(60), spin=True))
+
+
+def gives_up(aborted: bool) -> Build:
+    """Rank 0 multiplies what rank 1 never sends, or, aborted, what it has sent but a wait before has given up."""
+
+    def build(scheduler: Scheduler) -> Callable[[], None]:
+        products: dict[int, torch.Tensor] = {}
+
+        def host(domain: SimulatedDomain) -> None:
+            for slot in domain.workspace.slots:
+                slot.memory[domain.rank].zero_()  # what is not there must not be NaN by itself
+            x, b = torch.ones(2 * TILE, TILE), torch.ones(2 * TILE, TILE)
+            plan, exchange = (
+                domain.plan("fused", x, b.t(), "ALL_TO_ALL_LINEAR").fprop,
+                core("operators.all_to_all_gemm"),
+            )
+            receiver = exchange.start_all_to_all_gemm(domain, plan, tag_of("proj"), x)
+            if domain.rank == 0:
+                if aborted:
+                    signals = receiver._call.slot.signals[1, : plan.chunks]
+                    scheduler.wait_until(lambda: bool(signals.all()), "rank 1 to send")
+                    domain.fault.abort.fill_(1)
+                products[0] = receiver.matmul(b)
+
+        Simulation(2, timeout_s=0.01, stopped=() if aborted else (1,)).spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert products[0].isnan().all(), "looks like a result"
+
+        return check
+
+    return build
+
+
+ARRIVED = 'acc = tl.where(arrived, acc, float("nan"))'
+ABORTED = "tl.load(abort_ptr, volatile=True) == 0"
+
+
+@pytest.mark.parametrize(("aborted", "line", "wrong"), [(False, ARRIVED, "pass"), (True, ABORTED, "True")])
+def test_a_product_of_blocks_that_were_given_up_is_nan(aborted: bool, line: str, wrong: str) -> None:
+    assert_passes(gives_up(aborted), range(5), spin=True)
+    with Fault("kernels.all_to_all_gemm", line, wrong).planted():
+        assert "looks like a result" in str(assert_caught(gives_up(aborted), range(5), spin=True))

@@ -15,7 +15,9 @@ from overlap_train import (
     OverlapMismatchError,
     OverlapTimeoutError,
     all_gather_linear,
+    all_to_all_linear,
     check,
+    linear_all_to_all,
     linear_reduce_scatter,
 )
 from tests.processes import run_ranks, values
@@ -33,6 +35,16 @@ def _scatter(config: OverlapConfig, rows: int = 16, name: str = "fc2") -> torch.
     return linear_reduce_scatter(x, w, group=dist.group.WORLD, config=config, name=name)
 
 
+def _to_heads(config: OverlapConfig) -> torch.Tensor:
+    x, w = torch.ones(16, 8), torch.ones(16, 8)
+    return linear_all_to_all(x, w, group=dist.group.WORLD, config=config, name="qkv")
+
+
+def _to_rows(config: OverlapConfig) -> torch.Tensor:
+    x, w = torch.ones(16, 8), torch.ones(8, 8 * dist.get_world_size())
+    return all_to_all_linear(x, w, group=dist.group.WORLD, config=config, name="proj")
+
+
 def _layers(config: OverlapConfig, skipped: int | None = None) -> None:
     """Three layers of one shape; one of them is left out."""
     for layer in range(3):
@@ -47,7 +59,7 @@ def _mistake(rank: int, world: int, method: str, mistake: str) -> tuple[str, str
     _layers(config)
     for rows in (4, 8):
         _gather(config, rows)
-    _scatter(config)
+    _scatter(config), _to_heads(config), _to_rows(config)
     begin = time.monotonic()
     try:
         if mistake == "skips a layer":
@@ -56,6 +68,8 @@ def _mistake(rank: int, world: int, method: str, mistake: str) -> tuple[str, str
             first, second = (_scatter, _gather) if wrong else (_gather, _scatter)
             first(config)
             second(config)
+        elif mistake == "calls the other all-to-all":
+            (_to_heads if wrong else _to_rows)(config)
         else:
             _gather(config, rows=8 if wrong else 4)
         for _ in range(3):  # a rank that was not wrong may find out in its next calls only
@@ -69,6 +83,7 @@ def _mistake(rank: int, world: int, method: str, mistake: str) -> tuple[str, str
 MISTAKES = {
     "skips a layer": r"layers\.1\.fc1.*layers\.2\.fc1|layers\.2\.fc1.*layers\.1\.fc1",
     "swaps": r"fc1/fprop \[all_gather_linear.*fc2/fprop \[linear_reduce_scatter|fc2/fprop.*fc1/fprop",
+    "calls the other all-to-all": r"qkv/fprop \[linear_all_to_all.*proj/fprop \[all_to_all_linear|proj/fprop.*qkv/fprop",
     "has another length": r"\[4, 8\].*\[8, 8\]|\[8, 8\].*\[4, 8\]",
 }
 

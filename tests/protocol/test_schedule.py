@@ -7,8 +7,18 @@ import torch
 import triton
 import triton.language as tl
 
-from overlap_train.kernels.tiles import gather_tile, scatter_tile
-from overlap_train.planning.schedule import GATHER, SCATTER, Topology, legs, sources, targets, tile_order
+from overlap_train.kernels.tiles import exchange_piece, gather_tile, scatter_tile
+from overlap_train.planning.schedule import (
+    A2A_GEMM,
+    GATHER,
+    GEMM_A2A,
+    SCATTER,
+    Topology,
+    legs,
+    sources,
+    targets,
+    tile_order,
+)
 
 SIZES = [(1, 1, 1), (2, 1, 3), (2, 2, 2), (3, 2, 3), (4, 4, 1), (8, 8, 2)]
 
@@ -33,6 +43,15 @@ def list_scatter_kernel(
         tl.store(out_ptr + 3 * index + 2, tile)
 
 
+@triton.jit
+def list_pieces_kernel(out_ptr, rank, pieces, count, WORLD: tl.constexpr):
+    for index in range(count):
+        target, chunk, piece = exchange_piece(index, pieces, rank, WORLD)
+        tl.store(out_ptr + 3 * index, target)
+        tl.store(out_ptr + 3 * index + 1, chunk)
+        tl.store(out_ptr + 3 * index + 2, piece)
+
+
 def order_of(kernel: object, count: int, *arguments: int, **constants: object) -> list[tuple[int, int, int]]:
     out = torch.full((count, 3), -1, dtype=torch.int64)
     kernel[(1,)](out, *arguments, **constants)  # type: ignore[index]
@@ -50,6 +69,15 @@ def test_kernels_take_tiles_in_the_schedules_order(world: int, chunks: int, tile
         for interleaved in (False, True):
             taken = order_of(list_scatter_kernel, count, rank, tiles, count, INTERLEAVED=interleaved, **constants)
             assert taken == list(tile_order(SCATTER, topology, chunks, tiles, interleaved))
+            assert taken == list(tile_order(GEMM_A2A, topology, chunks, tiles, interleaved)), "the same kernel"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_arrives_by_an_all_to_all_is_multiplied_in_one_block_of_tiles(chunks: int) -> None:
+    """all_to_all_gemm.py counts them through: chunk by chunk of the own rows, whatever the number of ranks."""
+    for world in (1, 3):
+        order = list(tile_order(A2A_GEMM, Topology(1, world, world - 1), chunks, 2))
+        assert order == [(world - 1, chunk, tile) for chunk in range(chunks) for tile in range(2)]
 
 
 @pytest.mark.parametrize(("world", "chunks", "tiles"), SIZES)
@@ -62,14 +90,25 @@ def test_kernels_store_rows_at_peers_in_the_order_of_the_legs(world: int, chunks
         assert [(target, chunk) for target, chunk, piece in taken if piece == 0] == expected
 
 
-@pytest.mark.parametrize("kind", [GATHER, SCATTER])
+@pytest.mark.parametrize(("world", "chunks", "pieces"), SIZES)
+def test_kernels_exchange_pieces_in_the_order_of_the_legs(world: int, chunks: int, pieces: int) -> None:
+    """The first chunk of every peer's rows, then the second: a tile needs its chunk from every rank."""
+    count = (world - 1) * chunks * pieces
+    for rank in range(world):
+        sent = [(leg.target, leg.chunk) for leg in legs(A2A_GEMM, Topology(1, world, rank), chunks)]
+        assert sent == [(target, chunk) for chunk in range(chunks) for target in targets(Topology(1, world, rank))]
+        taken = order_of(list_pieces_kernel, count, rank, pieces, count, WORLD=world)
+        assert taken == [(target, chunk, piece) for target, chunk in sent for piece in range(pieces)]
+
+
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, A2A_GEMM, GEMM_A2A])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_every_rank_gets_every_block_once(kind: str, world: int) -> None:
     received: dict[tuple[int, int, int], int] = {}
     for rank in range(world):
         for leg in legs(kind, Topology(1, world, rank), chunks=2):
             assert leg.source == rank != leg.target
-            assert leg.block == (leg.target if kind == SCATTER else 0)
+            assert leg.block == (0 if kind == GATHER else leg.target)
             received[leg.target, leg.source, leg.chunk] = received.get((leg.target, leg.source, leg.chunk), 0) + 1
     assert received == {(t, s, c): 1 for t in range(world) for s in range(world) if s != t for c in range(2)}
 
@@ -86,9 +125,11 @@ def test_blocks_arrive_in_the_order_in_which_they_were_sent(world: int) -> None:
 @pytest.mark.parametrize(("world", "chunks"), [(3, 2), (4, 1)])
 def test_tiles_are_computed_in_the_order_in_which_their_rows_leave(world: int, chunks: int) -> None:
     topology = Topology(1, world, 1)
-    for interleaved in (False, True):
-        order = list(tile_order(SCATTER, topology, chunks, 2, interleaved))
-        assert [block for block, _, _ in order[-2 * chunks :]] == [1] * 2 * chunks, "own rows last"
-    sent = [(leg.target, leg.chunk) for leg in legs(SCATTER, topology, chunks)]
-    computed = list(dict.fromkeys((block, chunk) for block, chunk, _ in tile_order(SCATTER, topology, chunks, 2)))
-    assert computed[: len(sent)] == sent
+    for kind in (SCATTER, GEMM_A2A):
+        for interleaved in (False, True):
+            order = list(tile_order(kind, topology, chunks, 2, interleaved))
+            assert [block for block, _, _ in order[-2 * chunks :]] == [1] * 2 * chunks, "own rows, or columns, last"
+        sent = [(leg.target, leg.chunk) for leg in legs(kind, topology, chunks)]
+        computed = list(dict.fromkeys((block, chunk) for block, chunk, _ in tile_order(kind, topology, chunks, 2)))
+        assert computed[: len(sent)] == sent
+        assert [target for target, _ in legs(kind, topology, chunks).by_target] == list(targets(topology))

@@ -166,6 +166,8 @@ def _refused(rank: int, world: int) -> list[str]:
     calls = (
         lambda: qkv_all_to_all(x[:, 0], w, group=group, heads=heads),
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=turn),
+        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=Rotary(torch.ones(8, 3), torch.ones(8, 3))),
+        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=Rotary(torch.ones(8, 6), torch.ones(8, 6))),
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, layout=SequenceLayout("zigzag", (0, 4))),
         lambda: qkv_all_to_all(x, w[1:], group=group, heads=heads),
         lambda: qkv_all_to_all(x, w, group=group, heads=AttentionHeads(3, 1, 4)),
@@ -187,6 +189,8 @@ def test_calls_that_do_not_fit_say_why() -> None:
             (
                 "linear_qkv: the input has shape (4, 8); it must be [sequence, batch, features]",
                 "linear_qkv: rotary has cos (4, 4) and sin (4, 4); both must have a row for each of the 8 rows of all ranks",
+                "linear_qkv: rotary turns 3 features of each head, which has 4",
+                "linear_qkv: rotary turns 6 features of each head, which has 4",
                 "layout.document_starts=(0, 4) must begin with 0 and end with the 8 rows of all ranks",
                 "linear_qkv: w has 31 rows (shape (31, 8)), AttentionHeads(query=4, kv=2, dim=4) needs 32",
                 "heads.query=3 query heads cannot be divided among the 2 ranks",

@@ -60,9 +60,35 @@ def test_the_gathering_kernel_waits_and_fences_before_it_loads_a_peers_shard(
     assert (re.search(TMA_STORE, ptx) is not None) == whole_tiles
 
 
+@pytest.mark.parametrize("whole_tiles", [True, False])
+def test_the_kernel_after_an_all_to_all_waits_and_fences_at_each_blocks_edge(
+    compiled: Compile, whole_tiles: bool
+) -> None:
+    """As for the peers' shards: it has the own block, and then in a loop those of the peers."""
+    ptx, _ = compiled("hopper_all_to_all_gemm", True, WHOLE_TILES=whole_tiles)
+    assert in_order(ptx, r"globaltimer", ACQUIRE, FENCE, TMA_LOAD)
+    assert len(re.findall(ACQUIRE, ptx)) == 2
+    assert len(re.findall(TMA_LOAD, ptx)) == 8
+    for needed in (ACQUIRE, FENCE):
+        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 4, "of the own block"
+    assert (re.search(TMA_STORE, ptx) is not None) == whole_tiles
+
+
 @pytest.mark.parametrize("direct", [True, False])
-def test_the_scattering_kernel_counts_a_tile_only_when_it_is_written(compiled: Compile, direct: bool) -> None:
-    ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=direct)
+def test_the_kernel_before_an_all_to_all_polls_nothing_and_loads_a_and_b_only(compiled: Compile, direct: bool) -> None:
+    """Who takes the blocks waits; what is received is no operand."""
+    ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=direct, REDUCE=False, EXCHANGE=True)
+    assert not re.search(ACQUIRE, ptx) and not re.search("globaltimer", ptx)
+    assert len(re.findall(TMA_LOAD, ptx)) == 2
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_scattering_kernel_counts_a_tile_only_when_it_is_written(
+    compiled: Compile, direct: bool, exchange: bool
+) -> None:
+    switches = {"REDUCE": False, "EXCHANGE": True} if exchange else {}
+    ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=direct, **switches)
     (written,) = (match.start() for match in re.finditer(WRITTEN, ptx))
     (count,) = (match.start() for match in re.finditer(COUNT if direct else RELEASE_ADD, ptx))
     assert written < count
@@ -87,22 +113,32 @@ def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled:
         assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 2, "A and B only"
 
 
-def test_the_gathering_kernel_counts_a_piece_only_when_all_of_it_is_stored(compiled: Compile) -> None:
+@pytest.mark.parametrize("kernel", ["hopper_all_gather_gemm", "hopper_all_to_all_gemm"])
+def test_a_kernel_that_sends_rows_counts_a_piece_only_when_all_of_it_is_stored(compiled: Compile, kernel: str) -> None:
     """By both warps, in stores of 16 bytes; whoever counts the last of a chunk signals."""
-    ptx, _ = compiled("hopper_all_gather_gemm", True, WHOLE_TILES=True, DIRECT=True)
+    ptx, _ = compiled(kernel, True, WHOLE_TILES=True, DIRECT=True)
     stores = [match.end() for match in re.finditer(WIDE_STORE, ptx)]
     (count,) = (match.start() for match in re.finditer(COUNT, ptx))
     assert len(stores) == len(re.findall(WIDE_LOAD, ptx)) == STEP // (2 * 32 * 8), "two warps, 8 elements each"
     assert stores[-1] < count
     assert re.search(r"bar\.sync\s+\d+, 64;", ptx[stores[-1] : count]), "of two warps"
     assert re.search(SIGNAL, ptx[count : count + 3000])
-    assert not re.search(WIDE_STORE, compiled("hopper_all_gather_gemm", True, WHOLE_TILES=True)[0])
+    assert not re.search(WIDE_STORE, compiled(kernel, True, WHOLE_TILES=True)[0])
 
 
-@pytest.mark.parametrize("kernel", ["hopper_all_gather_gemm", "hopper_gemm_reduce_scatter"])
-def test_a_kernel_that_sends_itself_counts_the_epoch_when_its_last_cta_leaves(compiled: Compile, kernel: str) -> None:
+SENDING = [
+    ("hopper_all_gather_gemm", {"WHOLE_TILES": True}),
+    ("hopper_all_to_all_gemm", {"WHOLE_TILES": True}),
+    ("hopper_gemm_reduce_scatter", {}),
+    ("hopper_gemm_reduce_scatter", {"REDUCE": False, "EXCHANGE": True}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "switches"), SENDING)
+def test_a_kernel_that_sends_itself_counts_the_epoch_when_its_last_cta_leaves(
+    compiled: Compile, kernel: str, switches: dict[str, bool]
+) -> None:
     """The others must not: copies that are still under way send the word."""
-    switches = {"WHOLE_TILES": True} if "gather" in kernel else {}
     (count,) = re.finditer(LEAVE, compiled(kernel, True, DIRECT=True, **switches)[0])
     assert in_order(count.string[: count.start()][-2000:], r"bar\.sync")
     assert len(re.findall(r"st\.global", count.string[count.end() :])) == 3 + 4 * 8 + 1, "each counter, and the epoch"
@@ -111,7 +147,9 @@ def test_a_kernel_that_sends_itself_counts_the_epoch_when_its_last_cta_leaves(co
 
 ARRIVALS = [  # barriers by how many groups of warps arrive at them: rings of STAGES panels, of two tile indices, buffers
     ("hopper_all_gather_gemm", {"WHOLE_TILES": True}, {1: 4 + 2, 2: 4 + 2}),
+    ("hopper_all_to_all_gemm", {"WHOLE_TILES": True}, {1: 4 + 2, 2: 4 + 2}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}, {1: 4 + 2 + 4, 2: 4, 3: 2}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCE": False, "EXCHANGE": True}, {1: 3 + 2 + 8, 2: 3, 3: 2}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}, {1: 3 + 2 + 8, 2: 3, 3: 2}),
 ]
 
@@ -129,6 +167,7 @@ def test_barriers_wait_for_all_who_read(
 # Of each of two multiplying groups: fences for what it writes into shared memory, and waits until TMA has read it.
 HANDED_TO_TMA = [
     ("hopper_all_gather_gemm", {"WHOLE_TILES": True}, 3, 3 + 1),  # left, right and a half tile; at the end once more
+    ("hopper_all_to_all_gemm", {"WHOLE_TILES": True}, 3, 3 + 1),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}, 2, 2 * 2),  # left and right; they are stored at two places
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}, 2, 2 * 4),
 ]
@@ -140,7 +179,7 @@ def test_a_buffer_is_fenced_before_tma_reads_it_and_read_before_it_is_written_ag
 ) -> None:
     """Without either, a store races with TMA, which no test of values can be trusted to see."""
     ptx, _ = compiled(kernel, True, **switches)
-    of_barriers = 1 if "gather" in kernel else 2  # after those of the rings, and of the outbox, are made
+    of_barriers = 2 if "scatter" in kernel else 1  # after those of the rings, and of the outbox, are made
     assert len(re.findall(SHARED_FENCE, ptx)) == of_barriers + 2 * fences
     assert len(re.findall(READ, ptx)) == 2 * reads
 
@@ -163,6 +202,10 @@ KERNELS = [
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}),
+    ("hopper_all_to_all_gemm", {"WHOLE_TILES": True}),
+    ("hopper_all_to_all_gemm", {"WHOLE_TILES": False, "DIRECT": True}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False, "EXCHANGE": True}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCE": False, "EXCHANGE": True}),
 ]
 
 

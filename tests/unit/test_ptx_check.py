@@ -36,13 +36,15 @@ PORTABLE = {
     "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),
     "barrier_kernel": ("signal", dict(WORLD=2, TIMED=True)),
     "all_gather_gemm_kernel": ("all_gather_gemm", TILES | {"DIRECT": False, "PIECE": 4096}),
-    "gemm_reduce_scatter_kernel": ("gemm_reduce_scatter", TILES),
+    "all_to_all_gemm_kernel": ("all_to_all_gemm", TILES | {"DIRECT": False, "PIECE": 4096}),
+    "gemm_reduce_scatter_kernel": ("gemm_reduce_scatter", TILES | {"EXCHANGE": False}),
 }
 PLAIN: dict[str, bool] = {}
 DEFERRED = {"DIRECT": False, "REDUCE": False}
 FUSED = {"DIRECT": False, "REDUCE": True}
 DIRECT = {"DIRECT": True, "REDUCE": True}
 SENDING = {"DIRECT": True}
+EXCHANGE, EXCHANGE_DIRECT = (fused | {"EXCHANGE": True} for fused in (DEFERRED, DIRECT | {"REDUCE": False}))
 CASES = [
     ("wait_kernel", PLAIN, (ACQUIRE,)),
     ("barrier_kernel", PLAIN, (SIGNAL, ACQUIRE)),
@@ -51,6 +53,14 @@ CASES = [
     ("gemm_reduce_scatter_kernel", DEFERRED, (COUNT, STORE)),
     ("gemm_reduce_scatter_kernel", DIRECT, (ACQUIRE, COUNT, SIGNAL)),
     ("all_gather_gemm_kernel", SENDING, (ACQUIRE, STORE, BARRIER, COUNT, SIGNAL)),
+    ("all_to_all_gemm_kernel", PLAIN, (ACQUIRE,)),
+    ("all_to_all_gemm_kernel", SENDING, (ACQUIRE, STORE, BARRIER, COUNT, SIGNAL)),
+    ("gemm_reduce_scatter_kernel", EXCHANGE, (COUNT, STORE)),
+    ("gemm_reduce_scatter_kernel", EXCHANGE_DIRECT, (STORE, COUNT, SIGNAL)),
+    ("hopper_all_to_all_gemm_kernel", PLAIN, (ACQUIRE, FENCE, TMA_LOAD)),
+    ("hopper_all_to_all_gemm_kernel", SENDING, (ACQUIRE, FENCE, TMA_LOAD, STORE, BARRIER, COUNT, SIGNAL)),
+    ("hopper_gemm_reduce_scatter_kernel", EXCHANGE, (COUNT, TMA_STORED, BARRIER)),
+    ("hopper_gemm_reduce_scatter_kernel", EXCHANGE_DIRECT, (COUNT, SIGNAL, TMA_STORED)),
     ("hopper_all_gather_gemm_kernel", PLAIN, (ACQUIRE, FENCE, TMA_LOAD)),
     ("hopper_all_gather_gemm_kernel", SENDING, (ACQUIRE, FENCE, TMA_LOAD, STORE, BARRIER, COUNT, SIGNAL)),
     ("hopper_all_gather_gemm_kernel", SENDING | {"WHOLE_TILES": False}, (ACQUIRE, STORE, BARRIER, COUNT, SIGNAL)),
@@ -74,7 +84,7 @@ def ptx_of() -> Iterator[Ptx]:
             if name in PORTABLE:
                 module, constants = PORTABLE[name]
                 return process.submit(hopper_ptx.compiled_portable, module, name, **(constants | switches)).result(120)
-            if "gather" in name:
+            if "scatter" not in name:
                 switches = {"WHOLE_TILES": True} | switches
             return process.submit(hopper_ptx.compiled, name.removesuffix("_kernel"), True, **switches).result(120)[0]
 
@@ -91,20 +101,26 @@ def test_what_is_demanded_is_there_and_is_missed_when_it_is_gone(
         assert missing(re.sub(instruction, "nop", ptx), name, switches), instruction
 
 
-@pytest.mark.parametrize("whole_tiles", [True, False])
-def test_rows_that_are_not_sent_are_noticed_beside_stores_of_the_result(ptx_of: Ptx, whole_tiles: bool) -> None:
+SENDERS = [("hopper_all_gather_gemm_kernel", whole) for whole in (True, False)]
+SENDERS += [("hopper_all_to_all_gemm_kernel", True)]
+
+
+@pytest.mark.parametrize(("name", "whole_tiles"), SENDERS)
+def test_rows_that_are_not_sent_are_noticed_beside_stores_of_the_result(
+    ptx_of: Ptx, name: str, whole_tiles: bool
+) -> None:
     switches = SENDING | {"WHOLE_TILES": whole_tiles}
-    ptx = ptx_of("hopper_all_gather_gemm_kernel", switches)
-    assert missing(ptx.replace("st.global.v4", "nop"), "hopper_all_gather_gemm_kernel", switches)
+    ptx = ptx_of(name, switches)
+    assert missing(ptx.replace("st.global.v4", "nop"), name, switches)
 
 
-COUNTING = [("scatter", DEFERRED), ("scatter", FUSED), ("scatter", DIRECT)]
-COUNTING += [("gather", SENDING | {"WHOLE_TILES": whole}) for whole in (True, False)]
+SCATTERING = (DEFERRED, FUSED, DIRECT, EXCHANGE, EXCHANGE_DIRECT)
+COUNTING = [("hopper_gemm_reduce_scatter_kernel", switches) for switches in SCATTERING]
+COUNTING += [(name, SENDING | {"WHOLE_TILES": whole}) for name, whole in SENDERS]
 
 
-@pytest.mark.parametrize(("operator", "switches"), COUNTING)
-def test_a_count_before_its_store_is_noticed(ptx_of: Ptx, operator: str, switches: dict[str, bool]) -> None:
-    name = "hopper_all_gather_gemm_kernel" if operator == "gather" else "hopper_gemm_reduce_scatter_kernel"
+@pytest.mark.parametrize(("name", "switches"), COUNTING)
+def test_a_count_before_its_store_is_noticed(ptx_of: Ptx, name: str, switches: dict[str, bool]) -> None:
     ptx = ptx_of(name, switches)
     (count,) = re.findall(rf"^.*{COUNT}.*$", ptx, flags=re.MULTILINE)
     early = count + "\n" + ptx.replace(count, "")
@@ -125,11 +141,12 @@ def test_a_poll_that_was_moved_out_of_its_loop_is_noticed(ptx_of: Ptx) -> None:
 
 def test_every_kernel_has_an_entry() -> None:
     """One without is an error at its first launch, not silence."""
-    from overlap_train.kernels import all_gather_gemm, gemm_reduce_scatter, signal
+    from overlap_train.kernels import all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter, signal
 
-    modules = (all_gather_gemm, gemm_reduce_scatter, signal)
+    modules = (all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter, signal)
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-    assert names | {"hopper_all_gather_gemm_kernel", "hopper_gemm_reduce_scatter_kernel"} == set(PROOFS)
+    hopper = {f"hopper_{name}_kernel" for name in ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")}
+    assert names | hopper == set(PROOFS)
 
 
 def test_a_kernel_that_lacks_its_wait_is_not_launched() -> None:

@@ -1,0 +1,153 @@
+"""Faults of Ulysses' operators: engines, kernels, heads, sequence layouts, and what lies between an all-to-all and attention."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+UNIT, PROTOCOL = "tests/unit", "tests/protocol"
+PROCESSES, OWN = f"{PROTOCOL}/test_processes.py", f"{PROTOCOL}/test_exchange_processes.py"
+EVERY_SHAPE, BY_KERNELS = (
+    f"{PROCESSES}::test_every_shape[chunked-2]",
+    f"{PROCESSES}::test_every_shape_by_kernels[direct]",
+)
+ASIDE = f"{PROCESSES}::test_collectives_beside_the_callers_work"
+SEEDED = f"{PROTOCOL}/test_interleaving_all_to_all.py"
+CHUNKED = tuple(f"{SEEDED}::test_chunked_passes[{problem}-2-False]" for problem in ("to_heads", "to_rows"))
+WITHOUT_PRODUCT = f"{SEEDED}::test_what_is_received_without_a_product_is_complete[False]"
+FOOTPRINT = f"{PROTOCOL}/test_footprint.py::test_what_is_kept_for_backward_how_peers_find_memory_and_when_it_is_freed"
+GIVEN_UP = f"{PROTOCOL}/test_interleaving_failures.py::test_a_product_of_blocks_that_were_given_up_is_nan"
+MODES, MAIN_GRAD = f"{PROTOCOL}/test_modes.py::test_modes", f"{OWN}::test_main_grad_accumulation[regather]"
+STRANGE = f"{OWN}::test_layouts_freezing_microbatches_and_recomputation[collective]"
+ATTENTION = f"{PROTOCOL}/test_ulysses_attention.py"
+BETWEEN_RANKS, REFUSED = (
+    f"{ATTENTION}::test_an_attention_between_ranks_is_that_of_one_process[2-kv_heads1]",
+    f"{ATTENTION}::test_calls_that_do_not_fit_say_why",
+)
+SCHEDULE, PLAN, PTX = f"{PROTOCOL}/test_schedule.py", f"{UNIT}/test_exchange_plan.py", f"{UNIT}/test_hopper_kernels.py"
+GPU_EXACT = "tests/gpu/test_operators.py::test_every_shape_is_exact"
+
+OUT = In("overlap_train/operators/gemm_all_to_all.py", (EVERY_SHAPE,))
+IN = In("overlap_train/operators/all_to_all_gemm.py", (EVERY_SHAPE,))
+LINEARS = In("overlap_train/ulysses/linears.py", (EVERY_SHAPE,))
+EXCHANGE = In("overlap_train/ulysses/exchange.py", (EVERY_SHAPE,))
+PROJECTIONS = In("overlap_train/ulysses/attention.py", (BETWEEN_RANKS,))
+LAYOUT = In("overlap_train/operators/attention_layout.py", (f"{UNIT}/test_attention_layout.py",))
+HEADS = In("overlap_train/planning/heads.py", (f"{UNIT}/test_attention_heads.py",))
+SEQUENCE = In("overlap_train/planning/sequence.py", (f"{UNIT}/test_sequence_layout.py",))
+ORDERS = In("overlap_train/planning/schedule.py", (SCHEDULE,))
+SPEC, PASSES = In("overlap_train/planning/spec.py", (PLAN,)), In("overlap_train/planning/passes.py", (PLAN,))
+WEIGHT_GRADIENT = In("overlap_train/operators/weight_gradient.py", (MAIN_GRAD,))
+KERNEL = In("kernels/all_to_all_gemm.py", (BY_KERNELS,))
+SCATTER = In("kernels/gemm_reduce_scatter.py", (BY_KERNELS,))
+STORES, TILES = In("kernels/p2p_store.py", (BY_KERNELS,)), In("kernels/tiles.py", (SCHEDULE,))
+HOPPER = In(
+    "kernels/hopper_all_to_all_gemm.py",
+    (f"{PTX}::test_the_kernel_after_an_all_to_all_waits_and_fences_at_each_blocks_edge",),
+)
+HOPPER_SCATTER = In(
+    "kernels/hopper_gemm_reduce_scatter.py",
+    (f"{PTX}::test_the_kernel_before_an_all_to_all_polls_nothing_and_loads_a_and_b_only",),
+)
+GPU_IN = In(HOPPER.file, (f"{GPU_EXACT}[fused-to_rows-torch.bfloat16]",), gpu=True)
+GPU_DIRECT_IN = In(HOPPER.file, (f"{GPU_EXACT}[direct-to_rows-torch.bfloat16]",), gpu=True)
+GPU_OUT = In(HOPPER_SCATTER.file, (f"{GPU_EXACT}[fused-to_heads-torch.bfloat16]",), gpu=True)
+
+FAULTS = [
+    OUT("A2A: columns are read before they have come", "        self._call.wait_for_all()\n", "", *CHUNKED),
+    OUT("A2A: what is returned stays in its slot", "self.received_view().flatten(0, 1).clone()",
+        "self.received_view().flatten(0, 1)", FOOTPRINT),
+    OUT("A2A: the own columns are stored as rank 0's", "out=self._call.blocks[domain.rank])", "out=self._call.blocks[0])"),
+    OUT("A2A: NCCL's columns are read before they have come", "            self._work.wait()\n", "            pass\n", ASIDE),
+    OUT("A2A: a kernel's own columns are stored as rank 0's", "own = self._call.blocks[self._domain.rank]",
+        "own = self._call.blocks[0]", BY_KERNELS),
+    IN("A2A: an input that is not contiguous is sent", "x_shard_k.contiguous().unflatten", "x_shard_k.unflatten", STRANGE,
+       survives="the linears hand over contiguous rows; the engine's own look is for who starts it without them"),
+    IN("A2A: blocks are added in the order of ranks", "in self._plan.sources:", "in sorted(self._plan.sources):",
+       f"{OWN}::test_blocks_are_added_in_the_order_in_which_they_arrive"),
+    IN("A2A: each block's sum is rounded", "total.addmm_(a.float(), b.float())",
+       "total.copy_((total + a.float() @ b.float()).to(a.dtype))", f"{OWN}::test_a_sum_over_blocks_is_rounded_once"),
+    IN("A2A: autocast rounds the sum", "torch.mm(a.float(), b.float(), out=total)", "a.float() @ b.float()",
+       f"{MODES}[autocast]"),
+    IN("A2A: a block is multiplied before it has come", "self._call.wait(source)", "pass", *CHUNKED),
+    IN("A2A: the own block is missing for the weight gradient", "self._call.blocks[rank].copy_(self._sent[rank])", "pass"),
+    IN("A2A: blocks are read before all have come", "            self._call.wait_for_all()\n", "            pass\n",
+       WITHOUT_PRODUCT),
+    IN("A2A: direct sends nothing without a product", "if not self._multiplied:", "if False:", WITHOUT_PRODUCT),
+    IN("A2A: NCCL's blocks are read before they have come", "            self._work.wait()\n", "            pass\n", ASIDE),
+    IN("A2A: kept x stays in its slot", "self.received_view().flatten(0, 1).clone()", "self.received_view().flatten(0, 1)",
+       FOOTPRINT),
+    EXCHANGE("A2A: gradients of copies are added in 16 bits", "n, dtype=torch.float32)", "n)", f"{UNIT}/test_attention_heads.py"),
+    EXCHANGE("A2A: a copy's gradient replaces the others", "total[:, columns] += block", "total[:, columns] = block",
+            f"{UNIT}/test_attention_heads.py"),
+    LINEARS("A2A: every rank adds the first columns' bias", ".chunk(domain.world_size)[domain.rank]",
+            ".chunk(domain.world_size)[0]"),
+    LINEARS("A2A: heads are not checked", "error = heads.error(world_size, name)", "error = None", REFUSED),
+    LINEARS("A2A: the input of a frozen weight is kept", "x_shard_m if ctx.needs_input_grad[1] else None, linear.w)",
+            "x_shard_m, linear.w)", f"{MODES}[frozen_weights]"),
+    LINEARS("A2A: x is kept although nothing is trained", "keeps = linear.keeps and trains and", "keeps = linear.keeps and",
+            f"{MODES}[nothing_is_kept_without_gradients]"),
+    EXCHANGE("A2A: the slot of x that is sent again is not counted", "slots = (0 if again is None else again.slots) +",
+             "slots =", f"{OWN}::test_backward_passes_after_each_other"),
+    PROJECTIONS("A2A: heads are split as if one rank had all", "heads.of_rank(world_size), rows", "heads, rows"),
+    PROJECTIONS("A2A: rotation is not checked", "if rotary is not None and (", "if False and (", REFUSED),
+    LAYOUT("A2A: cos and sin are rounded", "[rows].float().view(", "[rows].to(x.dtype).float().view("),
+    LAYOUT("A2A: rows are turned by the angles of the first ones", "t.view(-1, r)[rows].float()",
+           "t.view(-1, r)[: len(x)].float()"),
+    LAYOUT("A2A: gradients are sent in the order of the sequence", "dq, dk, dv = (grad[rows] for",
+           "dq, dk, dv = (grad[: len(rows)] for"),
+    LAYOUT("A2A: gradients are turned forward", "turned * cos - _half", "turned * cos + _half"),
+    LAYOUT("A2A: interleaved pairs are mirrored", "(-x[..., 1::2], x[..., ::2])", "(x[..., 1::2], -x[..., ::2])"),
+    HEADS("A2A: copies of KV heads go to ranks in turn", ".repeat_interleave(ranks_of_group, dim=0)",
+          ".repeat(ranks_of_group, 1)"),
+    HEADS("A2A: a rank may have no KV head", "max(1, self.kv // world_size)", "self.kv // world_size"),
+    HEADS("A2A: any numbers of KV heads and ranks go together", "if self.kv % world_size and world_size % self.kv:", "if False:"),
+    SEQUENCE("A2A: late chunks lie as early ones", "chunks[world_size:].flip(0)", "chunks[world_size:]"),
+    SEQUENCE("A2A: documents lie rank after rank", "torch.cat(parts, dim=1).contiguous()",
+             "torch.cat(parts).view(world_size, -1)"),
+    SEQUENCE("A2A: half as many chunks fit", "length % (2 * world_size)", "length % world_size"),
+    ORDERS("A2A: all chunks of a peer are sent before the next one's", "pieces.sort(key=lambda piece: piece[1])", "pass"),
+    ORDERS("A2A: every peer gets the first block", "0 if kind == GATHER else target, chunk",
+           "0 if kind in INBOUND else target, chunk"),
+    SPEC("A2A: slots are as large as y of all ranks", "whole // world_size if self.fprop == GEMM_A2A else whole", "whole"),
+    SPEC("A2A: a rank's rows are taken for all", "self.fprop in (GATHER, GEMM_A2A)", "self.fprop == GATHER"),
+    PASSES("A2A: a pass multiplies the rows of all ranks", "self.m // self.world if self.kind in EXCHANGES else self.m",
+           "self.m"),
+    PASSES("A2A: a block has the features of all ranks", "features // self.world if self.kind in EXCHANGES else features",
+           "features"),
+    WEIGHT_GRADIENT("A2A: blocks of x are added to rows of main_grad", "target.chunk(len(x), 1), x",
+                    "target.chunk(len(x), 0), x"),
+    WEIGHT_GRADIENT("A2A: main_grad gets the last block only", "    for part, dy_part, x_part in _parts(target, dy, x):\n",
+                    "    for part, dy_part, x_part in list(_parts(target, dy, x))[-1:]:\n"),
+    KERNEL("A2A: a block that was given up is multiplied", "acc = tl.where(arrived, acc, float(\"nan\"))", "pass", GIVEN_UP),
+    KERNEL("A2A: an earlier wait that gave up is forgotten", "tl.load(abort_ptr, volatile=True) == 0", "True", GIVEN_UP),
+    KERNEL("A2A: every block is multiplied by the first rows", "b_ptr + source.to(tl.int64) * k * stride_bk", "b_ptr"),
+    KERNEL("A2A: every chunk multiplies the first rows", "m_shard + first_row) * k", "m_shard) * k"),
+    KERNEL("A2A: every chunk is stored over the first", "(first_row + rows) * n", "rows * n"),
+    KERNEL("A2A: tiles are numbered on over chunks", "tile_in_block(index % per_chunk", "tile_in_block(index"),
+    SCATTER("A2A: every rank gets the first columns", "b_col = target.to(tl.int64) * n if EXCHANGE else 0", "b_col = 0"),
+    STORES("A2A: the own rows go to everybody", "first += tl.cast(target, tl.int64)", "first += tl.cast(rank, tl.int64)"),
+    TILES("A2A: pieces go to the farthest rank first", "(rank + 1 + unit % PEERS)", "(rank + WORLD - 1 - unit % PEERS)"),
+    TILES("A2A: all pieces of a peer before the next one's", "unit % PEERS) % WORLD, unit // PEERS, index % per_chunk",
+          "index % PEERS) % WORLD, unit // PEERS, index % per_chunk"),
+    # what shows in the PTX
+    HOPPER("A2A: TMA reads a peer's block without a fence", "            fence_for_tma()\n", ""),
+    HOPPER("A2A: a peer's block is loaded without a wait",
+           "wait_signal(signals_ptr, signal_word(source, chunk), expected, abort_ptr, record_ptr, limit, True)", "pass"),
+    HOPPER("A2A: the kernel sends rows, and does not count its epoch", "    if DIRECT:\n        finalize_epoch",
+           "    if False:\n        finalize_epoch",
+           f"{PTX}::test_a_kernel_that_sends_itself_counts_the_epoch_when_its_last_cta_leaves"),
+    HOPPER_SCATTER("A2A: who multiplies what leaves waits for the peers", "if REDUCE and source != rank:",
+                   "if EXCHANGE and source != rank:"),
+    # what only a GPU shows
+    GPU_IN("GPU: A2A reads a peer's block from the own ones", "panels, step, received_desc, b_desc",
+           "panels, step, own_desc, b_desc"),
+    GPU_IN("GPU: A2A multiplies every block by the first rows", "source * k,", "0,"),
+    GPU_IN("GPU: A2A reads the first block for all", "source * m_shard + row, col", "row, col"),
+    GPU_IN("GPU: A2A multiplies the blocks of a rank too few", "whole = (m_shard, n, WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K)",
+           "whole = (m_shard, n, (WORLD - 1) * gl.cdiv(k, BLOCK_K) * BLOCK_K)"),
+    GPU_IN("GPU: A2A multiplies as many panels as lie side by side", "WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K", "WORLD * k"),
+    GPU_DIRECT_IN("GPU: A2A sends the own rows to everybody", "STEP, True)", "STEP, False)"),
+    GPU_DIRECT_IN("GPU: A2A expects the epoch before", "tag) if DIRECT else gl.load", "tag) if False else gl.load"),
+    GPU_OUT("GPU: A2A sends the first columns to everybody", "b_col = target * n + tile_n * BLOCK_N if EXCHANGE",
+            "b_col = tile_n * BLOCK_N if EXCHANGE"),
+]  # fmt: skip

@@ -1,0 +1,73 @@
+"""What is planned for all-to-alls: sizes of passes and slots, kernels, chunks, and the method where nothing was measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap_train.planning.arguments import all_to_all_linear_error, linear_all_to_all_error
+from overlap_train.planning.choice import Choice, untuned
+from overlap_train.planning.passes import Pass
+from overlap_train.planning.plan import EnginePlan, engine_plan
+from overlap_train.planning.schedule import A2A_GEMM, GEMM_A2A, Topology
+from overlap_train.planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
+from overlap_train.planning.tiling import HOPPER, PORTABLE
+from tests.unit.test_plan import _hopper as _hopper
+
+BF16, GPU = torch.bfloat16, torch.device("cuda", 0)
+
+
+def test_a_pass_multiplies_the_rows_of_one_rank() -> None:
+    """M = 4096 rows of 4 ranks; K and N of the whole weight, of which one rank's blocks have a quarter."""
+    out = Pass(GEMM_A2A, 4096, 3072, 1024, BF16, 4)
+    back = out.dgrad
+    assert (back.kind, back.m, back.n, back.k) == (A2A_GEMM, 4096, 1024, 3072) and back.dgrad == out
+    for pass_ in (out, back):
+        assert pass_.rows == 1024 and pass_.row_features == 3072 // 4, "of dy as of y"
+    whole = Pass("gather", 4096, 3072, 1024, BF16, 4)
+    assert out.gemm_us == whole.gemm_us / 4
+    assert out.copy_us == pytest.approx(whole.copy_us * (3072 // 4) / 1024)
+
+
+def test_slots_have_room_for_what_one_rank_receives() -> None:
+    """linear_all_to_all: y, and as much of dy. all_to_all_linear: x, and as much of dx."""
+    w = torch.empty(96, 40, dtype=BF16)
+    assert LINEAR_ALL_TO_ALL.slot_bytes(torch.empty(8, 40, dtype=BF16), w, 4) == (4 * 8) * (96 // 4) * 2
+    assert ALL_TO_ALL_LINEAR.slot_bytes(torch.empty(4 * 8, 10, dtype=BF16), w, 4) == (4 * 8) * 10 * 2
+
+
+def engine(method: str, kind: str, m: int = 8192, n: int = 4096, k: int = 4096, world: int = 4) -> EnginePlan:
+    w = torch.empty(8, 8, dtype=BF16)
+    return engine_plan(Choice(method, "asked for"), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w)
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_whose_kernels_multiply_and_in_which_chunks() -> None:
+    assert engine("fused", A2A_GEMM).kernels == engine("fused", GEMM_A2A).kernels == HOPPER
+    assert engine("fused", GEMM_A2A, m=8192 + 4).kernels == PORTABLE, "a tile would cross into the next rank's block"
+    assert engine("fused", A2A_GEMM, m=8192 + 4).kernels == HOPPER
+    assert engine("fused", A2A_GEMM, k=4096 + 16).kernels == PORTABLE, "K/W does not start on 16 bytes"
+    assert engine("fused", GEMM_A2A, n=4096 + 16).kernels == PORTABLE
+    assert engine("fused", A2A_GEMM, m=16384, k=16384).chunks == 4, "of 4096 rows, 8 MiB each"
+    assert [leg.after_tiles for leg in engine("fused", GEMM_A2A).legs] == [True] * 3
+    assert [leg.after_tiles for leg in engine("direct", GEMM_A2A).legs if leg.chunk == 0] == [False] * 3
+    assert [leg.after_tiles for leg in engine("fused", A2A_GEMM).legs] == [False] * 3
+
+
+def test_nothing_is_claimed_for_gpus_that_was_not_measured() -> None:
+    for kind in (A2A_GEMM, GEMM_A2A):
+        assert untuned(Pass(kind, 8192, 4096, 4096, BF16, 4), GPU).method == "collective"
+        assert untuned(Pass(kind, 8192, 4096, 4096, BF16, 4), torch.device("cpu")).method == "chunked"
+
+
+def test_sizes_that_cannot_be_divided_say_why() -> None:
+    x, w = torch.empty(8, 16), torch.empty(10, 16)
+    assert linear_all_to_all_error(x, w, None, 2, "qkv") is None
+    assert "its 10 output features must be divisible by the group's 4 ranks" in str(
+        linear_all_to_all_error(x, w, None, 4, "qkv")
+    )
+    assert all_to_all_linear_error(x, torch.empty(10, 32), None, 2, "proj") is None
+    assert "expects 16 from 2 ranks together" in str(all_to_all_linear_error(x, w, None, 2, "proj"))
+    assert "must be divisible by the group's 3 ranks" in str(
+        all_to_all_linear_error(x, torch.empty(10, 48), None, 3, "proj")
+    )
