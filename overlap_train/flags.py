@@ -140,6 +140,9 @@ def run_command(program: str, work: Callable[[], int]) -> int:
     """
     try:
         return work()
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 1
     except ValueError as error:
         message, status = f"error: {error}", getattr(error, "status", 2)
     except ModuleNotFoundError as error:

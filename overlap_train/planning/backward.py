@@ -1,7 +1,8 @@
 """What one rank does in a whole backward of a linear: the input gradient with its communication, and the weight gradient.
 
 A column linear gathers x again while it multiplies for the input gradient; its partial sums go under the weight gradient
-(linear.py has the order). A row linear gathers dy once, for both.
+(linear.py has the order). A row linear gathers dy once, for both. Of Ulysses the output projection does as the first, the QKV
+projection as the second (ulysses/exchange.py).
 """
 
 from __future__ import annotations
@@ -10,8 +11,18 @@ from dataclasses import replace
 
 from . import cost
 from .plan import sent_again
-from .programs import assemble, begin, gather_part, scatter_part, sends, sends_by_copies, wait
-from .schedule import GATHER
+from .programs import (
+    assemble,
+    begin,
+    exchange_part,
+    gather_part,
+    receive_part,
+    scatter_part,
+    sends,
+    sends_by_copies,
+    wait,
+)
+from .schedule import A2A_GEMM, GATHER, INBOUND, SCATTER
 from .timeline import COMMUNICATION, COMPUTE, GEMM, Kernel, Program, Token, arrived
 from .work import Work
 
@@ -21,7 +32,7 @@ PARTIAL: Token = ("dgrad done",)
 
 def backward(work: Work) -> Program:
     """work: the input gradient. Its kind says which linear this is: a column linear scatters, a row linear gathers."""
-    if work.plan.kind == GATHER:
+    if work.plan.kind in INBOUND:
         return _row(work)
     return _column_by_nccl(work) if work.plan.method == "collective" else _column(work)
 
@@ -29,12 +40,12 @@ def backward(work: Work) -> Program:
 def wgrad_us(work: Work) -> float:
     """dy.T @ x: as many operations as the input gradient."""
     pass_ = work.pass_
-    return cost.library_gemm_us(work.system, pass_.k, pass_.n, pass_.m)
+    return cost.library_gemm_us(work.system, pass_.k, pass_.n, pass_.rows)
 
 
 def communication_us(work: Work) -> float:
     """NCCL's time for all that a backward communicates: a column linear gathers x and scatters dx."""
-    return work.collective_us * (1 if work.plan.kind == GATHER else 2)
+    return work.collective_us * (1 if work.plan.kind in INBOUND else 2)
 
 
 def _wgrad(work: Work, us: float, *needs: Token) -> Kernel:
@@ -47,7 +58,7 @@ def _own_block(work: Work) -> Kernel:
 
 
 def _row(work: Work) -> Program:
-    kernels, sending = gather_part(work)
+    kernels, sending = (gather_part if work.plan.kind == GATHER else receive_part)(work)
     gathered = [] if work.plan.method == "collective" else [_own_block(work), wait(work, work.all_arrivals())]
     return assemble(
         work, [*begin(work, sends_by_copies(work)), *kernels, *gathered, _wgrad(work, wgrad_us(work))], sending
@@ -55,9 +66,10 @@ def _row(work: Work) -> Program:
 
 
 def _column(work: Work) -> Program:
-    plan = sent_again(replace(work.plan, kind=GATHER), work.topology)
+    scatters = work.plan.kind == SCATTER
+    plan = sent_again(replace(work.plan, kind=GATHER if scatters else A2A_GEMM), work.topology)
     again = replace(work, plan=plan, call="x")  # its rows have as many columns as dx
-    (kernels, sending), finish = scatter_part(work)
+    (kernels, sending), finish = (scatter_part if scatters else exchange_part)(work)
     arrivals = tuple(arrived("x", source, 0) for source in plan.sources)
     wgrad = [_own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work))]
     return assemble(work, [*begin(work, work.world > 1), *kernels, *wgrad, *finish], [*sends(again), *sending])

@@ -6,20 +6,20 @@ import math
 from collections.abc import Iterator
 
 from . import cost
-from .schedule import GATHER, SCATTER, tile_order
+from .schedule import A2A_GEMM, GATHER, SCATTER, tile_order
 from .tiling import HOPPER
 from .timeline import Tile, arrived, stored
 from .work import Work
 
 
 def _tiles_a_chunk(work: Work) -> int:
-    return work.plan.tile.count(work.m_shard // work.plan.chunks, work.pass_.n)
+    return work.plan.tile.count(work.m_shard // work.plan.chunks, work.block_columns)
 
 
 def _tile_us(work: Work, waves: float, idle_us: float = 0.0) -> float:
     tile, pass_ = work.plan.tile, work.pass_
     speed = 1.0 if work.plan.kernels == HOPPER else work.system.portable
-    flops = 2.0 * pass_.m * pass_.n * pass_.k
+    flops = 2.0 * pass_.rows * pass_.n * pass_.k
     return cost.tile_us(work.system, tile.block_m, tile.block_n, pass_.k, waves, flops, idle_us) / speed
 
 
@@ -52,22 +52,34 @@ def _cut(work: Work, tiles: list[Tile]) -> Iterator[Tile]:
         yield from (Tile(tile.place, tile.us / 2, tile.needs),) * 2
 
 
+def receive_tiles(work: Work) -> tuple[Tile, ...]:
+    """Of A2A + GEMM: a tile multiplies its own block, then waits for the peers' in its chunk and multiplies those."""
+    tiles, chunks = _tiles_a_chunk(work), work.plan.chunks
+    us = _tile_us(work, math.ceil(tiles * chunks / work.system.sms))
+    own = us / work.world
+    return tuple(
+        Tile(place, own, adds=work.arrivals(place[1]), adds_us=us - own)
+        for place in tile_order(A2A_GEMM, work.topology, chunks, tiles)
+    )
+
+
 def scatter_tiles(work: Work) -> tuple[Tile, ...]:
-    """Of GEMM + RS: a peer's tiles fill its chunks, here or (direct) at the peer; own ones add what has arrived."""
+    """Of GEMM + RS: a peer's tiles fill its chunks, here or (direct) at the peer; own ones add what has arrived. Of GEMM + A2A:
+    the same, with nothing to add."""
     return tuple(_scatter_tiles(work))
 
 
 def _scatter_tiles(work: Work) -> Iterator[Tile]:
     plan, system, own, tiles = work.plan, work.system, work.topology.rank, _tiles_a_chunk(work)
     nbytes = plan.tile.block_m * plan.tile.block_n * work.pass_.dtype.itemsize
-    direct, adds = plan.method == "direct", not plan.variant.split_reduction
+    direct, adds = plan.method == "direct", plan.kind == SCATTER and not plan.variant.split_reduction
     # All SMs read partials at the same time: a tile's share of the memory's bandwidth is one SM's.
     adds_us = (work.world - 1) * cost.sum_us(system, nbytes * system.sms) if adds else 0.0
     waves = math.ceil(tiles * plan.chunks * work.world / system.sms)
     idle_us = waves / work.world * (adds_us + (work.world - 1) * system.peer_tile_us * direct)
     us = _tile_us(work, waves, idle_us)
     legs = {(leg.target, leg.chunk): leg for leg in plan.legs}
-    for block, chunk, tile in tile_order(SCATTER, work.topology, plan.chunks, tiles, interleaved=direct):
+    for block, chunk, tile in tile_order(plan.kind, work.topology, plan.chunks, tiles, interleaved=direct):
         place, fills = (block, chunk, tile), stored(work.call, block, chunk)
         if block == own:
             yield Tile(place, us, adds=work.arrivals(chunk) if adds else (), adds_us=adds_us)

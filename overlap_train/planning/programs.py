@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from ..methods import TRAITS
 from . import cost
 from .machines import System
-from .persistent_tiles import gather_tiles, scatter_tiles
-from .schedule import GATHER, SCATTER
+from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
+from .schedule import GATHER, INBOUND, SCATTER
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived, stored
 from .work import Work
 
@@ -56,6 +56,38 @@ def scatter_part(work: Work) -> tuple[Part, list[Kernel]]:
     return ([kernel], [] if method == "direct" else sends(work)), finish
 
 
+def receive_part(work: Work) -> Part:
+    """A2A + GEMM, all of it."""
+    method, gap = work.plan.method, work.system.gap_us
+    if work.plan.method == "collective":
+        exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, gap)
+        return [exchange, side_by_side(work), _product(work, work.gemm_us)], []
+    if method == "chunked":
+        return _chunked_gather(work), sends(work)
+    return [_persistent(work, "all_to_all_gemm_kernel", receive_tiles(work))], sends(work)
+
+
+def exchange_part(work: Work) -> tuple[Part, list[Kernel]]:
+    """GEMM + A2A: what starts it, and what takes the blocks out of symmetric memory."""
+    method, parts = work.plan.method, [work.part_us] * work.world
+    if method == "collective":
+        exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, work.system.gap_us)
+        return ([_product(work, us) for us in parts], []), [exchange]
+    finish = [wait(work, work.all_arrivals()), side_by_side(work)]
+    if method == "chunked":
+        blocks = [*(target for target, _ in work.plan.legs.by_target), work.topology.rank]
+        products = [_product(work, us, (work.call, "rows", d)) for us, d in zip(parts, blocks, strict=True)]
+        return (products, sends(work)), finish
+    kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
+    return ([kernel], [] if method == "direct" else sends(work)), finish
+
+
+def side_by_side(work: Work) -> Kernel:
+    """The copy that puts W blocks together: read and written."""
+    us = cost.sum_us(work.system, 2 * work.world * work.shard_bytes)
+    return Kernel("copy of the blocks", COMPUTE, us, work.system.gap_us)
+
+
 def sends_by_copies(work: Work) -> bool:
     return work.world > 1 and TRAITS[work.plan.method].pushes
 
@@ -72,19 +104,18 @@ def sends(work: Work) -> list[Send]:
 
 
 def _ready(work: Work, block: int, chunk: int) -> Token:
-    if work.plan.kind == GATHER:
+    if work.plan.kind in INBOUND:
         return BEGUN
     return stored(work.call, block, chunk) if work.plan.method == "fused" else (work.call, "rows", block)
 
 
 def program(work: Work) -> Program:
     """A pass alone, as the benchmark measures it."""
-    assert work.plan.kind in (GATHER, SCATTER), "all-to-alls are not simulated yet"
     start = list(begin(work, sends_by_copies(work)))
-    if work.plan.kind == GATHER:
-        kernels, sending = gather_part(work)
+    if work.plan.kind in INBOUND:
+        kernels, sending = (gather_part if work.plan.kind == GATHER else receive_part)(work)
         return assemble(work, [*start, *kernels], sending)
-    (kernels, sending), finish = scatter_part(work)
+    (kernels, sending), finish = (scatter_part if work.plan.kind == SCATTER else exchange_part)(work)
     return assemble(work, [*start, *kernels, *finish], sending)
 
 

@@ -8,7 +8,7 @@ from . import cost
 from .machines import System
 from .passes import Pass
 from .plan import EnginePlan
-from .schedule import GATHER, Topology
+from .schedule import A2A_GEMM, EXCHANGES, GEMM_A2A, Topology
 from .timeline import Token, arrived
 
 
@@ -31,28 +31,30 @@ class Work:
         return self.pass_.m // self.world
 
     @property
-    def features(self) -> int:
-        """Columns of what is sent."""
-        return self.pass_.k if self.plan.kind == GATHER else self.pass_.n
+    def block_columns(self) -> int:
+        """Of what one rank computes for one rank: all, or in GEMM + A2A that rank's."""
+        return self.pass_.n // (self.world if self.plan.kind == GEMM_A2A else 1)
 
     @property
     def shard_bytes(self) -> float:
         """Of one block."""
-        return float(self.m_shard * self.features * self.pass_.dtype.itemsize)
+        return float(self.m_shard * self.pass_.row_features * self.pass_.dtype.itemsize)
 
     @property
     def collective_us(self) -> float:
-        return cost.collective_us(self.system, (self.world - 1) * self.shard_bytes, self.world)
+        what = cost.all_to_all_us if self.pass_.kind in EXCHANGES else cost.collective_us
+        return what(self.system, (self.world - 1) * self.shard_bytes, self.world)
 
     @property
     def gemm_us(self) -> float:
         """The whole product by the library."""
-        return cost.library_gemm_us(self.system, self.pass_.m, self.pass_.n, self.pass_.k)
+        return cost.library_gemm_us(self.system, self.pass_.rows, self.pass_.n, self.pass_.k)
 
     @property
     def part_us(self) -> float:
-        """One rank's rows of it."""
-        return cost.library_gemm_us(self.system, self.m_shard, self.pass_.n, self.pass_.k, self.world)
+        """One of W parts of it: one rank's rows, one rank's columns (GEMM + A2A), or the terms of one rank (A2A + GEMM)."""
+        depth = self.pass_.k // (self.world if self.plan.kind == A2A_GEMM else 1)
+        return cost.library_gemm_us(self.system, self.m_shard, self.block_columns, depth, self.world)
 
     def arrivals(self, chunk: int) -> tuple[Token, ...]:
         """That chunk of every peer."""

@@ -11,7 +11,7 @@ from overlap_train.planning.machines import SYSTEMS
 from overlap_train.tools.plan import command
 from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy
 from overlap_train.tools.plan.prediction import COLLECTIVE, METHODS, Prediction, predict, total
-from overlap_train.tools.plan.tables import KEEP, linears_table, not_measured
+from overlap_train.tools.plan.tables import linears_table, not_measured
 
 SMALL = {"hidden_size": 1024, "ffn_hidden_size": 3584, "num_attention_heads": 8, "num_query_groups": 8, "num_layers": 2}
 
@@ -47,7 +47,7 @@ def test_what_is_written_can_be_read(model: str, tmp_path: Path, capsys: pytest.
     results, trace = tmp_path / "plan.json", tmp_path / "plan.trace.json"
     assert run(model, "--json", str(results), "--trace", str(trace)) == 0
     document = json.loads(results.read_text())
-    assert document["strategy"] == {"tp": 4, "seq": 4096, "micro_batch": 1, "nodes": 1}
+    assert document["strategy"] == {"tp": 4, "seq": 4096, "micro_batch": 1, "nodes": 1, "cp": 1}
     assert len(document["passes"]) == 10 and set(document["passes"][0]["methods"]) == set(METHODS)
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {event["tid"] for event in events} >= {"stream 0", "stream 1", "copies", "SM 0"}
@@ -72,7 +72,7 @@ def plan(system: str, tp: int, model: str = "llama3-8b", seq: int = 8192) -> lis
 def test_where_nothing_is_won_it_says_so() -> None:
     alone = plan("h200", 1)
     assert all(p.chosen.method == COLLECTIVE and p.nccl_us == 0 for p in alone)
-    assert all(KEEP in line for line in linears_table(alone, 32)[1:-4])
+    assert all(line.split()[-2] == "-" for line in linears_table(alone, 32)[1:-4]), "nothing to hide"
     long = next(p for p in plan("h200", 2) if p.linear == "output" and p.direction == "backward")
     fastest = min(e.us for e in long.by_method.values())
     assert long.chosen.method == COLLECTIVE and fastest > 0.98 * long.chosen.us
@@ -96,3 +96,13 @@ def test_few_rows_are_a_matter_of_the_host() -> None:
     chunked = first.by_method["chunked"]
     assert chunked.us == chunked.host_us > chunked.device_us
     assert any("the host decides" in line for line in not_measured(SYSTEMS["h200"], Strategy(4, 512), [4]))
+
+
+def test_ulysses_exchanges_beside_the_projections_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--cp", "4", "--seq", "32768"]) == 0
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if line[:4].strip() in ("qkv", "proj", "fc1", "fc2")]
+    assert [line.split()[-2] == "-" for line in lines] == [False] * 4 + [True] * 4, "nothing to hide in the MLP"
+    assert all(" 8192, " in line for line in lines), "rows of one of four ranks"
+    assert "Spans of Ulysses (cp)" in said and "the all-to-all operators: they have not run on GPUs" in said
+    assert max(map(len, said.splitlines())) <= 120

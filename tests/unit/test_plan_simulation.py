@@ -16,7 +16,17 @@ from overlap_train.planning.backward import backward
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.programs import program
-from overlap_train.planning.schedule import GATHER, SCATTER, Topology, legs, tile_order
+from overlap_train.planning.schedule import (
+    A2A_GEMM,
+    EXCHANGES,
+    GATHER,
+    GEMM_A2A,
+    INBOUND,
+    SCATTER,
+    Topology,
+    legs,
+    tile_order,
+)
 from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.timeline import COPIES, Program, Send, Span, Timeline, Token, arrived
@@ -24,7 +34,7 @@ from overlap_train.planning.work import Work
 from overlap_train.tools.plan.prediction import METHODS, work_of
 
 H200 = SYSTEMS["h200"]
-KINDS = (GATHER, SCATTER)
+KINDS = (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)
 OURS = [(kind, method) for kind in KINDS for method in METHODS if method != "collective"]
 
 
@@ -37,7 +47,7 @@ def work(kind: str, method: str, world: int = 4, rank: int = 0, k: int = 4096) -
 
 def _plan_of(made: Work, topology: Topology):
     plan = made.plan
-    after = plan.kind == SCATTER and plan.method == "fused"
+    after = plan.kind not in INBOUND and plan.method == "fused"
     sources = tuple((topology.rank - step) % topology.world for step in range(1, topology.world))
     return replace(plan, legs=legs(plan.kind, topology, plan.chunks, after), sources=sources)
 
@@ -107,7 +117,7 @@ def test_the_schedule_is_kept(kind: str, method: str, world: int) -> None:
 def test_tiles_begin_in_the_order_of_the_schedule(kind: str, method: str) -> None:
     made = work(kind, method)
     plan = made.plan
-    tiles = plan.tile.count(made.m_shard // plan.chunks, made.pass_.n)
+    tiles = plan.tile.count(made.m_shard // plan.chunks, made.block_columns)
     expected = list(tile_order(kind, made.topology, plan.chunks, tiles, interleaved=method == "direct"))
     (kernel,) = (kernel for kernel in program(made).kernels if kernel.tiles)
     assert list(dict.fromkeys(tile.place for tile in kernel.tiles)) == expected
@@ -139,7 +149,7 @@ def test_nothing_is_faster_than_its_resources() -> None:
         fastest = H200.copy_gbs if method != "direct" else H200.tile_store_gbs
         assert run(made).us > sent / (fastest * 1e3)
         if method != "chunked":
-            flops = 2.0 * made.pass_.m * made.pass_.n * made.pass_.k
+            flops = 2.0 * made.pass_.rows * made.pass_.n * made.pass_.k
             assert run(made).us > flops / (H200.tile_tflops * 1e6)
 
 
@@ -244,15 +254,36 @@ def test_two_that_send_to_one_get_half_each() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_ranks(kind: str) -> None:
-    pass_ = Pass(kind, 128 * 1024, 256, 512, torch.bfloat16, 1024)
+    wide = 8 if kind in EXCHANGES else 1  # features of each rank
+    pass_ = Pass(kind, 128 * 1024, 256 * wide, 512 * wide, torch.bfloat16, 1024)
     made = work_of(H200, pass_, "fused", UNTUNED, is_alone=True)
     timeline = run(made)
     assert len([span for span in timeline.spans if span.lane == COPIES]) == 1023 * made.plan.chunks
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", ["gather", "scatter, wgrad"])
+@pytest.mark.parametrize("kind", ["gather", "scatter, wgrad", A2A_GEMM, GEMM_A2A])
 def test_whole_backwards_end_and_take_both_products(kind: str, method: str) -> None:
     made = work_of(H200, Pass(kind, 8192, 4096, 1536, torch.bfloat16, 4), method, UNTUNED)
     timeline = simulate([backward(made)], H200.copy_gbs)
     assert timeline.us > 2 * made.gemm_us
+
+
+@pytest.mark.parametrize(("tokens", "measured_us"), [(8192, 110.0), (32768, 369.0), (131072, 1313.0)])
+def test_all_to_alls_of_nccl_take_what_was_measured(tokens: int, measured_us: float) -> None:
+    """Llama-3 8B's QKV features between two H200s."""
+    made = work_of(H200, Pass(GEMM_A2A, tokens, 6144, 4096, torch.bfloat16, 2), "collective", UNTUNED)
+    assert made.collective_us == pytest.approx(measured_us, rel=0.1)
+
+
+def test_a_receiving_tile_multiplies_its_own_block_while_the_others_are_on_their_way() -> None:
+    """An own part of W, then a wait, then the rest: with a slow wire every tile ends that much after the last arrival."""
+    made = work(A2A_GEMM, "fused", world=2)
+    slow = replace(made, system=replace(H200, copy_gbs=1.0))
+    timeline = simulate([program(slow)], 1.0)
+    (last,) = {
+        token: time for _, token, time in timeline.tokens if token == arrived("call", 1, slow.plan.chunks - 1)
+    }.values()
+    (tile,) = {tile.adds_us for kernel in program(slow).kernels for tile in kernel.tiles}
+    first_wave = min(span.end for span in timeline.tiles if span.place[1] == slow.plan.chunks - 1)
+    assert first_wave == pytest.approx(last + tile, rel=1e-3)

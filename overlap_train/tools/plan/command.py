@@ -25,12 +25,13 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What `plan` is told. tp, seq, micro_batch: in place of those of the strategy."""
+    """What `plan` is told. tp, cp, seq, micro_batch: in place of those of the strategy."""
 
     system: str = option("h200", f"of {', '.join(SYSTEMS)}, or a JSON file", metavar="NAME|FILE")
     strategy: str = option("tp4", f"of {', '.join(STRATEGIES)}, or a JSON file", metavar="NAME|FILE")
     model: str = option("llama3-8b", f"of {', '.join(PLANNED_MODELS)}, or a JSON file", metavar="NAME|FILE")
     tp: int | None = option(None, "tensor-parallel size", parse=positive_int, metavar="N")
+    cp: int | None = option(None, "ranks that share the sequence (Ulysses)", parse=positive_int, metavar="N")
     seq: int | None = option(None, "sequence length", parse=positive_int, metavar="TOKENS")
     micro_batch: int | None = option(None, "sequences in one forward call", parse=positive_int, metavar="N")
     json: str = option("", "write inputs and results to FILE", metavar="FILE")
@@ -58,7 +59,9 @@ def main(arguments: list[str]) -> int:
 
 def _plan(asked: Asked, system: System) -> int:
     model = read_model(asked.model)
-    given = {name: getattr(asked, name) for name in ("tp", "seq", "micro_batch")}
+    given = {name: getattr(asked, name) for name in ("tp", "cp", "seq", "micro_batch")}
+    if asked.cp and asked.cp > 1 and not asked.tp:
+        given["tp"] = 1
     strategy = replace(read_strategy(asked.strategy), **{name: value for name, value in given.items() if value})
     predictions = predict(system, strategy, model)
     spans = spans_of(system, strategy, model, predictions)
@@ -76,13 +79,15 @@ def _plan(asked: Asked, system: System) -> int:
 def spans_of(
     system: System, strategy: Strategy, model: Model, here: Sequence[Prediction]
 ) -> Mapping[int, Sequence[Prediction]]:
-    """The plans of all spans of tensor parallelism that this model and machine allow."""
+    """The plans of all spans of tensor parallelism, or of Ulysses, that this model and machine allow."""
     found: dict[int, Sequence[Prediction]] = {}
-    for tp in SPANS:
+    axis = "tp" if strategy.cp == 1 else "cp"
+    for ranks in SPANS:
         try:
-            found[tp] = here if tp == strategy.tp else predict(system, replace(strategy, tp=tp), model)
+            is_here = ranks == getattr(strategy, axis)
+            found[ranks] = here if is_here else predict(system, replace(strategy, **{axis: ranks}), model)
         except ValueError:
-            continue  # sizes that cannot be sharded over so many ranks
+            continue  # sizes that cannot be shared by so many ranks
     return found
 
 
@@ -91,11 +96,13 @@ def _lines(
     spans: Mapping[int, Sequence[Prediction]],
 ) -> list[str]:  # fmt: skip
     tokens = f"{strategy.rows} tokens"
-    title = f"{Path(asked.model).stem} on {strategy.tp} x {system.name}, {tokens}, bf16. Planned, not measured; times in ms."
+    ranks = strategy.tp * strategy.cp
+    title = f"{Path(asked.model).stem} on {ranks} x {system.name}, {tokens}, bf16. Planned, not measured; times in ms."
+    what = "tensor parallelism" if strategy.cp == 1 else "Ulysses (cp)"
     return [
         *wrap(title, WIDTH), "", *tables.linears_table(predictions, model.num_layers),
         "", "gain: over collective, which is NCCL and the product one after the other, as stock Megatron-Core has it.",
-        "", "Spans of tensor parallelism, one layer forward and backward:", *tables.spans_table(spans),
+        "", f"Spans of {what}, one layer forward and backward:", *tables.spans_table(spans, strategy),
         "", "Not measured:", *(line for text in tables.not_measured(system, strategy, spans) for line in _bullet(text)),
     ]  # fmt: skip
 

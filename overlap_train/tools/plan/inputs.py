@@ -14,17 +14,20 @@ from ..measure.models import MODELS, TINY, Model
 
 Kind = TypeVar("Kind", System, "Strategy", Model)
 OUTPUT = "output"
+EXCHANGED = ("qkv", "proj")  # the linears beside Ulysses' all-to-alls
 VOCAB_MULTIPLE = 128  # Megatron-Core pads the vocabulary to a multiple of this times the ranks
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is spread, and what goes through it at once. nodes: that a tensor-parallel group spans."""
+    """How a model is spread, and what goes through it at once. cp: ranks that share the sequence, as Ulysses does.
+    nodes: that a group spans."""
 
     tp: int = 4
     seq: int = 8192
     micro_batch: int = 1
     nodes: int = 1
+    cp: int = 1
 
     @property
     def rows(self) -> int:
@@ -32,7 +35,7 @@ class Strategy:
         return self.seq * self.micro_batch
 
 
-STRATEGIES = {f"tp{tp}": Strategy(tp) for tp in (1, 2, 4, 8)}
+STRATEGIES = {f"tp{tp}": Strategy(tp) for tp in (1, 2, 4, 8)} | {f"cp{cp}": Strategy(1, cp=cp) for cp in (2, 4, 8)}
 PLANNED_MODELS = {name: model for name, model in MODELS.items() if name != TINY}
 
 
@@ -74,14 +77,19 @@ def linears_of(model: Model, tp: int) -> list[Linear]:
 
 def check(system: System, strategy: Strategy, model: Model) -> None:
     """Raises ValueError for what cannot be planned."""
-    if strategy.nodes > 1 or strategy.tp > system.gpus_per_node:
+    if strategy.nodes > 1 or strategy.tp * strategy.cp > system.gpus_per_node:
         raise ValueError(
-            f"tp {strategy.tp} on {strategy.nodes} nodes of {system.gpus_per_node} GPUs: several nodes are not planned yet; "
-            f"choose a tp of at most {system.gpus_per_node} and nodes 1"
+            f"tp {strategy.tp} x cp {strategy.cp} on {strategy.nodes} nodes of {system.gpus_per_node} GPUs: several nodes "
+            f"are not planned yet; choose at most {system.gpus_per_node} ranks and nodes 1"
         )
-    check_divisible("seq times micro_batch", strategy.rows, strategy.tp)
+    if strategy.cp > 1 and strategy.tp > 1:
+        raise ValueError(
+            f"tp {strategy.tp} and cp {strategy.cp}: the two together are not planned yet; choose 1 for one of them"
+        )
+    check_divisible("seq times micro_batch", strategy.rows, strategy.tp * strategy.cp)
     for linear in linears_of(model, strategy.tp):
-        check_divisible(f"{linear.name}: features", linear.n if linear.is_column else linear.k, strategy.tp)
+        ranks = strategy.cp if linear.name in EXCHANGED else strategy.tp
+        check_divisible(f"{linear.name}: features", linear.n if linear.is_column else linear.k, max(ranks, strategy.tp))
 
 
 def _read(word: str, what: str, kind: type[Kind], named: Mapping[str, Kind]) -> Kind:

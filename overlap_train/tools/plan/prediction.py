@@ -14,13 +14,13 @@ from ...planning.machines import System, Target
 from ...planning.passes import Pass
 from ...planning.plan import engine_plan
 from ...planning.programs import program
-from ...planning.schedule import GATHER, SCATTER, Topology
+from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from ...planning.simulate import simulate
 from ...planning.table import SAME, UNTUNED, Table
 from ...planning.timeline import Program, Timeline
 from ...planning.work import Work
 from ..measure.models import Model
-from .inputs import OUTPUT, Linear, Strategy, check, linears_of
+from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, check, linears_of
 
 METHODS = tuple(TRAITS)
 COLLECTIVE = "collective"
@@ -93,15 +93,25 @@ def predict(system: System, strategy: Strategy, model: Model) -> list[Prediction
     return [_predict(system, strategy, linear, direction) for linear in linears for direction in (FORWARD, BACKWARD)]
 
 
+def passes_of(linear: Linear, strategy: Strategy) -> Pass:
+    """What one rank multiplies in the forward pass. With Ulysses the linears that it leaves alone have a part of the rows."""
+    if strategy.cp == 1:
+        return forward_pass(linear, strategy.rows, strategy.tp)
+    if linear.name not in EXCHANGED:
+        return forward_pass(linear, strategy.rows // strategy.cp, 1)
+    kind = GEMM_A2A if linear.is_column else A2A_GEMM
+    return Pass(kind, strategy.rows, linear.n, linear.k, torch.bfloat16, strategy.cp)
+
+
 def forward_pass(linear: Linear, rows: int, world: int) -> Pass:
-    """What one rank multiplies in the forward pass."""
+    """The same under tensor parallelism."""
     if linear.is_column:
         return Pass(GATHER, rows, linear.n // world, linear.k, torch.bfloat16, world)
     return Pass(SCATTER, rows, linear.n, linear.k // world, torch.bfloat16, world)
 
 
 def _predict(system: System, strategy: Strategy, linear: Linear, direction: str) -> Prediction:
-    first = forward_pass(linear, strategy.rows, strategy.tp)
+    first = passes_of(linear, strategy)
     is_backward = direction == BACKWARD
     pass_ = first.dgrad if is_backward else first
     works = {method: work_of(system, pass_, method, UNTUNED) for method in METHODS}
@@ -111,7 +121,7 @@ def _predict(system: System, strategy: Strategy, linear: Linear, direction: str)
     estimates = {
         method: estimate(work, backward(work) if is_backward else program(work)) for method, work in works.items()
     }
-    return Prediction(linear.name, direction, pass_.m, pass_.n, pass_.k, gemm_us, nccl_us, estimates)
+    return Prediction(linear.name, direction, pass_.rows, pass_.n, pass_.k, gemm_us, nccl_us, estimates)
 
 
 def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bool = False) -> Work:

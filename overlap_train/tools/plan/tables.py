@@ -33,10 +33,20 @@ def linears_table(predictions: Sequence[Prediction], num_layers: int) -> list[st
     return _aligned([HEADINGS, *rows])
 
 
-def spans_table(spans: Mapping[int, Sequence[Prediction]]) -> list[str]:
-    """What each tensor-parallel size pays: the layer, and the GPU time that it takes on all ranks together."""
+def spans_table(spans: Mapping[int, Sequence[Prediction]], strategy: Strategy) -> list[str]:
+    """What each number of ranks pays: the layer, and the GPU time that it takes on all of them together."""
     rows: list[tuple[str, ...]] = [
-        ("tp", "GEMMs", "NCCL alone", COLLECTIVE, "chosen", "exposed", "gain", "GPU-ms of a layer", "over the least")
+        (
+            "tp" if strategy.cp == 1 else "cp",
+            "GEMMs",
+            "NCCL alone",
+            COLLECTIVE,
+            "chosen",
+            "exposed",
+            "gain",
+            "GPU-ms of a layer",
+            "over the least",
+        )
     ]
     layers = {tp: total(in_layer(predictions)) for tp, predictions in spans.items()}
     least = min(tp * layer.ours_us for tp, layer in layers.items())
@@ -51,13 +61,15 @@ def spans_table(spans: Mapping[int, Sequence[Prediction]]) -> list[str]:
 
 
 def not_measured(system: System, strategy: Strategy, spans: Iterable[int]) -> list[str]:
-    """What the figures of this plan do not rest on. spans: all tensor-parallel sizes in it."""
+    """What the figures of this plan do not rest on. spans: all numbers of ranks in it."""
     found = []
     if system.not_measured:
         found.append(f"{system.name}: scaled from the H200 by data sheets: {', '.join(system.not_measured)}")
     others = [str(tp) for tp in spans if tp not in MEASURED_RANKS]
     if others:
-        found.append(f"tp {', '.join(others)}: links and NCCL were measured with 2 and 4 GPUs")
+        found.append(f"{', '.join(others)} ranks: links and NCCL were measured with 2 and 4 GPUs")
+    if strategy.cp > 1:
+        found.append("the all-to-all operators: they have not run on GPUs")
     if strategy.rows < FEW_ROWS:
         found.append(f"{strategy.rows} rows: below {FEW_ROWS} the host decides, and it differs from machine to machine")
     return [
@@ -78,7 +90,7 @@ def document(
         "passes": [_entry(p) for p in predictions],
         "layer": asdict(total(layer)), "output": asdict(total(output)),
         "model_sum": asdict(total([*layer * model.num_layers, *output])),
-        "tp": {tp: asdict(total(in_layer(some))) for tp, some in spans.items()},
+        "tp" if strategy.cp == 1 else "cp": {tp: asdict(total(in_layer(some))) for tp, some in spans.items()},
         "not_measured": not_measured(system, strategy, spans),
     }  # fmt: skip
 
@@ -98,6 +110,8 @@ def _row(p: Prediction) -> tuple[str, ...]:
     shape = f"{p.m}, {p.n}, {p.k}"
     times = [p.gemm_us, p.nccl_us, p.bound_us, *(p.by_method[name].us for name in METHODS), p.exposed_us]
     chosen = KEEP if p.chosen.method == COLLECTIVE else p.chosen.method
+    if not p.nccl_us:
+        chosen = "-"  # nothing to hide
     return p.linear, p.direction, shape, *map(_ms, times), chosen, _gain(p.by_method[COLLECTIVE].us, p.chosen.us)
 
 
