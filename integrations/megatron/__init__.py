@@ -8,8 +8,9 @@
     gpt_block_spec(config)        layer specs with a norm and an attention that sequence parallelism works with
     run_without_cuda()            let Megatron-Core run on CPU processes
 
-Rooms: `linears` (the overlapped classes), above it `enabling` (a built model) and `spec` (layer specs), above them `launcher`
-(user scripts). Names are imported on first use: importing this package does not import Megatron-Core.
+Rooms: `linears` (the overlapped classes), above it `attention` (self-attention under Ulysses), above it `enabling` (built models)
+and `spec` (layer specs), above them `launcher` (user scripts). Names are imported on first use: importing this package does not
+import Megatron-Core.
 """
 
 # ruff: noqa: F401 -- __all__ is computed
@@ -19,6 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .attention.self_attention import UlyssesSelfAttention
     from .cpu import run_without_cuda
     from .enabling.enable import enable
     from .enabling.first_table import print_table
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from .spec.norm import LayerNorm, Norm, RMSNorm
 
 _HOME = {
+    "attention.self_attention": ("UlyssesSelfAttention",),
     "cpu": ("run_without_cuda",),
     "enabling.enable": ("enable",),
     "enabling.first_table": ("print_table",),

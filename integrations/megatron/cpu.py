@@ -2,7 +2,7 @@
 
 Megatron-Core names the CUDA device in its own source (`device=torch.cuda.current_device()`, `device="cuda"`) and
 draws random numbers from the CUDA generator. `run_without_cuda()` gives the modules listed in `CUDA_USERS` a stand-in
-for their global name `torch` which answers those requests with the CPU, and replaces three functions that cannot be
+for their global name `torch` which answers those requests with the CPU, and replaces four functions that cannot be
 answered that way. `torch` itself stays as it is, so the caller's own code sees no difference.
 
 What this does not cover: `DistributedOptimizer` and the 16-bit optimizers (they sort parameters by the string
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 
@@ -43,6 +44,13 @@ CUDA_USERS: dict[str, str] = {
     "megatron.core.dist_checkpointing.strategies.state_dict_saver": "flags agreed between the ranks that save",
     "megatron.core.dist_checkpointing.strategies.async_utils": "synchronize() before an asynchronous save",
 }
+
+# Modules with rotary frequencies, which context parallelism slices by an index that is moved to CUDA.
+ROTARY_USERS = (
+    "megatron.core.models.common.embeddings.rope_utils",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding",
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
+)
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "tensor", "zeros", "zeros_like")
 
@@ -103,7 +111,15 @@ def run_without_cuda() -> bool:
     _use_cpu_generator(random)
     # Its assertion compares a type name with "torch.cuda.FloatTensor"; no stand-in for torch can change that.
     importlib.import_module("megatron.core.optimizer.optimizer").clip_grad_by_total_norm_fp32 = _clip_by_total_norm
+    for name in ROTARY_USERS:
+        importlib.import_module(name).get_pos_emb_on_this_cp_rank = _zigzag_part
     return True
+
+
+def _zigzag_part(pos_emb: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> torch.Tensor:
+    """The two of 2 W equal chunks along seq_dim that this of W ranks has, as Megatron cuts them."""
+    chunks, rank = pos_emb.chunk(2 * cp_group.size(), seq_dim), cp_group.rank()
+    return torch.cat((chunks[rank], chunks[-1 - rank]), seq_dim)
 
 
 def _use_cpu_generator(random: ModuleType) -> None:

@@ -121,15 +121,15 @@ def blank(settings: Settings, length: int, device: torch.device) -> Batch:
 def lengths(settings: Settings) -> list[int]:
     """The lengths of micro-batches, the longest first.
 
-    With `variable_seq_length` they are at most nine multiples of `tp`, from half of `seq_length` to all of it: few, because the
-    operators prepare for each of them.
+    With `variable_seq_length` they are at most nine multiples of `sequence_parts`, from half of `seq_length` to all of it: few,
+    because the operators prepare for each of them.
     """
     if not settings.variable_seq_length:
         return [settings.seq_length]
-    longest = settings.seq_length // settings.tp
+    longest = settings.seq_length // settings.sequence_parts
     shortest = -(-longest // 2)
     steps = {shortest + (longest - shortest) * i // (MOST_LENGTHS - 1) for i in range(MOST_LENGTHS)}
-    return [settings.tp * step for step in sorted(steps, reverse=True)]
+    return [settings.sequence_parts * step for step in sorted(steps, reverse=True)]
 
 
 def length_of(settings: Settings, number: int) -> int:

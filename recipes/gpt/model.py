@@ -42,7 +42,7 @@ def build_model(
     """Build it on `device`: bf16 on a GPU, fp32 on the CPU, with overlapped linears where `overlap` is given.
 
     `change` is called with the bare model before anything wraps it. The initial weights depend on `settings.seed` only;
-    those of the small model are the same for every `tp` and `pp`. Raises RecipeError where enable() refuses.
+    those of the small model are the same for every `tp`, `cp` and `pp`. Raises RecipeError where enable() refuses.
     """
     on_gpu = device.type == "cuda"
     prepare_random_states(settings)
@@ -62,7 +62,7 @@ def build_model(
 
 def _ddp_config(on_gpu: bool) -> DistributedDataParallelConfig:
     """fp32 gradients; on GPUs reduced during the backward pass and sharded for the distributed optimizer."""
-    overlapped = on_gpu and parallel_state.get_data_parallel_world_size() > 1
+    overlapped = on_gpu and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=overlapped, use_distributed_optimizer=on_gpu
     )
@@ -136,6 +136,8 @@ def transformer_config(settings: Settings, on_gpu: bool) -> TransformerConfig:
         params_dtype=dtype,
         tensor_model_parallel_size=settings.tp,
         sequence_parallel=settings.tp > 1,
+        context_parallel_size=settings.cp,
+        cp_comm_type="a2a" if settings.cp > 1 else None,
         pipeline_model_parallel_size=settings.pp,
         pipeline_dtype=dtype if several_stages else None,
         deallocate_pipeline_outputs=several_stages,  # as in Megatron's own training

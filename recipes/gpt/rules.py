@@ -66,11 +66,11 @@ def resolve(settings: Settings, world_size: int) -> Settings:
         if getattr(settings, name) not in known:
             raise RecipeError(f"{shown(settings, name)} is not one of {', '.join(known)}")
     _check_ranges(settings)
-    settings = replace(settings, tp=settings.tp or max(1, world_size // settings.pp))
+    settings = replace(settings, tp=settings.tp or max(1, world_size // (settings.pp * settings.cp)))
     if settings.lr_warmup_iters >= settings.train_iters:  # the learning rate would never come down
         settings = replace(settings, lr_warmup_iters=settings.train_iters // 4)
     _check_parallel(settings, world_size)
-    _check_training(settings, world_size // (settings.tp * settings.pp))
+    _check_training(settings, world_size // settings.replica_ranks)
     if settings.cuda_graph and (problem := graph_problem(settings)):
         raise RecipeError(f"{shown(settings, 'cuda_graph')}: {problem}")
     if settings.save_interval and not settings.save:
@@ -90,20 +90,36 @@ def _check_ranges(settings: Settings) -> None:
 
 
 def _check_parallel(settings: Settings, world_size: int) -> None:
-    model_ranks = settings.tp * settings.pp
+    model_ranks = settings.replica_ranks
     if world_size % model_ranks:
-        stages = f" times {shown(settings, 'pp')}" if settings.pp > 1 else ""
+        others = [name for name in ("cp", "pp") if getattr(settings, name) > 1]
+        factors = "".join(f" times {shown(settings, name)}" for name in others)
         raise RecipeError(
-            f"{shown(settings, 'tp')}{stages} does not divide the {world_size} ranks started; "
-            f"start a multiple of {model_ranks} (torchrun --nproc-per-node) or change --tp{' or --pp' if stages else ''}"
+            f"{shown(settings, 'tp')}{factors} does not divide the {world_size} ranks started; start a multiple of {model_ranks} "
+            f"(torchrun --nproc-per-node) or change --tp{''.join(f' or --{name}' for name in others)}"
         )
     for divisor, name, why in EQUAL_PARTS:
         if getattr(settings, name) % getattr(settings, divisor):
             raise RecipeError(f"{shown(settings, name)} must be a multiple of {shown(settings, divisor)}: {why}")
+    if settings.cp > 1:
+        _check_ulysses(settings)
     if settings.head_width % 2:
         raise RecipeError(
             f"{shown(settings, 'hidden_size')} over {shown(settings, 'num_attention_heads')} makes heads of an odd "
             "width, and rotary embeddings turn pairs; choose an even width"
+        )
+
+
+def _check_ulysses(settings: Settings) -> None:
+    if settings.seq_length % settings.sequence_parts:
+        raise RecipeError(
+            f"{shown(settings, 'seq_length')} must be a multiple of 2 times {shown(settings, 'cp')} times "
+            f"{shown(settings, 'tp')}: every rank has two of the equal parts of a sequence"
+        )
+    if settings.num_attention_heads % (settings.tp * settings.cp):
+        raise RecipeError(
+            f"{shown(settings, 'num_attention_heads')} must be a multiple of {shown(settings, 'cp')} times "
+            f"{shown(settings, 'tp')}: Ulysses gives every rank whole sequences and an equal part of the heads"
         )
 
 

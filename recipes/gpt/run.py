@@ -42,7 +42,9 @@ def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None
     started = time.perf_counter()
     run_without_cuda()
     make_deterministic(settings)
-    parallel_state.initialize_model_parallel(settings.tp, pipeline_model_parallel_size=settings.pp)
+    parallel_state.initialize_model_parallel(
+        settings.tp, pipeline_model_parallel_size=settings.pp, context_parallel_size=settings.cp
+    )
     make_folders(settings)
     checkpoint.check_target(settings)
     datasets = build_datasets(settings)
@@ -147,10 +149,11 @@ def introduction(trainer: Trainer, datasets: Datasets, world: World) -> str:
     millions = sum(parameter.numel() for parameter in trainer.model.bare.parameters()) / 1e6
     text = settings.text or "the topics of Python's help()"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    stages = f"pipeline parallel {pp}, " if pp > 1 else ""
+    stages = f"context parallel {settings.cp} (Ulysses), " if settings.cp > 1 else ""
+    stages += f"pipeline parallel {pp}, " if pp > 1 else ""
     return (
         f" text: {text}, {len(datasets.train.text)} bytes to train on, {len(datasets.valid.text)} to validate\n"
-        f" ranks: {world.size} on {device}, tensor parallel {tp}, {stages}data parallel {world.size // (tp * pp)}\n"
+        f" ranks: {world.size} on {device}, tensor parallel {tp}, {stages}data parallel {world.size // settings.replica_ranks}\n"
         f" model: {millions:.2f} M parameters {'on rank 0' if pp > 1 else 'a rank'}, {trainer.model.config.params_dtype}\n"
         f" Megatron-Core {megatron.core.__version__.partition('+')[0]}, torch {torch.__version__}"
     )

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
+from gpt.context_parallel import part_of_rank, row_of_all
 from gpt.corpus import BYTES
 from gpt.model import Model
 from gpt.settings import Settings
@@ -51,15 +52,16 @@ def _next_byte(model: Model, window: list[int], seq_length: int, device: torch.d
     if not known:  # not the last stage
         return _from_last_stage(torch.empty(BYTES, device=device))
     group = parallel_state.get_tensor_model_parallel_group()
-    logits = gather_from_tensor_model_parallel_region(known[0][0, len(window) - 1], group=group)
+    logits = gather_from_tensor_model_parallel_region(row_of_all(known[0][0], len(window) - 1), group=group)
     return _from_last_stage(logits[:BYTES].float().contiguous())
 
 
 def _forward_step(
     tokens: torch.Tensor, positions: torch.Tensor, _: Iterator[Any] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
-    """Megatron's pair: the output of the model, on the last stage logits [1, s, V/W], and how to make a result of it."""
-    return model(tokens, positions, None), lambda logits, non_loss_data: logits
+    """Megatron's pair: the output of the model, on the last stage logits [1, s/cp, V/W], and how to make a result of it."""
+    part = part_of_rank({"tokens": tokens, "positions": positions})
+    return model(part["tokens"], part["positions"], None), lambda logits, non_loss_data: logits
 
 
 def _from_last_stage(logits: torch.Tensor) -> torch.Tensor:

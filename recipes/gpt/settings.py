@@ -41,7 +41,8 @@ class Settings:
     num_query_groups: int = _model(2, "key and value heads (GQA)")
     seq_length: int = _model(128, "bytes in a sample")
     variable_seq_length: int = _model(0, "1: micro-batches of half of --seq-length up to all of it")
-    tp: int = _parallel(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --pp leaves")
+    tp: int = _parallel(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --pp and --cp leave")
+    cp: int = _parallel(1, "context-parallel ranks (Ulysses): each has a part of every sequence")
     pp: int = _parallel(1, "pipeline stages, each with an equal share of the layers")
     micro_batch_size: int = _training(8, "samples of one forward and backward pass on one rank")
     global_batch_size: int = _training(16, "samples of one optimizer step, over all ranks")
@@ -79,6 +80,16 @@ class Settings:
     experts: int = 0  # 0: a dense MLP
     experts_per_token: int = 0
     expert_balance: float = 0.0
+
+    @property
+    def replica_ranks(self) -> int:
+        """That train one model together; the others are data parallel."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def sequence_parts(self) -> int:
+        """A sequence is a multiple of this: context parallelism cuts it into twice as many parts as it has ranks."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     @property
     def head_width(self) -> int:

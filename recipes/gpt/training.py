@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from gpt.context_parallel import part_of_rank
 from gpt.data import Batch, Share, blank, lengths
 from gpt.model import Model
 from gpt.settings import Settings
@@ -95,9 +96,9 @@ def build_trainer(settings: Settings, model: Model) -> Trainer:
 
 
 def per_byte(total: torch.Tensor) -> float:
-    """Σ nats / Σ bytes of a tensor [2], each summed over replicas and pipeline stages: the same on every rank."""
+    """Σ nats / Σ bytes of a tensor [2], each summed over replicas, parts of sequences and stages: the same on every rank."""
     total = total.clone()
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
     return (total[0] / total[1]).item()
@@ -150,7 +151,7 @@ def _run(trainer: Trainer, batches: Iterator[Batch], count: int, forward_only: b
 
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, partial[Any]]:
     """Megatron's pair: the output of the model, on the last stage losses [b, s], and the function that makes a loss of it."""
-    batch = next(batches)
+    batch = part_of_rank(next(batches))
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return losses, partial(_loss, batch["loss_mask"])
 

@@ -22,12 +22,16 @@ def prepare() -> None:
     assert run_without_cuda()
 
 
-def use(tensor_parallel: int = 2, seed: int = 1) -> dist.ProcessGroup:
+def use(tensor_parallel: int = 2, seed: int = 1, context_parallel: int = 1) -> dist.ProcessGroup:
     """Make the layout current, seed every generator, and return the tensor-parallel group."""
-    if parallel_state.is_initialized() and parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel:
+    wanted = (tensor_parallel, context_parallel)
+    if parallel_state.is_initialized() and wanted != (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    ):
         leave()
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(tensor_parallel)
+        parallel_state.initialize_model_parallel(tensor_parallel, context_parallel_size=context_parallel)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     return parallel_state.get_tensor_model_parallel_group()

@@ -125,6 +125,33 @@ def _normalised(x: torch.Tensor, weight: torch.Tensor, bias: Any, eps: float, ze
     return F.layer_norm(x, (weight.numel(),), weight, bias, eps)
 
 
+class DotProductAttention(torch.nn.Module):
+    """te.pytorch.DotProductAttention, causal, of the heads it was built for; of context parallelism only the arguments."""
+
+    def __init__(
+        self, *, num_attention_heads: int, num_gqa_groups: int, kv_channels: int, tp_size: int, cp_group: Any = None,
+        cp_comm_type: str = "", **rest: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
+        self.heads = num_attention_heads // tp_size, num_gqa_groups // tp_size
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(0)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, attn_mask_type: str, **packed: Any
+    ) -> torch.Tensor:
+        assert self.cp_group is None, "the stand-in cannot exchange"
+        assert (q.size(-2), k.size(-2)) == self.heads and attn_mask_type == "causal" and mask is None
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
 class _Module(ModuleType):
     """A module whose other names are mocks: Megatron takes some of them at import and never calls them here."""
 
@@ -143,6 +170,6 @@ def install() -> None:
     package, torch_part, fp8, tensors, others = (_Module(f"transformer_engine{name}") for name in names)
     package.__version__, package.pytorch, torch_part.fp8 = "1.8.0", torch_part, fp8  # type: ignore[attr-defined]
     tensors.Float8Tensor = type("Float8Tensor", (torch.Tensor,), {})  # type: ignore[attr-defined]
-    for part in (Linear, LayerNormLinear, RMSNorm, LayerNorm):
+    for part in (Linear, LayerNormLinear, RMSNorm, LayerNorm, DotProductAttention):
         setattr(torch_part, part.__name__, part)
     sys.modules.update({module.__name__: module for module in (package, torch_part, fp8, tensors, others)})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -131,8 +132,11 @@ def refusals() -> None:
         SDPACoreAttention(config, 1, AttnMaskType.causal, "self")
     q, k, v = inputs(2)
     attention = build(SDPACoreAttention)
-    with pytest.raises(ValueError, match=r"packed_seq_params=.*attention_mask"):
-        attention(q, k, v, None, packed_seq_params=object())
+    ends = torch.tensor([0, 10], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"packed_seq_params.qkv_format='sbhd': .*'thd'"):
+        attention(q, k, v, None, packed_seq_params=PackedSeqParams("sbhd", ends, ends))
+    with pytest.raises(ValueError, match=r"attention_mask beside packed_seq_params"):
+        attention(q, k, v, torch.ones(1), packed_seq_params=PackedSeqParams("thd", ends, ends))
     with pytest.raises(ValueError, match=r"attention_bias=Tensor.*attention_mask"):
         attention(q, k, v, None, attention_bias=torch.zeros(1))
     with pytest.raises(ValueError, match=r"5 queries and 10 keys.*pass attention_mask"):

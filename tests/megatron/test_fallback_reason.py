@@ -94,6 +94,15 @@ def test_settings_of_a_model(field: str, value: Any, wanted: str) -> None:
     assert str(problem).startswith(f"{field}={value!r} in the model's config: ") and f"; set it to {wanted}" in problem
 
 
+def test_ulysses_is_something_to_overlap_on_one_tensor_parallel_rank() -> None:
+    alone = {**GOOD, "tensor_model_parallel_size": 1, "sequence_parallel": False, "context_parallel_size": 2}
+    assert bad_combination(SimpleNamespace(**alone, cp_comm_type="a2a")) is None
+    assert bad_combination(SimpleNamespace(**alone, cp_comm_type=["p2p", "a2a"])) is None
+    for others in (None, "p2p", ["p2p", "all_gather"]):
+        problem = bad_combination(SimpleNamespace(**alone, cp_comm_type=others))
+        assert problem is not None and "tensor_model_parallel_size=1" in problem and "--cp-comm-type a2a" in problem
+
+
 def test_a_model_of_an_older_megatron_lacks_some_settings() -> None:
     old = ("tensor_model_parallel_size", "sequence_parallel", "tp_comm_overlap")
     assert bad_combination(SimpleNamespace(**GOOD)) is None

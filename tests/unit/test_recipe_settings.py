@@ -55,7 +55,9 @@ def test_tp_below_the_world_size_leaves_data_parallel_replicas():
     assert resolve(replace(Settings(), tp=2), 4).tp == 2
 
 
-@pytest.mark.parametrize(("given", "found"), [({"pp": 2}, (2, 2)), ({"pp": 4}, (1, 4)), ({"tp": 1, "pp": 2}, (1, 2))])
+@pytest.mark.parametrize(
+    ("given", "found"), [({"pp": 2}, (2, 2)), ({"pp": 4}, (1, 4)), ({"tp": 1, "pp": 2}, (1, 2)), ({"cp": 2}, (2, 1))]
+)
 def test_tp_is_all_that_the_stages_leave(given: dict, found: tuple[int, int]):
     settings = resolve(replace(Settings(), **given), 4)
     assert (settings.tp, settings.pp) == found
@@ -69,6 +71,9 @@ BROKEN = [
     ({"pp": 3}, ["--tp 1 times --pp 3", "2 ranks", "change --tp or --pp"]),
     ({"pp": 2, "num_layers": 3}, ["--num-layers 3", "--pp 2", "stage"]),
     ({"pp": 0}, ["--pp 0", "positive"]),
+    ({"cp": 3}, ["--tp 1 times --cp 3", "2 ranks", "change --tp or --cp"]),
+    ({"cp": 2, "seq_length": 126}, ["--seq-length 126", "2 times --cp 2 times --tp 1"]),
+    ({"cp": 2, "num_attention_heads": 1, "num_query_groups": 1}, ["--num-attention-heads 1", "--cp 2", "heads"]),
     ({"num_attention_heads": 3}, ["--hidden-size 128", "--num-attention-heads 3"]),
     ({"num_query_groups": 3}, ["--num-attention-heads 4", "--num-query-groups 3"]),
     ({"num_query_groups": 1}, ["--num-query-groups 1", "--tp 2"]),

@@ -14,7 +14,7 @@ from collections import Counter
 
 from overlap_train.runtime.registry import made_domain
 
-from ..linears.in_model import Model, overlapped_linears
+from ..linears.in_model import Model, groups_of, overlapped_linears
 
 
 def counters(model: Model) -> dict[str, float]:
@@ -24,7 +24,8 @@ def counters(model: Model) -> dict[str, float]:
     for overlap in (linear.overlap for linear in linears):
         values[f"overlap_train/{overlap.slot}/overlapped_calls"] += overlap.overlapped_calls
         values[f"overlap_train/{overlap.slot}/fallback_calls"] += overlap.fallback_calls.total()
-    groups = {linear.tp_group for linear in linears if linear.overlap.overlapped_calls}  # the others hold no memory
+    calling = [linear for linear in linears if linear.overlap.overlapped_calls]  # the others hold no memory
+    groups = {group for linear in calling for group in groups_of(linear)}
     domains = [domain for group in groups if (domain := made_domain(group)) is not None and domain.heap is not None]
     held = sum(domain.layout.nbytes for domain in domains)
     return {**values, "overlap_train/symmetric_mib": held / 2**20}

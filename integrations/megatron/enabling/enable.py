@@ -1,6 +1,8 @@
 """enable(): turn the parallel linears of a built Megatron-Core model into overlapped ones, in place.
 
-Only the class of a linear changes: parameters, their attributes, hooks and checkpoint keys are the same objects as before.
+Only the class of a linear changes: parameters, their attributes, hooks and checkpoint keys are the same objects as before. Under
+Ulysses (context parallelism with cp_comm_type "a2a") the class of the self-attention changes, too, and its core attention, which
+has no parameters, is built anew.
 """
 
 from __future__ import annotations
@@ -23,13 +25,12 @@ from ..linears.in_model import (
     is_candidate,
     is_overlapped,
     named_linears,
-    overlap_linear,
     overlapped_linears,
     slot_of,
-    why_not,
 )
 from .first_table import FirstTable, stage
 from .reporting import Report, report
+from .ulysses import find_attentions
 
 
 def enable(model: Model, config: OverlapConfig | None = None) -> Report:
@@ -44,23 +45,27 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
         Report: which linear takes which path and why; `report(model)` returns it again, with the calls counted so far.
 
     Raises:
-        ValueError: the model is wrapped already, its settings rule out overlap, it lacks a linear for a slot of
-            config.slots, or it was enabled with another config. With config.on_unsupported="fallback" the first three
-            leave the linears concerned to Megatron instead, and the report says so.
+        ValueError: the model is wrapped already, its settings rule out overlap, an attention with cp_comm_type "a2a" has no
+            Ulysses form, it lacks a linear for a slot of config.slots, or it was enabled with another config. With
+            config.on_unsupported="fallback" the first four leave the linears and attentions concerned to Megatron instead, and
+            the report says so.
     """
     config = config or OverlapConfig()
     chunks = chunks_of(model)
     _refuse_other_config(chunks, config)
-    pending = [each for each in _wanted(chunks, config) if not is_overlapped(each[2]) and why_not(each[2]) is None]
+    attentions = find_attentions(chunks, config)
+    wanted = [each for each in _wanted(chunks, config) if not is_overlapped(each[2])]
+    pending = [each for each in wanted if attentions.why_not(each[2]) is None]
     if not pending and _is_enabled(chunks):
         return report(chunks)
     hopeless = _problem_of_model(chunks)
-    problem = hopeless or _missing_slot(chunks, config)
+    problem = hopeless or attentions.problem or _missing_slot(chunks, config)
     if problem is not None and config.on_unsupported == "error":
         raise ValueError(problem)
     if hopeless is None:
+        attentions.turn()
         for name, slot, linear in pending:
-            overlap_linear(linear, config, slot, name)
+            attentions.overlap(linear, config, slot, name)
         for name, linear in named_linears(chunks):
             if is_overlapped(linear):  # one that a layer spec built did not know its name
                 linear.overlap.name, linear.overlap.enabled = name, True

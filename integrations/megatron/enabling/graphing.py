@@ -17,7 +17,7 @@ import torch
 
 from overlap_train import graphed
 
-from ..linears.in_model import Model, overlapped_linears
+from ..linears.in_model import Model, groups_of, overlapped_linears
 
 
 @contextmanager
@@ -29,7 +29,8 @@ def graphed_model(model: Model) -> Iterator[None]:
 
     Run the same at least twice before: which linears overlap is known from their calls so far. Without any it does nothing.
     """
-    groups = dict.fromkeys(linear.tp_group for linear in overlapped_linears(model) if linear.overlap.overlapped_calls)
+    calling = [linear for linear in overlapped_linears(model) if linear.overlap.overlapped_calls]
+    groups = dict.fromkeys(group for linear in calling for group in groups_of(linear))
     with ExitStack() as brackets:
         for group in groups:
             brackets.enter_context(graphed(group))

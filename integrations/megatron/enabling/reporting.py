@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from overlap_train.planning.choice import GATHER, SCATTER, Choice, Pass, choose
+from overlap_train.planning.schedule import A2A_GEMM, GEMM_A2A
 from overlap_train.runtime.registry import made_domain
+from overlap_train.ulysses.parts import cut
 
-from ..linears.conditions import standing_reason
-from ..linears.in_model import Model, is_overlapped, is_row, named_linears, slot_of, why_not
+from ..attention.in_model import is_ulysses, sharing_attentions, why_not_ulysses
+from ..linears.conditions import standing_exchange_reason, standing_reason
+from ..linears.in_model import Model, groups_of, is_overlapped, is_row, named_linears, slot_of, why_not
+from ..linears.ulysses import exchanges
 
 REASON_WIDTH = 160  # of the table's column
 
@@ -68,7 +72,35 @@ class Report:
 
 def report(model: Model, problem: str | None = None) -> Report:
     """The parallel linears of a model, or of the chunks of a virtual pipeline, wrapped in DDP or not. Prints nothing."""
-    return Report(tuple(_report_linear(name, linear) for name, linear in named_linears(model)), problem)
+    attentions = _by_linear(model)
+    linears = ((_report_linear(name, linear), attentions.get(id(linear))) for name, linear in named_linears(model))
+    return Report(tuple(_with_exchange(row, attention) for row, attention in linears), problem)
+
+
+def _by_linear(model: Model) -> dict[int, Any]:
+    """Attentions under context parallelism, by the ids of their linears that do not exchange within their product."""
+    found = {}
+    for attention in sharing_attentions(model):
+        for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj):
+            if linear is not None and not _exchanges_now(linear):
+                found[id(linear)] = attention
+    return found
+
+
+def _exchanges_now(linear: Any) -> bool:
+    return exchanges(linear) and standing_exchange_reason(linear, linear.weight) is None
+
+
+def _with_exchange(row: LinearReport, attention: Any) -> LinearReport:
+    """Say of an attention's linear how the ranks of context parallelism get each other's rows."""
+    if attention is None:
+        return row
+    ranks = attention.pg_collection.cp.size()
+    if is_ulysses(attention):
+        said = f"all-to-all over {ranks} context-parallel ranks: collective, not overlapped"
+    else:
+        said = f"context parallelism: {why_not_ulysses(attention) or 'not enabled'}"
+    return replace(row, reason=f"{row.reason}; {said}")
 
 
 def _report_linear(name: str, linear: Any) -> LinearReport:
@@ -78,7 +110,7 @@ def _report_linear(name: str, linear: Any) -> LinearReport:
         return LinearReport(name, slot, "-", "-", "-", "megatron", no_slot or why_not(linear) or "not enabled")
     overlap = linear.overlap
     counts = overlap.overlapped_calls, tuple(sorted(overlap.fallback_calls.items()))
-    reason = standing_reason(linear, linear.weight)
+    reason = (standing_exchange_reason if exchanges(linear) else standing_reason)(linear, linear.weight)
     if reason is None and not overlap.overlapped_calls and overlap.fallback_calls:
         reason = overlap.fallback_calls.most_common(1)[0][0]
     if reason is not None:
@@ -102,14 +134,27 @@ def _choices(linear: Any) -> tuple[Choice, Choice] | None:
 
     None: the group has no domain any more.
     """
-    domain = made_domain(linear.tp_group)
+    domain = made_domain(groups_of(linear)[-1])
     if domain is None or domain.book is None:
         return None
     x_shape, (n, k), dtype = linear.overlap.sizes
-    kind, ranks = (SCATTER, 1) if is_row(linear) else (GATHER, domain.world_size)
-    fprop = Pass(kind, x_shape[:-1].numel() * ranks, n, k, dtype, domain.world_size)
+    row_kind, column_kind = (A2A_GEMM, GEMM_A2A) if exchanges(linear) else (SCATTER, GATHER)
+    kind, ranks = (row_kind, 1) if is_row(linear) else (column_kind, domain.world_size)
+    m = x_shape[:-1].numel() * ranks
+    if exchanges(linear):
+        m = _rows_of_part(m, k if is_row(linear) else n, linear, domain.world_size)
+    fprop = Pass(kind, m, n, k, dtype, domain.world_size)
     method, table = linear.overlap.config.method, domain.book.table
     return choose(method, fprop, domain.device, table), choose(method, fprop.dgrad, domain.device, table)
+
+
+def _rows_of_part(m: int, features: int, linear: Any, world_size: int) -> int:
+    """Of the first of the parts in which a long sequence is exchanged; each is a pass of its own."""
+    x_shape, _, dtype = linear.overlap.sizes
+    batch = x_shape[1:-1].numel()
+    positions = m // (batch * world_size)
+    (_, end), *_ = cut(positions, batch * features * dtype.itemsize, linear.overlap.config.exchange_mib)
+    return end * batch * world_size
 
 
 def _both(fprop: str, dgrad: str) -> str:
@@ -124,10 +169,21 @@ def _both(fprop: str, dgrad: str) -> str:
 
 def _passes(linear: Any) -> tuple[str, str, str]:
     """What fprop, dgrad and wgrad do."""
+    if exchanges(linear):
+        return _exchanging_passes(linear)
     if is_row(linear):
         return "GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy"
     kept = linear.overlap.config.gathered_input == "keep"
     return "AG(x) + GEMM", "GEMM + RS", "GEMM with x kept" if kept else "AG(x) under dgrad, then GEMM"
+
+
+def _exchanging_passes(linear: Any) -> tuple[str, str, str]:
+    """CP: context-parallel ranks of the last call."""
+    over = "".join(f" (CP {group.size()})" for group in groups_of(linear)[-1:])
+    if not is_row(linear):
+        return f"GEMM + A2A{over}", f"A2A(dy) + GEMM{over}", "GEMM with the received dy"
+    kept = linear.overlap.config.gathered_input == "keep"
+    return f"A2A(x) + GEMM{over}", f"GEMM + A2A{over}", "GEMM with x kept" if kept else "A2A(x) under dgrad, then GEMM"
 
 
 def _grouped(linears: Sequence[LinearReport]) -> list[LinearReport]:

@@ -185,7 +185,7 @@ def _chunks_of_this_stage() -> int:
 
 
 def _advise(error: Exception) -> None:
-    """Say what helps where Megatron failed to build the model for want of a norm that supports sequence parallelism."""
+    """Say what helps where Megatron failed to build the model for want of a norm or an attention for parallel sequences."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.training.global_vars import get_args
 
@@ -194,4 +194,9 @@ def _advise(error: Exception) -> None:
         error.add_note(
             "overlap_train: without TransformerEngine Megatron has no norm for sequence parallelism; if that is what is "
             f"missing here, build the model with --transformer-impl local {OUR_SPEC}"
+        )
+    elif args.context_parallel_size > 1 and not args.spec:
+        error.add_note(
+            "overlap_train: without TransformerEngine Megatron has no core attention for context parallelism; if that is what is "
+            f"missing here, build the model with --transformer-impl local {OUR_SPEC} and --cp-comm-type a2a"
         )

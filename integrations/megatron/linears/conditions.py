@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from overlap_train.runtime.graph import is_graphed
+
+from .context_parallel import has_ulysses
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -29,9 +32,12 @@ WAY_TO_FALL_BACK = (
 
 def bad_combination(config: TransformerConfig) -> str | None:
     """The setting of a model under which no linear can overlap, with its rule and way out, in one sentence; or None."""
-    if config.tensor_model_parallel_size == 1:
-        return _sentence(config, "tensor_model_parallel_size", "with one rank there is nothing to overlap", "2 or more")
-    if not config.sequence_parallel:
+    alone = config.tensor_model_parallel_size == 1
+    if alone and not has_ulysses(config):
+        rule = "with one rank there is nothing to overlap"
+        wanted = "2 or more, or use Ulysses (--context-parallel-size 2 --cp-comm-type a2a)"
+        return _sentence(config, "tensor_model_parallel_size", rule, wanted)
+    if not alone and not config.sequence_parallel:
         rule = "what is overlapped are all-gather and reduce-scatter, which Megatron uses under sequence parallelism"
         return _sentence(config, "sequence_parallel", rule, "True (--sequence-parallel)")
     if config.tp_comm_overlap:
@@ -65,7 +71,32 @@ def fallback_reason(
         weight: the weight of this call, which is the embedding's where weights are tied.
         call: the keyword arguments of ColumnParallelLinear._forward_impl.
     """
-    return standing_reason(linear, weight) or _call_reason(linear, call) or _input_reason(linear, x, weight)
+    reason = standing_reason(linear, weight) or _call_reason(linear, call)
+    reason = reason or _input_reason(linear, x, weight, linear.tp_group)
+    is_row = getattr(linear, "input_is_parallel", False)
+    if reason is None and is_row and x.size(0) % linear.tp_group.size():
+        return f"sequence of {x.size(0)} is not divisible by the {linear.tp_group.size()} ranks"
+    return reason
+
+
+def exchange_reason(linear: ParallelLinear, x: torch.Tensor, group: dist.ProcessGroup | None) -> str | None:
+    """Why a linear of a Ulysses attention does not exchange within its product in this call; None where it does.
+
+    Args:
+        x: input, [s/W, b, K] of linear_qkv or [s, b, K/W] of linear_proj.
+        group: the context-parallel group of this call; None: this call has none.
+    """
+    if group is None or group.size() == 1:
+        return "context-parallel size 1: nothing to communicate"
+    reason = standing_exchange_reason(linear, linear.weight) or _call_reason(linear, NOTHING)
+    return reason or _input_reason(linear, x, linear.weight, group)
+
+
+def standing_exchange_reason(linear: ParallelLinear, weight: torch.Tensor | None) -> str | None:
+    """As standing_reason, for a linear of a Ulysses attention; tensor parallelism takes the product's communication."""
+    if linear.tp_group is not None and linear.tp_group.size() > 1:
+        return "the linear communicates over tensor parallelism; the exchange comes after it"
+    return _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
 
 
 def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None) -> str | None:
@@ -121,20 +152,19 @@ def _call_reason(linear: ParallelLinear, call: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _input_reason(linear: ParallelLinear, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+def _input_reason(
+    linear: ParallelLinear, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
+) -> str | None:
     if x.dtype != weight.dtype:
         return f"input is {x.dtype}, weight {weight.dtype}"
     device = x.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
         return f"autocast to {torch.get_autocast_dtype(device)} of {x.dtype} tensors"
-    if linear.overlap.config.on_unsupported == "fallback" and x.is_cuda and _is_captured(linear):
+    if linear.overlap.config.on_unsupported == "fallback" and x.is_cuda and _is_captured(group):
         return "CUDA graph capture outside overlap_train.graphed"
-    is_row = getattr(linear, "input_is_parallel", False)
-    if is_row and x.size(0) % linear.tp_group.size():
-        return f"sequence of {x.size(0)} is not divisible by the {linear.tp_group.size()} ranks"
     return None
 
 
-def _is_captured(linear: ParallelLinear) -> bool:
+def _is_captured(group: dist.ProcessGroup) -> bool:
     """Into a graph whose replays would break the operators' protocol; with on_unsupported='error' the operators raise."""
-    return torch.cuda.is_current_stream_capturing() and not is_graphed(linear.tp_group)
+    return torch.cuda.is_current_stream_capturing() and not is_graphed(group)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from overlap_train import OverlapConfig
 
@@ -14,6 +15,7 @@ from .column_row import OVERLAPPED, attach
 from .conditions import standing_reason
 from .state import LinearOverlap
 from .transformer_engine import is_te_linear, overlap_te_linear, standing_te_reason
+from .ulysses import exchanges
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -61,6 +63,11 @@ def is_overlapped(linear: Any) -> bool:
 def is_row(linear: Any) -> bool:
     """Whether it is a row linear, Megatron's or an overlapped one of TransformerEngine."""
     return hasattr(linear, "input_is_parallel")
+
+
+def groups_of(linear: Any) -> list[dist.ProcessGroup]:
+    """The groups over which an overlapped linear communicates, the last call's last."""
+    return list(linear.overlap.groups) if exchanges(linear) else [linear.tp_group]
 
 
 def is_candidate(linear: Any) -> bool:

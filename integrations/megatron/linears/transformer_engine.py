@@ -49,7 +49,7 @@ class _OverlappedTEColumn:
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(y, None), or (y without b, b) where the caller adds the bias itself."""
         overlap = self.overlap
-        reason = _te_reason(self) or fallback_reason(self, x, self.weight)
+        reason = te_feature(self) or fallback_reason(self, x, self.weight)
         overlap.count(reason, x, self.weight)
         if reason is not None:
             y, bias = super().forward(x)  # type: ignore[misc]
@@ -67,16 +67,7 @@ class _OverlappedTELayerNormColumn(_OverlappedTEColumn):
     """x [s/W, b, K] -> y [s, b, N/W] of the normalised x."""
 
     def _normed(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """By TE's norm over this module's parameters, whichever objects they are now (meta device, conversions)."""
-        norm = self.overlap.norm
-        if norm is None:
-            norm = megatron_te.TENorm(self.config, self.layer_norm_weight.numel(), self.config.layernorm_epsilon)
-            self.overlap.norm = norm
-        if norm.weight is not self.layer_norm_weight:
-            norm.weight = self.layer_norm_weight
-        if getattr(self, "layer_norm_bias", None) is not None and norm.bias is not self.layer_norm_bias:
-            norm.bias = self.layer_norm_bias
-        return norm(x)
+        return normed(self, x)
 
 
 class _OverlappedTERow(_OverlappedTEColumn):
@@ -84,6 +75,21 @@ class _OverlappedTERow(_OverlappedTEColumn):
 
     input_is_parallel = True
     operator = staticmethod(linear_reduce_scatter)
+
+
+def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """x by TE's norm over the parameters of a linear with a norm, whichever objects they are now (meta device, conversions)."""
+    if not isinstance(getattr(linear, "layer_norm_weight", None), torch.Tensor):
+        return x
+    norm = linear.overlap.norm
+    if norm is None:
+        norm = megatron_te.TENorm(linear.config, linear.layer_norm_weight.numel(), linear.config.layernorm_epsilon)
+        linear.overlap.norm = norm
+    if norm.weight is not linear.layer_norm_weight:
+        norm.weight = linear.layer_norm_weight
+    if getattr(linear, "layer_norm_bias", None) is not None and norm.bias is not linear.layer_norm_bias:
+        norm.bias = linear.layer_norm_bias
+    return norm(x)
 
 
 @cache
@@ -109,7 +115,7 @@ def is_te_linear(linear: Any) -> bool:
 
 def standing_te_reason(linear: Any) -> str | None:
     """Why every call of a TransformerEngine linear is TE's own; None where nothing stands against overlap."""
-    return standing_reason(linear, weight=None) or _te_reason(linear)
+    return standing_reason(linear, weight=None) or te_feature(linear)
 
 
 def overlap_te_linear(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
@@ -118,8 +124,8 @@ def overlap_te_linear(linear: Any, config: OverlapConfig, slot: str, name: str) 
     linear.overlap = TELinearOverlap(config, slot, name)
 
 
-def _te_reason(linear: Any) -> str | None:
-    """What TE does in its linears that ours do not."""
+def te_feature(linear: Any) -> str | None:
+    """What TE would do in its linears that ours do not."""
     if getattr(linear, "te_quant_params", None) is not None:
         return "quantized by TransformerEngine (te_quant_params)"
     if getattr(linear.config, "delay_wgrad_compute", False):

@@ -1,8 +1,9 @@
 """Core attention through torch's scaled_dot_product_attention: flash kernels from stock torch, no TransformerEngine.
 
-Takes the place of Megatron-Core's DotProductAttention in a layer spec. The scores [b, n, s, s] are never stored, keys
-and values of grouped queries are not repeated in memory, and context parallelism, packed sequences and attention bias
-are refused as DotProductAttention refuses them, but by a ValueError that says what to do.
+Takes the place of Megatron-Core's DotProductAttention in a layer spec. The scores [b, n, s, s] are never stored, and keys
+and values of grouped queries are not repeated in memory. Packed sequences attend within their documents (packed.py). An attention
+bias and context parallelism are refused as DotProductAttention refuses them, but by a ValueError that says what to do: under
+context parallelism a UlyssesSelfAttention builds this for the heads of its rank, with context parallelism 1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+
+from ..packed import documents_of
+from .packed import Softmax, packed_attention
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -63,9 +67,12 @@ class SDPACoreAttention(MegatronModule):
 
         `attention_mask` (bool, broadcasts to [b, n, sq, sk], True hides) decides alone where it is given, as in
         DotProductAttention; without one a causal mask type means key j is seen by query i where j <= i.
-        Raises ValueError for packed sequences, an attention bias, or a causal mask with sq != sk.
+        Of packed sequences (thd) query is [t, n, d], key and value [t, g, d] -> context [t, n·d], without a mask.
+        Raises ValueError for an attention bias, a mask beside packed sequences, or a causal mask with sq != sk.
         """
-        _refuse_call(attention_bias, packed_seq_params)
+        _refuse_call(attention_bias, packed_seq_params, attention_mask)
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params)
         mask = None if attention_mask is None else ~attention_mask
         causal = mask is None and self._is_causal(query.size(0), key.size(0))
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -81,6 +88,14 @@ class SDPACoreAttention(MegatronModule):
                 enable_gqa=q.size(1) != k.size(1),
             )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        is_causal = self.attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        softmax = Softmax(self.softmax_scale, is_causal, self.dropout if self.training else 0.0)
+        with self._random_state():
+            return packed_attention(query, key, value, documents_of(packed), softmax).flatten(1)
 
     def _is_causal(self, queries: int, keys: int) -> bool:
         if self.attn_mask_type != AttnMaskType.causal or queries == 1:  # one query over a cache of keys sees them all
@@ -100,7 +115,7 @@ class SDPACoreAttention(MegatronModule):
 
 def _refuse_unsupported(config: TransformerConfig) -> None:
     rules = (
-        ("context_parallel_size", 1, "one rank must hold the whole sequence"),
+        ("context_parallel_size", 1, "one rank must hold the whole sequence outside a UlyssesSelfAttention"),
         ("window_size", None, "sliding windows are not offered"),
         ("softmax_type", "vanilla", "softmax offsets are not offered"),
     )
@@ -113,10 +128,23 @@ def _refuse_unsupported(config: TransformerConfig) -> None:
             )
 
 
-def _refuse_call(attention_bias: torch.Tensor | None, packed_seq_params: PackedSeqParams | None) -> None:
-    for name, value in (("packed_seq_params", packed_seq_params), ("attention_bias", attention_bias)):
-        if value is not None:
-            raise ValueError(
-                f"{name}={type(value).__name__}: SDPACoreAttention takes {name}=None only; use attention_mask, or "
-                "TransformerEngine's core attention in the layer spec"
-            )
+def _refuse_call(
+    attention_bias: torch.Tensor | None, packed_seq_params: PackedSeqParams | None, attention_mask: torch.Tensor | None
+) -> None:
+    if attention_bias is not None:
+        raise ValueError(
+            f"attention_bias={type(attention_bias).__name__}: SDPACoreAttention takes attention_bias=None only; use "
+            "attention_mask, or TransformerEngine's core attention in the layer spec"
+        )
+    if packed_seq_params is None:
+        return
+    if packed_seq_params.qkv_format != "thd":
+        raise ValueError(
+            f"packed_seq_params.qkv_format={packed_seq_params.qkv_format!r}: SDPACoreAttention takes packed sequences as 'thd'; "
+            "set it, or pass packed_seq_params=None"
+        )
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask beside packed_seq_params: documents attend within themselves, without a mask; pass "
+            "attention_mask=None"
+        )

@@ -1,7 +1,8 @@
 """GPT layer specs for models that are assembled from specs.
 
 They start from Megatron-Core's own local specs and exchange three things: the norms (norm.py), the core attention (attention.py)
-and, where an `OverlapConfig` is given, the linears of dense layers. Everything else, checkpoint keys included, stays Megatron's.
+and, where an `OverlapConfig` is given, the linears of dense layers. With context parallelism the self-attention is ours, too
+(attention/self_attention.py). Everything else, checkpoint keys included, stays Megatron's.
 No spec reaches the output layer, which GPTModel builds itself: call `enable()` on the built model for that one. It leaves linears
 that already overlap as they are.
 """
@@ -9,7 +10,7 @@ that already overlap as they are.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -19,8 +20,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from ..attention.in_model import SLOTS as EXCHANGING_SLOTS
+from ..attention.self_attention import UlyssesSelfAttention
+from ..attention.whole import WholeSequence
 from ..linears.column_row import overlapped_class
 from ..linears.conditions import bad_combination
+from ..linears.ulysses import exchanging_class
 from .attention import SDPACoreAttention
 from .norm import Norm
 
@@ -49,7 +54,7 @@ def gpt_layer_spec(config: TransformerConfig, overlap: OverlapConfig | None = No
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
     )
-    return _exchange(spec, overlap)
+    return _Parts(config, overlap, WholeSequence()).exchange(spec)
 
 
 def gpt_block_spec(
@@ -69,58 +74,72 @@ def gpt_block_spec(
         vp_stage=vp_stage,
     )
     # Layers of one kind share one spec object, as in Megatron; each object is exchanged once.
-    exchanged = {id(spec): _exchange(spec, overlap) for spec in block.layer_specs}
+    parts = _Parts(config, overlap, WholeSequence())
+    exchanged = {id(spec): parts.exchange(spec) for spec in block.layer_specs}
     return TransformerBlockSubmodules(layer_specs=[exchanged[id(spec)] for spec in block.layer_specs], layer_norm=Norm)
 
 
-def _exchange(layer: ModuleSpec, overlap: OverlapConfig | None) -> ModuleSpec:
-    """A copy of a local layer spec with our norms, core attention and (given `overlap`) linears."""
-    parts = layer.submodules
-    attention, inner = parts.self_attention, parts.self_attention.submodules
-    inner = replace(
-        inner,
-        linear_qkv=_linear(inner.linear_qkv, "qkv", overlap),
-        core_attention=SDPACoreAttention,
-        linear_proj=_linear(inner.linear_proj, "proj", overlap),
-        q_layernorm=_norm(inner.q_layernorm),
-        k_layernorm=_norm(inner.k_layernorm),
-    )
-    parts = replace(
-        parts,
-        input_layernorm=_norm(parts.input_layernorm),
-        self_attention=replace(attention, submodules=inner),
-        pre_mlp_layernorm=_norm(parts.pre_mlp_layernorm),
-        mlp=_dense_mlp(parts.mlp, overlap),
-    )
-    return replace(layer, submodules=parts)
+@dataclass(frozen=True)
+class _Parts:
+    """What is put into the layer specs of one model."""
+
+    config: TransformerConfig
+    overlap: OverlapConfig | None
+    whole: WholeSequence
+
+    def exchange(self, layer: ModuleSpec) -> ModuleSpec:
+        """A copy of a local layer spec with our norms, attention and (given `overlap`) linears."""
+        parts = layer.submodules
+        parts = replace(
+            parts,
+            input_layernorm=_norm(parts.input_layernorm),
+            self_attention=self._attention(parts.self_attention),
+            pre_mlp_layernorm=_norm(parts.pre_mlp_layernorm),
+            mlp=self._dense_mlp(parts.mlp),
+        )
+        return replace(layer, submodules=parts)
+
+    def _attention(self, attention: ModuleSpec) -> ModuleSpec:
+        inner = attention.submodules
+        inner = replace(
+            inner,
+            linear_qkv=self._linear(inner.linear_qkv, "qkv"),
+            core_attention=SDPACoreAttention,
+            linear_proj=self._linear(inner.linear_proj, "proj"),
+            q_layernorm=_norm(inner.q_layernorm),
+            k_layernorm=_norm(inner.k_layernorm),
+        )
+        if self.config.context_parallel_size == 1:
+            return replace(attention, submodules=inner)
+        params = {**(attention.params or {}), "whole": self.whole}
+        return replace(attention, module=UlyssesSelfAttention, submodules=inner, params=params)
+
+    def _dense_mlp(self, entry: Any) -> Any:
+        """Exchange the linears of a dense MLP; Megatron 0.16 describes it by a ModuleSpec, 0.19 by a functools.partial."""
+        is_partial = isinstance(entry, functools.partial)
+        parts = entry.keywords["submodules"] if is_partial else entry.submodules
+        if not isinstance(parts, MLPSubmodules):
+            return entry
+        parts = replace(
+            parts, linear_fc1=self._linear(parts.linear_fc1, "fc1"), linear_fc2=self._linear(parts.linear_fc2, "fc2")
+        )
+        if is_partial:
+            return functools.partial(entry.func, *entry.args, **{**entry.keywords, "submodules": parts})
+        return replace(entry, submodules=parts)
+
+    def _linear(self, entry: type, slot: str) -> Any:
+        """A ModuleSpec is the one way to hand an argument to a linear that both Megatron versions accept in every place."""
+        if self.overlap is None or slot not in self.overlap.slots:
+            return entry
+        if self.config.tensor_model_parallel_size > 1:
+            return ModuleSpec(module=overlapped_class(entry), params={"overlap": self.overlap})
+        is_exchanging = slot in EXCHANGING_SLOTS
+        return ModuleSpec(module=exchanging_class(entry), params={"overlap": self.overlap}) if is_exchanging else entry
 
 
 def _norm(entry: Any) -> Any:
     """No norm stays no norm, and the norm without parameters needs no mark."""
     return entry if entry in (IdentityOp, L2Norm) else Norm
-
-
-def _dense_mlp(entry: Any, overlap: OverlapConfig | None) -> Any:
-    """Exchange the linears of a dense MLP; Megatron 0.16 describes it by a ModuleSpec, 0.19 by a functools.partial."""
-    is_partial = isinstance(entry, functools.partial)
-    parts = entry.keywords["submodules"] if is_partial else entry.submodules
-    if not isinstance(parts, MLPSubmodules):
-        return entry
-    parts = replace(
-        parts,
-        linear_fc1=_linear(parts.linear_fc1, "fc1", overlap),
-        linear_fc2=_linear(parts.linear_fc2, "fc2", overlap),
-    )
-    if is_partial:
-        return functools.partial(entry.func, *entry.args, **{**entry.keywords, "submodules": parts})
-    return replace(entry, submodules=parts)
-
-
-def _linear(entry: type, slot: str, overlap: OverlapConfig | None) -> Any:
-    """A ModuleSpec is the one way to hand an argument to a linear that both Megatron versions accept in every place."""
-    if overlap is None or slot not in overlap.slots:
-        return entry
-    return ModuleSpec(module=overlapped_class(entry), params={"overlap": overlap})
 
 
 def _checked(config: Any, overlap: OverlapConfig | None) -> tuple[TransformerConfig, OverlapConfig | None]:

@@ -10,9 +10,11 @@ from functools import partial
 
 import on_cpu  # noqa: F401 -- beside this script
 import torch
+from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, get_tokenizer, global_vars, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -50,7 +52,7 @@ def mean_loss(mask, losses):
 
 
 def forward_step(batches, model):
-    batch = next(batches)
+    batch = get_batch_on_this_cp_rank({**next(batches), "cu_seqlens": None}, False, mpu.get_context_parallel_group())
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return losses, partial(mean_loss, batch["loss_mask"])
 

@@ -51,17 +51,17 @@ FAULTS = [
         (T + "table.py::test_each_linear_says_how_its_last_call_ran_and_what_was_measured",),
     ),
     Mutation(
-        "reporting: (SCATTER, 1) if is_row(linear) else (GATH... -> (SCATTER, 1) if is_row(linear) else (GATH...",
+        "reporting: (row_kind, 1) if is_row(linear) else (col... -> (row_kind, 1) if is_row(linear) else (col...",
         M + "enabling/reporting.py",
-        "(SCATTER, 1) if is_row(linear) else (GATHER, domain.world_size)",
-        "(SCATTER, 1) if is_row(linear) else (GATHER, 1)",
+        "(row_kind, 1) if is_row(linear) else (column_kind, domain.world_size)",
+        "(row_kind, 1) if is_row(linear) else (column_kind, 1)",
         (T + "table.py::test_each_linear_says_how_its_last_call_ran_and_what_was_measured",),
     ),
     Mutation(
-        "reporting: (SCATTER, 1) if is_row(linear) else (GATH... -> (SCATTER, domain.world_size) if is_row(li...",
+        "reporting: (row_kind, 1) if is_row(linear) else (col... -> (row_kind, domain.world_size) if is_row(l...",
         M + "enabling/reporting.py",
-        "(SCATTER, 1) if is_row(linear) else (GATHER, domain.world_size)",
-        "(SCATTER, domain.world_size) if is_row(linear) else (GATHER, domain.world_size)",
+        "(row_kind, 1) if is_row(linear) else (column_kind, domain.world_size)",
+        "(row_kind, domain.world_size) if is_row(linear) else (column_kind, domain.world_size)",
         (T + "table.py::test_each_linear_says_how_its_last_call_ran_and_what_was_measured",),
     ),
     Mutation(

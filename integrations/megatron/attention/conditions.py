@@ -1,0 +1,71 @@
+"""What keeps an attention with cp_comm_type "a2a" from our exchanges: settings of the model, its modules, or one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+from .core import heads_of, is_transformer_engines
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+WAY_OUT = (
+    "set cp_comm_type to 'p2p' or 'all_gather' for TransformerEngine's own context parallelism, or leave it to "
+    "TransformerEngine with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
+)
+
+
+def bad_setting(config: TransformerConfig, ranks: int) -> str | None:
+    """The setting of a model under which an attention cannot exchange over `ranks` ranks, in one sentence; or None."""
+    rules = (
+        (
+            "multi_latent_attention",
+            False,
+            "its keys and values are compressed, and there is no QKV projection to exchange",
+        ),
+        ("attention_output_gate", False, "the gate is computed with q and would have to be exchanged with it"),
+        ("softmax_type", "vanilla", "softmax offsets belong to heads, and each rank would need those of its own"),
+        ("qk_clip", False, "it takes the largest logits of this rank's own heads"),
+        ("log_max_attention_logit", False, "it takes the largest logits of this rank's own heads"),
+    )
+    for field, wanted, rule in rules:
+        value = getattr(config, field, wanted)
+        if value != wanted:
+            return f"{field}={value!r} in the model's config with cp_comm_type='a2a': {rule}; set it to {wanted!r}, or {WAY_OUT}"
+    problem = heads_of(config).error(ranks, "cp_comm_type='a2a'")
+    return None if problem is None else f"{problem} (tensor-parallel ranks divide the heads first), or {WAY_OUT}"
+
+
+def why_not_turned(attention: Any) -> str | None:
+    """Why a built attention with cp_comm_type "a2a" cannot become ours, in one sentence; None: it can, or is."""
+    config, kind = attention.config, type(attention)
+    if isinstance(attention, MultiLatentAttention):
+        return bad_setting(config, 1)
+    if issubclass(kind, CrossAttention):
+        return f"{kind.__name__} with cp_comm_type='a2a': only self-attention has one sequence to exchange; {WAY_OUT}"
+    if kind is not SelfAttention:
+        return f"{kind.__name__} with cp_comm_type='a2a': only Megatron-Core's SelfAttention has an overlapped form; {WAY_OUT}"
+    if not is_transformer_engines(attention.core_attention):
+        return (
+            f"core attention {type(attention.core_attention).__name__} with cp_comm_type='a2a': only TransformerEngine's can be "
+            f"rebuilt for all rows and some heads; build the model from gpt_block_spec, or {WAY_OUT}"
+        )
+    return bad_setting(config, attention.pg_collection.cp.size())
+
+
+def refuse_call(core: Any, ranks: int, ranks_of_model: int, others: dict[str, Any]) -> None:
+    """Raise ValueError for a call that Ulysses cannot serve. `others`: arguments of Megatron's forward that must be None."""
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={type(value).__name__}: a Ulysses attention (cp_comm_type='a2a') takes {name}=None only; it is for "
+                "self-attention in training and evaluation, without an attention bias"
+            )
+    if ranks != ranks_of_model and is_transformer_engines(core):
+        raise ValueError(
+            f"packed_seq_params: this call's context parallelism has {ranks} ranks, the model's {ranks_of_model}, for whose "
+            "heads TransformerEngine's core attention is built; keep the group, or build the model from gpt_block_spec"
+        )

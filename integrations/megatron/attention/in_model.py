@@ -1,0 +1,55 @@
+"""The attentions of a built model: which are Ulysses', why others are not, and how one is turned in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.transformer.attention import Attention
+
+from ..linears.context_parallel import ULYSSES, comm_type
+from ..linears.in_model import Model, chunks_of
+from .conditions import why_not_turned
+from .core import core_of_rank
+from .self_attention import UlyssesSelfAttention
+from .whole import WholeSequence
+
+SLOTS = ("qkv", "proj")  # of an attention's linears
+
+
+def sharing_attentions(model: Model) -> Iterator[Any]:
+    """The attentions under context parallelism, of whatever kind."""
+    for chunk in chunks_of(model):
+        for module in chunk.modules():
+            if isinstance(module, Attention) and module.config.context_parallel_size > 1:
+                yield module
+
+
+def is_ulysses(attention: Any) -> bool:
+    return isinstance(attention, UlyssesSelfAttention)
+
+
+def is_asked_for(attention: Any) -> bool:
+    return comm_type(attention.config, attention.layer_number) == ULYSSES
+
+
+def why_not_ulysses(attention: Any) -> str | None:
+    """Why an attention under context parallelism is none of ours and cannot become one; None: it is, or can."""
+    if is_ulysses(attention):
+        return None
+    if not is_asked_for(attention):
+        return f"cp_comm_type={comm_type(attention.config, attention.layer_number)!r} is left to the core attention"
+    return why_not_turned(attention)
+
+
+def turn(attention: Any, whole: WholeSequence) -> None:
+    """Make it a UlyssesSelfAttention, one of which `why_not_ulysses` is None. Its core attention is built anew for its heads."""
+    if is_ulysses(attention):
+        return
+    core = attention.core_attention
+    attention.core_attention = core_of_rank(
+        type(core), attention.pg_collection.cp.size(), config=attention.config, layer_number=attention.layer_number,
+        attn_mask_type=attention.attn_mask_type, attention_type=attention.attention_type,
+        softmax_scale=getattr(attention.config, "softmax_scale", None), pg_collection=attention.pg_collection,
+    ).train(core.training)  # fmt: skip
+    attention.__class__, attention.whole = UlyssesSelfAttention, whole

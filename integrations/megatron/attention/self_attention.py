@@ -1,0 +1,203 @@
+"""UlyssesSelfAttention: Megatron-Core's SelfAttention under context parallelism with cp_comm_type "a2a".
+
+    x [s/W, b, h] -> QKV projection and exchange -> q, k, v of all s rows and heads / W, in the order of the sequence
+      -> norms of q and k -> rotary positions -> core attention -> exchange and output projection -> [s/W, b, h]
+
+W: context-parallel ranks; with tensor parallelism and sequence parallelism x is [s / (W tp), b, h] and heads are those of one
+tensor-parallel rank. Parameters, their names and the checkpoint are SelfAttention's.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+
+from overlap_train import Rotary, SequenceLayout
+
+from ..linears.context_parallel import ULYSSES
+from ..linears.exchange import Exchange
+from ..linears.ulysses import exchanges
+from ..packed import Documents, documents_of
+from .collective import Heads, collective_to_heads, collective_to_sequence
+from .conditions import bad_setting, refuse_call
+from .core import core_of_rank, heads_of, is_transformer_engines, without_group
+from .whole import WholeSequence
+
+
+class UlyssesSelfAttention(SelfAttention):
+    """Takes the arguments of SelfAttention and `whole`, which the layers of a model share."""
+
+    whole: WholeSequence
+
+    def __init__(
+        self, config: Any, submodules: Any, *args: Any, cp_comm_type: str | None = None, pg_collection: Any = None,
+        whole: WholeSequence | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Raises ValueError for settings of `config` with which there is no Ulysses attention, and another cp_comm_type."""
+        ranks = config.context_parallel_size
+        problem = _other_type(cp_comm_type) or bad_setting(config, ranks)
+        if problem is not None:
+            raise ValueError(problem)
+        inner = replace(submodules, core_attention=functools.partial(core_of_rank, submodules.core_attention, ranks))
+        super().__init__(config, inner, *args, cp_comm_type=cp_comm_type, pg_collection=pg_collection, **kwargs)
+        self.whole = whole or WholeSequence()
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Any = None,
+        rotary_pos_cos: Any = None,
+        rotary_pos_sin: Any = None,
+        rotary_pos_cos_sin: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Any = None,
+        *,
+        inference_params: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output [s/W, b, h], bias or None). attention_mask: [b, 1, s/W, s], this rank's rows, or of all rows.
+
+        Raises:
+            ValueError: a call that is not for training or evaluation of self-attention, or whose rows cannot be cut as Megatron
+                cuts them.
+        """
+        group, others = self._group(packed_seq_params), dict(
+            key_value_states=key_value_states, inference_context=inference_context, inference_params=inference_params,
+            rotary_pos_cos=rotary_pos_cos, rotary_pos_sin=rotary_pos_sin, rotary_pos_cos_sin=rotary_pos_cos_sin,
+            attention_bias=attention_bias,
+        )  # fmt: skip
+        ranks = 1 if group is None else group.size()
+        refuse_call(self.core_attention, ranks, self.pg_collection.cp.size(), others)
+        documents = None if packed_seq_params is None else documents_of(packed_seq_params)
+        rows = self._rows_of_rank(hidden_states) * ranks
+        exchange = self._exchange(group, rows, documents, hidden_states.device)
+        freqs = self._frequencies(rotary_pos_emb, rows, exchange, documents)
+        q, k, v = self._heads(hidden_states, exchange, freqs)
+        context = self._attended(q, k, v, self._mask(attention_mask, rows, exchange), packed_seq_params)
+        return self._projected(context, exchange)
+
+    def _group(self, packed: Any) -> dist.ProcessGroup | None:
+        """Of this call: Megatron may choose another one for each micro-batch, or none."""
+        if getattr(packed, "cp_group", None) is not None:
+            return packed.cp_group
+        return None if getattr(packed, "local_cp_size", None) is not None else self.pg_collection.cp
+
+    def _rows_of_rank(self, x: torch.Tensor) -> int:
+        """Of one context-parallel rank."""
+        return x.size(0) * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
+
+    def _exchange(
+        self, group: dist.ProcessGroup | None, rows: int, documents: Documents | None, device: torch.device
+    ) -> Exchange:
+        heads, ranks = heads_of(self.config), 1 if group is None else group.size()
+        layout = SequenceLayout("zigzag", () if documents is None else documents.with_rest(rows))
+        problem = layout.error(rows, ranks, "packed_seq_params" if documents else "sequence") or heads.error(
+            ranks, "cp_group"
+        )
+        if problem is not None and ranks > 1:
+            raise ValueError(f"{problem} (Ulysses, context parallelism {ranks})")
+        return self.whole.exchange(group, heads, layout, rows, device)
+
+    def _frequencies(
+        self, rotary_pos_emb: Any, rows: int, exchange: Exchange, documents: Documents | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of q and of k, with a row for each row of the sequence."""
+        skips = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+        if rotary_pos_emb is None or skips:
+            return None, None
+        both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+        whole_pack = not self.config.apply_rope_fusion  # TransformerEngine's kernel begins anew with each document
+        return tuple(
+            None if freqs is None else self.whole.frequencies(freqs, rows, exchange, documents, whole_pack)
+            for freqs in both
+        )  # type: ignore[return-value]
+
+    def _heads(
+        self, x: torch.Tensor, exchange: Exchange, freqs: tuple[torch.Tensor | None, torch.Tensor | None]
+    ) -> Heads:
+        """q, k and v of all rows, normalised and rotated."""
+        linear = self.linear_qkv
+        if exchanges(linear) and linear.reason(x, exchange) is None:
+            rotary = self._rotary_within(freqs)
+            q, k, v = linear.to_heads(x, exchange, rotary)
+            if rotary is not None:
+                return q, k, v
+            q, k = (x if norm is None else norm(x) for norm, x in ((self.q_layernorm, q), (self.k_layernorm, k)))
+        else:
+            q, k, v = self.get_query_key_value_tensors(x)
+            q, k, v = collective_to_heads(q, k, v, exchange)
+        return self._rotated(q, freqs[0]), self._rotated(k, freqs[1]), v
+
+    def _rotary_within(self, freqs: tuple[torch.Tensor | None, torch.Tensor | None]) -> Rotary | None:
+        """What the exchange's own pass can do: one angle for each row, of q and k alike, which no norm must see before."""
+        has_norms = not all(
+            norm is None or isinstance(norm, IdentityOp) for norm in (self.q_layernorm, self.k_layernorm)
+        )
+        are_alike, angles = freqs[0] is freqs[1], freqs[0]
+        if has_norms or angles is None:
+            return None
+        if not are_alike or angles.shape[1:-1].numel() > 1:
+            return None
+        return self.whole.rotary(angles, self._mscale, self.config.rotary_interleaved)
+
+    @property
+    def _mscale(self) -> float:
+        return _yarn_get_concentration_factor_from_config(self.config)
+
+    def _rotated(self, x: torch.Tensor, freqs: torch.Tensor | None) -> torch.Tensor:
+        """By Megatron's own function. Each row has its frequency here, therefore it need not know of documents or ranks."""
+        if freqs is None:
+            return x
+        return apply_rotary_pos_emb(x, freqs, config=self.config, mscale=self._mscale, cp_group=self.pg_collection.cp)
+
+    def _mask(self, mask: torch.Tensor | None, rows: int, exchange: Exchange) -> torch.Tensor | None:
+        """Of all rows. TransformerEngine ignores a mask beside a causal mask type, and it may be large."""
+        ignored = self.attn_mask_type == AttnMaskType.causal and is_transformer_engines(self.core_attention)
+        return None if mask is None or ignored else self.whole.mask(mask, rows, exchange)
+
+    def _attended(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, packed: Any
+    ) -> torch.Tensor:
+        """[s, b, heads / W * dim]."""
+        is_thd = packed is not None and packed.qkv_format == "thd"
+        if is_thd:
+            q, k, v = (x.squeeze(1) for x in (q, k, v))
+        recomputed = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if recomputed else self.core_attention
+        context = attend(
+            q,
+            k,
+            v,
+            mask,
+            attn_mask_type=self.attn_mask_type,
+            attention_bias=None,
+            packed_seq_params=without_group(packed),
+        )
+        return context.reshape(len(context), 1, -1) if is_thd else context
+
+    def _projected(self, context: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
+        linear = self.linear_proj
+        if exchanges(linear) and linear.reason(context, exchange) is None:
+            return linear.to_sequence(context, exchange)
+        return linear(collective_to_sequence(context, exchange))
+
+
+def _other_type(cp_comm_type: str | None) -> str | None:
+    if cp_comm_type == ULYSSES:
+        return None
+    return (
+        f"cp_comm_type={cp_comm_type!r}: without TransformerEngine's core attention context parallelism is Ulysses' only; set it "
+        "to 'a2a' for every layer (--cp-comm-type a2a), or build the model from TransformerEngine's layer spec"
+    )

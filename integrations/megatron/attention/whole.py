@@ -1,0 +1,121 @@
+"""What every layer of a forward needs of the whole sequence, worked out once: positions, masks, the order of rows.
+
+Megatron gives each rank its part of the rotary frequencies and of the mask. After the exchange a rank has all rows, therefore the
+parts are put together again. All ranks of the group do that in the same calls.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlap_train import AttentionHeads, Rotary, SequenceLayout
+
+from ..linears.exchange import Exchange
+from ..packed import Documents
+
+_MOST_KEPT = 8
+
+
+class WholeSequence:
+    """One for the layers of a model: keeps the last few answers."""
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
+
+    def exchange(
+        self,
+        group: dist.ProcessGroup | None,
+        heads: AttentionHeads,
+        layout: SequenceLayout,
+        rows: int,
+        device: torch.device,
+    ) -> Exchange:
+        """Of a sequence, or of a pack, of `rows` rows."""
+
+        def answer() -> Exchange:
+            order = layout.rows_of_ranks(rows, 1 if group is None else group.size(), device).flatten()
+            return Exchange(group, heads, layout, order, order.argsort())
+
+        return self._kept(("exchange", group, heads, layout, rows, device), None, answer)
+
+    def mask(self, mask: torch.Tensor, rows: int, exchange: Exchange) -> torch.Tensor:
+        """[b, 1, s, s] from the rows that this rank has, [b, 1, s/W, s]; anything else as it is."""
+        if mask.dim() < 3 or mask.size(-2) * exchange.ranks != rows or exchange.ranks == 1:
+            return mask
+        key = ("mask", *_identity(mask), exchange.group, exchange.layout)
+        return self._kept(key, mask, lambda: _gathered(mask, mask.dim() - 2, exchange))
+
+    def frequencies(
+        self, freqs: torch.Tensor, rows: int, exchange: Exchange, documents: Documents | None, whole_pack: bool
+    ) -> torch.Tensor:
+        """Rotary frequencies [s, 1 or b, 1, r], a row for each row of the sequence.
+
+        Args:
+            freqs: Megatron's: [s/W, ...], this rank's part, or [longest document, ...] of packed sequences.
+            whole_pack: whether freqs of as many rows as all documents have counts on from document to document.
+
+        Raises:
+            ValueError: freqs have another number of rows.
+        """
+        key = ("freqs", *_identity(freqs), rows, exchange.group, exchange.layout, documents, whole_pack)
+        if documents is not None:
+            return self._kept(
+                key, freqs, lambda: freqs[_positions(len(freqs), rows, documents, whole_pack).to(freqs.device)]
+            )
+        if len(freqs) == rows:
+            return freqs
+        if len(freqs) * exchange.ranks != rows:
+            raise ValueError(
+                f"rotary_pos_emb has {len(freqs)} rows: this rank has {rows // exchange.ranks} of the {rows} rows of the "
+                f"sequence; pass frequencies of these or of all"
+            )
+        return self._kept(key, freqs, lambda: _gathered(freqs, 0, exchange))
+
+    def rotary(self, freqs: torch.Tensor, mscale: float, interleaved: bool) -> Rotary:
+        """Of frequencies [s, 1, 1, r]."""
+
+        def answer() -> Rotary:
+            angles = freqs.float().flatten(1)
+            return Rotary(angles.cos() * mscale, angles.sin() * mscale, interleaved)
+
+        return self._kept(("rotary", *_identity(freqs), mscale, interleaved), freqs, answer)
+
+    def _kept(self, key: Any, holds: Any, answer: Callable[[], Any]) -> Any:
+        """`holds`: the tensor whose address is in the key; while it is held, no other has that address."""
+        if key not in self._answers:
+            self._answers[key] = answer(), holds
+            while len(self._answers) > _MOST_KEPT:
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        return self._answers[key][0]
+
+
+def _identity(x: torch.Tensor) -> tuple[Any, ...]:
+    """The same for a tensor and what checkpointing detaches from it."""
+    return x.data_ptr(), x.shape, x.stride(), 0 if x.is_inference() else x._version
+
+
+@torch.no_grad()
+def _gathered(x: torch.Tensor, dim: int, exchange: Exchange) -> torch.Tensor:
+    """The parts of all ranks along `dim`, in the order of the sequence."""
+    part = x.movedim(dim, 0).contiguous()
+    sent = part.view(torch.uint8) if part.dtype == torch.bool else part
+    whole = torch.empty(exchange.ranks * len(sent), *sent.shape[1:], dtype=sent.dtype, device=sent.device)
+    dist.all_gather_into_tensor(whole, sent, group=exchange.group)
+    return whole.index_select(0, exchange.places).view(part.dtype).movedim(0, dim)
+
+
+def _positions(count: int, rows: int, documents: Documents, whole_pack: bool) -> torch.Tensor:
+    """Which of `count` frequencies each row takes; rows beyond the last document any."""
+    if whole_pack and count == documents.end:
+        return torch.arange(rows).clamp(max=count - 1)
+    starts = torch.tensor(documents.with_rest(rows))
+    places = torch.arange(rows)
+    places -= starts[torch.searchsorted(starts, places, right=True) - 1]
+    places[documents.end :] = 0
+    return places

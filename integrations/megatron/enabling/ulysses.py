@@ -1,0 +1,54 @@
+"""The attentions of a model that enable() makes Ulysses', and which of their linears then exchange within their product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from overlap_train import OverlapConfig
+
+from ..attention.in_model import SLOTS, is_asked_for, sharing_attentions, turn, why_not_ulysses
+from ..attention.whole import WholeSequence
+from ..linears.in_model import overlap_linear, why_not
+from ..linears.ulysses import exchange_in, why_no_exchange
+
+
+@dataclass(frozen=True)
+class Attentions:
+    """ours: are Ulysses', or can be. problem: why one that is asked for cannot; None: all can, or slots leave attention out."""
+
+    ours: tuple[Any, ...]
+    problem: str | None
+
+    def exchanges(self, linear: Any) -> bool:
+        """Whether it is linear_qkv or linear_proj of one of ours, and tensor parallelism does not take its communication."""
+        for attention in self.ours:
+            if linear is attention.linear_qkv or linear is attention.linear_proj:
+                return attention.pg_collection.tp.size() == 1
+        return False
+
+    def why_not(self, linear: Any) -> str | None:
+        """What stands for good against overlapping a linear, within its attention's exchange or over tensor parallelism."""
+        return why_no_exchange(linear) if self.exchanges(linear) else why_not(linear)
+
+    def overlap(self, linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
+        """Overlap one of which `why_not` is None, in place."""
+        (exchange_in if self.exchanges(linear) else overlap_linear)(linear, config, slot, name)
+
+    def turn(self) -> None:
+        whole = WholeSequence()
+        for attention in self.ours:
+            turn(attention, whole)
+
+
+def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Attentions:
+    """Of the slots asked for; changes nothing."""
+    if not set(SLOTS) & set(config.slots):
+        return Attentions((), None)
+    asked = [attention for attention in sharing_attentions(chunks) if is_asked_for(attention)]
+    reasons = [why_not_ulysses(attention) for attention in asked]
+    ours = tuple(attention for attention, reason in zip(asked, reasons, strict=True) if reason is None)
+    return Attentions(ours, next(filter(None, reasons), None))

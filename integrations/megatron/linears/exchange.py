@@ -1,0 +1,50 @@
+"""How a Ulysses attention's linears exchange in one call, and what such a linear knows beside its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from overlap_train import AttentionHeads, SequenceLayout
+
+from .state import LinearOverlap
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Between sequence shards and head shards.
+
+    group: the context-parallel ranks; None where the call has none. heads: of all ranks of the group, and of this
+    tensor-parallel rank. layout: how the ranks share the sequence. order: which row of the sequence each row of each rank is,
+    rank after rank; places: where each row of the sequence is among these. Both on the device of the activations.
+    """
+
+    group: dist.ProcessGroup | None
+    heads: AttentionHeads
+    layout: SequenceLayout
+    order: torch.Tensor
+    places: torch.Tensor
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+
+@dataclass
+class UlyssesOverlap(LinearOverlap):
+    """The attribute `overlap` of a linear that exchanges within its product."""
+
+    groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)  # of overlapped calls, the last one's last
+
+    def count_exchange(self, reason: str | None, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> None:
+        """As `count`, with the group of the call. Where KV heads go to several ranks, more rows are sent than the weight has."""
+        self.count(reason, x, weight)
+        if reason is not None or exchange.group is None:
+            return
+        self.groups.pop(exchange.group, None)
+        self.groups[exchange.group] = None
+        if self.slot == "qkv":
+            sent = exchange.heads.of_rank(exchange.ranks).features * exchange.ranks
+            self.sizes = x.shape, torch.Size((sent, weight.shape[1])), x.dtype

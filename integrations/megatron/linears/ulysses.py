@@ -1,0 +1,157 @@
+"""The linears of a Ulysses attention, Megatron's and TransformerEngine's, that exchange within their product.
+
+    linear_qkv    to_heads       x [s/W, b, K] -> q, k, v of all rows and some heads     GEMM + all-to-all
+    linear_proj   to_sequence    x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
+
+W: context-parallel ranks; weights are whole (tensor parallelism 1). The attention calls these two methods; `forward` stays
+Megatron's and serves the calls that fall back. Only the class of a built module changes: parameters and checkpoint keys stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine as megatron_te
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from overlap_train import OverlapConfig, Rotary, attention_output_linear, qkv_all_to_all
+
+from .column_row import attach
+from .conditions import exchange_reason, standing_exchange_reason
+from .exchange import Exchange, UlyssesOverlap
+from .main_grad import through_main_grad
+from .transformer_engine import TELinearOverlap, normed, te_feature
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Exchanging:
+    """Mixed in before a linear class of Megatron's or TransformerEngine's."""
+
+    overlap: UlyssesOverlap
+
+    def reason(self: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
+        """Why this call is Megatron's own linear and a separate exchange; None where it is ours. Counts the call."""
+        reason = te_feature(self) or exchange_reason(self, x, exchange.group)
+        self.overlap.count_exchange(reason, x, self.weight, exchange)
+        return reason
+
+    def to_heads(self: Any, x: torch.Tensor, exchange: Exchange, rotary: Rotary | None) -> Heads:
+        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, rotated; of a call without
+        `reason`."""
+        overlap, bias = self.overlap, self.bias if _has_bias(self) else None
+        q, k, v = qkv_all_to_all(
+            normed(self, x), self.weight, bias, group=exchange.group, heads=exchange.heads, layout=exchange.layout,
+            rotary=rotary, config=overlap.settings(self, self.weight), name=overlap.name,
+        )  # fmt: skip
+        return overlap.watched(q), k, v
+
+    def to_sequence(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(y, None), or (y without b, b) where the caller adds the bias itself; a call without `reason`."""
+        overlap, bias = self.overlap, self.bias if _has_bias(self) else None
+        added, returned = (None, bias) if _returns_bias(self) else (bias, None)
+        y = attention_output_linear(
+            x, self.weight, added, group=exchange.group, layout=exchange.layout,
+            config=overlap.settings(self, self.weight), name=overlap.name,
+        )  # fmt: skip
+        return overlap.watched(y), returned
+
+
+class _OwnExchanging(_Exchanging):
+    """Of Megatron's own classes, with their constructors' arguments and `overlap`, the settings (None: the defaults)."""
+
+    def __init__(self, *args: Any, overlap: OverlapConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _attach(self, overlap or OverlapConfig(), slot=kwargs["tp_comm_buffer_name"])
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of calls that fall back."""
+        y = super()._forward_impl(input, through_main_grad(self, weight), *args, **kwargs)  # type: ignore[misc]
+        return self.overlap.watched(y)
+
+
+class UlyssesColumnParallelLinear(_OwnExchanging, ColumnParallelLinear):
+    """linear_qkv of a Ulysses attention."""
+
+
+class UlyssesRowParallelLinear(_OwnExchanging, RowParallelLinear):
+    """linear_proj of a Ulysses attention."""
+
+
+@dataclass
+class TEUlyssesOverlap(UlyssesOverlap, TELinearOverlap):
+    """Of TransformerEngine's linears."""
+
+
+class _TEExchanging(_Exchanging):
+    """Of TransformerEngine's classes, as Megatron wraps them."""
+
+    @property
+    def gradient_accumulation_fusion(self: Any) -> bool:
+        """As Megatron's own linears call it."""
+        return self.fuse_wgrad_accumulation
+
+
+class _TEExchangingRow(_TEExchanging):
+    input_is_parallel = True
+
+
+@cache
+def _forms() -> dict[type, type]:
+    """Linear class -> the class that exchanges. TransformerEngine's keep their names: Megatron-FSDP and PEFT tools go by them."""
+    forms: dict[type, type] = {
+        ColumnParallelLinear: UlyssesColumnParallelLinear,
+        RowParallelLinear: UlyssesRowParallelLinear,
+    }
+    if megatron_te.HAVE_TE:
+        mixins = {
+            megatron_te.TELayerNormColumnParallelLinear: _TEExchanging,
+            megatron_te.TEColumnParallelLinear: _TEExchanging,
+            megatron_te.TERowParallelLinear: _TEExchangingRow,
+        }
+        for own, mixin in mixins.items():
+            forms[own] = type(own.__name__, (mixin, own), {"__module__": __name__, "__doc__": mixin.__doc__})
+    return forms
+
+
+def why_no_exchange(linear: Any) -> str | None:
+    """What stands for good against a linear's exchanging within its product; None: nothing."""
+    if type(linear) not in _forms():
+        return f"{type(linear).__name__} has no form that exchanges"
+    return te_feature(linear) or standing_exchange_reason(linear, None)
+
+
+def exchanging_class(linear_class: type) -> type:
+    """The class that exchanges, of ColumnParallelLinear or RowParallelLinear."""
+    return _forms()[linear_class]
+
+
+def exchange_in(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
+    """Let a linear of which `why_no_exchange` is None exchange, in place."""
+    linear.__class__ = _forms()[type(linear)]
+    _attach(linear, config, slot, name)
+
+
+def exchanges(linear: Any) -> bool:
+    """Whether it has been built, or turned into, one that exchanges."""
+    return isinstance(linear, _Exchanging)
+
+
+def _attach(linear: Any, config: OverlapConfig, slot: str, name: str | None = None) -> None:
+    if isinstance(linear, _TEExchanging):
+        linear.overlap = TEUlyssesOverlap(config, slot, name or slot)
+    else:
+        attach(linear, config, slot, name)
+        linear.overlap = UlyssesOverlap(config, slot, name or slot)
+
+
+def _has_bias(linear: Any) -> bool:
+    """TransformerEngine's linears without a bias have an empty one."""
+    return getattr(linear, "use_bias", linear.bias is not None)
+
+
+def _returns_bias(linear: Any) -> bool:
+    return linear.te_return_bias if hasattr(linear, "te_return_bias") else linear.skip_bias_add

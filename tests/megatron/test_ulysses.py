@@ -1,0 +1,157 @@
+"""GPTs under context parallelism 2 with cp_comm_type "a2a" train as one rank does, for every kind of batch and attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from overlap_train import OverlapConfig
+from overlap_train.integrations.megatron import report
+from overlap_train.integrations.megatron.packed import documents_of
+from tests.megatron import ulysses
+from tests.megatron.models import GPT2, LLAMA
+from tests.megatron.ulysses import Run
+from tests.megatron.workers import Workers
+
+CHUNKED, COLLECTIVE = OverlapConfig(method="chunked"), OverlapConfig(method="collective")
+FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+# What is trained, and how its linears overlap.
+CASES = {
+    "grouped queries, enabled": (Run(), CHUNKED),
+    "collective": (Run(), COLLECTIVE),
+    "from the layer spec": (Run(spec_linears=True), CHUNKED),
+    "without overlap": (Run(), None),
+    "one key and value head for two ranks": (Run(architecture={**LLAMA, "num_query_groups": 1}), CHUNKED),
+    "one key and value head, without overlap": (Run(architecture={**LLAMA, "num_query_groups": 1}), None),
+    "biases, every head its own keys": (Run(architecture=GPT2), CHUNKED),
+    "query and key norms": (Run(architecture={**LLAMA, "qk_layernorm": True}), CHUNKED),
+    "full recomputation": (Run(architecture={**LLAMA, **FULL_RECOMPUTE}), CHUNKED),
+    "core attention recomputed": (Run(architecture={**LLAMA, "recompute_granularity": "selective"}), CHUNKED),
+    "interleaved rotary pairs": (Run(architecture={**LLAMA, "rotary_interleaved": True}), CHUNKED),
+    "packed": (Run(packed=True), CHUNKED),
+    "packed, query and key norms, without overlap": (
+        Run(packed=True, architecture={**LLAMA, "qk_layernorm": True}),
+        None,
+    ),
+    "only the output projection": (Run(), replace(CHUNKED, slots=("proj",))),
+}
+
+
+def difference(run: Run, overlap: OverlapConfig | None) -> float:
+    """The largest difference of a gradient between context parallelism 2 and 1, as a part of its largest element."""
+    expected = ulysses.gradients(run)
+    actual = ulysses.gradients(replace(run, context_parallel=2, overlap=overlap))
+    assert actual.keys() == expected.keys()
+    parts = [(actual[name] - x).abs().max() / x.abs().max() for name, x in expected.items()]
+    return float(torch.stack(parts).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_rank(workers: Workers, case: str) -> None:
+    assert max(workers.call(difference, *CASES[case])) < 5e-6  # some tens of roundings
+
+
+def losses_and_weights(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses, model = ulysses.train(run, 20)
+    return losses, ulysses.weights(model)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_twenty_steps_follow_one_rank(workers: Workers, packed: bool) -> None:
+    alone, weights = workers.call(losses_and_weights, Run(packed=packed))[0]
+    shared = workers.call(losses_and_weights, Run(packed=packed, context_parallel=2, overlap=CHUNKED))
+    assert shared[0][0] == shared[1][0], "both ranks see the same loss"
+    assert shared[0][0][-1] < 0.75 * shared[0][0][0], "it learns"
+    for losses, theirs in shared:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=2e-6, atol=0)
+        for name, weight in weights.items():
+            torch.testing.assert_close(theirs[name], weight, rtol=0, atol=2e-5, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def table_and_names() -> dict[str, Any]:
+    run = Run(context_parallel=2, overlap=CHUNKED)
+    _, model = ulysses.train(run, 1)
+    rows = {linear.slot: linear for linear in report(model).linears}
+    model.eval()
+    with torch.no_grad():
+        ulysses.forward_step(ulysses.batches(run), model)
+    evaluated = {linear.slot: linear for linear in report(model).linears}
+    keys, memory = list(model.module.state_dict()), ulysses.counted(model)
+    return {
+        "rows": {slot: (row.fprop, row.dgrad, row.wgrad, row.method, row.calls) for slot, row in rows.items()},
+        "output": rows["output"].reason,
+        "evaluated": (evaluated["qkv"].calls, evaluated["proj"].calls),
+        "keys": keys == list(ulysses.gpt(Run()).state_dict()),
+        "memory": memory,
+    }
+
+
+def test_the_table_says_what_is_exchanged_and_names_are_megatrons(workers: Workers) -> None:
+    for facts in workers.call(table_and_names):
+        assert facts["rows"]["qkv"] == (
+            "GEMM + A2A (CP 2)", "A2A(dy) + GEMM (CP 2)", "GEMM with the received dy", "chunked", "overlapped 2",
+        )  # fmt: skip
+        assert facts["rows"]["proj"] == (
+            "A2A(x) + GEMM (CP 2)", "GEMM + A2A (CP 2)", "A2A(x) under dgrad, then GEMM", "chunked", "overlapped 2",
+        )  # fmt: skip
+        assert facts["output"] == "tensor-parallel size 1: nothing to communicate"
+        assert facts["evaluated"] == ("overlapped 2, evaluation mode 1",) * 2
+        assert facts["keys"]
+        assert facts["memory"] > 0
+
+
+def two_kinds_of_call() -> float:
+    """Gradients of a step in which one micro-batch exchanges within the products and another does not exchange at all."""
+    model = ulysses.wrapped(ulysses.gpt(Run(context_parallel=2, overlap=CHUNKED)))
+    attention = model.module.decoder.layers[0].self_attention
+    weights = attention.linear_qkv.weight, attention.linear_proj.weight
+    ends = torch.tensor([0, 16], dtype=torch.int32)
+    x = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(1))
+    kinds = (None, PackedSeqParams("thd", ends, ends, max_seqlen_q=16, max_seqlen_kv=16, local_cp_size=1))
+
+    def added(*which: PackedSeqParams | None) -> list[torch.Tensor]:
+        model.zero_grad_buffer()
+        for packed in which:
+            attention(x, None, packed_seq_params=packed)[0].square().sum().backward()
+        return [weight.main_grad.clone() for weight in weights]
+
+    alone = [a + b for a, b in zip(*(added(kind) for kind in kinds), strict=True)]
+    both = added(*kinds)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(both, alone, strict=True))
+
+
+def test_calls_that_fall_back_add_to_the_same_gradient(workers: Workers) -> None:
+    assert max(workers.call(two_kinds_of_call)) < 1e-6
+
+
+def padded_documents() -> float:
+    """Rows of padding at the end of a document, and beyond the last, give nothing and get no gradient."""
+    real, padded = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 5, 15], [0, 8, 24]))
+    packed = PackedSeqParams("thd", real, real, padded, padded, 16, 16)
+    documents = documents_of(packed)
+    assert documents is documents_of(packed), "read once"
+    real += 1
+    assert documents_of(packed).lengths == (5, 10) and documents_of(packed) is not documents
+    model = ulysses.gpt(Run(context_parallel=2, overlap=CHUNKED))
+    attention = model.decoder.layers[0].self_attention.eval()
+    torch.manual_seed(torch.distributed.get_rank())
+    x = torch.randn(16, 1, 32, requires_grad=True)  # this rank's half of 32 rows
+    y, _ = attention(x, None, packed_seq_params=packed)
+    y.square().sum().backward()
+    # chunks of 2, of 4 and of 2 rows; rank 0 has the first and the last of each document
+    counts = [4, 8, 4]
+    first, second, rest = y.detach().split(counts)
+    assert not rest.any() and not x.grad.split(counts)[2].any()
+    rank = torch.distributed.get_rank()
+    real_rows = [sum(r < 5 for r in rows) for rows in ((0, 1, 6, 7), (2, 3, 4, 5))][rank]
+    assert first.abs().sum((1, 2)).count_nonzero() == real_rows
+    return float(second.abs().sum())
+
+
+def test_rows_of_no_document_stay_out(workers: Workers) -> None:
+    assert all(workers.call(padded_documents))

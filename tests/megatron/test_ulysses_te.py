@@ -1,0 +1,152 @@
+"""Ulysses in models of Megatron's TransformerEngine spec, over a stand-in for TransformerEngine: its norms, linears and core
+attention, the latter for this rank's heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.megatron import te_stand_in
+from tests.processes import run_ranks, values
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """What `everything` found in each of two fresh processes: TransformerEngine must be there before Megatron is."""
+    return values(run_ranks(2, everything, limit_s=250.0))
+
+
+def test_training_is_that_of_one_rank(ranks: list[dict[str, Any]]):
+    for facts in ranks:
+        assert facts["losses"] == pytest.approx(facts["alone"], rel=2e-6)
+        assert facts["losses"][-1] < facts["losses"][0]
+
+
+def test_qkv_and_projection_exchange_and_everything_keeps_its_name(ranks: list[dict[str, Any]]):
+    for facts in ranks:
+        assert facts["rows"]["qkv"] == ("GEMM + A2A (CP 2)", "chunked", "overlapped 6")
+        assert facts["rows"]["proj"] == ("A2A(x) + GEMM (CP 2)", "chunked", "overlapped 6")
+        assert facts["keys"] and facts["parameters"] and facts["classes"]
+
+
+def test_other_layers_are_left_to_their_core_attention(ranks: list[dict[str, Any]]):
+    if "p2p layer" not in ranks[0]:
+        pytest.skip("Megatron-Core 0.16 looks one layer too far in a list of cp_comm_type")
+    for facts in ranks:
+        assert "context parallelism: cp_comm_type='p2p' is left to the core attention" in facts["p2p layer"]
+        assert facts["a2a layer"] == "not called yet"
+        assert facts["core attentions"] == (True, False)
+
+
+def test_what_transformer_engine_would_have_to_do_is_refused(ranks: list[dict[str, Any]]):
+    for facts in ranks:
+        assert "attention_output_gate=True" in facts["gate"]
+        assert "tensor_model_parallel_size=1" in facts["ring"] and "--cp-comm-type a2a" in facts["ring"]
+        assert facts["left alone"] == "SelfAttention"
+
+
+def everything(rank: int, world: int) -> dict[str, Any]:
+    te_stand_in.install()
+    return {**compare(), **per_layer(), **refusals()}
+
+
+def model_of(context_parallel: int, **architecture: Any) -> Any:
+    """A GPT of Megatron's TE spec; the same weights at every call."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from tests.megatron import layout
+    from tests.megatron.linears import model_config
+    from tests.megatron.models import LLAMA
+
+    layout.prepare()
+    layout.use(1, context_parallel=context_parallel)
+    TEDotProductAttention.cp_stream = object()  # it would make one on a GPU
+    settings = {**LLAMA, "cp_comm_type": "a2a", **architecture}
+    config = model_config(
+        tensor_model_parallel_size=1, sequence_parallel=False, context_parallel_size=context_parallel, **settings
+    )
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    return GPTModel(config, spec, vocab_size=48, max_sequence_length=16, position_embedding_type="rope")
+
+
+def train(model: Any, context_parallel: int) -> list[float]:
+    from megatron.core.distributed import finalize_model_grads
+
+    from tests.megatron import models, ulysses
+
+    model.config.finalize_model_grads_func = finalize_model_grads
+    wrapped, data = ulysses.wrapped(model), ulysses.batches(ulysses.Run(context_parallel=context_parallel))
+    optimizer, losses = models.optimizer_of(wrapped), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(ulysses.forward_backward(wrapped, data))
+        optimizer.step()
+    return losses
+
+
+def compare() -> dict[str, Any]:
+    from overlap_train import OverlapConfig
+    from overlap_train.integrations.megatron import report
+    from tests.megatron.models import quietly_enable
+
+    alone = model_of(1)
+    keys, facts = list(alone.state_dict()), {"alone": train(alone, 1)}
+    model = model_of(2)
+    before, classes = dict(model.named_parameters()), names(model)
+    quietly_enable(model, OverlapConfig(method="chunked"))
+    after = dict(model.named_parameters())
+    facts["losses"] = train(model, 2)  # type: ignore[assignment]
+    rows = {row.slot: (row.fprop, row.method, row.calls) for row in report(model).linears}
+    return {
+        **facts,
+        "rows": rows,
+        "keys": list(model.state_dict()) == keys,
+        "parameters": before.keys() == after.keys() and all(before[name] is after[name] for name in before),
+        "classes": names(model) == classes,
+    }
+
+
+def names(model: Any) -> dict[str, str]:
+    """Class names of the linears, by which Megatron-FSDP and PEFT tools go."""
+    return {
+        name: type(module).__name__ for name, module in model.named_modules() if "layers" in name and "linear" in name
+    }
+
+
+def per_layer() -> dict[str, Any]:
+    from overlap_train import OverlapConfig
+    from overlap_train.integrations.megatron import report
+    from tests.megatron.models import quietly_enable
+
+    try:
+        model = model_of(2, cp_comm_type=["a2a", "p2p"])
+    except IndexError:
+        return {}
+    quietly_enable(model, OverlapConfig(slots=("qkv", "proj")))
+    reasons = {row.name: row.reason for row in report(model).linears}
+    cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
+    return {
+        "a2a layer": reasons["decoder.layers.0.self_attention.linear_qkv"],
+        "p2p layer": reasons["decoder.layers.1.self_attention.linear_qkv"],
+        "core attentions": tuple(core.cp_group is None for core in cores),
+    }
+
+
+def refusals() -> dict[str, Any]:
+    from overlap_train import OverlapConfig
+    from overlap_train.integrations.megatron import enable
+    from tests.megatron.models import quietly_enable
+
+    def said(model: Any) -> str:
+        with pytest.raises(ValueError) as refused:
+            enable(model, OverlapConfig())
+        return str(refused.value)
+
+    gated = model_of(2)
+    gated.config.attention_output_gate = True
+    facts = {"gate": said(gated), "ring": said(model_of(2, cp_comm_type="p2p"))}
+    quietly_enable(gated, OverlapConfig(on_unsupported="fallback"))
+    return {**facts, "left alone": type(gated.decoder.layers[0].self_attention).__name__}

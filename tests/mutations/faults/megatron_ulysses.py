@@ -1,0 +1,40 @@
+"""Faults of self-attention under Ulysses' context parallelism."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+M = "integrations/megatron/"
+TRAINING, FOUR = "tests/megatron/test_ulysses.py", "tests/megatron/test_ulysses_four.py"
+REFUSALS, TE = "tests/megatron/test_ulysses_refusals.py", "tests/megatron/test_ulysses_te.py"
+
+collective = In(M + "attention/collective.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
+whole = In(M + "attention/whole.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
+attention = In(M + "attention/self_attention.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
+core = In(M + "attention/core.py", (TE,))
+linears = In(M + "linears/ulysses.py", (TRAINING + "::test_calls_that_fall_back_add_to_the_same_gradient",))
+state = In(M + "linears/exchange.py", (TRAINING,))
+packed = In(M + "packed.py", (TRAINING + "::test_rows_of_no_document_stay_out",))
+within = In(M + "spec/packed.py", (TRAINING + "::test_rows_of_no_document_stay_out",))
+
+FAULTS = [
+    collective("q, k and v stay in the order of the ranks", "exchange.places)", "exchange.order)"),
+    collective("the context is sent in the order of the sequence", "context.index_select(0, exchange.order)", "context"),
+    collective("k and v of one head go to one rank only", "max(1, ranks // k.size(2))", "1"),
+    whole("rotary frequencies in the order of the ranks", "whole.index_select(0, exchange.places)", "whole"),
+    whole("positions count on from document to document", "if whole_pack and count", "if True or count", TRAINING),
+    attention("q is rotated before its norm sees it", "if has_norms or angles is None", "if angles is None"),
+    attention("documents are cut as one sequence", "() if documents is None else documents.with_rest(rows)", "()"),
+    attention("a micro-batch without a group exchanges",
+              "is not None else self.pg_collection.cp", "is ... else self.pg_collection.cp",
+              REFUSALS + "::test_the_group_may_change_with_the_call"),
+    core("the core attention has all heads", "own.num_attention_heads, own.num_query_groups = heads.query * tp, heads.kv * tp",
+         "pass"),
+    core("the core attention exchanges, too", "own.context_parallel_size, own.cp_comm_type = 1, None", "pass"),
+    linears("a call that falls back loses its weight gradient", "through_main_grad(self, weight)", "weight"),
+    state("the table forgets the group", "self.groups[exchange.group] = None", "pass",
+          TRAINING + "::test_the_table_says_what_is_exchanged_and_names_are_megatrons"),
+    packed("lengths that have changed are not read again", "if kept is None or kept[0] != key", "if kept is None"),
+    packed("documents keep their padding",
+           "        return [start + i for start, length", "        return None and [start + i for start, length"),
+]  # fmt: skip
