@@ -221,12 +221,13 @@ def test_nothing_spills_and_the_stages_fit(
     assert "setmaxnreg.inc" in ptx
 
 
-@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("world", [1, 2, 8])
 @pytest.mark.parametrize(("kernel", "switches"), KERNELS)
 def test_what_is_demanded_of_the_ptx_is_there_for_every_number_of_ranks(
     compiled: Compile, kernel: str, switches: dict[str, bool], world: int
 ) -> None:
-    """The compiler lays loops out otherwise where there is one peer; a kernel that is found wanting would not be launched."""
+    """The compiler lays loops out otherwise where there is one peer, and leaves them out where there is none; a kernel that is
+    found wanting would not be launched."""
     constants = {"REDUCE": True, "DIRECT": False, "WORLD": world} | switches
     ptx, _ = compiled(kernel, True, **switches, WORLD=world)
     assert missing(ptx, f"{kernel}_kernel", constants) is None
