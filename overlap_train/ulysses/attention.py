@@ -57,12 +57,13 @@ def qkv_all_to_all(
             qkv_all_to_all, x_shard_m, w, bias, group=group, heads=heads, layout=layout, rotary=rotary, config=config, name=name
         )  # fmt: skip
     world_size = dist.get_world_size(group)
-    error = _error(x_shard_m, layout, rotary, world_size, name) or _angles_error(rotary, heads, name)
+    s = x_shard_m.shape[:1].numel() * world_size
+    error = _error(x_shard_m, s, layout, rotary, world_size, name) or _angles_error(rotary, heads, name)
     if error is not None:
         raise ValueError(error)
     linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name)
-    rows = layout.rows_of_ranks(x_shard_m.shape[0] * world_size, world_size, x_shard_m.device)
-    return _QkvAllToAll.apply(x_shard_m, w, own_bias, linear, _Lies(heads.of_rank(world_size), rows, rotary))
+    rows = layout.rows_of_ranks(s, world_size, x_shard_m.device)
+    return _QkvAllToAll.apply(x_shard_m, w, own_bias, linear, _Received(heads.of_rank(world_size), rows, rotary))
 
 
 def attention_output_linear(
@@ -83,23 +84,26 @@ def attention_output_linear(
 
     Arguments, errors: see qkv_all_to_all and all_to_all_linear.
     """
+    if torch.compiler.is_compiling():
+        return run_eagerly(
+            attention_output_linear, x, w, bias, group=group, layout=layout, config=config, name=name
+        )  # fmt: skip
     world_size = dist.get_world_size(group)
-    error = _error(x, layout, None, world_size, name, of_rank=1)
+    error = _error(x, x.shape[:1].numel(), layout, None, world_size, name)
     if error is not None:
         raise ValueError(error)
     linear = rows_linear(x, w, bias, group, config, name)
     rows = layout.rows_of_ranks(x.shape[0], world_size, x.device)
-    y = _OutputLinear.apply(x, w, linear, rows, torch.is_grad_enabled())
+    y = _OutputLinear.apply(x, w, linear, rows, torch.is_grad_enabled()).view(-1, x.shape[1], w.shape[0])
     return y if bias is None else y + bias
 
 
 def _error(
-    x: torch.Tensor, layout: SequenceLayout, rotary: Rotary | None, world_size: int, name: str, of_rank: int = 0
+    x: torch.Tensor, rows: int, layout: SequenceLayout, rotary: Rotary | None, world_size: int, name: str
 ) -> str | None:
-    """What is wrong with x [s, ...] (of_rank) or [s/W, ...] and what goes with it, or None."""
+    """What is wrong with x and what goes with it, or None. rows: of the whole sequence."""
     if x.dim() != 3:
         return f"{name}: the input has shape {tuple(x.shape)}; it must be [sequence, batch, features]"
-    rows = x.shape[0] if of_rank else x.shape[0] * world_size
     if rotary is not None and (rotary.cos.shape != rotary.sin.shape or rotary.cos.shape[:-1].numel() != rows):
         shapes = f"cos {tuple(rotary.cos.shape)} and sin {tuple(rotary.sin.shape)}"
         return f"{name}: rotary has {shapes}; both must have a row for each of the {rows} rows of all ranks"
@@ -115,8 +119,11 @@ def _angles_error(rotary: Rotary | None, heads: AttentionHeads, name: str) -> st
 
 
 @dataclass(frozen=True)
-class _Lies:
-    """How q, k and v lie. heads: of this rank. rows: int64 [W, s/W], which rows of the sequence each rank has."""
+class _Received:
+    """What a rank receives, and how it becomes q, k and v.
+
+    heads: of this rank. rows: int64 [W, s/W], which rows of the sequence each rank has sent.
+    """
 
     heads: AttentionHeads
     rows: torch.Tensor
@@ -126,12 +133,12 @@ class _Lies:
 class _QkvAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, linear: Linear, lies: _Lies
+        ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, linear: Linear, received: _Received
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads, x_rows, (s, b) = lies.heads, as_rows(x_shard_m), (lies.rows.numel(), x_shard_m.shape[1])
+        heads, x_rows, (s, b) = received.heads, as_rows(x_shard_m), (received.rows.numel(), x_shard_m.shape[1])
         q, k, v = (x_rows.new_empty(s, b, count, heads.dim) for count in (heads.query, heads.kv, heads.kv))
-        to_heads(linear, x_rows, HeadRows((q, k, v), lies.rows, lies.rotary, bias))
-        ctx.linear, ctx.lies = linear, lies
+        to_heads(linear, x_rows, HeadRows((q, k, v), received.rows, received.rotary, bias))
+        ctx.linear, ctx.received = linear, received
         ctx.save_for_backward(x_rows if ctx.needs_input_grad[1] else None, linear.w)
         return q, k, v
 
@@ -140,9 +147,9 @@ class _QkvAllToAll(torch.autograd.Function):
     def backward(
         ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
-        dy = HeadRows((dq, dk, dv), ctx.lies.rows, ctx.lies.rotary, None)
+        dy = HeadRows((dq, dk, dv), ctx.received.rows, ctx.received.rotary, None)
         if ctx.needs_input_grad[2]:
-            dy.bias_gradient = dq.new_zeros(ctx.lies.heads.features, dtype=torch.float32)
+            dy.bias_gradient = dq.new_zeros(ctx.received.heads.features, dtype=torch.float32)
         x_rows, w = ctx.saved_tensors
         dx, dw = heads_backward(ctx.linear.multiplying(w), x_rows, dy, ctx.needs_input_grad[0])
         dbias = None if dy.bias_gradient is None else dy.bias_gradient.to(dq.dtype)
@@ -157,7 +164,7 @@ class _OutputLinear(torch.autograd.Function):
         y, kept = to_rows(linear, SequenceRows(x, rows), linear.keeps and trains and w.requires_grad)
         ctx.linear, ctx.rows, ctx.shape = linear, rows, x.shape
         ctx.save_for_backward(*(kept or [x] if ctx.needs_input_grad[1] else [None]), linear.w)
-        return y.view(-1, x.shape[1], y.shape[-1])
+        return y  # whole and not as a view, which autograd would refuse to have written into
 
     @staticmethod
     @once_differentiable
@@ -169,4 +176,4 @@ class _OutputLinear(torch.autograd.Function):
         x = None
         if ctx.needs_input_grad[1]:
             x = saved if linear.keeps else SequenceRows(saved[0], ctx.rows)
-        return dx, rows_backward(linear, x, as_rows(dy), into), None, None, None
+        return dx, rows_backward(linear, x, dy, into), None, None, None

@@ -200,3 +200,42 @@ def test_calls_that_do_not_fit_say_why() -> None:
             strict=True,
         ):
             assert expected in text
+
+
+def _written_into(rank: int, world: int) -> None:
+    """Residual connections and dropout write into what a projection returns."""
+    group, config = dist.group.WORLD, OverlapConfig(method="chunked")
+    heads, x = AttentionHeads(2, 2, 4), torch.ones(2, 1, 8, requires_grad=True)
+    q, k, v = qkv_all_to_all(x, torch.ones(heads.features, 8), group=group, heads=heads, config=config)
+    for t in (q, k, v):
+        t.mul_(2.0)
+    y = attention_output_linear(attention(q, k, v), torch.ones(8, 8), group=group, config=config)
+    y.add_(x)
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_results_may_be_written_into() -> None:
+    values(run_ranks(2, _written_into))
+
+
+def _compiled(rank: int, world: int) -> int:
+    """How many graphs torch.compile makes of a projection between two other operations."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    group, config, w = dist.group.WORLD, OverlapConfig(method="chunked"), torch.ones(8, 8 * world)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return attention_output_linear(x * 2, w, group=group, config=config) + 1
+
+    y = torch.compile(block, backend=backend)(torch.ones(4, 1, 8))
+    assert bool((y == 16 * world + 1).all())
+    return len(graphs)
+
+
+def test_torch_compile_leaves_the_output_projection_to_eager_mode() -> None:
+    assert values(run_ranks(2, _compiled, limit_s=100)) == [2, 2]
