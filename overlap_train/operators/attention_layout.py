@@ -74,7 +74,7 @@ def unpack_by_kernel(
     from ..kernels.attention_layout import unpack_kernel
 
     tables, constants, grid = _launch(packed, rows, into, rotary)
-    bias_at = packed if bias is None else bias
+    bias_at = packed if bias is None else bias.contiguous()
     unpack_kernel[grid](packed, bias_at, *tables, HAS_BIAS=bias is not None, **constants)
 
 

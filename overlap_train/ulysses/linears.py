@@ -108,7 +108,7 @@ def heads_linear(
 ) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
     """linear_all_to_all as planned, and the bias of this rank's columns."""
     domain = domain_of(group, config, x.device)
-    copies = None if heads is None else _copies(heads, w, domain.world_size, name)
+    copies = None if heads is None else _copies(heads, w, bias, domain.world_size, name)
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
     parts = parts_of(
@@ -139,11 +139,15 @@ def _batch(x: torch.Tensor) -> int:
     return max(1, x.shape[1:-1].numel())
 
 
-def _copies(heads: AttentionHeads, w: torch.Tensor, world_size: int, name: str) -> torch.Tensor | None:
+def _copies(
+    heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
+) -> torch.Tensor | None:
     """The rows of w whose products are sent, where that is not each once and in order."""
     error = heads.error(world_size, name)
     if error is None and w.dim() == 2 and w.shape[0] != heads.features:
         error = f"{name}: w has {w.shape[0]} rows (shape {tuple(w.shape)}), {heads} needs {heads.features}; they must be equal"
+    if error is None and bias is not None and bias.shape != (heads.features,):
+        error = f"{name}: bias has shape {tuple(bias.shape)}; it must be [{heads.features}], one per row of w"
     if error is not None:
         raise ValueError(error)
     return heads.sent_rows(world_size, w.device)

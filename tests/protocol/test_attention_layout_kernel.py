@@ -52,3 +52,13 @@ def test_gradients_whose_features_do_not_lie_together_are_copied() -> None:
     q, k, v = (torch.randn(S, B, heads.dim, count).transpose(2, 3) for count in (heads.query, heads.kv, heads.kv))
     assert q.stride(-1) != 1
     torch.testing.assert_close(pack_by_kernel((q, k, v), ROWS[1], turn), pack((q, k, v), ROWS[1], turn))
+
+
+def test_a_bias_whose_elements_do_not_lie_together_is_copied() -> None:
+    heads = CASES[3][0]
+    packed, bias = torch.randn(S, B, heads.features), torch.randn(2 * heads.features)[::2]
+    expected, actual = nan_heads(heads), nan_heads(heads)
+    unpack(packed, bias, ROWS[0], expected, None)
+    unpack_by_kernel(packed, bias, ROWS[0], actual, None)
+    for ours, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, right)

@@ -171,6 +171,7 @@ def _refused(rank: int, world: int) -> list[str]:
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, layout=SequenceLayout("zigzag", (0, 4))),
         lambda: qkv_all_to_all(x, w[1:], group=group, heads=heads),
         lambda: qkv_all_to_all(x, w, group=group, heads=AttentionHeads(3, 1, 4)),
+        lambda: qkv_all_to_all(x, w[:24], torch.ones(32), group=group, heads=AttentionHeads(4, 1, 4)),
         lambda: attention_output_linear(x[:3], w[:, :16], group=group, layout=SequenceLayout("zigzag")),
         lambda: attention_output_linear(x[0], w[:, :16], group=group),
     )
@@ -194,6 +195,7 @@ def test_calls_that_do_not_fit_say_why() -> None:
                 "layout.document_starts=(0, 4) must begin with 0 and end with the 8 rows of all ranks",
                 "linear_qkv: w has 31 rows (shape (31, 8)), AttentionHeads(query=4, kv=2, dim=4) needs 32",
                 "heads.query=3 query heads cannot be divided among the 2 ranks",
+                "linear_qkv: bias has shape (32,); it must be [24], one per row of w",
                 "linear_proj: a sequence or document of 3 rows cannot be cut into the 4 equal chunks",
                 "linear_proj: the input has shape (1, 8); it must be [sequence, batch, features]",
             ),

@@ -63,3 +63,17 @@ def test_rows_that_cannot_lie_so_say_why(layout: SequenceLayout, rows: int, erro
 
 def test_equal_parts_need_no_chunks() -> None:
     assert SequenceLayout().error(13, 4, "qkv") is None
+
+
+def test_a_graph_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are remembered may be forgotten before its last replay; those made in it are there only after a replay."""
+    layout, device = SequenceLayout("zigzag"), torch.device("meta")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    eager = layout.rows_of_ranks(48, 2, device)
+    assert layout.rows_of_ranks(48, 2, device) is eager
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = layout.rows_of_ranks(48, 2, device)
+    assert captured is not eager
+    fresh = layout.rows_of_ranks(96, 2, device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert layout.rows_of_ranks(48, 2, device) is eager and layout.rows_of_ranks(96, 2, device) is not fresh
