@@ -88,7 +88,7 @@ class ChunkedAllToAllGemm:
         total = product_in_fp32(self._sent[rank], b_blocks[rank])
         for source in self._plan.sources:
             self._call.wait(source)
-            add_product(total, self._call.blocks[source], b_blocks[source])
+            add_product_in_fp32(total, self._call.blocks[source], b_blocks[source])
         self._arrived = True
         return total.to(self._sent.dtype)
 
@@ -148,7 +148,7 @@ def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a.float(), b.float(), out=total)  # autocast leaves out= alone
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product_in_fp32(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total [M, N] fp32 += a [M, K] @ b [K, N]."""
     if a.dtype != torch.float32 and a.device.type == "cuda":
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

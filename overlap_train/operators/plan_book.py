@@ -92,7 +92,8 @@ class PlanBook:
         """A new plan, the same on all ranks. Communicates, unless only the number of rows is new, or how this rank's weight lies.
 
         Raises:
-            ValueError: on every rank, if they differ or one of them has a problem.
+            ValueError: if they differ or one of them has a problem; on every rank, where it communicates. Else on those with the
+                problem: the others find by their signals that these did not come.
         """
         domain, layout = self.domain, (w.stride(), w.data_ptr() % 16)
         error = spec.error(x, w, bias, domain.world_size, name)

@@ -49,8 +49,8 @@ class SequenceLayout:
     def rows_of_ranks(self, rows: int, world_size: int, device: torch.device) -> torch.Tensor:
         """int64 [W, rows / W]: which row of the sequence each row of each rank is.
 
-        A CUDA graph makes its own: what is made while it is captured is there only after a replay, and what was made before may be
-        forgotten here, and its memory used for something else, while the graph still reads it.
+        A CUDA graph makes its own: what is made while it is captured is there only after a replay, and what was made before may
+        be forgotten here, and its memory used for something else, while the graph still reads it.
         """
         captured = device.type != "cpu" and torch.cuda.is_current_stream_capturing()
         make = _rows_of_ranks.__wrapped__ if captured else _rows_of_ranks

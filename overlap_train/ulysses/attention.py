@@ -133,7 +133,12 @@ class _Received:
 class _QkvAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, linear: Linear, received: _Received
+        ctx: Any,
+        x_shard_m: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        linear: Linear,
+        received: _Received,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, x_rows, (s, b) = received.heads, as_rows(x_shard_m), (received.rows.numel(), x_shard_m.shape[1])
         q, k, v = (x_rows.new_empty(s, b, count, heads.dim) for count in (heads.query, heads.kv, heads.kv))

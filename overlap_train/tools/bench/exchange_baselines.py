@@ -36,12 +36,12 @@ def _gemm_a2a(world: World, like: Operands) -> dict[str, Run]:
         """[M/W, F] as blocks for the ranks, one after the other."""
         return y.unflatten(1, (world.size, -1)).transpose(0, 1).contiguous().flatten(0, 1)
 
+    weights = ThreeWeights(world.size)
+
     def three_gemms(o: Operands) -> torch.Tensor:
-        """Of the columns of each rank two thirds are q, a sixth k and a sixth v, as in Llama-3 8B."""
         y, works = o.left.new_empty(o.whole.shape[0], o.right.shape[1] // world.size), []
-        columns = o.right.unflatten(1, (world.size, -1))
-        for first, last in _thirds(y.shape[1]):
-            part = sent(o.left @ columns[:, :, first:last].flatten(1))
+        for right, (first, last) in zip(weights.of(o.right), _thirds(y.shape[1]), strict=True):
+            part = sent(o.left @ right)
             received = torch.empty_like(part)
             work = dist.all_to_all_single(received, part, group=world.group, async_op=True)
             works.append((work, received, part, slice(first, last)))
@@ -100,6 +100,27 @@ def _exchange(blocks: torch.Tensor, world: World) -> torch.Tensor:
 def _side_by_side(received: torch.Tensor, world: World) -> torch.Tensor:
     """[M, C/W], block s from rank s -> [M/W, C]."""
     return received.unflatten(0, (world.size, -1)).transpose(0, 1).flatten(1)
+
+
+class ThreeWeights:
+    """The weights of q, k and v as three matrices, cut when a weight is first seen: in a model they are three parameters.
+
+    Of the columns of each rank two thirds are q, a sixth k and a sixth v, as in Llama-3 8B.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._seen: dict[
+            int, tuple[torch.Tensor, list[torch.Tensor]]
+        ] = {}  # by id; the weight, so that it stays its id
+
+    def of(self, right: torch.Tensor) -> list[torch.Tensor]:
+        """Of right [K, F], as [K, a part of F] each."""
+        if id(right) not in self._seen:
+            rows = right.t().unflatten(0, (self._ranks, -1))
+            parts = [rows[:, first:last].flatten(0, 1).t() for first, last in _thirds(rows.shape[1])]
+            self._seen[id(right)] = right, parts
+        return self._seen[id(right)][1]
 
 
 def _thirds(columns: int) -> tuple[tuple[int, int], ...]:
