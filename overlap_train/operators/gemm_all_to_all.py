@@ -24,7 +24,7 @@ class Exchange(Protocol):
     """Blocks [W, M/W, C] on their way, block s from rank s."""
 
     def start(self) -> None:
-        """Start the GEMM and the sends."""
+        """Start the sends, and before GEMM + A2A the GEMM whose result is sent."""
         ...
 
     def received_view(self) -> torch.Tensor:

@@ -111,7 +111,7 @@ def heads_linear(
     copies = None if heads is None else _copies(heads, w, bias, domain.world_size, name)
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
-    parts = parts_of(
+    parts = parts_of(  # of one position of all ranks a rank receives W rows of N' / W features
         x, 1, _batch(x) * w_sent.shape[0] * x.element_size(), (config or domain.config).exchange_mib,
         lambda part: plan_of(LINEAR_ALL_TO_ALL, part, w_sent, bias_sent, group, config, name), name,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def rows_linear(
     """all_to_all_linear as planned."""
     domain = domain_of(group, config, x.device)
     shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
-    parts = parts_of(
+    parts = parts_of(  # of one position of all ranks a rank receives a row of K features
         x, shards, _batch(x) * domain.world_size * x.shape[-1:].numel() * x.element_size(),
         (config or domain.config).exchange_mib,
         lambda part: plan_of(ALL_TO_ALL_LINEAR, part, w, bias, group, config, name), name,

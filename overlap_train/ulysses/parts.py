@@ -54,7 +54,7 @@ def parts_of(
     """The parts of x [positions, ...], or of x [shards * positions, ...], and the plan of each."""
     positions = x.shape[:1].numel() // shards
     if x.dim() < 2 or not bytes_of_position or not positions:
-        plan(x)  # which refuses it, on every rank
+        plan(x)  # which raises, on every rank: there is nothing to cut
     found = []
     for first, last in cut(positions, bytes_of_position, limit_mib):
         planned = plan(x[: (last - first) * shards])
