@@ -26,6 +26,10 @@ class SequenceLayout:
     kind: str = "contiguous"
     document_starts: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        """cu_seqlens.tolist() is a list, which nothing could be remembered by."""
+        object.__setattr__(self, "document_starts", tuple(self.document_starts))
+
     def error(self, rows: int, world_size: int, name: str) -> str | None:
         """Why `rows` rows of all ranks cannot lie like this, or None."""
         if self.kind not in LAYOUTS:

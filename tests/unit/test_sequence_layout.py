@@ -77,3 +77,10 @@ def test_a_graph_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = layout.rows_of_ranks(96, 2, device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert layout.rows_of_ranks(48, 2, device) is eager and layout.rows_of_ranks(96, 2, device) is not fresh
+
+
+def test_document_starts_may_be_a_list() -> None:
+    starts = torch.tensor([0, 24, 48], dtype=torch.int32)
+    layout = SequenceLayout("zigzag", starts.tolist())
+    assert layout == SequenceLayout("zigzag", (0, 24, 48)) and layout.error(48, 2, "qkv") is None
+    assert layout.rows_of_ranks(48, 2, torch.device("cpu")).shape == (2, 24)
