@@ -39,11 +39,12 @@ class Planned:
 
     domain: OverlapDomain
     plan: Plan
-    _tags: BoundedCache[str, PassTags] = field(default_factory=lambda: BoundedCache(_MOST_NAMES))
+    _tags: BoundedCache[tuple[str, str], PassTags] = field(default_factory=lambda: BoundedCache(_MOST_NAMES))
 
-    def tags(self, name: str) -> PassTags:
-        """Of the linear `name`."""
-        return self._tags.get(name) or self._tags.put(name, _tags(self.plan, name))
+    def tags(self, name: str, meaning: str = "") -> PassTags:
+        """Of the linear `name`. meaning: in what else ranks must agree, beside operator, shapes and dtype."""
+        key = (name, meaning)
+        return self._tags.get(key) or self._tags.put(key, _tags(self.plan, name, meaning))
 
 
 class PlanBook:
@@ -155,8 +156,8 @@ def _needs_no_agreement(plan: Plan, domain: OverlapDomain) -> bool:
     return compares and fits and plan.request.slot_bytes <= domain.layout.slot_bytes and not domain.is_capturing()
 
 
-def _tags(plan: Plan, name: str) -> PassTags:
-    what = f"{plan.spec.name}, {plan.request.what.partition(', method')[0]}"
+def _tags(plan: Plan, name: str, meaning: str) -> PassTags:
+    what = f"{plan.spec.name}, {plan.request.what.partition(', method')[0]}" + (meaning and f", {meaning}")
     slot = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
     fprop, dgrad, wgrad = (Tag(f"{name}/{part}", what) for part in ("fprop", "dgrad", "wgrad"))
     return PassTags(fprop, dgrad, wgrad, (f"{slot}/fprop", f"{slot}/dgrad", f"{slot}/wgrad"))

@@ -30,6 +30,11 @@ class SequenceLayout:
         """cu_seqlens.tolist() is a list, which nothing could be remembered by."""
         object.__setattr__(self, "document_starts", tuple(self.document_starts))
 
+    @property
+    def meaning(self) -> str:
+        """As ranks compare it. The same numbers have the same hash in every process."""
+        return f"{self.kind} {hash(self.document_starts):x}" if self.document_starts else self.kind
+
     def error(self, rows: int, world_size: int, name: str) -> str | None:
         """Why `rows` rows of all ranks cannot lie like this, or None."""
         if self.kind not in LAYOUTS:

@@ -61,7 +61,7 @@ def qkv_all_to_all(
     error = _error(x_shard_m, s, layout, rotary, world_size, name) or _angles_error(rotary, heads, name)
     if error is not None:
         raise ValueError(error)
-    linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name)
+    linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name, layout.meaning)
     rows = layout.rows_of_ranks(s, world_size, x_shard_m.device)
     return _QkvAllToAll.apply(x_shard_m, w, own_bias, linear, _Received(heads.of_rank(world_size), rows, rotary))
 
@@ -92,7 +92,7 @@ def attention_output_linear(
     error = _error(x, x.shape[:1].numel(), layout, None, world_size, name)
     if error is not None:
         raise ValueError(error)
-    linear = rows_linear(x, w, bias, group, config, name)
+    linear = rows_linear(x, w, bias, group, config, name, layout.meaning)
     rows = layout.rows_of_ranks(x.shape[0], world_size, x.device)
     y = _OutputLinear.apply(x, w, linear, rows, torch.is_grad_enabled()).view(-1, x.shape[1], w.shape[0])
     return y if bias is None else y + bias

@@ -20,6 +20,7 @@ from ..linear import as_rows, run_eagerly
 from ..operators.plan_book import plan_of
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
+from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of
 from .exchange import Linear, heads_backward, rows_backward, to_heads, to_rows
 from .parts import parts_of
@@ -104,16 +105,17 @@ def all_to_all_linear(
 
 def heads_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads | None,
-    group: dist.ProcessGroup, config: OverlapConfig | None, name: str,
+    group: dist.ProcessGroup, config: OverlapConfig | None, name: str, meaning: str = "",
 ) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
-    """linear_all_to_all as planned, and the bias of this rank's columns."""
+    """linear_all_to_all as planned, and the bias of this rank's columns. meaning: see Planned.tags."""
     domain = domain_of(group, config, x.device)
     copies = None if heads is None else _copies(heads, w, bias, domain.world_size, name)
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
     parts = parts_of(  # of one position of all ranks a rank receives W rows of N' / W features
-        x, 1, _batch(x) * w_sent.shape[0] * x.element_size(), (config or domain.config).exchange_mib,
+        x, 1, _batch(x) * w_sent.shape[0] * x.element_size(), _limit_mib(domain, config),
         lambda part: plan_of(LINEAR_ALL_TO_ALL, part, w_sent, bias_sent, group, config, name), name,
+        f"{heads}, {meaning}" if heads else meaning,
     )  # fmt: skip
     own_bias = None if bias_sent is None else bias_sent.chunk(domain.world_size)[domain.rank]
     return Linear(parts, w, w_sent.detach(), copies, _batch(x)), own_bias
@@ -121,17 +123,22 @@ def heads_linear(
 
 def rows_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
-    group: dist.ProcessGroup, config: OverlapConfig | None, name: str,
+    group: dist.ProcessGroup, config: OverlapConfig | None, name: str, meaning: str = "",
 ) -> Linear:  # fmt: skip
-    """all_to_all_linear as planned."""
+    """all_to_all_linear as planned. meaning: see Planned.tags."""
     domain = domain_of(group, config, x.device)
     shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
     parts = parts_of(  # of one position of all ranks a rank receives a row of K features
         x, shards, _batch(x) * domain.world_size * x.shape[-1:].numel() * x.element_size(),
-        (config or domain.config).exchange_mib,
-        lambda part: plan_of(ALL_TO_ALL_LINEAR, part, w, bias, group, config, name), name,
+        _limit_mib(domain, config),
+        lambda part: plan_of(ALL_TO_ALL_LINEAR, part, w, bias, group, config, name), name, meaning,
     )  # fmt: skip
     return Linear(parts, w, w.detach(), None, _batch(x))
+
+
+def _limit_mib(domain: OverlapDomain, config: OverlapConfig | None) -> int:
+    """For all slots of an exchange: never more than the domain may hold, of which signals take some KiB."""
+    return min((config or domain.config).exchange_mib, max(1, domain.config.symmetric_mib - 1))
 
 
 def _batch(x: torch.Tensor) -> int:

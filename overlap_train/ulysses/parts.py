@@ -50,13 +50,14 @@ def parts_of(
     limit_mib: int,
     plan: Callable[[torch.Tensor], Planned],
     name: str,
+    meaning: str,
 ) -> tuple[Part, ...]:
-    """The parts of x [positions, ...], or of x [shards * positions, ...], and the plan of each."""
+    """The parts of x [positions, ...], or of x [shards * positions, ...], and the plan of each. meaning: see Planned.tags."""
     positions = x.shape[:1].numel() // shards
     if x.dim() < 2 or not bytes_of_position or not positions:
         plan(x)  # which raises, on every rank: there is nothing to cut
     found = []
     for first, last in cut(positions, bytes_of_position, limit_mib):
         planned = plan(x[: (last - first) * shards])
-        found.append(Part(first, last, planned, planned.tags(name)))
+        found.append(Part(first, last, planned, planned.tags(name, meaning)))
     return tuple(found)

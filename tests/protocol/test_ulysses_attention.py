@@ -12,11 +12,13 @@ import torch.distributed as dist
 from overlap_train import (
     AttentionHeads,
     OverlapConfig,
+    OverlapMismatchError,
     Rotary,
     SequenceLayout,
     attention_output_linear,
     linear_all_to_all,
     qkv_all_to_all,
+    shutdown,
 )
 from tests.processes import run_ranks, values
 
@@ -239,5 +241,47 @@ def _compiled(rank: int, world: int) -> int:
     return len(graphs)
 
 
-def test_torch_compile_leaves_the_output_projection_to_eager_mode() -> None:
+def test_torch_compile_leaves_the_output_projection_to_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # the Megatron tests set it
     assert values(run_ranks(2, _compiled, limit_s=100)) == [2, 2]
+
+
+def _differ(rank: int, world: int, what: str) -> str:
+    """The second rank has another layout."""
+    group, x = dist.group.WORLD, torch.ones(8, 1, 8)
+    config = OverlapConfig(method="chunked", timeout_s=3.0)
+    heads, layout = AttentionHeads(4, 2, 4), SequenceLayout("zigzag")
+    w = torch.ones(heads.features, 8)
+    qkv_all_to_all(x, w, group=group, heads=heads, layout=layout, config=config)
+    if rank and what == "layout":
+        layout = SequenceLayout("zigzag", (0, 8, 16))
+    try:
+        if what == "output layout":
+            attention_output_linear(torch.ones(16, 1, 4), torch.ones(8, 8), group=group, layout=layout, config=config)
+            other = SequenceLayout() if rank else layout
+            attention_output_linear(torch.ones(16, 1, 4), torch.ones(8, 8), group=group, layout=other, config=config)
+        else:
+            qkv_all_to_all(x, w, group=group, heads=heads, layout=layout, config=config)
+    except OverlapMismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["layout", "output layout"])
+def test_ranks_that_share_the_sequence_otherwise_are_named(what: str) -> None:
+    """The rows would be taken for others, silently."""
+    for outcome in run_ranks(2, _differ, what):
+        assert "zigzag" in (outcome.value or outcome.error), outcome
+
+
+def _little_memory(rank: int, world: int) -> None:
+    """symmetric_mib holds for exchanges, too: more parts then."""
+    config = OverlapConfig(method="chunked", timeout_s=20.0, symmetric_mib=3)
+    x, w = torch.randn(4096, 64, generator=torch.Generator().manual_seed(rank)), torch.ones(64, 64)
+    y = linear_all_to_all(x, w, group=dist.group.WORLD, config=config)
+    assert torch.equal(y[rank * 4096 : (rank + 1) * 4096], x @ w[:32].t())
+    shutdown()
+
+
+def test_an_exchange_takes_no_more_memory_than_the_group_may_have() -> None:
+    values(run_ranks(2, _little_memory))

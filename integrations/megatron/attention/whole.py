@@ -86,7 +86,13 @@ class WholeSequence:
         return self._kept(("rotary", *_identity(freqs), mscale, interleaved), freqs, answer)
 
     def _kept(self, key: Any, holds: Any, answer: Callable[[], Any]) -> Any:
-        """`holds`: the tensor whose address is in the key; while it is held, no other has that address."""
+        """`holds`: the tensor whose address is in the key; while it is held, no other has that address.
+
+        A CUDA graph makes its own: what is made while it is captured is there only after a replay, and what was made before may
+        be forgotten here while the graph still reads it.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return answer()
         if key not in self._answers:
             self._answers[key] = answer(), holds
             while len(self._answers) > _MOST_KEPT:

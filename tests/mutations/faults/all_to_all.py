@@ -28,6 +28,7 @@ GPU_EXACT = "tests/gpu/test_operators.py::test_every_shape_is_exact"
 
 OUT = In("overlap_train/operators/gemm_all_to_all.py", (EVERY_SHAPE,))
 IN = In("overlap_train/operators/all_to_all_gemm.py", (EVERY_SHAPE,))
+PARTS = In("overlap_train/ulysses/parts.py", (f"{UNIT}/test_parts.py",))
 LINEARS = In("overlap_train/ulysses/linears.py", (EVERY_SHAPE,))
 EXCHANGE = In("overlap_train/ulysses/exchange.py", (EVERY_SHAPE,))
 PROJECTIONS = In("overlap_train/ulysses/attention.py", (BETWEEN_RANKS,))
@@ -129,6 +130,19 @@ FAULTS = [
     TILES("A2A: pieces go to the farthest rank first", "(rank + 1 + unit % PEERS)", "(rank + WORLD - 1 - unit % PEERS)"),
     TILES("A2A: all pieces of a peer before the next one's", "unit % PEERS) % WORLD, unit // PEERS, index % per_chunk",
           "index % PEERS) % WORLD, unit // PEERS, index % per_chunk"),
+    # long sequences in parts, and what ranks must agree on
+    PARTS("a part takes more memory than all slots may", "(SLOTS * bytes_of_position)", "bytes_of_position"),
+    PARTS("parts end within tiles", "if fits >= _WHOLE_TILES:", "if False:"),
+    PARTS("the last part goes on beyond the sequence", "min(first + step, positions)", "first + step"),
+    LINEARS("an exchange takes more than the group may have", "min((config or domain.config).exchange_mib,",
+            "max((config or domain.config).exchange_mib,",
+            f"{ATTENTION}::test_an_exchange_takes_no_more_memory_than_the_group_may_have"),
+    PROJECTIONS("ranks may share the sequence otherwise", "heads, group, config, name, layout.meaning)",
+                "heads, group, config, name)",
+                f"{ATTENTION}::test_ranks_that_share_the_sequence_otherwise_are_named[layout]"),
+    PROJECTIONS("ranks may take the output's rows otherwise", "bias, group, config, name, layout.meaning)",
+                "bias, group, config, name)",
+                f"{ATTENTION}::test_ranks_that_share_the_sequence_otherwise_are_named[output layout]"),
     # what shows in the PTX
     HOPPER("A2A: TMA reads a peer's block without a fence", "            fence_for_tma()\n", ""),
     HOPPER("A2A: a peer's block is loaded without a wait",

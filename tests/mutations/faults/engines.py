@@ -148,8 +148,8 @@ FAULTS = [
     BOOK("every pass has the forward's tag", 'Tag(f"{name}/{part}", what)', 'Tag(f"{name}/fprop", what)'),
     BOOK(
         "all linears of one shape have the tags of the first",
-        "return self._tags.get(name) or self._tags.put(name,",
-        'return self._tags.get("") or self._tags.put("",',
+        "key = (name, meaning)",
+        'key = ("", meaning)',
     ),
     BOOK(
         "ranks read tables of their own",
