@@ -1,24 +1,21 @@
-"""Ulysses on GPUs: the passes between received rows and heads against torch's indexing, and a whole attention block against the
-same block with the group's all-to-all and cuBLAS. (Exact products of the linears: test_operators.py.)"""
+"""Ulysses on GPUs: the passes between received rows and heads against torch's indexing, and a whole attention block against one
+GPU that has the whole sequence. (Exact products of the linears: test_operators.py.)"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from overlap_train import AttentionHeads, Rotary, attention_output_linear, qkv_all_to_all
+from overlap_train import AttentionHeads, Rotary, SequenceLayout, attention_output_linear, graphed, qkv_all_to_all
 from overlap_train.operators.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
-from overlap_train.planning.sequence import SequenceLayout
-from overlap_train.tools.bench.attention_blocks import Data, by_nccl, core_attention, forward_backward
-from overlap_train.tools.measure.models import Model
-from overlap_train.tools.measure.world import World
+from overlap_train.tools.bench.attention_blocks import core_attention, rotated, split
 from tests.gpu.conftest import share_gpus
 from tests.linear_cases import Case
 
-MODEL = Model("none", 1, 1024, 1024, 8, 4, kv_channels=128)
+HIDDEN, QUERY, DIM = 1024, 8, 128
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -33,10 +30,8 @@ def test_heads_are_taken_out_and_put_back_as_on_the_cpu(
     packed, bias = torch.randn(s, b, heads.features).bfloat16(), torch.randn(heads.features).bfloat16()
 
     def empty(where: torch.device) -> Heads:
-        q, k, v = (
-            torch.empty(s, b, n, heads.dim, dtype=torch.bfloat16, device=where)
-            for n in (heads.query, heads.kv, heads.kv)
-        )
+        counts = (heads.query, heads.kv, heads.kv)
+        q, k, v = (torch.empty(s, b, count, heads.dim, dtype=torch.bfloat16, device=where) for count in counts)
         return q, k, v
 
     expected, actual = empty(torch.device("cpu")), empty(device)
@@ -46,34 +41,91 @@ def test_heads_are_taken_out_and_put_back_as_on_the_cpu(
         torch.testing.assert_close(ours.cpu(), right)
     sent = pack_by_kernel(actual, rows.to(device), on_gpu)
     torch.testing.assert_close(sent.cpu(), pack(expected, rows, turn), rtol=2e-2, atol=2e-2)
-    unpack_by_kernel(
-        packed.to(device), bias.to(device), rows.to(device), actual, None
-    )  # q, k, v of packed + bias, as they are
+    unpack_by_kernel(packed.to(device), bias.to(device), rows.to(device), actual, None)
     torch.testing.assert_close(pack_by_kernel(actual, rows.to(device), None).cpu(), packed + bias)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_block_gives_what_the_groups_all_to_all_gives(case: Case, parts: int) -> None:
-    """Also where the sequence passes in parts. By the norms of the differences: both round, at other places."""
+class Block:
+    """An attention on `tokens` rows, the same numbers on every rank. kv: its KV heads."""
+
+    def __init__(self, case: Case, layout: SequenceLayout, kv: int, tokens: int) -> None:
+        generator = torch.Generator(case.device).manual_seed(1)
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            numbers = torch.randn(*shape, device=case.device, generator=generator)
+            return (numbers * scale).bfloat16().requires_grad_()
+
+        self.case, self.layout, self.tokens, self.heads = case, layout, tokens, AttentionHeads(QUERY, kv, DIM)
+        self.x, self.dy = normal(tokens, 1, HIDDEN), normal(tokens, 1, HIDDEN).detach()
+        self.w_qkv = normal(self.heads.features, HIDDEN, scale=HIDDEN**-0.5)
+        self.w_proj = normal(HIDDEN, QUERY * DIM, scale=(QUERY * DIM) ** -0.5)
+        angles = torch.randn(tokens, DIM // 2, device=case.device, generator=generator).repeat(1, 2)
+        self.rotary = Rotary(angles.cos(), angles.sin())
+
+    def mine(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows."""
+        rows = self.layout.rows_of_ranks(self.tokens, self.case.world, whole.device)[self.case.rank]
+        return whole.detach()[rows]
+
+    def of_one_gpu(self) -> tuple[torch.Tensor, ...]:
+        """y, dx of this rank's rows; dw_qkv, dw_proj of all."""
+        q, k, v = split(self.x @ self.w_qkv.t(), self.heads)
+        y = core_attention(*rotated(q, k, v, self.rotary)) @ self.w_proj.t()
+        dx, *dw = torch.autograd.grad(y, [self.x, self.w_qkv, self.w_proj], self.dy)
+        return self.mine(y), self.mine(dx), *dw
+
+    def of_ranks(self, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same by the group; dw of this rank's rows."""
+        group, config = self.case.group, self.case.config
+        q, k, v = qkv_all_to_all(
+            x, self.w_qkv, group=group, heads=self.heads, layout=self.layout, rotary=self.rotary, config=config
+        )
+        out = core_attention(q, k, v)
+        y = attention_output_linear(out, self.w_proj, group=group, layout=self.layout, config=config)
+        return y.detach(), *torch.autograd.grad(y, [x, self.w_qkv, self.w_proj], dy)
+
+    def check(self, outcome: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+        """By the norms of the differences: both round, at other places."""
+        y, dx, *dw = outcome
+        for part in dw:
+            dist.all_reduce(part, group=self.case.group)
+        for ours, right in zip((y, dx, *dw), expected, strict=True):
+            error = float((ours.double() - right.double()).norm() / right.double().norm())
+            assert error < 8 * torch.finfo(torch.bfloat16).eps
+
+
+def skip_where_gpus_are_shared() -> None:
     if share_gpus():
         pytest.skip("NCCL serves one rank a GPU")
-    tokens = 1536 * case.world
-    here = World(case.group, case.device, case.rank, case.world)
-    data = Data.make(MODEL, tokens, here, torch.bfloat16, seed=1)
-    needed = 3 * 1536 * MODEL.linears["qkv"][0] * 2
-    config = replace(case.config, exchange_mib=512 if parts == 1 else -(-needed // parts) // (1 << 20) + 1)
 
-    def ours(data: Data) -> torch.Tensor:
-        q, k, v = qkv_all_to_all(
-            data.x, data.w_qkv, group=case.group, heads=data.heads, rotary=data.rotary, config=config
-        )
-        return attention_output_linear(core_attention(q, k, v), data.w_proj, group=case.group, config=config)
 
-    expected = forward_backward(partial(by_nccl, here), data)(0)
+@pytest.mark.parametrize("layout", [SequenceLayout(), SequenceLayout("zigzag")], ids=str)
+@pytest.mark.parametrize("kv", [4, 1])  # 1: k and v go to every rank
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_block_gives_what_one_gpu_gives(case: Case, layout: SequenceLayout, kv: int, parts: int) -> None:
+    skip_where_gpus_are_shared()
+    needed = 3 * 1536 * AttentionHeads(QUERY, kv, DIM).features * 2
+    mib = 512 if parts == 1 else -(-needed // parts) // (1 << 20) + 1
+    block = Block(replace(case, config=replace(case.config, exchange_mib=mib)), layout, kv, 1536 * case.world)
+    expected = block.of_one_gpu()
     for _ in range(3):
-        outcome = forward_backward(ours, data)(0)
-    for mine, theirs in zip(outcome, expected, strict=True):  # type: ignore[call-overload]
-        assert (
-            float((mine.double() - theirs.double()).norm() / theirs.double().norm())
-            < 8 * torch.finfo(torch.bfloat16).eps
-        )
+        block.check(block.of_ranks(block.mine(block.x).requires_grad_(), block.mine(block.dy)), expected)
+
+
+@pytest.mark.parametrize("method", ["fused", "direct", "chunked"])
+def test_replays_of_a_block_are_right(case: Case) -> None:
+    skip_where_gpus_are_shared()
+    block = Block(case, SequenceLayout("zigzag"), 4, 512 * case.world)
+    expected, x, dy = block.of_one_gpu(), block.mine(block.x).requires_grad_(), block.mine(block.dy)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            block.check(block.of_ranks(x, dy), expected)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), graphed(case.group):
+        outcome = block.of_ranks(x, dy)
+    for _ in range(4):
+        graph.replay()
+        block.check(tuple(part.clone() for part in outcome), expected)

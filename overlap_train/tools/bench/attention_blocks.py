@@ -3,7 +3,8 @@
     x [s/W, 1, hidden] -> q, k, v of all rows -> causal attention -> y [s/W, 1, hidden]
 
 Each rank holds an equal part of the sequence, in order. Beside ours: the same block with NCCL's all-to-all and the copies that it
-needs (`sequence`), and the same work without any exchange (`alone`), which nobody can beat by hiding communication.
+needs (`sequence`), and the same work without any exchange (`alone`), which nobody can beat by hiding communication. All split and
+rotate in one pass.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...operators.attention_layout import Rotary
+from ...operators.attention_layout import Heads, Rotary, pack, unpack
 from ...planning.heads import AttentionHeads
 from ...runtime.registry import check as check_timeouts
 from ...ulysses.attention import attention_output_linear, qkv_all_to_all
@@ -64,7 +65,7 @@ class Data:
 
 
 def run(models: Sequence[tuple[str, Model]], tokens: Sequence[int], session: Session) -> list[Row]:
-    """Measure every block; one row for each method that computes what `sequence` does. Collective."""
+    """Measure every block; one row for each method that computes what torch's own operations do. Collective."""
     found = []
     for name, model in models:
         for number in tokens:
@@ -82,7 +83,8 @@ def measure_block(name: str, model: Model, tokens: int, session: Session) -> lis
     data = Data.make(model, tokens, world, settings.dtype, seed=0)
     rivals: dict[str, Block] = {"sequence": partial(by_nccl, world), "alone": partial(alone, world)}
     calls = {rival: forward_backward(block, data) for rival, block in rivals.items()}
-    expected = cast(Outcome, calls["sequence"](0))
+    expected = cast(Outcome, forward_backward(partial(in_torchs_words, world), data)(0))
+    check_outcome(calls["sequence"], expected)
     for method in settings.methods:
         call = forward_backward(partial(overlapped, session, method), data)
         problem = world.attempt(partial(check_outcome, call, expected))
@@ -103,17 +105,40 @@ def overlapped(session: Session, method: str, data: Data) -> torch.Tensor:
 
 
 def by_nccl(world: World, data: Data) -> torch.Tensor:
-    """One QKV GEMM, one exchange, split, rotation; one exchange, one GEMM."""
+    """One QKV GEMM, one exchange, one pass that splits and rotates as ours does; one exchange, one GEMM."""
+    y = exchange(F.linear(data.x, data.w_qkv), world.group, to_heads=True)
+    out = core_attention(*_Unpacked.apply(y, data.heads.of_rank(world.size), data.rotary))
+    return F.linear(exchange(out, world.group, to_heads=False), data.w_proj)
+
+
+def in_torchs_words(world: World, data: Data) -> torch.Tensor:
+    """The same by torch's own operations: what the results of all others must be."""
     y = exchange(F.linear(data.x, data.w_qkv), world.group, to_heads=True)
     out = core_attention(*rotated(*split(y, data.heads.of_rank(world.size)), data.rotary))
     return F.linear(exchange(out, world.group, to_heads=False), data.w_proj)
 
 
 def alone(world: World, data: Data) -> torch.Tensor:
-    """The same products, rotation and attention on data in place: what is not exchanged is repeated."""
-    y = F.linear(data.x, data.w_qkv).chunk(world.size, dim=-1)[0].repeat(world.size, 1, 1)
-    out = core_attention(*rotated(*split(y, data.heads.of_rank(world.size)), data.rotary))
-    return F.linear(out.chunk(world.size)[0].repeat(1, 1, world.size), data.w_proj)
+    """The same work on data in place: what a rank has is taken for what it would receive, which is as large."""
+    y = F.linear(data.x, data.w_qkv).view(-1, 1, data.w_qkv.shape[0] // world.size)
+    heads = data.heads.of_rank(world.size)
+    out = core_attention(*_Unpacked.apply(y, heads, data.rotary))
+    return F.linear(out.reshape(len(data.x), 1, -1), data.w_proj)
+
+
+class _Unpacked(torch.autograd.Function):
+    """q, k, v from y [s, b, n], rotated, in the pass that our operator makes."""
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, heads: AttentionHeads, rotary: Rotary) -> Heads:  # type: ignore[no-untyped-def]
+        ctx.rows, ctx.rotary = torch.arange(len(y), device=y.device), rotary
+        q, k, v = (y.new_empty(*y.shape[:2], count, heads.dim) for count in (heads.query, heads.kv, heads.kv))
+        unpack(y, None, ctx.rows, (q, k, v), rotary)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
+        return pack(grads, ctx.rows, ctx.rotary), None, None  # type: ignore[arg-type]
 
 
 def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -189,7 +214,7 @@ def check_outcome(call: Call, expected: Outcome) -> None:
         error = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
         if not error <= tolerance:
             raise RuntimeError(
-                f"{name} differs from NCCL's block by {error:.3g} of its norm; rounding explains {tolerance:.3g}"
+                f"{name} differs from torch's block by {error:.3g} of its norm; rounding explains {tolerance:.3g}"
             )
 
 
