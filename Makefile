@@ -1,7 +1,7 @@
 # Every target makes the environment that it needs (launch/bootstrap.sh) and uses this machine's GPUs if it has any.
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-recipes test-launch test-gpu test-other lint types imports format docs
+.PHONY: help train test test-recipes test-launch test-nodes test-gpu test-other lint types imports format docs
 SHELL := /bin/bash
 
 python := .venv/bin/python
@@ -18,7 +18,7 @@ train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="-
 	$(bootstrap) main
 	launch/torchrun.sh recipes/pretrain_gpt.py --overlap-train $(TRAIN_ARGS)
 
-test: ## the tests that need no GPU, except test-recipes and test-launch (TEST_ARGS="-k name ..." is passed on)
+test: ## the tests that need no GPU, except test-recipes, test-launch and test-nodes (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main
 	$(pytest) $(in_pairs) tests/megatron tests/protocol tests/unit $(TEST_ARGS)
 
@@ -29,6 +29,10 @@ test-recipes: ## the recipes: training, checkpoints, published models, pipeline 
 test-launch: ## batch jobs on a real Slurm, where its packages are installed, and shellcheck
 	$(bootstrap) main
 	$(pytest) tests/launch $(TEST_ARGS)
+
+test-nodes: ## groups that span nodes, each a network namespace of this machine: as root, with iproute2
+	$(bootstrap) main
+	$(pytest) tests/nodes $(TEST_ARGS)
 
 test-gpu: ## the GPU tests, on 2 or 4 GPUs, for every provider (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main

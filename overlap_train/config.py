@@ -59,6 +59,9 @@ class OverlapConfig:
         600.0,
         "longest wait for a peer before OverlapTimeoutError, in seconds; after a tenth of it a warning names the late rank",
     )
+    node_ranks: int = _setting(
+        0, "ranks of each node, for tests with CPU processes; 0: found out by mapping each other's memory"
+    )
     tuning_dir: str = _setting(
         "~/.cache/overlap_train",
         "folder of the measurements of overlap-train tune, which method=auto uses; rank 0 of a group reads it for all its ranks",
@@ -89,6 +92,10 @@ class OverlapConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r} must be a positive and finite number ({flag_name(name)})")
+        if isinstance(self.node_ranks, bool) or not isinstance(self.node_ranks, int) or self.node_ranks < 0:
+            raise ValueError(
+                f"node_ranks={self.node_ranks!r} must be a number of ranks, or 0 to find the nodes ({flag_name('node_ranks')})"
+            )
         if not self.tuning_dir:
             raise ValueError(f"tuning_dir='' must name a folder, which need not exist ({flag_name('tuning_dir')})")
 

@@ -8,12 +8,17 @@ for each (planning/schedule.py has the orders).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..planning.plan import EnginePlan
+from ..planning.schedule import Legs
+from ..protocol.copy_engine import run_push
+from ..protocol.node_engine import NodeEngine
+from ..protocol.node_slot import NodeCall
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent
@@ -42,7 +47,8 @@ class Gather(Protocol):
 
 def start_gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> Gather:
     """A started engine that gathers x_shard_m [M/W, K]."""
-    gather = GATHERS[plan.method](domain, plan, tag, x_shard_m.contiguous())
+    engines = GATHERS if plan.nodes == 1 else GATHERS_ACROSS_NODES
+    gather = engines[plan.method](domain, plan, tag, x_shard_m.contiguous())
     gather.start()
     return gather
 
@@ -111,6 +117,27 @@ class ChunkedGather:
         return self.gathered_view().clone()
 
 
+class NodeGather(ChunkedGather):
+    """The same across nodes: the network first, then the own node; what arrives from far is passed on inside the node."""
+
+    _call: NodeCall
+
+    def _push(self) -> None:
+        call, engine, legs = self._call, self._domain.engine, self._plan.legs
+        assert isinstance(engine, NodeEngine)
+        call.next_epoch()
+        for leg in legs.network:
+            engine.network.put(self._own.chunk(call.chunks)[leg.chunk], call.place(leg), call.word)
+        engine.push(self._own, call.routes(legs.inside))
+        for block, passed_on in legs.passed_on.by_block:
+            engine.later.run(partial(self._pass_on, block, passed_on))
+
+    def _pass_on(self, block: int, legs: Legs) -> None:
+        self._call.wait(block)
+        for route in self._call.routes(legs):
+            run_push(route.push(self._call.blocks))
+
+
 class FusedGather(ChunkedGather):
     """One persistent kernel whose tiles wait for their chunk."""
 
@@ -151,4 +178,8 @@ GATHERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gath
     "chunked": ChunkedGather,
     "fused": FusedGather,
     "direct": DirectGather,
+}
+GATHERS_ACROSS_NODES: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gather]] = {
+    "collective": CollectiveGather,
+    "chunked": NodeGather,
 }

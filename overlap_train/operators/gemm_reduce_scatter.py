@@ -17,9 +17,13 @@ import torch.distributed as dist
 
 from ..gpu.launch import Launch
 from ..planning.plan import EnginePlan
+from ..planning.schedule import Leg
+from ..protocol.node_engine import NodeEngine
+from ..protocol.node_slot import NodeCall
 from ..protocol.slot import Call
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
+from ..symmetric.inter_node import Transport
 from . import persistent
 from .kernel_args import ScatterOperands
 from .persistent import aligned, should_run_async
@@ -39,7 +43,8 @@ class Scatter(Protocol):
 
 def start_scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor) -> Scatter:
     """A started engine that multiplies and reduces."""
-    scatter = SCATTERS[plan.method](domain, plan, tag, a_mk, b_kn)
+    engines = SCATTERS if plan.nodes == 1 else SCATTERS_ACROSS_NODES
+    scatter = engines[plan.method](domain, plan, tag, a_mk, b_kn)
     scatter.start()
     return scatter
 
@@ -88,6 +93,53 @@ class ChunkedScatter:
 
     def finish(self) -> torch.Tensor:
         return reduce_partials(self._domain, self._call, self._partials[self._domain.rank])
+
+
+class NodeScatter(ChunkedScatter):
+    """The same across nodes, far nodes first: the blocks of a node go to its ranks' twins in this node, each of which adds them
+    up and sends the sum. Sums and sends run beside the GEMMs of the next node."""
+
+    _call: NodeCall
+
+    def start(self) -> None:
+        domain, world = self._domain, self._domain.world_size
+        self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
+        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag)
+        call.next_epoch()
+        rows = self._a.unflatten(0, (world, -1))
+        assert isinstance(call, NodeCall) and isinstance(domain.engine, NodeEngine)
+        self._call = call
+        for block, legs in self._plan.legs.by_block:
+            torch.mm(rows[block], self._b, out=self._partials[block])
+            domain.engine.push(self._partials, call.routes(legs.inside))
+            for leg in legs.network:
+                domain.engine.later.run(partial(self._send_sum, domain.engine.network, leg))
+        own = domain.rank
+        torch.mm(rows[own], self._b, out=self._partials[own])
+
+    def _send_sum(self, network: Transport, leg: Leg) -> None:
+        total = self._sum_for(leg.block).to(self._a.dtype)
+        network.put(total, self._call.place(leg), self._call.word)
+
+    def _sum_for(self, twin: int) -> torch.Tensor:
+        """The partials of this node for the rows of `twin`, in fp32 [M/W, N]: the own one, then the others in rank order."""
+        topology = self._domain.topology
+        total = self._partials[twin].to(torch.float32, copy=True)
+        for block in topology.ranks_of(twin // topology.local):
+            if block != twin:
+                self._call.wait(block)
+                total += self._call.blocks[block]
+        return total
+
+    def finish(self) -> torch.Tensor:
+        """Own node first, then the sums of the others in order of nodes."""
+        topology = self._domain.topology
+        total = self._sum_for(topology.rank)
+        for node in range(topology.nodes):
+            if node != topology.node:
+                self._call.wait(topology.twin(node))
+                total += self._call.blocks[topology.twin(node)]
+        return total.to(self._a.dtype)
 
 
 class FusedScatter:
@@ -161,4 +213,8 @@ SCATTERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torc
     "chunked": ChunkedScatter,
     "fused": FusedScatter,
     "direct": DirectScatter,
+}
+SCATTERS_ACROSS_NODES: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor], Scatter]] = {
+    "collective": CollectiveScatter,
+    "chunked": NodeScatter,
 }

@@ -11,8 +11,7 @@ from ..config import OverlapConfig, flag_name
 from ..planning import table
 from ..planning.arguments import autocast_error
 from ..planning.cache import BoundedCache
-from ..planning.plan import Plan, make_plan, why_not
-from ..planning.schedule import Topology
+from ..planning.plan import Plan, make_plan, why_not, why_not_across_nodes
 from ..planning.spec import OperatorSpec
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
@@ -53,6 +52,7 @@ class PlanBook:
     def __init__(self, domain: OverlapDomain) -> None:
         self.domain = domain
         self.table = domain.agreement.exchange(self._read_table(), "overlap_train: read the tuning table")[0]
+        self.topology = domain.topology
         # By what all ranks have in common; then by how this rank's weight lies in memory, which its peers need not know.
         self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_PLANS)
         # Keys without the rows: of calls that were agreed on with some number of them.
@@ -98,12 +98,12 @@ class PlanBook:
         """
         domain, layout = self.domain, (w.stride(), w.data_ptr() % 16)
         error = spec.error(x, w, bias, domain.world_size, name)
-        topology = Topology(1, domain.world_size, domain.rank)
-        plan = make_plan(spec, config, self.table, topology, x, w)
+        plan = make_plan(spec, config, self.table, self.topology, x, w)
         planned = self.plans.get(key)
         if planned is not None:
             return planned.setdefault(layout, Planned(domain, plan))
         problem = error or _other_table(domain, config) or why_not(plan, domain.device, _is_interpreted(domain))
+        problem = problem or why_not_across_nodes(plan, domain.nodes.problem)
         operator, _, *rest = key
         any_rows = (operator, x.dim(), x.shape[-1:], *rest)
         if self.agreed.get(any_rows) and _needs_no_agreement(plan, domain):

@@ -48,8 +48,13 @@ class Choice:
     variant: Variant = PLAIN
 
 
-def choose(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
-    """The method for a pass: the one asked for, or for `auto` the measured winner, or a model-based default."""
+def choose(requested: str, pass_: Pass, device: torch.device, table: Table, nodes: int = 1) -> Choice:
+    """The method for a pass: the one asked for, or for `auto` the measured winner, or a model-based default.
+
+    nodes: that the group spans. Across several nothing was measured.
+    """
+    if nodes > 1 and requested == "auto":
+        return _across_nodes(pass_)
     choice = _method(requested, pass_, device, table)
     variant = _variant(choice.method, pass_, device, table) if device.type == "cuda" else PLAIN
     return replace(choice, reason=f"{choice.reason}{variant}", variant=variant)
@@ -103,6 +108,13 @@ def _winner(pass_: Pass, device: torch.device, table: Table) -> Winner | None:
     winner = table.find(pass_)
     fits = winner is not None and _on_hopper(winner.measured, device) == _on_hopper(pass_, device)
     return winner if fits else None
+
+
+def _across_nodes(pass_: Pass) -> Choice:
+    """CPU processes, so far."""
+    if pass_.kind in EXCHANGES:
+        return Choice("collective", "auto: all-to-alls do not overlap across nodes yet")
+    return Choice("chunked", "auto: CPU tensors on several nodes")
 
 
 def untuned(pass_: Pass, device: torch.device) -> Choice:

@@ -11,7 +11,7 @@ from ..methods import TRAITS
 from .arguments import Request, shapes_of
 from .choice import Choice, choose
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule import INBOUND, SCATTER, Legs, Topology, legs, sources
+from .schedule import EXCHANGES, INBOUND, SCATTER, Legs, Topology, legs, sources
 from .spec import OperatorSpec
 from .table import Table
 from .tiling import (
@@ -46,7 +46,7 @@ class EnginePlan:
 
     kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
-    workspace.
+    workspace. nodes: that the group spans.
     """
 
     kind: str
@@ -59,6 +59,7 @@ class EnginePlan:
     legs: Legs
     sources: tuple[int, ...]
     sms: SmBudget = SmBudget()
+    nodes: int = 1
 
     @property
     def slots(self) -> int:
@@ -98,7 +99,7 @@ def make_plan(
 def _engine(
     pass_: Pass, config: OverlapConfig, table: Table, topology: Topology, device: torch.device, w: torch.Tensor
 ) -> EnginePlan:
-    return engine_plan(choose(config.method, pass_, device, table), pass_, topology, device, w)
+    return engine_plan(choose(config.method, pass_, device, table, topology.nodes), pass_, topology, device, w)
 
 
 def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor) -> EnginePlan:
@@ -110,8 +111,9 @@ def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.d
     after_tiles = kind not in INBOUND and choice.method == "fused"
     route = legs(kind, topology, chunks, after_tiles)
     return EnginePlan(
-        kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology)
-    )
+        kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology),
+        nodes=topology.nodes,
+    )  # fmt: skip
 
 
 def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
@@ -119,7 +121,8 @@ def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
     beside it; chunks would be pushes for nothing. By NCCL where the forward pass sends by it."""
     method = fprop.method if fprop.method == "collective" else "chunked"
     route = legs(fprop.kind, topology, chunks=1)
-    return EnginePlan(fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, sources(topology))
+    order, nodes = sources(topology), topology.nodes
+    return EnginePlan(fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, order, nodes=nodes)
 
 
 def _chunks(choice: Choice, pass_: Pass, device: torch.device) -> int:
@@ -167,6 +170,26 @@ def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
     return None
 
 
+def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None:
+    """Why the plan's engines cannot run in a group whose nodes are as they are, or None. topology_problem: of all that share
+    memory."""
+    sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
+    for engine in sharing:
+        if topology_problem is not None:
+            return topology_problem
+        if engine.nodes > 1 and engine.kind in EXCHANGES:
+            return (
+                f"{plan.spec.name} with method={engine.method!r} in a group of {engine.nodes} nodes: all-to-alls across nodes do "
+                f"not overlap yet; use 'auto' or 'collective', or a group inside one node ({flag_name('method')})"
+            )
+        if engine.nodes > 1 and engine.method != "chunked":
+            return (
+                f"method={engine.method!r} in a group of {engine.nodes} nodes: its kernels send and wait inside one node only; "
+                f"use 'auto', 'chunked' or 'collective', or a group inside one node ({flag_name('method')})"
+            )
+    return None
+
+
 def barrier_first(plan: Plan, gathers: bool) -> bool:
     """Whether the backward pass starts with a barrier. gathers: x is sent again in it."""
     if not plan.spec.sends_input:
@@ -184,4 +207,5 @@ __all__ = [
     "make_plan",
     "sent_again",
     "why_not",
+    "why_not_across_nodes",
 ]

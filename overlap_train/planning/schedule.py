@@ -8,6 +8,14 @@ The engines execute the legs; tests hold the order in which kernels take tiles t
     gemm_a2a              as scatter, but what rank R computes for R+1, R+2, ... are their columns of its own rows
     a2a_gemm              rank R sends chunk 0 of their rows to R+1, R+2, ..., then chunk 1; every tile of its own rows multiplies
                           its own columns, then those of R-1, R-2, ..., in one accumulator
+
+Across nodes gather and scatter go in two steps, so that each byte crosses the network once, between ranks of equal local rank
+(twins):
+
+    gather                a shard goes to the twins first, then to the own node; what arrives from a twin is passed on inside the
+                          node. Tiles in order of arrival: own, own node, then far node by far node
+    scatter               for each node, far ones first and the own one last: the blocks of its ranks go to their twins inside
+                          this node, which add them up; the sum goes to the far twin
 """
 
 from __future__ import annotations
@@ -15,18 +23,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 
 GATHER, SCATTER = "gather", "scatter"
 A2A_GEMM, GEMM_A2A = "a2a_gemm", "gemm_a2a"
 INBOUND = (GATHER, A2A_GEMM)  # what arrives is multiplied; the others multiply what leaves
 EXCHANGES = (A2A_GEMM, GEMM_A2A)
-NVLINK = "nvlink"
+NVLINK, NETWORK = "nvlink", "network"
+OPERAND, ARRIVED, NODE_SUM = "operand", "arrived", "node sum"  # what a leg carries
 
 
 @dataclass(frozen=True)
 class Topology:
-    """`nodes` nodes of `local` ranks each, of which this is rank `rank`. Today one node."""
+    """`nodes` nodes of `local` ranks each, numbered node by node, of which this is rank `rank`."""
 
     nodes: int
     local: int
@@ -36,13 +45,32 @@ class Topology:
     def world(self) -> int:
         return self.nodes * self.local
 
+    @property
+    def node(self) -> int:
+        """This rank's."""
+        return self.rank // self.local
+
+    def twin(self, node: int) -> int:
+        """The rank of `node` with the same local rank as this one."""
+        return node * self.local + self.rank % self.local
+
+    def ranks_of(self, node: int) -> range:
+        """All ranks of `node`."""
+        return range(node * self.local, (node + 1) * self.local)
+
+    def sender(self, block: int) -> int:
+        """Who writes block `block` of this rank's slots, in every call: rank `block` if that is a twin, else its twin here."""
+        return block if block == self.twin(block // self.local) else self.node * self.local + block % self.local
+
 
 @dataclass(frozen=True)
 class Leg:
-    """One transfer: chunk `chunk` of block `block` of the sender's source, to rank `target`, where it fills the sender's block.
+    """One transfer: chunk `chunk` of block `block` of the sender's source, to rank `target`, where it fills block `fills`.
 
-    link: what carries it. block: 0 where the source is one shard for all, else the target. after_tiles: the chunk's tiles must
-    be stored first; else it may leave at once. The signal that announces it is that of (sender, chunk) at the target.
+    link: what carries it. block: 0 where the source is one shard for all, else whose rows or columns they are. after_tiles: the
+    chunk's tiles must be stored first; else it may leave at once. fills: the sender's block, except where it acts for a far
+    twin. carries: OPERAND, from what the caller has or its tiles; ARRIVED, passed on out of the own slot once it is there;
+    NODE_SUM, once this node's partial sums of the block are there and added. The signal is that of (fills, chunk) at the target.
     """
 
     link: str
@@ -51,6 +79,8 @@ class Leg:
     block: int
     chunk: int
     after_tiles: bool
+    fills: int
+    carries: str = OPERAND
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,29 +97,95 @@ class Legs:
         """(target, its legs) in order."""
         return tuple((target, Legs(tuple(legs))) for target, legs in groupby(self.all, lambda leg: leg.target))
 
+    @cached_property
+    def by_block(self) -> tuple[tuple[int, Legs], ...]:
+        """(block, its legs) in order."""
+        return tuple((block, Legs(tuple(legs))) for block, legs in groupby(self.all, lambda leg: leg.block))
+
+    @cached_property
+    def network(self) -> Legs:
+        """Those that cross the network."""
+        return Legs(tuple(leg for leg in self.all if leg.link == NETWORK))
+
+    @cached_property
+    def inside(self) -> Legs:
+        """Those inside the node of what this rank has itself."""
+        return Legs(tuple(leg for leg in self.all if leg.link == NVLINK and leg.carries == OPERAND))
+
+    @cached_property
+    def passed_on(self) -> Legs:
+        """Those of what has arrived from a far twin."""
+        return Legs(tuple(leg for leg in self.all if leg.carries == ARRIVED))
+
 
 def legs(kind: str, topology: Topology, chunks: int, after_tiles: bool = False) -> Legs:
     """What rank `topology.rank` sends. chunks: of each block."""
-    assert topology.nodes == 1, "schedules of several nodes come with their engines"
+    if topology.nodes > 1 and kind in _ACROSS_NODES:
+        return Legs(tuple(_ACROSS_NODES[kind](topology, chunks, after_tiles)))
+    rank = topology.rank
     pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
     if kind == A2A_GEMM:  # a tile needs its chunk from every rank
         pieces.sort(key=lambda piece: piece[1])
     return Legs(
         tuple(
-            Leg(NVLINK, topology.rank, target, 0 if kind == GATHER else target, chunk, after_tiles)
+            Leg(_link(topology, target), rank, target, 0 if kind == GATHER else target, chunk, after_tiles, fills=rank)
             for target, chunk in pieces
         )
     )
 
 
+def _link(topology: Topology, target: int) -> str:
+    return NVLINK if target in topology.ranks_of(topology.node) else NETWORK
+
+
+def _gather_across_nodes(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Leg]:
+    rank = topology.rank
+    own_node = [target for target in targets(topology) if _link(topology, target) == NVLINK]
+    for target in (*_twins(topology, 1), *own_node):
+        for chunk in range(chunks):
+            yield Leg(_link(topology, target), rank, target, 0, chunk, after_tiles, fills=rank)
+    for block in _twins(topology, -1):
+        for target, chunk in product(own_node, range(chunks)):
+            yield Leg(NVLINK, rank, target, block, chunk, False, fills=block, carries=ARRIVED)
+
+
+def _scatter_across_nodes(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Leg]:
+    rank = topology.rank
+    for block, chunk in product(targets(topology), range(chunks)):
+        node, place = divmod(block, topology.local)
+        if block == topology.twin(node):  # the last of its node
+            yield Leg(NETWORK, rank, block, block, chunk, False, fills=rank, carries=NODE_SUM)
+        else:
+            beside = topology.node * topology.local + place
+            yield Leg(NVLINK, rank, beside, block, chunk, after_tiles, fills=topology.twin(node))
+
+
+_ACROSS_NODES = {GATHER: _gather_across_nodes, SCATTER: _scatter_across_nodes}
+
+
+def _twins(topology: Topology, step: int) -> list[int]:
+    """This rank's in the far nodes, following (1) or preceding (-1) nodes first."""
+    far = ((topology.node + step * turn) % topology.nodes for turn in range(1, topology.nodes))
+    return [topology.twin(node) for node in far]
+
+
 def targets(topology: Topology) -> tuple[int, ...]:
-    """The other ranks in the order in which this one sends to them: nearest following first."""
-    return tuple((topology.rank + step) % topology.world for step in range(1, topology.world))
+    """The other ranks in the order in which this one sends to them, or computes for them: far nodes first, in each node the
+    nearest following first."""
+    nodes, locals_ = range(1, topology.nodes + 1), range(1, topology.local + 1)
+    return tuple(_shifted(topology, node, place) for node in nodes for place in locals_)[:-1]
 
 
 def sources(topology: Topology) -> tuple[int, ...]:
-    """The other ranks in the order in which their blocks arrive: nearest preceding first."""
-    return tuple((topology.rank - step) % topology.world for step in range(1, topology.world))
+    """The other ranks in the order in which their blocks arrive: own node first, in each node the nearest preceding first."""
+    nodes, locals_ = range(topology.nodes), range(topology.local)
+    return tuple(_shifted(topology, -node, -place) for node in nodes for place in locals_)[1:]
+
+
+def _shifted(topology: Topology, nodes: int, places: int) -> int:
+    """The rank so many nodes, and places in a node, further."""
+    node, place = (topology.node + nodes) % topology.nodes, (topology.rank + places) % topology.local
+    return node * topology.local + place
 
 
 def tile_order(
@@ -104,6 +200,7 @@ def tile_order(
     if kind in INBOUND:
         blocks: tuple[int, ...] = (topology.rank, *sources(topology)) if kind == GATHER else (topology.rank,)
     elif interleaved:
+        assert topology.nodes == 1, "kernels that store at the peers stay in their node"
         for place in range(chunks * tiles):
             yield from ((target, *divmod(place, tiles)) for target in targets(topology))
         blocks = (topology.rank,)

@@ -52,6 +52,10 @@ class Slot:
         self.outgoing = [words[rank] for words in signals]  # the row that this rank writes at each peer
         self.outgoing_at = _addresses(self.outgoing, device)  # int64 [W], for kernels that signal peers themselves
         self.memory_at = _addresses(self.memory, device)  # int64 [W], for kernels that store at peers themselves
+        self._count(world, device)
+
+    def _count(self, world: int, device: torch.device) -> None:
+        """Make what this rank alone counts."""
         count = FIRST_COUNTERS + world * MAX_CHUNKS
         self.control = torch.zeros(1 + count, dtype=torch.int64, device=device)
         self.epoch = self.control[:1]  # as a signal has it; on the device, where a replayed graph goes on counting

@@ -75,6 +75,7 @@ class FaultRecord:
         self._words: np.ndarray = self.record.numpy()
         self._tags: OrderedDict[int, Tag] = OrderedDict()  # by fingerprint
         self._error: OverlapTimeoutError | OverlapMismatchError | None = None
+        self.link_of: Callable[[int], str] = lambda peer: ""  # how a rank's chunks come here, where not all come alike
         if on_gpu:
             threading.Thread(target=_warn_when_late, args=(weakref.ref(self),), daemon=True).start()
 
@@ -90,6 +91,16 @@ class FaultRecord:
     def fail(self, peer: int, chunk: int, expected: int, seen: int) -> NoReturn:
         """Raise for a wait that failed. expected, seen: words as of a signal."""
         self._error = self._error_of(peer, chunk, expected, seen)
+        raise self._error
+
+    @property
+    def failed(self) -> bool:
+        """Whether a wait on the host has failed, perhaps of another thread of this rank."""
+        return self._error is not None
+
+    def keep(self, error: OverlapTimeoutError) -> NoReturn:
+        """Raise an error of something else than a wait for a signal; `check` does so from now on, unless there was one before."""
+        self._error = self._error or error
         raise self._error
 
     def check(self) -> None:
@@ -127,10 +138,9 @@ class FaultRecord:
                 f"here; all ranks of a group must make the same calls, with the same shapes, in the same order"
             )
         return OverlapTimeoutError(
-            f"{op}: rank {self._rank} waited {self._timeout_s:g} s for chunk {chunk} of rank {peer}: expected epoch "
-            f"{epoch_of(expected)}, seen {epoch_of(seen)}. Rank {peer} is dead, stopped, or in another operator; if it "
-            "is only slow, "
-            f"raise timeout_s (--overlap-train-timeout-s)."
+            f"{op}: rank {self._rank} waited {self._timeout_s:g} s for chunk {chunk} of rank {peer}{self.link_of(peer)}: "
+            f"expected epoch {epoch_of(expected)}, seen {epoch_of(seen)}. Rank {peer} is dead, stopped, or in another operator; "
+            f"if it is only slow, raise timeout_s (--overlap-train-timeout-s)."
         )
 
     def _name_of(self, word: int) -> str:

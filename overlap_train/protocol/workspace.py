@@ -17,9 +17,15 @@ class Workspace:
 
     def __init__(self, heap: SymmetricHeap, layout: Layout, device: torch.device, waits: BoundedWaits) -> None:
         self._waits = waits
-        self.slots = [Slot(heap, layout, index, waits.rank, device) for index in range(SLOTS)]
-        self._barrier = Slot(heap, layout, BARRIER, waits.rank, device)
+        self.slots = [self._slot(heap, layout, index, device) for index in range(SLOTS)]
+        self._barrier = self._slot(heap, layout, BARRIER, device)
         self.use = SlotUse()
+
+    def _slot(self, heap: SymmetricHeap, layout: Layout, index: int, device: torch.device) -> Slot:
+        return Slot(heap, layout, index, self._waits.rank, device)
+
+    def _new_call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, chunks: int) -> Call:
+        return Call(self._waits, slot, block_shape, dtype, chunks)
 
     def begin(self, tag: Tag, calls: int, barrier_first: bool) -> None:
         """Start an operator that opens up to so many calls: afterwards there are slots for them."""
@@ -43,6 +49,6 @@ class Workspace:
     def _call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int) -> Call:
         self._waits.know(tag)
         key = (block_shape, dtype, chunks)
-        call = slot.calls.get(key) or slot.calls.put(key, Call(self._waits, slot, block_shape, dtype, chunks))
+        call = slot.calls.get(key) or slot.calls.put(key, self._new_call(slot, block_shape, dtype, chunks))
         call.tag = tag
         return call

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import AbstractContextManager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,14 +18,19 @@ from ..config import OverlapConfig, flag_name
 from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
 from ..planning.arguments import Request
+from ..planning.schedule import Topology
 from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from ..protocol.layout import SLOTS, Layout
+from ..protocol.node_engine import NodeEngine
+from ..protocol.node_workspace import NodeWaits, NodeWorkspace, link_of
 from ..protocol.tags import Tag
 from ..protocol.waits import BoundedWaits
 from ..protocol.watchdog import FaultRecord, OverlapMismatchError
 from ..protocol.workspace import Workspace
 from ..symmetric import SymmetricHeap, open_heap, resolve_provider
 from ..symmetric.agreement import Agreement
+from ..symmetric.inter_node import GlooTransport
+from ..symmetric.topology import Nodes, find_nodes
 
 _MIB = 1 << 20
 
@@ -133,6 +139,16 @@ class OverlapDomain:
             )
         self._reallocate(layout)
 
+    @cached_property
+    def nodes(self) -> Nodes:
+        """The nodes of the group. Collective at its first use: where the group's plans begin, before any memory is shared."""
+        return find_nodes(self.agreement, self.device, self.config.node_ranks)
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes of the group, as this rank sees them."""
+        return self.nodes.topology
+
     @torch.inference_mode(False)
     def _reallocate(self, layout: Layout) -> None:
         """Replace the heap by a larger one. Collective, and outside the hot path: once for each larger shape.
@@ -142,14 +158,31 @@ class OverlapDomain:
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
         self.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
-        heap = open_heap(self.agreement, layout.nbytes, self.config.provider, self.device)
-        waits = BoundedWaits(self.rank, self.world_size, self.config.timeout_s, self.fault, self._launcher)
-        workspace = Workspace(heap, layout, self.device, waits)
+        if self.topology.nodes > 1:
+            heap, workspace = self._across_nodes(layout)
+        else:
+            heap = open_heap(self.agreement, layout.nbytes, self.config.provider, self.device)
+            waits = BoundedWaits(self.rank, self.world_size, self.config.timeout_s, self.fault, self._launcher)
+            workspace = Workspace(heap, layout, self.device, waits)
         self._close_heap()
         self.heap, self.layout, self.workspace = heap, layout, workspace
         barrier(
             self, Tag("overlap_train/open", "barrier")
         )  # its kernel is loaded now: while a graph is captured it could not be
+
+    def _across_nodes(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
+        topology, timeout_s = self.topology, self.config.timeout_s
+        if not isinstance(self.engine, NodeEngine):
+            network = GlooTransport(self.agreement, topology, timeout_s)
+            self.engine.close()
+            self.engine = NodeEngine(timeout_s, network, self.fault)
+            self.fault.link_of = partial(link_of, topology)
+        node = topology.ranks_of(topology.node)
+        heap = open_heap(self.agreement, layout.nbytes, self.config.provider, self.device, node)
+        self.engine.network.attach(heap.view(self.rank))
+        self.agreement.barrier("overlap_train: grow symmetric memory")  # every rank receives into the new heap now
+        waits = NodeWaits(topology, timeout_s, self.fault, self.engine.network)
+        return heap, NodeWorkspace(heap, layout, self.device, waits)
 
     def _close_heap(self) -> None:
         """Unmap what was there, now: torch's heap waits for the device when it goes, which later could be between the launch of a

@@ -27,10 +27,13 @@ class SymmetricHeap(Protocol):
         ...
 
 
-def open_heap(agreement: Agreement, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
+def open_heap(
+    agreement: Agreement, nbytes: int, provider: str, device: torch.device, ranks: range | None = None
+) -> SymmetricHeap:
     """Allocate a heap collectively over the agreement's group.
 
     Args:
+        ranks: of this rank's node, where the group has several (provider host): only their memory is mapped.
         provider: "nvshmem", "torch", "host", or "auto": host on CPU; on GPUs nvshmem where nvshmem4py is installed and its one
             world is not taken by another group, else torch.
 
@@ -43,7 +46,7 @@ def open_heap(agreement: Agreement, nbytes: int, provider: str, device: torch.de
     if chosen == "host":
         from .host import HostHeap
 
-        return HostHeap(agreement, nbytes)
+        return HostHeap(agreement, nbytes, ranks)
     if chosen == "nvshmem":
         from .nvshmem import NvshmemHeap
 

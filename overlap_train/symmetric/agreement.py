@@ -59,6 +59,10 @@ class Agreement:
                 )
         return [value for *_, value in found]
 
+    def store_of(self, name: str) -> dist.Store:
+        """A part of the store for something of the group that needs one of its own."""
+        return dist.PrefixStore(name, self._store)
+
     def barrier(self, what: str) -> None:
         """All ranks have come here."""
         self.exchange(None, what)

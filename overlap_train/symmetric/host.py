@@ -1,4 +1,4 @@
-"""Symmetric memory between CPU processes of one machine.
+"""Symmetric memory between CPU processes of one machine, or of each of several.
 
 Unnamed POSIX shared memory: each rank makes a memfd and the others map it through /proc/<pid>/fd. There is never a name under
 /dev/shm: a rank killed at any moment leaves nothing behind, and the kernel frees the pages with the last mapping.
@@ -18,15 +18,17 @@ _OPEN = "overlap_train: open shared memory"
 
 
 class HostHeap:
-    """See SymmetricHeap. Pages cost memory only once touched."""
+    """See SymmetricHeap. Pages cost memory only once touched. ranks: those of this node; the others have no view."""
 
     provider = "host"
 
-    def __init__(self, agreement: Agreement, nbytes: int) -> None:
+    def __init__(self, agreement: Agreement, nbytes: int, ranks: range | None = None) -> None:
+        self._ranks = ranks or range(agreement.world_size)
         descriptor, machine, error = _make(nbytes)
         try:
             places = agreement.exchange((os.getpid(), descriptor, machine), _OPEN)
             agreement.all_succeed(error, _OPEN)
+            places = [places[rank] for rank in self._ranks]
             if len({machine for *_, machine in places}) > 1:
                 raise ValueError(
                     "group has CPU ranks on several machines; provider='host' shares the memory of one: use one"
@@ -38,7 +40,7 @@ class HostHeap:
                 os.close(descriptor)
 
     def view(self, rank: int) -> torch.Tensor:
-        return self._views[rank]
+        return self._views[rank - self._ranks.start]
 
     def close(self) -> None:
         self._views = []

@@ -130,7 +130,7 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
 
 
 def _choices(linear: Any) -> tuple[Choice, Choice] | None:
-    """How fprop and dgrad run with the sizes of the linear's last call. Plans are made by the same function and table.
+    """How fprop and dgrad run with the sizes of the linear's last call. Plans are made by the same function, table and nodes.
 
     None: the group has no domain any more.
     """
@@ -145,7 +145,9 @@ def _choices(linear: Any) -> tuple[Choice, Choice] | None:
         m = _rows_of_part(m, k if is_row(linear) else n, linear, domain.world_size)
     fprop = Pass(kind, m, n, k, dtype, domain.world_size)
     method, table = linear.overlap.config.method, domain.book.table
-    return choose(method, fprop, domain.device, table), choose(method, fprop.dgrad, domain.device, table)
+    both, nodes = (fprop, fprop.dgrad), domain.book.topology.nodes
+    forward, backward = (choose(method, pass_, domain.device, table, nodes) for pass_ in both)
+    return forward, backward
 
 
 def _rows_of_part(m: int, features: int, linear: Any, world_size: int) -> int:

@@ -101,8 +101,8 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
 
 
 def topology_of(domain: OverlapDomain) -> Topology:
-    """All ranks of a domain are on one node."""
-    return Topology(1, domain.world_size, domain.rank)
+    """The nodes of a domain's group, as this rank sees them. Collective at its first use."""
+    return domain.topology
 
 
 def tag_of(case: Case, choice: Choice) -> Tag:

@@ -7,6 +7,7 @@ slowest rank. Every rank has the same figures, and therefore comes to the same a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,7 @@ from ...operators.all_gather_gemm import start_gather
 from ...operators.gemm_reduce_scatter import start_scatter
 from ...planning.choice import SCATTER_AND_WGRAD, Choice, Pass, untuned
 from ...planning.plan import sent_again
+from ...planning.schedule import GATHER
 from ...planning.table import Winner
 from ...planning.tiling import chunk_count
 from ...planning.variants import VARIANTS, Variant, method_of
@@ -140,7 +142,8 @@ def backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) 
     """A column linear's whole backward, as autograd runs it (linear.py). Without the weight gradient, a method whose reduction
     ends under that gradient would look slower than it is."""
     plan, tag = plan_of(case, domain, choice, like), tag_of(case, choice)
-    whole, wgrad = sent_again(plan, topology_of(domain)), Tag(f"{tag.op}/wgrad", tag.what)
+    whole = sent_again(replace(plan, kind=GATHER), topology_of(domain))
+    wgrad = Tag(f"{tag.op}/wgrad", tag.what)
 
     def run(o: Operands) -> torch.Tensor:
         # With a barrier, whether training has one or not: one backward after another needs it for its slots. `collective` does

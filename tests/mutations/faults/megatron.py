@@ -65,10 +65,10 @@ FAULTS = [
         (T + "table.py::test_each_linear_says_how_its_last_call_ran_and_what_was_measured",),
     ),
     Mutation(
-        "reporting: choose(method, fprop.dgrad, domain.device... -> choose(method, fprop, domain.device, table)",
+        "reporting: (fprop, fprop.dgrad) -> (fprop, fprop)",
         M + "enabling/reporting.py",
-        "choose(method, fprop.dgrad, domain.device, table)",
-        "choose(method, fprop, domain.device, table)",
+        "both, nodes = (fprop, fprop.dgrad),",
+        "both, nodes = (fprop, fprop),",
         (T + "table.py::test_each_linear_says_how_its_last_call_ran_and_what_was_measured",),
     ),
     Mutation(

@@ -17,11 +17,11 @@ PASSES = In("overlap_train/planning/passes.py", (f"{UNIT}/test_choice.py",))
 TABLE = In("overlap_train/planning/table.py", (f"{UNIT}/test_tuning_table.py",))
 
 FAULTS = [
-    SCHEDULE("blocks arrive in the order in which they are sent", "(topology.rank - step)", "(topology.rank + step)"),
+    SCHEDULE("blocks arrive in the order in which they are sent", "-node, -place)", "node, place)"),
     SCHEDULE(
         "a rank sends to itself",
-        "(topology.rank + step) % topology.world for step in range(1, topology.world)",
-        "(topology.rank + step) % topology.world for step in range(topology.world)",
+        "for node in nodes for place in locals_)[:-1]",
+        "for node in nodes for place in locals_)",
     ),
     SCHEDULE("a scatter sends its first block to all", "0 if kind == GATHER else target", "0"),
     SCHEDULE("a gather sends other blocks than its shard", "0 if kind == GATHER else target", "target"),

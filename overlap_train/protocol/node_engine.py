@@ -1,0 +1,84 @@
+"""What moves data in a group that spans nodes: the copy engine, a thread for what waits, and the network.
+
+What waits for the network, or for the node's partial sums, never holds up what waits for nothing: it has a thread of its own, as
+on a GPU it would have a stream of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from ..symmetric.agreement import OverlapTimeoutError
+from ..symmetric.inter_node import Transport
+from .copy_engine import HostCopyEngine
+from .watchdog import FaultRecord
+
+
+class Later:
+    """A daemon thread that runs what it is given, in that order, and skips the rest after a failure."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._pending = 0
+        self._error: Exception | None = None
+        self._idle = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="overlap_train between nodes", daemon=True)
+        self._thread.start()
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Enqueue it, and return."""
+        with self._idle:
+            self._pending += 1
+        self._queue.put(task)
+
+    @torch.no_grad()  # per thread
+    def _work(self) -> None:
+        while (task := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    task()
+            except Exception as error:  # a thread cannot raise to its owner: join does
+                self._error = error
+            with self._idle:
+                self._pending -= 1
+                self._idle.notify_all()
+
+    def join(self) -> None:
+        """Return when everything has run; raises what it raised."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._pending == 0)
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+class NodeEngine(HostCopyEngine):
+    """A copy engine whose operators end when what waits has run, too, and when nothing is on its way into the network."""
+
+    def __init__(self, timeout_s: float, network: Transport, fault: FaultRecord) -> None:
+        super().__init__(timeout_s)
+        self.network, self.later, self._fault = network, Later(), fault
+
+    def join(self) -> None:
+        try:
+            super().join()
+        finally:
+            self.later.join()
+        if self._fault.failed:  # what is under way may never arrive
+            return
+        try:
+            self.network.join()
+        except OverlapTimeoutError as error:
+            self._fault.keep(error)
+
+    def close(self) -> None:
+        self.later.close()
+        self.network.close(orderly=not self._fault.failed)
+        super().close()

@@ -1,0 +1,67 @@
+"""Slots of a group that spans nodes.
+
+Block b of a slot at a rank has one writer in every call (`Topology.sender`): its own rank, where that is a twin of this one; else
+its twin in this node, which passes on what came over the network (gather) or adds its own part of the sum for it (scatter).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels.signal_words import MAX_CHUNKS
+from ..planning.cache import BoundedCache
+from ..planning.schedule import Leg, Topology
+from ..symmetric import SymmetricHeap
+from ..symmetric.inter_node import Place
+from .copy_engine import Route
+from .layout import Layout
+from .slot import _MOST_CALLS, Call, Slot
+
+
+class NodeSlot(Slot):
+    """A slot as this rank sees it, and as it sees those of its node. Of others it knows where things lie, as everywhere."""
+
+    def __init__(
+        self, heap: SymmetricHeap, layout: Layout, index: int, topology: Topology, device: torch.device
+    ) -> None:
+        self.start, self.words_start = layout.offset(index), layout.signals_offset(index)
+        size, end = layout.size(index), self.words_start + layout.signals_bytes
+        views = {peer: heap.view(peer) for peer in topology.ranks_of(topology.node)}
+        self.node_memory = {peer: view[self.start : self.start + size] for peer, view in views.items()}
+        self.words = {
+            peer: view[self.words_start : end].view(torch.int64).view(layout.world_size, MAX_CHUNKS)
+            for peer, view in views.items()
+        }
+        own = self.node_memory[topology.rank]
+        self.memory = [self.node_memory.get(rank, own[:0]) for rank in range(layout.world_size)]
+        self.signals = self.words[topology.rank]
+        self._count(layout.world_size, device)
+        self.calls = BoundedCache(_MOST_CALLS)
+
+
+class NodeCall(Call):
+    """A call on such a slot."""
+
+    slot: NodeSlot
+
+    def _route(self, leg: Leg, tiles: int) -> Route:
+        """Inside the node."""
+        chunk = self._blocks(self.slot.node_memory[leg.target])[leg.fills].chunk(self.chunks)[leg.chunk]
+        first = leg.block * self._shape.numel() + leg.chunk * chunk.numel()
+        signal = self.slot.words[leg.target][leg.fills, leg.chunk : leg.chunk + 1]
+        return Route(first, chunk, signal, self.slot.epoch, None)
+
+    def place(self, leg: Leg) -> Place:
+        """Of a leg over the network."""
+        return self.place_of(leg.target, leg.fills, leg.chunk)
+
+    def place_of(self, target: int, block: int, chunk: int) -> Place:
+        """Where a chunk of a block lies in the heap of any rank, with its signal."""
+        nbytes = self._shape.numel() * self._dtype.itemsize
+        data = self.slot.start + block * nbytes + chunk * (nbytes // self.chunks)
+        return Place(target, data, self.slot.words_start + 8 * (block * MAX_CHUNKS + chunk))
+
+    @property
+    def word(self) -> int:
+        """What its signals are."""
+        return int(self.slot.epoch)

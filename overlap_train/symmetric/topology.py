@@ -1,0 +1,151 @@
+"""Which ranks of a group form a node: those that can map each other's memory. Never by host name, and before any is shared.
+
+CPU processes find out by trying: each opens what every other has put into a memfd. Containers on one host are several nodes where
+they do not see each other's processes. Groups of GPUs are taken for one node; where they are not, their provider says so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from ..config import flag_name
+from ..planning.schedule import Topology
+from .agreement import Agreement
+
+_FIND, _COMPARE = "overlap_train: find the nodes of the group", "overlap_train: compare the nodes of the group"
+_NAME = "overlap_train node"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """problem: why symmetric memory cannot serve the group, on all ranks alike, or None; topology then is that of one node."""
+
+    topology: Topology
+    problem: str | None = None
+
+
+def find_nodes(agreement: Agreement, device: torch.device, node_ranks: int) -> Nodes:
+    """The nodes of the agreement's group. Collective. Rank 0 prints them if there are several.
+
+    Args:
+        node_ranks: how many ranks a node has, the same on all ranks; 0: found out.
+
+    Raises:
+        OverlapTimeoutError: a rank did not come.
+    """
+    world, rank = agreement.world_size, agreement.rank
+    if world == 1 or device.type == "cuda":
+        return Nodes(Topology(1, world, rank), _gpu_error(node_ranks) if device.type == "cuda" else None)
+    told, reached = _look(agreement, node_ranks)
+    problem = _setting_error(told) or nodes_error(_as_told(world, node_ranks) if node_ranks else reached)
+    if problem is not None:
+        return Nodes(Topology(1, world, rank), problem)
+    local = node_ranks or len(reached[0])
+    topology = Topology(world // local, local, rank)
+    if rank == 0 and topology.nodes > 1:
+        _print(topology, node_ranks)
+    return Nodes(topology)
+
+
+def nodes_error(reached: Sequence[tuple[int, ...]]) -> str | None:
+    """What is wrong with the nodes of a group, or None. reached: of each rank the ranks whose memory it can map, itself too."""
+    for rank, ranks in enumerate(reached):
+        other = next((peer for peer in ranks if reached[peer] != ranks), None)
+        if rank not in ranks or other is not None:
+            return (
+                f"rank {rank} of the group can map the memory of ranks {_listed(ranks)}, but rank "
+                f"{rank if other is None else other} that of {_listed(reached[rank if other is None else other])}; in a node "
+                f"every rank maps every other: let them share one PID namespace and one user, or use method='collective'"
+            )
+    nodes = list(dict.fromkeys(reached))
+    if len({len(ranks) for ranks in nodes}) > 1:
+        return (
+            f"the group's nodes have unequal numbers of its ranks: {_all_listed(nodes)}; start as many on each node "
+            f"(--nproc-per-node, --ntasks-per-node), choose a tensor-parallel size that fills nodes evenly, or use "
+            f"method='collective'"
+        )
+    if any(ranks != tuple(range(ranks[0], ranks[0] + len(ranks))) for ranks in nodes):
+        return (
+            f"the group's ranks are not numbered node by node: {_all_listed(nodes)}; make the group of ranks that follow each "
+            f"other in their node, or use method='collective'"
+        )
+    return None
+
+
+def _setting_error(told: Sequence[int]) -> str | None:
+    world, node_ranks = len(told), told[0]
+    if len(set(told)) > 1:
+        return f"node_ranks is {', '.join(map(str, told))} on the ranks of the group; it must be the same on all"
+    if node_ranks and world % node_ranks:
+        return (
+            f"node_ranks={node_ranks} does not divide the group's {world} ranks; use a divisor, or 0 to find the nodes "
+            f"({flag_name('node_ranks')})"
+        )
+    return None
+
+
+def _gpu_error(node_ranks: int) -> str | None:
+    if not node_ranks:
+        return None
+    return (
+        f"node_ranks={node_ranks} with GPUs: only groups of CPU processes span nodes so far; leave it at 0 "
+        f"({flag_name('node_ranks')})"
+    )
+
+
+def _as_told(world: int, node_ranks: int) -> list[tuple[int, ...]]:
+    ranks = [range(world)[first : first + node_ranks] for first in range(0, world, node_ranks)]
+    return [tuple(node) for node in ranks for _ in node]
+
+
+def _look(agreement: Agreement, node_ranks: int) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Of each rank its node_ranks, and the ranks whose memory it can map."""
+    token = os.urandom(16)
+    descriptor = os.memfd_create(_NAME)
+    try:
+        os.write(descriptor, token)
+        places = agreement.exchange((node_ranks, os.getpid(), descriptor, token), _FIND)
+        mine = tuple(rank for rank, (_, pid, number, text) in enumerate(places) if _read(pid, number) == text)
+        reached = agreement.exchange(mine, _COMPARE)  # and every peer has looked before it is closed
+        return [told for told, *_ in places], reached
+    finally:
+        os.close(descriptor)
+
+
+def _read(pid: int, number: int) -> bytes | None:
+    """What is there, or None. In another PID namespace it is another process's file, which might never end an open or read."""
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            return None
+        with open(path, "rb") as file:
+            return file.read(16)
+    except OSError:
+        return None
+
+
+def _print(topology: Topology, node_ranks: int) -> None:
+    found = "as node_ranks says" if node_ranks else "found by mapping memory"
+    ranks = ", ".join(_listed(tuple(topology.ranks_of(node))) for node in range(topology.nodes))
+    print(
+        f"overlap_train: a group of {topology.world} ranks on {topology.nodes} nodes of {topology.local}, {found}: "
+        f"ranks {ranks}; gloo between nodes",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _all_listed(nodes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(f"ranks {_listed(ranks)}" for ranks in nodes)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """(0, 1, 2, 5) -> "0-2 5"."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"

@@ -1,0 +1,191 @@
+"""The schedule of groups that span nodes: everything arrives once, crosses the network once, and in the order that hides it.
+
+Each rule is a function of the schedule's module. It holds for the module as it is, and for each planted fault some rule fails.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from overlap_train.planning import schedule
+from overlap_train.planning.schedule import GATHER, NETWORK, NODE_SUM, NVLINK, SCATTER, Topology
+from tests.protocol.mutation import mutant
+
+SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
+CHUNKS = 2
+
+
+def topologies(module: ModuleType, nodes: int, local: int) -> list[Any]:
+    return [module.Topology(nodes, local, rank) for rank in range(nodes * local)]
+
+
+def every_block_arrives_once_from_its_one_writer(module: ModuleType, nodes: int, local: int) -> None:
+    """And, of one rank, both kinds of calls have the same writers: slots are reused between them."""
+    world = topologies(module, nodes, local)
+    for kind in (GATHER, SCATTER):
+        arrived = Counter()
+        for topology in world:
+            for leg in module.legs(kind, topology, CHUNKS):
+                assert leg.source == topology.rank != leg.target
+                assert world[leg.target].sender(leg.fills) == leg.source
+                assert (leg.link == NVLINK) == (leg.source // local == leg.target // local)
+                arrived[leg.target, leg.fills, leg.chunk] += 1
+        ranks = range(nodes * local)
+        assert arrived == {(t, b, c): 1 for t, b, c in product(ranks, ranks, range(CHUNKS)) if t != b}
+
+
+def a_gather_gives_every_rank_every_shard(module: ModuleType, nodes: int, local: int) -> None:
+    """Legs carry what is there when all before them are done; what is passed on must have arrived."""
+    world = topologies(module, nodes, local)
+    held = {rank: {(rank, chunk): rank for chunk in range(CHUNKS)} for rank in range(nodes * local)}
+    legs = [leg for topology in world for leg in module.legs(GATHER, topology, CHUNKS)]
+    for leg in sorted(legs, key=lambda leg: leg.carries == module.ARRIVED):
+        block = leg.block if leg.carries == module.ARRIVED else leg.source
+        held[leg.target][leg.fills, leg.chunk] = held[leg.source][block, leg.chunk]
+    everything = {(rank, chunk): rank for rank in held for chunk in range(CHUNKS)}
+    assert all(blocks == everything for blocks in held.values())
+
+
+def a_scatter_adds_every_partial_once(module: ModuleType, nodes: int, local: int) -> None:
+    """What each rank has at the end is the sum of W partials of its own rows, for each chunk."""
+    world = topologies(module, nodes, local)
+    for chunk in range(CHUNKS):
+        slots: dict[int, dict[int, Counter]] = {topology.rank: {} for topology in world}
+        legs = [leg for t in world for leg in module.legs(SCATTER, t, CHUNKS) if leg.chunk == chunk]
+        for leg in sorted(legs, key=lambda leg: leg.carries == NODE_SUM):
+            sent = Counter([(leg.source, leg.block)])
+            if leg.carries == NODE_SUM:
+                sent += _received(slots[leg.source], world[leg.source], leg.target // local)
+            slots[leg.target][leg.fills] = sent
+        for topology in world:
+            total = Counter([(topology.rank, topology.rank)])
+            total += _received(slots[topology.rank], topology, topology.node)
+            for node in range(nodes):
+                total += slots[topology.rank][topology.twin(node)] if node != topology.node else Counter()
+            assert total == {(source, topology.rank): 1 for source in range(nodes * local)}
+
+
+def _received(slots: dict[int, Counter], topology: Any, node: int) -> Counter:
+    """The partials of the other ranks of this node for this rank's twin in `node`."""
+    blocks = [block for block in topology.ranks_of(node) if block != topology.twin(node)]
+    return sum((slots[block] for block in blocks), Counter())
+
+
+def each_byte_crosses_the_network_once(module: ModuleType, nodes: int, local: int) -> None:
+    """Between twins: a rank sends each far node its shard, or one sum, and nothing else."""
+    for kind, topology in product((GATHER, SCATTER), topologies(module, nodes, local)):
+        crossing = [leg for leg in module.legs(kind, topology, CHUNKS) if leg.link == NETWORK]
+        twins = {topology.twin(node) for node in range(nodes)} - {topology.rank}
+        assert Counter((leg.target, leg.chunk) for leg in crossing) == {(t, c): 1 for t in twins for c in range(CHUNKS)}
+
+
+def the_network_comes_first(module: ModuleType, nodes: int, local: int) -> None:
+    """A gather sends far before near, and own before what it passes on; a scatter works for far nodes before the own one."""
+    for topology in topologies(module, nodes, local):
+        gather = list(module.legs(GATHER, topology, CHUNKS))
+        stages = [0 if leg.link == NETWORK else 1 if leg.carries == module.OPERAND else 2 for leg in gather]
+        assert stages == sorted(stages)
+        far = [block // local != topology.node for block, *_ in module.tile_order(SCATTER, topology, CHUNKS, 1)]
+        assert far == sorted(far, reverse=True)
+        assert [block for block, *_ in module.tile_order(SCATTER, topology, CHUNKS, 1)][-1] == topology.rank
+
+
+def nodes_do_not_all_send_to_the_same_one(module: ModuleType, nodes: int, local: int) -> None:
+    """In each turn every node has one sender, and what came in that turn is what is multiplied next."""
+    world = topologies(module, nodes, local)
+    for turn in range(nodes - 1):
+        for place in range(local):
+            ranks = [topology for topology in world if topology.rank % local == place]
+            for kind in (GATHER, SCATTER):
+                crossing = [list(module.legs(kind, t, 1).network)[turn].target for t in ranks]
+                assert len(set(crossing)) == nodes
+            arrives = {list(module.legs(GATHER, t, 1).network)[turn].target: t.node for t in ranks}
+            for topology in ranks:
+                blocks = module.sources(topology)[local - 1 + turn * local :][:local]
+                assert {block // local for block in blocks} == {arrives[topology.rank]}
+                assert blocks[0] == topology.twin(arrives[topology.rank]), "passed on blocks come after"
+
+
+def tiles_are_taken_in_the_order_of_the_legs(module: ModuleType, nodes: int, local: int) -> None:
+    for topology in topologies(module, nodes, local):
+        tiles = list(module.tile_order(SCATTER, topology, CHUNKS, 1))
+        left = [(leg.block, leg.chunk) for leg in module.legs(SCATTER, topology, CHUNKS)]
+        assert left == [(block, chunk) for block, chunk, _ in tiles[: len(left)]]
+        assert {block for block, *_ in module.tile_order(GATHER, topology, CHUNKS, 1)} == set(range(topology.world))
+        first = [block for block, chunk, _ in module.tile_order(GATHER, topology, CHUNKS, 1) if chunk == 0]
+        assert first == [topology.rank, *module.sources(topology)]
+        assert {block // local for block in first[:local]} == {topology.node}, "the own node needs no network"
+
+
+RULES: list[Callable[[ModuleType, int, int], None]] = [
+    every_block_arrives_once_from_its_one_writer,
+    a_gather_gives_every_rank_every_shard,
+    a_scatter_adds_every_partial_once,
+    each_byte_crosses_the_network_once,
+    the_network_comes_first,
+    nodes_do_not_all_send_to_the_same_one,
+    tiles_are_taken_in_the_order_of_the_legs,
+]
+FAULTS = {
+    "shards go to every far rank": (
+        "for target in (*_twins(topology, 1), *own_node):",
+        "for target in targets(topology):",
+    ),
+    "near before far": ("(*_twins(topology, 1), *own_node)", "(*own_node, *_twins(topology, 1))"),
+    "all nodes send to the first one first": ("return [topology.twin(node) for node in far]",
+                                              "return [topology.twin(node) for node in sorted(far)]"),
+    "what arrives is passed on in another order": ("in _twins(topology, -1):", "in _twins(topology, -1)[:-1]:"),
+    "what arrives is passed on as the own block": ("block, chunk, False, fills=block", "block, chunk, False, fills=rank"),
+    "a partial fills the sender's block": ("after_tiles, fills=topology.twin(node))", "after_tiles, fills=rank)"),
+    "a partial goes to the far rank itself": ("yield Leg(NVLINK, rank, beside,", "yield Leg(NETWORK, rank, block,"),
+    "a sum goes to the twin of another node": (
+        "yield Leg(NETWORK, rank, block, block, chunk", "yield Leg(NETWORK, rank, block, rank, chunk",
+    ),
+    "the own node comes first": ("nodes, locals_ = range(1, topology.nodes + 1),", "nodes, locals_ = range(topology.nodes),"),
+    "blocks arrive from following nodes": ("_shifted(topology, -node, -place)", "_shifted(topology, node, -place)"),
+    "the twin is not the first of its node": (
+        "_shifted(topology, -node, -place)", "_shifted(topology, -node, -place - (node > 0))",
+    ),
+    "a block has two writers": ("return block if block == self.twin(block // self.local) else", "return block if False else"),
+}  # fmt: skip
+
+
+def broken(module: ModuleType) -> list[str]:
+    """The rules that do not hold."""
+    found = []
+    for rule in RULES:
+        try:
+            for nodes, local in SIZES:
+                rule(module, nodes, local)
+        except (AssertionError, KeyError, IndexError, ValueError):
+            found.append(rule.__name__)
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("nodes", "local"), SIZES)
+def test_rule(rule: Callable[[ModuleType, int, int], None], nodes: int, local: int) -> None:
+    rule(schedule, nodes, local)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault: str) -> None:
+    assert broken(mutant("overlap_train.planning.schedule", *FAULTS[fault]))
+
+
+def test_one_node_is_as_it_was() -> None:
+    """Nearest following first, nearest preceding first, and every leg inside the node."""
+    for world, rank in ((1, 0), (3, 1), (4, 3)):
+        topology = Topology(1, world, rank)
+        assert schedule.targets(topology) == tuple((rank + step) % world for step in range(1, world))
+        assert schedule.sources(topology) == tuple((rank - step) % world for step in range(1, world))
+        for kind in (GATHER, SCATTER):
+            legs = schedule.legs(kind, topology, 2)
+            assert {(leg.link, leg.fills, leg.carries) for leg in legs} <= {(NVLINK, rank, schedule.OPERAND)}
+            assert legs.inside.all == legs.all and not legs.network.all and not legs.passed_on.all

@@ -1,0 +1,427 @@
+"""Operators of groups that span nodes, on real CPU processes of one machine that are told where a node ends (node_ranks).
+
+tests/nodes has nodes that really cannot map each other's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import (
+    OverlapConfig,
+    OverlapTimeoutError,
+    all_gather_linear,
+    all_to_all_linear,
+    check,
+    linear_reduce_scatter,
+    shutdown,
+)
+from overlap_train.operators.all_gather_gemm import NodeGather
+from overlap_train.operators.gemm_reduce_scatter import NodeScatter
+from overlap_train.protocol.node_engine import Later, NodeEngine
+from overlap_train.protocol.node_workspace import NodeWaits
+from overlap_train.protocol.tags import Tag
+from overlap_train.protocol.waits import next_epoch_on_host
+from overlap_train.runtime.domain import barrier
+from overlap_train.runtime.registry import domain_of, made_domain
+from overlap_train.symmetric.inter_node import GlooTransport
+from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
+from tests.processes import Outcome, run_ranks, values
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 2.0
+
+
+def case_of(node_ranks: int, method: str = "chunked", **settings: Any) -> Case:
+    return Case(dist.group.WORLD, CPU, OverlapConfig(method=method, node_ranks=node_ranks, **settings))
+
+
+def every_shape(case: Case) -> int:
+    """Both operators, forward and backward, exactly."""
+    for number, (rows, k, n) in enumerate(SHAPES.values()):
+        for operator in ("column", "row"):
+            OPERATORS[operator](case, rows, k, n, seed=number, bias=bool(number % 2))
+    return case.world
+
+
+def _every_shape(rank: int, world: int, node_ranks: int, method: str) -> int:
+    return every_shape(case_of(node_ranks, method))
+
+
+@pytest.mark.parametrize(("world", "node_ranks"), [(4, 2), (6, 2), (6, 3), (2, 1)])
+def test_every_shape(world: int, node_ranks: int) -> None:
+    assert values(run_ranks(world, _every_shape, node_ranks, "chunked", limit_s=60)) == [world] * world
+
+
+@pytest.mark.parametrize("method", ["collective", "auto"])
+def test_every_shape_by_other_methods(method: str) -> None:
+    assert values(run_ranks(4, _every_shape, 2, method, limit_s=60)) == [4] * 4
+
+
+def _many_ways(rank: int, world: int) -> list[str]:
+    """Kept inputs, half precision, memory that grows, two operators in a row that meet, and a second life after shutdown."""
+    ran = []
+    for settings in ({"gathered_input": "keep"}, {}):
+        OPERATORS["column"](case_of(2, **settings), (3, 5), 37, 29)
+    for dtype in (torch.float16, torch.bfloat16):
+        for operator in ("column", "row"):
+            OPERATORS[operator](Case(dist.group.WORLD, CPU, case_of(2).config, dtype), (4, 2), 48, 24)
+    for rows in (1, 40, 3):
+        OPERATORS["column"](case_of(2), (rows, 2), 64, 32)
+    domain = domain_of(dist.group.WORLD, case_of(2).config, CPU)
+    ran.append(type(domain.engine).__name__)
+    two_columns(case_of(2))
+    shutdown()
+    OPERATORS["row"](case_of(2), (2, 3), 33, 17)
+    x, w = torch.ones(2, 8), torch.ones(8, 8)
+    with torch.inference_mode():
+        y = all_gather_linear(x, w, group=dist.group.WORLD, config=case_of(2).config)
+    assert bool((y == 8).all())
+    shutdown()
+    return ran
+
+
+def two_columns(case: Case) -> None:
+    """Their backwards follow each other: there are too few slots for two, so ranks meet in between."""
+    x = torch.ones(4, 8, requires_grad=True)
+    w = torch.ones(8, 8, requires_grad=True)
+    for _ in range(3):
+        ys = [all_gather_linear(x, w, group=case.group, config=case.config) for _ in range(2)]
+        torch.autograd.grad(ys[0].sum() + ys[1].sum(), (x, w))
+
+
+def test_dtypes_kept_inputs_growing_memory_barriers_and_a_second_life() -> None:
+    assert values(run_ranks(4, _many_ways, limit_s=60)) == [["NodeEngine"]] * 4
+
+
+def _meet(rank: int, world: int, fault: bool) -> list[tuple[float, float]]:
+    """When this rank came to a barrier and when it left it, each rank being late once."""
+    if fault:
+        NodeWaits.barrier_in_two_steps = _meet_in_the_node  # type: ignore[method-assign] # of this process
+    OPERATORS["row"](case_of(2), (3, 5), 37, 29)
+    domain, times = made_domain(dist.group.WORLD), []
+    assert domain is not None
+    for late in range(world):
+        time.sleep(0.2 * (rank == late))
+        came = time.monotonic()  # of the whole machine
+        barrier(domain, Tag(f"meet {late}", "barrier"))
+        times.append((came, time.monotonic()))
+    return times
+
+
+def _meet_in_the_node(self: NodeWaits, call: Any) -> None:
+    """Without the step in which twins meet."""
+    next_epoch_on_host(call)
+    beside = [rank for rank in self.topology.ranks_of(self.topology.node) if rank != self.rank]
+    for rank in beside:
+        call.slot.words[rank][self.rank, :1].copy_(call.slot.epoch)
+    for rank in beside:
+        self.on_host(call, rank, 1)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_nobody_leaves_a_barrier_before_all_have_come(fault: bool) -> None:
+    times = values(run_ranks(6, _meet, fault, limit_s=60))
+    early = [turn for turn in range(6) if max(t[turn][0] for t in times) > min(t[turn][1] for t in times)]
+    assert bool(early) == fault
+
+
+def _bits(rank: int, world: int, delays: bool) -> list[bytes]:
+    if delays:
+        _slow(rank)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(6 * world, 40, generator=generator).requires_grad_()
+    w = torch.randn(24, 40, generator=generator).requires_grad_()
+    y = linear_reduce_scatter(x, w, group=dist.group.WORLD, config=case_of(2).config)
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None and w.grad is not None
+    return [t.detach().numpy().tobytes() for t in (y, x.grad, w.grad)]
+
+
+def _slow(rank: int) -> None:
+    """What arrives, and what is added, comes late, on each rank at other times."""
+    put, run = GlooTransport.put, Later.run
+
+    def slow_put(self: GlooTransport, *arguments: Any) -> None:
+        time.sleep(0.02 * rank)
+        put(self, *arguments)
+
+    def slow_run(self: Later, task: Callable[[], None]) -> None:
+        run(self, lambda: (time.sleep(0.02 * (5 - rank)), task())[1])  # type: ignore[func-returns-value]
+
+    GlooTransport.put, Later.run = slow_put, slow_run  # type: ignore[method-assign] # of this process
+
+
+def test_the_same_bits_whoever_is_late() -> None:
+    first, second = (values(run_ranks(6, _bits, delays, limit_s=60)) for delays in (False, True))
+    assert first == second
+
+
+def _events(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """What the two engines do, in order, where the third product does not end before something was sent."""
+    events: list[str] = []
+    sent = threading.Event()
+    put, mm = GlooTransport.put, torch.mm
+
+    def told_put(self: GlooTransport, source: torch.Tensor, *arguments: Any) -> None:
+        events.append("send")
+        sent.set()
+        put(self, source, *arguments)
+
+    def told_mm(*arguments: Any, **settings: Any) -> torch.Tensor:
+        if events.count("mm") == 2:
+            sent.wait(20)
+        events.append("mm")
+        return mm(*arguments, **settings)
+
+    x, w, config = torch.ones(4, 8), torch.ones(8, 8), case_of(2).config
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: all_gather_linear(x, w, group=dist.group.WORLD, config=config),
+        lambda: linear_reduce_scatter(x, w, group=dist.group.WORLD, config=config),
+    ]
+    found = []
+    for call in calls:
+        call()
+        dist.barrier()
+        GlooTransport.put, torch.mm = told_put, told_mm  # type: ignore[method-assign, assignment]
+        events.clear()
+        sent.clear()
+        call()
+        GlooTransport.put, torch.mm = put, mm  # type: ignore[method-assign]
+        found.append(list(events))
+    return found[0], found[1]
+
+
+def test_sends_run_beside_products() -> None:
+    """A gather sends before it multiplies. A scatter sends the sum for a far node while it multiplies for its own."""
+    for gather, scatter in values(run_ranks(4, _events, limit_s=60)):
+        assert gather == ["send", "mm", "mm", "mm", "mm"]
+        assert scatter == ["mm", "mm", "send", "mm", "mm"]
+
+
+def _within_bound(rank: int, world: int) -> float:
+    """The largest error of a random bf16 reduction, as a fraction of the bound that its rounding allows."""
+    generator = torch.Generator().manual_seed(1)
+    x, w = torch.randn(8 * world, 96 * world, generator=generator), torch.randn(40, 96 * world, generator=generator)
+    x, w = x.bfloat16(), w.bfloat16()
+    mine = [t.chunk(world, 1)[rank].contiguous() for t in (x, w)]
+    y = linear_reduce_scatter(*mine, group=dist.group.WORLD, config=case_of(2).config)
+    exact = (x.double() @ w.double().t()).chunk(world, 0)[rank]
+    # Partials and then sums of far nodes are rounded, each to eps/2 of a magnitude that is at most that of all.
+    bound = 1.5 * rounding_bound(x, w.t(), torch.bfloat16, world).chunk(world, 0)[rank]
+    return float(((y.double() - exact).abs() / bound).max())
+
+
+def test_random_numbers_stay_within_the_rounding_bound() -> None:
+    worst = max(values(run_ranks(4, _within_bound)))
+    assert 0 < worst <= 1
+
+
+def _idle(rank: int, world: int) -> int:
+    """Evaluation, a checkpoint: nothing is sent for longer than any wait may take."""
+    case = case_of(2, timeout_s=1.0)
+    for _ in range(2):
+        OPERATORS["row"](case, (3, 5), 37, 29)
+        time.sleep(1.5)
+        dist.barrier()
+    return world
+
+
+def test_a_network_that_is_idle_is_not_lost() -> None:
+    assert values(run_ranks(4, _idle)) == [4] * 4
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    said = []
+    for method in ("fused", "direct"):
+        with pytest.raises(ValueError) as raised:
+            all_gather_linear(x, w, group=dist.group.WORLD, config=case_of(2, method).config, name=method)
+        said.append(str(raised.value))
+    with pytest.raises(ValueError) as raised:
+        all_to_all_linear(x, torch.ones(8, 32), group=dist.group.WORLD, config=case_of(2).config, name="a2a")
+    said.append(str(raised.value))
+    with pytest.raises(ValueError) as raised:
+        all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(node_ranks=4), name="other")
+    said.append(str(raised.value))
+    for operator in OPERATORS.values():
+        operator(case_of(2, "auto"), (4, 2), 24, 16)
+    return said
+
+
+def test_what_does_not_cross_nodes_is_refused_and_auto_takes_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    for fused, direct, exchange, other in values(run_ranks(4, _refused, limit_s=60)):
+        assert "method='fused' in a group of 2 nodes" in fused and "method='direct' in a group of 2 nodes" in direct
+        assert "all-to-alls across nodes do not overlap yet" in exchange
+        assert "node_ranks=4, but the group's domain was made with 2" in other
+
+
+def _uneven(rank: int, world: int) -> str:
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    OPERATORS["column"](case_of(2, "collective"), (3, 5), 37, 29)  # which needs no nodes
+    with pytest.raises(ValueError) as raised:
+        all_gather_linear(x, w, group=dist.group.WORLD, config=case_of(2).config, name="fc1")
+    return str(raised.value)
+
+
+def test_a_group_that_does_not_fill_nodes_evenly_is_refused_but_for_collectives() -> None:
+    said = values(run_ranks(3, _uneven))
+    assert all("node_ranks=2 does not divide the group's 3 ranks" in text for text in said)
+
+
+def _found(rank: int, world: int) -> int:
+    OPERATORS["column"](case_of(0), (3, 5), 37, 29)
+    domain = made_domain(dist.group.WORLD)
+    assert domain is not None and not isinstance(domain.engine, NodeEngine)
+    return domain.topology.nodes
+
+
+def test_processes_of_one_machine_are_one_node() -> None:
+    """And use what one node uses."""
+    assert values(run_ranks(3, _found)) == [1] * 3
+
+
+class _Impatient:
+    """Stands for a call whose waits are left out."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def wait(self, source: int) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+def _without_wait(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of an engine, without the waits in it."""
+
+    def impatient(self: Any, *arguments: Any) -> Any:
+        patient, self._call = self._call, _Impatient(self._call)
+        try:
+            return method(self, *arguments)
+        finally:
+            self._call = patient
+
+    return impatient
+
+
+def _reuses_its_sum(send: Callable[..., Any]) -> Callable[..., Any]:
+    """A transport that lets its caller write into the source while it is under way."""
+
+    def put(self: GlooTransport, source: torch.Tensor, place: Any, word: int) -> None:
+        send(self, source, place, word)
+        if source.numel():
+            source.fill_(0)
+
+    return put
+
+
+def _plant(fault: str, rank: int) -> None:
+    if fault == "a block is passed on before it is there":
+        NodeGather._pass_on = _without_wait(NodeGather._pass_on)  # type: ignore[method-assign]
+    if fault == "the sum is sent before the partials are there":
+        NodeScatter._send_sum = _without_wait(NodeScatter._send_sum)  # type: ignore[method-assign]
+    if fault == "the result is complete before the sums of other nodes are there":
+        NodeScatter.finish = _without_wait(NodeScatter.finish)  # type: ignore[method-assign]
+    if fault == "a source is used again before it is sent":
+        GlooTransport.put = _reuses_its_sum(GlooTransport.put)  # type: ignore[method-assign]
+
+
+def _with_fault(rank: int, world: int, fault: str) -> str:
+    """What the exact cases say, with one fault and one slow rank."""
+    _plant(fault, rank)
+    if rank == 1:
+        push = NodeEngine.push
+
+        def slow_push(self: NodeEngine, *arguments: Any) -> None:
+            time.sleep(0.03)
+            push(self, *arguments)
+
+        NodeEngine.push = slow_push  # type: ignore[method-assign]
+    try:
+        for seed in range(4):
+            for operator in ("column", "row"):
+                OPERATORS[operator](case_of(2, timeout_s=5.0), (8, 16), 64, 32, seed=seed)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "a block is passed on before it is there",
+        "the sum is sent before the partials are there",
+        "the result is complete before the sums of other nodes are there",
+        "a source is used again before it is sent",
+        "none",
+    ],
+)
+def test_planted_fault_is_found(fault: str) -> None:
+    outcomes = run_ranks(4, _with_fault, fault, limit_s=60, grace_s=10)
+    said = [outcome.value or outcome.error for outcome in outcomes]
+    found = any(text != "nothing" for text in said)
+    assert found == (fault != "none"), said
+
+
+def _victim(rank: int, world: int, how: str) -> tuple[str, float]:
+    """Rank 3, of node 1, meets its end in the third step; the others tell what they saw and when."""
+    config = case_of(2, timeout_s=TIMEOUT_S).config
+    step = partial(_step, config)
+    step()
+    step()
+    if rank == 3:
+        os.kill(os.getpid(), getattr(signal, how))
+    begin = time.monotonic()
+    try:
+        for _ in range(3):
+            step()
+    except OverlapTimeoutError as error:
+        seconds = time.monotonic() - begin
+        with pytest.raises(OverlapTimeoutError):
+            check()  # and it stays raised
+        shutdown()  # returns, although the peer is gone
+        return str(error), seconds
+    return "no error", 0.0
+
+
+def _step(config: OverlapConfig) -> None:
+    x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
+    hidden = all_gather_linear(x, w, group=dist.group.WORLD, config=config)
+    y = linear_reduce_scatter(hidden, w, group=dist.group.WORLD, config=config)
+    y.sum().backward()
+    assert bool((y == 64 * dist.get_world_size()).all())
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_dead_or_stopped_rank_of_another_node_is_named(how: str) -> None:
+    *outcomes, victim = run_ranks(4, _victim, how, limit_s=40, grace_s=TIMEOUT_S + 6)
+    assert victim.value is None and victim.exit_code == -signal.SIGKILL
+    messages = [_message(outcome) for outcome in outcomes]
+    assert (
+        "of rank 3 (of node 1, over the network to this node 0" in messages[1]
+        or "could not send to rank 3" in messages[1]
+    )
+    assert "of rank 3" in messages[2]
+    assert "of rank" in messages[0]  # by way of rank 1, which gave up, too
+
+
+def _message(outcome: Outcome) -> str:
+    assert outcome.value is not None, outcome.error
+    message, seconds = outcome.value
+    assert "chunk" in message or "could not send" in message
+    assert seconds < 3 * TIMEOUT_S + 3
+    return message

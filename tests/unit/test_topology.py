@@ -1,0 +1,119 @@
+"""Which ranks form a node, and which groups are refused."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train import OverlapConfig
+from overlap_train.planning.plan import why_not_across_nodes
+from overlap_train.planning.schedule import A2A_GEMM, GATHER
+from overlap_train.symmetric import topology
+from overlap_train.symmetric.topology import find_nodes, nodes_error
+
+CPU = torch.device("cpu")
+Reached = list[tuple[int, ...]]
+
+
+@pytest.mark.parametrize("reached", [[(0, 1), (0, 1)], [(0, 1), (0, 1), (2, 3), (2, 3)], [(0,), (1,), (2,)]])
+def test_equal_nodes_of_ranks_that_follow_each_other_will_do(reached: Reached) -> None:
+    assert nodes_error(reached) is None
+
+
+@pytest.mark.parametrize(
+    ("reached", "error"),
+    [
+        ([(0, 1, 2), (0, 1, 2), (0, 1, 2), (3,)], "unequal numbers of its ranks: ranks 0-2, ranks 3; start as many"),
+        ([(0, 2), (1, 3), (0, 2), (1, 3)], "not numbered node by node: ranks 0 2, ranks 1 3; make the group"),
+        ([(0, 1), (1,)], "rank 0 of the group can map the memory of ranks 0-1, but rank 1 that of 1; in a node"),
+        ([(0,), ()], "rank 1 of the group can map the memory of ranks none"),
+    ],
+)
+def test_other_nodes_are_refused_by_name(reached: Reached, error: str) -> None:
+    assert error in (nodes_error(reached) or "") and "method='collective'" in (nodes_error(reached) or "")
+
+
+class Told:
+    """An agreement in which all ranks say what this one says."""
+
+    def __init__(self, rank: int, others: list[Any]) -> None:
+        self.rank, self.world_size, self._others = rank, len(others) + 1, others
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        if isinstance(value[0] if value else 0, int) and len(value) == 4:
+            return [(node_ranks, *value[1:]) for node_ranks in (value[0], *self._others)]
+        return [value] * self.world_size
+
+
+@pytest.mark.parametrize(
+    ("node_ranks", "others", "error"),
+    [
+        (2, [2, 2], "node_ranks=2 does not divide the group's 3 ranks"),
+        (2, [0, 2, 2], "node_ranks is 2, 0, 2, 2 on the ranks of the group"),
+        (2, [2, 2, 2], None),
+    ],
+)
+def test_the_setting_is_checked(
+    node_ranks: int, others: list[int], error: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agreement: Any = Told(0, others)
+    found = find_nodes(agreement, CPU, node_ranks)
+    assert (found.problem is None) if error is None else error in (found.problem or "")
+    assert found.topology.nodes == (2 if error is None else 1)
+    printed = "4 ranks on 2 nodes of 2, as node_ranks says: ranks 0-1, 2-3; gloo between nodes\n"
+    assert capsys.readouterr().err.endswith(printed if error is None else "")
+
+
+def test_rank_0_alone_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    agreement: Any = Told(1, [2, 2, 2])
+    assert find_nodes(agreement, CPU, 2).topology.nodes == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_is_asked_of_one_rank_or_of_gpus() -> None:
+    alone: Any = SimpleNamespace(rank=0, world_size=1)
+    assert find_nodes(alone, CPU, 0).topology.nodes == 1
+    gpus: Any = SimpleNamespace(rank=1, world_size=4)
+    assert find_nodes(gpus, torch.device("cuda", 0), 0).problem is None
+    assert "node_ranks=2 with GPUs" in (find_nodes(gpus, torch.device("cuda", 0), 2).problem or "")
+
+
+def test_the_file_of_another_process_is_neither_waited_for_nor_taken() -> None:
+    """In another PID namespace a number is somebody else's: a pipe, which would never end an open or a read."""
+    reading, writing = os.pipe()
+    own = os.memfd_create(topology._NAME)
+    os.write(own, b"0123456789abcdef")
+    try:
+        for number in (reading, writing, 1 << 20):
+            assert topology._read(os.getpid(), number) is None
+        assert topology._read(os.getpid(), own) == b"0123456789abcdef"
+        assert topology._read(1 << 30, own) is None
+    finally:
+        for number in (reading, writing, own):
+            os.close(number)
+
+
+def plan(method: str, kind: str = GATHER, nodes: int = 2) -> Any:
+    engine = SimpleNamespace(method=method, kind=kind, nodes=nodes, slots=int(method != "collective"))
+    return SimpleNamespace(fprop=engine, dgrad=engine, spec=SimpleNamespace(name="a linear"))
+
+
+def test_what_does_not_cross_nodes_is_refused_by_name() -> None:
+    assert why_not_across_nodes(plan("chunked"), None) is None
+    assert why_not_across_nodes(plan("fused", nodes=1), None) is None
+    for method in ("fused", "direct"):
+        assert f"method='{method}' in a group of 2 nodes" in (why_not_across_nodes(plan(method), None) or "")
+    assert "all-to-alls across nodes do not" in (why_not_across_nodes(plan("chunked", A2A_GEMM), None) or "")
+    assert why_not_across_nodes(plan("chunked", nodes=1), "unequal") == "unequal"
+    for problem in (None, "unequal"):
+        assert why_not_across_nodes(plan("collective", A2A_GEMM), problem) is None
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.5, "2"])
+def test_a_wrong_number_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"node_ranks=.* must be a number of ranks, or 0"):
+        OverlapConfig(node_ranks=value)
