@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -65,11 +66,17 @@ def _serve() -> None:
     os._exit(0)  # Python's own end takes seconds with everything imported
 
 
+def _free_port() -> int:
+    """Below those that systems give out by themselves: between this look and its use, other tests could get such a one."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def _run(program: list[str], folder: str, world: int, variables: dict[str, str]) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**variables, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {**variables, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     _output(folder).unlink(missing_ok=True)
     running = {_fork(program, folder, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)}
     try:
