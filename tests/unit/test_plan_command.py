@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from overlap_train.planning.machines import SYSTEMS
-from overlap_train.tools.plan import command
+from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy
 from overlap_train.tools.plan.prediction import COLLECTIVE, METHODS, Prediction, predict, total
 from overlap_train.tools.plan.tables import linears_table, not_measured
@@ -63,6 +63,20 @@ def test_the_pictures_are_drawn(model: str, tmp_path: Path) -> None:
     record = Path(__file__).parents[2] / "benchmarks" / "h200x2"
     assert command.main(["--check", str(record), "--plot", str(checked)]) == 0
     assert (tmp_path / "plan.png").stat().st_size > 10_000 and checked.stat().st_size > 10_000
+
+
+def test_ulysses_is_named_and_its_linears_are_drawn(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fc1 and fc2 communicate nothing there: a picture of them would show nothing."""
+    pytest.importorskip("matplotlib")
+    headers: list[tuple[str, ...]] = []
+    canvas = picture.canvas
+    monkeypatch.setattr(picture, "canvas", lambda *a, **k: headers.append(a[3]) or canvas(*a, **k))
+    assert run(model, "--cp", "4", "--plot", str(tmp_path / "plan.png")) == 0
+    assert "on 4 x h200 by Ulysses (cp 4), 4096 tokens" in capsys.readouterr().out
+    ((title, shapes, _),) = headers
+    assert "planned for 4 x H200" in title and "qkv: " in shapes and "proj: " in shapes and "fc1" not in shapes
 
 
 def plan(system: str, tp: int, model: str = "llama3-8b", seq: int = 8192) -> list[Prediction]:

@@ -96,8 +96,8 @@ def _lines(
     spans: Mapping[int, Sequence[Prediction]],
 ) -> list[str]:  # fmt: skip
     tokens = f"{strategy.rows} tokens"
-    ranks = strategy.tp * strategy.cp
-    title = f"{Path(asked.model).stem} on {ranks} x {system.name}, {tokens}, bf16. Planned, not measured; times in ms."
+    machine = f"{strategy.ranks} x {system.name}" + (f" by Ulysses (cp {strategy.cp})" if strategy.cp > 1 else "")
+    title = f"{Path(asked.model).stem} on {machine}, {tokens}, bf16. Planned, not measured; times in ms."
     what = "tensor parallelism" if strategy.cp == 1 else "Ulysses (cp)"
     return [
         *wrap(title, WIDTH), "", *tables.linears_table(predictions, model.num_layers),

@@ -34,6 +34,11 @@ class Strategy:
         """M of all linears."""
         return self.seq * self.micro_batch
 
+    @property
+    def ranks(self) -> int:
+        """GPUs of one copy of the model."""
+        return self.tp * self.cp
+
 
 STRATEGIES = {f"tp{tp}": Strategy(tp) for tp in (1, 2, 4, 8)} | {f"cp{cp}": Strategy(1, cp=cp) for cp in (2, 4, 8)}
 PLANNED_MODELS = {name: model for name, model in MODELS.items() if name != TINY}

@@ -9,7 +9,7 @@ from ...planning.machines import System
 from ..bench.lanes import KINDS, draw_lanes, label_lanes, perfect
 from ..bench.style import LOOKS, canvas, in_order, look_of, save
 from .check import WORST, Compared, mean_error
-from .inputs import Strategy
+from .inputs import EXCHANGED, Strategy
 from .prediction import COLLECTIVE, FORWARD, METHODS, Prediction
 from .trace import as_recorded
 
@@ -19,11 +19,13 @@ NOTE = "Planned, not measured. Exposed: the GPU computes nothing meanwhile. What
 
 
 def draw_timeline(predictions: Sequence[Prediction], system: System, strategy: Strategy, path: Path) -> Path:
-    """One forward call of a column and a row linear by each method, as `bench timeline` draws what it has recorded."""
-    shown = [p for p in predictions if p.linear in DRAWN and p.direction == FORWARD]
+    """One forward call of two linears by each method, as `bench timeline` draws what it has recorded. Of Ulysses those that
+    exchange: the others communicate nothing."""
+    drawn = DRAWN if strategy.cp == 1 else EXCHANGED
+    shown = [p for p in predictions if p.linear in drawn and p.direction == FORWARD]
     order = in_order(METHODS)
     header = (
-        f"One forward call by each method, planned for {strategy.tp} x {system.name.upper()}",
+        f"One forward call by each method, planned for {strategy.ranks} x {system.name.upper()}",
         "Shorter is better. " + "; ".join(f"{p.linear}: {p.m} x {p.n} x {p.k} on each rank" for p in shown) + "; bf16.",
         NOTE,
     )
