@@ -27,8 +27,11 @@ class SequenceLayout:
     document_starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """cu_seqlens.tolist() is a list, which nothing could be remembered by."""
-        object.__setattr__(self, "document_starts", tuple(self.document_starts))
+        """Plain numbers: nothing could be remembered by a list, and each element of a tensor has a hash of its own, which
+        ranks would take for another layout. A tensor is read from its device, so a list is better in every step."""
+        starts = self.document_starts
+        numbers = starts.tolist() if isinstance(starts, torch.Tensor) else map(int, starts)
+        object.__setattr__(self, "document_starts", tuple(numbers))
 
     @property
     def meaning(self) -> str:
@@ -47,7 +50,9 @@ class SequenceLayout:
                 f"{name}: layout.document_starts={starts} must begin with 0 and end with the {rows} rows of all ranks"
             )
         lengths = [after - before for before, after in pairwise(starts)]
-        wrong = next((length for length in lengths if length <= 0 or length % (2 * world_size)), None)
+        if min(lengths) <= 0:
+            return f"{name}: layout.document_starts={starts} must rise: leave out documents without rows"
+        wrong = next((length for length in lengths if length % (2 * world_size)), None)
         if wrong is None:
             return None
         return (

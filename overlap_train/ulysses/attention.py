@@ -102,6 +102,10 @@ def _error(
     x: torch.Tensor, rows: int, layout: SequenceLayout, rotary: Rotary | None, world_size: int, name: str
 ) -> str | None:
     """What is wrong with x and what goes with it, or None. rows: of the whole sequence."""
+    if not isinstance(layout, SequenceLayout):
+        return f"{name}: layout={layout!r} must be a SequenceLayout, such as SequenceLayout('zigzag')"
+    if not isinstance(rotary, Rotary | None):
+        return f"{name}: rotary is a {type(rotary).__name__}; it must be Rotary(cos, sin), or None"
     if x.dim() != 3:
         return f"{name}: the input has shape {tuple(x.shape)}; it must be [sequence, batch, features]"
     if rotary is not None and (rotary.cos.shape != rotary.sin.shape or rotary.cos.shape[:-1].numel() != rows):
@@ -112,6 +116,8 @@ def _error(
 
 def _angles_error(rotary: Rotary | None, heads: AttentionHeads, name: str) -> str | None:
     """What is wrong with the number of features that are rotated, or None."""
+    if not isinstance(heads, AttentionHeads):
+        return f"{name}: heads={heads!r} must be AttentionHeads(query=..., kv=..., dim=...)"
     rotated = 0 if rotary is None else rotary.cos.shape[-1]
     if rotated % 2 == 0 and rotated <= heads.dim:
         return None

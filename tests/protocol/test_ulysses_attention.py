@@ -176,6 +176,9 @@ def _refused(rank: int, world: int) -> list[str]:
         lambda: qkv_all_to_all(x, w[:24], torch.ones(32), group=group, heads=AttentionHeads(4, 1, 4)),
         lambda: attention_output_linear(x[:3], w[:, :16], group=group, layout=SequenceLayout("zigzag")),
         lambda: attention_output_linear(x[0], w[:, :16], group=group),
+        lambda: qkv_all_to_all(x, w, group=group, heads=(4, 2, 4)),  # type: ignore[arg-type]
+        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=(turn.cos, turn.sin)),  # type: ignore[arg-type]
+        lambda: attention_output_linear(x, w[:, :16], group=group, layout="zigzag"),  # type: ignore[arg-type]
     )
     said = []
     for call in calls:
@@ -200,6 +203,9 @@ def test_calls_that_do_not_fit_say_why() -> None:
                 "linear_qkv: bias has shape (32,); it must be [24], one per row of w",
                 "linear_proj: a sequence or document of 3 rows cannot be cut into the 4 equal chunks",
                 "linear_proj: the input has shape (1, 8); it must be [sequence, batch, features]",
+                "linear_qkv: heads=(4, 2, 4) must be AttentionHeads(query=..., kv=..., dim=...)",
+                "linear_qkv: rotary is a tuple; it must be Rotary(cos, sin), or None",
+                "linear_proj: layout='zigzag' must be a SequenceLayout, such as SequenceLayout('zigzag')",
             ),
             strict=True,
         ):
