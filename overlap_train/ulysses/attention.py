@@ -61,7 +61,8 @@ def qkv_all_to_all(
     error = _error(x_shard_m, s, layout, rotary, world_size, name) or _angles_error(rotary, heads, name)
     if error is not None:
         raise ValueError(error)
-    linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name, layout.meaning)
+    meaning = layout.meaning + (", rotated" if rotary is not None else "")
+    linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name, meaning)
     rows = layout.rows_of_ranks(s, world_size, x_shard_m.device)
     return _QkvAllToAll.apply(x_shard_m, w, own_bias, linear, _Received(heads.of_rank(world_size), rows, rotary))
 

@@ -120,3 +120,9 @@ def test_ulysses_exchanges_beside_the_projections_only(capsys: pytest.CaptureFix
     assert all(" 8192, " in line for line in lines), "rows of one of four ranks"
     assert "Spans of Ulysses (cp)" in said and "the all-to-all operators: they have not run on GPUs" in said
     assert max(map(len, said.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("flag", ["--json", "--trace", "--plot"])
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_planned(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag} /nowhere/out: there is no folder /nowhere"):
+        command.main([flag, "/nowhere/out"])

@@ -58,6 +58,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _plan(asked: Asked, system: System) -> int:
+    for name in ("json", "trace", "plot"):
+        folder = Path(getattr(asked, name) or ".").parent
+        if not folder.is_dir():
+            raise ValueError(
+                f"--{name} {getattr(asked, name)}: there is no folder {folder}; make it, or name another file"
+            )
     model = read_model(asked.model)
     given = {name: getattr(asked, name) for name in ("tp", "cp", "seq", "micro_batch")}
     if asked.cp and asked.cp > 1 and not asked.tp:

@@ -137,7 +137,7 @@ FAULTS = [
     LINEARS("an exchange takes more than the group may have", "min((config or domain.config).exchange_mib,",
             "max((config or domain.config).exchange_mib,",
             f"{ATTENTION}::test_an_exchange_takes_no_more_memory_than_the_group_may_have"),
-    PROJECTIONS("ranks may share the sequence otherwise", "heads, group, config, name, layout.meaning)",
+    PROJECTIONS("ranks may share the sequence otherwise", "heads, group, config, name, meaning)",
                 "heads, group, config, name)",
                 f"{ATTENTION}::test_ranks_that_share_the_sequence_otherwise_are_named[layout]"),
     PROJECTIONS("ranks may take the output's rows otherwise", "bias, group, config, name, layout.meaning)",
