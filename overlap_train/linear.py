@@ -1,4 +1,4 @@
-"""The public operators and their autograd functions.
+"""The public operators of tensor and sequence parallelism, and their autograd functions (Ulysses' are in `ulysses/`).
 
 Forward and backward share two engines, crossed: the dgrad of one operator is the forward engine of the other.
 

@@ -38,7 +38,7 @@ def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_s
 
 
 class CollectiveAllToAllGemm:
-    """NCCL or gloo, then a GEMM for each block."""
+    """NCCL or gloo, then one GEMM over all blocks side by side."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
         self._domain, self._tag, self._sent = domain, tag, sent

@@ -86,9 +86,7 @@ def attention_output_linear(
     Arguments, errors: see qkv_all_to_all and all_to_all_linear.
     """
     if torch.compiler.is_compiling():
-        return run_eagerly(
-            attention_output_linear, x, w, bias, group=group, layout=layout, config=config, name=name
-        )  # fmt: skip
+        return run_eagerly(attention_output_linear, x, w, bias, group=group, layout=layout, config=config, name=name)
     world_size = dist.get_world_size(group)
     error = _error(x, x.shape[:1].numel(), layout, None, world_size, name)
     if error is not None:

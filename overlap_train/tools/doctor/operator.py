@@ -62,7 +62,7 @@ def trial_of(here: World, seconds: float, provider: str) -> Trial:
 
 @torch.no_grad()
 def check_trial(here: World, trial: Trial) -> list[Finding]:
-    """Every method: both operators against torch until the time is up, then AG + GEMM against NCCL + cuBLAS. Collective."""
+    """Every method: all four operators against torch until the time is up, then AG + GEMM against NCCL + cuBLAS. Collective."""
     found: list[Finding] = []
     for method in trial.methods:
         verified = _verify(here, trial, method)
@@ -86,7 +86,7 @@ def _verify(here: World, trial: Trial, method: str) -> list[Finding]:
         error = here.attempt(compare)
         rounds += 1
         if error is not None:
-            return [] if error == "failed on another rank" else [fail(name, error, "both operators end", _ERROR_FIX)]
+            return [] if error == "failed on another rank" else [fail(name, error, "all operators end", _ERROR_FIX)]
         is_over = here.any(bool(problems) or time.monotonic() > deadline)  # one rank's clock or result ends it for all
     if problems:
         return [fail(name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
