@@ -33,7 +33,7 @@ def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, si
         chunk = tile // per_chunk
         tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
-        step = load_tile_or_half(panels, step, own_desc, b_desc, b_half_desc, rank * m_shard + row, col, rank * k, side,
+        step = load_tile_or_half(panels, step, own_desc, b_desc, b_half_desc, row, col, rank * k, side,
                                  k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         for distance in range(1, WORLD):
             source = (rank + WORLD - distance) % WORLD
@@ -54,7 +54,8 @@ def hopper_all_to_all_gemm_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """own and received [M, K/W], W blocks below each other, times b, [N, K] or [K, N] by B_IS_NK, into y [M/W, N]; rows aligned.
+    """The own block [M/W, K/W] and those of received [M, K/W], below each other, times b, [N, K] or [K, N] by B_IS_NK, into y
+    [M/W, N]; rows aligned. own_ptr: all blocks of the own rows [M, K/W], for the warps that send them (DIRECT).
 
     k: K/W. Its last panel reads zeros of A beyond it, so that what it reads of B there counts nothing. The rest as for
     hopper_all_gather_gemm_kernel.

@@ -22,6 +22,7 @@ from ..protocol.node_slot import NodeCall
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent
+from .kernel_args import GatherOperands
 from .persistent import should_run_async
 
 
@@ -141,30 +142,27 @@ class NodeGather(ChunkedGather):
 class FusedGather(ChunkedGather):
     """One persistent kernel whose tiles wait for their chunk."""
 
+    _sends = False  # whether the kernel stores the own rows at the peers
     _multiplied = False
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         if self._multiplied:  # everything is here, and the kernel's tile counter is used up
             return self.gathered_view() @ b_kn
         self._multiplied = True
+        y = self._own.new_empty(self._own.shape[0] * self._domain.world_size, b_kn.shape[1])
         # gathered_view waits again: its wait costs nothing where the kernel's waits were met, and poisons x where one failed.
         return persistent.receive_and_multiply(
-            self._domain, self._call, self._plan, self._own, b_kn, sends=self._sends()
+            self._domain, self._call, self._plan, GatherOperands(self._own, b_kn, y, self._sends)
         )
-
-    def _sends(self) -> bool:
-        """Whether the kernel stores the own rows at the peers."""
-        return False
 
 
 class DirectGather(FusedGather):
     """That kernel sends, too: there are no copies, and no host time for them."""
 
+    _sends = True
+
     def start(self) -> None:
         self._open()  # nothing is sent before it is known whether there is a product
-
-    def _sends(self) -> bool:
-        return True
 
     def gathered_view(self) -> torch.Tensor:
         if not self._multiplied:  # no product (a frozen input): the peers need the rows all the same

@@ -1,8 +1,8 @@
 """AllToAll + GEMM: y_shard_m [M/W, N] = sum over s of block s [M/W, K/W] @ the s-th rows of b_kn [K, N].
 
-Each rank sends the d-th rows of x_shard_k [M, K/W] to rank d, from the caller's tensor; block s of what it receives holds rank
-s's columns of its own rows. The GEMM walks the blocks in the order in which they arrive, its own first, in one fp32 accumulator
-(planning/schedule.py has the orders).
+Each rank sends the d-th block of rows of x_shard_k [M, K/W] to rank d, from the caller's tensor, where blocks may lie apart. Of
+what it receives, block s holds rank s's columns of its own rows. The GEMM walks the blocks in the order in which they arrive, its
+own first, in one fp32 accumulator (planning/schedule.py has the orders).
 """
 
 from __future__ import annotations
@@ -14,25 +14,37 @@ import torch
 import torch.distributed as dist
 
 from ..planning.plan import EnginePlan
+from ..planning.tiling import HOPPER
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent
-from .gemm_all_to_all import Exchange
+from .kernel_args import GatherOperands
 from .persistent import should_run_async
 
 
-class Receiver(Exchange, Protocol):
+class Receiver(Protocol):
     """Blocks [W, M/W, K/W] on their way, block s from rank s."""
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        """Block by block @ b_kn [K, N] -> [M/W, N]; once."""
+    def start(self) -> None:
+        """Start the sends."""
+        ...
+
+    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """y [M/W, N] = block by block @ b_kn [K, N]; once. Returns y."""
+        ...
+
+    def received_view(self) -> torch.Tensor:
+        """[W, M/W, K/W], complete; valid until the operator ends (the slot is then free for others)."""
+        ...
+
+    def received_copy(self) -> torch.Tensor:
+        """The same as [M, K/W], in memory of its own."""
         ...
 
 
-def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_k: torch.Tensor) -> Receiver:
-    """A started engine that exchanges x_shard_k [M, K/W]."""
-    blocks = x_shard_k.contiguous().unflatten(0, (domain.world_size, -1))  # block d goes to rank d
-    receiver = ALL_TO_ALL_GEMMS[plan.method](domain, plan, tag, blocks)
+def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> Receiver:
+    """A started engine that exchanges sent [W, M/W, K/W]: block d goes to rank d. Each block is contiguous."""
+    receiver = ALL_TO_ALL_GEMMS[plan.method](domain, plan, tag, sent)
     receiver.start()
     return receiver
 
@@ -51,9 +63,9 @@ class CollectiveAllToAllGemm:
             self._received, self._sent.flatten(0, 1), group=self._domain.group, async_op=aside
         )
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """One GEMM over all columns, side by side, as rivals do it: the copy costs less than sums in fp32 memory."""
-        return self.received_view().transpose(0, 1).flatten(1) @ b_kn
+        return torch.mm(self.received_view().transpose(0, 1).flatten(1), b_kn, out=y)
 
     def received_view(self) -> torch.Tensor:
         return self.received_copy().unflatten(0, (self._domain.world_size, -1))
@@ -80,9 +92,10 @@ class ChunkedAllToAllGemm:
 
     def _push(self) -> None:
         self._call.next_epoch()
-        self._domain.engine.push(self._sent, self._call.routes(self._plan.legs))
+        routes = self._call.routes(self._plan.legs, pitch=self._sent.stride(0))
+        self._domain.engine.push(self._sent, routes)
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         rank = self._domain.rank
         b_blocks = b_kn.chunk(self._domain.world_size, dim=0)
         total = product_in_fp32(self._sent[rank], b_blocks[rank])
@@ -90,7 +103,7 @@ class ChunkedAllToAllGemm:
             self._call.wait(source)
             add_product_in_fp32(total, self._call.blocks[source], b_blocks[source])
         self._arrived = True
-        return total.to(self._sent.dtype)
+        return y.copy_(total)
 
     def received_view(self) -> torch.Tensor:
         rank = self._domain.rank
@@ -106,30 +119,29 @@ class ChunkedAllToAllGemm:
 class FusedAllToAllGemm(ChunkedAllToAllGemm):
     """One persistent kernel whose tiles wait at each block's edge."""
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        return persistent.receive_and_multiply(
-            self._domain, self._call, self._plan, self._sent, b_kn, sends=self._sends()
-        )
+    _sends = False  # whether the kernel stores the blocks at the peers
 
-    def _sends(self) -> bool:
-        """Whether the kernel stores the blocks at the peers."""
-        return False
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
+        reads_all = self._sends or plan.kernels != HOPPER  # and not only the own block
+        super().__init__(domain, plan, tag, sent.contiguous() if reads_all else sent)
+
+    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        operands = GatherOperands(self._sent, b_kn, y, self._sends)
+        return persistent.receive_and_multiply(self._domain, self._call, self._plan, operands)
 
 
 class DirectAllToAllGemm(FusedAllToAllGemm):
     """That kernel sends, too: there are no copies, and no host time for them."""
 
+    _sends = True
     _multiplied = False
 
     def start(self) -> None:
         self._open()  # nothing is sent before it is known whether there is a product
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self._multiplied = True
-        return super().matmul(b_kn)
-
-    def _sends(self) -> bool:
-        return True
+        return super().matmul(b_kn, y)
 
     def received_view(self) -> torch.Tensor:
         if not self._multiplied:  # no product (a frozen input): the peers need the blocks all the same

@@ -39,8 +39,10 @@ STEP = 1024
 LAUNCH = {"num_warps": HOPPER_TILE.num_warps, "maxnreg": 168}
 
 
-def gather_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> Launch:
-    """Of receive_and_multiply (persistent.py), for the values (own, b, y, tag)."""
+def gather_launch(
+    domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands, block: torch.Tensor
+) -> Launch:
+    """Of receive_and_multiply (persistent.py), for the values (own block, own, b, y, tag). block: of own, [M/W, K]."""
     from ..kernels.hopper_all_gather_gemm import hopper_all_gather_gemm_kernel
     from ..kernels.hopper_all_to_all_gemm import hopper_all_to_all_gemm_kernel
 
@@ -54,7 +56,7 @@ def gather_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands:
     )
     protocol, sending = protocol_arguments(domain, call, direct=sends), sending_arguments(domain, call, sends)
     arguments = dict(
-        own_desc=_descriptor(own.flatten(0, -2), BLOCK_M, BLOCK_K), own_ptr=own,
+        own_desc=_descriptor(block, BLOCK_M, BLOCK_K), own_ptr=own,
         b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N), y_desc=_descriptor(y, PART_M, HALF_N), y_ptr=y,
         m_shard=m_shard, n=n, k=k, **protocol.arguments, **sending.arguments,
     ) | {received: _descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K)}  # fmt: skip
@@ -63,7 +65,7 @@ def gather_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands:
     # Whole tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
     tiles = HOPPER_TILE.count(m_shard, n) * (1 if exchange else domain.world_size) * (2 if whole else 1)
     grid = grid_size(multiprocessors(domain.device) if sends else tiles, plan, domain.device)
-    replaced = (("own_desc", "own_ptr"), ("b_desc", "b_half_desc"), ("y_desc", "y_ptr"), ("tag",))
+    replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc", "y_ptr"), ("tag",))
     return Launch(kernel, grid, arguments, constants, replaced)
 
 

@@ -23,6 +23,8 @@ class GatherOperands:
 
     AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N]
     A2A + GEMM   own [W, M/W, K/W]   y [M/W, N] = own and the peers' blocks, side by side, @ b_kn [K, N]
+
+    Blocks of own may lie apart where the kernel reads its own one alone: Hopper's, where it sends nothing.
     """
 
     own: torch.Tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..planning.plan import EnginePlan
@@ -16,21 +18,19 @@ from .kernel_args import GatherOperands, ScatterOperands
 _SHORTEST_ASYNC = 8 << 20
 
 
-def receive_and_multiply(
-    domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, b_kn: torch.Tensor, sends: bool
-) -> torch.Tensor:
-    """y of AG + GEMM [M, N] or A2A + GEMM [M/W, N] (GatherOperands). sends: the kernel stores own at the peers."""
-    own = (
-        own.clone() if plan.kernels == HOPPER and own.data_ptr() % 16 else own
-    )  # contiguous, but TMA wants its start aligned
-    rows = own.shape[1] if plan.kind == A2A_GEMM else own.shape[0] * domain.world_size
-    y = own.new_empty(rows, b_kn.shape[1])
-    addresses = (own.data_ptr(), b_kn.data_ptr(), y.data_ptr())
-    key = (plan.kind, plan.kernels, sends, own.shape, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
+def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> torch.Tensor:
+    """Launch the kernel of AG + GEMM or A2A + GEMM that fills `operands.y`, and return it."""
+    if plan.kernels == HOPPER and operands.own.data_ptr() % 16:  # TMA wants its start aligned
+        operands = replace(operands, own=operands.own.clone(memory_format=torch.contiguous_format))
+    own, b_kn, y = operands.own, operands.b_kn, operands.y
+    block = own[domain.rank] if plan.kind == A2A_GEMM else own
+    addresses = (block.data_ptr(), own.data_ptr(), b_kn.data_ptr(), y.data_ptr())
+    shapes = (own.shape, b_kn.shape, b_kn.stride())
+    key = (plan.kind, plan.kernels, operands.sends, shapes, _compiled_for(plan, addresses))
     call.launches.run(
         key,
         (*addresses, call.tag.word),
-        lambda: _family(plan).gather_launch(domain, call, plan, GatherOperands(own, b_kn, y, sends)),
+        lambda: _family(plan).gather_launch(domain, call, plan, operands, block),
     )
     return y
 

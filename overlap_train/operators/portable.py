@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..gpu.launch import Launch
 from ..planning.plan import EnginePlan
 from ..planning.schedule import A2A_GEMM
@@ -28,8 +30,10 @@ def is_interpreted() -> bool:
     return isinstance(all_gather_gemm_kernel, InterpretedFunction)
 
 
-def gather_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> Launch:
-    """Of receive_and_multiply (persistent.py), for the values (own, b, y, tag)."""
+def gather_launch(
+    domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands, block: torch.Tensor
+) -> Launch:
+    """Of receive_and_multiply (persistent.py), for the values (own block, own, b, y, tag). The first is found by the second."""
     from ..kernels.all_gather_gemm import all_gather_gemm_kernel
     from ..kernels.all_to_all_gemm import all_to_all_gemm_kernel
 
@@ -46,7 +50,7 @@ def gather_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands:
     ) | {received: call.blocks}  # fmt: skip
     constants = _constants(plan, domain) | protocol.constants | sending.constants
     grid = grid_size(plan.tile.count(m_shard, n) * (1 if exchange else domain.world_size), plan, domain.device)
-    return Launch(kernel, grid, arguments, constants, (("own_ptr",), ("b_ptr",), ("y_ptr",), ("tag",)))
+    return Launch(kernel, grid, arguments, constants, ((), ("own_ptr",), ("b_ptr",), ("y_ptr",), ("tag",)))
 
 
 def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> Launch:

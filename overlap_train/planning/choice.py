@@ -8,7 +8,7 @@ import torch
 
 from ..methods import TRAITS
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule import EXCHANGES, GATHER, INBOUND, SCATTER
+from .schedule import A2A_GEMM, EXCHANGES, GATHER, INBOUND, SCATTER
 from .table import Table, Winner
 from .tiling import HOPPER_TILE, tma_reads
 from .variants import PLAIN, Variant
@@ -32,6 +32,10 @@ FEW_ROWS = 1024
 # Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
 # A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
 LONG_GEMM_US = 1000.0
+# Up to here A2A + GEMM goes by direct: 8192 x 4096 x 4096 0.190 ms, by fused 0.202. Longer sequences come in parts
+# (ulysses/parts.py), from which direct cannot send without a copy; GEMM + A2A is slower by it (8192 x 6144 x 4096: 0.333 and
+# 0.303; 2 x H200).
+SHORT_RECEIVE_US = 300.0
 # Skewed ranks hit the same destination, halve its ingress bandwidth, and stay skewed. Where a column linear's backward gathers
 # and scatters for longer than it multiplies, it starts with a barrier, which takes 10 microseconds: Llama-3 8B qkv by chunked
 # took 0.385 ms after a barrier and 0.484 to 0.512 without (whole backward passes in the tuner, four runs before and one after,
@@ -127,14 +131,14 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     """(method, reason)."""
     if device.type != "cuda":
         return "chunked", "CPU tensors"
-    if pass_.kind in EXCHANGES:
-        return "collective", "all-to-alls have not been measured on GPUs"
     on_hopper = _on_hopper(pass_, device)
     small_m = SMALL_M_DIRECT if on_hopper and _fills_tiles(pass_) else SMALL_M
     if pass_.m <= small_m:
         return "collective", f"M={pass_.m} is at most {small_m}"
     if not on_hopper:
         return "chunked", "no Hopper kernel for this GPU, dtype or shape"
+    if pass_.kind in EXCHANGES:
+        return _model_of_exchange(pass_)
     shows = _is_late(pass_, "fused") or (pass_.kind == GATHER and _outweighs(pass_, "fused"))
     if shows and pass_.copy_us > FUSED_HOST_US:
         return "fused", "copies take long beside the GEMM"
@@ -144,6 +148,13 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
         return "direct", "a short GEMM"
     if pass_.gemm_us > LONG_GEMM_US:
         return "chunked", "a long GEMM"
+    return "fused", "the Hopper kernels serve it"
+
+
+def _model_of_exchange(pass_: Pass) -> tuple[str, str]:
+    """Of an all-to-all, where the Hopper kernels serve it."""
+    if pass_.kind == A2A_GEMM and pass_.gemm_us < SHORT_RECEIVE_US:
+        return "direct", "a short GEMM"
     return "fused", "the Hopper kernels serve it"
 
 

@@ -39,7 +39,7 @@ class Push:
 
 
 class Route:
-    """A push without its source, of which it takes the elements from `first` on.
+    """A push without its source, of whose memory it takes the elements from `first` on.
 
     target, signal, epoch, after: see Push.
     """
@@ -56,8 +56,9 @@ class Route:
         self.goal = 0 if after is None else after[1]
 
     def push(self, source: torch.Tensor) -> Push:
-        """With its source [contiguous, any shape]."""
-        part = source.view(-1)[self.first : self.first + self.target.numel()].view_as(self.target)
+        """With its source, of any shape; what is taken is contiguous."""
+        start, shape = source.storage_offset() + self.first, self.target.shape
+        part = source.as_strided((self.target.numel(),), (1,), start).view(shape)
         return Push(part, self.target, self.signal, self.epoch, self.after)
 
 

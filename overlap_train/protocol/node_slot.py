@@ -44,10 +44,10 @@ class NodeCall(Call):
 
     slot: NodeSlot
 
-    def _route(self, leg: Leg, tiles: int) -> Route:
+    def _route(self, leg: Leg, tiles: int, pitch: int) -> Route:
         """Inside the node."""
         chunk = self._blocks(self.slot.node_memory[leg.target])[leg.fills].chunk(self.chunks)[leg.chunk]
-        first = leg.block * self._shape.numel() + leg.chunk * chunk.numel()
+        first = leg.block * pitch + leg.chunk * chunk.numel()
         signal = self.slot.words[leg.target][leg.fills, leg.chunk : leg.chunk + 1]
         return Route(first, chunk, signal, self.slot.epoch, None)
 

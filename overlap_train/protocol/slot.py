@@ -101,7 +101,7 @@ class Call:
         self.blocks = self._blocks(slot.memory[self.rank])
         self.peers = targets(Topology(1, self.world_size, self.rank))
         self.launches = LaunchCache(waits.launcher)
-        self._routes: BoundedCache[tuple[Legs, int], list[Route]] = BoundedCache(_MOST_CALLS)
+        self._routes: BoundedCache[tuple[Legs, int, int], list[Route]] = BoundedCache(_MOST_CALLS)
 
     @torch.inference_mode(False)  # a view of an inference tensor is one, which later calls could not write
     def _blocks(self, memory: torch.Tensor) -> torch.Tensor:
@@ -112,18 +112,20 @@ class Call:
         """Where this rank's block [block shape] goes at `peer`."""
         return self._blocks(self.slot.memory[peer])[self.rank]
 
-    def routes(self, legs: Legs, tiles: int = 0) -> list[Route]:
+    def routes(self, legs: Legs, tiles: int = 0, pitch: int = 0) -> list[Route]:
         """The copy engine's way for each leg of a schedule.
 
         Args:
             tiles: how many stored tiles complete a chunk, for legs that leave after them.
+            pitch: elements from one block of the source to the next; 0: they lie one after the other.
         """
-        key = (legs, tiles)
-        return self._routes.get(key) or self._routes.put(key, [self._route(leg, tiles) for leg in legs])
+        pitch = pitch or self._shape.numel()
+        key = (legs, tiles, pitch)
+        return self._routes.get(key) or self._routes.put(key, [self._route(leg, tiles, pitch) for leg in legs])
 
-    def _route(self, leg: Leg, tiles: int) -> Route:
+    def _route(self, leg: Leg, tiles: int, pitch: int) -> Route:
         chunk = self.remote_block(leg.target).chunk(self.chunks)[leg.chunk]
-        first = leg.block * self._shape.numel() + leg.chunk * chunk.numel()
+        first = leg.block * pitch + leg.chunk * chunk.numel()
         word = leg.target * MAX_CHUNKS + leg.chunk
         after = (self.slot.counters.complete[word : word + 1], tiles) if leg.after_tiles else None
         signal = self.slot.outgoing[leg.target][leg.chunk : leg.chunk + 1]

@@ -14,8 +14,8 @@ from ..linear import as_rows, run_eagerly
 from ..operators.attention_layout import Rotary
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
-from .exchange import Linear, heads_backward, rows_backward, to_heads, to_rows
-from .linears import heads_linear, rows_linear
+from .exchange import Linear, Rows, heads_backward, rows_backward, to_heads, to_rows
+from .linears import heads_linear, rank_rows, rows_linear
 from .rows import HeadRows, SequenceRows
 
 CONTIGUOUS = SequenceLayout()
@@ -92,7 +92,7 @@ def attention_output_linear(
     if error is not None:
         raise ValueError(error)
     linear = rows_linear(x, w, bias, group, config, name, layout.meaning)
-    rows = layout.rows_of_ranks(x.shape[0], world_size, x.device)
+    rows = None if layout.kind == "contiguous" else layout.rows_of_ranks(x.shape[0], world_size, x.device)
     y = _OutputLinear.apply(x, w, linear, rows, torch.is_grad_enabled()).view(-1, x.shape[1], w.shape[0])
     return y if bias is None else y + bias
 
@@ -166,12 +166,18 @@ class _QkvAllToAll(torch.autograd.Function):
         return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, None, None
 
 
+def _sequence(linear: Linear, x: torch.Tensor, rows: torch.Tensor | None) -> Rows:
+    """x [s, b, C] as the exchange finds it. rows: None where the ranks' rows follow each other, and nothing is to be copied."""
+    return rank_rows(linear, x.flatten(0, 1)) if rows is None else SequenceRows(x, rows)
+
+
 class _OutputLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, linear: Linear, rows: torch.Tensor, trains: bool
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, linear: Linear, rows: torch.Tensor | None, trains: bool
     ) -> torch.Tensor:
-        y, kept = to_rows(linear, SequenceRows(x, rows), linear.keeps and trains and w.requires_grad)
+        x = x.contiguous()
+        y, kept = to_rows(linear, _sequence(linear, x, rows), linear.keeps and trains and w.requires_grad)
         ctx.linear, ctx.rows, ctx.shape = linear, rows, x.shape
         ctx.save_for_backward(*(kept or [x] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y  # whole and not as a view, which autograd would refuse to have written into
@@ -182,8 +188,8 @@ class _OutputLinear(torch.autograd.Function):
         *saved, w = ctx.saved_tensors
         linear = ctx.linear.multiplying(w)
         dx = dy.new_empty(ctx.shape) if ctx.needs_input_grad[0] else None
-        into = None if dx is None else SequenceRows(dx, ctx.rows)
+        into = None if dx is None else _sequence(linear, dx, ctx.rows)
         x = None
         if ctx.needs_input_grad[1]:
-            x = saved if linear.keeps else SequenceRows(saved[0], ctx.rows)
+            x = saved if linear.keeps else _sequence(linear, saved[0], ctx.rows)
         return dx, rows_backward(linear, x, dy, into), None, None, None

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from ..operators.all_to_all_gemm import start_all_to_all_gemm
-from ..operators.gemm_all_to_all import Exchange, start_gemm_all_to_all
+from ..operators.gemm_all_to_all import start_gemm_all_to_all
 from ..operators.weight_gradient import WeightGradient
 from ..runtime.profiling import profiled
 from .parts import Part
@@ -23,12 +23,16 @@ from .parts import Part
 class Rows(Protocol):
     """Rows of all ranks, of which each rank has some features."""
 
-    def take(self, part: Part, exchange: Exchange) -> None:
-        """Write what has arrived for a part [W, rows, C]."""
+    def place(self, part: Part) -> torch.Tensor | None:
+        """Where the blocks of a part [W, rows, C] belong as they arrive; None: they become something else."""
+        ...
+
+    def take(self, part: Part, received: torch.Tensor) -> None:
+        """Write what has arrived for a part [W, rows, C], unless it is in its place."""
         ...
 
     def give(self, part: Part) -> torch.Tensor:
-        """What is sent of a part, [W * rows, C]: rank after rank."""
+        """What is sent of a part [W, rows, C], each block contiguous."""
         ...
 
 
@@ -62,6 +66,19 @@ class Linear:
         """The rows of a part of a shard x [positions * batch, C]."""
         return x[part.first * self.batch : part.last * self.batch]
 
+    @property
+    def world_size(self) -> int:
+        return self.parts[0].planned.domain.world_size
+
+    @property
+    def rows_of_rank(self) -> int:
+        """M/W, of all parts."""
+        return self.parts[-1].last * self.batch
+
+    def new_rows(self, features: int) -> torch.Tensor:
+        """Memory for [M/W, features]."""
+        return self.w.new_empty(self.rows_of_rank, features)
+
     def gradient(self) -> WeightGradient:
         return WeightGradient(self.weight, self.main_grad, len(self.parts))
 
@@ -71,40 +88,39 @@ def to_heads(linear: Linear, x: torch.Tensor, y: Rows) -> None:
     for part in linear.parts:
         domain, fprop, tags = part.planned.domain, part.planned.plan.fprop, part.tags
         with domain.operator(tags.fprop, fprop.slots), profiled(tags.ranges[0]):
-            y.take(part, start_gemm_all_to_all(domain, fprop, tags.fprop, linear.rows(x, part), linear.w.t()))
+            x_rows, place = linear.rows(x, part), y.place(part)
+            y.take(part, start_gemm_all_to_all(domain, fprop, tags.fprop, x_rows, linear.w.t(), place).received())
 
 
 def heads_backward(
     linear: Linear, x: torch.Tensor | None, dy: Rows, wants_dx: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx [M/W, K], dw). x: None if dw is not wanted."""
-    dxs, gradient = [], linear.gradient()
+    dx, gradient = linear.new_rows(linear.w.shape[1]) if wants_dx else None, linear.gradient()
     for part in linear.parts:
         domain, dgrad, tags = part.planned.domain, part.planned.plan.dgrad, part.tags
         with domain.operator(tags.dgrad, dgrad.slots), profiled(tags.ranges[1]):
             receiver = start_all_to_all_gemm(domain, dgrad, tags.dgrad, dy.give(part))
-            if wants_dx:
-                dxs.append(receiver.matmul(linear.w))
-            if x is not None or not wants_dx:  # the peers need what this rank sends, whatever is frozen here
+            if dx is not None:
+                receiver.matmul(linear.w, linear.rows(dx, part))
+            if x is not None or dx is None:  # the peers need what this rank sends, whatever is frozen here
                 blocks = receiver.received_view()
             if x is not None:
                 with profiled(tags.ranges[2]):
                     gradient.add(_of_weight(linear, blocks), linear.rows(x, part))
-    return _whole(dxs), gradient.result() if x is not None else None
+    return dx, gradient.result() if x is not None else None
 
 
 def to_rows(linear: Linear, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(y [M/W, N] = all_to_all(x) @ w.T, what each part has received [W, rows, K/W] if it is kept)."""
-    ys, kept = [], []
+    y, kept = linear.new_rows(linear.w.shape[0]), []
     for part in linear.parts:
         domain, fprop, tags = part.planned.domain, part.planned.plan.fprop, part.tags
         with domain.operator(tags.fprop, fprop.slots), profiled(tags.ranges[0]):
             receiver = start_all_to_all_gemm(domain, fprop, tags.fprop, x.give(part))
-            ys.append(receiver.matmul(linear.w.t()))
+            receiver.matmul(linear.w.t(), linear.rows(y, part))
             if keep:
                 kept.append(receiver.received_copy())
-    y = _whole(ys)
-    assert y is not None
     return y, kept
 
 
@@ -122,20 +138,14 @@ def rows_backward(
             if again is not None:
                 receiver = start_all_to_all_gemm(domain, again, tags.wgrad, x.give(part))  # type: ignore[union-attr]
             if dx is not None:
-                exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_rows, linear.w)
+                exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_rows, linear.w, dx.place(part))
             if x is not None:
                 blocks = x[number] if receiver is None else receiver.received_view()  # type: ignore[index]
                 with profiled(tags.ranges[2]):
                     gradient.add(dy_rows, blocks.view(domain.world_size, len(dy_rows), -1))
             if exchange is not None:
-                dx.take(part, exchange)  # type: ignore[union-attr]
+                dx.take(part, exchange.received())  # type: ignore[union-attr]
     return gradient.result() if x is not None else None
-
-
-def _whole(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    if not parts:
-        return None
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:

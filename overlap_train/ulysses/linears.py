@@ -163,7 +163,7 @@ def _copies(
 class _LinearAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, linear: Linear) -> torch.Tensor:
-        y = _rank_rows(None, linear)
+        y = new_rank_rows(linear, linear.w.shape[0])
         to_heads(linear, x_shard_m, y)
         ctx.linear = linear
         ctx.save_for_backward(x_shard_m if ctx.needs_input_grad[1] else None, linear.w)
@@ -173,7 +173,7 @@ class _LinearAllToAll(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_m, w = ctx.saved_tensors
-        dy = _rank_rows(dy_shard_n.contiguous(), ctx.linear)
+        dy = rank_rows(ctx.linear, dy_shard_n.contiguous())
         return *heads_backward(ctx.linear.multiplying(w), x_shard_m, dy, ctx.needs_input_grad[0]), None
 
 
@@ -182,7 +182,7 @@ class _AllToAllLinear(torch.autograd.Function):
     def forward(ctx: Any, x_shard_k: torch.Tensor, w: torch.Tensor, linear: Linear, trains: bool) -> torch.Tensor:
         x_shard_k = x_shard_k.contiguous()
         keeps = linear.keeps and trains and w.requires_grad
-        y_shard_m, kept = to_rows(linear, _rank_rows(x_shard_k, linear), keeps)
+        y_shard_m, kept = to_rows(linear, rank_rows(linear, x_shard_k), keeps)
         ctx.linear = linear
         ctx.save_for_backward(*(kept or [x_shard_k] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y_shard_m
@@ -192,13 +192,20 @@ class _AllToAllLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         *saved, w = ctx.saved_tensors
         linear = ctx.linear.multiplying(w)
-        dx = _rank_rows(None, linear) if ctx.needs_input_grad[0] else None
+        dx = new_rank_rows(linear, w.shape[1]) if ctx.needs_input_grad[0] else None
         x = None
         if ctx.needs_input_grad[1]:
-            x = saved if linear.keeps else _rank_rows(saved[0], linear)
+            x = saved if linear.keeps else rank_rows(linear, saved[0])
         dw = rows_backward(linear, x, dy_shard_m, dx)
         return None if dx is None else dx.x, dw, None, None
 
 
-def _rank_rows(x: torch.Tensor | None, linear: Linear) -> RankRows:
-    return RankRows(x, linear.parts[0].planned.domain.world_size, linear.parts[-1].last, linear.batch)
+def new_rank_rows(linear: Linear, features: int) -> RankRows:
+    """For what arrives, [M, features / W]."""
+    world_size = linear.world_size
+    return rank_rows(linear, linear.w.new_empty(world_size * linear.rows_of_rank, features // world_size))
+
+
+def rank_rows(linear: Linear, x: torch.Tensor) -> RankRows:
+    """x [M, C], rank after rank."""
+    return RankRows(x, linear.world_size, linear.batch)

@@ -5,36 +5,22 @@ from __future__ import annotations
 import torch
 
 from ..operators.attention_layout import Heads, Rotary, pack, unpack
-from ..operators.gemm_all_to_all import Exchange
 from .parts import Part
 
 
 class RankRows:
     """x [M, C], rank after rank: block r are the positions of rank r, `batch` rows each."""
 
-    def __init__(self, x: torch.Tensor | None, world_size: int, positions: int, batch: int) -> None:
-        """x: None if it is taken, and not there before."""
-        self._x, self._world, self._positions, self._batch = x, world_size, positions, batch
+    def __init__(self, x: torch.Tensor, world_size: int, batch: int) -> None:
+        self.x, self._world, self._batch = x, world_size, batch
 
-    @property
-    def x(self) -> torch.Tensor:
-        assert self._x is not None
-        return self._x
+    def place(self, part: Part) -> torch.Tensor:
+        return self.give(part)
 
-    def take(self, part: Part, exchange: Exchange) -> None:
-        if part.last - part.first == self._positions:
-            self._x = exchange.received_copy()
-            return
-        received = exchange.received_view()
-        if self._x is None:
-            self._x = received.new_empty(self._world * self._positions * self._batch, received.shape[-1])
-        self._of(part).copy_(received)
+    def take(self, part: Part, received: torch.Tensor) -> None:
+        pass  # it is in its place
 
     def give(self, part: Part) -> torch.Tensor:
-        return self._of(part).flatten(0, 1)
-
-    def _of(self, part: Part) -> torch.Tensor:
-        """[W, rows of the part, C]"""
         return self.x.view(self._world, -1, self.x.shape[-1])[:, part.first * self._batch : part.last * self._batch]
 
 
@@ -44,12 +30,15 @@ class SequenceRows:
     def __init__(self, x: torch.Tensor, rows: torch.Tensor) -> None:
         self.x, self._rows = x, rows
 
-    def take(self, part: Part, exchange: Exchange) -> None:
+    def place(self, part: Part) -> None:
+        return None
+
+    def take(self, part: Part, received: torch.Tensor) -> None:
         rows = rows_of(self._rows, part)
-        self.x[rows] = exchange.received_view().reshape(len(rows), *self.x.shape[1:])
+        self.x[rows] = received.reshape(len(rows), *self.x.shape[1:])
 
     def give(self, part: Part) -> torch.Tensor:
-        return self.x.index_select(0, rows_of(self._rows, part)).flatten(0, 1)
+        return self.x.index_select(0, rows_of(self._rows, part)).view(len(self._rows), -1, self.x.shape[-1])
 
 
 class HeadRows:
@@ -59,16 +48,19 @@ class HeadRows:
         self._heads, self._rows, self._rotary, self._bias = heads, rows, rotary, bias
         self.bias_gradient: torch.Tensor | None = None  # fp32, of what was given; None: not asked for
 
-    def take(self, part: Part, exchange: Exchange) -> None:
+    def place(self, part: Part) -> None:
+        return None
+
+    def take(self, part: Part, received: torch.Tensor) -> None:
         rows = rows_of(self._rows, part)
-        packed = exchange.received_view().reshape(len(rows), self._heads[0].shape[1], -1)
+        packed = received.reshape(len(rows), self._heads[0].shape[1], -1)
         unpack(packed, self._bias, rows, self._heads, self._rotary)
 
     def give(self, part: Part) -> torch.Tensor:
         packed = pack(self._heads, rows_of(self._rows, part), self._rotary).flatten(0, 1)
         if self.bias_gradient is not None:
             self.bias_gradient += packed.sum(0, dtype=torch.float32)
-        return packed
+        return packed.view(len(self._rows), -1, packed.shape[-1])
 
 
 def rows_of(rows: torch.Tensor, part: Part) -> torch.Tensor:

@@ -25,8 +25,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{mutation.file}: {mutation.name}" for mutation in chosen))
         return 0
-    jobs = 1 if arguments.gpu else arguments.jobs
-    how = How(jobs, arguments.confirm, arguments.ranks, arguments.provider, arguments.total_s)
+    how = How(arguments.jobs, arguments.confirm, arguments.ranks, arguments.provider, arguments.total_s)
     outcomes = run_all(chosen, how, lambda line: print(line, flush=True))
     print(_summary(outcomes))
     return 0 if all(outcome.fine for outcome in outcomes) else 1
@@ -40,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu", action="store_true", help="those that need GPUs, under torchrun, instead of the others"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="how many at once (not with --gpu)")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at once; with --gpu they take turns on the GPUs")
     parser.add_argument("--confirm", action="store_true", help="run a test that fails again without the fault")
     parser.add_argument("--ranks", type=int, default=2, help="with --gpu: ranks")
     parser.add_argument("--provider", default="torch", help="with --gpu: provider of symmetric memory")

@@ -77,15 +77,20 @@ def to_heads(
     columns: int = TILE,
     before: Before | None = None,
     rows: int = TILE,
+    in_place: bool = False,
 ) -> Build:
-    """Calls of all_to_all(a [rows, TILE] @ b [TILE, W * columns], two chunks a block); a, b differ by rank."""
+    """Calls of all_to_all(a [rows, TILE] @ b [TILE, W * columns], two chunks a block); a, b differ by rank.
+
+    in_place: what is received goes where the caller wants it, and not to who reads the slot.
+    """
     world = machine.world_size
     a, b = integers(calls, world, rows, TILE, seed=5), integers(world, TILE, world * columns, seed=6)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t(), "LINEAR_ALL_TO_ALL").fprop
         start = core("operators.gemm_all_to_all").start_gemm_all_to_all
-        return start(domain, plan, tag_of("to_heads"), own, mine).received_copy()
+        into = own.new_empty(world, rows, columns) if in_place else None
+        return start(domain, plan, tag_of("to_heads"), own, mine, into).received().flatten(0, 1).clone()
 
     sent = (a @ b).unflatten(3, (world, columns))  # [calls, from, rows, to, columns]
     return _calls(machine, run, a, b, sent.permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous(), before)
@@ -117,10 +122,11 @@ def to_rows(
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t(), "ALL_TO_ALL_LINEAR").fprop
-        receiver = core("operators.all_to_all_gemm").start_all_to_all_gemm(domain, plan, tag_of("to_rows"), own)
+        sent = own.unflatten(0, (world, -1))
+        receiver = core("operators.all_to_all_gemm").start_all_to_all_gemm(domain, plan, tag_of("to_rows"), sent)
         if complete:
             return receiver.received_view().transpose(0, 1).flatten(1) @ mine
-        y = receiver.matmul(mine)
+        y = receiver.matmul(mine, own.new_empty(TILE, columns))
         again = receiver.received_view().transpose(0, 1).flatten(1) @ mine  # as the weight gradient reads it
         return y if ordered else y.where(y == again, torch.nan)
 

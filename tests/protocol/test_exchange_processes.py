@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from overlap_train import OverlapConfig, all_to_all_linear, linear_all_to_all
-from tests.linear_cases import OPERATORS, Case
+from overlap_train.ulysses import parts
+from tests.linear_cases import OPERATORS, Case, to_heads, to_rows
 from tests.processes import run_ranks, values
 
 
@@ -63,6 +65,26 @@ def test_layouts_freezing_microbatches_and_recomputation_by_kernels(monkeypatch:
     """With a frozen weight, `direct` sends without a product."""
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     values(run_ranks(2, _strange_layouts, "direct"))
+
+
+def _in_parts(rank: int, world: int, methods: tuple[str, ...]) -> None:
+    """Six positions of each rank's in three parts: the blocks of a part lie apart in the caller's tensors."""
+    parts._MIB = 1 << 10  # of this process: as if 1 KiB were one
+    for method in methods:
+        case = Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method=method, exchange_mib=1, timeout_s=20.0))
+        for gathered_input in ("regather", "keep"):
+            case = replace(case, config=replace(case.config, gathered_input=gathered_input))
+            to_heads(case, (6, 2), 16, 8)
+            to_rows(case, (6, 2), 8, 16)
+
+
+def test_long_sequences_pass_through_in_parts() -> None:
+    values(run_ranks(2, _in_parts, ("chunked", "collective")))
+
+
+def test_long_sequences_pass_through_kernels_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    values(run_ranks(2, _in_parts, ("fused", "direct")))
 
 
 def _backward_after_backward(rank: int, world: int) -> None:

@@ -29,7 +29,7 @@ from tests.protocol.test_interleaving_gemm_reduce_scatter import FUSED_FAULTS as
 OUT, OUT_KERNEL = "operators.gemm_all_to_all", "kernels.gemm_reduce_scatter"
 IN, IN_KERNEL, SENDER = "operators.all_to_all_gemm", "kernels.all_to_all_gemm", "kernels.p2p_store"
 OWN_TILE = "            tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)\n"
-OWN_PRODUCT = "torch.mm(self._a, columns[domain.rank], out=self._call.blocks[domain.rank])"
+OWN_PRODUCT = "torch.mm(self._a, columns[domain.rank], out=self._own_place())"
 WAIT_OUT, WAIT_IN = "        self._call.wait_for_all()\n", "            self._call.wait_for_all()\n"
 WORD = "word = signal_word(source, chunk)"
 ARRIVAL = "source = (rank + WORLD - step) % WORLD"
@@ -40,7 +40,7 @@ _WAITS = ("no wait", "wait for", "wait does", "stale", "first poll", "next poll"
 _OF_BLOCKS = {
     "no wait": Fault(OUT, WAIT_OUT, ""),
     "own block not stored": Fault(OUT_KERNEL, OWN_TILE, "            pass\n"),
-    "own block stored as another": Fault(OUT, "blocks[self._domain.rank]", "blocks[self._domain.rank - 1]"),
+    "own block stored as another": Fault(OUT, "self._into)[self._domain.rank]", "self._into)[self._domain.rank - 1]"),
     "columns of another rank": Fault(OUT_KERNEL, "target.to(tl.int64) * n if EXCHANGE", "rank * n if EXCHANGE"),
 }
 _OF_THE_HOST = tuple(host_faults())  # planted in chunked, for which they cost less
@@ -135,6 +135,26 @@ def test_kernels_pass(problem: Problem, method: str) -> None:
 @pytest.mark.parametrize("problem", EXCHANGES)
 def test_chunked_passes(problem: Problem, world: int, device_waits: bool) -> None:
     assert_passes(problem("chunked", Simulation(world, device_waits=device_waits)), range(20))
+
+
+IN_PLACE = {
+    "no wait": _OF_BLOCKS["no wait"],
+    "own block left in the slot": Fault(OUT, "blocks if self._into is None else self._into)", "blocks)"),
+    "peers' blocks left in the slot": Fault(
+        OUT, "            self._into[source].copy_(self._call.blocks[source])\n", "            pass\n"
+    ),
+    "another peer's block": Fault(OUT, "self._call.blocks[source])", "self._call.blocks[source - 1])"),
+}
+
+
+@pytest.mark.parametrize("device_waits", [False, True])
+@pytest.mark.parametrize("method", ["fused", "chunked"])
+def test_blocks_go_where_the_caller_wants_them(method: str, device_waits: bool) -> None:
+    problem = to_heads(method, Simulation(3, device_waits=device_waits), in_place=True)
+    assert_passes(problem, range(3))
+    for name, fault in IN_PLACE.items():
+        with fault.planted():
+            assert "wrong result" in str(assert_caught(problem, range(60))), name
 
 
 @pytest.mark.parametrize("method", ["chunked", "fused", "direct"])

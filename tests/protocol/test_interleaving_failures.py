@@ -100,13 +100,13 @@ def gives_up(aborted: bool) -> Build:
                 domain.plan("fused", x, b.t(), "ALL_TO_ALL_LINEAR").fprop,
                 core("operators.all_to_all_gemm"),
             )
-            receiver = exchange.start_all_to_all_gemm(domain, plan, tag_of("proj"), x)
+            receiver = exchange.start_all_to_all_gemm(domain, plan, tag_of("proj"), x.unflatten(0, (2, -1)))
             if domain.rank == 0:
                 if aborted:
                     signals = receiver._call.slot.signals[1, : plan.chunks]
                     scheduler.wait_until(lambda: bool(signals.all()), "rank 1 to send")
                     domain.fault.abort.fill_(1)
-                products[0] = receiver.matmul(b)
+                products[0] = receiver.matmul(b, x.new_empty(TILE, TILE))
 
         Simulation(2, timeout_s=0.01, stopped=() if aborted else (1,)).spawn_hosts(scheduler, host)
 

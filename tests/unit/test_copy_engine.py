@@ -35,6 +35,9 @@ def test_a_route_takes_its_part_of_the_source() -> None:
     assert route.push(source).source.tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
     assert (route.offset, route.nbytes, route.place) == (24, 24, target.data_ptr())
     assert (route.signal_at, route.epoch_at, route.counter_at) == (signal.data_ptr(), EPOCH.data_ptr(), 0)
+    apart = torch.arange(48.0).view(4, 12)[:, 3:9]  # a part of each row: in memory 12 elements from one to the next
+    second = Route(12, target, signal, EPOCH, None).push(apart)
+    assert second.source.tolist() == [[15.0, 16.0, 17.0], [18.0, 19.0, 20.0]]
     counter = torch.zeros(1, dtype=torch.int64)
     waiting = Route(0, target, signal, EPOCH, (counter, 5))
     assert (waiting.counter_at, waiting.goal) == (counter.data_ptr(), 5)

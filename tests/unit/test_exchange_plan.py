@@ -54,10 +54,17 @@ def test_whose_kernels_multiply_and_in_which_chunks() -> None:
     assert [leg.after_tiles for leg in engine("fused", A2A_GEMM).legs] == [False] * 3
 
 
-def test_nothing_is_claimed_for_gpus_that_was_not_measured() -> None:
+@pytest.mark.usefixtures("_hopper")
+def test_what_auto_takes_untuned() -> None:
+    def taken(kind: str, m: int, device: torch.device = GPU, k: int = 4096) -> str:
+        return untuned(Pass(kind, m, 4096, k, BF16, 2), device).method
+
+    assert taken(GEMM_A2A, 8192) == taken(GEMM_A2A, 65536) == "fused"
+    assert taken(A2A_GEMM, 8192) == "direct" and taken(A2A_GEMM, 65536) == "fused"
     for kind in (A2A_GEMM, GEMM_A2A):
-        assert untuned(Pass(kind, 8192, 4096, 4096, BF16, 4), GPU).method == "collective"
-        assert untuned(Pass(kind, 8192, 4096, 4096, BF16, 4), torch.device("cpu")).method == "chunked"
+        assert taken(kind, 256) == "collective"
+        assert taken(kind, 8192, k=4096 + 2) == "chunked", "no Hopper kernel"
+        assert taken(kind, 8192, torch.device("cpu")) == "chunked"
 
 
 def test_sizes_that_cannot_be_divided_say_why() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_train.operators import persistent
-from overlap_train.operators.kernel_args import ScatterOperands
+from overlap_train.operators.kernel_args import GatherOperands, ScatterOperands
 from overlap_train.planning.tiling import HOPPER, PORTABLE
 from overlap_train.planning.variants import PLAIN
 
@@ -62,9 +62,11 @@ def test_gathers_that_differ_have_launches_of_their_own(call: Any) -> None:
         (PORTABLE, own, torch.zeros(8, 16), False),
         (PORTABLE, torch.zeros(6, 8), b, False),
     ):
-        persistent.receive_and_multiply(domain, call, plan(kernels), x, w, sends)
+        operands = GatherOperands(x, w, torch.empty(2 * len(x), w.shape[1]), sends)
+        persistent.receive_and_multiply(domain, call, plan(kernels), operands)
     assert len(set(call.launches.keys)) == 6
-    persistent.receive_and_multiply(domain, call, plan(PORTABLE), own.clone(), b.clone(), False)
+    operands = GatherOperands(own.clone(), b.clone(), torch.empty(8, 8), sends=False)
+    persistent.receive_and_multiply(domain, call, plan(PORTABLE), operands)
     assert len(set(call.launches.keys)) == 6
 
 

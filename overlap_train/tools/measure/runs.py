@@ -116,6 +116,9 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
     plan, tag = plan_of(case, domain, alone, like), tag_of(case, alone)
     whole = sent_again(plan, topology_of(domain))
 
+    def blocks(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (domain.world_size, -1))
+
     def gather(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots, plan.variant.barrier_first):
             return start_gather(domain, plan, tag, o.left).matmul(o.right)
@@ -133,15 +136,17 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
 
     def gemm_a2a(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots):
-            return start_gemm_all_to_all(domain, plan, tag, o.left, o.right).received_copy()
+            y = o.left.new_empty(domain.world_size, len(o.left), o.right.shape[1] // domain.world_size)
+            return start_gemm_all_to_all(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
 
     def a2a_gemm(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots):
-            return start_all_to_all_gemm(domain, plan, tag, o.left).matmul(o.right)
+            y = o.left.new_empty(len(o.left) // domain.world_size, o.right.shape[1])
+            return start_all_to_all_gemm(domain, plan, tag, blocks(o.left)).matmul(o.right, y)
 
     def exchanged_x_weight(o: Operands) -> torch.Tensor:
         with domain.operator(tag, whole.slots):
-            return into_target(o, o.right, start_all_to_all_gemm(domain, whole, tag, o.left).received_view())
+            return into_target(o, o.right, start_all_to_all_gemm(domain, whole, tag, blocks(o.left)).received_view())
 
     def exchanged_dy_weight(o: Operands) -> torch.Tensor:
         return into_target(o, o.whole, o.right)

@@ -37,8 +37,8 @@ FAULTS = [
     GATHER("kept x stays in its slot", "return self.gathered_view().clone()", "return self.gathered_view()", FOOTPRINT),
     GATHER(
         "a second product is launched again",
-        "        self._multiplied = True\n        # gathered",
-        "        # gathered",
+        "        self._multiplied = True\n        y = ",
+        "        y = ",
         f"{PROTOCOL}/test_interleaving_all_gather_gemm.py::test_what_is_gathered_can_be_multiplied_twice",
     ),
     GATHER(
@@ -123,8 +123,8 @@ FAULTS = [
     PERSISTENT("an address on 8 bytes counts as aligned", "address % 16 == 0 for", "address % 8 == 0 for"),
     PERSISTENT(
         "a product that sends shares the launch of one that does not",
-        "(plan.kind, plan.kernels, sends, own",
-        "(plan.kind, plan.kernels, own",
+        "(plan.kind, plan.kernels, operands.sends, shapes",
+        "(plan.kind, plan.kernels, shapes",
     ),
     PERSISTENT(
         "a split reduction shares the launch of a whole one",
@@ -132,7 +132,7 @@ FAULTS = [
         "staging is None)",
     ),
     PERSISTENT(
-        "a weight of another layout shares a launch", "b_kn.shape, b_kn.stride(), _compiled", "b_kn.shape, _compiled"
+        "a weight of another layout shares a launch", "own.shape, b_kn.shape, b_kn.stride())", "own.shape, b_kn.shape)"
     ),
     LENGTHS("every length is agreed on", "self.agreed.put(any_rows, True)", "pass"),
     LENGTHS("more memory is not agreed on", "plan.request.slot_bytes <= domain.layout.slot_bytes and", ""),

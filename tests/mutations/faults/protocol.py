@@ -109,7 +109,7 @@ FAULTS = [
     ),
     SLOT(
         "every call of a slot gets the routes of the first",
-        "key = (legs, tiles)",
+        "key = (legs, tiles, pitch)",
         'key = "routes"',
         f"{PROTOCOL}/test_interleaving_gemm_reduce_scatter.py::test_chunked_passes",
     ),
@@ -202,8 +202,8 @@ FAULTS = [
     ENGINE("a push waits for its count to pass the goal", "counter.item() >= goal", "counter.item() > goal"),
     ENGINE(
         "every push takes the first rows",
-        "source.view(-1)[self.first : self.first + self.target.numel()]",
-        "source.view(-1)[: self.target.numel()]",
+        "source.storage_offset() + self.first,",
+        "source.storage_offset(),",
     ),
     ENGINE("the driver copies from the first row", "first * target.element_size()", "0 * target.element_size()"),
     ENGINE("the driver's offset is in elements", "first * target.element_size()", "first"),
