@@ -49,9 +49,10 @@ class Planned:
 class PlanBook:
     """What one domain has decided so far, and the measurements that `auto` goes by, the same on all ranks."""
 
-    def __init__(self, domain: OverlapDomain) -> None:
+    def __init__(self, domain: OverlapDomain, name: str) -> None:
         self.domain = domain
-        self.table = domain.agreement.exchange(self._read_table(), "overlap_train: read the tuning table")[0]
+        what = f"{name}: read the tuning table before the group's first call"
+        self.table = domain.agreement.exchange(self._read_table(), what, kind="first call of a group")[0]
         self.topology = domain.topology
         # By what all ranks have in common; then by how this rank's weight lies in memory, which its peers need not know.
         self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_PLANS)
@@ -132,7 +133,7 @@ def plan_of(
     wrong = autocast_error(name, x)
     if wrong is not None:
         raise ValueError(wrong)
-    book = book_of(domain)
+    book = book_of(domain, name)
     key, planned = book.look_up(spec, x, w, bias, config)
     if planned is None:
         with domain.exclusively(name):
@@ -140,11 +141,11 @@ def plan_of(
     return planned
 
 
-def book_of(domain: OverlapDomain) -> PlanBook:
-    """The plans of a domain."""
+def book_of(domain: OverlapDomain, name: str) -> PlanBook:
+    """The plans of a domain. name: of the linear that asks, for errors of the group's first call."""
     if domain.book is None:
-        with domain.exclusively("overlap_train"):
-            domain.book = PlanBook(domain)
+        with domain.exclusively(name):
+            domain.book = PlanBook(domain, name)
     return domain.book
 
 

@@ -82,7 +82,7 @@ def _absent(rank: int, world: int, how: str) -> tuple[str, float]:
 @pytest.mark.parametrize("how", ["first call", "second shape"])
 def test_a_rank_that_does_not_come_is_named_in_time(how: str) -> None:
     message, seconds = values(run_ranks(3, _absent, how, limit_s=40))[0]
-    assert "fc1" in message or "tuning table" in message
+    assert "fc1" in message
     # rank 2 may have given up, too, a moment before
     assert re.search(r"rank 0 waited 2 s for ranks? 1(, 2)? of the group", message), message
     assert seconds <= TIMEOUT_S + 2.0

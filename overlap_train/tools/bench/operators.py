@@ -45,7 +45,7 @@ def measure_case(case: Case, domain: OverlapDomain, session: Session) -> list[Ro
 
 def correct_runs(case: Case, inputs: Inputs, domain: OverlapDomain, session: Session) -> dict[str, Run]:
     """Methods and baselines that gave the right result on every rank; notes about the others."""
-    planned, table = case.planned(session.world.size, session.settings.dtype), book_of(domain).table
+    planned, table = case.planned(session.world.size, session.settings.dtype), book_of(domain, case.name).table
     runs: dict[str, Run] = {}
     for method in session.settings.methods:
         choice = choose(method, planned, domain.device, table)
