@@ -96,6 +96,7 @@ def test_layers_run_on_two_processes(script_server: ScriptServer, tmp_path: Path
     assert status == 0, said
     (row,) = json.loads((tmp_path / "layers.json").read_text())["rows"]
     assert (row["layer"], row["method"], row["seq"], row["async_tp_ms"]) == ("tiny-mlp", "chunked", 16, None)
+    assert said.count("te: RuntimeError: transformer_engine is not installed") == 1
     pytest.importorskip("megatron.core")
     assert row["megatron_ms"] > 0
 

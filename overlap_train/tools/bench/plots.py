@@ -180,7 +180,7 @@ def _layers(rows: list[Row], path: Path) -> Path:
         f"Layers: forward and backward over their six GEMMs alone, {rows[0]['world']} GPUs",
         f"Lower is better: 1.00 = all communication hidden ({PERFECT}).",
     )
-    panels = _ratios(rows, "gemms_ms", ("megatron", "async_tp"))
+    panels = _ratios(rows, "gemms_ms", ("megatron", "async_tp", "te", "te_userbuffers"))
     return bars(panels, header, "time / GEMMs alone", path, start=1.0, limit=LONGEST)
 
 
@@ -198,7 +198,7 @@ def _ratios(rows: list[Row], floor: str, rivals: tuple[str, ...]) -> dict[str, l
     panels = {}
     for (layer, seq), members in _grouped(rows, "layer", "seq").items():
         times = {row["method"]: row["ms"] for row in members}
-        times |= {name: members[0][f"{name}_ms"] for name in rivals}
+        times |= {name: members[0].get(f"{name}_ms") for name in rivals}
         ratios = {name: ms / members[0][floor] for name, ms in times.items() if ms is not None}
         shown = [Bar(look_of(n).label, n, ratios[n], f"{ratios[n]:.2f}", 1.0) for n in in_order(ratios)]
         panels[f"{layer}, s = {seq}"] = shown
