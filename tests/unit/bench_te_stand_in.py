@@ -122,16 +122,24 @@ class DotProductAttention(torch.nn.Module):
         assert (attention_dropout, qkv_format, attn_mask_type) == (0.0, "sbhd", "causal")
         self.shape = heads, num_gqa_groups, dim
 
+    group: Any = None
+
     def set_context_parallel_group(self, group: Any, ranks: list[int], stream: Any, cp_comm_type: str) -> None:
         assert cp_comm_type == "a2a" and ranks == list(range(dist.get_world_size(group)))
         self.group = group
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         assert (q.shape[2], k.shape[2], q.shape[3]) == self.shape
+        if self.group is None:
+            return _causal(q, k, v)
         world = dist.get_world_size(self.group)
         whole = [torch.cat(differentiable.all_gather(x, group=self.group)) for x in (q, k, v)]
         chunks = torch.arange(len(q) * world).view(2 * world, -1)
         held = torch.cat([chunks[[rank, 2 * world - 1 - rank]].flatten() for rank in range(world)])
-        q, k, v = (x[held.argsort()].permute(1, 2, 0, 3) for x in whole)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+        out = _causal(*(x[held.argsort()] for x in whole))
         return out[held].chunk(world)[dist.get_rank(self.group)]
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)

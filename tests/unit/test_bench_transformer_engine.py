@@ -49,6 +49,7 @@ def test_userbuffers_that_do_not_start_leave_the_rest(script_server: ScriptServe
     assert "tiny-mlp s=16: te_userbuffers: AssertionError: no CUDA IPC" in said
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_not_timed(script_server: ScriptServer, tmp_path: Path) -> None:
     bench_te_stand_in.install(tmp_path)
     change(
@@ -78,6 +79,28 @@ def test_one_that_hangs_ends_the_run_after_our_rows_are_saved(script_server: Scr
     assert "Timeout" in said and "te_linears.py" in said, "where it hung"
     (row,) = rows_in(tmp_path)
     assert row["ms"] > 0 and row["te_ms"] is None
+
+
+def test_its_attention_exchanges_and_is_what_torch_computes(script_server: ScriptServer, tmp_path: Path) -> None:
+    bench_te_stand_in.install(tmp_path)
+    ulysses = (*BENCH, "ulysses", "--what", "blocks", *TINY, "--out", str(tmp_path))
+    status, said = script_server.run(*ulysses, folder=tmp_path)
+    assert status == 0, said
+    (row,) = rows_in(tmp_path)
+    assert row["te_ms"] > 0 and row["te_alone_ms"] > 0
+    assert "te:" not in said and "te_" not in said, "a note about it"
+
+
+@pytest.mark.slow
+def test_attention_over_rows_in_another_order_is_noticed(script_server: ScriptServer, tmp_path: Path) -> None:
+    bench_te_stand_in.install(tmp_path)
+    change(tmp_path, "chunks[[rank, 2 * world - 1 - rank]]", "chunks[[2 * rank, 2 * rank + 1]]")
+    ulysses = (*BENCH, "ulysses", "--what", "blocks", *TINY, "--out", str(tmp_path))
+    status, said = script_server.run(*ulysses, folder=tmp_path)
+    assert status == 0, said
+    (row,) = rows_in(tmp_path)
+    assert row["te_ms"] is None and row["te_alone_ms"] > 0 and row["ms"] > 0
+    assert "tiny attention, 16 tokens: te: RuntimeError: y differs from torch's block" in said
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(0.5, 1), (60, 0)])

@@ -44,7 +44,10 @@ BLOCK_COLUMNS: Columns = (
     ("host µs", lambda row: round(row["host_us"])),
     ("NCCL", lambda row: row["sequence_ms"]),
     ("no exchange", lambda row: row["alone_ms"]),
+    ("TE", lambda row: row["te_ms"]),
+    ("TE, no exchange", lambda row: row["te_alone_ms"]),
     ("vs NCCL", speed_up),
+    ("vs TE", lambda row: _over(row, "te_ms")),
     ("ms/no exchange", lambda row: row["ms"] / row["alone_ms"]),
 )
 LAYER_COLUMNS: Columns = (
