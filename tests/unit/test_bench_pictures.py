@@ -60,6 +60,25 @@ def write(folder: Path) -> None:
     (folder / "timeline.json").write_text(json.dumps({"hardware": "NVIDIA H200", "shape": shape, "calls": calls}))
 
 
+def test_a_ulysses_block_is_drawn_as_the_linears_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file with other names and sizes, in one column."""
+    write(tmp_path)
+    recorded = json.loads((tmp_path / "timeline.json").read_text())
+    recorded["calls"] = {
+        name.replace("all_gather_linear", "attention"): spans for name, spans in recorded["calls"].items()
+    }
+    recorded["shape"] = {"model": "llama3-8b", "tokens": 8192, "world": 2}
+    figures: list[Any] = []
+    monkeypatch.setattr(timeline, "save", lambda figure, path: figures.append(figure) or path)
+    timeline.draw(recorded, tmp_path / "timeline.png")
+    words = [text.get_text() for text in texts(figures[0])]
+    assert any("Ulysses attention block of llama3-8b, 8192 tokens" in line for line in words)
+    assert [line.partition(":")[0] for line in words if line.startswith("attention by")] == [
+        "attention by fused",
+        "attention by direct",
+    ]
+
+
 def test_everything_in_a_folder_is_drawn(drawn: Drawn) -> None:
     assert [path.name for path in drawn[0]] == ["speedup.png", "speedup_m.png", "layers.png", "timeline.png"]
     assert all(1000 < path.stat().st_size < 200_000 for path in drawn[0])
