@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from overlap_train.tools.bench import plots
 from tests.script_server import ScriptServer
 from tests.unit import bench_te_stand_in
 
@@ -89,6 +90,8 @@ def test_its_attention_exchanges_and_is_what_torch_computes(script_server: Scrip
     (row,) = rows_in(tmp_path)
     assert row["te_ms"] > 0 and row["te_alone_ms"] > 0
     assert "te:" not in said and "te_" not in said, "a note about it"
+    pytest.importorskip("matplotlib")
+    assert [path.name for path in plots.draw(tmp_path)] == ["layers.png"]
 
 
 @pytest.mark.slow
@@ -108,7 +111,8 @@ def test_the_limit_ends_a_process_and_only_one_that_is_late(seconds: float, stat
     """Whatever it does: here it keeps the interpreter's lock, as a C++ library may."""
     work = "re.match('(a+)+b', 'a' * 40)" if status else "pass"
     program = (
-        f"import re; from overlap_train.tools.bench.transformer_engine import limited\nwith limited({seconds}): {work}"
+        "import re; from overlap_train.tools.bench import transformer_engine as te\n"
+        f"te.LIMIT_S = {seconds}\nwith te.limited(0): {work}"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.returncode == status, ended.stderr

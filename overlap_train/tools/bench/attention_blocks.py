@@ -9,6 +9,7 @@ TransformerEngine's where it is importable (te_attention.py). All split and rota
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,10 +79,12 @@ def measure_block(case: Case) -> list[Row]:
             calls[method] = call
         else:
             case.note(method, problem, failure=True)
+    began = time.monotonic()
     rows = case.rows(calls)
     session.results.add(rows)
+    took = time.monotonic() - began
     if rows and (te := transformer_engine.load(session)):
-        with transformer_engine.limited(transformer_engine.LIMIT_S):
+        with transformer_engine.limited(took):
             rows = with_te(te, calls, case)
     return rows
 

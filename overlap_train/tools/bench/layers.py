@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,10 +66,12 @@ def measure_layer(layer: Layer, sequence: int, session: Session) -> list[Row]:
     calls = {"gemms": six_gemms_alone(data, world)} | case.calls(makers)
     if AUTO in calls and world.device.type == "cuda":
         add_graph(case, calls)
+    began = time.monotonic()
     rows = rows_of(layer, sequence, calls, session)
     session.results.add(rows)
+    took = time.monotonic() - began
     if rows and (te := transformer_engine.load(session)):
-        with transformer_engine.limited(transformer_engine.LIMIT_S):
+        with transformer_engine.limited(took):
             rows = with_te(te, layer, sequence, calls, case)
     forget_graphs(world.group)
     return rows

@@ -16,16 +16,11 @@ from typing import Any
 
 from ..measure.runs import Session
 
-# It compiles its own code at its first call, which takes up to a minute; one layer or block is measured in seconds.
-LIMIT_S = 240.0
-# UB_SKIPMC: userbuffers over CUDA IPC and never NVLink multicast, which machines may forbid.
-# UB_TIMEOUT: seconds that one of its kernels waits for a peer, by default 110.
-ENVIRONMENT = {"UB_SKIPMC": "1", "UB_TIMEOUT": "20"}
+LIMIT_S = 240.0  # beside what timing takes: it compiles its own code at its first call, which takes up to a minute
 
 
 def load(session: Session) -> Any:
     """`transformer_engine.pytorch`; None on all ranks, with a note, where it cannot be imported on one of them. Collective."""
-    os.environ.update(ENVIRONMENT)  # read when userbuffers start
     problem = session.world.attempt(_module)
     if problem is None:
         return _module()
@@ -36,18 +31,21 @@ def load(session: Session) -> Any:
 def _module() -> Any:
     if importlib.util.find_spec("transformer_engine") is None:
         raise RuntimeError("transformer_engine is not installed")
+    os.environ["UB_SKIPMC"] = "1"  # userbuffers over CUDA IPC and never NVLink multicast, which machines may forbid
+    os.environ.setdefault("UB_TIMEOUT", "20")  # seconds that one of its kernels waits for a peer; 110 by itself
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("transformer_engine.pytorch")
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """End this process where the work within takes longer, with the stack of each thread; torchrun then ends the other ranks.
+def limited(without_s: float) -> Iterator[None]:
+    """End this process where the work within takes too long, with the stack of each thread; torchrun then ends the other ranks.
 
     An exception would not do: userbuffers wait in C++, for a rank that may have failed. Rows of before are saved by then.
+    without_s: what the same timing took without it.
     """
-    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    faulthandler.dump_traceback_later(LIMIT_S + 3 * without_s, exit=True, file=2)
     try:
         yield
     finally:

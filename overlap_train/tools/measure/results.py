@@ -88,7 +88,15 @@ def versions() -> dict[str, str]:
         driver = Path("/proc/driver/nvidia/version")
         if driver.exists():
             found["driver"] = driver.read_text().splitlines()[0]
-    for package in ("triton", "megatron-core", "nvshmem4py-cu13", "nvidia-nvshmem-cu13", "overlap-train"):
+    packages = (
+        "triton",
+        "megatron-core",
+        "nvshmem4py-cu13",
+        "nvidia-nvshmem-cu13",
+        "transformer-engine",
+        "overlap-train",
+    )
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
