@@ -2,7 +2,8 @@
 # Records what lies under benchmarks/h200x4 on this machine's GPUs, with pictures; about eleven minutes on 4 x H200:
 #   benchmarks/record.sh FOLDER [SECONDS]
 # SECONDS: start nothing that would end later, and stop what does (default 3600). Needs .venv, which any make target makes.
-# Set CONNECTIONS for another CUDA_DEVICE_MAX_CONNECTIONS than 1, STEPS for some of the steps below only.
+# Set CONNECTIONS for another CUDA_DEVICE_MAX_CONNECTIONS than 1, STEPS for some of the steps below only. Those with TransformerEngine
+# run where TE_ENV (default /tmp/te_site/env.sh) is a file to source that makes it importable; a step that only lacks it is left out.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -10,8 +11,10 @@ out=${1:?the folder to write}
 limit=${2:-3600}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CONNECTIONS:-1} OMP_NUM_THREADS=1
 gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
+te_env=${TE_ENV:-/tmp/te_site/env.sh}
 mkdir -p "$out"
 failed=0
+with=() # what starts the programs of a step
 
 # step NAME SECONDS ARGUMENTS...: torchrun with these arguments, its output in FOLDER/NAME.log
 step() {
@@ -24,11 +27,23 @@ step() {
     return 0
   fi
   local begin=$SECONDS
-  if timeout "$left" .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$@" >"$out/$name.log" 2>&1; then
+  if timeout "$left" "${with[@]}" .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$@" >"$out/$name.log" 2>&1; then
     echo "$name: $((SECONDS - begin)) s"
   else
     failed=$((failed + 1))
     echo "$name: failed after $((SECONDS - begin)) s, see $out/$name.log"
+  fi
+}
+
+# te_step NAME SECONDS ARGUMENTS...: a step with TransformerEngine
+te_step() {
+  if [ -f "$te_env" ]; then
+    # shellcheck disable=SC2016 # expanded by the inner shell
+    with=(bash -c '. "$0" && exec "$@"' "$te_env")
+    step "$@"
+    with=()
+  elif [[ " ${STEPS:-$1} " == *" $1 "* ]]; then
+    echo "$1: left out, TransformerEngine is not there ($te_env)"
   fi
 }
 
@@ -40,11 +55,15 @@ mlps="11008,4096 14336,4096 28672,8192 53248,16384 29568,8192" # the weights of 
 step tune-operators 40 -m overlap_train tune --seq 8192 --column $mlps --row $(sed -E 's/([0-9]+),([0-9]+)/\2,\1/g' <<<"$mlps")
 step operators 35 -m overlap_train bench operators --methods auto,fused,direct,chunked --out "$out"
 step layers 50 -m overlap_train bench layers --methods auto,fused,direct,chunked --out "$out"
+te_step layers_te 150 -m overlap_train bench layers --methods auto,direct --out "$out/te"
 step small_m 30 -m overlap_train bench operators --rows 256 512 1024 --methods auto,fused,direct,collective --out "$out/small_m"
 step sweep 60 -m overlap_train bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
   --methods auto,fused,chunked --quick --out "$out/sweep"
 step ulysses 90 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
+te_step ulysses_te 180 -m overlap_train bench ulysses --what blocks --seq 8192 32768 --methods collective,fused,direct,chunked \
+  --out "$out/te/ulysses"
 step timeline 15 -m overlap_train bench timeline --out "$out"
+step timeline_ulysses 20 -m overlap_train bench timeline --what ulysses --out "$out/ulysses"
 step mfu 150 $mfu --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4 --quick --variants megatron,chunked,fused,direct,overlap \
   --out "$out/mfu"
 step mfu_8_layers 60 $mfu --model llama3-8b --layers 8 --global-batch-size 2 --quick --variants megatron,overlap --out "$out/mfu_8_layers"
@@ -55,7 +74,7 @@ step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 20
   --repeat megatron,overlap --out "$out/loss"
 step bitwise 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
   --bitwise --out "$out/bitwise"
-for folder in "$out" "$out/small_m" "$out/sweep" "$out/ulysses"; do
+for folder in "$out" "$out/small_m" "$out/sweep" "$out/ulysses" "$out/te" "$out/te/ulysses"; do
   [ ! -d "$folder" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
 exit "$failed"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from overlap_train import AttentionHeads, Rotary, SequenceLayout, attention_output_linear, graphed, qkv_all_to_all
 from overlap_train.operators.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
-from overlap_train.tools.bench.attention_blocks import core_attention, rotated, split
+from overlap_train.tools.bench.attention_parts import core_attention, rotated, split
 from tests.gpu.conftest import share_gpus
 from tests.linear_cases import Case
 

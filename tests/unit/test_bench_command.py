@@ -42,6 +42,14 @@ def test_lists_are_separated_by_commas_and_sizes_by_blanks(tmp_path: Path) -> No
     assert parsed("layers --seq 4096 8192 --layers llama3-8b-mlp").seq == (4096, 8192)
 
 
+def test_a_timeline_is_of_linears_or_of_a_ulysses_block() -> None:
+    def read(line: str) -> command.Timeline:
+        return from_args(command.Timeline(), command.parser().parse_args(line.split()))
+
+    assert read("timeline") == command.Timeline(".", "linears")
+    assert read("timeline --what ulysses --out runs/ulysses") == command.Timeline("runs/ulysses", "ulysses")
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -51,6 +59,7 @@ def test_lists_are_separated_by_commas_and_sizes_by_blanks(tmp_path: Path) -> No
         "operators --shapes llama9",
         "layers --layers llama3-8b-moe",
         "rows",
+        "timeline --what attention",
     ],
 )
 def test_unknown_words_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +105,7 @@ def test_layers_run_on_two_processes(script_server: ScriptServer, tmp_path: Path
     assert status == 0, said
     (row,) = json.loads((tmp_path / "layers.json").read_text())["rows"]
     assert (row["layer"], row["method"], row["seq"], row["async_tp_ms"]) == ("tiny-mlp", "chunked", 16, None)
+    assert said.count("te: RuntimeError: transformer_engine is not installed") == 1
     pytest.importorskip("megatron.core")
     assert row["megatron_ms"] > 0
 

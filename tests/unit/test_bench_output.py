@@ -20,7 +20,9 @@ OPERATOR_KEYS = (
     "op", "pass", "world", "m", "n", "k", "dtype", "method", "ms", "host_us", "sequence_ms", "async_tp_ms", "gemm_ms",
     "comm_ms", "bound",
 )  # fmt: skip
-LAYER_KEYS = ("layer", "world", "seq", "method", "ms", "megatron_ms", "async_tp_ms", "gemms_ms", "host_us")
+LAYER_KEYS = (
+    "layer", "world", "seq", "method", "ms", "megatron_ms", "async_tp_ms", "te_ms", "te_userbuffers_ms", "gemms_ms", "host_us",
+)  # fmt: skip
 TIMES = {
     "fused": Timing(0.3, 50.0),
     "sequence": Timing(0.6, 40.0),
@@ -58,6 +60,15 @@ def test_a_layer_row_has_the_keys_of_the_format() -> None:
     row = layer_row()
     assert set(row) == set(LAYER_KEYS)
     assert (row["megatron_ms"], row["async_tp_ms"]) == (3.9, None)
+    assert (row["te_ms"], row["te_userbuffers_ms"]) == (None, None)
+
+
+@pytest.mark.parametrize(("ran", "best"), [({"te_default": 3.5, "te_ring": 3.4}, 3.4), ({"te_default": 3.5}, 3.5)])
+def test_userbuffers_are_given_by_their_better_configuration(ran: dict[str, float], best: float) -> None:
+    times = {"fused": 3.1, "gemms": 3.0, "te": 3.6} | ran
+    timings = {name: Timing(ms, 100.0) for name, ms in times.items()}
+    row = layers.row(LAYERS["llama3-8b-mlp"], 8192, "fused", timings, 4)
+    assert (row["te_ms"], row["te_userbuffers_ms"]) == (3.6, best)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +91,17 @@ def test_the_file_is_complete_after_every_addition(tmp_path: Path) -> None:
         assert set(saved) == {"hardware", "versions", "date", "rows"}
         assert saved["rows"] == [operator_row()] * count
     assert [path.name for path in results.path.parent.iterdir()] == ["operators.json"]  # type: ignore[union-attr]
+
+
+def test_rows_that_were_measured_again_replace_the_last_ones(tmp_path: Path) -> None:
+    results = Results(tmp_path / "layers.json")
+    results.add([layer_row()])
+    results.add([layer_row(), layer_row()])
+    again = [layer_row() | {"te_ms": 3.5}] * 2
+    results.revise(again)
+    assert json.loads((tmp_path / "layers.json").read_text())["rows"] == results.rows == [layer_row(), *again]
+    results.revise([])
+    assert len(results.rows) == 3
 
 
 def test_only_failures_of_our_own_fail_the_run() -> None:

@@ -49,7 +49,8 @@ def write(folder: Path) -> None:
     write_json(folder / "operators.json", [*ops, *({**row, "op": "gemm_rs"} for row in ops)], {})
     names = ("auto", "auto_graph", "fused")
     layers = [layer_row() | {"layer": f"llama3-{n}b-attn", "method": name} for n in range(70, 76) for name in names]
-    layers[0]["async_tp_ms"] = 9.9 * layers[0]["gemms_ms"]
+    layers[0] |= {"async_tp_ms": 9.9 * layers[0]["gemms_ms"], "te_ms": 3.4, "te_userbuffers_ms": 3.2}
+    del layers[-1]["te_ms"], layers[-1]["te_userbuffers_ms"]  # a record of before there were any
     write_json(folder / "layers.json", layers, {})
     marks = [{"name": "FillFunctor", "stream": 7, "start": t, "end": t + 1} for t in (0, 400)]
     kernel = {"name": "all_gather_gemm_kernel", "stream": 7, "start": 2, "end": 390}
@@ -57,6 +58,25 @@ def write(folder: Path) -> None:
     calls = {"all_gather_linear fused": [*marks, copy, kernel], "all_gather_linear direct": [*marks, kernel]}
     shape = {"m": 8192, "hidden": 4096, "ffn": 14336, "world": 4}
     (folder / "timeline.json").write_text(json.dumps({"hardware": "NVIDIA H200", "shape": shape, "calls": calls}))
+
+
+def test_a_ulysses_block_is_drawn_as_the_linears_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file with other names and sizes, in one column."""
+    write(tmp_path)
+    recorded = json.loads((tmp_path / "timeline.json").read_text())
+    recorded["calls"] = {
+        name.replace("all_gather_linear", "attention"): spans for name, spans in recorded["calls"].items()
+    }
+    recorded["shape"] = {"model": "llama3-8b", "tokens": 8192, "world": 2}
+    figures: list[Any] = []
+    monkeypatch.setattr(timeline, "save", lambda figure, path: figures.append(figure) or path)
+    timeline.draw(recorded, tmp_path / "timeline.png")
+    words = [text.get_text() for text in texts(figures[0])]
+    assert any("Ulysses attention block of llama3-8b, 8192 tokens" in line for line in words)
+    assert [line.partition(":")[0] for line in words if line.startswith("attention by")] == [
+        "attention by fused",
+        "attention by direct",
+    ]
 
 
 def test_everything_in_a_folder_is_drawn(drawn: Drawn) -> None:
@@ -89,7 +109,9 @@ def test_a_bar_beyond_the_limit_is_broken_and_keeps_its_number(drawn: Drawn) -> 
 
 def test_baselines_come_first_and_ours_last(drawn: Drawn) -> None:
     names = [label.get_text() for label in drawn[1][2].axes[0].get_yticklabels()]
-    assert names == ["Megatron-Core", "async-TP", "fused", "auto", "auto, CUDA graph"]
+    assert names == [
+        "Megatron-Core", "async-TP", "TransformerEngine", "TE userbuffers", "fused", "auto", "auto, CUDA graph",
+    ]  # fmt: skip
     assert style.in_order(["overlap again", "overlap_graph", "bound", "overlap", "megatron_graph", "megatron"]) == [
         "megatron", "megatron_graph", "overlap", "overlap again", "overlap_graph", "bound",
     ]  # fmt: skip

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from overlap_train.tools.bench import timeline
 from overlap_train.tools.bench.lanes import Span, exposed, kind_of, perfect, stored_inside, union
 from overlap_train.tools.bench.timeline import last_call, record
+from overlap_train.tools.measure.models import TINY
 from overlap_train.tools.measure.world import World
+from tests.processes import run_ranks, values
 
 
 def _span(kind: str, start: float, end: float, name: str = "") -> Span:
@@ -26,7 +31,11 @@ def _span(kind: str, start: float, end: float, name: str = "") -> Span:
         ("nvjet_tst_128x256", 7, "gemm"),
         ("hopper_all_gather_gemm_kernel", 7, "gemm"),
         ("reduce_partials_kernel", 7, "compute"),
-        ("flash_fwd_kernel", 7, "compute"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>", 7, "compute"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", 7, "compute"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", 7, "compute"),
+        ("unpack_kernel", 7, "compute"),
+        ("hopper_all_to_all_gemm_kernel", 7, "gemm"),
         ("wait_kernel", 7, "waiting"),
         ("meet_kernel", 7, "waiting"),
         ("vectorized_elementwise_kernel<4, FillFunctor<float>>", 7, ""),
@@ -73,7 +82,26 @@ def test_last_call_is_what_lies_between_the_last_two_markers() -> None:
     assert [(s["kind"], s["start"], s["end"]) for s in last] == [("communication", 1, 5), ("gemm", 4, 18)]
 
 
+def test_a_call_that_fills_something_itself_is_not_cut_there() -> None:
+    marks = [_span("", t, t + 1, "FillFunctor<short>") for t in (0, 10, 30)]
+    spans = [*marks, _span("", 20, 21, "FillFunctor<float>"), _span("", 12, 15, "gemm"), _span("", 25, 28, "gemm")]
+    assert [(s["start"], s["end"]) for s in last_call(spans)] == [(1, 4), (14, 17)]
+
+
+def _attention(rank: int, world: int) -> Any:
+    """The shapes that the block's calls give, on CPU processes."""
+    timeline.MODEL, timeline.M, timeline.METHODS = TINY, 16, ("chunked", "collective")  # this process ends after it
+    calls, shape = timeline.WHAT["ulysses"](World(dist.group.WORLD, torch.device("cpu"), rank, world))
+    with torch.no_grad():
+        return {name: tuple(call().shape) for name, call in calls.items()}, shape
+
+
+def test_the_recorded_attention_block_runs_by_each_method() -> None:
+    shapes = {"attention chunked": (8, 1, 32), "attention collective": (8, 1, 32)}
+    assert values(run_ranks(2, _attention)) == [(shapes, {"model": TINY, "tokens": 16})] * 2
+
+
 def test_without_gpus_there_is_nothing_to_record(tmp_path: Path) -> None:
     here = World(None, torch.device("cpu"), 0, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="records GPUs"):
-        record(tmp_path, here)
+        record(tmp_path, "linears", here)

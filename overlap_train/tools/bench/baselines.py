@@ -9,6 +9,8 @@ All take the operands of their kind of pass (measure/operands.py). Buffers that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -20,10 +22,11 @@ from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
 from .exchange_baselines import exchange_baselines
 
 
-def baselines_of(case: Case, world: World, like: Operands) -> dict[str, Run]:
-    """The baselines of a pass; `like` is one of its input sets."""
+def baselines_of(case: Case, world: World, sets: Sequence[Operands]) -> dict[str, Run]:
+    """The baselines of a pass; `sets` are all inputs that they will get."""
+    like = sets[0]
     if case.op in EXCHANGES:
-        return exchange_baselines(case, world, like)
+        return exchange_baselines(case, world, sets)
     if case.kind == "scatter":
         return _scatter(world)
     if case.kind == "gather":

@@ -93,6 +93,16 @@ class Ulysses(Bench):
     passes: tuple[str, ...] = option(("fprop", "dgrad"), f"of {','.join(PASSES)}", choices=PASSES, metavar="PASS,...")
 
 
+@dataclass(frozen=True)
+class Timeline:
+    """`bench timeline`"""
+
+    out: str = option(".", "write DIR/timeline.json, for plot to draw", metavar="DIR")
+    what: str = option(
+        "linears", "both linears of an MLP, or a Ulysses attention block, of Llama-3 8B", choices=tuple(timeline.WHAT)
+    )
+
+
 KINDS = {"operators": Operators, "layers": Layers, "ulysses": Ulysses}
 
 
@@ -107,7 +117,8 @@ def main(arguments: list[str]) -> int:
         print(*plots.draw(args.folder), sep="\n")
         return 0
     if args.command == "timeline":
-        timeline.record(args.out, world.join())
+        recording = from_args(Timeline(), args)
+        timeline.record(Path(recording.out), recording.what, world.join())
         return 0
     return benchmark(from_args(KINDS[args.command](), args))
 
@@ -126,8 +137,8 @@ def parser() -> argparse.ArgumentParser:
         add_options(commands.add_parser(name, help=helps[name]), settings)
     plot = commands.add_parser("plot", help="draw the results of a folder (needs matplotlib)")
     plot.add_argument("folder", type=Path)
-    recording = commands.add_parser("timeline", help="record kernels and copies of one call of each method, on GPUs")
-    recording.add_argument("--out", type=Path, default=Path(), help="write OUT/timeline.json, for plot to draw")
+    told = "record kernels and copies of one call of each method, on GPUs"
+    add_options(commands.add_parser("timeline", help=told), Timeline)
     return top
 
 

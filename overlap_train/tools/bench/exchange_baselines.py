@@ -1,13 +1,16 @@
 """What the operators of Ulysses are compared with, by name:
 
     sequence    one cuBLAS GEMM, NCCL's (or gloo's) all-to-all, and the copy between that puts each rank's part together
-    three_gemms the asynchronous scheme: three GEMMs, each exchange under the GEMM of the next (of q under k's, of k under v's)
+    three_gemms the asynchronous scheme: three GEMMs, each exchange under the GEMM of the next (of q under k's, of k under v's).
+                Gives q, k and v as three tensors, as the models do that work like this
     gemm, comm  each part of the work alone; only timed
 
 All take the operands of their kind of pass (measure/operands.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,36 +22,34 @@ from ..measure.runs import Run, into_target
 from ..measure.world import World
 
 
-def exchange_baselines(case: Case, world: World, like: Operands) -> dict[str, Run]:
-    """The baselines of a pass of linear_all_to_all or all_to_all_linear; `like` is one of its input sets."""
+def exchange_baselines(case: Case, world: World, sets: Sequence[Operands]) -> dict[str, Run]:
+    """The baselines of a pass of linear_all_to_all or all_to_all_linear; `sets` are all inputs that they will get."""
     if case.kind == GEMM_A2A:
-        return _gemm_a2a(world, like)
+        return _gemm_a2a(world, sets)
     if case.kind == A2A_GEMM:
         return _a2a_gemm(world)
     return _weight_of_x(world) if case.op == A2A_GEMM else _weight_of_dy()
 
 
-def _gemm_a2a(world: World, like: Operands) -> dict[str, Run]:
+def _gemm_a2a(world: World, sets: Sequence[Operands]) -> dict[str, Run]:
     """y [M, F/W] = this rank's columns of what all ranks' left @ right give"""
+    like = sets[0]
     blocks = like.left.new_zeros(like.whole.shape[0], like.right.shape[1] // world.size)
+    weights = {id(o): three_weights(o.right, world.size) for o in sets}  # cut before anything is timed
 
     def sent(y: torch.Tensor) -> torch.Tensor:
         """[M/W, F] as blocks for the ranks, one after the other."""
         return y.unflatten(1, (world.size, -1)).transpose(0, 1).contiguous().flatten(0, 1)
 
-    weights = ThreeWeights(world.size)
-
-    def three_gemms(o: Operands) -> torch.Tensor:
-        y, works = o.left.new_empty(o.whole.shape[0], o.right.shape[1] // world.size), []
-        for right, (first, last) in zip(weights.of(o.right), _thirds(y.shape[1]), strict=True):
+    def three_gemms(o: Operands) -> tuple[torch.Tensor, ...]:
+        parts, works = [], []
+        for right in weights[id(o)]:
             part = sent(o.left @ right)
-            received = torch.empty_like(part)
-            work = dist.all_to_all_single(received, part, group=world.group, async_op=True)
-            works.append((work, received, part, slice(first, last)))
-        for work, received, _, where in works:
+            parts.append(torch.empty_like(part))
+            works.append((dist.all_to_all_single(parts[-1], part, group=world.group, async_op=True), part))
+        for work, _ in works:
             work.wait()
-            y[:, where] = received
-        return y
+        return tuple(parts)
 
     return {
         "sequence": lambda o: _exchange(sent(o.left @ o.right), world),
@@ -102,29 +103,20 @@ def _side_by_side(received: torch.Tensor, world: World) -> torch.Tensor:
     return received.unflatten(0, (world.size, -1)).transpose(0, 1).flatten(1)
 
 
-class ThreeWeights:
-    """The weights of q, k and v as three matrices, cut when a weight is first seen: in a model they are three parameters.
+def three_weights(right: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """right [K, F] as the weights of q, k and v, [K, a part of F] each, contiguous as in a model with three parameters.
 
-    Of the columns of each rank two thirds are q, a sixth k and a sixth v, as in Llama-3 8B.
+    Of the columns of each rank about two thirds are q, a sixth k and a sixth v, as in Llama-3 8B.
     """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._seen: dict[
-            int, tuple[torch.Tensor, list[torch.Tensor]]
-        ] = {}  # by id; the weight, so that it stays its id
-
-    def of(self, right: torch.Tensor) -> list[torch.Tensor]:
-        """Of right [K, F], as [K, a part of F] each."""
-        if id(right) not in self._seen:
-            rows = right.t().unflatten(0, (self._ranks, -1))
-            parts = [rows[:, first:last].flatten(0, 1).t() for first, last in _thirds(rows.shape[1])]
-            self._seen[id(right)] = right, parts
-        return self._seen[id(right)][1]
+    rows = right.t().unflatten(0, (ranks, -1))
+    return [rows[:, first:last].flatten(0, 1).t() for first, last in thirds(rows.shape[1])]
 
 
-def _thirds(columns: int) -> tuple[tuple[int, int], ...]:
-    """Where q, k and v are among a rank's columns."""
-    q = columns * 2 // 3
-    k = q + (columns - q) // 2
-    return (0, q), (q, k), (k, columns)
+def thirds(columns: int) -> tuple[tuple[int, int], ...]:
+    """Where q, k and v are among a rank's columns: at whole heads of 128, where there are so many columns.
+
+    Elsewhere rows of the product would not begin at 16 bytes: 683 of 4096 columns leave cuBLAS only kernels without TMA.
+    """
+    head = 128 if columns >= 6 * 128 else 1
+    k = max(1, round(columns / 6 / head)) * head
+    return (0, columns - 2 * k), (columns - 2 * k, columns - k), (columns - k, columns)

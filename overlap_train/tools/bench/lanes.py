@@ -15,6 +15,7 @@ Interval = tuple[float, float]  # start and end
 
 COMPUTATION, COMMUNICATION = ("gemm", "compute"), ("communication", "waiting")
 KINDS = ("gemm", "compute", "hidden", "exposed", "inside")  # what a legend explains
+STORING = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")  # kernels that may store at the peers
 NOTE = "Exposed: the GPU computes nothing meanwhile. What a kernel waits inside itself counts as GEMM."
 
 
@@ -25,6 +26,8 @@ def kind_of(span: Span, compute_stream: int, marker: str) -> str:
         return ""
     if "nccl" in name or "memcpy ptop" in name or ("memcpy" in name and span["stream"] != compute_stream):
         return "communication"
+    if any(part in name for part in ("flash", "fmha", "sdpa")):  # attention; torch's names its types as cutlass::...
+        return "compute"
     if any(part in name for part in ("gemm", "nvjet", "cutlass")):
         return "gemm"
     return "waiting" if any(part in name for part in ("wait", "meet_kernel", "barrier")) else "compute"
@@ -66,7 +69,7 @@ def perfect(spans: Sequence[Span]) -> float:
 def stored_inside(spans: Sequence[Span], is_direct: bool) -> list[Interval]:
     """Kernels of operators that store at the peers themselves: all of `direct`, else those beside which nothing is sent."""
     sent = union(spans, COMMUNICATION)
-    own = [span for span in spans if "all_gather_gemm" in span["name"] or "gemm_reduce_scatter" in span["name"]]
+    own = [span for span in spans if any(name in span["name"] for name in STORING)]
     return [
         (span["start"], span["end"])
         for span in own

@@ -52,7 +52,7 @@ def correct_runs(case: Case, inputs: Inputs, domain: OverlapDomain, session: Ses
         in_parts = case.kind in EXCHANGES
         runs[method] = exchanged(case, session, method) if in_parts else overlapped(case, domain, choice, inputs.first)
     correct = {}
-    for name, run in (runs | baselines_of(case, session.world, inputs.first)).items():
+    for name, run in (runs | baselines_of(case, session.world, (*inputs.sets, inputs.decoy))).items():
         problem = problem_of(case.name, run, inputs, session.world, is_exact=name not in TIMED_ONLY)
         if problem is None:
             correct[name] = run

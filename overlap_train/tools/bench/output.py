@@ -44,7 +44,10 @@ BLOCK_COLUMNS: Columns = (
     ("host µs", lambda row: round(row["host_us"])),
     ("NCCL", lambda row: row["sequence_ms"]),
     ("no exchange", lambda row: row["alone_ms"]),
+    ("TE", lambda row: row["te_ms"]),
+    ("TE, no exchange", lambda row: row["te_alone_ms"]),
     ("vs NCCL", speed_up),
+    ("vs TE", lambda row: _over(row, "te_ms")),
     ("ms/no exchange", lambda row: row["ms"] / row["alone_ms"]),
 )
 LAYER_COLUMNS: Columns = (
@@ -56,9 +59,12 @@ LAYER_COLUMNS: Columns = (
     ("GEMMs", lambda row: row["gemms_ms"]),
     ("Megatron-Core", lambda row: row["megatron_ms"]),
     ("async-TP", lambda row: row["async_tp_ms"]),
+    ("TE", lambda row: row["te_ms"]),
+    ("TE userbuffers", lambda row: row["te_userbuffers_ms"]),
     ("ms/GEMMs", lambda row: row["ms"] / row["gemms_ms"]),
     ("Megatron-Core/GEMMs", lambda row: None if row["megatron_ms"] is None else row["megatron_ms"] / row["gemms_ms"]),
     ("vs Megatron-Core", lambda row: _over(row, "megatron_ms")),
+    ("vs TE userbuffers", lambda row: _over(row, "te_userbuffers_ms")),
 )
 
 

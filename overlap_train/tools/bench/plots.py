@@ -180,7 +180,7 @@ def _layers(rows: list[Row], path: Path) -> Path:
         f"Layers: forward and backward over their six GEMMs alone, {rows[0]['world']} GPUs",
         f"Lower is better: 1.00 = all communication hidden ({PERFECT}).",
     )
-    panels = _ratios(rows, "gemms_ms", ("megatron", "async_tp"))
+    panels = _ratios(rows, "gemms_ms", dict.fromkeys(("megatron", "async_tp", "te", "te_userbuffers"), "gemms_ms"))
     return bars(panels, header, "time / GEMMs alone", path, start=1.0, limit=LONGEST)
 
 
@@ -189,17 +189,20 @@ def _blocks(rows: list[Row], path: Path) -> Path:
         f"Ulysses attention, forward and backward, over the same without exchanges, {rows[0]['world']} GPUs",
         f"Lower is better: 1.00 = all communication hidden ({PERFECT}).",
     )
-    panels = _ratios(rows, "alone_ms", ("sequence",))
+    # TransformerEngine's core attention is another one
+    panels = _ratios(rows, "alone_ms", {"sequence": "alone_ms", "te": "te_alone_ms"})
     return bars(panels, header, "time / block without exchange", path, start=1.0, limit=LONGEST)
 
 
-def _ratios(rows: list[Row], floor: str, rivals: tuple[str, ...]) -> dict[str, list[Bar]]:
-    """A panel for each layer and length: times of methods and rivals over that of `floor`."""
+def _ratios(rows: list[Row], floor: str, rivals: dict[str, str]) -> dict[str, list[Bar]]:
+    """A panel for each layer and length: times of methods over that of `floor`, and of rivals over one that each names."""
     panels = {}
     for (layer, seq), members in _grouped(rows, "layer", "seq").items():
-        times = {row["method"]: row["ms"] for row in members}
-        times |= {name: members[0][f"{name}_ms"] for name in rivals}
-        ratios = {name: ms / members[0][floor] for name, ms in times.items() if ms is not None}
+        ratios = {row["method"]: row["ms"] / row[floor] for row in members}
+        for name, limit in rivals.items():
+            ms, alone = (members[0].get(key) for key in (f"{name}_ms", limit))
+            if ms is not None and alone is not None:
+                ratios[name] = ms / alone
         shown = [Bar(look_of(n).label, n, ratios[n], f"{ratios[n]:.2f}", 1.0) for n in in_order(ratios)]
         panels[f"{layer}, s = {seq}"] = shown
     return panels

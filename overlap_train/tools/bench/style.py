@@ -39,13 +39,14 @@ class Look:
 
 
 # In the order of every picture: baselines first, ours last, the default last of all.
-# Okabe and Ito's colours, Tol's wine, olive and sand, greys: told apart by readers with any of the usual colour blindnesses
+# Okabe and Ito's colours, Tol's wine, olive and sand, brown, greys: told apart by readers with the usual colour blindnesses
 LOOKS = {
     "sequence": Look("NCCL + cuBLAS", "#999999", "h"),
     "megatron": Look("Megatron-Core", "#444444", "P"),
     "async_tp": Look("async-TP", "#999933", "X"),
     "three_gemms": Look("three GEMMs, asynchronous", "#DDAA33", "p"),
-    "te_userbuffers": Look("TransformerEngine", "#DDCC77", "*"),
+    "te": Look("TransformerEngine", "#DDCC77", "*"),
+    "te_userbuffers": Look("TE userbuffers", "#8C6D31", "d"),
     "collective": Look("collective", "#882255", "v"),
     "chunked": Look("chunked", "#CC79A7", "^"),
     "fused": Look("fused", "#009E73", "s"),

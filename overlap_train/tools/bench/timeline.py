@@ -1,4 +1,7 @@
-"""What one operator call does on the GPU: its kernels and copies on a time axis, from the profiler, as JSON and as a picture.
+"""What one call does on the GPU: its kernels and copies on a time axis, from the profiler, as JSON and as a picture.
+
+    linears   both operators of a Llama-3-8B MLP, forward
+    ulysses   a Ulysses attention block of Llama-3 8B, forward: projections, exchanges, rotation, attention
 
 torchrun --standalone --nproc-per-node 4 -m overlap_train bench timeline --out runs/h200x4     (records, on GPUs)
 overlap-train bench plot runs/h200x4                                                           (draws, anywhere)
@@ -18,19 +21,24 @@ import torch.distributed as dist
 from ...config import OverlapConfig
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ...runtime.registry import shutdown
+from ..measure.models import MODELS
 from ..measure.world import World
+from .attention_blocks import overlapped
+from .attention_data import Data
 from .lanes import KINDS, NOTE, Span, between, draw_lanes, label_lanes, perfect
 from .style import canvas, in_order, save
 
 METHODS = ("collective", "chunked", "fused", "direct")
-# Llama-3-8B MLP at s = 8192: M, features in, features out of the first and the second linear
-M, HIDDEN, FFN = 8192, 4096, 14336
+# M, features in, features out of the first and the second linear of the MLP; the block has as many tokens in all
+MODEL, M, HIDDEN, FFN = "llama3-8b", 8192, 4096, 14336
 
 MARKER = "fillfunctor"  # the kernel between two calls
+OWN_MARKER = f"{MARKER}<short>"  # of 16-bit integers, with which no model fills anything
+Calls = dict[str, Callable[[], Any]]  # by "operator method"
 
 
-def record(out: Path, here: World) -> None:
-    """Profile forward calls of both operators by each method; rank 0 writes its own view.
+def record(out: Path, what: str, here: World) -> None:
+    """Profile forward calls of `what` by each method; rank 0 writes its own view.
 
     Raises:
         ValueError: there are no GPUs.
@@ -39,28 +47,48 @@ def record(out: Path, here: World) -> None:
         raise ValueError(
             "bench timeline records GPUs, and this process sees none; to draw a recording: bench plot FOLDER"
         )
-    device, world = here.device, here.size
-    x = torch.randn(M // world, HIDDEN, device=device, dtype=torch.bfloat16)
-    h = torch.randn(M, FFN // world, device=device, dtype=torch.bfloat16)
-    w1 = torch.randn(FFN // world, HIDDEN, device=device, dtype=torch.bfloat16)
-    w2 = torch.randn(HIDDEN, FFN // world, device=device, dtype=torch.bfloat16)
-    calls: dict[str, list[Span]] = {}
-    for method in METHODS:
-        settings = {"group": here.group, "config": OverlapConfig(method=method)}
-        calls[f"all_gather_linear {method}"] = _profile(partial(all_gather_linear, x, w1, **settings))
-        calls[f"linear_reduce_scatter {method}"] = _profile(partial(linear_reduce_scatter, h, w2, **settings))
+    calls, shape = WHAT[what](here)
+    with torch.no_grad():
+        spans = {name: _profile(call) for name, call in calls.items()}
     if here.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        shape = {"m": M, "hidden": HIDDEN, "ffn": FFN, "world": world, "dtype": "bfloat16"}
-        head = {"hardware": torch.cuda.get_device_name(device), "torch": torch.__version__, "shape": shape}
-        (out / "timeline.json").write_text(json.dumps({**head, "calls": calls}, indent=1))
+        head = {"hardware": torch.cuda.get_device_name(here.device), "torch": torch.__version__}
+        shape |= {"world": here.size, "dtype": "bfloat16"}
+        (out / "timeline.json").write_text(json.dumps({**head, "shape": shape, "calls": spans}, indent=1))
     shutdown()
     dist.destroy_process_group()
 
 
+def _linears(here: World) -> tuple[Calls, dict[str, Any]]:
+    """The calls, and their sizes."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=here.device, dtype=torch.bfloat16)
+
+    x, h = normal(M // here.size, HIDDEN), normal(M, FFN // here.size)
+    w1, w2 = normal(FFN // here.size, HIDDEN), normal(HIDDEN, FFN // here.size)
+    calls: Calls = {}
+    for method in METHODS:
+        settings: Any = {"group": here.group, "config": OverlapConfig(method=method)}
+        calls[f"all_gather_linear {method}"] = partial(all_gather_linear, x, w1, **settings)
+        calls[f"linear_reduce_scatter {method}"] = partial(linear_reduce_scatter, h, w2, **settings)
+    return calls, {"m": M, "hidden": HIDDEN, "ffn": FFN}
+
+
+def _ulysses(here: World) -> tuple[Calls, dict[str, Any]]:
+    """The calls, and what they are of."""
+    data = Data.make(MODELS[MODEL], M, here, torch.bfloat16, seed=0)
+    configs = {method: OverlapConfig(method=method) for method in METHODS}
+    calls = {f"attention {method}": partial(overlapped, config, here.group, data) for method, config in configs.items()}
+    return dict(calls), {"model": MODEL, "tokens": M}
+
+
+WHAT: dict[str, Callable[[World], tuple[Calls, dict[str, Any]]]] = {"linears": _linears, "ulysses": _ulysses}
+
+
 def _profile(call: Callable[[], Any]) -> list[Span]:
     """Device intervals of the third of three back-to-back calls after warm-up: name, stream, start and end in microseconds."""
-    marker = torch.zeros(1, device="cuda")  # its kernels separate the calls on the compute stream
+    marker = torch.zeros(1, dtype=torch.int16, device="cuda")  # its kernels separate the calls on the compute stream
     for _ in range(5):
         call()
     torch.cuda.synchronize()
@@ -97,18 +125,18 @@ def device_spans(work: Callable[[], object], head_start_cycles: int) -> list[Spa
 
 def last_call(spans: Sequence[Span]) -> list[Span]:
     """The work between the last two markers, starting at 0. Markers run on the compute stream, which every call joins."""
-    *_, first, last = sorted((span for span in spans if MARKER in span["name"].lower()), key=lambda span: span["end"])
+    fills = sorted((span for span in spans if MARKER in span["name"].lower()), key=lambda span: span["end"])
+    *_, first, last = [span for span in fills if OWN_MARKER in span["name"].lower()] or fills  # older records: 32-bit
     return between(spans, first["end"], last["end"], first["stream"], MARKER)
 
 
 def draw(recording: dict[str, Any], path: Path) -> Path:
-    """The last recorded call of each method: forward of a column linear on the left, of a row linear on the right."""
+    """The last recorded call of each method; of linears the column linear's on the left, the row linear's on the right."""
     calls = {tuple(title.split()): last_call(spans) for title, spans in recording["calls"].items()}
     methods, operators = in_order({method for _, method in calls}), list(dict.fromkeys(name for name, _ in calls))
-    shape = recording["shape"]
     header = (
-        f"One forward call by each method, {shape['world']} x {recording['hardware']}",
-        f"Shorter is better. M = {shape['m']}, hidden {shape['hidden']}, FFN {shape['ffn']}, bf16.",
+        f"One forward call by each method, {recording['shape']['world']} x {recording['hardware']}",
+        f"Shorter is better. {_sizes(recording['shape'])}, bf16.",
         NOTE,
     )
     figure, grid = canvas(len(methods) * len(operators), len(operators), 1.05, header, (*KINDS, "bound"), sharex=True)
@@ -122,3 +150,9 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
                 axes.axvline(perfect(one_after_the_other), color="black", linewidth=2)
     label_lanes(grid)
     return save(figure, path)
+
+
+def _sizes(shape: dict[str, Any]) -> str:
+    if "tokens" in shape:
+        return f"Ulysses attention block of {shape['model']}, {shape['tokens']} tokens"
+    return f"M = {shape['m']}, hidden {shape['hidden']}, FFN {shape['ffn']}"

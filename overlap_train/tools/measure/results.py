@@ -38,6 +38,11 @@ class Results:
         if self.path is not None:
             write_json(self.path, self.rows, self.hardware)
 
+    def revise(self, rows: list[Row]) -> None:
+        """Instead of the rows that were added last, as many that were measured again."""
+        self.rows = self.rows[: len(self.rows) - len(rows)]
+        self.add(rows)
+
     def note(self, text: str, failure: bool) -> None:
         """failure: one of our own methods, or what all are compared with, went wrong."""
         self.notes.append(("FAILED " if failure else "") + text)
@@ -83,7 +88,15 @@ def versions() -> dict[str, str]:
         driver = Path("/proc/driver/nvidia/version")
         if driver.exists():
             found["driver"] = driver.read_text().splitlines()[0]
-    for package in ("triton", "megatron-core", "nvshmem4py-cu13", "nvidia-nvshmem-cu13", "overlap-train"):
+    packages = (
+        "triton",
+        "megatron-core",
+        "nvshmem4py-cu13",
+        "nvidia-nvshmem-cu13",
+        "transformer-engine",
+        "overlap-train",
+    )
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -29,7 +29,7 @@ from .results import Results
 from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
 
-Run = Callable[[Operands], torch.Tensor]
+Run = Callable[[Operands], torch.Tensor | tuple[torch.Tensor, ...]]  # a tuple: columns of the result, side by side
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _try(name: str, run: Run, inputs: Inputs, reference: Reference | None) -> No
     result = run(inputs.first)
     check_timeouts()
     if reference is not None:
-        check(name, result, reference)
+        check(name, result if isinstance(result, torch.Tensor) else torch.cat(result, dim=1), reference)
 
 
 def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> EnginePlan:

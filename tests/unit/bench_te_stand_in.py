@@ -1,0 +1,145 @@
+"""A stand-in for TransformerEngine, which is not installed where the tests run: what the benchmark calls of it, over gloo.
+
+`install(folder)` makes it importable for programs that start in a folder. It refuses what the real one refuses: userbuffers that
+exist already, linears whose communicator has another shape, and userbuffers that would use multicast.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.nn import functional as differentiable
+
+UserBufferQuantizationMode = Enum("UserBufferQuantizationMode", ["NONE"])
+_buffers: list[int] | None = None  # shape
+
+
+def install(folder: Path) -> None:
+    """Make `import transformer_engine` find this file."""
+    package = folder / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(Path(__file__).read_text())
+
+
+def initialize_ub(
+    shape: list[int],
+    tp_size: int,
+    *,
+    quantization_modes: list[Any],
+    dtype: torch.dtype,
+    ub_cfgs: dict[str, Any],
+    bootstrap_backend: str,
+) -> None:
+    global _buffers
+    assert _buffers is None, "UB communicators are already initialized."
+    assert os.environ["UB_SKIPMC"] == "1" and tp_size == dist.get_world_size() and bootstrap_backend == "gloo"
+    assert set(ub_cfgs) == {"qkv_dgrad", "proj_fprop"}
+    _buffers = shape
+    print(f"userbuffers {shape}")
+
+
+def destroy_ub() -> None:
+    global _buffers
+    _buffers = None
+
+
+class _Gather(torch.autograd.Function):
+    """x [M/W, K] -> [M, K]; its backward scatters the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        whole = x.new_empty(len(x) * dist.get_world_size(group), x.shape[1])
+        dist.all_gather_into_tensor(whole, x, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Scatter.apply(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """The other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        own = x.new_empty(len(x) // dist.get_world_size(group), x.shape[1])
+        dist.reduce_scatter_tensor(own, x.contiguous(), group=group)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Gather.apply(grad.contiguous(), ctx.group), None
+
+
+class Linear(torch.nn.Module):
+    """te.pytorch.Linear, column or row parallel."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, parallel_mode: str, bias: bool, sequence_parallel: bool, tp_group: Any,
+        tp_size: int, params_dtype: torch.dtype, device: torch.device, ub_name: str = "", **overlapped: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert sequence_parallel and not bias
+        assert bool(ub_name) == bool(overlapped)
+        shape = (
+            (out_features // tp_size, in_features)
+            if parallel_mode == "column"
+            else (out_features, in_features // tp_size)
+        )
+        self.parallel_mode, self.group, self.ub_name = parallel_mode, tp_group, ub_name
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_column = self.parallel_mode == "column"
+        whole = _Gather.apply(x, self.group) if is_column else F.linear(x, self.weight)
+        assert not self.ub_name or list(whole.shape) == _buffers, f"{self.ub_name}: buffers of {_buffers}"
+        return F.linear(whole, self.weight) if is_column else _Scatter.apply(whole, self.group)
+
+
+class DotProductAttention(torch.nn.Module):
+    """te.pytorch.DotProductAttention, causal, [s/W, b, heads, dim] -> [s/W, b, heads * dim]; sequences lie in a zigzag."""
+
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        *,
+        num_gqa_groups: int,
+        attention_dropout: float,
+        qkv_format: str,
+        attn_mask_type: str,
+    ) -> None:
+        super().__init__()
+        assert (attention_dropout, qkv_format, attn_mask_type) == (0.0, "sbhd", "causal")
+        self.shape = heads, num_gqa_groups, dim
+
+    group: Any = None
+
+    def set_context_parallel_group(self, group: Any, ranks: list[int], stream: Any, cp_comm_type: str) -> None:
+        assert cp_comm_type == "a2a" and ranks == list(range(dist.get_world_size(group)))
+        self.group = group
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert (q.shape[2], k.shape[2], q.shape[3]) == self.shape
+        if self.group is None:
+            return _causal(q, k, v)
+        world = dist.get_world_size(self.group)
+        whole = [torch.cat(differentiable.all_gather(x, group=self.group)) for x in (q, k, v)]
+        chunks = torch.arange(len(q) * world).view(2 * world, -1)
+        held = torch.cat([chunks[[rank, 2 * world - 1 - rank]].flatten() for rank in range(world)])
+        out = _causal(*(x[held.argsort()] for x in whole))
+        return out[held].chunk(world)[dist.get_rank(self.group)]
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
