@@ -127,7 +127,8 @@ def test_a_graph_variant_is_its_eager_twin_but_for_the_flag(monkeypatch: pytest.
     monkeypatch.setattr(variants, "with_graph", lambda trainer: trainer)
     overlap = OverlapConfig(method="chunked")
     names = ("overlap", "overlap_graph again", "megatron", "megatron_graph", "fused")
-    main_grads = [variants.build_variant(name, SETTINGS, overlap, CUDA)[1] for name in names]
+    layouts: Any = SimpleNamespace(use=lambda settings: None)
+    main_grads = [variants.build_variant(name, SETTINGS, overlap, CUDA, layouts).main_grad for name in names]
     assert [settings.cuda_graph for settings, _ in built] == [0, 1, 0, 1, 0]
     assert [config for _, config in built] == [overlap, overlap, None, None, OverlapConfig(method="fused")]
     assert main_grads == ["accumulate", "accumulate", "off", "off", "accumulate"]
