@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+import overlap_train
 from gpt.program import RecipeError
 from gpt.settings import Settings
 from mfu import layer_timeline
@@ -94,6 +95,7 @@ def start_all(plan: Plan, shared: Shared, measured: Measured, world: World) -> d
         if problem is None:
             world.say(f" {shared.settings.model}: building {name}")
             problem = world.attempt(lambda name=name: trained.update({name: start(name, shared)}))
+            _begin_anew(problem, trained, world)
         problem = problem or _other_weights(trained, name, world)
         if problem is not None:
             trained.pop(name, None)
@@ -151,6 +153,7 @@ def train_in_turns(plan: Plan, trained: dict[str, Trained], measured: Measured, 
                 trained.pop(name)
                 measured.step_ms.pop(name)
                 _leave_out(name, problem, measured, world)
+                _begin_anew(problem, trained, world)
         if not trained:
             raise RecipeError(f"--model {measured.settings.model}: every variant failed: {_reasons(measured)}")
         times = ", ".join(f"{name} {measured.step_ms[name][-1]:.1f}" for name in trained)
@@ -159,7 +162,15 @@ def train_in_turns(plan: Plan, trained: dict[str, Trained], measured: Measured, 
 
 def _take_turn(plan: Plan, run: Trained, measured: Measured, world: World) -> None:
     timings = measure({run.name: run.step}, Pace(1, plan.round_steps), world.group, world.device)
+    overlap_train.check()  # a wait that gave up in these steps has left NaN
     measured.step_ms[run.name].append(timings[run.name].ms)
+
+
+def _begin_anew(problem: str | None, trained: dict[str, Trained], world: World) -> None:
+    """Where a wait has given up: give the other variants new symmetric memory, since in the old one every call would raise that
+    again. Not under graphs, which hold its addresses. Collective."""
+    if world.any(problem is not None and "Overlap" in problem) and not any(map(is_graph, trained)):
+        world.attempt(overlap_train.shutdown)
 
 
 def has_alone(name: str) -> bool:

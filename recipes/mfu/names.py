@@ -34,17 +34,17 @@ def default_variants(cp: int) -> tuple[str, ...]:
     return ULYSSES_DEFAULTS if cp > 1 else TENSOR_PARALLEL_DEFAULTS
 
 
-def pairing_problem(variants: Sequence[str], cp: int, models: int) -> str | None:
-    """Why these variants cannot be compared over `cp` context-parallel ranks, on so many models; or None."""
-    for name in variants:
+def pairing_problem(names: Sequence[str], cp: int, models: int) -> str | None:
+    """Why variants and repetitions cannot be compared over `cp` context-parallel ranks, on so many models; or None."""
+    for name in names:
         if cp > 1 and name in _NOT_ULYSSES:
             return f"--variants {name} with --cp {cp}: {_NOT_ULYSSES[name]}"
         if cp == 1 and name == DATA_PARALLEL:
             return (
                 f"--variants {name} without --cp: there is no context parallelism to compare it with; take {MEGATRON}"
             )
-        if models > 1 and name in USERBUFFERS:
-            return f"--variants {name}: userbuffers are made once a process, for one model; give one --model"
+        if bare(name) in USERBUFFERS and (models > 1 or name.endswith(AGAIN)):
+            return f"{bare(name)}: userbuffers are made once a process, for one --model and without --repeat"
     return None
 
 

@@ -39,7 +39,9 @@ class Plan:
     layers: tuple[int, ...] = option((), "one number a model; without it, a few", parse=positive_int, metavar="N,...")
     seq_length: int = option(8192, "tokens in a sample")
     tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --cp leaves")
-    cp: int = option(1, "context-parallel ranks (Ulysses): each has a part of every sequence", parse=positive_int)
+    cp: int = option(
+        1, "context-parallel ranks (Ulysses): each has a part of every sequence", parse=positive_int, metavar="N"
+    )
     micro_batch_size: int = option(1, "samples of one forward and backward pass on one rank")
     global_batch_size: int = option(0, "samples of one step; 0: one micro-batch for each data-parallel replica")
     steps: int = option(30, "timed steps of each variant", parse=positive_int)
@@ -103,7 +105,7 @@ def _completed(plan: Plan) -> Plan:
         repeat=tuple(dict.fromkeys(plan.repeat)) or ((OVERLAP,) if plan.bitwise else ()),
         **({"steps": 10, "round_steps": 2} if plan.quick else {}),
     )
-    if problem := pairing_problem(plan.variants, plan.cp, len(plan.model)):
+    if problem := pairing_problem(plan.names, plan.cp, len(plan.model)):
         raise RecipeError(problem)
     for name in plan.repeat:
         if name not in plan.variants:

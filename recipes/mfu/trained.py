@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from gpt.data import Batch, batches, build_datasets
+import overlap_train
+from gpt.data import Batch, batches, training_samples
 from gpt.graph import GraphedTrainer
 from gpt.settings import Settings
 from gpt.training import Trainer, data_share, micro_batches
@@ -94,7 +95,7 @@ class Shared:
         """The micro-batches of every step that this rank sees, on the device before anything is timed; collective."""
         self.layouts.use(settings)
         if settings.cp not in self._batches:
-            stream = batches(build_datasets(settings).train, 0, settings, data_share(), self.device)
+            stream = batches(training_samples(settings), 0, settings, data_share(), self.device)
             self._batches[settings.cp] = list(islice(stream, settings.train_iters * micro_batches(settings)))
         return self._batches[settings.cp]
 
@@ -119,6 +120,7 @@ def start(name: str, shared: Shared) -> Trained:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         trained.peak_bytes = trained.held_bytes + torch.cuda.max_memory_allocated(device) - during
+    overlap_train.check()
     return trained
 
 

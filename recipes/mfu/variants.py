@@ -36,10 +36,6 @@ from mfu.names import (
 from overlap_train import OverlapConfig
 from overlap_train.tools.bench.async_tp import AsyncColumn, AsyncRow
 
-NO_TRANSFORMER_ENGINE = (
-    "TransformerEngine is not installed; install it (pip install --no-build-isolation 'transformer_engine[pytorch]'), or leave "
-    "this variant out of --variants"
-)
 ALONE = (MEGATRON, DATA_PARALLEL, TE)  # also run where there is nothing to overlap
 
 
@@ -63,7 +59,10 @@ def obstacle(name: str, settings: Settings, device: torch.device) -> str | None:
         problem = "CUDA graphs need CUDA devices" if device.type != "cuda" else graph_problem(settings)
         return problem or obstacle(GRAPHS[variant], settings, device)
     if is_transformer_engine(variant) and not megatron_te.HAVE_TE:
-        return NO_TRANSFORMER_ENGINE
+        return (
+            "TransformerEngine is not installed; install it (pip install --no-build-isolation 'transformer_engine[pytorch]'), "
+            "or leave this variant out of --variants"
+        )
     if settings.tp == settings.cp == 1 and variant not in ALONE:
         return "tensor-parallel size 1: nothing to overlap"
     if variant == ASYNC_TP and device.type != "cuda":
