@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Records what lies under benchmarks/h200x4 on this machine's GPUs, with pictures; about eleven minutes on 4 x H200:
+# Records what lies under benchmarks/h200x4 on this machine's GPUs, with pictures; about twenty minutes on 4 x H200:
 #   benchmarks/record.sh FOLDER [SECONDS]
 # SECONDS: start nothing that would end later, and stop what does (default 3600). Needs .venv, which any make target makes.
 # Set CONNECTIONS for another CUDA_DEVICE_MAX_CONNECTIONS than 1, STEPS for some of the steps below only.
@@ -38,6 +38,7 @@ step tune-70b 25 -m overlap_train tune --model llama3-70b --seq 8192
 mlps="11008,4096 14336,4096 28672,8192 53248,16384 29568,8192" # the weights of the operator benchmark: N,K of the columns
 # shellcheck disable=SC2086,SC2046
 step tune-operators 40 -m overlap_train tune --seq 8192 --column $mlps --row $(sed -E 's/([0-9]+),([0-9]+)/\2,\1/g' <<<"$mlps")
+step tune-ulysses 60 -m overlap_train tune --model llama3-8b --ulysses --seq 32768
 step operators 35 -m overlap_train bench operators --methods auto,fused,direct,chunked --out "$out"
 step layers 50 -m overlap_train bench layers --methods auto,fused,direct,chunked --out "$out"
 step small_m 30 -m overlap_train bench operators --rows 256 512 1024 --methods auto,fused,direct,collective --out "$out/small_m"
@@ -55,6 +56,23 @@ step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 20
   --repeat megatron,overlap --out "$out/loss"
 step bitwise 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
   --bitwise --out "$out/bitwise"
+# Ulysses over all GPUs, with whole weights on each: five or six models of 18 GB stand side by side on 2 GPUs. A method that hangs
+# gives up after a minute, and the others go on.
+ulysses="$mfu --cp $gpus --model llama3-8b --layers 2 --overlap-train-timeout-s 60"
+# shellcheck disable=SC2086
+step mfu_ulysses 150 $ulysses --seq-length 32768 --quick --out "$out/mfu_ulysses"
+# shellcheck disable=SC2086
+step loss_ulysses 150 $ulysses --seq-length 4096 --loss-steps 200 --round-steps 20 \
+  --variants data_parallel,nccl,chunked,fused,direct --repeat data_parallel --out "$out/loss_ulysses"
+# shellcheck disable=SC2086
+step bitwise_ulysses 90 $ulysses --seq-length 4096 --loss-steps 100 --round-steps 20 --bitwise \
+  --variants chunked,fused,direct --repeat chunked,fused,direct --out "$out/bitwise_ulysses"
+if .venv/bin/python -c 'import transformer_engine.pytorch' 2>/dev/null; then
+  step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick \
+    --variants te,te_userbuffers,te_userbuffers_ring,te_overlap --out "$out/mfu_te"
+elif [[ " ${STEPS:-mfu_te} " == *" mfu_te "* ]]; then
+  echo "mfu_te: left out, TransformerEngine is not installed (pip install --no-build-isolation 'transformer_engine[pytorch]')"
+fi
 for folder in "$out" "$out/small_m" "$out/sweep" "$out/ulysses"; do
   [ ! -d "$folder" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
