@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Records what lies under benchmarks/h200x4 on this machine's GPUs, with pictures; about eleven minutes on 4 x H200:
+# Records what lies under benchmarks/h200x4 on this machine's GPUs, with pictures; about twenty minutes on 4 x H200:
 #   benchmarks/record.sh FOLDER [SECONDS]
 # SECONDS: start nothing that would end later, and stop what does (default 3600). Needs .venv, which any make target makes.
 # Set CONNECTIONS for another CUDA_DEVICE_MAX_CONNECTIONS than 1, STEPS for some of the steps below only. Those with TransformerEngine
@@ -53,6 +53,7 @@ step tune-70b 25 -m overlap_train tune --model llama3-70b --seq 8192
 mlps="11008,4096 14336,4096 28672,8192 53248,16384 29568,8192" # the weights of the operator benchmark: N,K of the columns
 # shellcheck disable=SC2086,SC2046
 step tune-operators 40 -m overlap_train tune --seq 8192 --column $mlps --row $(sed -E 's/([0-9]+),([0-9]+)/\2,\1/g' <<<"$mlps")
+step tune-ulysses 60 -m overlap_train tune --model llama3-8b --ulysses --seq 32768
 step operators 35 -m overlap_train bench operators --methods auto,fused,direct,chunked --out "$out"
 step layers 50 -m overlap_train bench layers --methods auto,fused,direct,chunked --out "$out"
 te_step layers_te 150 -m overlap_train bench layers --methods auto,direct --out "$out/te"
@@ -74,6 +75,19 @@ step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 20
   --repeat megatron,overlap --out "$out/loss"
 step bitwise 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
   --bitwise --out "$out/bitwise"
+# Ulysses over all GPUs, with whole weights on each: five or six models of 18 GB stand side by side on 2 GPUs. A method that hangs
+# gives up after a minute, and the others go on.
+ulysses="$mfu --cp $gpus --model llama3-8b --layers 2 --overlap-train-timeout-s 60"
+# shellcheck disable=SC2086
+step mfu_ulysses 150 $ulysses --seq-length 32768 --quick --out "$out/mfu_ulysses"
+# shellcheck disable=SC2086
+step loss_ulysses 150 $ulysses --seq-length 4096 --loss-steps 200 --round-steps 20 \
+  --variants data_parallel,nccl,chunked,fused,direct --repeat data_parallel --out "$out/loss_ulysses"
+# shellcheck disable=SC2086
+step bitwise_ulysses 90 $ulysses --seq-length 4096 --loss-steps 100 --round-steps 20 --bitwise \
+  --variants chunked,fused,direct --repeat chunked,fused,direct --out "$out/bitwise_ulysses"
+te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick \
+  --variants te,te_userbuffers,te_userbuffers_ring,te_overlap --out "$out/mfu_te"
 for folder in "$out" "$out/small_m" "$out/sweep" "$out/ulysses" "$out/te" "$out/te/ulysses"; do
   [ ! -d "$folder" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done

@@ -2,11 +2,12 @@
 
     torchrun --standalone --nproc-per-node 4 recipes/compare_mfu.py --model llama3-8b,llama3-70b --global-batch-size 4
 
-Variants: Megatron-Core alone, overlap_train, and PyTorch's async-TP where it can run. All are alive at the same time, each with
-its own model and optimizer, and take turns of a few steps. For each: step time, tokens/s/GPU, model TFLOP/s/GPU and MFU (FLOPs
-and peak: recipes/mfu/flops.py), communication that is not hidden (recipes/mfu/alone.py), losses and memory. Writes mfu.json,
-mfu.md and mfu.png, losses.json and timeline.json, and for each model loss-*.png and, on GPUs, timeline-*.png. docs/recipes.md
-explains the figures.
+Variants: Megatron-Core alone, overlap_train, and PyTorch's async-TP where it can run; with --cp Ulysses by each method; when
+asked for, TransformerEngine's modules with and without userbuffers. All are alive at the same time, each with its own model and
+optimizer, and take turns of a few steps. For each: step time, tokens/s/GPU, model TFLOP/s/GPU and MFU (FLOPs and peak:
+recipes/mfu/flops.py), communication that is not hidden (recipes/mfu/alone.py), losses and memory. Writes mfu.json, mfu.md and
+mfu.png, losses.json and timeline.json, and for each model loss-*.png and, on GPUs, timeline-*.png. docs/recipes.md explains the
+figures.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ def main() -> int:
     """Run the comparison in this process; returns the exit status."""
     check_packages("compare_mfu")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # CUDA reads it when it starts; Megatron-Core asks for 1
+    os.environ.setdefault(
+        "UB_SKIPMC", "1"
+    )  # TransformerEngine's userbuffers without NVLink multicast, as all others here
     from gpt.program import run_program
 
     return run_program("compare_mfu", lambda: compare(sys.argv[1:]))
@@ -50,21 +54,19 @@ def compare(arguments: list[str]) -> None:
         settings_for(plan, number, int(os.environ.get("WORLD_SIZE", "1")))
     world = join_ranks()
     import torch  # from here on imports take seconds, which --help and a wrong flag need not wait for
-    from megatron.core import parallel_state
 
     from gpt.run import make_deterministic
     from mfu import measuring
+    from mfu.current import Layouts
     from mfu.results import Writer
     from overlap_train.integrations.megatron import run_without_cuda
 
     run_without_cuda()
-    writer = Writer(plan, world)
+    writer, layouts = Writer(plan, world), Layouts()
     for number in range(len(plan.model)):
         settings = settings_for(plan, number, world.size)
         make_deterministic(settings)
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.tp)
-        writer.add(measuring.compare(plan, number, overlap, world))
+        writer.add(measuring.compare(plan, number, overlap, world, layouts))
         gc.collect()  # a model and its optimizer refer to each other
         if world.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -15,6 +15,7 @@ BYTES = 256
 BLOCK = 1024
 VALIDATION_EVERY = 20
 ADD_K = 0.1
+PARTS = ("training", "validation")
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,16 @@ class Corpus:
         return digest.hexdigest()
 
 
-def read_corpus(path: str, seq_length: int) -> Corpus:
+def read_corpus(path: str, seq_length: int, used: tuple[str, ...] = PARTS) -> Corpus:
     """The corpus of the file `path`, or of the topics of Python's help() where `path` is empty. It stays in memory.
 
     Raises:
-        RecipeError: the file cannot be read, or a part is too short for one sample of `seq_length` bytes.
+        RecipeError: the file cannot be read, or a part that is `used` is too short for one sample of `seq_length` bytes.
     """
     name, text = (f"--text {path}", _read(Path(path))) if path else ("pydoc_data.topics", _help_topics())
     corpus = split(np.frombuffer(text, dtype=np.uint8))
-    for part, content in (("training", corpus.train), ("validation", corpus.valid)):
-        if len(content) <= seq_length:
+    for part, content in zip(PARTS, (corpus.train, corpus.valid), strict=True):
+        if part in used and len(content) <= seq_length:
             raise RecipeError(
                 f"--seq-length {seq_length}: the {part} part of {name} has only {len(content)} bytes; "
                 "give a longer text or a shorter --seq-length"

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from gpt.corpus import Corpus, read_corpus
+from gpt.corpus import PARTS, Corpus, read_corpus
 from gpt.settings import Settings
 from gpt.world import on_every_rank
 
@@ -73,10 +73,19 @@ def build_datasets(settings: Settings) -> Datasets:
     Raises:
         RecipeError: on every rank, for a text that one of them cannot use.
     """
-    found: list[Corpus] = []
-    on_every_rank(lambda: found.append(read_corpus(settings.text, settings.seq_length)))
-    corpus, length = found[0], settings.seq_length
+    corpus, length = _corpus(settings, PARTS), settings.seq_length
     return Datasets(Samples(corpus.train, length, settings.seed), Samples(corpus.valid, length), corpus.key)
+
+
+def training_samples(settings: Settings) -> Samples:
+    """Those of build_datasets, for a program that does not validate: samples may be longer than the validation part."""
+    return Samples(_corpus(settings, PARTS[:1]).train, settings.seq_length, settings.seed)
+
+
+def _corpus(settings: Settings, used: tuple[str, ...]) -> Corpus:
+    found: list[Corpus] = []
+    on_every_rank(lambda: found.append(read_corpus(settings.text, settings.seq_length, used)))
+    return found[0]
 
 
 def batches(samples: Samples, first: int, settings: Settings, share: Share, device: torch.device) -> Iterator[Batch]:

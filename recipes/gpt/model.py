@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +34,24 @@ class Model:
     stream: torch.cuda.Stream | None = None  # the one to train in, with --cuda-graph 1
 
 
+@dataclass(frozen=True)
+class Modules:
+    """Whose modules a model is built of: a block spec, and what these need in TransformerConfig."""
+
+    block_spec: Callable[[TransformerConfig], Any] = gpt_block_spec
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
 Change = Callable[[GPTModel], None]
+OURS = Modules()  # our norm and attention, Megatron's linears
 
 
 def build_model(
-    settings: Settings, overlap: OverlapConfig | None, device: torch.device, change: Change | None = None
+    settings: Settings,
+    overlap: OverlapConfig | None,
+    device: torch.device,
+    change: Change | None = None,
+    modules: Modules = OURS,
 ) -> Model:
     """Build it on `device`: bf16 on a GPU, fp32 on the CPU, with overlapped linears where `overlap` is given.
 
@@ -46,7 +60,7 @@ def build_model(
     """
     on_gpu = device.type == "cuda"
     prepare_random_states(settings)
-    bare = _with_weights(settings, on_gpu).to(device)
+    bare = _with_weights(settings, on_gpu, modules).to(device)
     if overlap is not None:
         if settings.experts:
             overlap = replace(overlap, slots=tuple(slot for slot in overlap.slots if slot not in DENSE_ONLY))
@@ -68,15 +82,15 @@ def _ddp_config(on_gpu: bool) -> DistributedDataParallelConfig:
     )
 
 
-def _with_weights(settings: Settings, on_gpu: bool) -> GPTModel:
+def _with_weights(settings: Settings, on_gpu: bool, modules: Modules) -> GPTModel:
     """`bare_model` with its initial weights. Each stage of the small model takes its part of the whole model's."""
     is_small = settings.model == SMALL
     seed = settings.seed if is_small else settings.seed + 100 * _stage(settings)  # as Megatron-LM has it
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
     if settings.pp == 1 or not is_small:
-        return bare_model(settings, on_gpu)
-    whole, part = bare_model(replace(settings, pp=1), on_gpu), bare_model(settings, on_gpu)
+        return bare_model(settings, on_gpu, modules)
+    whole, part = bare_model(replace(settings, pp=1), on_gpu, modules), bare_model(settings, on_gpu, modules)
     _take_weights(part, whole)
     return part
 
@@ -90,14 +104,14 @@ def _take_weights(part: GPTModel, whole: GPTModel) -> None:
         parameter.copy_(source[re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + first}.", name)])
 
 
-def bare_model(settings: Settings, on_gpu: bool) -> GPTModel:
-    """Megatron's model that the settings describe, with our norm and attention: the whole, or this rank's pipeline stage."""
+def bare_model(settings: Settings, on_gpu: bool, modules: Modules = OURS) -> GPTModel:
+    """Megatron's model that the settings describe: the whole, or this rank's pipeline stage."""
     if settings.experts and not on_gpu:
         raise RecipeError(f"--model {settings.model} has experts, which Megatron-Core runs on GPUs only")
-    config, stage = transformer_config(settings, on_gpu), _stage(settings)
+    config, stage = transformer_config(settings, on_gpu, modules.config), _stage(settings)
     return GPTModel(
         config,
-        gpt_block_spec(config),
+        modules.block_spec(config),
         vocab_size=settings.vocabulary_rows,
         max_sequence_length=settings.seq_length,
         pre_process=stage == 0,
@@ -113,8 +127,8 @@ def _stage(settings: Settings) -> int:
     return parallel_state.get_pipeline_model_parallel_rank() if settings.pp > 1 else 0
 
 
-def transformer_config(settings: Settings, on_gpu: bool) -> TransformerConfig:
-    """Megatron's description of the model. No dropout, so a resumed run needs no random state."""
+def transformer_config(settings: Settings, on_gpu: bool, others: Mapping[str, Any] = OURS.config) -> TransformerConfig:
+    """Megatron's description of the model, with these other fields. No dropout, so a resumed run needs no random state."""
     dtype = torch.bfloat16 if on_gpu else torch.float32
     several_stages, is_full = settings.pp > 1, settings.recompute == "full"
     return TransformerConfig(
@@ -162,4 +176,5 @@ def transformer_config(settings: Settings, on_gpu: bool) -> TransformerConfig:
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
+        **others,
     )

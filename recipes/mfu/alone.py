@@ -1,7 +1,8 @@
 """The same model without the communication of its linears: what a step would take if all of it were hidden.
 
 Every linear multiplies matrices of its usual sizes, on data that is in place already. A whole tensor kept from the first call
-stands for a gathered input or gradient, and a partial sum is cut instead of scattered. Results are wrong, times are right.
+stands for a gathered input or gradient, and a partial sum is cut instead of scattered. The all-to-alls of Ulysses are left out
+(alone_ulysses.py). Results are wrong, times are right.
 Products are cuBLAS's in every variant: if a fused kernel multiplies more slowly, the difference counts as communication.
 """
 
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from mfu.alone_ulysses import HeadsAlone, SequenceAlone
+from overlap_train.integrations.megatron.attention import collective
+from overlap_train.integrations.megatron.linears.ulysses import exchanges
 from overlap_train.operators.weight_gradient import weight_gradient
 
 
@@ -80,18 +84,26 @@ class RowAlone(RowParallelLinear):
 
 
 @contextlib.contextmanager
-def without_communication(linears: list[Any], wholes: Wholes) -> Iterator[None]:
-    """Let these parallel linears compute alone, forward and backward, until the end of the block."""
-    classes = [linear.__class__ for linear in linears]
+def without_communication(model: torch.nn.Module, wholes: Wholes) -> Iterator[None]:
+    """Let a model's parallel linears compute alone, forward and backward, until the end of the block."""
+    linears = [linear for linear in parallel_linears(model) if wholes.world > 1 or exchanges(linear)]
+    classes, exchanged = [linear.__class__ for linear in linears], collective._exchanged
+    collective._exchanged = lambda blocks, group: blocks.contiguous()  # of attentions under tensor parallelism
     for linear in linears:
-        linear.__class__ = ColumnAlone if isinstance(linear, ColumnParallelLinear) else RowAlone
-        linear.wholes = wholes
+        linear.__class__, linear.wholes = _alone(linear), wholes
     try:
         yield
     finally:
+        collective._exchanged = exchanged
         for linear, kind in zip(linears, classes, strict=True):
             linear.__class__ = kind
             del linear.wholes
+
+
+def _alone(linear: Any) -> type:
+    """With tensor parallelism the linears of a Ulysses attention gather and scatter instead, and the exchange follows."""
+    column, row = (HeadsAlone, SequenceAlone) if exchanges(linear) else (ColumnAlone, RowAlone)
+    return column if isinstance(linear, ColumnParallelLinear) else row
 
 
 def parallel_linears(model: torch.nn.Module) -> list[Any]:

@@ -13,16 +13,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+import overlap_train
 from gpt.program import RecipeError
 from gpt.settings import Settings
 from mfu import layer_timeline
-from mfu.plan import AGAIN, MEGATRON, OVERLAP, Plan, is_graph, settings_for
-from mfu.trained import Trained, load_batches, start
+from mfu.current import Layouts
+from mfu.names import AGAIN, OVERLAP, bare, is_graph, is_transformer_engine, speed_baseline
+from mfu.plan import Plan, settings_for
+from mfu.trained import Shared, Trained, start
 from mfu.variants import obstacle
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import report
+from overlap_train.integrations.megatron.enabling.counters import counters
 from overlap_train.runtime.graph import forget_graphs
-from overlap_train.runtime.registry import domain_of
 from overlap_train.tools.measure.timing import Pace, measure
 from overlap_train.tools.measure.world import World, heat
 
@@ -37,7 +40,7 @@ class Measured:
     absent: dict[str, str] = field(default_factory=dict)  # why a variant did not run
     step_ms: dict[str, list[float]] = field(default_factory=dict)  # of each round
     passes_ms: dict[str, float] = field(default_factory=dict)  # forward and backward, without the optimizer
-    alone_ms: dict[str, float] = field(default_factory=dict)  # and without the linears' communication; not of graphs
+    alone_ms: dict[str, float] = field(default_factory=dict)  # and without the linears' communication; see has_alone
     losses: dict[str, list[float]] = field(default_factory=dict)  # of each step
     same: dict[str, bool] = field(default_factory=dict)  # whether a repeated variant ended with the same bits
     held_bytes: dict[str, int] = field(default_factory=dict)
@@ -48,8 +51,8 @@ class Measured:
 
     @property
     def baseline(self) -> str:
-        """The variant that others are compared with."""
-        return MEGATRON if MEGATRON in self.step_ms else next(iter(self.step_ms), OVERLAP)
+        """The variant that the times of others are compared with."""
+        return speed_baseline(self.step_ms) or next(iter(self.step_ms), OVERLAP)
 
     def exposed_ms(self, name: str) -> float | None:
         """How much shorter forward and backward are without the linears' communication; None where that is unknown."""
@@ -59,48 +62,54 @@ class Measured:
         return statistics.median(self.step_ms[name])
 
 
-def compare(plan: Plan, number: int, overlap: OverlapConfig, world: World) -> Measured:
+def compare(plan: Plan, number: int, overlap: OverlapConfig, world: World, layouts: Layouts) -> Measured:
     """Train and time every variant of the plan's model of this number; collective."""
     measured = Measured(settings_for(plan, number, world.size))
-    trained = start_all(plan, overlap, measured, world)
+    shared = Shared(measured.settings, overlap, world.device, layouts)
+    trained = start_all(plan, shared, measured, world)
     capture_all(trained, measured, world)
     heat(world.device, 0.5)
     train_in_turns(plan, trained, measured, world)
     collect(trained, measured, world)
-    time_without_communication(plan, trained, measured, world)
+    problem = world.attempt(lambda: time_without_communication(plan, trained, measured, world))
+    if problem is not None:  # step times and losses are worth keeping
+        world.say(f" {measured.settings.model}: exposed communication is unknown: {problem}")
     if world.device.type == "cuda":
         record_timelines(trained, measured, world)
-        for run in trained.values():
-            run.release()  # NCCL does not end while a graph holds its calls
-        forget_graphs(parallel_state.get_tensor_model_parallel_group())
+    for run in trained.values():
+        run.release()  # NCCL does not end while a graph holds its calls
+    layouts.use(measured.settings)
+    forget_graphs(parallel_state.get_tensor_model_parallel_group())
     return measured
 
 
-def start_all(plan: Plan, overlap: OverlapConfig, measured: Measured, world: World) -> dict[str, Trained]:
-    """Every variant that runs here, after its first steps. It is an error if they do not start from the same bits.
+def start_all(plan: Plan, shared: Shared, measured: Measured, world: World) -> dict[str, Trained]:
+    """Every variant that runs here, after its first steps. Those that do not start from the weights of the first are left out.
 
     Raises:
         RecipeError: no variant runs.
     """
-    settings, trained = measured.settings, {}
-    data = load_batches(settings, world.device)
+    trained: dict[str, Trained] = {}
     for name in plan.names:
-        problem = obstacle(name.removesuffix(AGAIN), settings, world.device)
+        problem = obstacle(name, shared.settings, world.device)
         if problem is None:
-            world.say(f" {settings.model}: building {name}")
-            problem = world.attempt(
-                lambda name=name: trained.update({name: start(name, settings, overlap, data, world.device)})
-            )
+            world.say(f" {shared.settings.model}: building {name}")
+            problem = world.attempt(lambda name=name: trained.update({name: start(name, shared)}))
+            _begin_anew(problem, trained, world)
+        problem = problem or _other_weights(trained, name, world)
         if problem is not None:
             trained.pop(name, None)
             _leave_out(name, problem, measured, world)
     if not trained:
-        raise RecipeError(f"--model {settings.model}: no variant can be trained here: {_reasons(measured)}")
-    first = next(iter(trained.values()))
-    for name, other in trained.items():
-        if world.any(not torch.equal(first.fingerprint, other.fingerprint)):
-            raise RuntimeError(f"{settings.model}: {name} did not start from the weights of {first.name}")
+        raise RecipeError(f"--model {shared.settings.model}: no variant can be trained here: {_reasons(measured)}")
     return trained
+
+
+def _other_weights(trained: dict[str, Trained], name: str, world: World) -> str | None:
+    """What is wrong with the initial weights of this variant, or None; collective."""
+    first = next(iter(trained.values()))
+    differ = world.any(not torch.equal(first.fingerprint, trained[name].fingerprint))
+    return f"it did not start from the weights of {first.name}" if differ else None
 
 
 def capture_all(trained: dict[str, Trained], measured: Measured, world: World) -> None:
@@ -129,32 +138,58 @@ def _reasons(measured: Measured) -> str:
 
 
 def train_in_turns(plan: Plan, trained: dict[str, Trained], measured: Measured, world: World) -> None:
-    """Rounds of timed steps; another variant begins each round."""
+    """Rounds of timed steps; another variant begins each round. One that fails has no more turns.
+
+    Raises:
+        RecipeError: all have failed.
+    """
     names = list(trained)
     measured.step_ms |= {name: [] for name in names}
     for turn in range(plan.rounds):
         first = turn % len(names)
-        steps = {name: trained[name].step for name in names[first:] + names[:first]}
-        timings = measure(steps, Pace(1, plan.round_steps), world.group, world.device)
-        for name in names:
-            measured.step_ms[name].append(timings[name].ms)
-        times = ", ".join(f"{name} {timings[name].ms:.1f}" for name in names)
+        for name in [name for name in names[first:] + names[:first] if name in trained]:
+            problem = world.attempt(lambda name=name: _take_turn(plan, trained[name], measured, world))
+            if problem is not None:
+                trained.pop(name)
+                measured.step_ms.pop(name)
+                _leave_out(name, problem, measured, world)
+                _begin_anew(problem, trained, world)
+        if not trained:
+            raise RecipeError(f"--model {measured.settings.model}: every variant failed: {_reasons(measured)}")
+        times = ", ".join(f"{name} {measured.step_ms[name][-1]:.1f}" for name in trained)
         world.say(f" {measured.settings.model}: round {turn + 1}/{plan.rounds}, ms a step: {times}")
 
 
-def time_without_communication(plan: Plan, trained: dict[str, Trained], measured: Measured, world: World) -> None:
-    """Time forward and backward with and without the linears' communication, in turns; not of repetitions.
+def _take_turn(plan: Plan, run: Trained, measured: Measured, world: World) -> None:
+    timings = measure({run.name: run.step}, Pace(1, plan.round_steps), world.group, world.device)
+    overlap_train.check()  # a wait that gave up in these steps has left NaN
+    measured.step_ms[run.name].append(timings[run.name].ms)
 
-    A graph is timed with communication only. Without a second graph the host's time would show, so what it exposes is unknown.
-    """
+
+def _begin_anew(problem: str | None, trained: dict[str, Trained], world: World) -> None:
+    """Where a wait has given up: give the other variants new symmetric memory, since in the old one every call would raise that
+    again. Not under graphs, which hold its addresses. Collective."""
+    if world.any(problem is not None and "Overlap" in problem) and not any(map(is_graph, trained)):
+        world.attempt(overlap_train.shutdown)
+
+
+def has_alone(name: str) -> bool:
+    """Whether it can run without its linears' communication: TransformerEngine's modules cannot, and a graph's host time would
+    show."""
+    return not is_graph(name) and not is_transformer_engine(name)
+
+
+def time_without_communication(plan: Plan, trained: dict[str, Trained], measured: Measured, world: World) -> None:
+    """Time forward and backward with and, of those that `has_alone`, without the linears' communication, in turns; not of
+    repetitions."""
     once = {name: run for name, run in trained.items() if not name.endswith(AGAIN)}
     calls = {name: run.forward_backward for name, run in once.items()}
-    alone = {f"{name}, alone": run.forward_backward_alone for name, run in once.items() if not is_graph(name)}
+    alone = {f"{name}, alone": run.forward_backward_alone for name, run in once.items() if has_alone(name)}
     timings = measure(calls | alone, Pace(3 if plan.quick else 5, EXPOSED_BURST), world.group, world.device)
     for name in once:
         measured.passes_ms[name] = timings[name].ms
         times = f"{timings[name].ms:.1f}"
-        if not is_graph(name):
+        if has_alone(name):
             measured.alone_ms[name] = timings[f"{name}, alone"].ms
             times += f", without communication {measured.alone_ms[name]:.1f}"
         world.say(f" {measured.settings.model}: {name}: ms of forward and backward: {times}")
@@ -170,9 +205,9 @@ def collect(trained: dict[str, Trained], measured: Measured, world: World) -> No
         fallen_back = sum(count for linear in linears for _, count in linear.fallback_calls)
         measured.calls[name] = sum(linear.overlapped_calls for linear in linears), fallen_back
         if linears:
-            group = parallel_state.get_tensor_model_parallel_group()
-            measured.symmetric_bytes[name] = domain_of(group, None, world.device).layout.nbytes
-        first = trained.get(name.removesuffix(AGAIN))
+            held = counters(run.trainer.model.bare)["overlap_train/symmetric_mib"]
+            measured.symmetric_bytes[name] = round(held * 2**20)
+        first = trained.get(bare(name))
         if name.endswith(AGAIN) and first is not None:
             measured.same[name] = are_the_same(first, run, measured.losses, world)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from mfu.layer_timeline import PASSES
-from mfu.plan import AGAIN, MEGATRON, MEGATRON_GRAPH, OVERLAP, is_graph
+from mfu.names import AGAIN, MEGATRON, OVERLAP, is_graph, loss_baseline, speed_baseline
 from overlap_train.config import METHODS
 from overlap_train.tools.bench.bars import Bar, bars
 from overlap_train.tools.bench.lanes import KINDS, NOTE, Span, draw_lanes, label_lanes
 from overlap_train.tools.bench.style import PERFECT, canvas, in_order, look_of, marks, save
 from overlap_train.tools.measure.results import Row
 
-AGREE = "The curves should agree: all variants have the same model, data and seed."
+AGREE = "The curves should agree: all variants have the same model, global batches and seed."
 GRAPHS = "A CUDA graph is compared with a graph. How much of it is exposed is not known."
 BY_METHOD = "overlap_train with one method for all linears; by default it chooses for each."
 NOISE = " Dashed: trained a second time."
@@ -58,7 +58,8 @@ def _by_model(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
 
 def title_of(row: Row) -> str:
     """Of a model, as it was trained."""
-    return f"{row['title']}, {row['layers']} layers, s = {row['seq']}, TP {row['tp']}"
+    ulysses = f", CP {row['cp']}" if row.get("cp", 1) > 1 else ""  # older records have no such entry
+    return f"{row['title']}, {row['layers']} layers, s = {row['seq']}, TP {row['tp']}{ulysses}"
 
 
 def draw_speed(rows: Sequence[Row], path: Path) -> Path:
@@ -68,9 +69,10 @@ def draw_speed(rows: Sequence[Row], path: Path) -> Path:
     key, factor = ("mfu", 100.0) if has_peak else ("tokens_per_s_per_gpu", 1.0)
     unit = f"MFU, % of {measured[0]['peak_tflops']:g} TFLOP/s a GPU" if has_peak else "tokens/s/GPU"
     methods = dict.fromkeys(row["variant"] for row in measured if row["variant"] in METHODS)
+    baseline = look_of(speed_baseline({row["variant"] for row in measured}) or MEGATRON).label
     panels = {title_of(some[0]): bars_of(some, key, factor) for some in _by_model(measured).values()}
     header = (
-        f"Training on {measured[0]['gpus']} GPUs: {unit.split(',')[0]}, and speed-up of a step over {look_of(MEGATRON).label}",
+        f"Training on {measured[0]['gpus']} GPUs: {unit.split(',')[0]}, and speed-up of a step over {baseline}",
         f"Higher is better. {PERFECT.capitalize()}: {look_of(OVERLAP).label}'s step without its exposed communication.",
         *((f"{', '.join(methods)}: {BY_METHOD}",) if methods else ()),
         *((GRAPHS,) if any(is_graph(row["variant"]) for row in measured) else ()),
@@ -79,7 +81,7 @@ def draw_speed(rows: Sequence[Row], path: Path) -> Path:
 
 
 def bars_of(rows: Sequence[Row], key: str, factor: float) -> list[Bar]:
-    """Of one model, with the speed-up of a step over Megatron-Core's, eager over eager and graph over graph.
+    """Of one model, with the speed-up of a step over the baseline's, eager over eager and graph over graph.
 
     All share the bound of `overlap`, the variant that a user runs; that of a CUDA graph is not known.
     """
@@ -88,8 +90,8 @@ def bars_of(rows: Sequence[Row], key: str, factor: float) -> list[Bar]:
     bound = factor * ours[key] * _without_exposed(ours) if ours is not None and ours["exposed_ms"] is not None else None
     for name in in_order(known):
         row, value = known[name], factor * known[name][key]
-        baseline = MEGATRON_GRAPH if is_graph(name) else MEGATRON
-        is_rated = name != baseline and baseline in known
+        baseline = speed_baseline(known, name)
+        is_rated = baseline not in (None, name)
         text = f"{value:.1f}" + (f"  ({known[baseline]['step_ms'] / row['step_ms']:.2f}x)" if is_rated else "")
         found.append(Bar(look_of(name).label, name, value, text, None if is_graph(name) else bound))
     return found
@@ -102,7 +104,7 @@ def _without_exposed(row: Row) -> float:
 
 def draw_losses(losses: dict[str, list[float]], title: str, path: Path) -> Path:
     """Above, the curves. Below, how far each is from the baseline's; a baseline trained twice shows how far noise goes."""
-    baseline = MEGATRON if MEGATRON in losses else next(iter(losses))
+    baseline = loss_baseline(losses)
     first, highest = losses[baseline][0], max(losses[baseline])
     names = tuple(in_order(name for name in losses if not name.endswith(AGAIN)))
     header = (f"Loss of {title}", AGREE + NOISE * (len(names) < len(losses)), *RISES * (highest > 1.1 * first))

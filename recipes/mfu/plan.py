@@ -9,15 +9,21 @@ from dataclasses import dataclass, replace
 from gpt.program import RecipeError, refused_by_rule
 from gpt.rules import resolve
 from gpt.settings import MODELS, SMALL, Settings, defaults
+from mfu.names import (
+    AGAIN,
+    DATA_PARALLEL,
+    GRAPHS,
+    OTHERS,
+    OVERLAP,
+    TENSOR_PARALLEL_DEFAULTS,
+    ULYSSES_DEFAULTS,
+    default_variants,
+    pairing_problem,
+)
 from overlap_train import OverlapConfig
 from overlap_train.config import METHODS
 from overlap_train.flags import Parser, add_flags, add_options, config_from_args, from_args, option, positive_int
-from overlap_train.tools.bench.style import AGAIN
 
-MEGATRON, OVERLAP, ASYNC_TP = "megatron", "overlap", "async_tp"
-OVERLAP_GRAPH, MEGATRON_GRAPH = "overlap_graph", "megatron_graph"
-VARIANTS = (MEGATRON, OVERLAP, ASYNC_TP)
-GRAPHS = {OVERLAP_GRAPH: OVERLAP, MEGATRON_GRAPH: MEGATRON}  # these two with their passes in a CUDA graph
 WARM_UP_STEPS = 3
 USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/compare_mfu.py [flags]"
 
@@ -32,15 +38,22 @@ class Plan:
     model: tuple[str, ...] = option(("llama3-8b",), "what to train", choices=tuple(MODELS))
     layers: tuple[int, ...] = option((), "one number a model; without it, a few", parse=positive_int, metavar="N,...")
     seq_length: int = option(8192, "tokens in a sample")
-    tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all")
+    tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --cp leaves")
+    cp: int = option(
+        1, "context-parallel ranks (Ulysses): each has a part of every sequence", parse=positive_int, metavar="N"
+    )
     micro_batch_size: int = option(1, "samples of one forward and backward pass on one rank")
     global_batch_size: int = option(0, "samples of one step; 0: one micro-batch for each data-parallel replica")
     steps: int = option(30, "timed steps of each variant", parse=positive_int)
     round_steps: int = option(5, "steps of a variant before the next one has its turn", parse=positive_int)
     loss_steps: int = option(0, "train every variant for at least so many steps, timed or not")
-    variants: tuple[str, ...] = option(VARIANTS, "what to compare", choices=(*VARIANTS, *GRAPHS, *METHODS))
+    variants: tuple[str, ...] = option(
+        (),
+        f"what to compare; without it, {','.join(TENSOR_PARALLEL_DEFAULTS)}, with --cp {','.join(ULYSSES_DEFAULTS)}",
+        choices=(*TENSOR_PARALLEL_DEFAULTS, *GRAPHS, *OTHERS, *METHODS),
+    )
     repeat: tuple[str, ...] = option((), "variants to train a second time from the same seed", metavar="NAME,...")
-    bitwise: bool = option(False, "deterministic kernels; train `overlap` twice and compare to the bit")
+    bitwise: bool = option(False, "deterministic kernels; train `overlap`, or --repeat, twice and compare to the bit")
     quick: bool = option(False, "10 steps in rounds of 2, and fewer rounds for exposed communication")
     peak_tflops: float = option(0.0, "MFU is against this; 0: the data sheet's dense bf16 figure")
     lr: float = option(3e-4, "highest learning rate")
@@ -65,11 +78,6 @@ class Plan:
         return (*self.variants, *(name + AGAIN for name in self.repeat))
 
 
-def is_graph(name: str) -> bool:
-    """Whether a variant, or its repetition, replays a CUDA graph."""
-    return name.removesuffix(AGAIN) in GRAPHS
-
-
 def read_flags(arguments: list[str], description: str | None = None) -> tuple[Plan, OverlapConfig]:
     """The checked plan and the settings of the overlapped variant.
 
@@ -92,11 +100,13 @@ def _completed(plan: Plan) -> Plan:
     """With the layers that were left out, what --quick and --bitwise stand for, and nothing twice; checked."""
     plan = replace(
         plan,
-        layers=plan.layers or tuple(FEW_LAYERS.get(model, 1) for model in plan.model),
-        variants=tuple(dict.fromkeys(plan.variants)),
-        repeat=tuple(dict.fromkeys((*plan.repeat, *((OVERLAP,) if plan.bitwise else ())))),
+        layers=plan.layers or tuple(_few_layers(model, plan.cp) for model in plan.model),
+        variants=tuple(dict.fromkeys(plan.variants)) or default_variants(plan.cp),
+        repeat=tuple(dict.fromkeys(plan.repeat)) or ((OVERLAP,) if plan.bitwise else ()),
         **({"steps": 10, "round_steps": 2} if plan.quick else {}),
     )
+    if problem := pairing_problem(plan.names, plan.cp, len(plan.model)):
+        raise RecipeError(problem)
     for name in plan.repeat:
         if name not in plan.variants:
             raise RecipeError(f"--repeat {name} is not one of the --variants {','.join(plan.variants)}; add it to them")
@@ -105,20 +115,28 @@ def _completed(plan: Plan) -> Plan:
     return plan
 
 
+def _few_layers(model: str, cp: int) -> int:
+    """Fewer with context parallelism, which does not divide the weights and compares more variants."""
+    few = FEW_LAYERS.get(model, 1)
+    return max(1, few // 2) if cp > 1 else few
+
+
 def settings_for(plan: Plan, number: int, world_size: int) -> Settings:
     """The recipe settings of the plan's model of this number, checked.
 
     Raises:
         RecipeError: they break a rule of the recipe.
     """
-    tp = plan.tp or world_size
+    tp = plan.tp or max(1, world_size // plan.cp)
+    replicas = world_size // tp if DATA_PARALLEL in plan.variants else world_size // (tp * plan.cp)
     settings = replace(
         defaults(plan.model[number] != SMALL, plan.model[number]),
         num_layers=plan.layers[number],
         seq_length=plan.seq_length,
         tp=tp,
+        cp=plan.cp,
         micro_batch_size=plan.micro_batch_size,
-        global_batch_size=plan.global_batch_size or plan.micro_batch_size * max(1, world_size // tp),
+        global_batch_size=plan.global_batch_size or plan.micro_batch_size * max(1, replicas),
         train_iters=plan.trained_steps,
         lr=plan.lr,
         min_lr=plan.lr / 10,
@@ -126,4 +144,6 @@ def settings_for(plan: Plan, number: int, world_size: int) -> Settings:
         deterministic=int(plan.bitwise),
         text=plan.text,
     )
+    if DATA_PARALLEL in plan.variants:
+        resolve(replace(settings, cp=1), world_size)
     return resolve(settings, world_size)

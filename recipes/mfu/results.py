@@ -10,7 +10,8 @@ from gpt.program import RecipeError, say
 from mfu import pictures
 from mfu.flops import peak_tflops
 from mfu.measuring import Measured
-from mfu.plan import ASYNC_TP, Plan
+from mfu.names import ASYNC_TP
+from mfu.plan import Plan
 from mfu.rows import notes_of, rows_of, tables_of
 from overlap_train.tools.measure import results as output
 from overlap_train.tools.measure.results import Row

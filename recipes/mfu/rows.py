@@ -11,7 +11,8 @@ from typing import Any
 
 from mfu.flops import step_flops
 from mfu.measuring import Measured
-from mfu.plan import AGAIN, Plan, is_graph
+from mfu.names import DATA_PARALLEL, bare, is_graph, is_transformer_engine, loss_baseline
+from mfu.plan import Plan
 from overlap_train.config import METHODS
 from overlap_train.tools.bench.style import look_of
 from overlap_train.tools.measure.results import Column, Columns, Row
@@ -19,7 +20,7 @@ from overlap_train.tools.measure.results import Column, Columns, Row
 
 def label_of(name: str) -> str:
     """How a variant is called in tables; one of ours that is a method is named with it."""
-    variant = name.removesuffix(AGAIN)
+    variant = bare(name)
     label = look_of(variant).label
     return (f"overlap_train {label}" if variant in METHODS else label) + name[len(variant) :]
 
@@ -35,8 +36,8 @@ def _row(name: str, measured: Measured, world_size: int, peak: float | None, pre
     return {
         "model": settings.model, "title": settings.title, "layers": settings.num_layers, "variant": name,
         "gpus": world_size, "precision": precision, "gbs": settings.global_batch_size, "mbs": settings.micro_batch_size,
-        "seq": settings.seq_length, "tp": settings.tp,
-        "ga": settings.global_batch_size // (settings.micro_batch_size * (world_size // settings.tp)),
+        "seq": settings.seq_length, "tp": settings.tp, "cp": settings.cp,
+        "ga": settings.global_batch_size // (settings.micro_batch_size * (world_size // settings.replica_ranks)),
         "deterministic": bool(settings.deterministic),
         "status": measured.absent.get(name, "ran"),
         "flops_per_step": step_flops(settings), "peak_tflops": peak,
@@ -86,7 +87,7 @@ def _losses(name: str, measured: Measured) -> Row:
     return {
         "first_loss": losses[0],
         "last_loss": losses[-1],
-        "loss_difference": largest_difference(losses, measured.losses[measured.baseline]),
+        "loss_difference": largest_difference(losses, measured.losses[loss_baseline(measured.losses)]),
         "same_bits": measured.same.get(name),
     }
 
@@ -124,6 +125,7 @@ SETUP: Columns = (
     _column("MBS", "mbs"),
     _column("Sequence Length", "seq"),
     _column("TP", "tp"),
+    _column("CP", "cp"),
     _column("GA", "ga"),
 )
 SPEED: Columns = (
@@ -174,7 +176,17 @@ def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
                 f"{row['model']}: {row['variant']}: losses and weights have {verdict} as those of the first run; "
                 f"from the baseline's losses at most {row['loss_difference']:.1e}"
             )
-    if any(is_graph(row["variant"]) for row in rows):
+    names = {row["variant"] for row in rows}
+    if DATA_PARALLEL in names:
+        notes.append(
+            f"{look_of(DATA_PARALLEL).label}: the same global batches without context parallelism, whole sequences on each rank; "
+            "losses are compared with its"
+        )
+    if any(map(is_transformer_engine, names)):
+        notes.append(
+            "TransformerEngine's modules: exposed communication is unknown; weight gradients are returned to DDP"
+        )
+    if any(map(is_graph, names)):
         notes.append(
             "CUDA graph: forward and backward are replayed, the optimizer is not; exposed communication is unknown, the calls of "
             "linears are those before the first replay, and the graph's memory counts"

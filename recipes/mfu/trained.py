@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from gpt.data import Batch, batches, build_datasets
+import overlap_train
+from gpt.data import Batch, batches, training_samples
 from gpt.graph import GraphedTrainer
 from gpt.settings import Settings
 from gpt.training import Trainer, data_share, micro_batches
-from mfu.alone import Wholes, parallel_linears, without_communication
+from mfu.alone import Wholes, without_communication
+from mfu.current import Layouts
 from mfu.plan import WARM_UP_STEPS
-from mfu.variants import build_variant
+from mfu.variants import Built, build_variant, settings_of
 from overlap_train import OverlapConfig
 
 
@@ -26,7 +28,7 @@ class Trained:
     of this variant alone, though others hold memory beside it. fingerprint: of the initial weights."""
 
     name: str
-    trainer: Trainer
+    built: Built
     batches: Sequence[Batch]  # micro-batches of all steps, on the device
     fingerprint: torch.Tensor
     wholes: Wholes
@@ -34,23 +36,30 @@ class Trained:
     peak_bytes: int = 0
     totals: list[torch.Tensor] = field(default_factory=list)  # (Σ nats, Σ bytes) of each step
 
+    @property
+    def trainer(self) -> Trainer:
+        return self.built.trainer
+
     def step(self, _: int = 0) -> None:
         """One optimizer step on the next global batch. A timed call is given an index, which means nothing here."""
+        self.built.use()
         total, _ = self.trainer.step(iter(self._micro_batches(len(self.totals))))
         self.totals.append(total)
 
     def forward_backward(self, _: int = 0) -> None:
         """Gradients of the first global batch; weights stay as they are."""
+        self.built.use()
         self.trainer.forward_backward(iter(self._micro_batches(0)))
 
     def forward_backward_alone(self, _: int = 0) -> None:
         """The same without the communication of the linears."""
-        with without_communication(parallel_linears(self.trainer.model.bare), self.wholes):
+        with without_communication(self.trainer.model.bare, self.wholes):
             self.forward_backward()
 
     def capture(self) -> None:
         """Capture the passes of a graph variant; collective. The graph's memory stays, and counts from here on."""
         assert isinstance(self.trainer, GraphedTrainer)
+        self.built.use()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         self.trainer.capture(self._micro_batches(0))
@@ -58,13 +67,16 @@ class Trained:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def release(self) -> None:
-        """Free the graph, if there is one."""
+        """Free what the device must not hold when process groups end; collective."""
         self.trainer.release()
+        for each in self.built.current:
+            each.release()
 
     def losses(self) -> list[float]:
-        """Nats per byte of every step, over all data-parallel ranks; collective."""
+        """Nats per byte of every step, over all replicas and parts of sequences; collective."""
+        self.built.use()
         totals = torch.stack(self.totals)
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return (totals[:, 0] / totals[:, 1]).tolist()
 
     def _micro_batches(self, step: int) -> Sequence[Batch]:
@@ -72,22 +84,32 @@ class Trained:
         return self.batches[step * count : (step + 1) * count]
 
 
-def load_batches(settings: Settings, device: torch.device) -> list[Batch]:
-    """The micro-batches of every step, on the device before anything is timed; collective."""
-    stream = batches(build_datasets(settings).train, 0, settings, data_share(), device)
-    return list(islice(stream, settings.train_iters * micro_batches(settings)))
+class Shared:
+    """What the variants of one model have in common: settings, the overlap asked for, layouts, and batches on the device."""
+
+    def __init__(self, settings: Settings, overlap: OverlapConfig, device: torch.device, layouts: Layouts) -> None:
+        self.settings, self.overlap, self.device, self.layouts = settings, overlap, device, layouts
+        self._batches: dict[int, list[Batch]] = {}
+
+    def batches(self, settings: Settings) -> list[Batch]:
+        """The micro-batches of every step that this rank sees, on the device before anything is timed; collective."""
+        self.layouts.use(settings)
+        if settings.cp not in self._batches:
+            stream = batches(training_samples(settings), 0, settings, data_share(), self.device)
+            self._batches[settings.cp] = list(islice(stream, settings.train_iters * micro_batches(settings)))
+        return self._batches[settings.cp]
 
 
-def start(
-    name: str, settings: Settings, overlap: OverlapConfig, data: Sequence[Batch], device: torch.device
-) -> Trained:
+def start(name: str, shared: Shared) -> Trained:
     """Build a variant and take its first steps, in which kernels compile and the optimizer's state is made; collective.
 
     None of these steps is captured: all variants share a heap, which cannot grow once a graph knows it.
     """
+    device, data = shared.device, shared.batches(settings_of(name, shared.settings))
     before = _allocated(device)
-    trainer, main_grad = build_variant(name, settings, overlap, device)
-    trained = Trained(name, trainer, data, fingerprint(trainer.model.bare), Wholes(settings.tp, main_grad))
+    built = build_variant(name, shared.settings, shared.overlap, device, shared.layouts)
+    wholes = Wholes(shared.settings.tp, built.main_grad)
+    trained = Trained(name, built, data, fingerprint(built.trainer.model.bare), wholes)
     for _ in range(WARM_UP_STEPS - 1):
         trained.step()
     during = _allocated(device)
@@ -98,13 +120,18 @@ def start(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         trained.peak_bytes = trained.held_bytes + torch.cuda.max_memory_allocated(device) - during
+    overlap_train.check()
     return trained
 
 
 @torch.no_grad()
 def fingerprint(model: torch.nn.Module) -> torch.Tensor:
-    """Sums of squares of all parameters [parameters], fp64; equal for equal weights."""
-    return torch.stack([parameter.float().square().sum().double() for parameter in model.parameters()])
+    """Sums of squares of all parameters [parameters], fp64, the smallest first; equal for equal weights.
+
+    In this order, because TransformerEngine's modules have the same parameters in another one.
+    """
+    squares = [parameter.float().square().sum().double() for parameter in model.parameters()]
+    return torch.stack(squares).sort().values
 
 
 def _allocated(device: torch.device) -> int:

@@ -1,50 +1,117 @@
-"""What is compared: the same model with its linears overlapped, as Megatron-Core has them, and on PyTorch's async-TP."""
+"""What is compared: the same model with its linears overlapped and not, of whose modules, and how the ranks are divided."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gpt.graph import with_graph
-from gpt.model import build_model
+from gpt.model import OURS, Modules, build_model
 from gpt.rules import graph_problem
 from gpt.settings import Settings
 from gpt.training import Trainer, build_trainer
 from mfu.alone import parallel_linears
-from mfu.plan import AGAIN, ASYNC_TP, GRAPHS, MEGATRON, OVERLAP
+from mfu.current import Current, Layouts, Userbuffers
+from mfu.names import (
+    ASYNC_TP,
+    DATA_PARALLEL,
+    GRAPHS,
+    MEGATRON,
+    NCCL,
+    OVERLAP,
+    TE,
+    TE_OVERLAP,
+    TE_RING,
+    USERBUFFERS,
+    bare,
+    is_transformer_engine,
+)
 from overlap_train import OverlapConfig
 from overlap_train.tools.bench.async_tp import AsyncColumn, AsyncRow
 
+ALONE = (MEGATRON, DATA_PARALLEL, TE)  # also run where there is nothing to overlap
 
-def obstacle(variant: str, settings: Settings, device: torch.device) -> str | None:
-    """Why a variant cannot run here, or None."""
+
+@dataclass(frozen=True)
+class Built:
+    """main_grad: where weight gradients go, in the words of OverlapConfig. current: what it needs made current."""
+
+    trainer: Trainer
+    main_grad: str
+    current: tuple[Current, ...]
+
+    def use(self) -> None:
+        for each in self.current:
+            each.use()
+
+
+def obstacle(name: str, settings: Settings, device: torch.device) -> str | None:
+    """Why a variant, or its repetition, cannot run here, or None."""
+    variant = bare(name)
     if variant in GRAPHS:
         problem = "CUDA graphs need CUDA devices" if device.type != "cuda" else graph_problem(settings)
         return problem or obstacle(GRAPHS[variant], settings, device)
-    if settings.tp == 1 and variant != MEGATRON:
+    if is_transformer_engine(variant) and not megatron_te.HAVE_TE:
+        return (
+            "TransformerEngine is not installed; install it (pip install --no-build-isolation 'transformer_engine[pytorch]'), "
+            "or leave this variant out of --variants"
+        )
+    if settings.tp == settings.cp == 1 and variant not in ALONE:
         return "tensor-parallel size 1: nothing to overlap"
     if variant == ASYNC_TP and device.type != "cuda":
         return "PyTorch's async-TP needs CUDA devices"
     return None
 
 
-def build_variant(name: str, settings: Settings, overlap: OverlapConfig, device: torch.device) -> tuple[Trainer, str]:
-    """A trainer, and where its weight gradients go, in the words of OverlapConfig.main_grad; collective.
+def settings_of(name: str, settings: Settings) -> Settings:
+    """Of one variant: with a CUDA graph, or without context parallelism."""
+    variant = bare(name)
+    return replace(settings, cuda_graph=int(variant in GRAPHS), cp=1 if variant == DATA_PARALLEL else settings.cp)
 
-    Baselines return their weight gradients, and DDP adds them. Raises RecipeError where enable() refuses.
-    """
-    variant = name.removesuffix(AGAIN)
-    settings = replace(settings, cuda_graph=int(variant in GRAPHS))
-    variant = GRAPHS.get(variant, variant)
-    if variant in (MEGATRON, ASYNC_TP):
-        change = use_async_tp if variant == ASYNC_TP else None
-        return with_graph(build_trainer(settings, build_model(settings, None, device, change))), "off"
-    overlap = overlap if variant == OVERLAP else replace(overlap, method=variant)
-    return with_graph(build_trainer(settings, build_model(settings, overlap, device))), overlap.main_grad
+
+def build_variant(
+    name: str, settings: Settings, overlap: OverlapConfig, device: torch.device, layouts: Layouts
+) -> Built:
+    """A trainer with what it needs, made current; collective. Raises RecipeError where enable() refuses."""
+    settings, variant = settings_of(name, settings), GRAPHS.get(bare(name), bare(name))
+    current: list[Current] = [layouts.use(settings)]
+    if variant in USERBUFFERS:
+        current.append(Userbuffers(settings, ring=variant == TE_RING))
+    config = overlap_of(variant, overlap)
+    change = use_async_tp if variant == ASYNC_TP else None
+    model = build_model(settings, config, device, change, modules_of(variant))
+    # Baselines return their weight gradients, and DDP adds them; so do our linears on TransformerEngine's modules.
+    main_grad = "off" if config is None or variant == TE_OVERLAP else config.main_grad
+    return Built(with_graph(build_trainer(settings, model)), main_grad, tuple(current))
+
+
+def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig | None:
+    """The settings of overlapped linears; None: a variant has none."""
+    if variant in (MEGATRON, ASYNC_TP, DATA_PARALLEL, TE, *USERBUFFERS):
+        return None
+    if variant in (OVERLAP, TE_OVERLAP):
+        return overlap
+    return replace(overlap, method="collective" if variant == NCCL else variant)
+
+
+def modules_of(variant: str) -> Modules:
+    """TransformerEngine's modules overlap by userbuffers where their config says so when they are built."""
+    if not is_transformer_engine(variant):
+        return OURS
+    userbuffers = {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": variant == TE_RING}
+    return Modules(transformer_engine_spec, userbuffers if variant in USERBUFFERS else {})
+
+
+def transformer_engine_spec(config: TransformerConfig) -> Any:
+    """Megatron's own spec of a block."""
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
 
 
 def use_async_tp(model: GPTModel) -> None:

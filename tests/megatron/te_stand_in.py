@@ -8,7 +8,7 @@ fresh process, before Megatron is imported.
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -66,6 +66,7 @@ class Linear(torch.nn.Module):
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=params_dtype))
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]  # gradient norms count it on every rank
         self.bias = torch.nn.Parameter(torch.zeros(self.out_features)) if bias else torch.Tensor()
         if bias and parallel_mode == "row":
             self.bias.sequence_parallel = self.sequence_parallel
@@ -163,13 +164,32 @@ class _Module(ModuleType):
         return MagicMock()
 
 
+def _userbuffers(base: Any) -> None:
+    """pytorch.module.base, as far as --tp-comm-overlap calls it: `made` has the arguments of each call of initialize_ub."""
+    base.made, base._ub_communicators = [], None
+    base.UserBufferQuantizationMode = SimpleNamespace(NONE="none")
+
+    def initialize_ub(**arguments: Any) -> None:
+        assert base._ub_communicators is None
+        base._ub_communicators = len(base.made)
+        base.made.append(arguments)
+
+    base.initialize_ub, base.destroy_ub = initialize_ub, lambda: setattr(base, "_ub_communicators", None)
+
+
 def install() -> None:
     """Make `import transformer_engine` find the stand-in."""
     assert "megatron.core" not in sys.modules
-    names = ("", ".pytorch", ".pytorch.fp8", ".pytorch.float8_tensor", ".pytorch.cpp_extensions")
-    package, torch_part, fp8, tensors, others = (_Module(f"transformer_engine{name}") for name in names)
+    names = (
+        "", ".pytorch", ".pytorch.fp8", ".pytorch.float8_tensor", ".pytorch.cpp_extensions",
+        ".pytorch.module", ".pytorch.module.base",
+    )  # fmt: skip
+    modules = [_Module(f"transformer_engine{name}") for name in names]
+    package, torch_part, fp8, tensors, _, module, base = modules
+    module.base = base  # type: ignore[attr-defined]
+    _userbuffers(base)
     package.__version__, package.pytorch, torch_part.fp8 = "1.8.0", torch_part, fp8  # type: ignore[attr-defined]
     tensors.Float8Tensor = type("Float8Tensor", (torch.Tensor,), {})  # type: ignore[attr-defined]
     for part in (Linear, LayerNormLinear, RMSNorm, LayerNorm, DotProductAttention):
         setattr(torch_part, part.__name__, part)
-    sys.modules.update({module.__name__: module for module in (package, torch_part, fp8, tensors, others)})
+    sys.modules.update({module.__name__: module for module in modules})

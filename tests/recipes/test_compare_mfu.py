@@ -115,9 +115,9 @@ def test_a_second_overlapped_run_has_the_same_bits(ended: Ended) -> None:
 
 def test_four_narrow_tables_say_how_it_was_trained_how_fast_and_what_came_out(ended: Ended) -> None:
     setup, speed, communication, outcome, *_ = (ended.folder / "mfu.md").read_text().split("\n\n")
-    assert setup.splitlines()[0] == "| Model | #-GPUs | Precision | GBS | MBS | Sequence Length | TP | GA |"
+    assert setup.splitlines()[0] == "| Model | #-GPUs | Precision | GBS | MBS | Sequence Length | TP | CP | GA |"
     assert setup.splitlines()[2:] == [
-        f"| small GPT, {layers} layers | 2 | FP32 | 1 | 1 | 32 | 2 | 1 |" for layers in (1, 2)
+        f"| small GPT, {layers} layers | 2 | FP32 | 1 | 1 | 32 | 2 | 1 | 1 |" for layers in (1, 2)
     ]
     for table, heading in ((speed, "Step ms"), (communication, "Exposed comm ms"), (outcome, "Loss difference")):
         first, _, *lines = table.splitlines()
@@ -182,13 +182,13 @@ def compute_alone() -> list[str]:
         return [y.detach(), *torch.autograd.grad(y, [column.weight], dy)]
 
     expected = results()
-    with without_communication(linears, Wholes(2, "off")):
+    with without_communication(model, Wholes(2, "off")):
         inside = [type(linear) for linear in linears]
         found = results()
     problems = [
         f"result {n} differs" for n, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.allclose(a, b)
     ]
-    with without_communication(linears, Wholes(2, "accumulate")):
+    with without_communication(model, Wholes(2, "accumulate")):
         column.weight.main_grad = torch.ones_like(column.weight)
         results_in_place = column(x)[0]
         results_in_place.backward(torch.linspace(-1, 1, results_in_place.numel()).view_as(results_in_place))

@@ -12,7 +12,7 @@ import torch
 from gpt.program import RecipeError
 from gpt.settings import Settings
 from mfu import measuring, variants
-from mfu.measuring import Measured, capture_all, record_timelines, time_without_communication
+from mfu.measuring import Measured, capture_all, record_timelines, time_without_communication, train_in_turns
 from mfu.plan import read_flags
 from mfu.rows import label_of, rows_of
 from overlap_train import OverlapConfig
@@ -48,6 +48,9 @@ class World:
 
     def say(self, text: str) -> None:
         self.said.append(text)
+
+    def any(self, here: bool) -> bool:
+        return here
 
     def attempt(self, work: Callable[[], object]) -> str | None:
         try:
@@ -103,6 +106,45 @@ def test_a_graph_has_no_time_without_communication(timed: list[str]) -> None:
     assert graph["exposed_of_baseline"] is None and graph["speed_up"] == 2.0
 
 
+def test_a_variant_that_fails_in_its_turn_loses_only_its_own_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(calls: dict[str, Any], *_: object) -> dict[str, Any]:
+        ((name, _),) = calls.items()
+        turns.append(name)
+        if name == "fused" and turns.count("fused") == 2:
+            raise RuntimeError("out of memory")
+        return {name: SimpleNamespace(ms=2.0)}
+
+    turns: list[str] = []
+    monkeypatch.setattr(measuring, "measure", measure)
+    plan, measured = (
+        read_flags(["--variants", "megatron,fused", "--steps", "3", "--round-steps", "1"])[0],
+        Measured(SETTINGS),
+    )
+    trained: Any = {name: SimpleNamespace(name=name, step=None) for name in plan.names}
+    train_in_turns(plan, trained, measured, World())  # type: ignore[arg-type]
+    assert turns == ["megatron", "fused", "fused", "megatron", "megatron"]
+    assert measured.step_ms == {"megatron": [2.0] * 3} and measured.absent == {"fused": "out of memory"}
+    assert list(trained) == ["megatron"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "others", "shutdowns"),
+    [
+        ("OverlapTimeoutError: rank 1 did not arrive", ("nccl",), 1),
+        ("OverlapTimeoutError: rank 1 did not arrive", ("overlap_graph",), 0),
+        ("OutOfMemoryError: 1 GiB", ("nccl",), 0),
+        (None, ("nccl",), 0),
+    ],
+)
+def test_after_a_wait_that_gave_up_the_others_have_new_memory(
+    monkeypatch: pytest.MonkeyPatch, problem: str | None, others: tuple[str, ...], shutdowns: int
+) -> None:
+    called: list[None] = []
+    monkeypatch.setattr(measuring.overlap_train, "shutdown", lambda: called.append(None))
+    measuring._begin_anew(problem, runs(*others), World())  # type: ignore[arg-type]
+    assert len(called) == shutdowns
+
+
 def test_a_graph_has_no_timeline_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     measured, world = Measured(SETTINGS), World()
     monkeypatch.setattr(measuring.layer_timeline, "record", lambda run: [run.name])
@@ -127,7 +169,8 @@ def test_a_graph_variant_is_its_eager_twin_but_for_the_flag(monkeypatch: pytest.
     monkeypatch.setattr(variants, "with_graph", lambda trainer: trainer)
     overlap = OverlapConfig(method="chunked")
     names = ("overlap", "overlap_graph again", "megatron", "megatron_graph", "fused")
-    main_grads = [variants.build_variant(name, SETTINGS, overlap, CUDA)[1] for name in names]
+    layouts: Any = SimpleNamespace(use=lambda settings: None)
+    main_grads = [variants.build_variant(name, SETTINGS, overlap, CUDA, layouts).main_grad for name in names]
     assert [settings.cuda_graph for settings, _ in built] == [0, 1, 0, 1, 0]
     assert [config for _, config in built] == [overlap, overlap, None, None, OverlapConfig(method="fused")]
     assert main_grads == ["accumulate", "accumulate", "off", "off", "accumulate"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gpt.program import RecipeError
-from mfu.plan import AGAIN, WARM_UP_STEPS, Plan, is_graph, read_flags, settings_for
+from mfu.names import AGAIN, is_graph, loss_baseline, speed_baseline
+from mfu.plan import WARM_UP_STEPS, Plan, read_flags, settings_for
 
 
 def plan(line: str = "") -> Plan:
@@ -39,6 +40,7 @@ def test_there_are_as_many_steps_as_asked_for(line: str) -> None:
 def test_bitwise_trains_the_overlapped_variant_twice() -> None:
     assert plan("--bitwise").names[-1] == "overlap" + AGAIN
     assert plan("--bitwise --repeat megatron,overlap").repeat == ("megatron", "overlap")
+    assert plan("--bitwise --variants megatron,fused --repeat fused").repeat == ("fused",)
 
 
 def test_a_method_can_be_a_variant() -> None:
@@ -52,7 +54,37 @@ def test_graphs_are_variants_that_must_be_asked_for() -> None:
     assert not any(is_graph(name) for name in plan().names)
 
 
+def test_context_parallelism_has_variants_and_fewer_layers_of_its_own() -> None:
+    asked = plan("--cp 2")
+    assert asked.names == ("nccl", "chunked", "fused", "direct", "overlap") and asked.layers == (2,)
+    settings = settings_for(asked, 0, 4)
+    assert (settings.tp, settings.cp, settings.global_batch_size) == (2, 2, 1)
+
+
+def test_the_same_global_batch_has_to_suit_data_parallel_ranks() -> None:
+    asked = plan("--cp 2 --tp 1 --variants data_parallel,nccl")
+    assert settings_for(asked, 0, 2).global_batch_size == 2
+    with pytest.raises(RecipeError, match="--global-batch-size 3 is not a multiple"):
+        settings_for(plan("--cp 2 --variants data_parallel,nccl --global-batch-size 3"), 0, 2)
+
+
+def test_what_others_are_compared_with() -> None:
+    assert speed_baseline(["te", "overlap", "megatron"]) == "megatron"
+    assert speed_baseline(["te_overlap", "te"]) == "te"
+    assert speed_baseline(["data_parallel", "fused"]) is None
+    assert speed_baseline(["megatron", "overlap_graph"], "overlap_graph") is None
+    assert loss_baseline(["nccl", "data_parallel"]) == "data_parallel"
+    assert loss_baseline(["fused", "direct"]) == "fused"
+
+
 WRONG = [
+    ("--cp 2 --variants megatron", ["--variants megatron with --cp 2", "take nccl"]),
+    ("--cp 2 --variants nccl,overlap_graph", ["--variants overlap_graph with --cp 2"]),
+    ("--cp 2 --variants te_userbuffers", ["--variants te_userbuffers with --cp 2", "take te"]),
+    ("--variants data_parallel,overlap", ["--variants data_parallel without --cp", "take megatron"]),
+    ("--model llama3-8b,llama3-70b --variants te_userbuffers", ["te_userbuffers", "one --model"]),
+    ("--variants te_userbuffers --repeat te_userbuffers", ["te_userbuffers", "without --repeat"]),
+    ("--cp 0", ["--cp", "'0'", "positive"]),
     ("--model llama9", ["--model", "'llama9'", "llama3-8b"]),
     ("--variants megatron,flux", ["--variants", "'flux'", "async_tp"]),
     ("--variants ,", ["--variants", "','"]),

@@ -66,6 +66,12 @@ def test_a_text_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, conte
     assert "\n" not in str(refusal.value)
 
 
+def test_only_the_parts_that_are_used_must_be_long_enough():
+    with pytest.raises(RecipeError, match="validation part"):
+        read_corpus("", 1 << 15)
+    assert len(read_corpus("", 1 << 15, ("training",)).train) > 1 << 15
+
+
 def test_a_folder_is_refused(tmp_path: Path):
     with pytest.raises(RecipeError, match="cannot be read"):
         read_corpus(str(tmp_path), 64)

@@ -1,0 +1,74 @@
+"""What the variants are called, which of them go together, and what each is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from overlap_train.tools.bench.style import AGAIN
+
+MEGATRON, OVERLAP, ASYNC_TP = "megatron", "overlap", "async_tp"
+OVERLAP_GRAPH, MEGATRON_GRAPH = "overlap_graph", "megatron_graph"
+GRAPHS = {OVERLAP_GRAPH: OVERLAP, MEGATRON_GRAPH: MEGATRON}  # these two with their passes in a CUDA graph
+NCCL = "nccl"  # our modules by NCCL and cuBLAS, one after the other: method collective
+DATA_PARALLEL = "data_parallel"  # context parallelism 1: every rank has whole sequences of its own
+TE, TE_OVERLAP = "te", "te_overlap"
+TE_USERBUFFERS, TE_RING = "te_userbuffers", "te_userbuffers_ring"
+USERBUFFERS = (TE_USERBUFFERS, TE_RING)
+TRANSFORMER_ENGINE = (TE, *USERBUFFERS, TE_OVERLAP)
+
+TENSOR_PARALLEL_DEFAULTS = (MEGATRON, OVERLAP, ASYNC_TP)
+ULYSSES_DEFAULTS = (NCCL, "chunked", "fused", "direct", OVERLAP)
+OTHERS = (NCCL, DATA_PARALLEL, *TRANSFORMER_ENGINE)  # only when asked for
+
+_BASELINES = (MEGATRON, NCCL, TE)
+_NOT_ULYSSES = {
+    MEGATRON: f"Megatron-Core's own modules have no context parallelism; take {NCCL}, or {DATA_PARALLEL} for its losses",
+    ASYNC_TP: f"PyTorch's async-TP has no all-to-all; take {NCCL}",
+    **dict.fromkeys(GRAPHS, "CUDA graphs are compared without context parallelism"),
+    **dict.fromkeys(USERBUFFERS, f"userbuffers overlap tensor parallelism only; take {TE}"),
+}
+
+
+def default_variants(cp: int) -> tuple[str, ...]:
+    """What is compared where the user names nothing."""
+    return ULYSSES_DEFAULTS if cp > 1 else TENSOR_PARALLEL_DEFAULTS
+
+
+def pairing_problem(names: Sequence[str], cp: int, models: int) -> str | None:
+    """Why variants and repetitions cannot be compared over `cp` context-parallel ranks, on so many models; or None."""
+    for name in names:
+        if cp > 1 and name in _NOT_ULYSSES:
+            return f"--variants {name} with --cp {cp}: {_NOT_ULYSSES[name]}"
+        if cp == 1 and name == DATA_PARALLEL:
+            return (
+                f"--variants {name} without --cp: there is no context parallelism to compare it with; take {MEGATRON}"
+            )
+        if bare(name) in USERBUFFERS and (models > 1 or name.endswith(AGAIN)):
+            return f"{bare(name)}: userbuffers are made once a process, for one --model and without --repeat"
+    return None
+
+
+def bare(name: str) -> str:
+    """Of a variant, or of its repetition."""
+    return name.removesuffix(AGAIN)
+
+
+def is_graph(name: str) -> bool:
+    """Whether a variant, or its repetition, replays a CUDA graph."""
+    return bare(name) in GRAPHS
+
+
+def is_transformer_engine(name: str) -> bool:
+    return bare(name) in TRANSFORMER_ENGINE
+
+
+def speed_baseline(names: Collection[str], of: str = "") -> str | None:
+    """What the step of a variant is compared with: the first baseline that ran. A graph is compared with a graph."""
+    if is_graph(of):
+        return MEGATRON_GRAPH if MEGATRON_GRAPH in names else None
+    return next((name for name in _BASELINES if name in names), None)
+
+
+def loss_baseline(names: Collection[str]) -> str:
+    """What losses are compared with: the run without context parallelism, else the baseline of speed, else the first."""
+    return DATA_PARALLEL if DATA_PARALLEL in names else speed_baseline(names) or next(iter(names))
