@@ -42,6 +42,13 @@ def test_every_shape_is_exact(case: Case, operator: str, dtype: torch.dtype) -> 
         OPERATORS[operator](replace(case, dtype=dtype), rows, k, n, seed=seed, bias=seed % 2 == 0)
 
 
+@pytest.mark.parametrize("rows", [65, 129, 997, 4100])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_rows_that_end_within_a_tile(case: Case, operator: str, rows: int) -> None:
+    """Of features that the Hopper kernels serve, in two tiles of columns and more."""
+    OPERATORS[operator](case, (rows, 1), 264, 520, seed=rows)
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_keeping_the_gathered_input(case: Case, operator: str) -> None:
     keeping = replace(case, config=replace(case.config, gathered_input="keep"))
