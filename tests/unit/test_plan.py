@@ -73,8 +73,15 @@ def test_into_how_many_chunks_blocks_are_cut_and_what_pushes_wait_for() -> None:
     assert [engine(method, 8192).slots for method in ("collective", "chunked", "direct")] == [0, 1, 1]
 
 
-def test_chunks_are_whole_tiles_and_not_too_short() -> None:
+def test_chunks_cost_no_tile_and_are_not_too_short() -> None:
     assert [chunk_count(rows, 8192, True) for rows in (1024, 2047, 2048, 4096, 4096 + 128)] == [1, 1, 2, 4, 1]
+    ends_within_a_tile = (
+        8100,
+        8090,
+        4100,
+    )  # into 4 times 16 tiles, 2 times 32, 33 for which 2 times 17 would be needed
+    assert [chunk_count(rows, 8192, True) for rows in ends_within_a_tile] == [4, 2, 1]
+    assert [direct_chunk_count(rows, True) for rows in ends_within_a_tile] == [4, 2, 1]
     assert [direct_chunk_count(rows, True) for rows in (1024, 2048, 4096, 8192, 8192 + 128, 16384)] == [
         1,
         2,

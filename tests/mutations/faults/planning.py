@@ -112,10 +112,11 @@ FAULTS = [
     ),
     CACHE("one more is kept", "if len(self._values) > self._most:", "if len(self._values) > self._most + 1:"),
     TILING(
-        "chunks are shorter than tiles",
-        "m_shard % (c * _TALLEST_TILE) == 0 and m_shard * row_bytes",
-        "m_shard * row_bytes",
+        "chunks cost tiles",
+        "_costs_no_tile(m_shard, c) and m_shard * row_bytes",
+        "m_shard % c == 0 and m_shard * row_bytes",
     ),
+    TILING("chunks are not equal", "return m_shard % chunks == 0 and chunks", "return chunks"),
     TILING(
         "chunks are too short for the copy engine",
         "m_shard * row_bytes >= c * _SHORTEST_COPY",
