@@ -18,6 +18,7 @@ from .hopper_tiles import (
     claim_tile,
     fence_for_tma,
     load_tile,
+    make_quarters,
     make_rings,
     multiply_tile,
     next_tile,
@@ -36,14 +37,13 @@ VECTOR = gl.constexpr(8)  # elements that a thread stores at once: 16 bytes
 @gluon.jit
 def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes,
           WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
-          WHOLE_TILES: gl.constexpr):  # fmt: skip
+          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
     total = per_chunk * WORLD * CHUNKS
-    halved = first_cut(total, gl.num_programs(0), WHOLE_TILES)
+    halved = first_cut(total, gl.num_programs(0))
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     step = 0
@@ -79,15 +79,14 @@ def load_tile_or_half(panels, step, a_desc, b_desc, b_half_desc, row, col, b_fir
 
 
 @gluon.jit
-def multiply_tiles(panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, PART: gl.constexpr,
+def multiply_tiles(panels, tiles, b_desc, b_half_desc, y_desc, buffers, rank, abort_ptr, sizes, PART: gl.constexpr,
                    WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                   BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
-                   WHOLE_TILES: gl.constexpr):  # fmt: skip
+                   BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
-    halved = first_cut(per_chunk * WORLD * CHUNKS, gl.num_programs(0), WHOLE_TILES)
+    halved = first_cut(per_chunk * WORLD * CHUNKS, gl.num_programs(0))
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
@@ -97,28 +96,20 @@ def multiply_tiles(panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, r
         source, chunk = gather_tile(tile // per_chunk, rank, WORLD, CHUNKS)
         tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = tile_m * BLOCK_M + PART * ROWS, tile_n * BLOCK_N  # row: in its chunk
-        first_row = source * m_shard + chunk * m_chunk
+        place = source * CHUNKS + chunk
         if side == WHOLE:
             acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
             acc = _unless_aborted(acc, abort_ptr)
-            if WHOLE_TILES:
-                left, right = split_tile(acc, ROWS, BLOCK_N)
-                store_quarter(y_desc, buffers.index(PART), left, first_row + row, col)
-                store_quarter(y_desc, buffers.index(PART), right, first_row + row, col + BLOCK_N // 2)
-            else:
-                values = acc.to(y_desc.dtype)
-                rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
-                cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, values.type.layout))
-                mask = (rows < m_chunk)[:, None] & (cols < n)[None, :]
-                gl.store(y_ptr + (first_row + rows).to(gl.int64)[:, None] * n + cols[None, :], values, mask=mask)
-        elif WHOLE_TILES:
+            left, right = split_tile(acc, ROWS, BLOCK_N)
+            store_quarter(y_desc, buffers.index(PART), left, place, row, col)
+            store_quarter(y_desc, buffers.index(PART), right, place, row, col + BLOCK_N // 2)
+        else:
             half, step = multiply_tile(panels, step, b_half_desc, k_steps, PART, ROWS, BLOCK_N // 2, STAGES, B_IS_NK)
             half = _unless_aborted(half, abort_ptr)
-            store_quarter(y_desc, buffers.index(PART), half, first_row + row, col + side * (BLOCK_N // 2))
+            store_quarter(y_desc, buffers.index(PART), half, place, row, col + side * (BLOCK_N // 2))
         turn += 1
         index = next_tile(tiles, turn, WARPS)
-    if WHOLE_TILES:
-        tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -143,31 +134,32 @@ def _unless_aborted(acc, abort_ptr):
 
 @gluon.jit(do_not_specialize=["rank", "tag", "limit"])
 def hopper_all_gather_gemm_kernel(
-    own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, y_ptr, m_shard, n, k,
+    own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr, STEP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr, num_warps: gl.constexpr,
+    B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N]; all 16-byte aligned rows.
+    """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N], as
+    [W x CHUNKS, M/W/CHUNKS, N]; all 16-byte aligned rows.
 
     own_ptr: own again, for the warps that send it (DIRECT): PIECE elements are claimed and counted at once, STEP are in flight.
-    b_half_desc: b again, in panels half as wide. WHOLE_TILES: no tile crosses a chunk's edge, so that tiles may be stored by TMA.
+    b_half_desc: b again, in panels half as wide.
     """
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS)
-    buffers = gl.allocate_shared_memory(y_desc.dtype, [PARTS] + y_desc.block_type.shape, y_desc.layout)
+    buffers = make_quarters(y_desc, PARTS)
     words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, 0, WORLD, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
-        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, rank, abort_ptr, sizes, 1, WORLD, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, buffers, rank, abort_ptr, sizes, 0, WORLD, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, buffers, rank, abort_ptr, sizes, 1, WORLD, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
-                 BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+                 BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (send_rows, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP, False)),
     ], [WARPS, 1, SENDERS], [232, 40, 40])  # fmt: skip
     if DIRECT:

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper_all_gather_gemm import SENDERS, load_tile_or_half, multiply_tiles, send_rows
-from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, make_rings
+from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, make_quarters, make_rings
 from .signal import finalize_epoch, next_word, signal_word, wait_signal
 from .tiles import first_cut, tile_and_side, tile_in_block
 
@@ -16,13 +16,12 @@ from .tiles import first_cut, tile_and_side, tile_in_block
 @gluon.jit
 def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes,
           WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
-          WHOLE_TILES: gl.constexpr):  # fmt: skip
+          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
     per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
-    halved = first_cut(per_chunk * CHUNKS, gl.num_programs(0), WHOLE_TILES)
+    halved = first_cut(per_chunk * CHUNKS, gl.num_programs(0))
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     step = 0
@@ -47,33 +46,34 @@ def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, si
 
 @gluon.jit(do_not_specialize=["rank", "tag", "limit"])
 def hopper_all_to_all_gemm_kernel(
-    own_desc, own_ptr, received_desc, b_desc, b_half_desc, y_desc, y_ptr, m_shard, n, k,
+    own_desc, own_ptr, received_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr, STEP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    B_IS_NK: gl.constexpr, WHOLE_TILES: gl.constexpr, num_warps: gl.constexpr,
+    B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The own block [M/W, K/W] and those of received [M, K/W], below each other, times b, [N, K] or [K, N] by B_IS_NK, into y
-    [M/W, N]; rows aligned. own_ptr: all blocks of the own rows [M, K/W], for the warps that send them (DIRECT).
+    [M/W, N], as [CHUNKS, M/W/CHUNKS, N]; rows aligned. own_ptr: all blocks of the own rows [M, K/W], for the warps that send them
+    (DIRECT).
 
     k: K/W. Its last panel reads zeros of A beyond it, so that what it reads of B there counts nothing. The rest as for
     hopper_all_gather_gemm_kernel.
     """
     gl.static_assert(num_warps == WARPS)
     panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS)
-    buffers = gl.allocate_shared_memory(y_desc.dtype, [PARTS] + y_desc.block_type.shape, y_desc.layout)
+    buffers = make_quarters(y_desc, PARTS)
     words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     whole = (m_shard, n, WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K)  # as the multiplying warps see it: whole panels
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, 0, abort_ptr, whole, 0, 1, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
-        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, y_ptr, buffers, 0, abort_ptr, whole, 1, 1, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, buffers, 0, abort_ptr, whole, 0, 1, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, buffers, 0, abort_ptr, whole, 1, 1, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_load, (panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
-                 BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, WHOLE_TILES)),
+                 BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (send_rows, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP, True)),
     ], [WARPS, 1, SENDERS], [232, 40, 40])  # fmt: skip
     if DIRECT:

@@ -108,16 +108,16 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
     while index != NO_TILE:
         target, chunk, tile = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
         tile_m, tile_n = tile_in_block(tile, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
-        row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
+        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N  # row: in its chunk
         if target == rank:
-            sent = store_quarters(y_desc, outbox, sent, row, col, BUFFERS)
+            sent = store_quarters(y_desc, outbox, sent, chunk, row, col, BUFFERS)
         else:
             if DIRECT:
                 for distance in gl.static_range(1, WORLD):
                     if target == (rank + distance) % WORLD:
-                        sent = store_quarters(places[distance - 1], outbox, sent, row, col, BUFFERS)
+                        sent = store_quarters(places[distance - 1], outbox, sent, chunk, row, col, BUFFERS)
             else:
-                sent = store_quarters(places[0], outbox, sent, target * m_shard + row, col, BUFFERS)
+                sent = store_quarters(places[0], outbox, sent, target * CHUNKS + chunk, row, col, BUFFERS)
             stores_are_written()
             counter_ptr = complete_ptr + signal_word(target, chunk)
             if DIRECT:
@@ -137,14 +137,15 @@ def hopper_gemm_reduce_scatter_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS x BLOCK_M, rows 16-byte aligned.
+    """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS, rows 16-byte aligned.
 
-    received_desc: [M, N], block s from rank s. y_desc: [M/W, N].
+    received_desc: [M, N], block s from rank s. y_desc: [M/W, N] as [CHUNKS, M/W/CHUNKS, N], as all that is stored.
     EXCHANGE: a is [M/W, K], a destination picks columns of b, and where N stands it is N/W (gemm_reduce_scatter.py).
     REDUCE: the own tiles wait for the peers' partials and add them; else y is the own partial.
     BUFFERS: of each multiplying group for quarter tiles on their way out; two and three stages, or one and four, fit into
     shared memory.
-    to1_desc: staging [M, N]; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks rank+1, rank+2, ...
+    to1_desc: staging [M, N], in W x CHUNKS chunks; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks
+    rank+1, rank+2, ...
     """
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=PARTS + 1)

@@ -11,6 +11,9 @@ first). In step they stood still for each store; apart they are 1 to 5 % faster,
 Shared memory: a ring of STAGES panels of A [BLOCK_M, BLOCK_K] and B, and a ring of two tile indices that the loading warp hands
 over. Each ring slot has a `full` barrier (its content is there) and a `free` one (all have read it). GEMM + RS has a storing
 warp, which takes quarters of tiles from an outbox with the same two barriers; AG + GEMM stores from the multiplying warps.
+
+Chunks need not hold whole tiles. A tile at a chunk's end reads rows beyond it, of the next chunk or zeros, and stores none
+of them: what is stored has a descriptor of [chunks, rows of a chunk, columns], and TMA leaves out what lies beyond an edge.
 """
 
 from triton.experimental import gluon
@@ -167,21 +170,37 @@ def split_tile(acc, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def store_quarter(out_desc, buffer, values, row, col):
+def make_quarters(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT quarter tiles [ROWS, COLS / 2] that `desc` stores, whose blocks are [1, ROWS, COLS / 2]."""
+    rows: gl.constexpr = desc.block_type.shape[1]
+    cols: gl.constexpr = desc.block_type.shape[2]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], desc.dtype)
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, rows, cols], layout)
+
+
+@gluon.jit
+def store_inside(out_desc, quarter, chunk, row, col):
+    """Store a quarter tile by TMA at (row, col) of a chunk, as far as it lies inside."""
+    block = reinterpret(quarter, out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
+    tma_store(out_desc, [chunk, row, col], block)
+
+
+@gluon.jit
+def store_quarter(out_desc, buffer, values, chunk, row, col):
     """A multiplying group: store [ROWS, COLS / 2] by TMA through its only buffer, beside which four stages fit."""
     tma.store_wait(0)
     debug_barrier()
     buffer.store(values.to(out_desc.dtype))
     fence_async_shared()
     debug_barrier()
-    tma_store(out_desc, [row, col], buffer)
+    store_inside(out_desc, buffer, chunk, row, col)
 
 
 @gluon.jit
 def make_outbox(desc, BUFFERS: gl.constexpr):
     """Buffers of a quarter tile between the multiplying groups, BUFFERS each, and a storing warp: (quarters, full barriers, free
     barriers)."""
-    quarters = gl.allocate_shared_memory(desc.dtype, [PARTS * BUFFERS] + desc.block_type.shape, desc.layout)
+    quarters = make_quarters(desc, PARTS * BUFFERS)
     full = gl.allocate_shared_memory(gl.int64, [PARTS * BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [PARTS * BUFFERS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(PARTS * BUFFERS):
@@ -205,16 +224,16 @@ def put_quarter(outbox, sent, values, PART: gl.constexpr, BUFFERS: gl.constexpr)
 
 
 @gluon.jit
-def store_quarters(out_desc, outbox, sent, row, col, BUFFERS: gl.constexpr):
-    """Storing warp: store the four quarters of a tile at (row, col); their buffers are free once they have been read."""
+def store_quarters(out_desc, outbox, sent, chunk, row, col, BUFFERS: gl.constexpr):
+    """Storing warp: store the four quarters of a tile at (row, col) of a chunk; buffers are free once they have been read."""
     quarters, full, free = outbox
-    rows: gl.constexpr = out_desc.block_type.shape[0]
-    cols: gl.constexpr = out_desc.block_type.shape[1]
+    rows: gl.constexpr = out_desc.block_type.shape[1]
+    cols: gl.constexpr = out_desc.block_type.shape[2]
     for part in gl.static_range(PARTS):
         for half in gl.static_range(2):
             slot = part * BUFFERS + (sent + half) % BUFFERS
             mbarrier.wait(full.index(slot), (sent + half) // BUFFERS & 1)
-            tma_store(out_desc, [row + part * rows, col + half * cols], quarters.index(slot))
+            store_inside(out_desc, quarters.index(slot), chunk, row + part * rows, col + half * cols)
             tma.store_wait(0)
             mbarrier.arrive(free.index(slot), count=1)
     return sent + 2

@@ -54,11 +54,11 @@ def tile_in_block(index, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRO
 
 
 @triton.jit
-def first_cut(total, programs, MAY_CUT: tl.constexpr):
+def first_cut(total, programs):
     """Of `total` tiles the first that is cut into halves: those of the last wave, if at least half of the programs would have
     nothing to do in it; `total` if none is."""
     rest = total % programs
-    return total - tl.where(MAY_CUT and 2 * rest <= programs, rest, 0)
+    return total - tl.where(2 * rest <= programs, rest, 0)
 
 
 @triton.jit

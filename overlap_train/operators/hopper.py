@@ -49,6 +49,7 @@ def gather_launch(
     own, b_kn, y, sends = operands.own, operands.b_kn, operands.y, operands.sends
     (m_shard, k), n = own.shape[-2:], b_kn.shape[1]
     exchange = plan.kind == A2A_GEMM
+    blocks = 1 if exchange else domain.world_size  # of rows of y
     kernel, received = (
         (hopper_all_to_all_gemm_kernel, "received_desc")
         if exchange
@@ -57,15 +58,14 @@ def gather_launch(
     protocol, sending = protocol_arguments(domain, call, direct=sends), sending_arguments(domain, call, sends)
     arguments = dict(
         own_desc=_descriptor(block, BLOCK_M, BLOCK_K), own_ptr=own,
-        b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N), y_desc=_descriptor(y, PART_M, HALF_N), y_ptr=y,
+        b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N), y_desc=_stored(y, blocks * call.chunks),
         m_shard=m_shard, n=n, k=k, **protocol.arguments, **sending.arguments,
     ) | {received: _descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K)}  # fmt: skip
-    whole = m_shard % (call.chunks * BLOCK_M) == 0
-    constants = _constants(b_kn, STAGES) | {"WHOLE_TILES": whole, "STEP": STEP} | protocol.constants | sending.constants
-    # Whole tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
-    tiles = HOPPER_TILE.count(m_shard, n) * (1 if exchange else domain.world_size) * (2 if whole else 1)
-    grid = grid_size(multiprocessors(domain.device) if sends else tiles, plan, domain.device)
-    replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc", "y_ptr"), ("tag",))
+    constants = _constants(b_kn, STAGES) | {"STEP": STEP} | protocol.constants | sending.constants
+    # Tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
+    halves = 2 * HOPPER_TILE.count(m_shard, n) * blocks
+    grid = grid_size(multiprocessors(domain.device) if sends else halves, plan, domain.device)
+    replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc",), ("tag",))
     return Launch(kernel, grid, arguments, constants, replaced)
 
 
@@ -78,14 +78,16 @@ def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands
     direct = staging is None
     protocol = protocol_arguments(domain, call, direct)
     arguments = dict(
-        a_desc=_descriptor(a_mk, BLOCK_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), y_desc=_descriptor(y, PART_M, HALF_N),
+        a_desc=_descriptor(a_mk, BLOCK_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), y_desc=_stored(y, call.chunks),
         received_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, HALF_N), m_shard=m_shard, n=n, k=a_mk.shape[1],
         **protocol.arguments,
     )  # fmt: skip
-    places = [staging.flatten(0, 1)] if staging is not None else [call.remote_block(peer) for peer in call.peers] or [y]
+    if staging is not None:
+        places = [_stored(staging.flatten(0, 1), domain.world_size * call.chunks)]
+    else:
+        places = [_stored(call.remote_block(peer), call.chunks) for peer in call.peers] or [arguments["y_desc"]]
     places += places[:1] * (MOST_DIRECT_PEERS - len(places))  # every parameter wants a value
-    for step, place in enumerate(places, start=1):
-        arguments[f"to{step}_desc"] = _descriptor(place, PART_M, HALF_N)
+    arguments |= {f"to{step}_desc": place for step, place in enumerate(places, start=1)}
     constants = _constants(b_kn, STAGES_DIRECT if direct else STAGES) | protocol.constants
     constants |= sending_constants(plan, direct) | {"BUFFERS": BUFFERS_DIRECT if direct else 1}
     grid = grid_size(HOPPER_TILE.count(m_shard, n) * domain.world_size, plan, domain.device)
@@ -105,14 +107,19 @@ def _operand(b_kn: torch.Tensor, cols: int) -> Any:
     return _descriptor(b_kn, BLOCK_K, cols)
 
 
-def _descriptor(matrix: torch.Tensor, rows: int, cols: int) -> Any:
+def _stored(matrix: torch.Tensor, chunks: int) -> Any:
+    """The descriptor of a matrix [*, N] of `chunks` chunks of rows that is stored: TMA leaves out what lies beyond a chunk."""
+    return _descriptor(matrix.unflatten(0, (chunks, -1)), 1, PART_M, HALF_N)
+
+
+def _descriptor(tensor: torch.Tensor, *block: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(matrix, [rows, cols], _shared_layout(rows, cols, matrix.dtype))
+    return TensorDescriptor.from_tensor(tensor, list(block), _shared_layout(block, tensor.dtype))
 
 
 @functools.cache
-def _shared_layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
 
-    return NVMMASharedLayout.get_default_for([rows, cols], bfloat16 if dtype == torch.bfloat16 else float16)
+    return NVMMASharedLayout.get_default_for(list(block), bfloat16 if dtype == torch.bfloat16 else float16)

@@ -8,7 +8,7 @@ import torch
 
 from ..methods import TRAITS
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule import A2A_GEMM, EXCHANGES, GATHER, INBOUND, SCATTER
+from .schedule import A2A_GEMM, EXCHANGES, GATHER, SCATTER
 from .table import Table, Winner
 from .tiling import HOPPER_TILE, tma_reads
 from .variants import PLAIN, Variant
@@ -107,8 +107,8 @@ def _method(requested: str, pass_: Pass, device: torch.device, table: Table) -> 
 
 
 def _winner(pass_: Pass, device: torch.device, table: Table) -> Winner | None:
-    """What was measured for a pass. A bucket may hold sizes that the Hopper kernels serve and others: a measurement of one kind
-    says nothing about the other."""
+    """What was measured for a pass. A bucket may hold features that the Hopper kernels serve and others: a measurement of one
+    kind says nothing about the other. They serve any number of rows: rows that end within a tile count as whole tiles do."""
     winner = table.find(pass_)
     fits = winner is not None and _on_hopper(winner.measured, device) == _on_hopper(pass_, device)
     return winner if fits else None
@@ -165,6 +165,4 @@ def _fills_tiles(pass_: Pass) -> bool:
 
 def _on_hopper(pass_: Pass, device: torch.device) -> bool:
     """Whether the warp-specialised kernels serve a pass."""
-    if pass_.kind not in INBOUND and pass_.m % (HOPPER_TILE.block_m * pass_.world):
-        return False  # a tile would cross from one destination's rows to another's
     return tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(device, pass_.dtype, pass_.row_features, 0)

@@ -40,8 +40,7 @@ def _gather_tiles(work: Work) -> Iterator[Tile]:
 
 def _is_cut(work: Work, rest: int) -> bool:
     """Whether the kernel cuts the tiles of its last wave into halves (kernels/tiles.py: first_cut)."""
-    whole = work.m_shard % (work.plan.chunks * work.plan.tile.block_m) == 0
-    return work.plan.kernels == HOPPER and whole and 0 < 2 * rest <= work.system.sms
+    return work.plan.kernels == HOPPER and 0 < 2 * rest <= work.system.sms
 
 
 def _cut(work: Work, tiles: list[Tile]) -> Iterator[Tile]:

@@ -106,7 +106,7 @@ def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.d
     """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
     kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
     chunks = _chunks(choice, pass_, device)
-    kernels = _kernels(kind, choice, pass_, device, w, chunks)
+    kernels = _kernels(kind, choice, pass_, device, w)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
     after_tiles = kind not in INBOUND and choice.method == "fused"
     route = legs(kind, topology, chunks, after_tiles)
@@ -135,7 +135,7 @@ def _chunks(choice: Choice, pass_: Pass, device: torch.device) -> int:
     return chunk_count(m_shard, pass_.row_features * pass_.dtype.itemsize, on_gpu)
 
 
-def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor, chunks: int) -> str:
+def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
     if not TRAITS[choice.method].kernels:
         return LIBRARY
     readable = tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(
@@ -143,11 +143,8 @@ def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: to
     )
     if w.dim() != 2 or not readable or not tma_reads_weight(w):
         return PORTABLE
-    if kind not in INBOUND:  # tiles for the peers leave by TMA, so none may cross a chunk's edge
-        crosses = pass_.m % (pass_.world * chunks * HOPPER_TILE.block_m)
-        too_many = choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
-        return PORTABLE if crosses or too_many else HOPPER
-    return HOPPER
+    too_many = kind not in INBOUND and choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
+    return PORTABLE if too_many else HOPPER
 
 
 def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:

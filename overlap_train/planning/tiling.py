@@ -40,7 +40,7 @@ HOPPER_TILE = TileConfig(128, 256, 64, num_warps=4, num_stages=4)
 _HALF = TileConfig(128, 256, 64)
 _FULL = TileConfig(64, 64, 32, num_warps=4)  # fp32 has no tensor-core path
 _INTERPRETED = TileConfig(32, 32, 32, num_warps=4)
-# Tiles of every kernel are at most this tall: chunks of whole multiples hold whole tiles.
+# Tiles of every kernel are at most this tall.
 _TALLEST_TILE = 128
 
 
@@ -55,11 +55,11 @@ def portable_tile(dtype: torch.dtype, device: torch.device | Target) -> TileConf
 def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool) -> int:
     """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
 
-    On GPUs 1, 2 or 4, of whole tiles, none shorter than _SHORTEST_COPY; on the CPU 2 where the rows are even.
+    On GPUs 1, 2 or 4, which cost no tile, none shorter than _SHORTEST_COPY; on the CPU 2 where the rows are even.
     """
     if not on_gpu:
         return 2 if m_shard % 2 == 0 else 1
-    fits = [c for c in (1, 2, 4) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard * row_bytes >= c * _SHORTEST_COPY]
+    fits = [c for c in (1, 2, 4) if _costs_no_tile(m_shard, c) and m_shard * row_bytes >= c * _SHORTEST_COPY]
     return max(fits, default=1)
 
 
@@ -68,8 +68,13 @@ def direct_chunk_count(m_shard: int, on_gpu: bool) -> int:
     """As chunk_count, for chunks that a kernel stores at the peers and signals itself."""
     if not on_gpu:
         return 2 if m_shard % 2 == 0 else 1
-    fits = [c for c in (1, 2, 4, 8) if m_shard % (c * _TALLEST_TILE) == 0 and m_shard >= c * _SHORTEST_DIRECT]
+    fits = [c for c in (1, 2, 4, 8) if _costs_no_tile(m_shard, c) and m_shard >= c * _SHORTEST_DIRECT]
     return max(fits, default=1)
+
+
+def _costs_no_tile(m_shard: int, chunks: int) -> bool:
+    """Whether a block takes no more tiles in equal chunks than whole; where its tiles are whole, so are those of its chunks."""
+    return m_shard % chunks == 0 and chunks * -(-m_shard // chunks // _TALLEST_TILE) == -(-m_shard // _TALLEST_TILE)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from ..operators.plan_book import PassTags, Planned
 from ..protocol.layout import SLOTS
 
 _MIB = 1 << 20
-_WHOLE_TILES = 128  # rows; a part that ends between tiles would be multiplied by slower kernels
+_WHOLE_TILES = 128  # rows; of a part that ends within a tile the rest of the tile is multiplied for nothing
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from overlap_train.planning.plan import EnginePlan, make_plan
 from overlap_train.planning.schedule import SCATTER, Topology, legs
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.tiling import chunk_count
+from overlap_train.planning.tiling import chunk_count, direct_chunk_count
 from overlap_train.planning.variants import VARIANTS, Variant
 from overlap_train.protocol.slot import Call
 from overlap_train.protocol.tags import Tag, epoch_of
@@ -40,6 +40,23 @@ def test_every_shape_is_exact(case: Case, operator: str, dtype: torch.dtype) -> 
     )
     for seed, (rows, k, n) in enumerate(shapes.values()):
         OPERATORS[operator](replace(case, dtype=dtype), rows, k, n, seed=seed, bias=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("rows", [65, 129, 997, 4100])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_rows_that_end_within_a_tile(case: Case, operator: str, rows: int) -> None:
+    """Of features that the Hopper kernels serve, in two tiles of columns and more."""
+    OPERATORS[operator](case, (rows, 1), 264, 520, seed=rows)
+
+
+@pytest.mark.parametrize(
+    ("operator", "features"),
+    [("column", (4136, 264)), ("row", (264, 4136)), ("to_heads", (264, 4136)), ("to_rows", (4136, 264))],
+)
+def test_chunks_that_end_within_a_tile(case: Case, operator: str, features: tuple[int, int]) -> None:
+    """Four of 1015 rows that the copy engine sends, two of 2030 that kernels store."""
+    assert (chunk_count(4060, 2 * 4136, True), direct_chunk_count(4060, True)) == (4, 2)
+    OPERATORS[operator](case, (4060, 1), *features)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -53,7 +53,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     else:
         direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
         constants = {"REDUCE": True, "EXCHANGE": False} | constants | direct
-    panel, out = _descriptor(BLOCK_M, BLOCK_K), _descriptor(PART_M, HALF_N)
+    panel, out = _descriptor(BLOCK_M, BLOCK_K), _descriptor(1, PART_M, HALF_N)
     b, b_half = (_descriptor(n, BLOCK_K) if b_is_nk else _descriptor(BLOCK_K, n) for n in (BLOCK_N, HALF_N))
     types = {
         "own_desc": panel,
@@ -64,7 +64,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         "y_desc": out,
         "received_desc": panel if "own_desc" in kernel.arg_names else _descriptor(BLOCK_M, HALF_N),
     } | {f"to{step}_desc": out for step in range(1, 8)}
-    types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "y_ptr": "*bf16", "limit": "i64", "tag": "i64"}
+    types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "limit": "i64", "tag": "i64"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
@@ -76,11 +76,11 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
 
 
-def _descriptor(rows: int, cols: int) -> str:
+def _descriptor(*block: int) -> str:
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
-    return f"tensordesc<bf16[{rows}, {cols}],{layout!r}>"
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+    return f"tensordesc<bf16{list(block)},{layout!r}>"
 
 
 def compiled_portable(module_name: str, kernel_name: str, **constants: Any) -> str:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 ACQUIRE, RELEASE_ADD = r"ld\.global\.sys\.acquire", r"(?:atom|red)\S*\.release\S*\.add"
 COUNT, SIGNAL = r"atom\S*\.sys\.acq_rel\S*\.add", r"atom\S*\.release\S*\.exch"
-TMA_LOAD, TMA_STORE = r"cp\.async\.bulk\.tensor\.2d\.shared", r"cp\.async\.bulk\.tensor\.2d\.global\.shared"
+TMA_LOAD, TMA_STORE = r"cp\.async\.bulk\.tensor\.2d\.shared", r"cp\.async\.bulk\.tensor\.3d\.global\.shared"
 LEAVE = r"atom\S*\.gpu\.acq_rel\S*\.add"
 WIDE_LOAD, WIDE_STORE = r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32"
 FENCE, WRITTEN = r"fence\.proxy\.async\.global", r"cp\.async\.bulk\.wait_group 0;"
@@ -46,32 +46,24 @@ def in_order(ptx: str, *patterns: str) -> bool:
     return re.search(".*?".join(patterns), ptx, flags=re.DOTALL) is not None
 
 
-@pytest.mark.parametrize("whole_tiles", [True, False])
-def test_the_gathering_kernel_waits_and_fences_before_it_loads_a_peers_shard(
-    compiled: Compile, whole_tiles: bool
-) -> None:
-    ptx, _ = compiled("hopper_all_gather_gemm", True, WHOLE_TILES=whole_tiles)
+def test_the_gathering_kernel_waits_and_fences_before_it_loads_a_peers_shard(compiled: Compile) -> None:
+    ptx, _ = compiled("hopper_all_gather_gemm", True)
     assert in_order(ptx, r"globaltimer", ACQUIRE, FENCE, TMA_LOAD)
     assert len(re.findall(ACQUIRE, ptx)) == 2, "one poll before the loop, one inside"
     # A and B, for whole and for half tiles: of the own shard by loads that no wait guards, of the peers' only behind the fence
     assert len(re.findall(TMA_LOAD, ptx)) == 8
     for needed in (ACQUIRE, FENCE):
         assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 4
-    assert (re.search(TMA_STORE, ptx) is not None) == whole_tiles
 
 
-@pytest.mark.parametrize("whole_tiles", [True, False])
-def test_the_kernel_after_an_all_to_all_waits_and_fences_at_each_blocks_edge(
-    compiled: Compile, whole_tiles: bool
-) -> None:
+def test_the_kernel_after_an_all_to_all_waits_and_fences_at_each_blocks_edge(compiled: Compile) -> None:
     """As for the peers' shards: it has the own block, and then in a loop those of the peers."""
-    ptx, _ = compiled("hopper_all_to_all_gemm", True, WHOLE_TILES=whole_tiles)
+    ptx, _ = compiled("hopper_all_to_all_gemm", True)
     assert in_order(ptx, r"globaltimer", ACQUIRE, FENCE, TMA_LOAD)
     assert len(re.findall(ACQUIRE, ptx)) == 2
     assert len(re.findall(TMA_LOAD, ptx)) == 8
     for needed in (ACQUIRE, FENCE):
         assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 4, "of the own block"
-    assert (re.search(TMA_STORE, ptx) is not None) == whole_tiles
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -116,19 +108,19 @@ def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled:
 @pytest.mark.parametrize("kernel", ["hopper_all_gather_gemm", "hopper_all_to_all_gemm"])
 def test_a_kernel_that_sends_rows_counts_a_piece_only_when_all_of_it_is_stored(compiled: Compile, kernel: str) -> None:
     """By both warps, in stores of 16 bytes; whoever counts the last of a chunk signals."""
-    ptx, _ = compiled(kernel, True, WHOLE_TILES=True, DIRECT=True)
+    ptx, _ = compiled(kernel, True, DIRECT=True)
     stores = [match.end() for match in re.finditer(WIDE_STORE, ptx)]
     (count,) = (match.start() for match in re.finditer(COUNT, ptx))
     assert len(stores) == len(re.findall(WIDE_LOAD, ptx)) == STEP // (2 * 32 * 8), "two warps, 8 elements each"
     assert stores[-1] < count
     assert re.search(r"bar\.sync\s+\d+, 64;", ptx[stores[-1] : count]), "of two warps"
     assert re.search(SIGNAL, ptx[count : count + 3000])
-    assert not re.search(WIDE_STORE, compiled(kernel, True, WHOLE_TILES=True)[0])
+    assert not re.search(WIDE_STORE, compiled(kernel, True)[0])
 
 
 SENDING = [
-    ("hopper_all_gather_gemm", {"WHOLE_TILES": True}),
-    ("hopper_all_to_all_gemm", {"WHOLE_TILES": True}),
+    ("hopper_all_gather_gemm", {}),
+    ("hopper_all_to_all_gemm", {}),
     ("hopper_gemm_reduce_scatter", {}),
     ("hopper_gemm_reduce_scatter", {"REDUCE": False, "EXCHANGE": True}),
 ]
@@ -146,8 +138,8 @@ def test_a_kernel_that_sends_itself_counts_the_epoch_when_its_last_cta_leaves(
 
 
 ARRIVALS = [  # barriers by how many groups of warps arrive at them: rings of STAGES panels, of two tile indices, buffers
-    ("hopper_all_gather_gemm", {"WHOLE_TILES": True}, {1: 4 + 2, 2: 4 + 2}),
-    ("hopper_all_to_all_gemm", {"WHOLE_TILES": True}, {1: 4 + 2, 2: 4 + 2}),
+    ("hopper_all_gather_gemm", {}, {1: 4 + 2, 2: 4 + 2}),
+    ("hopper_all_to_all_gemm", {}, {1: 4 + 2, 2: 4 + 2}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}, {1: 4 + 2 + 4, 2: 4, 3: 2}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCE": False, "EXCHANGE": True}, {1: 3 + 2 + 8, 2: 3, 3: 2}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}, {1: 3 + 2 + 8, 2: 3, 3: 2}),
@@ -166,8 +158,8 @@ def test_barriers_wait_for_all_who_read(
 
 # Of each of two multiplying groups: fences for what it writes into shared memory, and waits until TMA has read it.
 HANDED_TO_TMA = [
-    ("hopper_all_gather_gemm", {"WHOLE_TILES": True}, 3, 3 + 1),  # left, right and a half tile; at the end once more
-    ("hopper_all_to_all_gemm", {"WHOLE_TILES": True}, 3, 3 + 1),
+    ("hopper_all_gather_gemm", {}, 3, 3 + 1),  # left, right and a half tile; at the end once more
+    ("hopper_all_to_all_gemm", {}, 3, 3 + 1),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}, 2, 2 * 2),  # left and right; they are stored at two places
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}, 2, 2 * 4),
 ]
@@ -195,15 +187,13 @@ def test_a_deferred_reduction_leaves_no_wait_in_the_scattering_kernel(compiled: 
 
 
 KERNELS = [
-    ("hopper_all_gather_gemm", {"WHOLE_TILES": True}),
-    ("hopper_all_gather_gemm", {"WHOLE_TILES": False}),
-    ("hopper_all_gather_gemm", {"WHOLE_TILES": True, "DIRECT": True}),
-    ("hopper_all_gather_gemm", {"WHOLE_TILES": False, "DIRECT": True}),
+    ("hopper_all_gather_gemm", {}),
+    ("hopper_all_gather_gemm", {"DIRECT": True}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}),
-    ("hopper_all_to_all_gemm", {"WHOLE_TILES": True}),
-    ("hopper_all_to_all_gemm", {"WHOLE_TILES": False, "DIRECT": True}),
+    ("hopper_all_to_all_gemm", {}),
+    ("hopper_all_to_all_gemm", {"DIRECT": True}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False, "EXCHANGE": True}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCE": False, "EXCHANGE": True}),
 ]

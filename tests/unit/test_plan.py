@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from overlap_train.planning.arguments import all_gather_error, reduce_scatter_er
 from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.choice import Choice, Pass
 from overlap_train.planning.plan import EnginePlan, barrier_first, engine_plan, make_plan, sent_again, why_not
-from overlap_train.planning.schedule import GATHER, SCATTER, Topology
+from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import HOPPER, LIBRARY, PORTABLE, TileConfig, chunk_count, direct_chunk_count
@@ -48,8 +49,10 @@ def engine(
 def test_whose_kernels_multiply() -> None:
     assert engine("chunked", 8192).kernels == engine("collective", 8192).kernels == LIBRARY
     assert engine("fused", 8192).kernels == engine("direct", 8192).kernels == HOPPER
-    assert engine("fused", 8192 + 4).kernels == PORTABLE, "a tile would cross into the next rank's rows"
-    assert engine("fused", 8192 + 4, GATHER).kernels == HOPPER, "a gather may end in the middle of a tile"
+    for m, kind in product((4, 8192 + 4), (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)):
+        assert {engine(method, m, kind).kernels for method in ("fused", "direct")} == {HOPPER}, (
+            "rows may end within a tile"
+        )
     assert engine("fused", 8192, n=4100).kernels == PORTABLE
     assert engine("fused", 8192, w=torch.empty(8, 9, dtype=BF16)[:, :8]).kernels == PORTABLE
     assert engine("direct", 128 * 8, world=8).kernels == HOPPER
@@ -70,8 +73,15 @@ def test_into_how_many_chunks_blocks_are_cut_and_what_pushes_wait_for() -> None:
     assert [engine(method, 8192).slots for method in ("collective", "chunked", "direct")] == [0, 1, 1]
 
 
-def test_chunks_are_whole_tiles_and_not_too_short() -> None:
+def test_chunks_cost_no_tile_and_are_not_too_short() -> None:
     assert [chunk_count(rows, 8192, True) for rows in (1024, 2047, 2048, 4096, 4096 + 128)] == [1, 1, 2, 4, 1]
+    ends_within_a_tile = (
+        8100,
+        8090,
+        4100,
+    )  # into 4 times 16 tiles, 2 times 32, 33 for which 2 times 17 would be needed
+    assert [chunk_count(rows, 8192, True) for rows in ends_within_a_tile] == [4, 2, 1]
+    assert [direct_chunk_count(rows, True) for rows in ends_within_a_tile] == [4, 2, 1]
     assert [direct_chunk_count(rows, True) for rows in (1024, 2048, 4096, 8192, 8192 + 128, 16384)] == [
         1,
         2,

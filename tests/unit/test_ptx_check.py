@@ -63,7 +63,6 @@ CASES = [
     ("hopper_gemm_reduce_scatter_kernel", EXCHANGE_DIRECT, (COUNT, SIGNAL, TMA_STORED)),
     ("hopper_all_gather_gemm_kernel", PLAIN, (ACQUIRE, FENCE, TMA_LOAD)),
     ("hopper_all_gather_gemm_kernel", SENDING, (ACQUIRE, FENCE, TMA_LOAD, STORE, BARRIER, COUNT, SIGNAL)),
-    ("hopper_all_gather_gemm_kernel", SENDING | {"WHOLE_TILES": False}, (ACQUIRE, STORE, BARRIER, COUNT, SIGNAL)),
     ("hopper_gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, FENCE, COUNT, TMA_STORED, BARRIER)),
     ("hopper_gemm_reduce_scatter_kernel", DEFERRED, (COUNT, TMA_STORED, BARRIER)),
     ("hopper_gemm_reduce_scatter_kernel", DIRECT, (ACQUIRE, FENCE, COUNT, SIGNAL)),
@@ -84,8 +83,6 @@ def ptx_of() -> Iterator[Ptx]:
             if name in PORTABLE:
                 module, constants = PORTABLE[name]
                 return process.submit(hopper_ptx.compiled_portable, module, name, **(constants | switches)).result(120)
-            if "scatter" not in name:
-                switches = {"WHOLE_TILES": True} | switches
             return process.submit(hopper_ptx.compiled, name.removesuffix("_kernel"), True, **switches).result(120)[0]
 
         yield lambda name, switches: compiled(name, *switches.items())
@@ -101,22 +98,18 @@ def test_what_is_demanded_is_there_and_is_missed_when_it_is_gone(
         assert missing(re.sub(instruction, "nop", ptx), name, switches), instruction
 
 
-SENDERS = [("hopper_all_gather_gemm_kernel", whole) for whole in (True, False)]
-SENDERS += [("hopper_all_to_all_gemm_kernel", True)]
+SENDERS = ("hopper_all_gather_gemm_kernel", "hopper_all_to_all_gemm_kernel")
 
 
-@pytest.mark.parametrize(("name", "whole_tiles"), SENDERS)
-def test_rows_that_are_not_sent_are_noticed_beside_stores_of_the_result(
-    ptx_of: Ptx, name: str, whole_tiles: bool
-) -> None:
-    switches = SENDING | {"WHOLE_TILES": whole_tiles}
-    ptx = ptx_of(name, switches)
-    assert missing(ptx.replace("st.global.v4", "nop"), name, switches)
+@pytest.mark.parametrize("name", SENDERS)
+def test_rows_that_are_not_sent_are_noticed_beside_stores_of_the_result(ptx_of: Ptx, name: str) -> None:
+    ptx = ptx_of(name, SENDING)
+    assert missing(ptx.replace("st.global.v4", "nop"), name, SENDING)
 
 
 SCATTERING = (DEFERRED, FUSED, DIRECT, EXCHANGE, EXCHANGE_DIRECT)
 COUNTING = [("hopper_gemm_reduce_scatter_kernel", switches) for switches in SCATTERING]
-COUNTING += [(name, SENDING | {"WHOLE_TILES": whole}) for name, whole in SENDERS]
+COUNTING += [(name, SENDING) for name in SENDERS]
 
 
 @pytest.mark.parametrize(("name", "switches"), COUNTING)

@@ -15,12 +15,19 @@ def exact(method: str, operator: str) -> str:
     return f"{OPERATORS}::test_every_shape_is_exact[{method}-{operator}-torch.bfloat16]"
 
 
+def ragged(method: str, operator: str) -> str:
+    """997 rows a rank, of whose last tile 27 are empty."""
+    return f"{OPERATORS}::test_rows_that_end_within_a_tile[{method}-{operator}-997]"
+
+
 GATHER = In("kernels/hopper_all_gather_gemm.py", (exact("fused", "column"),), gpu=True)
 DIRECT_GATHER = In(GATHER.file, (exact("direct", "column"),), gpu=True)
 HALVES = In(GATHER.file, (f"{STRESS}::test_one_slow_rank[fused]",), gpu=True)  # few tiles, which are cut
 SCATTER = In("kernels/hopper_gemm_reduce_scatter.py", (exact("fused", "row"),), gpu=True)
 DIRECT_SCATTER = In(SCATTER.file, (exact("direct", "row"),), gpu=True)
 TILES = In("kernels/hopper_tiles.py", (exact("fused", "column"),), gpu=True)
+RAGGED = In(TILES.file, (ragged("fused", "column"),), gpu=True)
+RAGGED_ROW = In(SCATTER.file, (ragged("fused", "row"),), gpu=True)
 OUTBOX = In(TILES.file, (exact("fused", "row"),), gpu=True)
 DIRECT_OUTBOX = In(TILES.file, (exact("direct", "row"),), gpu=True)
 WEIGHT_GRADIENT = In(
@@ -61,13 +68,15 @@ FAULTS = [
     HALVES("GPU: the right half is multiplied by the left columns", "col += side * (BLOCK_N // 2)", "col += 0"),
     HALVES("GPU: the right half is stored over the left", "col + side * (BLOCK_N // 2))", "col)"),
     OUTBOX("GPU: both groups' quarters are stored above", "row + part * rows", "row"),
-    OUTBOX("GPU: both quarters are stored on the left", "col + half * cols]", "col]"),
+    OUTBOX("GPU: both quarters are stored on the left", "col + half * cols)", "col)"),
     OUTBOX("GPU: the reduction adds the left half twice", "col + half * desc.block_type.shape[1]", "col"),
     OUTBOX("GPU: the reduction adds the upper rows twice", ".slice(PART * ROWS, ROWS).load", ".slice(0, ROWS).load"),
     SCATTER("GPU: the reduction adds the first block", "received_desc, source * m_shard + row", "received_desc, row"),
     SCATTER("GPU: the reduction adds the tile to the left", "row, tile_n * BLOCK_N, STAGES)", "row, 0, STAGES)"),
-    SCATTER("GPU: all destinations' rows are staged over the first", "target * m_shard + row, col, BUFFERS", "row, col, BUFFERS"),
     SCATTER("GPU: every destination's rows are the first", "row if EXCHANGE else target * m_shard + row", "row"),
+    RAGGED("GPU: all chunks are stored over the first", "[chunk, row, col]", "[0, row, col]"),
+    RAGGED_ROW("GPU: a chunk's last tile is staged below its end", "target * CHUNKS + chunk, row",
+               "target * CHUNKS + chunk, m_chunk - row"),
     # signals and epochs
     DIRECT_GATHER("GPU: AG expects the epoch before", "tag) if DIRECT else gl.load", "tag) if False else gl.load"),
     DIRECT_GATHER("GPU: AG signals the epoch before", "next_word(gl.load(words[3]), words[6])", "gl.load(words[3])"),

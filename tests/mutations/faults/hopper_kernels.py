@@ -1,4 +1,4 @@
-"""Faults of the Hopper kernels that show in their PTX, without a GPU."""
+"""Faults of the Hopper kernels that show without a GPU: in their PTX, or in which rows they read and store."""
 
 from __future__ import annotations
 
@@ -8,14 +8,33 @@ PTX = ("tests/unit/test_hopper_kernels.py",)
 GATHER = In("kernels/hopper_all_gather_gemm.py", PTX)
 SCATTER = In("kernels/hopper_gemm_reduce_scatter.py", PTX)
 TILES = In("kernels/hopper_tiles.py", PTX)
+ROWS = ("tests/unit/test_hopper_rows.py",)
+GATHER_ROWS, SCATTER_ROWS = In(GATHER.file, ROWS), In(SCATTER.file, ROWS)
+LAUNCHES = In("overlap_train/operators/hopper.py", ROWS)
 
 FAULTS = [
     GATHER("AG: TMA reads a peer's shard without a fence", "            fence_for_tma()\n", ""),
-    GATHER("AG: the kernel ends while TMA reads its buffers", "        tma.store_wait(0)\n", "        pass\n"),
+    GATHER("AG: the kernel ends while TMA reads its buffers", "    tma.store_wait(0)\n", ""),
     SCATTER("RS: TMA reads a peer's partial without a fence", "                    fence_for_tma()\n", ""),
     SCATTER("RS: tiles are counted before they are written", "            stores_are_written()\n", ""),
     SCATTER("RS: a reduction that is split off waits in the kernel", "if REDUCE and source != rank:", "if source != rank:"),
     SCATTER("RS: the storing warp does not say that it has read an index", "READERS=PARTS + 1", "READERS=PARTS"),
+    GATHER_ROWS("AG: chunks are stored over each other", "source * CHUNKS + chunk", "source + chunk"),
+    GATHER_ROWS("AG: half tiles read the other half's columns", "col += side * (BLOCK_N // 2)",
+                "col += (1 - side) * (BLOCK_N // 2)"),
+    SCATTER_ROWS("RS: destinations are staged over each other", "target * CHUNKS + chunk, row", "chunk, row"),
+    SCATTER_ROWS("RS: own chunks are stored over each other", "y_desc, outbox, sent, chunk,", "y_desc, outbox, sent, 0,"),
+    SCATTER_ROWS("RS: chunks are stored over each other at the peers", "1], outbox, sent, chunk,", "1], outbox, sent, 0,"),
+    SCATTER_ROWS("RS: each chunk adds the first one's rows", "received_desc, source * m_shard + row",
+                 "received_desc, source * m_shard + tile_m * BLOCK_M"),
+    SCATTER_ROWS("RS: a chunk counts whole tiles only",
+                 "per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)\n    expected",
+                 "per_chunk = m_chunk // BLOCK_M * gl.cdiv(n, BLOCK_N)\n    expected"),
+    LAUNCHES("AG: tiles cross from one shard's rows to the next", "_stored(y, blocks * call.chunks)", "_stored(y, 1)"),
+    LAUNCHES("RS: tiles cross from one chunk's rows to the next", "y_desc=_stored(y, call.chunks)", "y_desc=_stored(y, 1)"),
+    LAUNCHES("RS: tiles cross from one destination's rows to the next", "domain.world_size * call.chunks)]", "1)]"),
+    LAUNCHES("RS: tiles cross into another rank's block at a peer", "_stored(call.remote_block(peer), call.chunks)",
+             "_stored(call.remote_block(peer), 1)"),
     TILES("written means read out of shared memory", "cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"),
     TILES("TMA reads a buffer before it is written: AG", "buffer.store(values.to(out_desc.dtype))\n    fence_async_shared()",
           "buffer.store(values.to(out_desc.dtype))"),

@@ -65,19 +65,12 @@ FAULTS = [
         "pass_.row_features * pass_.dtype",
         "pass_.k * pass_.dtype",
     ),
-    PLAN("a tile crosses a rank's rows", "return PORTABLE if crosses or too_many", "return PORTABLE if too_many"),
-    PLAN(
-        "a tile crosses a chunk's rows",
-        "pass_.world * chunks * HOPPER_TILE",
-        "pass_.world * HOPPER_TILE",
-        survives="chunks are of whole tiles already (tiling.py); the check is for other cuts",
-    ),
     PLAN(
         "a rank too many for the tensor descriptors",
         "pass_.world - 1 > MOST_DIRECT_PEERS",
         "pass_.world - 1 > MOST_DIRECT_PEERS + 1",
     ),
-    PLAN("a gather is refused for too many ranks", "    if kind not in INBOUND:  # tiles", "    if True:  # tiles"),
+    PLAN("a gather is refused for too many ranks", "too_many = kind not in INBOUND and choice", "too_many = choice"),
     PLAN("TMA reads a weight that it cannot", " or not tma_reads_weight(w):", ":"),
     PLAN(
         "only the forward pass is looked at", "for engine in (plan.fprop, plan.dgrad):", "for engine in (plan.fprop,):"
@@ -119,10 +112,11 @@ FAULTS = [
     ),
     CACHE("one more is kept", "if len(self._values) > self._most:", "if len(self._values) > self._most + 1:"),
     TILING(
-        "chunks are shorter than tiles",
-        "m_shard % (c * _TALLEST_TILE) == 0 and m_shard * row_bytes",
-        "m_shard * row_bytes",
+        "chunks cost tiles",
+        "_costs_no_tile(m_shard, c) and m_shard * row_bytes",
+        "m_shard % c == 0 and m_shard * row_bytes",
     ),
+    TILING("chunks are not equal", "return m_shard % chunks == 0 and chunks", "return chunks"),
     TILING(
         "chunks are too short for the copy engine",
         "m_shard * row_bytes >= c * _SHORTEST_COPY",
@@ -142,7 +136,6 @@ FAULTS = [
         "    fits = winner is not None and _on_hopper",
         "    fits = winner is not None or _on_hopper",
     ),
-    CHOICE("a scatter whose tiles cross is served", "return False  # a tile would cross", "pass  # a tile would cross"),
     CHOICE("few rows are left to fused", "if pass_.m <= FEW_ROWS:", "if pass_.m < FEW_ROWS:"),
     CHOICE("two ranks collide", "pass_.world > 2 and TRAITS", "pass_.world > 1 and TRAITS"),
     CHOICE("short copies collide", "max(LONG_COPY_US, pass_.gemm_us)", "pass_.gemm_us"),

@@ -29,7 +29,6 @@ FAULTS = [
     TILES("the next panel of b has another stride", "b_ptrs += BLOCK_K * stride_bk", "b_ptrs += BLOCK_K * stride_bn"),
     TILES("the last step along k is left out", "range(0, k, BLOCK_K)", "range(0, k - BLOCK_K + 1, BLOCK_K)"),
     TILES("tiles are cut at more than half a wave", "2 * rest <= programs", "2 * rest < programs", CUTS),
-    TILES("all tiles may be cut", "tl.where(MAY_CUT and 2 * rest", "tl.where(2 * rest", CUTS),
     TILES("a half tile is computed twice", "halved + beyond // 2", "halved + beyond", CUTS),
     TILES("both halves are the left one", "WHOLE, beyond % 2)", "WHOLE, 0)", CUTS),
     GATHER("a peer's shard begins a chunk's rows further", "* m_shard * k\n", "* m_chunk * k\n"),
