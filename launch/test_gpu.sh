@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs tests/gpu once for every provider, domain size and CUDA_DEVICE_MAX_CONNECTIONS. Prints the output of rank 0, and after a
 # failure that of the other ranks.
-#   launch/test_gpu.sh PYTHON [pytest arguments]
+#   launch/test_gpu.sh PYTHON [pytest arguments; with a path among them only what is there]
 # Variables: LOGS, folder for each rank's output (default runs/test-gpu); PROVIDERS (default "nvshmem torch"); SIZES of the overlap
 # domain (default: all ranks, and with four ranks also 2); CONNECTIONS (default "1 8"); RANKS (default: one a GPU, at most 4).
 # More RANKS than GPUs share the GPUs: slow, without NCCL and NVSHMEM, but results are right.
@@ -26,6 +26,11 @@ if [ "$ranks" -gt "$gpus" ]; then
   export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
 fi
 
+tests=(tests/gpu)
+for argument in "$@"; do
+  case $argument in tests/*) tests=() ;; esac
+done
+
 failed=0 sessions=0
 for size in $sizes; do
   for provider in $providers; do
@@ -37,7 +42,7 @@ for size in $sizes; do
       # CUBLAS_WORKSPACE_CONFIG: the bitwise training test needs a deterministic cuBLAS.
       if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
         --nproc-per-node "$ranks" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \
-        -m pytest tests/gpu -q --provider "$provider" --domain-size "$size" "$@" \
+        -m pytest "${tests[@]}" -q --provider "$provider" --domain-size "$size" "$@" \
         2>"$logs/$name/torchrun.log"; then
         failed=$((failed + 1))
         find "$logs/$name" -name stdout.log -not -path '*/0/*' -exec sh -c 'echo "-- $1"; tail -n 40 "$1"' _ {} \;

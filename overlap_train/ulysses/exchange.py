@@ -64,7 +64,7 @@ class Linear:
 
     def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
         """The rows of a part of a shard x [positions * batch, C]."""
-        return x[part.first * self.batch : part.last * self.batch]
+        return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
 
     @property
     def world_size(self) -> int:

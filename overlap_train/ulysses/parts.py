@@ -58,6 +58,6 @@ def parts_of(
         plan(x)  # which raises, on every rank: there is nothing to cut
     found = []
     for first, last in cut(positions, bytes_of_position, limit_mib):
-        planned = plan(x[: (last - first) * shards])
+        planned = plan(x if last - first == positions else x[: (last - first) * shards])
         found.append(Part(first, last, planned, planned.tags(name, meaning)))
     return tuple(found)
