@@ -15,7 +15,9 @@ from ..operators.plan_book import PassTags, Planned
 from ..protocol.layout import SLOTS
 
 _MIB = 1 << 20
-_WHOLE_TILES = 128  # rows; of a part that ends within a tile the rest of the tile is multiplied for nothing
+# Positions. A part of an odd number of tiles cannot be sent in chunks, and its product waits for all of it: A2A + GEMM of 262144
+# x 4096 x 4096 took 1.21 times as long as its GEMM in parts of 147 tiles; of 491520 rows, in parts of 160, 1.02 times (2 x H200).
+_FOUR_CHUNKS, _WHOLE_TILES = 512, 128
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,10 @@ def cut(positions: int, bytes_of_position: int, limit_mib: int) -> list[tuple[in
     fits = int(limit_mib * _MIB // (SLOTS * bytes_of_position))
     if positions <= fits:
         return [(0, positions)]
-    step = -(-positions // -(-positions // max(1, fits)))  # equal parts, so that they share a plan
-    if fits >= _WHOLE_TILES:
-        step = min(-(-step // _WHOLE_TILES) * _WHOLE_TILES, fits // _WHOLE_TILES * _WHOLE_TILES)
+    unit = next((unit for unit in (_FOUR_CHUNKS, _WHOLE_TILES) if fits >= unit), 1)
+    fits = max(1, fits // unit * unit)
+    step = -(-positions // -(-positions // fits))  # equal parts, so that they share a plan
+    step = -(-step // unit) * unit
     return [(first, min(first + step, positions)) for first in range(0, positions, step)]
 
 
