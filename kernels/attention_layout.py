@@ -23,7 +23,7 @@ def unpack_kernel(
     HAS_BIAS: tl.constexpr, BLOCK_H: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """q, k, v from packed + bias. HEADS: query + 2 kv. PAIRS, REST: powers of two not below ROTATED / 2 and DIM - ROTATED."""
-    number, item, head = _place(batch, BLOCK_H)
+    number, item, head = place_of(tl.program_id(0), batch, BLOCK_H)
     row = tl.load(rows_ptr + number)
     packed_ptr += (number * batch + item) * HEADS * DIM
     q = (q_ptr + row * q_row + item * q_batch, q_head)
@@ -31,15 +31,15 @@ def unpack_kernel(
     v = (v_ptr + row * v_row + item * v_batch, v_head)
     if ROTATED > 0:
         first, second, inside = _pairs(head, HEADS, ROTATED, INTERLEAVED, PAIRS)
-        x1 = _packed(packed_ptr, bias_ptr, head, first, inside, DIM, HAS_BIAS)
-        x2 = _packed(packed_ptr, bias_ptr, head, second, inside, DIM, HAS_BIAS)
+        x1 = packed_features(packed_ptr, bias_ptr, head, first, inside, DIM, HAS_BIAS)
+        x2 = packed_features(packed_ptr, bias_ptr, head, second, inside, DIM, HAS_BIAS)
         cos1, sin1, cos2, sin2 = _angles(cos_ptr, sin_ptr, row, head, first, second, inside, PER_GROUP, ROTATED)
-        _store_heads(q, k, v, head, first, x1 * cos1 - x2 * sin1, inside, PER_GROUP)
-        _store_heads(q, k, v, head, second, x2 * cos2 + x1 * sin2, inside, PER_GROUP)
+        store_heads(q, k, v, head, first, x1 * cos1 - x2 * sin1, inside, PER_GROUP)
+        store_heads(q, k, v, head, second, x2 * cos2 + x1 * sin2, inside, PER_GROUP)
     if ROTATED < DIM:
         feature, inside = _rest(head, HEADS, DIM, ROTATED, REST)
-        x = _packed(packed_ptr, bias_ptr, head, feature, inside, DIM, HAS_BIAS)
-        _store_heads(q, k, v, head, feature, x, inside, PER_GROUP)
+        x = packed_features(packed_ptr, bias_ptr, head, feature, inside, DIM, HAS_BIAS)
+        store_heads(q, k, v, head, feature, x, inside, PER_GROUP)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def pack_kernel(
     BLOCK_H: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """packed from q, k, v (their gradients): the transpose of unpack_kernel."""
-    number, item, head = _place(batch, BLOCK_H)
+    number, item, head = place_of(tl.program_id(0), batch, BLOCK_H)
     row = tl.load(rows_ptr + number)
     packed_ptr += (number * batch + item) * HEADS * DIM
     q = (q_ptr + row * q_row + item * q_batch, q_head)
@@ -59,22 +59,22 @@ def pack_kernel(
     dtype = packed_ptr.dtype.element_ty
     if ROTATED > 0:
         first, second, inside = _pairs(head, HEADS, ROTATED, INTERLEAVED, PAIRS)
-        y1 = _load_heads(q, k, v, head, first, inside, PER_GROUP)
-        y2 = _load_heads(q, k, v, head, second, inside, PER_GROUP)
+        y1 = load_heads(q, k, v, head, first, inside, PER_GROUP)
+        y2 = load_heads(q, k, v, head, second, inside, PER_GROUP)
         cos1, sin1, cos2, sin2 = _angles(cos_ptr, sin_ptr, row, head, first, second, inside, PER_GROUP, ROTATED)
         places_ptr = packed_ptr + head[:, None] * DIM
         tl.store(places_ptr + first[None, :], (y1 * cos1 + y2 * sin2).to(dtype), mask=inside)
         tl.store(places_ptr + second[None, :], (y2 * cos2 - y1 * sin1).to(dtype), mask=inside)
     if ROTATED < DIM:
         feature, inside = _rest(head, HEADS, DIM, ROTATED, REST)
-        y = _load_heads(q, k, v, head, feature, inside, PER_GROUP)
+        y = load_heads(q, k, v, head, feature, inside, PER_GROUP)
         tl.store(packed_ptr + head[:, None] * DIM + feature[None, :], y.to(dtype), mask=inside)
 
 
 @triton.jit
-def _place(batch, BLOCK_H: tl.constexpr):
-    """(packed row, item of the batch, heads [BLOCK_H]) of this program."""
-    number = tl.program_id(0).to(tl.int64)
+def place_of(index, batch, BLOCK_H: tl.constexpr):
+    """(packed row, item of the batch, heads [BLOCK_H] of this program) of an index that counts items within rows."""
+    number = index.to(tl.int64)
     return number // batch, number % batch, tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
 
 
@@ -97,7 +97,7 @@ def _rest(head, HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, R
 
 
 @triton.jit
-def _packed(packed_ptr, bias_ptr, head, feature, inside, DIM: tl.constexpr, HAS_BIAS: tl.constexpr):
+def packed_features(packed_ptr, bias_ptr, head, feature, inside, DIM: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Features of heads in a packed row, plus bias, in fp32."""
     place = head[:, None] * DIM + feature[None, :]
     x = tl.load(packed_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -119,7 +119,7 @@ def _angles(cos_ptr, sin_ptr, row, head, first, second, inside, PER_GROUP: tl.co
 
 
 @triton.jit
-def _store_heads(q, k, v, head, feature, values, inside, PER_GROUP: tl.constexpr):
+def store_heads(q, k, v, head, feature, values, inside, PER_GROUP: tl.constexpr):
     """Store heads of a packed row where they belong. q, k, v: (where the row begins, distance between heads)."""
     group, part = head // (PER_GROUP + 2), head % (PER_GROUP + 2)
     of_q, of_k, of_v = part < PER_GROUP, part == PER_GROUP, part > PER_GROUP
@@ -131,7 +131,7 @@ def _store_heads(q, k, v, head, feature, values, inside, PER_GROUP: tl.constexpr
 
 
 @triton.jit
-def _load_heads(q, k, v, head, feature, inside, PER_GROUP: tl.constexpr):
+def load_heads(q, k, v, head, feature, inside, PER_GROUP: tl.constexpr):
     """The same heads from q, k and v, in fp32."""
     group, part = head // (PER_GROUP + 2), head % (PER_GROUP + 2)
     of_q, of_k, of_v = part < PER_GROUP, part == PER_GROUP, part > PER_GROUP

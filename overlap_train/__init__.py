@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .config import OverlapConfig
     from .linear import all_gather_linear, linear_reduce_scatter
     from .operators.attention_layout import Rotary
+    from .operators.qk_norm import QkNorm
     from .planning.choice import Choice, Pass, choose
     from .planning.heads import AttentionHeads
     from .planning.sequence import SequenceLayout
@@ -31,6 +32,7 @@ _MODULES = {
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
     "planning.choice": ("Choice", "Pass", "choose"),
     "operators.attention_layout": ("Rotary",),
+    "operators.qk_norm": ("QkNorm",),
     "planning.heads": ("AttentionHeads",),
     "planning.sequence": ("SequenceLayout",),
     "runtime.graph": ("forget_graphs", "graphed"),
@@ -55,6 +57,7 @@ __all__ = [
     "OverlapMismatchError",
     "OverlapTimeoutError",
     "Pass",
+    "QkNorm",
     "Rotary",
     "SequenceLayout",
     "all_gather_linear",

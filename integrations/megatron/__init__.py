@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from .enabling.reporting import Report, report
     from .linears.accumulation_fusion import provide_accumulation_fusion
     from .linears.column_row import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
+    from .norm import LayerNorm, Norm, RMSNorm
     from .spec.attention import SDPACoreAttention
     from .spec.gpt import gpt_block_spec, gpt_layer_spec
-    from .spec.norm import LayerNorm, Norm, RMSNorm
 
 _HOME = {
     "attention.self_attention": ("UlyssesSelfAttention",),
@@ -43,7 +43,7 @@ _HOME = {
     "linears.column_row": ("OverlappedColumnParallelLinear", "OverlappedRowParallelLinear"),
     "spec.attention": ("SDPACoreAttention",),
     "spec.gpt": ("gpt_block_spec", "gpt_layer_spec"),
-    "spec.norm": ("LayerNorm", "Norm", "RMSNorm"),
+    "norm": ("LayerNorm", "Norm", "RMSNorm"),
 }
 __all__ = [name for names in _HOME.values() for name in names]
 

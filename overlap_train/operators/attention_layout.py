@@ -4,8 +4,8 @@
     pack     the same rows of dq, dk, dv  ->  [r, b, n], the transposed map, which is sent
 
 n = (query + 2 kv) dim: per KV head its query heads, k, v, all of this rank's. `rows` [r] says which rows of the sequence they
-are. A bias is added and q and k are rotated in the same read and write. The copy out of symmetric memory thus costs nothing
-beside what a model does anyway.
+are. A bias is added, and q and k are normalised (qk_norm.py) and rotated, in the same read and write. The copy out of symmetric
+memory thus costs nothing beside what a model does anyway.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from ..planning.heads import AttentionHeads
+from .qk_norm import HeadNorm
 
 BLOCK_H = 8  # heads that a program moves: 2 KB of bf16 with 128 features each
+NORM_ROWS = 16  # that a program takes where it sums gradients of weights: the sums are 1 KB beside 96 KB of bf16
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -34,15 +36,17 @@ class Rotary:
 
 
 def unpack(
-    packed: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor, into: Heads, rotary: Rotary | None
-) -> None:
+    packed: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor, into: Heads, rotary: Rotary | None,
+    norm: HeadNorm | None = None,
+) -> None:  # fmt: skip
     """Write rows of q, k and v (into) from packed [r, b, n] and bias [n]."""
     if packed.device.type == "cuda":
-        return unpack_by_kernel(packed, bias, rows, into, rotary)
+        return unpack_by_kernel(packed, bias, rows, into, rotary, norm)
     heads = heads_of(into)
     y = packed if bias is None else packed + bias
-    y = y.view(*y.shape[:2], heads.kv, heads.per_group + 2, heads.dim)
-    q, k, v = (part.flatten(2, 3) for part in y.split([heads.per_group, 1, 1], dim=-2))
+    qk, v = y.view(*y.shape[:2], heads.kv, heads.per_group + 2, heads.dim).split([heads.per_group + 1, 1], dim=-2)
+    qk = qk if norm is None else norm.apply(qk, rows)
+    q, k, v = (part.flatten(2, 3) for part in (*qk.split([heads.per_group, 1], dim=-2), v))
     if rotary is not None:
         q, k = (_rotated(x, rotary, rows, 1) for x in (q, k))
     for whole, part in zip(into, (q, k, v), strict=True):
@@ -50,16 +54,18 @@ def unpack(
     return None
 
 
-def pack(grads: Heads, rows: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    """[r, b, n] from rows of dq, dk and dv."""
+def pack(grads: Heads, rows: torch.Tensor, rotary: Rotary | None, norm: HeadNorm | None = None) -> torch.Tensor:
+    """[r, b, n] from rows of dq, dk and dv. norm: that of unpack, which has kept these rows."""
     if grads[0].device.type == "cuda":
-        return pack_by_kernel(grads, rows, rotary)
+        return pack_by_kernel(grads, rows, rotary, norm)
     heads = heads_of(grads)
     dq, dk, dv = (grad[rows] for grad in grads)
     if rotary is not None:
         dq, dk = (_rotated(x, rotary, rows, -1) for x in (dq, dk))
-    grouped = (*dq.shape[:2], heads.kv, -1, heads.dim)
-    return torch.cat([part.reshape(grouped) for part in (dq, dk, dv)], dim=-2).flatten(2)
+    dq, dk, dv = (part.unflatten(2, (heads.kv, -1)) for part in (dq, dk, dv))
+    dqk = torch.cat([dq, dk], dim=-2)
+    dqk = dqk if norm is None else norm.gradient(dqk, rows)
+    return torch.cat([dqk, dv], dim=-2).flatten(2)
 
 
 def heads_of(heads: Heads) -> AttentionHeads:
@@ -68,42 +74,83 @@ def heads_of(heads: Heads) -> AttentionHeads:
 
 
 def unpack_by_kernel(
-    packed: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor, into: Heads, rotary: Rotary | None
-) -> None:
+    packed: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor, into: Heads, rotary: Rotary | None,
+    norm: HeadNorm | None = None,
+) -> None:  # fmt: skip
     """unpack in one read and one write."""
     from ..kernels.attention_layout import unpack_kernel
+    from ..kernels.attention_norm import unpack_normed_kernel
 
-    tables, constants, grid = _launch(packed, rows, into, rotary)
+    tables, constants, blocks = _launch(packed, rows, into, rotary)
+    grid, constants["HAS_BIAS"] = (packed.shape[0] * packed.shape[1], blocks), bias is not None
     bias_at = packed if bias is None else bias.contiguous()
-    unpack_kernel[grid](packed, bias_at, *tables, HAS_BIAS=bias is not None, **constants)
+    if norm is None:
+        unpack_kernel[grid](packed, bias_at, *tables, **constants, **_halves(constants))
+        return
+    kept, weights, switches = _of_norm(norm, packed)
+    unpack_normed_kernel[grid](
+        packed, bias_at, kept, *weights, *tables, KEEPS=norm.before is not None, **constants, **switches
+    )
 
 
-def pack_by_kernel(grads: Heads, rows: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+def pack_by_kernel(
+    grads: Heads, rows: torch.Tensor, rotary: Rotary | None, norm: HeadNorm | None = None
+) -> torch.Tensor:
     """pack in one read and one write, whatever the strides of dq, dk and dv."""
     from ..kernels.attention_layout import pack_kernel
 
     grads = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in grads)  # type: ignore[assignment]
     packed = grads[0].new_empty(len(rows), grads[0].shape[1], heads_of(grads).features)
-    tables, constants, grid = _launch(packed, rows, grads, rotary)
-    pack_kernel[grid](packed, *tables, **constants)
+    tables, constants, blocks = _launch(packed, rows, grads, rotary)
+    if norm is None:
+        grid = (packed.shape[0] * packed.shape[1], blocks)
+        pack_kernel[grid](packed, *tables, **constants, **_halves(constants))
+    else:
+        _pack_normed(packed, norm, tables, constants, blocks)
     return packed
+
+
+def _pack_normed(
+    packed: torch.Tensor, norm: HeadNorm, tables: tuple[Any, ...], constants: dict[str, Any], blocks: int
+) -> None:
+    """Writes packed, and adds to the gradients of the weights: each program's sum, then the sum of these."""
+    from ..kernels.attention_norm import pack_normed_kernel
+
+    (before, (*weights, eps), switches), count = _of_norm(norm, packed), packed.shape[0] * packed.shape[1]
+    grid = (-(-count // NORM_ROWS), blocks)
+    sums = packed.new_empty(grid[0] * grid[1], 2, packed.shape[2] // constants["HEADS"], dtype=torch.float32)
+    pack_normed_kernel[grid](
+        packed, before, *weights, sums, eps, count, *tables, ROWS=NORM_ROWS, **constants, **switches
+    )
+    norm.weight_gradients += sums.sum(0)
 
 
 def _launch(
     packed: torch.Tensor, rows: torch.Tensor, tensors: Heads, rotary: Rotary | None
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[int, int]]:
-    """What both kernels are told of rows, angles (packed, if there are none), q, k and v; their constants; the grid."""
+) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """What all kernels are told of rows, angles (packed, if there are none), q, k and v; their constants; blocks of heads."""
     heads, rotated = heads_of(tensors), 0 if rotary is None else rotary.cos.shape[-1]
     angles = (packed, packed) if rotary is None else (rotary.cos.contiguous(), rotary.sin.contiguous())
     count = heads.query + 2 * heads.kv
     constants = dict(
         HEADS=count, PER_GROUP=heads.per_group, DIM=heads.dim, ROTATED=rotated, BLOCK_H=BLOCK_H,
-        INTERLEAVED=rotary is not None and rotary.interleaved, PAIRS=_power_of_two(rotated // 2),
-        REST=_power_of_two(heads.dim - rotated),
+        INTERLEAVED=rotary is not None and rotary.interleaved,
     )  # fmt: skip
     places = [stride for tensor in tensors for stride in tensor.stride()[:3]]
-    grid = (packed.shape[0] * packed.shape[1], -(-count // BLOCK_H))
-    return (rows, *angles, *tensors, packed.shape[1], *places), constants, grid
+    return (rows, *angles, *tensors, packed.shape[1], *places), constants, -(-count // BLOCK_H)
+
+
+def _halves(constants: dict[str, Any]) -> dict[str, int]:
+    """Widths of what kernels without a norm take at once: pairs, and features that are not rotated."""
+    dim, rotated = constants["DIM"], constants["ROTATED"]
+    return {"PAIRS": _power_of_two(rotated // 2), "REST": _power_of_two(dim - rotated)}
+
+
+def _of_norm(norm: HeadNorm, packed: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+    """What kernels with a norm are told of it: where x is kept (packed, if it is not); weights and eps; constants."""
+    weights, kept = (norm.norm.q_weight.contiguous(), norm.norm.k_weight.contiguous()), norm.before
+    switches = {"ZERO_CENTERED": norm.norm.zero_centered, "WIDTH": _power_of_two(len(weights[0]))}
+    return packed if kept is None else kept, (*weights, float(norm.norm.eps)), switches
 
 
 def _power_of_two(size: int) -> int:

@@ -12,8 +12,10 @@ from torch.autograd.function import once_differentiable
 from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
 from ..operators.attention_layout import Rotary
+from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
+from .arguments import heads_error, sequence_error
 from .exchange import Linear, Rows, heads_backward, rows_backward, to_heads, to_rows
 from .linears import heads_linear, rank_rows, rows_linear
 from .rows import HeadRows, SequenceRows
@@ -29,6 +31,7 @@ def qkv_all_to_all(
     group: dist.ProcessGroup,
     heads: AttentionHeads,
     layout: SequenceLayout = CONTIGUOUS,
+    qk_norm: QkNorm | None = None,
     rotary: Rotary | None = None,
     config: OverlapConfig | None = None,
     name: str = "linear_qkv",
@@ -41,12 +44,18 @@ def qkv_all_to_all(
         q          [s, b, query/W, dim]
         k, v       [s, b, max(1, kv/W), dim]
 
-    One pass takes what has arrived out of symmetric memory: it adds the bias, undoes `layout`, splits q, k and v and rotates q
-    and k. Backward does the inverse on the way to what is sent. Rotation is computed in fp32.
+    One pass takes what has arrived out of symmetric memory: it adds the bias, undoes `layout`, splits q, k and v, normalises and
+    rotates q and k. Backward does the inverse on the way to what is sent. Norm and rotation are computed in fp32, and each is
+    rounded to the dtype of x, as separate passes would.
+
+    For backward, `qk_norm` keeps q and k as they are before the norm: s x b x (query + kv) / W x dim elements, as many as a
+    separate norm. (They cannot be worked out from its results, which may be written into, and whose weights may be 0.)
 
     Args:
         layout: how the ranks share the sequence.
-        rotary: cos and sin of the whole sequence, in its order; None: q and k as they are (a model that normalises them first).
+        qk_norm: RMSNorm of each head of q and of k. The gradients of its weights are those of this rank's heads, added in fp32
+            and in a fixed order; sum them over the group, as that of the bias.
+        rotary: cos and sin of the whole sequence, in its order; None: q and k as they are.
         heads, group, config, name: see linear_all_to_all.
 
     Raises:
@@ -54,17 +63,22 @@ def qkv_all_to_all(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(  # type: ignore[return-value]
-            qkv_all_to_all, x_shard_m, w, bias, group=group, heads=heads, layout=layout, rotary=rotary, config=config, name=name
+            qkv_all_to_all, x_shard_m, w, bias, group=group, heads=heads, layout=layout, qk_norm=qk_norm, rotary=rotary,
+            config=config, name=name,
         )  # fmt: skip
     world_size = dist.get_world_size(group)
     s = x_shard_m.shape[:1].numel() * world_size
-    error = _error(x_shard_m, s, layout, rotary, world_size, name) or _angles_error(rotary, heads, name)
+    error = sequence_error(x_shard_m, s, layout, rotary, world_size, name)
+    error = error or heads_error(x_shard_m, heads, qk_norm, rotary, name)
     if error is not None:
         raise ValueError(error)
-    meaning = layout.meaning + (", rotated" if rotary is not None else "")
+    does = (("normalised", qk_norm), ("rotated", rotary))
+    meaning = ", ".join([layout.meaning, *(word for word, how in does if how is not None)])
     linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name, meaning)
     rows = layout.rows_of_ranks(s, world_size, x_shard_m.device)
-    return _QkvAllToAll.apply(x_shard_m, w, own_bias, linear, _Received(heads.of_rank(world_size), rows, rotary))
+    received = _Received(heads.of_rank(world_size), rows, qk_norm, rotary, torch.is_grad_enabled())
+    norm_weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
+    return _QkvAllToAll.apply(x_shard_m, w, own_bias, *norm_weights, linear, received)
 
 
 def attention_output_linear(
@@ -88,7 +102,7 @@ def attention_output_linear(
     if torch.compiler.is_compiling():
         return run_eagerly(attention_output_linear, x, w, bias, group=group, layout=layout, config=config, name=name)
     world_size = dist.get_world_size(group)
-    error = _error(x, x.shape[:1].numel(), layout, None, world_size, name)
+    error = sequence_error(x, x.shape[:1].numel(), layout, None, world_size, name)
     if error is not None:
         raise ValueError(error)
     linear = rows_linear(x, w, bias, group, config, name, layout.meaning)
@@ -97,42 +111,22 @@ def attention_output_linear(
     return y if bias is None else y + bias
 
 
-def _error(
-    x: torch.Tensor, rows: int, layout: SequenceLayout, rotary: Rotary | None, world_size: int, name: str
-) -> str | None:
-    """What is wrong with x and what goes with it, or None. rows: of the whole sequence."""
-    if not isinstance(layout, SequenceLayout):
-        return f"{name}: layout={layout!r} must be a SequenceLayout, such as SequenceLayout('zigzag')"
-    if not isinstance(rotary, Rotary | None):
-        return f"{name}: rotary is a {type(rotary).__name__}; it must be Rotary(cos, sin), or None"
-    if x.dim() != 3:
-        return f"{name}: the input has shape {tuple(x.shape)}; it must be [sequence, batch, features]"
-    if rotary is not None and (rotary.cos.shape != rotary.sin.shape or rotary.cos.shape[:-1].numel() != rows):
-        shapes = f"cos {tuple(rotary.cos.shape)} and sin {tuple(rotary.sin.shape)}"
-        return f"{name}: rotary has {shapes}; both must have a row for each of the {rows} rows of all ranks"
-    return layout.error(rows, world_size, name)
-
-
-def _angles_error(rotary: Rotary | None, heads: AttentionHeads, name: str) -> str | None:
-    """What is wrong with the number of features that are rotated, or None."""
-    if not isinstance(heads, AttentionHeads):
-        return f"{name}: heads={heads!r} must be AttentionHeads(query=..., kv=..., dim=...)"
-    rotated = 0 if rotary is None else rotary.cos.shape[-1]
-    if rotated % 2 == 0 and rotated <= heads.dim:
-        return None
-    return f"{name}: rotary turns {rotated} features of each head, which has {heads.dim}; it must be an even number of them"
-
-
 @dataclass(frozen=True)
 class _Received:
     """What a rank receives, and how it becomes q, k and v.
 
-    heads: of this rank. rows: int64 [W, s/W], which rows of the sequence each rank has sent.
+    heads: of this rank. rows: int64 [W, s/W], which rows of the sequence each rank has sent. trains: gradients are enabled.
     """
 
     heads: AttentionHeads
     rows: torch.Tensor
+    norm: QkNorm | None
     rotary: Rotary | None
+    trains: bool
+
+    def new_heads(self, x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        """Memory for [s, b, *counts, dim]; x: [s/W, b, K]."""
+        return x.new_empty(self.rows.numel(), x.shape[1], *counts, self.heads.dim)
 
 
 class _QkvAllToAll(torch.autograd.Function):
@@ -142,28 +136,38 @@ class _QkvAllToAll(torch.autograd.Function):
         x_shard_m: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
         linear: Linear,
         received: _Received,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads, x_rows, (s, b) = received.heads, as_rows(x_shard_m), (received.rows.numel(), x_shard_m.shape[1])
-        q, k, v = (x_rows.new_empty(s, b, count, heads.dim) for count in (heads.query, heads.kv, heads.kv))
-        to_heads(linear, x_rows, HeadRows((q, k, v), received.rows, received.rotary, bias))
+        heads, x_rows, before, norm = received.heads, as_rows(x_shard_m), None, None
+        q, k, v = (received.new_heads(x_shard_m, (count,)) for count in (heads.query, heads.kv, heads.kv))
+        if received.norm is not None:
+            if received.trains and any(ctx.needs_input_grad):
+                before = received.new_heads(x_shard_m, (heads.kv, heads.per_group + 1))
+            norm = HeadNorm(received.norm, before)
+        to_heads(linear, x_rows, HeadRows((q, k, v), received.rows, received.rotary, bias, norm))
         ctx.linear, ctx.received = linear, received
-        ctx.save_for_backward(x_rows if ctx.needs_input_grad[1] else None, linear.w)
+        ctx.save_for_backward(x_rows if ctx.needs_input_grad[1] else None, linear.w, before, q_weight, k_weight)
         return q, k, v
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
-        dy = HeadRows((dq, dk, dv), ctx.received.rows, ctx.received.rotary, None)
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_rows, w, before, *norm_weights = ctx.saved_tensors
+        received, norm, dbias, of_norm = ctx.received, None, None, (None, None)
+        if received.norm is not None:
+            norm = HeadNorm(received.norm.having(*norm_weights), before)
+        dy = HeadRows((dq, dk, dv), received.rows, received.rotary, None, norm)
         if ctx.needs_input_grad[2]:
-            dy.bias_gradient = dq.new_zeros(ctx.received.heads.features, dtype=torch.float32)
-        x_rows, w = ctx.saved_tensors
+            dy.bias_gradient = dq.new_zeros(received.heads.features, dtype=torch.float32)
         dx, dw = heads_backward(ctx.linear.multiplying(w), x_rows, dy, ctx.needs_input_grad[0])
-        dbias = None if dy.bias_gradient is None else dy.bias_gradient.to(dq.dtype)
-        return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, None, None
+        if dy.bias_gradient is not None:
+            dbias = dy.bias_gradient.to(dq.dtype)
+        if norm is not None:
+            of_norm = norm.of_weights()
+        return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, *of_norm, None, None
 
 
 def _sequence(linear: Linear, x: torch.Tensor, rows: torch.Tensor | None) -> Rows:

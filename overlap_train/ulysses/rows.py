@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..operators.attention_layout import Heads, Rotary, pack, unpack
+from ..operators.qk_norm import HeadNorm
 from .parts import Part
 
 
@@ -46,8 +47,15 @@ class SequenceRows:
 class HeadRows:
     """q [s, b, query, dim], k and v [s, b, kv, dim], or their gradients; rows: as SequenceRows; bias: of what is taken."""
 
-    def __init__(self, heads: Heads, rows: torch.Tensor, rotary: Rotary | None, bias: torch.Tensor | None) -> None:
-        self._heads, self._rows, self._rotary, self._bias = heads, rows, rotary, bias
+    def __init__(
+        self,
+        heads: Heads,
+        rows: torch.Tensor,
+        rotary: Rotary | None,
+        bias: torch.Tensor | None,
+        norm: HeadNorm | None,
+    ) -> None:
+        self._heads, self._rows, self._rotary, self._bias, self._norm = heads, rows, rotary, bias, norm
         self.bias_gradient: torch.Tensor | None = None  # fp32, of what was given; None: not asked for
 
     def place(self, part: Part) -> None:
@@ -56,10 +64,10 @@ class HeadRows:
     def take(self, part: Part, received: torch.Tensor) -> None:
         rows = rows_of(self._rows, part)
         packed = received.reshape(len(rows), self._heads[0].shape[1], -1)
-        unpack(packed, self._bias, rows, self._heads, self._rotary)
+        unpack(packed, self._bias, rows, self._heads, self._rotary, self._norm)
 
     def give(self, part: Part) -> torch.Tensor:
-        packed = pack(self._heads, rows_of(self._rows, part), self._rotary).flatten(0, 1)
+        packed = pack(self._heads, rows_of(self._rows, part), self._rotary, self._norm).flatten(0, 1)
         if self.bias_gradient is not None:
             self.bias_gradient += packed.sum(0, dtype=torch.float32)
         return packed.view(len(self._rows), -1, packed.shape[-1])

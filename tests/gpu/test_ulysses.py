@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from overlap_train import (
     AttentionHeads,
+    QkNorm,
     Rotary,
     SequenceLayout,
     attention_output_linear,
@@ -19,6 +21,7 @@ from overlap_train import (
     qkv_all_to_all,
 )
 from overlap_train.operators.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
+from overlap_train.operators.qk_norm import HeadNorm
 from overlap_train.tools.bench.attention_parts import core_attention, rotated, split
 from tests.gpu.conftest import share_gpus
 from tests.linear_cases import Case
@@ -53,8 +56,36 @@ def test_heads_are_taken_out_and_put_back_as_on_the_cpu(
     torch.testing.assert_close(pack_by_kernel(actual, rows.to(device), None).cpu(), packed + bias)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("heads", [AttentionHeads(8, 2, 128), AttentionHeads(3, 3, 96)], ids=str)
+def test_heads_are_normalised_as_on_the_cpu(device: torch.device, heads: AttentionHeads, interleaved: bool) -> None:
+    """And the gradients of weights have the same bits in every run."""
+    s, b = 1000, 2  # rows that programs of pack do not share evenly
+    rows, turn = torch.randperm(s), Rotary(torch.randn(s, 64), torch.randn(s, 64), interleaved)
+    packed, bias = torch.randn(s, b, heads.features).bfloat16(), torch.randn(heads.features).bfloat16()
+    weights, counts = torch.randn(2, heads.dim).bfloat16(), (heads.query, heads.kv, heads.kv)
+    grads = [torch.randn(b, count, s, heads.dim).permute(2, 0, 1, 3).bfloat16() for count in counts]
+
+    def outcome(where: torch.device) -> list[torch.Tensor]:
+        q, k, v = (torch.full((s, b, count, heads.dim), torch.nan, dtype=torch.bfloat16).to(where) for count in counts)
+        before = torch.full((s, b, heads.kv, heads.per_group + 1, heads.dim), torch.nan, dtype=torch.bfloat16)
+        norm = HeadNorm(QkNorm(*weights.to(where), eps=1e-6, zero_centered=True), before.to(where))
+        angles = Rotary(turn.cos.to(where), turn.sin.to(where), interleaved)
+        unpack(packed.to(where), bias.to(where), rows.to(where), (q, k, v), angles, norm)
+        dq, dk, dv = (grad.to(where) for grad in grads)
+        sent = pack((dq, dk, dv), rows.to(where), angles, norm)
+        return [part.cpu() for part in (q, k, v, norm.before, sent, norm.weight_gradients)]
+
+    expected, actual, again = outcome(torch.device("cpu")), outcome(device), outcome(device)
+    for ours, right in zip(actual[:5], expected[:5], strict=True):
+        torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
+        assert (ours != right).float().mean() < 0.02, "sums in another order, and then another rounding now and then"
+    torch.testing.assert_close(actual[5], expected[5], rtol=1e-3, atol=1e-1)
+    assert all(torch.equal(first, second) for first, second in zip(actual, again, strict=True))
+
+
 class Block:
-    """An attention on `tokens` rows, the same numbers on every rank. kv: its KV heads."""
+    """An attention on `tokens` rows, the same numbers on every rank. kv: its KV heads. With a zigzag it normalises q and k."""
 
     def __init__(self, case: Case, layout: SequenceLayout, kv: int, tokens: int) -> None:
         generator = torch.Generator(case.device).manual_seed(1)
@@ -67,6 +98,9 @@ class Block:
         self.x, self.dy = normal(tokens, 1, HIDDEN), normal(tokens, 1, HIDDEN).detach()
         self.w_qkv = normal(self.heads.features, HIDDEN, scale=HIDDEN**-0.5)
         self.w_proj = normal(HIDDEN, QUERY * DIM, scale=(QUERY * DIM) ** -0.5)
+        self.norm = QkNorm(normal(DIM), normal(DIM), 1e-6) if layout.kind == "zigzag" else None
+        of_norm = [] if self.norm is None else [self.norm.q_weight, self.norm.k_weight]
+        self.weights = [self.w_qkv, self.w_proj, *of_norm]
         angles = torch.randn(tokens, DIM // 2, device=case.device, generator=generator).repeat(1, 2)
         self.rotary = Rotary(angles.cos(), angles.sin())
 
@@ -76,21 +110,24 @@ class Block:
         return whole.detach()[rows]
 
     def of_one_gpu(self) -> tuple[torch.Tensor, ...]:
-        """y, dx of this rank's rows; dw_qkv, dw_proj of all."""
+        """y, dx of this rank's rows; gradients of all weights, of all rows."""
         q, k, v = split(self.x @ self.w_qkv.t(), self.heads)
+        if self.norm is not None:
+            q, k = (F.rms_norm(x, (DIM,), w, self.norm.eps) for x, w in ((q, self.weights[2]), (k, self.weights[3])))
         y = core_attention(*rotated(q, k, v, self.rotary)) @ self.w_proj.t()
-        dx, *dw = torch.autograd.grad(y, [self.x, self.w_qkv, self.w_proj], self.dy)
+        dx, *dw = torch.autograd.grad(y, [self.x, *self.weights], self.dy)
         return self.mine(y), self.mine(dx), *dw
 
     def of_ranks(self, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The same by the group; dw of this rank's rows."""
         group, config = self.case.group, self.case.config
         q, k, v = qkv_all_to_all(
-            x, self.w_qkv, group=group, heads=self.heads, layout=self.layout, rotary=self.rotary, config=config
-        )
+            x, self.w_qkv, group=group, heads=self.heads, layout=self.layout, qk_norm=self.norm, rotary=self.rotary,
+            config=config,
+        )  # fmt: skip
         out = core_attention(q, k, v)
         y = attention_output_linear(out, self.w_proj, group=group, layout=self.layout, config=config)
-        return y.detach(), *torch.autograd.grad(y, [x, self.w_qkv, self.w_proj], dy)
+        return y.detach(), *torch.autograd.grad(y, [x, *self.weights], dy)
 
     def check(self, outcome: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
         """By the norms of the differences: both round, at other places."""

@@ -30,14 +30,14 @@ class _Norm(torch.nn.Module):
         **rest: Any,
     ) -> None:
         super().__init__()
-        self.eps, self.zero_centered = eps, zero_centered_gamma
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = _norm_parameter(normalized_shape or hidden_size, zero_centered_gamma, sequence_parallel)
 
 
 class RMSNorm(_Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _Norm.calls += 1
-        return _normalised(x, self.weight, None, self.eps, self.zero_centered)
+        return _normalised(x, self.weight, None, self.eps, self.zero_centered_gamma)
 
 
 class LayerNorm(_Norm):
@@ -47,7 +47,7 @@ class LayerNorm(_Norm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _Norm.calls += 1
-        return _normalised(x, self.weight, self.bias, self.eps, self.zero_centered)
+        return _normalised(x, self.weight, self.bias, self.eps, self.zero_centered_gamma)
 
 
 class Linear(torch.nn.Module):

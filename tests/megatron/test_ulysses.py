@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import report
+from overlap_train.integrations.megatron.attention.norms import norm_within
 from overlap_train.integrations.megatron.packed import documents_of
 from tests.megatron import ulysses
 from tests.megatron.models import GPT2, LLAMA
@@ -19,6 +22,8 @@ from tests.megatron.workers import Workers
 
 CHUNKED, COLLECTIVE = OverlapConfig(method="chunked"), OverlapConfig(method="collective")
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+NORMED = {**LLAMA, "qk_layernorm": True}
 
 # What is trained, and how its linears overlap.
 CASES = {
@@ -29,7 +34,15 @@ CASES = {
     "one key and value head for two ranks": (Run(architecture={**LLAMA, "num_query_groups": 1}), CHUNKED),
     "one key and value head, without overlap": (Run(architecture={**LLAMA, "num_query_groups": 1}), None),
     "biases, every head its own keys": (Run(architecture=GPT2), CHUNKED),
-    "query and key norms": (Run(architecture={**LLAMA, "qk_layernorm": True}), CHUNKED),
+    "query and key norms": (Run(architecture=NORMED), CHUNKED),
+    "query and key norms from the layer spec": (Run(architecture=NORMED, spec_linears=True), CHUNKED),
+    "query and key norms that begin at zero": (
+        Run(architecture={**NORMED, "layernorm_zero_centered_gamma": True, "rotary_interleaved": True}),
+        CHUNKED,
+    ),
+    "query and key norms, packed": (Run(packed=True, architecture=NORMED), COLLECTIVE),
+    "query and key norms, one key and value head": (Run(architecture={**NORMED, "num_query_groups": 1}), CHUNKED),
+    "query and key norms of another kind": (Run(architecture={**GPT2, "qk_layernorm": True}), CHUNKED),
     "full recomputation": (Run(architecture={**LLAMA, **FULL_RECOMPUTE}), CHUNKED),
     "core attention recomputed": (Run(architecture={**LLAMA, "recompute_granularity": "selective"}), CHUNKED),
     "interleaved rotary pairs": (Run(architecture={**LLAMA, "rotary_interleaved": True}), CHUNKED),
@@ -54,6 +67,56 @@ def difference(run: Run, overlap: OverlapConfig | None) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_one_rank(workers: Workers, case: str) -> None:
     assert max(workers.call(difference, *CASES[case])) < 5e-6  # some tens of roundings
+
+
+def which_norms_are_called() -> dict[str, list[bool]]:
+    """Of a model whose norms can be within the exchange's pass, and of ones whose norms cannot: the norms' calls in a step."""
+    norms = {"q": "q_layernorm", "k": "k_layernorm"}
+    changes: dict[str, Callable[[Any], Any]] = {
+        "within": lambda attention: None,
+        "of torch": lambda attention: [
+            setattr(attention, name, torch.nn.RMSNorm(8, eps=1e-5)) for name in norms.values()
+        ],
+        "one of them is another": lambda attention: setattr(attention, "k_layernorm", torch.nn.LayerNorm(8)),
+        "other eps": lambda attention: setattr(attention.k_layernorm, "eps", 1e-3),
+        "no eps": lambda attention: [setattr(attention, name, torch.nn.RMSNorm(8)) for name in norms.values()],
+        "hooks": lambda attention: attention.q_layernorm.register_forward_pre_hook(lambda *_: None),
+    }
+    return {name: _called(change, list(norms.values())) for name, change in changes.items()}
+
+
+def _called(change: Callable[[Any], Any], norms: list[str]) -> list[bool]:
+    model = ulysses.gpt(Run(context_parallel=2, overlap=CHUNKED, architecture=NORMED))
+    attention = model.decoder.layers[0].self_attention
+    change(attention)
+    found = norm_within(attention.q_layernorm, attention.k_layernorm, attention.linear_qkv.weight)
+    within, follow = found
+    assert (within is None) == follow
+    if within is not None:
+        others = attention.linear_qkv.weight.bfloat16(), attention.linear_qkv.weight.to("meta")
+        for weight in others:
+            assert norm_within(attention.q_layernorm, attention.k_layernorm, weight) == (None, True)
+        assert within.q_weight is attention.q_layernorm.weight and within.k_weight is attention.k_layernorm.weight
+    calls = [0, 0]
+    for number, name in enumerate(norms):
+        norm = getattr(attention, name)
+        norm.forward = functools.partial(_counting, calls, number, norm.forward)
+    attention(torch.randn(8, 1, 32), None)[0].sum().backward()
+    assert all(getattr(attention, name).weight.grad is not None for name in norms)
+    return [count > 0 for count in calls]
+
+
+def _counting(calls: list[int], number: int, forward: Callable[..., Any], *args: Any) -> Any:
+    calls[number] += 1
+    return forward(*args)
+
+
+def test_norms_are_within_the_pass_where_both_can_be(workers: Workers) -> None:
+    for called in workers.call(which_norms_are_called):
+        assert {name: calls for name, calls in called.items() if calls != [True, True]} == {
+            "within": [False, False],
+            "of torch": [False, False],
+        }
 
 
 def losses_and_weights(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -30,6 +30,12 @@ def test_qkv_and_projection_exchange_and_everything_keeps_its_name(ranks: list[d
         assert facts["keys"] and facts["parameters"] and facts["classes"]
 
 
+def test_norms_of_query_and_key_are_within_the_exchanges_pass(ranks: list[dict[str, Any]]):
+    for facts in ranks:
+        assert facts["normed losses"] == pytest.approx(facts["normed alone"], rel=2e-6)
+        assert facts["norms"] == [("RMSNorm", True)] * 2, "zero-centered weights"
+
+
 def test_other_layers_are_left_to_their_core_attention(ranks: list[dict[str, Any]]):
     if "p2p layer" not in ranks[0]:
         pytest.skip("Megatron-Core 0.16 looks one layer too far in a list of cp_comm_type")
@@ -48,12 +54,12 @@ def test_what_transformer_engine_would_have_to_do_is_refused(ranks: list[dict[st
 
 def everything(rank: int, world: int) -> dict[str, Any]:
     te_stand_in.install()
-    return {**compare(), **per_layer(), **refusals()}
+    return {**compare(), **with_norms(), **per_layer(), **refusals()}
 
 
 def model_of(context_parallel: int, **architecture: Any) -> Any:
     """A GPT of Megatron's TE spec; the same weights at every call."""
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -69,6 +75,9 @@ def model_of(context_parallel: int, **architecture: Any) -> Any:
         tensor_model_parallel_size=1, sequence_parallel=False, context_parallel_size=context_parallel, **settings
     )
     spec = get_gpt_layer_with_transformer_engine_spec()
+    if config.qk_layernorm:  # the spec of a TransformerEngine as old as the stand-in's version has Apex' norms there
+        parts = spec.submodules.self_attention.submodules
+        parts.q_layernorm = parts.k_layernorm = TENorm
     return GPTModel(config, spec, vocab_size=48, max_sequence_length=16, position_embedding_type="rope")
 
 
@@ -107,6 +116,22 @@ def compare() -> dict[str, Any]:
         "parameters": before.keys() == after.keys() and all(before[name] is after[name] for name in before),
         "classes": names(model) == classes,
     }
+
+
+def with_norms() -> dict[str, Any]:
+    from overlap_train import OverlapConfig
+    from overlap_train.integrations.megatron.attention.norms import norm_within
+    from tests.megatron.models import quietly_enable
+
+    settings: dict[str, Any] = dict(qk_layernorm=True, layernorm_zero_centered_gamma=True)
+    facts: dict[str, Any] = {"normed alone": train(model_of(1, **settings), 1), "norms": []}
+    model = model_of(2, **settings)
+    quietly_enable(model, OverlapConfig(method="chunked"))
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        norm, _ = norm_within(attention.q_layernorm, attention.k_layernorm, attention.linear_qkv.weight)
+        facts["norms"].append((type(attention.q_layernorm).__name__, norm is not None and norm.zero_centered))
+    return {**facts, "normed losses": train(model, 2)}
 
 
 def names(model: Any) -> dict[str, str]:

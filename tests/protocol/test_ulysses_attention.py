@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from overlap_train import (
     AttentionHeads,
     OverlapConfig,
     OverlapMismatchError,
+    QkNorm,
     Rotary,
     SequenceLayout,
     attention_output_linear,
@@ -23,6 +24,7 @@ from overlap_train import (
 from tests.processes import run_ranks, values
 
 S, B, HIDDEN, DIM = 16, 2, 24, 8  # rows of all ranks, two sequences
+EPS = 0.1
 LAYOUTS = (SequenceLayout(), SequenceLayout("zigzag"), SequenceLayout("zigzag", (0, 8, 16)))
 
 
@@ -31,12 +33,20 @@ class Weights:
     qkv: torch.Tensor
     bias: torch.Tensor
     proj: torch.Tensor
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, field.name) for field in fields(self)]
 
     def leaves(self) -> Weights:
-        return Weights(*(t.clone().requires_grad_() for t in (self.qkv, self.bias, self.proj)))
+        return Weights(*(t.clone().requires_grad_() for t in self.tensors()))
 
-    def gradients(self) -> list[torch.Tensor]:
-        return [t.grad for t in (self.qkv, self.bias, self.proj)]  # type: ignore[misc]
+    def gradients(self, has_norm: bool) -> list[torch.Tensor]:
+        return [t.grad for t in self.tensors()[: None if has_norm else 3]]  # type: ignore[misc]
+
+    def norm(self, is_there: bool) -> QkNorm | None:
+        return QkNorm(self.q_norm, self.k_norm, EPS) if is_there else None
 
 
 def rotary(features: int, interleaved: bool) -> Rotary:
@@ -65,9 +75,17 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return y.permute(2, 0, 1, 3).flatten(2)
 
 
-def of_one_process(x: torch.Tensor, w: Weights, heads: AttentionHeads, turn: Rotary | None) -> torch.Tensor:
+def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, (DIM,), weight, EPS)
+
+
+def of_one_process(
+    x: torch.Tensor, w: Weights, heads: AttentionHeads, turn: Rotary | None, has_norm: bool
+) -> torch.Tensor:
     groups = (x @ w.qkv.t() + w.bias).view(S, B, heads.kv, heads.per_group + 2, DIM)
     q, k, v = groups[:, :, :, :-2].flatten(2, 3), groups[:, :, :, -2], groups[:, :, :, -1]
+    if has_norm:
+        q, k = normalised(q, w.q_norm), normalised(k, w.k_norm)
     return attention(rotated(q, turn), rotated(k, turn), v) @ w.proj.t()
 
 
@@ -78,14 +96,15 @@ def _like_one_process(rank: int, world: int, method: str, kv_heads: tuple[int, .
             turn = (rotary(DIM, False), rotary(4, True), None)[(number + LAYOUTS.index(layout)) % 3]
             heads = AttentionHeads(4, kv, DIM)
             x, dy = (torch.randn(S, B, HIDDEN, generator=generator) for _ in range(2))
-            shapes = ((heads.features, HIDDEN), (heads.features,), (HIDDEN, heads.query * DIM))
+            shapes = ((heads.features, HIDDEN), (heads.features,), (HIDDEN, heads.query * DIM), (DIM,), (DIM,))
             weights = Weights(*(torch.randn(shape, generator=generator) / 4 for shape in shapes))
-            _compare(x, dy, weights, heads, layout, turn, OverlapConfig(method=method, timeout_s=20.0))
+            has_norm = (number + LAYOUTS.index(layout)) % 2 == 0
+            _compare(x, dy, weights, heads, layout, turn, has_norm, OverlapConfig(method=method, timeout_s=20.0))
 
 
 def _compare(
     x: torch.Tensor, dy: torch.Tensor, weights: Weights, heads: AttentionHeads, layout: SequenceLayout, turn: Rotary | None,
-    config: OverlapConfig,
+    has_norm: bool, config: OverlapConfig,
 ) -> None:  # fmt: skip
     group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     order = layout.rows_of_ranks(S, world, torch.device("cpu")).flatten()
@@ -94,16 +113,26 @@ def _compare(
         return t.detach()[order].chunk(world)[rank].clone()
 
     whole, w = x.clone().requires_grad_(), weights.leaves()
-    expected = of_one_process(whole, w, heads, turn)
+    expected = of_one_process(whole, w, heads, turn, has_norm)
     expected.backward(dy)
     own, v = mine(x).requires_grad_(), weights.leaves()
-    parts = qkv_all_to_all(own, v.qkv, v.bias, group=group, heads=heads, layout=layout, rotary=turn, config=config)
+    parts = qkv_all_to_all(
+        own,
+        v.qkv,
+        v.bias,
+        group=group,
+        heads=heads,
+        layout=layout,
+        qk_norm=v.norm(has_norm),
+        rotary=turn,
+        config=config,
+    )
     y = attention_output_linear(attention(*parts), v.proj, group=group, layout=layout, config=config)
     y.backward(mine(dy))
     torch.testing.assert_close(y, mine(expected), rtol=1e-4, atol=1e-4)
     assert whole.grad is not None
     torch.testing.assert_close(own.grad, mine(whole.grad), rtol=1e-4, atol=1e-4)
-    for part, full in zip(v.gradients(), w.gradients(), strict=True):
+    for part, full in zip(v.gradients(has_norm), w.gradients(has_norm), strict=True):
         total = part.double()
         dist.all_reduce(total)
         torch.testing.assert_close(total, full.double(), rtol=1e-4, atol=1e-3)
@@ -162,6 +191,31 @@ def test_parts_without_a_gradient() -> None:
     values(run_ranks(2, _unused))
 
 
+def _norm_alone(rank: int, world: int) -> list[list[float]]:
+    """Of a frozen projection, only the norm is trained; in parts, and in one. Then nothing is."""
+    heads, group, config = AttentionHeads(2, 2, 8), dist.group.WORLD, OverlapConfig(method="chunked", exchange_mib=1)
+    shards = [torch.randn(4096, 1, 16, generator=torch.Generator().manual_seed(number)) for number in range(world)]
+    w = torch.randn(heads.features, 16, generator=torch.Generator().manual_seed(9))
+    norm, gradients = QkNorm(torch.ones(8, requires_grad=True), torch.full((8,), 2.0, requires_grad=True), EPS), []
+    for settings in (config, replace(config, exchange_mib=64)):
+        q, k, _ = qkv_all_to_all(shards[rank], w, group=group, heads=heads, qk_norm=norm, config=settings)
+        gradients += torch.autograd.grad((q * k).sum() + k.square().sum(), (norm.q_weight, norm.k_weight))
+    own = (torch.cat(shards) @ w.chunk(world)[rank].t()).view(-1, 1, 3, 8)
+    q, k = normalised(own[:, :, 0], norm.q_weight), normalised(own[:, :, 1], norm.k_weight)
+    right = torch.autograd.grad((q * k).sum() + k.square().sum(), (norm.q_weight, norm.k_weight))
+    for ours, expected in zip(gradients, (*right, *right), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-2)
+    with torch.no_grad():
+        q, _, _ = qkv_all_to_all(shards[rank], w, group=group, heads=heads, qk_norm=norm, config=config)
+    assert not q.requires_grad
+    return [gradient.tolist() for gradient in gradients]
+
+
+def test_a_norm_alone_may_be_trained_and_gives_the_same_bits_again() -> None:
+    first, second = (values(run_ranks(2, _norm_alone)) for _ in range(2))
+    assert first == second
+
+
 def _refused(rank: int, world: int) -> list[str]:
     heads, group, x = AttentionHeads(4, 2, 4), dist.group.WORLD, torch.ones(4, 1, 8)
     w, turn = torch.ones(heads.features, 8), Rotary(torch.ones(4, 4), torch.ones(4, 4))
@@ -179,6 +233,8 @@ def _refused(rank: int, world: int) -> list[str]:
         lambda: qkv_all_to_all(x, w, group=group, heads=(4, 2, 4)),  # type: ignore[arg-type]
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=(turn.cos, turn.sin)),  # type: ignore[arg-type]
         lambda: attention_output_linear(x, w[:, :16], group=group, layout="zigzag"),  # type: ignore[arg-type]
+        lambda: qkv_all_to_all(x, w, group=group, heads=heads, qk_norm=torch.ones(4)),  # type: ignore[arg-type]
+        lambda: qkv_all_to_all(x, w, group=group, heads=heads, qk_norm=QkNorm(torch.ones(4), torch.ones(2, 4), 1e-6)),
     )
     said = []
     for call in calls:
@@ -206,6 +262,8 @@ def test_calls_that_do_not_fit_say_why() -> None:
                 "linear_qkv: heads=(4, 2, 4) must be AttentionHeads(query=..., kv=..., dim=...)",
                 "linear_qkv: rotary is a tuple; it must be Rotary(cos, sin), or None",
                 "linear_proj: layout='zigzag' must be a SequenceLayout, such as SequenceLayout('zigzag')",
+                "linear_qkv: qk_norm is a Tensor; it must be QkNorm(q_weight, k_weight, eps), or None",
+                "linear_qkv: qk_norm has weights (4,) and (2, 4); both must be [4], a head's features",
             ),
             strict=True,
         ):
@@ -253,7 +311,7 @@ def test_torch_compile_leaves_the_output_projection_to_eager_mode(monkeypatch: p
 
 
 def _differ(rank: int, world: int, what: str) -> str:
-    """The second rank has another layout."""
+    """The second rank has another layout, or a norm."""
     group, x = dist.group.WORLD, torch.ones(8, 1, 8)
     config = OverlapConfig(method="chunked", timeout_s=3.0)
     heads, layout = AttentionHeads(4, 2, 4), SequenceLayout("zigzag")
@@ -261,23 +319,26 @@ def _differ(rank: int, world: int, what: str) -> str:
     qkv_all_to_all(x, w, group=group, heads=heads, layout=layout, config=config)
     if rank and what == "layout":
         layout = SequenceLayout("zigzag", (0, 8, 16))
+    norm = QkNorm(torch.ones(4), torch.ones(4), EPS) if what == "norm" and rank else None
     try:
         if what == "output layout":
             attention_output_linear(torch.ones(16, 1, 4), torch.ones(8, 8), group=group, layout=layout, config=config)
             other = SequenceLayout() if rank else layout
             attention_output_linear(torch.ones(16, 1, 4), torch.ones(8, 8), group=group, layout=other, config=config)
         else:
-            qkv_all_to_all(x, w, group=group, heads=heads, layout=layout, config=config)
+            qkv_all_to_all(x, w, group=group, heads=heads, layout=layout, qk_norm=norm, config=config)
     except OverlapMismatchError as error:
         return str(error)
     return "nothing"
 
 
-@pytest.mark.parametrize("what", ["layout", "output layout"])
+@pytest.mark.parametrize("what", ["layout", "output layout", "norm"])
 def test_ranks_that_share_the_sequence_otherwise_are_named(what: str) -> None:
     """The rows would be taken for others, silently."""
-    for outcome in run_ranks(2, _differ, what):
+    outcomes = run_ranks(2, _differ, what)
+    for outcome in outcomes:
         assert "zigzag" in (outcome.value or outcome.error), outcome
+    assert ("normalised" in outcomes[1].value) == (what == "norm"), "each rank names what it is in itself"
 
 
 def _little_memory(rank: int, world: int) -> None:

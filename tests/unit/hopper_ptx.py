@@ -11,6 +11,16 @@ WORDS = (
 )  # fmt: skip
 
 
+# of the kernels between received rows and attention
+OTHERS = {
+    "rows_ptr": "*i64",
+    "cos_ptr": "*fp32",
+    "sin_ptr": "*fp32",
+    "sums_ptr": "*fp32",
+    "eps": "fp32",
+}
+
+
 def leave_the_interpreter() -> None:
     """Kernels are either interpreted or compiled, as this variable says when Triton is imported."""
     os.environ.pop("TRITON_INTERPRET", None)
@@ -94,7 +104,7 @@ def compiled_portable(module_name: str, kernel_name: str, **constants: Any) -> s
     pointers = {
         name: "*i64" if name in (*WORDS, "memory_at_ptr") else "*bf16" for name in names if name.endswith("_ptr")
     }
-    types = pointers | {"limit": "i64", "tag": "i64"} | dict.fromkeys(constants, "constexpr")
+    types = pointers | {"limit": "i64", "tag": "i64"} | OTHERS | dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, values)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]

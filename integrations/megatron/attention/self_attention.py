@@ -3,6 +3,8 @@
     x [s/W, b, h] -> QKV projection and exchange -> q, k, v of all s rows and heads / W, in the order of the sequence
       -> norms of q and k -> rotary positions -> core attention -> exchange and output projection -> [s/W, b, h]
 
+The exchange's own pass takes norms and rotary positions where it can (norms.py).
+
 W: context-parallel ranks; with tensor parallelism and sequence parallelism x is [s / (W tp), b, h] and heads are those of one
 tensor-parallel rank. Parameters, their names and the checkpoint are SelfAttention's.
 """
@@ -19,7 +21,6 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 
 from overlap_train import Rotary, SequenceLayout
 
@@ -30,6 +31,7 @@ from ..packed import Documents, documents_of
 from .collective import Heads, collective_to_heads, collective_to_sequence
 from .conditions import bad_setting, refuse_call
 from .core import core_of_rank, heads_of, is_transformer_engines, without_group
+from .norms import norm_within
 from .whole import WholeSequence
 
 
@@ -130,25 +132,22 @@ class UlyssesSelfAttention(SelfAttention):
         """q, k and v of all rows, normalised and rotated."""
         linear = self.linear_qkv
         if exchanges(linear) and linear.reason(x, exchange) is None:
-            rotary = self._rotary_within(freqs)
-            q, k, v = linear.to_heads(x, exchange, rotary)
+            norm, norms_follow = norm_within(self.q_layernorm, self.k_layernorm, linear.weight)
+            rotary = None if norms_follow else self._rotary_within(freqs)
+            q, k, v = linear.to_heads(x, exchange, norm, rotary)
             if rotary is not None:
                 return q, k, v
-            q, k = (x if norm is None else norm(x) for norm, x in ((self.q_layernorm, q), (self.k_layernorm, k)))
+            if norms_follow:
+                q, k = (x if norm is None else norm(x) for norm, x in ((self.q_layernorm, q), (self.k_layernorm, k)))
         else:
             q, k, v = self.get_query_key_value_tensors(x)
             q, k, v = collective_to_heads(q, k, v, exchange)
         return self._rotated(q, freqs[0]), self._rotated(k, freqs[1]), v
 
     def _rotary_within(self, freqs: tuple[torch.Tensor | None, torch.Tensor | None]) -> Rotary | None:
-        """What the exchange's own pass can do: one angle for each row, of q and k alike, which no norm must see before."""
-        has_norms = not all(
-            norm is None or isinstance(norm, IdentityOp) for norm in (self.q_layernorm, self.k_layernorm)
-        )
+        """What the exchange's own pass can do: one angle for each row, of q and k alike."""
         are_alike, angles = freqs[0] is freqs[1], freqs[0]
-        if has_norms or angles is None:
-            return None
-        if not are_alike or angles.shape[1:-1].numel() > 1:
+        if angles is None or not are_alike or angles.shape[1:-1].numel() > 1:
             return None
         return self.whole.rotary(angles, self._mscale, self.config.rotary_interleaved)
 

@@ -17,7 +17,7 @@ import torch
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from overlap_train import OverlapConfig, Rotary, attention_output_linear, qkv_all_to_all
+from overlap_train import OverlapConfig, QkNorm, Rotary, attention_output_linear, qkv_all_to_all
 
 from .column_row import attach
 from .conditions import exchange_reason, standing_exchange_reason
@@ -39,13 +39,13 @@ class _Exchanging:
         self.overlap.count_exchange(reason, x, self.weight, exchange)
         return reason
 
-    def to_heads(self: Any, x: torch.Tensor, exchange: Exchange, rotary: Rotary | None) -> Heads:
-        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, rotated; of a call without
-        `reason`."""
+    def to_heads(self: Any, x: torch.Tensor, exchange: Exchange, norm: QkNorm | None, rotary: Rotary | None) -> Heads:
+        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated; of a
+        call without `reason`."""
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None
         q, k, v = qkv_all_to_all(
             normed(self, x), self.weight, bias, group=exchange.group, heads=exchange.heads, layout=exchange.layout,
-            rotary=rotary, config=overlap.settings(self, self.weight), name=overlap.name,
+            qk_norm=norm, rotary=rotary, config=overlap.settings(self, self.weight), name=overlap.name,
         )  # fmt: skip
         return overlap.watched(q), k, v
 

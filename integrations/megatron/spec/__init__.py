@@ -1,4 +1,4 @@
-"""GPT layer specs, and the norm and core attention in them: what sequence parallelism needs without TransformerEngine.
+"""GPT layer specs, and the core attention in them: what sequence parallelism needs without TransformerEngine.
 
 `--spec overlap_train.integrations.megatron.spec gpt_block_spec` names this package.
 """

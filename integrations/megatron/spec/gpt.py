@@ -26,8 +26,8 @@ from ..attention.whole import WholeSequence
 from ..linears.column_row import overlapped_class
 from ..linears.conditions import bad_combination
 from ..linears.ulysses import exchanging_class
+from ..norm import Norm
 from .attention import SDPACoreAttention
-from .norm import Norm
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

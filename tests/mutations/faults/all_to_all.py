@@ -32,6 +32,7 @@ PARTS = In("overlap_train/ulysses/parts.py", (f"{UNIT}/test_parts.py",))
 LINEARS = In("overlap_train/ulysses/linears.py", (EVERY_SHAPE,))
 EXCHANGE = In("overlap_train/ulysses/exchange.py", (EVERY_SHAPE,))
 PROJECTIONS = In("overlap_train/ulysses/attention.py", (BETWEEN_RANKS,))
+ARGUMENTS = In("overlap_train/ulysses/arguments.py", (REFUSED,))
 LAYOUT = In("overlap_train/operators/attention_layout.py", (f"{UNIT}/test_attention_layout.py",))
 HEADS = In("overlap_train/planning/heads.py", (f"{UNIT}/test_attention_heads.py",))
 SEQUENCE = In("overlap_train/planning/sequence.py", (f"{UNIT}/test_sequence_layout.py",))
@@ -94,7 +95,7 @@ FAULTS = [
     EXCHANGE("A2A: the slot of x that is sent again is not counted", "slots = (0 if again is None else again.slots) +",
              "slots =", f"{OWN}::test_backward_passes_after_each_other"),
     PROJECTIONS("A2A: heads are split as if one rank had all", "heads.of_rank(world_size), rows", "heads, rows"),
-    PROJECTIONS("A2A: rotation is not checked", "if rotary is not None and (", "if False and (", REFUSED),
+    ARGUMENTS("A2A: rotation is not checked", "if rotary is not None and (", "if False and ("),
     LAYOUT("A2A: cos and sin are rounded", "[rows].float().view(", "[rows].to(x.dtype).float().view("),
     LAYOUT("A2A: rows are turned by the angles of the first ones", "t.view(-1, r)[rows].float()",
            "t.view(-1, r)[: len(x)].float()"),

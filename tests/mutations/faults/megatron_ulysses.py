@@ -11,6 +11,7 @@ REFUSALS, TE = "tests/megatron/test_ulysses_refusals.py", "tests/megatron/test_u
 collective = In(M + "attention/collective.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
 whole = In(M + "attention/whole.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
 attention = In(M + "attention/self_attention.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
+norms = In(M + "attention/norms.py", (TRAINING + "::test_norms_are_within_the_pass_where_both_can_be",))
 core = In(M + "attention/core.py", (TE,))
 linears = In(M + "linears/ulysses.py", (TRAINING + "::test_calls_that_fall_back_add_to_the_same_gradient",))
 state = In(M + "linears/exchange.py", (TRAINING,))
@@ -23,7 +24,15 @@ FAULTS = [
     collective("k and v of one head go to one rank only", "max(1, ranks // k.size(2))", "1"),
     whole("rotary frequencies in the order of the ranks", "whole.index_select(0, exchange.places)", "whole"),
     whole("positions count on from document to document", "if whole_pack and count", "if True or count", TRAINING),
-    attention("q is rotated before its norm sees it", "if has_norms or angles is None", "if angles is None"),
+    attention("q is rotated before its norm sees it", "None if norms_follow else self", "self"),
+    attention("q and k are normalised twice", "            if norms_follow:", "            if norm or norms_follow:",
+              TRAINING + "::test_norms_are_within_the_pass_where_both_can_be"),
+    norms("norm: eps and kind of k do not matter", "or how != _how(k_norm, weight)", "or False"),
+    norms("norm: hooks wait in vain", "or any(getattr(norm, hooks) for hooks in HOOKS)", ""),
+    norms("norm: a subclass is taken for an RMSNorm", "if type(norm) is RMSNorm:", "if isinstance(norm, RMSNorm):",
+          TRAINING + "::test_gradients_are_those_of_one_rank"),
+    norms("norm: k has the weight of q", "q_norm.weight, k_norm.weight", "q_norm.weight, q_norm.weight"),
+    norms("norm: weights of another dtype", "(norm.weight.dtype, norm.weight.device) != (weight.dtype, weight.device)", "False"),
     attention("documents are cut as one sequence", "() if documents is None else documents.with_rest(rows)", "()"),
     attention("a micro-batch without a group exchanges",
               "is not None else self.pg_collection.cp", "is ... else self.pg_collection.cp",

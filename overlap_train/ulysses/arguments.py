@@ -1,0 +1,40 @@
+"""What is wrong with the arguments of an attention's projections, in one line, before anything is planned or sent."""
+
+from __future__ import annotations
+
+import torch
+
+from ..operators.attention_layout import Rotary
+from ..operators.qk_norm import QkNorm
+from ..planning.heads import AttentionHeads
+from ..planning.sequence import SequenceLayout
+
+
+def sequence_error(
+    x: torch.Tensor, rows: int, layout: SequenceLayout, rotary: Rotary | None, world_size: int, name: str
+) -> str | None:
+    """What is wrong with x and what goes with its rows, or None. rows: of the whole sequence."""
+    if not isinstance(layout, SequenceLayout):
+        return f"{name}: layout={layout!r} must be a SequenceLayout, such as SequenceLayout('zigzag')"
+    if not isinstance(rotary, Rotary | None):
+        return f"{name}: rotary is a {type(rotary).__name__}; it must be Rotary(cos, sin), or None"
+    if x.dim() != 3:
+        return f"{name}: the input has shape {tuple(x.shape)}; it must be [sequence, batch, features]"
+    if rotary is not None and (rotary.cos.shape != rotary.sin.shape or rotary.cos.shape[:-1].numel() != rows):
+        shapes = f"cos {tuple(rotary.cos.shape)} and sin {tuple(rotary.sin.shape)}"
+        return f"{name}: rotary has {shapes}; both must have a row for each of the {rows} rows of all ranks"
+    return layout.error(rows, world_size, name)
+
+
+def heads_error(
+    x: torch.Tensor, heads: AttentionHeads, qk_norm: QkNorm | None, rotary: Rotary | None, name: str
+) -> str | None:
+    """What is wrong with what goes with the features of a head, or None."""
+    if not isinstance(heads, AttentionHeads):
+        return f"{name}: heads={heads!r} must be AttentionHeads(query=..., kv=..., dim=...)"
+    if not isinstance(qk_norm, QkNorm | None):
+        return f"{name}: qk_norm is a {type(qk_norm).__name__}; it must be QkNorm(q_weight, k_weight, eps), or None"
+    rotated = 0 if rotary is None else rotary.cos.shape[-1]
+    if rotated % 2 or rotated > heads.dim:
+        return f"{name}: rotary turns {rotated} features of each head, which has {heads.dim}; it must be an even number of them"
+    return None if qk_norm is None else qk_norm.error(heads.dim, x.device, name)

@@ -1,0 +1,82 @@
+"""The kernels that normalise heads on their way between received rows and attention, interpreted, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap_train import AttentionHeads, QkNorm
+from overlap_train.operators import attention_layout
+from overlap_train.operators.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
+from overlap_train.operators.qk_norm import HeadNorm
+from tests.protocol.test_attention_layout_kernel import ROWS, B, S, nan_heads, rotary
+
+CASES = [  # heads, rotated features, interleaved pairs; more heads than a program moves, dimensions that are no power of two
+    (AttentionHeads(6, 2, 16), 16, False),
+    (AttentionHeads(3, 3, 12), 8, False),
+    (AttentionHeads(4, 1, 8), 0, False),
+    (AttentionHeads(12, 2, 6), 4, True),
+]
+
+
+def head_norm(heads: AttentionHeads, dtype: torch.dtype = torch.float32, zero_centered: bool = False) -> HeadNorm:
+    """With memory for what is kept, which is NaN; the same weights at every call."""
+    generator = torch.Generator().manual_seed(heads.dim)
+    q, k = (torch.randn(2 * heads.dim, generator=generator)[::2].to(dtype) for _ in range(2))
+    before = torch.full((S, B, heads.kv, heads.per_group + 1, heads.dim), torch.nan, dtype=dtype)
+    return HeadNorm(QkNorm(q, k, 0.05, zero_centered), before)
+
+
+def gradients(heads: AttentionHeads, dtype: torch.dtype) -> Heads:
+    """As attention returns them: [b, heads, s, dim] in memory."""
+    counts = (heads.query, heads.kv, heads.kv)
+    q, k, v = (torch.randn(B, count, S, heads.dim).permute(2, 0, 1, 3).to(dtype) for count in counts)
+    return q, k, v
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=["in order", "zigzag", "some"])
+@pytest.mark.parametrize(("heads", "rotated", "interleaved"), CASES)
+def test_both_kernels_do_what_torch_does(
+    heads: AttentionHeads, rotated: int, interleaved: bool, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_layout, "NORM_ROWS", 5)  # several programs, the last one with rows that are not there
+    turn, packed = rotary(rotated, interleaved), torch.randn(len(rows), B, heads.features)
+    for bias, zero_centered in ((None, True), (torch.randn(heads.features), False)):
+        right, ours = (head_norm(heads, zero_centered=zero_centered) for _ in range(2))
+        expected, actual = nan_heads(heads), nan_heads(heads)
+        unpack(packed, bias, rows, expected, turn, right)
+        unpack_by_kernel(packed, bias, rows, actual, turn, ours)
+        for part, whole in zip((*actual, ours.before), (*expected, right.before), strict=True):
+            torch.testing.assert_close(part, whole, equal_nan=True)
+        grads = gradients(heads, torch.float32)
+        torch.testing.assert_close(pack_by_kernel(grads, rows, turn, ours), pack(grads, rows, turn, right))
+        torch.testing.assert_close(ours.weight_gradients, right.weight_gradients)
+        pack_by_kernel(grads, rows, turn, ours)  # another part adds to the same sums
+        torch.testing.assert_close(ours.weight_gradients, 2 * right.weight_gradients)
+
+
+def test_nothing_is_kept_without_backward() -> None:
+    heads, packed = CASES[0][0], torch.randn(S, B, CASES[0][0].features)
+    with_memory, without = head_norm(heads), HeadNorm(head_norm(heads).norm, None)
+    expected, actual = nan_heads(heads), nan_heads(heads)
+    unpack_by_kernel(packed, None, ROWS[0], expected, None, with_memory)
+    unpack_by_kernel(packed, None, ROWS[0], actual, None, without)
+    assert all(torch.equal(ours, right) for ours, right in zip(actual, expected, strict=True))
+
+
+def test_kernels_round_where_torch_rounds() -> None:
+    """In fp16, so that sums differ by a rounding at most: statistics are fp32, x, y and dy are rounded, the gradients are not."""
+    heads, turn = CASES[0][0], rotary(16, True)
+    packed, bias = torch.randn(S, B, heads.features).half(), torch.randn(heads.features).half()
+    right, ours = (head_norm(heads, torch.float16) for _ in range(2))
+    expected, actual = (tuple(part.half() for part in nan_heads(heads)) for _ in range(2))
+    unpack(packed, bias, ROWS[1], expected, turn, right)  # type: ignore[arg-type]
+    unpack_by_kernel(packed, bias, ROWS[1], actual, turn, ours)  # type: ignore[arg-type]
+    assert torch.equal(ours.before, right.before)  # type: ignore[arg-type]
+    grads = gradients(heads, torch.float16)
+    sent, given = pack_by_kernel(grads, ROWS[1], turn, ours), pack(grads, ROWS[1], turn, right)
+    for part, whole in zip((*actual, sent), (*expected, given), strict=True):
+        differ = part != whole
+        assert differ.float().mean() < 0.01
+        torch.testing.assert_close(part, whole, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(ours.weight_gradients, right.weight_gradients)
