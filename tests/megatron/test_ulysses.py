@@ -14,6 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import report
 from overlap_train.integrations.megatron.attention.norms import norm_within
+from overlap_train.integrations.megatron.linears.ulysses import exchanges
 from overlap_train.integrations.megatron.packed import documents_of
 from tests.megatron import ulysses
 from tests.megatron.models import GPT2, LLAMA
@@ -67,6 +68,37 @@ def difference(run: Run, overlap: OverlapConfig | None) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_one_rank(workers: Workers, case: str) -> None:
     assert max(workers.call(difference, *CASES[case])) < 5e-6  # some tens of roundings
+
+
+def gathered_late(run: Run) -> float:
+    """How far a step is from what it would be with weights that were there from the beginning: forward pre-hooks of the
+    projections bring them, as those of Megatron's DDP do that gathers parameters while others are in use."""
+    expected = ulysses.gradients(run)
+    build = ulysses.gpt
+
+    def gathering(run: Run) -> Any:
+        model = build(run)
+        for module in model.modules():
+            if exchanges(module):
+                module.register_forward_pre_hook(functools.partial(_bring, module.weight.data.clone()))
+                module.weight.data.fill_(torch.nan)
+        return model
+
+    ulysses.gpt = gathering
+    try:
+        actual = ulysses.gradients(run)
+    finally:
+        ulysses.gpt = build
+    parts = [(actual[name] - x).abs().max() for name, x in expected.items()]
+    return float(torch.stack(parts).max())
+
+
+def _bring(weight: torch.Tensor, module: torch.nn.Module, _: Any) -> None:
+    module.weight.data.copy_(weight)  # type: ignore[union-attr]
+
+
+def test_weights_that_are_gathered_in_forward_hooks_are_waited_for(workers: Workers) -> None:
+    assert workers.call(gathered_late, Run(context_parallel=2, overlap=CHUNKED)) == [0.0, 0.0]
 
 
 def which_norms_are_called() -> dict[str, list[bool]]:

@@ -3,14 +3,17 @@
     linear_qkv    to_heads       x [s/W, b, K] -> q, k, v of all rows and some heads     GEMM + all-to-all
     linear_proj   to_sequence    x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
 
-W: context-parallel ranks; weights are whole (tensor parallelism 1). The attention calls these two methods; `forward` stays
-Megatron's and serves the calls that fall back. Only the class of a built module changes: parameters and checkpoint keys stay.
+W: context-parallel ranks; weights are whole (tensor parallelism 1). The attention calls these two methods. They run as calls of
+the module, behind its forward pre-hooks: in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other
+call is Megatron's forward and serves what falls back. Only the class of a built module changes: parameters and checkpoint keys
+stay.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,9 +42,18 @@ class _Exchanging:
         self.overlap.count_exchange(reason, x, self.weight, exchange)
         return reason
 
+    def forward(
+        self: Any, x: torch.Tensor, *args: Any, instead: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """instead: what this call does with x, where it is not Megatron's linear."""
+        return super().forward(x, *args, **kwargs) if instead is None else instead(x)  # type: ignore[misc]
+
     def to_heads(self: Any, x: torch.Tensor, exchange: Exchange, norm: QkNorm | None, rotary: Rotary | None) -> Heads:
         """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated; of a
         call without `reason`."""
+        return self(x, instead=partial(self._to_heads, exchange=exchange, norm=norm, rotary=rotary))
+
+    def _to_heads(self: Any, x: torch.Tensor, exchange: Exchange, norm: QkNorm | None, rotary: Rotary | None) -> Heads:
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None
         q, k, v = qkv_all_to_all(
             normed(self, x), self.weight, bias, group=exchange.group, heads=exchange.heads, layout=exchange.layout,
@@ -51,6 +63,9 @@ class _Exchanging:
 
     def to_sequence(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(y, None), or (y without b, b) where the caller adds the bias itself; a call without `reason`."""
+        return self(x, instead=partial(self._to_sequence, exchange=exchange))
+
+    def _to_sequence(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None
         added, returned = (None, bias) if _returns_bias(self) else (bias, None)
         y = attention_output_linear(

@@ -7,6 +7,7 @@ from tests.mutations.mutation import In
 M = "integrations/megatron/"
 TRAINING, FOUR = "tests/megatron/test_ulysses.py", "tests/megatron/test_ulysses_four.py"
 REFUSALS, TE = "tests/megatron/test_ulysses_refusals.py", "tests/megatron/test_ulysses_te.py"
+GATHERED = TRAINING + "::test_weights_that_are_gathered_in_forward_hooks_are_waited_for"
 
 collective = In(M + "attention/collective.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
 whole = In(M + "attention/whole.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
@@ -37,6 +38,11 @@ FAULTS = [
     attention("a micro-batch without a group exchanges",
               "is not None else self.pg_collection.cp", "is ... else self.pg_collection.cp",
               REFUSALS + "::test_the_group_may_change_with_the_call"),
+    linears("weights that are still being gathered are multiplied",
+            "self(x, instead=partial(self._to_heads, exchange=exchange, norm=norm, rotary=rotary))",
+            "self._to_heads(x, exchange, norm, rotary)", GATHERED),
+    linears("output weights that are still being gathered are multiplied",
+            "self(x, instead=partial(self._to_sequence, exchange=exchange))", "self._to_sequence(x, exchange)", GATHERED),
     core("the core attention has all heads", "own.num_attention_heads, own.num_query_groups = heads.query * tp, heads.kv * tp",
          "pass"),
     core("the core attention exchanges, too", "own.context_parallel_size, own.cp_comm_type = 1, None", "pass"),
