@@ -52,14 +52,18 @@ def portable_tile(dtype: torch.dtype, device: torch.device | Target) -> TileConf
 
 
 @functools.cache
-def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool) -> int:
+def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4) -> int:
     """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
 
-    On GPUs 1, 2 or 4, which cost no tile, none shorter than _SHORTEST_COPY; on the CPU 2 where the rows are even.
+    On GPUs 1, 2, 4 or 8, at `most`, which cost no tile, none shorter than _SHORTEST_COPY; on the CPU 2 where the rows are even.
     """
     if not on_gpu:
         return 2 if m_shard % 2 == 0 else 1
-    fits = [c for c in (1, 2, 4) if _costs_no_tile(m_shard, c) and m_shard * row_bytes >= c * _SHORTEST_COPY]
+    fits = [
+        c
+        for c in (1, 2, 4, 8)
+        if c <= most and _costs_no_tile(m_shard, c) and m_shard * row_bytes >= c * _SHORTEST_COPY
+    ]
     return max(fits, default=1)
 
 

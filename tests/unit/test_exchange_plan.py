@@ -49,6 +49,8 @@ def test_whose_kernels_multiply_and_in_which_chunks() -> None:
     assert engine("fused", A2A_GEMM, k=4096 + 16).kernels == PORTABLE, "K/W does not start on 16 bytes"
     assert engine("fused", GEMM_A2A, n=4096 + 16).kernels == PORTABLE
     assert engine("fused", A2A_GEMM, m=16384, k=16384).chunks == 4, "of 4096 rows, 8 MiB each"
+    assert engine("fused", A2A_GEMM, m=65536, k=16384).chunks == 8, "the first is waited for"
+    assert engine("fused", GEMM_A2A, m=65536, n=16384).chunks == 4, "nobody waits for the first"
     assert [leg.after_tiles for leg in engine("fused", GEMM_A2A).legs] == [True] * 3
     assert [leg.after_tiles for leg in engine("direct", GEMM_A2A).legs if leg.chunk == 0] == [False] * 3
     assert [leg.after_tiles for leg in engine("fused", A2A_GEMM).legs] == [False] * 3

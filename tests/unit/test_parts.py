@@ -26,10 +26,10 @@ def test_a_sequence_that_fits_stays_whole() -> None:
     assert cut(4096, 12288, 143) == [(0, 2048), (2048, 4096)]
 
 
-def test_parts_hold_four_chunks_of_whole_tiles_where_that_fits() -> None:
+def test_parts_hold_eight_chunks_of_whole_tiles_where_that_fits() -> None:
     """Of 128 rows a tile: an odd number of tiles would be sent in one piece, for which the product waits."""
     parts = cut(65536, 12288, 512)
-    assert len(parts) == 5 and all((last - first) % 512 == 0 for first, last in parts)
+    assert len(parts) == 5 and all((last - first) % 1024 == 0 for first, last in parts)
     assert cut(1000, 12288, 10)[0] == (0, 256), "284 positions fit: two tiles"
     assert cut(300, 12288, 3) == [(0, 75), (75, 150), (150, 225), (225, 300)], "less than a tile fits: equal parts"
 
