@@ -25,10 +25,15 @@ SMALL_M, SMALL_M_DIRECT = 512, 256
 COPIES_THAT_SHOW = 0.75
 # A storing kernel costs 22 microseconds of host time and a fused one 70, which shows in products shorter than this (a gather of
 # 1024 x 6144 x 4096: 0.068 ms by direct, 0.082 by fused, 2 x H200), and in a column's backward where copies are shorter.
-SHORT_GEMM_US, FUSED_HOST_US = 160.0, 70.0
+# A scatter stores its result at the peers, at NVLink's pace: 4096 x 4096 x 2048 takes 0.108 ms by fused and 0.123 by direct (GEMM
+# 106 us), 2048 x 4096 x 2048 0.077 and 0.068 (53 us).
+SHORT_GEMM_US, SHORT_SCATTER_US, FUSED_HOST_US = 160.0, 100.0, 70.0
 # With few rows it is best for longer products, too: in 24 of them with M = 512 and 1024 it was 1.03 to 1.24 times as fast as
 # NCCL + cuBLAS; fused took 0.96 to 1.11 times as long, and chunked, of those above a millisecond, 1.00 to 1.18 (2 x H200).
 FEW_ROWS = 1024
+# A split reduction pays where a column's backward sends x and its partials for this much longer than it multiplies before the own
+# tiles: at 1.58 it gained 7 % (11008 x 4096), at 1.41 it cost 2 and 8 % (8B qkv on 2 GPUs), at 1.21 it cost 3 % (4 GPUs).
+LATE = 1.5
 # Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
 # A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
 LONG_GEMM_US = 1000.0
@@ -88,7 +93,7 @@ def _is_late(pass_: Pass, method: str) -> bool:
     with gathered_input=keep, where no blocks of x go before them.
     """
     until_own = (pass_.world - 1) / pass_.world * pass_.gemm_us
-    return pass_.kind == SCATTER_AND_WGRAD and TRAITS[method].splits and 2 * pass_.copy_us > until_own
+    return pass_.kind == SCATTER_AND_WGRAD and TRAITS[method].splits and 2 * pass_.copy_us > LATE * until_own
 
 
 def _collides(pass_: Pass, method: str) -> bool:
@@ -144,7 +149,7 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
         return "fused", "copies take long beside the GEMM"
     if pass_.m <= FEW_ROWS:
         return "direct", f"M={pass_.m} is at most {FEW_ROWS}"
-    if pass_.gemm_us < SHORT_GEMM_US or (pass_.kind != GATHER and pass_.copy_us > pass_.gemm_us):
+    if pass_.gemm_us < (SHORT_GEMM_US if pass_.kind == GATHER else max(SHORT_SCATTER_US, pass_.copy_us)):
         return "direct", "a short GEMM"
     if pass_.gemm_us > LONG_GEMM_US:
         return "chunked", "a long GEMM"

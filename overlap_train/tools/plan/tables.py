@@ -14,7 +14,7 @@ from .prediction import COLLECTIVE, METHODS, Prediction, Sum, in_layer, total
 HEADINGS = (
     "linear", "pass", "M, N, K of a rank", "GEMM", "NCCL", "bound", *METHODS, "exposed", "choose", "gain",
 )  # fmt: skip
-KEEP = "do not overlap"
+KEEP = "no overlap"
 MEASURED_RANKS = (1, 2, 4)
 FEW_ROWS = 1024
 
