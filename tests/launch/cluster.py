@@ -47,7 +47,6 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ReturnToService=2
 KillWait=3
-SlurmdTimeout={lost}
 MessageTimeout=5
 MailProg=/bin/true
 {nodes}
@@ -77,13 +76,11 @@ NODES = (Machine("127.0.0.1", "127.0.0.1"), Machine("127.0.0.2", "127.0.0.2"))
 class Cluster:
     """A running cluster; SLURM_CONF must be `configuration` for the commands that talk to it.
 
-    slurmctld runs on `login`. A node that does not answer for `lost_s` seconds is lost.
+    slurmctld runs on `login`.
     """
 
-    def __init__(
-        self, folder: Path, nodes: Sequence[Machine] = NODES, login: Machine = HERE, lost_s: int = 300
-    ) -> None:
-        self.folder, self.nodes, self.login, self.lost_s = folder, nodes, login, lost_s
+    def __init__(self, folder: Path, nodes: Sequence[Machine] = NODES, login: Machine = HERE) -> None:
+        self.folder, self.nodes, self.login = folder, nodes, login
         self.configuration = folder / "slurm.conf"
         self._processes = contextlib.ExitStack()
         self._slurmd: dict[Machine, subprocess.Popen[bytes]] = {}
@@ -149,7 +146,6 @@ class Cluster:
             address=self.login.address,
             user=getpass.getuser(),
             controller=ports[0],
-            lost=self.lost_s,
             nodes="\n".join(nodes),
         )
         self.configuration.write_text(text)
