@@ -26,7 +26,7 @@ test-recipes: ## the recipes: training, checkpoints, published models, pipeline 
 	$(bootstrap) main
 	$(pytest) $(in_pairs) tests/recipes $(TEST_ARGS)
 
-test-launch: ## batch jobs on a real Slurm, where its packages are installed, and shellcheck
+test-launch: ## batch jobs on a real Slurm, where its packages are installed (as root also on two nodes), and shellcheck
 	$(bootstrap) main
 	$(pytest) tests/launch $(TEST_ARGS)
 

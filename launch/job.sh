@@ -80,14 +80,14 @@ start_and_wait() {
     done
 }
 
-# One task a node. The text of start_node is passed as an argument, because a container cannot read this file.
+# One task a node. The text of the functions is passed as an argument, because a container cannot read this file.
 start_nodes() {
     local first port=$((20000 + SLURM_JOB_ID % 10000)) # below the ports that the kernel assigns
     read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST") || die "scontrol names no node of $SLURM_JOB_NODELIST"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[rank \${rank}] "
     exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
-        --kill-on-bad-exit=1 "${container[@]}" bash -c "$(declare -f start_node); start_node \"\$@\"" node \
+        --kill-on-bad-exit=1 "${container[@]}" bash -c "$(declare -f start_node check_address); start_node \"\$@\"" node \
         "$first:$port" "$logs" "$PROCS_PER_NODE" "$PYTHON" "${program[@]}" "$@"
 }
 
@@ -100,10 +100,23 @@ start_node() {
     # Set here because torchrun would compare host names, and a node's own name may differ from the one that others use.
     if ((SLURM_NODEID == 0)); then is_host=1; fi
     mkdir -p "$logs"
+    if ((SLURM_JOB_NUM_NODES > 1)) && [ -z "${GLOO_SOCKET_IFNAME:-}" ]; then check_address; fi
     exec "$interpreter" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
         --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$SLURM_JOB_ID" --rdzv-conf="is_host=$is_host" \
         --local-addr="$SLURMD_NODENAME" --max-restarts=0 \
         --log-dir="$logs" --redirects=3 --tee="0:3,$((ranks - 1)):3" "$@"
+}
+
+# gloo gives the other nodes the address that this host's own name stands for. In Debian's /etc/hosts that is 127.0.1.1.
+check_address() {
+    local name address _
+    read -r name </proc/sys/kernel/hostname
+    read -r address _ < <(getent ahosts "$name") || return 0
+    case $address in 127.* | ::1)
+        printf '[job %s] warning: %s knows itself as %s, where gloo of other nodes cannot reach it: set GLOO_SOCKET_IFNAME\n' \
+            "$SLURM_JOB_ID" "$name" "$address"
+        ;;
+    esac
 }
 
 # A rank that saves on SIGTERM (Megatron: --exit-signal-handler) has the 30 seconds that torchrun waits.

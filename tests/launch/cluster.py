@@ -1,7 +1,7 @@
 """A Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd of the distribution, in one folder.
 
 The nodes are called 127.0.0.1 and 127.0.0.2: names that resolve everywhere, which a rendezvous needs, and that Slurm takes
-for two hosts.
+for two hosts. machines.py has nodes that share no network.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 INSTALL = f"apt-get update && apt-get install -y --no-install-recommends {' '.join(PACKAGES.values())}"
 SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-NODES = ("127.0.0.1", "127.0.0.2")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
 CONFIGURATION = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={controller}
 SlurmUser={user}
 SlurmdUser={user}
@@ -46,6 +47,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ReturnToService=2
 KillWait=3
+MessageTimeout=5
 MailProg=/bin/true
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
@@ -58,16 +60,36 @@ def missing() -> str:
     return f"no Slurm here: missing packages {' '.join(packages)}; install with: {INSTALL}" if packages else ""
 
 
+@dataclass(frozen=True)
+class Machine:
+    """A host as Slurm sees it. `command`: what starts a program there, before its own words; all that it starts ends with it."""
+
+    name: str
+    address: str
+    command: tuple[str, ...] = ()
+
+
+HERE = Machine(socket.gethostname().partition(".")[0], "127.0.0.1")
+NODES = (Machine("127.0.0.1", "127.0.0.1"), Machine("127.0.0.2", "127.0.0.2"))
+
+
 class Cluster:
-    """A running cluster; SLURM_CONF must be `configuration` for the commands that talk to it."""
+    """A running cluster; SLURM_CONF must be `configuration` for the commands that talk to it.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    slurmctld runs on `login`.
+    """
+
+    def __init__(self, folder: Path, nodes: Sequence[Machine] = NODES, login: Machine = HERE) -> None:
+        self.folder, self.nodes, self.login = folder, nodes, login
         self.configuration = folder / "slurm.conf"
+        self._processes = contextlib.ExitStack()
+        self._slurmd: dict[Machine, subprocess.Popen[bytes]] = {}
 
-    def command(self, *words: str) -> str:
-        """Standard output of one of Slurm's commands."""
-        result = subprocess.run(words, env=self._environment(), capture_output=True, text=True, timeout=60)
+    def command(self, *words: str, **variables: object) -> str:
+        """Standard output of one of Slurm's commands, called in the repository with these variables."""
+        environment = self._environment() | {name: str(value) for name, value in variables.items()}
+        command = [*self.login.command, *words]
+        result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, f"{words}: {result.stderr}"
         return result.stdout
 
@@ -80,68 +102,87 @@ class Cluster:
         until(lambda: self.job(number)["JobState"] in ENDED, seconds, f"the end of job {number}: {self.job(number)}")
         return self.job(number)["JobState"]
 
-    def start(self, processes: contextlib.ExitStack) -> None:
-        """Start the daemons; `processes` ends them."""
+    def start(self) -> None:
+        """Start the daemons."""
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o600)
-        for name in ("state", *(f"spool-{node}" for node in NODES)):
+        for name in ("state", *(f"spool-{node.name}" for node in self.nodes)):
             (self.folder / name).mkdir()
-        ports = free_ports(1 + len(NODES))
-        nodes = [
-            f"NodeName={node} NodeAddr={node} Port={port} CPUs=2" for node, port in zip(NODES, ports[1:], strict=True)
-        ]
-        self.configuration.write_text(
-            CONFIGURATION.format(
-                folder=self.folder,
-                host=socket.gethostname().partition(".")[0],
-                user=getpass.getuser(),
-                controller=ports[0],
-                nodes="\n".join(nodes),
-            )
-        )
+        self._configure()
         files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
         files["seed-file"] = "munge.seed"
         # --force: the folder is this user's alone, which munged does not like for a socket
         munge = [word for option, file in files.items() for word in (f"--{option}", str(self.folder / file))]
-        self._daemon(processes, "munged", "--foreground", "--force", *munge)
+        self._daemon(HERE, "munged", "--foreground", "--force", *munge)
         until((self.folder / "munge.socket").exists, 20, "munged's socket")
-        self._daemon(processes, "slurmctld", "-D", "-f", str(self.configuration))
-        for node in NODES:
-            self._daemon(processes, "slurmd", "-D", "-N", node, "-f", str(self.configuration))
+        self._daemon(self.login, "slurmctld", "-D", "-f", str(self.configuration))
+        for node in self.nodes:
+            self._boot(node)
         until(self._is_idle, 60, f"idle nodes; see the logs in {self.folder}")
-        processes.callback(self._cancel_all)  # first of all at the end: slurmd leaves what runs running
+        if not self.login.command:
+            self._processes.callback(self._cancel_all)  # first of all at the end: slurmd leaves what runs running
+
+    def stop(self) -> None:
+        """End all daemons that were started."""
+        self._processes.close()
+
+    def reboot(self, node: Machine) -> None:
+        """Switch the machine off, with all that runs on it, and on again."""
+        _kill(self._slurmd[node])
+        self._boot(node)
+
+    def _boot(self, node: Machine) -> None:
+        self._slurmd[node] = self._daemon(node, "slurmd", "-D", "-N", node.name, "-f", str(self.configuration))
+
+    def _configure(self) -> None:
+        ports = free_ports(1 + len(self.nodes))
+        nodes = [
+            f"NodeName={node.name} NodeAddr={node.address} Port={port} CPUs=2"
+            for node, port in zip(self.nodes, ports[1:], strict=True)
+        ]
+        text = CONFIGURATION.format(
+            folder=self.folder,
+            host=self.login.name,
+            address=self.login.address,
+            user=getpass.getuser(),
+            controller=ports[0],
+            nodes="\n".join(nodes),
+        )
+        self.configuration.write_text(text)
+        # nothing here uses control groups; without this line slurmd looks for their mounts, which a namespace lacks
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
     def _is_idle(self) -> bool:
-        result = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%T"], env=self._environment(), capture_output=True, text=True, timeout=60
-        )
-        return result.stdout.split() == ["idle"] * len(NODES)
+        with contextlib.suppress(AssertionError):  # slurmctld does not answer yet
+            return self.command("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(self.nodes)
+        return False
 
     def _cancel_all(self) -> None:
         for number in self.command("squeue", "-h", "-o", "%i").split():
             self.command("scancel", number)
         until(lambda: not self.command("squeue", "-h").strip(), 60, "the end of all jobs")
 
-    def _daemon(self, processes: contextlib.ExitStack, name: str, *arguments: str) -> None:
+    def _daemon(self, machine: Machine, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         program = shutil.which(name, path=SEARCH)
         assert program is not None
-        log = processes.enter_context((self.folder / f"{name}-{time.monotonic_ns()}.out").open("wb"))
-        process = subprocess.Popen(
-            [program, *arguments], env=self._environment(), stdout=log, stderr=log, start_new_session=True
-        )
-        processes.callback(_end, process)
+        log = self._processes.enter_context((self.folder / f"{name}-{time.monotonic_ns()}.out").open("wb"))
+        command = [*machine.command, program, *arguments]
+        process = subprocess.Popen(command, env=self._environment(), stdout=log, stderr=log, start_new_session=True)
+        self._processes.callback(_kill if machine.command else _end, process)
+        return process
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "SLURM_CONF": str(self.configuration), "PATH": SEARCH}
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Cluster]:
-    """A cluster that lives as long as the block."""
-    cluster = Cluster(folder)
-    with contextlib.ExitStack() as processes:
-        cluster.start(processes)
+def running(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster lives as long as the block."""
+    try:
+        cluster.start()
         yield cluster
+    finally:
+        cluster.stop()
 
 
 def until(condition: Callable[[], object], seconds: float, what: str) -> None:
@@ -166,5 +207,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(timeout=20)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()

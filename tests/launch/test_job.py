@@ -1,7 +1,9 @@
-"""launch/job.sh: a job is requeued only if it saved a checkpoint since its start."""
+"""launch/job.sh: a job is requeued only if it saved a checkpoint since its start; a node that others cannot reach is named."""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -31,3 +33,17 @@ def test_a_job_is_requeued_if_it_has_saved(tmp_path: Path, before: str, saved: s
     assert ("scontrol requeue 7" in result.stdout) == is_requeued, result.stdout + result.stderr
     assert result.returncode == (0 if is_requeued else 1)
     assert ("not requeued: no checkpoint was written" in result.stdout) == (not is_requeued)
+
+
+@pytest.mark.parametrize(("address", "is_named"), [("127.0.1.1", True), ("10.77.0.2", False), ("", False)])
+def test_a_node_that_resolves_its_own_name_to_itself_is_named(address: str, is_named: bool) -> None:
+    script = (
+        '. "$1"; SLURM_JOB_ID=7; getent() { [ -z "$ADDRESS" ] || echo "$ADDRESS STREAM $2"; }; check_address; echo on'
+    )
+    command = ["bash", "-euo", "pipefail", "-c", script, "job", str(JOB)]
+    result = subprocess.run(
+        command, env=os.environ | {"ADDRESS": address}, capture_output=True, text=True, timeout=60, check=True
+    )
+    named = f"warning: {socket.gethostname()} knows itself as {address}, where gloo of other nodes cannot reach it"
+    assert (named in result.stdout) == is_named, result.stdout + result.stderr
+    assert result.stdout.endswith("on\n")

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("slurm")) as cluster:
+    with running(Cluster(tmp_path_factory.mktemp("slurm"))) as cluster:
         yield cluster
 
 

@@ -56,6 +56,10 @@ class Network:
         """Pull the node's cable out of the switch."""
         _run("ip", "-n", self._switch, "link", "set", f"port{node}", "down")
 
+    def mend(self, node: int) -> None:
+        """Put the cable back."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{node}", "up")
+
     def build(self) -> None:
         _run("ip", "netns", "add", self._switch)
         _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
