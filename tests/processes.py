@@ -117,4 +117,6 @@ def _enter(rank: int, world: int, port: int, pipe: Connection, work: bytes, envi
     except BaseException:
         pipe.send((None, traceback.format_exc()))
     pipe.close()
+    for child in multiprocessing.active_children():
+        child.kill()  # Megatron's checkpoint writers, which would outlive the rank
     os._exit(0)  # no orderly shutdown: a test may have left peers dead or stopped
