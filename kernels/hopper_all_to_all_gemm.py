@@ -53,9 +53,9 @@ def hopper_all_to_all_gemm_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The own block [M/W, K/W] and those of received [M, K/W], below each other, times b, [N, K] or [K, N] by B_IS_NK, into y
-    [M/W, N], as [CHUNKS, M/W/CHUNKS, N]; rows aligned. own_ptr: all blocks of the own rows [M, K/W], for the warps that send them
-    (DIRECT).
+    """y [M/W, N], as [CHUNKS, M/W/CHUNKS, N] = the own block [M/W, K/W] and the peers', one below the other in received [M, K/W],
+    each times its K/W rows of b, [N, K] or [K, N] by B_IS_NK; rows aligned. own_ptr: all blocks of the own rows [M, K/W], for the
+    warps that send them (DIRECT).
 
     k: K/W. Its last panel reads zeros of A beyond it, so that what it reads of B there counts nothing. The rest as for
     hopper_all_gather_gemm_kernel.

@@ -33,7 +33,8 @@ def is_interpreted() -> bool:
 def gather_launch(
     domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands, block: torch.Tensor
 ) -> Launch:
-    """Of receive_and_multiply (persistent.py), for the values (own block, own, b, y, tag). The first is found by the second."""
+    """Of receive_and_multiply (persistent.py), for the values (own block, own, b, y, tag). The own
+    block's address is not passed: the kernel works it out from own."""
     from ..kernels.all_gather_gemm import all_gather_gemm_kernel
     from ..kernels.all_to_all_gemm import all_to_all_gemm_kernel
 

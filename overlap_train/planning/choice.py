@@ -37,8 +37,8 @@ LATE = 1.5
 # Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
 # A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
 LONG_GEMM_US = 1000.0
-# Up to here A2A + GEMM goes by direct: 8192 x 4096 x 4096 0.190 ms, by fused 0.202. Longer sequences come in parts
-# (ulysses/parts.py), from which direct cannot send without a copy; GEMM + A2A is slower by it (8192 x 6144 x 4096: 0.333 and
+# Up to here A2A + GEMM goes by direct: 8192 x 4096 x 4096 0.190 ms, by fused 0.202. Long sequences come in parts whose blocks lie
+# apart (ulysses/parts.py); direct would have to copy them first. GEMM + A2A is slower by direct (8192 x 6144 x 4096: 0.333 and
 # 0.303; 2 x H200).
 SHORT_RECEIVE_US = 300.0
 # Skewed ranks hit the same destination, halve its ingress bandwidth, and stay skewed. Where a column linear's backward gathers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from . import cost
 from .schedule import A2A_GEMM, GATHER, SCATTER, tile_order
@@ -31,11 +32,15 @@ def gather_tiles(work: Work) -> tuple[Tile, ...]:
 def _gather_tiles(work: Work) -> Iterator[Tile]:
     rank, tiles = work.topology.rank, _tiles_a_chunk(work)
     total = tiles * work.plan.chunks * work.world
-    rest = total % work.system.sms
-    waves = total // work.system.sms + (0.5 if _is_cut(work, rest) else 1.0) if rest else total / work.system.sms
-    us = _tile_us(work, waves)
+    us = _tile_us(work, _waves(work, total))
     for block, chunk, tile in tile_order(GATHER, work.topology, work.plan.chunks, tiles):
         yield Tile((block, chunk, tile), us, () if block == rank else (arrived(work.call, block, chunk),))
+
+
+def _waves(work: Work, tiles: int) -> float:
+    """Of so many tiles, whose last wave may be one of halves."""
+    rest = tiles % work.system.sms
+    return tiles // work.system.sms + (0.0 if not rest else 0.5 if _is_cut(work, rest) else 1.0)
 
 
 def _is_cut(work: Work, rest: int) -> bool:
@@ -48,18 +53,16 @@ def _cut(work: Work, tiles: list[Tile]) -> Iterator[Tile]:
     first = len(tiles) - (rest if _is_cut(work, rest) else 0)
     yield from tiles[:first]
     for tile in tiles[first:]:
-        yield from (Tile(tile.place, tile.us / 2, tile.needs),) * 2
+        yield from (replace(tile, us=tile.us / 2, adds_us=tile.adds_us / 2),) * 2
 
 
 def receive_tiles(work: Work) -> tuple[Tile, ...]:
     """Of A2A + GEMM: a tile multiplies its own block, then waits for the peers' in its chunk and multiplies those."""
     tiles, chunks = _tiles_a_chunk(work), work.plan.chunks
-    us = _tile_us(work, math.ceil(tiles * chunks / work.system.sms))
+    us = _tile_us(work, _waves(work, tiles * chunks))
     own = us / work.world
-    return tuple(
-        Tile(place, own, adds=work.arrivals(place[1]), adds_us=us - own)
-        for place in tile_order(A2A_GEMM, work.topology, chunks, tiles)
-    )
+    order = tile_order(A2A_GEMM, work.topology, chunks, tiles)
+    return tuple(_cut(work, [Tile(place, own, adds=work.arrivals(place[1]), adds_us=us - own) for place in order]))
 
 
 def scatter_tiles(work: Work) -> tuple[Tile, ...]:

@@ -61,7 +61,7 @@ def receive_part(work: Work) -> Part:
     method, gap = work.plan.method, work.system.gap_us
     if work.plan.method == "collective":
         exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, gap)
-        return [exchange, side_by_side(work), _product(work, work.gemm_us)], []
+        return [exchange, _copy(work, work.world), _product(work, work.gemm_us)], []
     if method == "chunked":
         return _chunked_gather(work), sends(work)
     return [_persistent(work, "all_to_all_gemm_kernel", receive_tiles(work))], sends(work)
@@ -73,7 +73,7 @@ def exchange_part(work: Work) -> tuple[Part, list[Kernel]]:
     if method == "collective":
         exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, work.system.gap_us)
         return ([_product(work, us) for us in parts], []), [exchange]
-    finish = [wait(work, work.all_arrivals()), side_by_side(work)]
+    finish = [wait(work, work.all_arrivals()), _copy(work, work.world - 1)]  # the own block is in its place
     if method == "chunked":
         blocks = [*(target for target, _ in work.plan.legs.by_target), work.topology.rank]
         products = [_product(work, us, (work.call, "rows", d)) for us, d in zip(parts, blocks, strict=True)]
@@ -82,9 +82,9 @@ def exchange_part(work: Work) -> tuple[Part, list[Kernel]]:
     return ([kernel], [] if method == "direct" else sends(work)), finish
 
 
-def side_by_side(work: Work) -> Kernel:
-    """The copy that puts W blocks together: read and written."""
-    us = cost.sum_us(work.system, 2 * work.world * work.shard_bytes)
+def _copy(work: Work, blocks: int) -> Kernel:
+    """The copy that puts blocks where they belong: read and written."""
+    us = cost.sum_us(work.system, 2 * blocks * work.shard_bytes)
     return Kernel("copy of the blocks", COMPUTE, us, work.system.gap_us)
 
 

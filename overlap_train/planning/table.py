@@ -29,6 +29,10 @@ from .variants import PLAIN, VARIANTS, Variant
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
+# Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.
+KERNELS = 2
+
+
 @dataclass(frozen=True)
 class Key:
     """What measurements depend on besides the shape. Under another key nothing of them is used."""
@@ -39,6 +43,7 @@ class Key:
     driver: str
     overlap_train: str
     world: int
+    kernels: int = KERNELS
 
     @property
     def file_name(self) -> str:

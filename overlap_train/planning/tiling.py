@@ -55,7 +55,8 @@ def portable_tile(dtype: torch.dtype, device: torch.device | Target) -> TileConf
 def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4) -> int:
     """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
 
-    On GPUs 1, 2, 4 or 8, at `most`, which cost no tile, none shorter than _SHORTEST_COPY; on the CPU 2 where the rows are even.
+    On GPUs the largest of 1, 2, 4 and 8, up to `most`, that costs no tile and leaves no chunk shorter than _SHORTEST_COPY; on the
+    CPU 2 where the rows are even.
     """
     if not on_gpu:
         return 2 if m_shard % 2 == 0 else 1

@@ -39,7 +39,7 @@ class Push:
 
 
 class Route:
-    """A push without its source, of whose memory it takes the elements from `first` on.
+    """A push without its source. It takes what lies `first` elements after the source's start, whatever the source's strides.
 
     target, signal, epoch, after: see Push.
     """

@@ -15,9 +15,11 @@ from ..operators.plan_book import PassTags, Planned
 from ..protocol.layout import SLOTS
 
 _MIB = 1 << 20
+_MOST_OF = 7 / 8  # of what fits a part uses so much
 # Positions. A part of an odd number of tiles cannot be sent in chunks, and its product waits for all of it: A2A + GEMM of 262144
 # x 4096 x 4096 took 1.21 times as long as its GEMM in parts of 147 tiles; of 491520 rows, in parts of 160, 1.02 times (2 x H200).
-_EIGHT_CHUNKS, _WHOLE_TILES = 1024, 128
+# Smaller units where that would leave much of a slot empty, or almost nothing for the last part.
+_UNITS = (1024, 512, 256, 128)
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,19 @@ def cut(positions: int, bytes_of_position: int, limit_mib: int) -> list[tuple[in
     fits = int(limit_mib * _MIB // (SLOTS * bytes_of_position))
     if positions <= fits:
         return [(0, positions)]
-    unit = next((unit for unit in (_EIGHT_CHUNKS, _WHOLE_TILES) if fits >= unit), 1)
-    fits = max(1, fits // unit * unit)
-    step = -(-positions // -(-positions // fits))  # equal parts, so that they share a plan
-    step = -(-step // unit) * unit
+    step = next(step for unit in (*_UNITS, 1) if (step := _step(positions, max(1, fits), unit)))
     return [(first, min(first + step, positions)) for first in range(0, positions, step)]
+
+
+def _step(positions: int, fits: int, unit: int) -> int:
+    """Positions of a part, a multiple of `unit`, so that parts are as few and as equal as can be; 0: another unit is better."""
+    most = fits // unit * unit
+    if unit > 1 and most < _MOST_OF * fits:
+        return 0
+    step = -(-positions // -(-positions // most))  # equal parts share a plan
+    step = -(-step // unit) * unit
+    last = positions - (-(-positions // step) - 1) * step
+    return 0 if unit > 1 and 2 * last < step else step
 
 
 def parts_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -80,7 +81,8 @@ def gathered_late(run: Run) -> float:
         model = build(run)
         for module in model.modules():
             if exchanges(module):
-                module.register_forward_pre_hook(functools.partial(_bring, module.weight.data.clone()))
+                hook = functools.partial(_bring, module.weight.data.clone())
+                module.register_forward_pre_hook(hook, with_kwargs=True)
                 module.weight.data.fill_(torch.nan)
         return model
 
@@ -93,7 +95,8 @@ def gathered_late(run: Run) -> float:
     return float(torch.stack(parts).max())
 
 
-def _bring(weight: torch.Tensor, module: torch.nn.Module, _: Any) -> None:
+def _bring(weight: torch.Tensor, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    pickle.dumps((args, kwargs))  # as Megatron's activation logging does
     module.weight.data.copy_(weight)  # type: ignore[union-attr]
 
 

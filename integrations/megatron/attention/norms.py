@@ -32,7 +32,7 @@ def norm_within(q_norm: Any, k_norm: Any, weight: torch.Tensor) -> tuple[QkNorm 
 def _how(norm: Any, weight: torch.Tensor) -> tuple[float, bool] | None:
     """(eps, zero_centered) of an RMSNorm in the dtype of `weight`; None of any other norm.
 
-    Hooks wait for the norm's call, as Megatron's DDP does that gathers parameters there (--overlap-param-gather).
+    A norm with hooks is called itself: Megatron's DDP waits for gathered parameters in one (--overlap-param-gather).
     """
     flag = _zero_centered(norm)
     if flag is None or norm.weight is None or not norm.eps or any(getattr(norm, hooks) for hooks in HOOKS):

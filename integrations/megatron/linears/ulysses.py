@@ -35,6 +35,9 @@ class _Exchanging:
     """Mixed in before a linear class of Megatron's or TransformerEngine's."""
 
     overlap: UlyssesOverlap
+    _instead: Callable[[torch.Tensor], Any] | None = (
+        None  # what the call under way does, where it is not Megatron's linear
+    )
 
     def reason(self: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
         """Why this call is Megatron's own linear and a separate exchange; None where it is ours. Counts the call."""
@@ -42,16 +45,23 @@ class _Exchanging:
         self.overlap.count_exchange(reason, x, self.weight, exchange)
         return reason
 
-    def forward(
-        self: Any, x: torch.Tensor, *args: Any, instead: Callable[..., Any] | None = None, **kwargs: Any
-    ) -> Any:
-        """instead: what this call does with x, where it is not Megatron's linear."""
-        return super().forward(x, *args, **kwargs) if instead is None else instead(x)  # type: ignore[misc]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        instead, self._instead = self._instead, None
+        return super().forward(*args, **kwargs) if instead is None else instead(*args)  # type: ignore[misc]
+
+    def _call(self: Any, x: torch.Tensor, instead: Callable[[torch.Tensor], Any]) -> Any:
+        """Call the module for something else. Not by an argument: hooks would see it, and Megatron's activation logging saves
+        the arguments of a call."""
+        self._instead = instead
+        try:
+            return self(x)
+        finally:
+            self._instead = None
 
     def to_heads(self: Any, x: torch.Tensor, exchange: Exchange, norm: QkNorm | None, rotary: Rotary | None) -> Heads:
         """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated; of a
         call without `reason`."""
-        return self(x, instead=partial(self._to_heads, exchange=exchange, norm=norm, rotary=rotary))
+        return self._call(x, partial(self._to_heads, exchange=exchange, norm=norm, rotary=rotary))
 
     def _to_heads(self: Any, x: torch.Tensor, exchange: Exchange, norm: QkNorm | None, rotary: Rotary | None) -> Heads:
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None
@@ -63,7 +73,7 @@ class _Exchanging:
 
     def to_sequence(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(y, None), or (y without b, b) where the caller adds the bias itself; a call without `reason`."""
-        return self(x, instead=partial(self._to_sequence, exchange=exchange))
+        return self._call(x, partial(self._to_sequence, exchange=exchange))
 
     def _to_sequence(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None

@@ -16,7 +16,7 @@ from ...operators.all_gather_gemm import start_gather
 from ...operators.gemm_reduce_scatter import start_scatter
 from ...planning.choice import SCATTER_AND_WGRAD, Choice, Pass, untuned
 from ...planning.plan import sent_again
-from ...planning.schedule import GATHER
+from ...planning.schedule import GATHER, SCATTER
 from ...planning.table import Winner
 from ...planning.tiling import chunk_count
 from ...planning.variants import VARIANTS, Variant, method_of
@@ -55,8 +55,9 @@ def variants_to_run(pass_: Pass, method: str, device: torch.device) -> list[Vari
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     traits = TRAITS[method]
     cuts = traits.cuts and chunk_count(pass_.m // pass_.world, row_bytes, device.type == "cuda") > 1
-    # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots.
-    is_free = pass_.kind != SCATTER_AND_WGRAD
+    # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots. Ulysses' passes never
+    # start with one.
+    is_free = pass_.kind in (GATHER, SCATTER)
     collides = pass_.world > 2 and traits.pushes and pass_.copy_us > SHORT_COPY_US and is_free
     splits = traits.splits and pass_.kind == SCATTER_AND_WGRAD
     return [v for v in VARIANTS if cuts >= v.whole and splits >= v.split_reduction and collides >= v.barrier_first]

@@ -137,8 +137,8 @@ FAULTS = [
           "index % PEERS) % WORLD, unit // PEERS, index % per_chunk"),
     # long sequences in parts, and what ranks must agree on
     PARTS("a part takes more memory than all slots may", "(SLOTS * bytes_of_position)", "bytes_of_position"),
-    PARTS("parts end within tiles", "(_EIGHT_CHUNKS, _WHOLE_TILES)", "(_EIGHT_CHUNKS,)"),
-    PARTS("parts have odd numbers of tiles", "(_EIGHT_CHUNKS, _WHOLE_TILES) if", "(_WHOLE_TILES,) if"),
+    PARTS("parts end within tiles", "(1024, 512, 256, 128)", "(1024,)"),
+    PARTS("parts have odd numbers of tiles", "(1024, 512, 256, 128)", "(128,)"),
     PARTS("the last part goes on beyond the sequence", "min(first + step, positions)", "first + step"),
     LINEARS("an exchange takes more than the group may have", "min((config or domain.config).exchange_mib,",
             "max((config or domain.config).exchange_mib,",
