@@ -55,8 +55,8 @@ def variants_to_run(pass_: Pass, method: str, device: torch.device) -> list[Vari
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     traits = TRAITS[method]
     cuts = traits.cuts and chunk_count(pass_.m // pass_.world, row_bytes, device.type == "cuda") > 1
-    # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots. Ulysses' passes never
-    # start with one.
+    # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots. Ulysses' never
+    # starts with one.
     is_free = pass_.kind in (GATHER, SCATTER)
     collides = pass_.world > 2 and traits.pushes and pass_.copy_us > SHORT_COPY_US and is_free
     splits = traits.splits and pass_.kind == SCATTER_AND_WGRAD
