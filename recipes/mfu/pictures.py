@@ -135,7 +135,7 @@ def draw_timeline(spans: Sequence[Span], title: str, path: Path) -> Path:
     for line, variant in zip(grid, variants, strict=True):
         for axes, name in zip(line, PASSES, strict=True):
             part = [span for span in spans if (span["variant"], span["pass"]) == (variant, name)]
-            heading = f"{look_of(variant).label}: {name}" if name == PASSES[0] else name
+            heading = f"{look_of(variant).label}:\n{name}" if name == PASSES[0] else name
             draw_lanes(axes, heading, part, variant == "direct")
     for axes, width in zip(grid[0], widths, strict=True):
         axes.set_xlim(-0.01 * width, width)
