@@ -10,35 +10,39 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from overlap_train import Rotary
+from overlap_train import QkNorm, Rotary
 from overlap_train.integrations.megatron.linears.exchange import Exchange
 from overlap_train.integrations.megatron.linears.ulysses import UlyssesColumnParallelLinear, UlyssesRowParallelLinear
 from overlap_train.operators.attention_layout import Heads, pack, unpack
+from overlap_train.operators.qk_norm import HeadNorm
 from overlap_train.operators.weight_gradient import weight_gradient
 
 
 class _ToHeads(torch.autograd.Function):
-    """x [s/W, b, K], w [N, K] -> q [s, b, query/W, dim], k, v [s, b, kv/W, dim]."""
+    """x [s/W, b, K], w [N, K] -> q [s, b, query/W, dim], k, v [s, b, kv/W, dim]. norm_weights: those of `norm`, or none."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, exchange: Exchange, rotary: Rotary | None, main_grad: str
-    ) -> Heads:
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, exchange: Exchange, norm: QkNorm | None, rotary: Rotary | None,
+        main_grad: str, *norm_weights: torch.Tensor,
+    ) -> Heads:  # fmt: skip
         heads, s, b = exchange.heads.of_rank(exchange.ranks), len(exchange.order), x.shape[1]
-        ctx.save_for_backward(x, w)
-        ctx.exchange, ctx.rotary, ctx.main_grad = exchange, rotary, main_grad
+        before = None if norm is None else x.new_empty(s, b, heads.kv, heads.per_group + 1, heads.dim)
+        ctx.save_for_backward(x, w, before, *norm_weights)
+        ctx.exchange, ctx.norm, ctx.rotary, ctx.main_grad = exchange, norm, rotary, main_grad
         q, k, v = (x.new_empty(s, b, count, heads.dim) for count in (heads.query, heads.kv, heads.kv))
         packed = (x.flatten(0, 1) @ w.t()).view(s, b, -1)
-        unpack(packed, None, exchange.order, (q, k, v), rotary)
+        unpack(packed, None, exchange.order, (q, k, v), rotary, None if norm is None else HeadNorm(norm, before))
         return q, k, v
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
-        x, w = ctx.saved_tensors
-        packed = pack(dy, ctx.exchange.order, ctx.rotary).view(x.shape[:-1].numel(), -1)  # type: ignore[arg-type]
+    def backward(ctx: Any, *dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w, before, *norm_weights = ctx.saved_tensors
+        norm = None if ctx.norm is None else HeadNorm(ctx.norm.having(*norm_weights), before)
+        packed = pack(dy, ctx.exchange.order, ctx.rotary, norm).view(x.shape[:-1].numel(), -1)  # type: ignore[arg-type]
         dw = weight_gradient(packed, x.flatten(0, 1), w, ctx.main_grad)
-        return (packed @ w).view_as(x), dw, None, None, None
+        return (packed @ w).view_as(x), dw, None, None, None, None, *(() if norm is None else norm.of_weights())
 
 
 class _ToSequence(torch.autograd.Function):
@@ -72,11 +76,13 @@ class HeadsAlone(UlyssesColumnParallelLinear):
     def reason(self, x: torch.Tensor, exchange: Exchange) -> None:  # type: ignore[override]
         """Every call is this one."""
 
-    def to_heads(self, x: torch.Tensor, exchange: Exchange, rotary: Rotary | None) -> Heads:  # type: ignore[override]
+    def to_heads(self, x: torch.Tensor, exchange: Exchange, norm: QkNorm | None, rotary: Rotary | None) -> Heads:
         copies = exchange.heads.sent_rows(exchange.ranks, self.weight.device)
+        norm_weights = () if norm is None else (norm.q_weight, norm.k_weight)
         if copies is None:
-            return _ToHeads.apply(x, self.weight, exchange, rotary, self.wholes.main_grad)
-        return _ToHeads.apply(x, self.weight.index_select(0, copies), exchange, rotary, "off")
+            return _ToHeads.apply(x, self.weight, exchange, norm, rotary, self.wholes.main_grad, *norm_weights)
+        sent = self.weight.index_select(0, copies)
+        return _ToHeads.apply(x, sent, exchange, norm, rotary, "off", *norm_weights)
 
 
 class SequenceAlone(UlyssesRowParallelLinear):

@@ -83,7 +83,7 @@ def compute_alone(kv: int) -> list[str]:
     from types import SimpleNamespace
 
     from mfu.alone_ulysses import HeadsAlone, SequenceAlone
-    from overlap_train import AttentionHeads, SequenceLayout
+    from overlap_train import AttentionHeads, QkNorm, SequenceLayout
     from overlap_train.integrations.megatron.linears.exchange import Exchange
 
     heads, layout = AttentionHeads(query=4, kv=kv, dim=8), SequenceLayout("zigzag")
@@ -93,8 +93,15 @@ def compute_alone(kv: int) -> list[str]:
     x = torch.randn(4, 3, 16, requires_grad=True)
     w = torch.randn(heads.features, 16, requires_grad=True)
     column: Any = SimpleNamespace(weight=w, wholes=SimpleNamespace(main_grad="off"))
-    q, k, v = HeadsAlone.to_heads(column, x, exchange, None)
+    q, k, v = HeadsAlone.to_heads(column, x, exchange, None, None)
     problems = []
+    norm = QkNorm(torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True), eps=1e-9)
+    q_normed, k_normed, v_normed = HeadsAlone.to_heads(column, x, exchange, norm, None)
+    if not all(torch.allclose(t.square().mean(-1), torch.ones(1), rtol=1e-4) for t in (q_normed, k_normed)):
+        problems.append("q and k are not normalised")
+    (q_normed.square().sum() + k_normed.square().sum() + v_normed.sum()).backward()
+    if not torch.equal(v_normed, v) or not all(t.grad.sum() > 0 for t in (norm.q_weight, norm.k_weight)):
+        problems.append("v is another, or the norms' weights have no gradients")
     if [tuple(t.shape) for t in (q, k, v)] != [(8, 3, 2, 8), (8, 3, max(1, kv // 2), 8), (8, 3, max(1, kv // 2), 8)]:
         problems.append(f"shapes {q.shape}, {k.shape}, {v.shape}")
     copies = heads.sent_rows(2, torch.device("cpu"))
