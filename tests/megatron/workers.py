@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -74,15 +73,14 @@ class Workers:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Kept here: a port that a rank opened later could be somebody else's by then.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests run on the CPU on every machine
         for rank in range(WORLD):
             mine, theirs = context.Pipe()
             # Not daemons: saving a checkpoint starts processes of its own, which a daemon may not.
-            process = context.Process(target=_serve, args=(rank, port, theirs))
+            process = context.Process(target=_serve, args=(rank, self._store.port, theirs))
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -111,7 +109,7 @@ def _end_children(ranks: list[mp.Process]) -> None:
 
 def _serve(rank: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=rank == 0, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     from tests.megatron.layout import leave, prepare
 

@@ -82,7 +82,7 @@ def train_experts(rank: int, world: int) -> tuple[list[float], list[float], dict
     settings = replace(defaults(True, "mixtral-8x7b"), **cut, train_iters=3, global_batch_size=2, lr_warmup_iters=0)
     settings = resolve(settings, world)
     bare_model = gpt.model.bare_model
-    gpt.model.bare_model = lambda settings, on_gpu: in_fp32(bare_model, settings)
+    gpt.model.bare_model = lambda settings, *_: in_fp32(bare_model, settings)
     datasets, cpu = build_datasets(settings), torch.device("cpu")
 
     def losses(overlap: OverlapConfig | None) -> tuple[list[float], Any]:
