@@ -105,7 +105,7 @@ def in_fp32(bare_model: Any, settings: Any) -> Any:
     import gpt.model
 
     config = gpt.model.transformer_config
-    gpt.model.transformer_config = lambda settings, on_gpu: config(settings, False)
+    gpt.model.transformer_config = lambda settings, on_gpu, *rest: config(settings, False, *rest)
     try:
         return bare_model(settings, True)
     finally:
