@@ -15,7 +15,7 @@ from ..operators.plan_book import PassTags, Planned
 from ..protocol.layout import SLOTS
 
 _MIB = 1 << 20
-_MOST_OF = 7 / 8  # of what fits a part uses so much
+_MOST_OF = 7 / 8  # a part uses at least so much of what fits
 # Positions. A part of an odd number of tiles cannot be sent in chunks, and its product waits for all of it: A2A + GEMM of 262144
 # x 4096 x 4096 took 1.21 times as long as its GEMM in parts of 147 tiles; of 491520 rows, in parts of 160, 1.02 times (2 x H200).
 # Smaller units where that would leave much of a slot empty, or almost nothing for the last part.

@@ -88,6 +88,11 @@ def test_variants_are_those_of_the_record() -> None:
     assert not tuned(BENCHMARKS / "h200x4" / "small_m", 4).winners
 
 
+def test_attention_blocks_of_ulysses_are_no_layers_of_the_plan() -> None:
+    assert rows_of(BENCHMARKS / "h200x2" / "ulysses", "layers.json")
+    assert compare_layers(BENCHMARKS / "h200x2" / "ulysses", H200) == []
+
+
 def test_the_report_names_what_misses() -> None:
     lines = report(operators(), layers())
     assert all(len(line) <= 120 for line in lines)

@@ -35,9 +35,8 @@ class _Exchanging:
     """Mixed in before a linear class of Megatron's or TransformerEngine's."""
 
     overlap: UlyssesOverlap
-    _instead: Callable[[torch.Tensor], Any] | None = (
-        None  # what the call under way does, where it is not Megatron's linear
-    )
+    # What the call under way does, where it is not Megatron's linear.
+    _instead: Callable[[torch.Tensor], Any] | None = None
 
     def reason(self: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
         """Why this call is Megatron's own linear and a separate exchange; None where it is ours. Counts the call."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...planning.backward import backward
 from ...planning.machines import System
 from ...planning.programs import program
-from ...planning.table import Table
+from ...planning.table import UNTUNED, Table
 from ..bench.shapes import LAYERS
 from .inputs import Linear
 from .prediction import COLLECTIVE, Estimate, estimate, forward_pass, work_of
@@ -65,12 +65,13 @@ def compare(folder: Path, system: System) -> list[Compared]:
 
 
 def compare_layers(folder: Path, system: System) -> list[Compared]:
-    """Every row of the folder's layers.json, if there is one: forward and backward of two linears. None is fitted."""
+    """Rows of the folder's layers.json, if there is one: forward and backward of two linears. None is fitted. Attention blocks of
+    Ulysses, which have a core attention, are not planned."""
     if not (folder / "layers.json").exists():
         return []
-    rows = rows_of(folder, "layers.json")
-    world = rows[0]["world"]
-    table, found, seen = tuned(folder, world), [], set()
+    rows = [row for row in rows_of(folder, "layers.json") if row["layer"] in LAYERS]
+    found, seen = [], set()
+    table = tuned(folder, rows[0]["world"]) if rows else UNTUNED
     for row in rows:
         name = f"{row['layer']} s={row['seq']}"
         is_graph = row["method"].endswith("_graph")
