@@ -36,7 +36,7 @@ def train(arguments: list[str]) -> None:
 
     size, on_gpu = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.is_available()
     settings, overlap, notes = read_flags(arguments, __doc__, size, on_gpu)
-    world = join_ranks()
+    world = join_ranks(settings.distributed_timeout_minutes)
     for note in notes:
         world.say(f" {note}")
     from gpt.run import run  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for

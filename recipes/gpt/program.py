@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -34,15 +35,18 @@ def refused_by_rule() -> Iterator[None]:
         raise RecipeError(" ".join(str(error).split())) from error
 
 
-def join_ranks() -> World:
+def join_ranks(minutes: float = 10) -> World:
     """Start torch.distributed over the ranks of torchrun, or over this process alone, and silence Megatron-Core.
+
+    Args:
+        minutes: how long a collective may take; a checkpoint of a large model takes its time.
 
     Raises:
         RecipeError: more ranks on this node than GPUs.
     """
     _hush_megatron()
     with refused_by_rule():
-        return join(may_be_alone=True, minutes=10)  # a checkpoint of a large model takes its time
+        return join(may_be_alone=True, minutes=minutes)
 
 
 def run_program(name: str, work: Callable[[], None]) -> int:
@@ -55,6 +59,17 @@ def run_program(name: str, work: Callable[[], None]) -> int:
     except OverlapTimeoutError as error:  # names this rank and the peer that is missing
         sys.stdout.flush()
         print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        abandon()
+    except RuntimeError as error:
+        if not _is_lost_connection(error):
+            raise
+        traceback.print_exc()  # shows which collective it was
+        reason = str(error).splitlines()[0]
+        print(
+            f"{name}: error: a collective of Megatron's or torch's own lost a rank: {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
         abandon()
     if refusal is not None and is_rank_0():  # before ranks have joined all are; then `tell` chooses
         tell(f"{name}: error: {refusal}")
@@ -86,6 +101,11 @@ def leave() -> None:
             state.destroy_model_parallel()
         dist.destroy_process_group()
         gc.collect()
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """Whether gloo waited its time, or its peer closed the connection. NCCL's watchdog ends the process by itself."""
+    return "gloo/transport" in str(error)
 
 
 def abandon() -> NoReturn:

@@ -43,7 +43,10 @@ def run(settings: Settings, overlap: OverlapConfig | None, world: World) -> None
     run_without_cuda()
     make_deterministic(settings)
     parallel_state.initialize_model_parallel(
-        settings.tp, pipeline_model_parallel_size=settings.pp, context_parallel_size=settings.cp
+        settings.tp,
+        pipeline_model_parallel_size=settings.pp,
+        context_parallel_size=settings.cp,
+        distributed_timeout_minutes=settings.distributed_timeout_minutes,
     )
     make_folders(settings)
     checkpoint.check_target(settings)

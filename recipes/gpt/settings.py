@@ -44,6 +44,7 @@ class Settings:
     tp: int = _parallel(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --pp and --cp leave")
     cp: int = _parallel(1, "context-parallel ranks (Ulysses): each has a part of every sequence")
     pp: int = _parallel(1, "pipeline stages, each with an equal share of the layers")
+    distributed_timeout_minutes: int = _parallel(10, "how long Megatron's and torch's own collectives wait for a rank")
     micro_batch_size: int = _training(8, "samples of one forward and backward pass on one rank")
     global_batch_size: int = _training(16, "samples of one optimizer step, over all ranks")
     train_iters: int = _training(400, "optimizer steps in all, those before --load included")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -12,6 +13,7 @@ import pytest
 
 from gpt import program
 from gpt.program import RecipeError
+from tests.launch.cluster import free_ports
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -36,6 +38,43 @@ def test_what_a_refused_run_held_is_gone_when_it_leaves(
     assert program.run_program("pretrain_gpt", work) == 2
     assert gone == [True]
     assert capsys.readouterr().err == "pretrain_gpt: error: no such text\n"
+
+
+LOSES_A_RANK = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from gpt import program
+
+def work():
+    world = program.join_ranks()
+    dist.barrier()
+    if world.rank == 1:
+        os._exit(0)
+    dist.all_reduce(torch.ones(1))
+
+sys.exit(program.run_program("pretrain_gpt", work))
+"""
+
+
+def test_a_rank_whose_peer_is_gone_in_a_collective_of_torchs_own_says_so_and_ends() -> None:
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    environment = {**os.environ, **store, "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(RECIPES)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOSES_A_RANK],
+            env={**environment, "RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    _, errors = ranks[0].communicate(timeout=120)
+    ranks[1].communicate(timeout=120)
+    assert ranks[0].returncode == 3
+    assert "in all_reduce" in errors, "the traceback shows which collective it was"
+    assert re.search("pretrain_gpt: error: a collective of Megatron's or torch's own lost a rank: .*gloo", errors)
 
 
 @pytest.mark.parametrize("program", ["pretrain_gpt", "compare_mfu"])
