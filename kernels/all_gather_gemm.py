@@ -45,7 +45,8 @@ def all_gather_gemm_kernel(
             shard_ptr = gathered_ptr + source.to(tl.int64) * m_shard * k
         first_row = chunk.to(tl.int64) * m_chunk
         tile_m, tile_n = tile_in_block(index % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
-        acc = tile_product(shard_ptr + first_row * k, b_ptr, tile_m, tile_n, m_chunk, n, k, k, 1, stride_bk, stride_bn,
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc = tile_product(acc, shard_ptr + first_row * k, b_ptr, tile_m, tile_n, m_chunk, n, k, k, 1, stride_bk, stride_bn,
                            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         acc = tl.where(arrived, acc, float("nan"))
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)

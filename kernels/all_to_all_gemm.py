@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .p2p_store import store_at_peers
 from .signal import claim, finalize_epoch, next_word, signal_word, wait_signal
-from .tiles import add_tile_product, tile_in_block, tile_offsets
+from .tiles import tile_in_block, tile_offsets, tile_product
 
 
 @triton.jit(do_not_specialize=["rank", "tag", "limit"])
@@ -52,8 +52,8 @@ def all_to_all_gemm_kernel(
                 acc = tl.where(arrived, acc, float("nan"))
                 block_ptr = received_ptr
             rows_ptr = block_ptr + (source.to(tl.int64) * m_shard + first_row) * k
-            acc = add_tile_product(acc, rows_ptr, b_ptr + source.to(tl.int64) * k * stride_bk, tile_m, tile_n, m_chunk, n, k,
-                                   k, 1, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
+            acc = tile_product(acc, rows_ptr, b_ptr + source.to(tl.int64) * k * stride_bk, tile_m, tile_n, m_chunk, n, k,
+                               k, 1, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
         tl.store(y_ptr + (first_row + rows) * n + cols, acc.to(y_ptr.dtype.element_ty), mask=mask)
         index = claim(counter_ptr).to(tl.int32)

@@ -52,7 +52,8 @@ def gemm_reduce_scatter_kernel(
         offsets = (first_row + rows) * n + cols
         a_row = first_row if EXCHANGE else target.to(tl.int64) * m_shard + first_row
         b_col = target.to(tl.int64) * n if EXCHANGE else 0
-        acc = tile_product(a_ptr + a_row * stride_am, b_ptr + b_col * stride_bn, tile_m, tile_n, m_chunk, n, k,
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc = tile_product(acc, a_ptr + a_row * stride_am, b_ptr + b_col * stride_bn, tile_m, tile_n, m_chunk, n, k,
                            stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         if target != rank:
             part = acc.to(y_ptr.dtype.element_ty)

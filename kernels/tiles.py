@@ -79,47 +79,9 @@ def tile_offsets(tile_m, tile_n, m_shard, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def tile_product(
-    a_ptr,
-    b_ptr,
-    tile_m,
-    tile_n,
-    m_shard,
-    n,
-    k,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """acc [BLOCK_M, BLOCK_N] fp32 = a[rows of the tile, :] [m_shard, k] @ b[:, columns of the tile] [k, n]."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    return add_tile_product(acc, a_ptr, b_ptr, tile_m, tile_n, m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-                            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
-
-
-@triton.jit
-def add_tile_product(
-    acc,
-    a_ptr,
-    b_ptr,
-    tile_m,
-    tile_n,
-    m_shard,
-    n,
-    k,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    acc, a_ptr, b_ptr, tile_m, tile_n, m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """acc [BLOCK_M, BLOCK_N] fp32 += a[rows of the tile, :] [m_shard, k] @ b[:, columns of the tile] [k, n].
 
     Rows and columns past the edge wrap around instead of being masked: their products are never stored, and the inner loop

@@ -75,9 +75,7 @@ _OF_TILES = {
     "peers' blocks read from the own": Fault(IN_KERNEL, "block_ptr = received_ptr", "block_ptr = own_ptr"),
     "another block": Fault(IN_KERNEL, "(source.to(tl.int64) * m_shard", "((source + 1) % WORLD * m_shard"),
     "another block's rows of b": Fault(IN_KERNEL, "b_ptr + source.to(tl.int64)", "b_ptr + rank"),
-    "each block's sum replaces the last": Fault(
-        IN_KERNEL, "add_tile_product(acc, rows", "add_tile_product(0 * acc, rows"
-    ),
+    "each block's sum replaces the last": Fault(IN_KERNEL, "tile_product(acc, rows", "tile_product(0 * acc, rows"),
     "blocks in another order": Fault(IN_KERNEL, ARRIVAL, "source = (rank + step) % WORLD"),
 }
 IN_FUSED = fused_faults(IN_KERNEL) | _OF_TILES

@@ -25,7 +25,8 @@ def list_tiles_kernel(places_ptr, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 def multiply_kernel(a_ptr, b_ptr, acc_ptr, inside_ptr, tile_m, tile_n, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
                     BLOCK: tl.constexpr):  # fmt: skip
     """acc, inside [BLOCK, BLOCK]: all of a tile's product, and which part of it lies in [m, n]."""
-    acc = tile_product(a_ptr, b_ptr, tile_m, tile_n, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    acc = tile_product(acc, a_ptr, b_ptr, tile_m, tile_n, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
                        BLOCK, BLOCK, BLOCK, "ieee")  # fmt: skip
     rows, cols, mask = tile_offsets(tl.cast(tile_m, tl.int32), tl.cast(tile_n, tl.int32), m, n, BLOCK, BLOCK)
     place = (rows - tile_m * BLOCK) * BLOCK + cols - tile_n * BLOCK
