@@ -54,12 +54,30 @@ def sum_us(system: System, nbytes: float) -> float:
     return nbytes / (system.memory_gbs * 1e3)
 
 
-def collective_us(system: System, nbytes: float, world: int) -> float:
-    """NCCL's all-gather or reduce-scatter; nbytes: what each rank sends."""
-    gbs = system.nccl_pair_gbs if world == 2 else system.nccl_ring_gbs
-    return 0.0 if world == 1 else system.nccl_us + nbytes / (gbs * 1e3)
+def collective_us(system: System, nbytes: float, world: int, nodes: int = 1) -> float:
+    """NCCL's all-gather or reduce-scatter; nbytes: what each rank sends.
+
+    Across nodes it is a flat ring, as in NCCL's own model (src/graph/tuning.cc): its slowest link says how fast. The rings of a
+    node leave it by all NICs of its ranks, and what one rank sends crosses over to the next node once for the whole node. A hop
+    over the network takes nic_us.
+    """
+    if world == 1:
+        return 0.0
+    local = world // nodes
+    gbs = [] if local == 1 else [system.nccl_pair_gbs if local == 2 else system.nccl_ring_gbs]
+    if nodes > 1:
+        gbs.append(local * system.nic_gbs)
+    return system.nccl_us + (nodes - 1) * system.nic_us + nbytes / (min(gbs) * 1e3)
 
 
-def all_to_all_us(system: System, nbytes: float, world: int) -> float:
-    """NCCL's all-to-all. With two ranks, too, it is as fast as a ring: 276 to 311 GB/s for 25 to 400 MB (2 x H200)."""
-    return 0.0 if world == 1 else system.nccl_us + nbytes / (system.nccl_ring_gbs * 1e3)
+def all_to_all_us(system: System, nbytes: float, world: int, nodes: int = 1) -> float:
+    """NCCL's all-to-all. With two ranks, too, it is as fast as a ring: 276 to 311 GB/s for 25 to 400 MB (2 x H200).
+
+    Across nodes each rank sends to those of its node over NVLink and to all others over its NIC, both at the same time.
+    """
+    if world == 1:
+        return 0.0
+    local = world // nodes
+    inside, across = (nbytes * ranks / (world - 1) for ranks in (local - 1, world - local))
+    network = system.nic_us + across / (system.nic_gbs * 1e3) if nodes > 1 else 0.0
+    return system.nccl_us + max(inside / (system.nccl_ring_gbs * 1e3), network)

@@ -43,7 +43,7 @@ class Work:
     @property
     def collective_us(self) -> float:
         what = cost.all_to_all_us if self.pass_.kind in EXCHANGES else cost.collective_us
-        return what(self.system, (self.world - 1) * self.shard_bytes, self.world)
+        return what(self.system, (self.world - 1) * self.shard_bytes, self.world, self.topology.nodes)
 
     @property
     def gemm_us(self) -> float:
