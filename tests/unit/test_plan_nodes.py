@@ -18,7 +18,18 @@ from overlap_train.planning.programs import program
 from overlap_train.planning.schedule import ARRIVED, GATHER, NETWORK, NODE_SUM, SCATTER, Topology, legs, sources
 from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.timeline import PASSED_ON, SENDERS, TO_NETWORK, Span, Timeline, Token, arrived
+from overlap_train.planning.timeline import (
+    COPIES,
+    PASSED_ON,
+    SENDERS,
+    TO_NETWORK,
+    Program,
+    Send,
+    Span,
+    Timeline,
+    Token,
+    arrived,
+)
 from overlap_train.planning.work import Work
 from overlap_train.tools.plan.prediction import work_of
 
@@ -170,6 +181,23 @@ def test_each_byte_crosses_the_network_once(kind: str, nodes: int, local: int) -
         assert sorted(got) == sorted(made.all_arrivals())
 
 
+def test_two_senders_of_one_rank_get_half_of_its_link_each() -> None:
+    """3.6 MB to each of two ranks at 360 GB/s: 20 us where both share the way out, 10 where they do not."""
+    sends = [
+        Send("x", leg, 3.6e6, 360.0, lane=lane)
+        for leg, lane in zip(legs(GATHER, Topology(1, 3, 0), 1), (COPIES, PASSED_ON), strict=True)
+    ]
+    idle = [Program(rank, 3, 132, ()) for rank in (1, 2)]
+    together = simulate([Program(0, 3, 132, (), tuple(sends)), *idle], 360.0)
+    assert [span.end for span in together.spans] == [pytest.approx(20.0)] * 2
+
+
+def test_a_nic_is_as_fast_as_the_system_says_whoever_receives() -> None:
+    timeline = simulate([program(work(GATHER, 2, 2))], ROUND.copy_gbs)  # a receiver without a limit
+    (crossing,) = (span for span in timeline.spans if span.lane == TO_NETWORK)
+    assert crossing.end - crossing.start == pytest.approx(10 + 100)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_faster_than_the_network(kind: str) -> None:
     assert run(work(kind, 3, 4)).us > 2 * (SHARD / 1e4 + ROUND.nic_us)
@@ -215,6 +243,8 @@ def test_nccl_is_as_fast_as_its_slowest_link() -> None:
     assert cost.collective_us(slow, nbytes, 32, 4) == pytest.approx(20 + 3 * 10 + 1e6 / 160e3)
     assert cost.collective_us(nccl, nbytes, 4, 2) == pytest.approx(20 + 10 + 1e6 / 100e3), "pairs, by two NICs"
     assert cost.collective_us(nccl, nbytes, 2, 2) == pytest.approx(20 + 10 + 1e6 / 50e3), "no NVLink"
+    fast = replace(nccl, nic_gbs=400.0)
+    assert cost.collective_us(fast, nbytes, 2, 2) == pytest.approx(20 + 10 + 1e6 / 400e3), "nor its limit"
 
 
 def test_an_all_to_all_crosses_by_every_ranks_own_nic() -> None:
