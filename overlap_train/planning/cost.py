@@ -30,11 +30,13 @@ def tile_at_full_clock_us(system: System, rows: int, cols: int, k: int) -> float
     return 2 * rows * cols * k * system.sms / (system.tile_tflops * 1e6)
 
 
-def library_gemm_us(system: System, m: int, n: int, k: int, parts: int = 1) -> float:
-    """One of `parts` library products [m, k] @ [k, n] that run one after the other: waves of tiles, or what power allows."""
+def library_gemm_us(system: System, m: int, n: int, k: int, parts: int = 1, spared_sms: int = 0) -> float:
+    """One of `parts` library products [m, k] @ [k, n] that run one after the other: waves of tiles, or what power allows.
+    spared_sms: that others hold."""
+    sms = system.sms - spared_sms
     choices = [(rows, cols, 1.0) for rows, cols in LARGE_TILES] + [(*SMALL_TILE, system.small_tile)]
     waves = min(
-        math.ceil(-(-m // rows) * -(-n // cols) / system.sms) * tile_at_full_clock_us(system, rows, cols, k) / speed
+        math.ceil(-(-m // rows) * -(-n // cols) / sms) * tile_at_full_clock_us(system, rows, cols, k) / speed
         for rows, cols, speed in choices
     )
     return max(waves, power_us(system, 2.0 * m * n * k * parts) / parts)

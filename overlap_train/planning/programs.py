@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ..methods import TRAITS
 from . import cost
-from .across_nodes import beside_us, lane_of, multiplied, node_sums, waits_for
+from .across_nodes import far_turns, in_order, lane_of, multiplied, node_sums, sums_us, waits_for
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
 from .schedule import GATHER, INBOUND, NETWORK, SCATTER, Leg
@@ -95,7 +95,7 @@ def sends(work: Work) -> list[Send]:
     nbytes = work.shard_bytes / work.plan.chunks
     if work.plan.method == "direct":
         return [Send(work.call, leg, nbytes, work.system.store_gbs, 0.0, STARTED) for leg in work.plan.legs]
-    return [_send(work, leg, nbytes) for leg in work.plan.legs]
+    return [_send(work, leg, nbytes) for leg in in_order(work.plan.legs)]
 
 
 def _send(work: Work, leg: Leg, nbytes: float) -> Send:
@@ -166,21 +166,25 @@ def wait(work: Work, tokens: tuple[Token, ...]) -> Kernel:
 
 
 def _chunked_gather(work: Work) -> list[Kernel]:
-    us = _part_us(work)
-    kernels = [_product(work, us)]
-    for source in work.plan.sources:
-        kernels += [wait(work, (arrived(work.call, source, 0),)), _product(work, us)]
+    """Blocks of the own node whole, those of far nodes by the chunks in which they cross the network."""
+    chunks = range(work.plan.chunks)
+    kernels = [_product(work, work.part_us)]
+    for source in work.plan.sources[: work.topology.local - 1]:
+        kernels += [wait(work, tuple(arrived(work.call, source, c) for c in chunks)), _product(work, work.part_us)]
+    for source, chunk in far_turns(work):
+        product = _product(work, work.chunk_us(work.plan.chunks))
+        kernels += [wait(work, (arrived(work.call, source, chunk),)), product]
     return kernels
 
 
 def _products(work: Work) -> list[Kernel]:
-    """One for each block that leaves, in their order, and the own one."""
-    blocks = [*(block for block, _ in work.plan.legs.by_block), work.topology.rank]
-    return [_product(work, _part_us(work), multiplied(work, block)) for block in blocks]
-
-
-def _part_us(work: Work) -> float:
-    return work.part_us + (beside_us(work) if work.topology.nodes > 1 else 0.0)
+    """One for each block that leaves, in their order, and the own one; of a far twin's block one for each chunk that crosses."""
+    kernels, longer = [], sums_us(work) / work.world
+    for block, legs in work.plan.legs.by_block:
+        parts = max(1, len(legs.network.all))
+        us = work.chunk_us(parts) + longer / parts
+        kernels += [_product(work, us, multiplied(work, block, part)) for part in range(parts)]
+    return [*kernels, _product(work, work.part_us + longer, multiplied(work, work.topology.rank))]
 
 
 def _reduce_us(work: Work) -> float:

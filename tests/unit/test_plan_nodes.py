@@ -14,8 +14,9 @@ from overlap_train.planning import across_nodes, cost, programs
 from overlap_train.planning.backward import backward
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.passes import Pass
+from overlap_train.planning.plan import SmBudget
 from overlap_train.planning.programs import program
-from overlap_train.planning.schedule import ARRIVED, GATHER, NETWORK, NODE_SUM, SCATTER, Topology, legs, sources
+from overlap_train.planning.schedule import ARRIVED, GATHER, NETWORK, NODE_SUM, SCATTER, Leg, Topology, legs, sources
 from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.timeline import (
@@ -38,18 +39,18 @@ KINDS = (GATHER, SCATTER)
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (3, 4)]
 # Easy to reckon with: a shard of 1 MB takes 10 us over NVLink and 100 over the network.
 ROUND = replace(
-    H200, gap_us=1.0, wait_us=1.0, push_us=2.0, nic_us=10.0, copy_gbs=100.0, nic_gbs=10.0, memory_gbs=1000.0, nic_sms=0
+    H200, gap_us=1.0, wait_us=1.0, push_us=2.0, nic_us=10.0, copy_gbs=100.0, nic_gbs=10.0, memory_gbs=1000.0
 )
 SHARD = 1e6
 
 
-def work(kind: str, nodes: int, local: int, rank: int = 0, features: int = 64) -> Work:
+def work(kind: str, nodes: int, local: int, rank: int = 0, chunks: int = 1) -> Work:
     """Blocks of 500 rows x 1000 features."""
     world = nodes * local
-    n, k = (features, 1000) if kind == GATHER else (1000, features)
+    n, k = (64, 1000) if kind == GATHER else (1000, 64)
     made = work_of(ROUND, Pass(kind, 500 * world, n, k, torch.bfloat16, world), "chunked", UNTUNED, nodes=nodes)
     topology = Topology(nodes, local, rank)
-    plan = replace(made.plan, legs=legs(kind, topology, 1), sources=sources(topology))
+    plan = replace(made.plan, chunks=chunks, legs=legs(kind, topology, chunks), sources=sources(topology))
     return replace(made, plan=plan, topology=topology)
 
 
@@ -57,8 +58,8 @@ def run(*works: Work) -> Timeline:
     return simulate([program(one) for one in works], ROUND.copy_gbs, ROUND.nic_gbs)
 
 
-def everyone(kind: str, nodes: int, local: int) -> list[Work]:
-    return [work(kind, nodes, local, rank) for rank in range(nodes * local)]
+def everyone(kind: str, nodes: int, local: int, chunks: int = 1) -> list[Work]:
+    return [work(kind, nodes, local, rank, chunks) for rank in range(nodes * local)]
 
 
 def test_a_gather_of_two_nodes_of_two_by_hand() -> None:
@@ -80,7 +81,7 @@ def test_a_scatter_of_two_nodes_of_two_by_hand() -> None:
     """Rank 0 multiplies for 3, 2, 1 and itself. Block 3 goes to rank 1, which adds it for rank 3; block 2 is added here."""
     made = work(SCATTER, 2, 2)
     assert made.shard_bytes == SHARD and made.part_us < 3
-    first = 1 + 1 + 1 + made.part_us + across_nodes.beside_us(made)  # gap, epoch, gap, product
+    first = 1 + 1 + 1 + made.part_us + across_nodes.sums_us(made) / 4  # gap, epoch, gap, product
     added = first + 2 + 10 + 3  # a copy; two partials read, one sum written
     crossed = added + 10 + 100
     assert run(made).us == pytest.approx(crossed + 1 + 1 + 4)  # wait, gap; two partials, a far sum, and what is written
@@ -91,17 +92,17 @@ def problems_of(made: Work, timeline: Timeline) -> Iterator[str]:
     tokens = {token: time for _, token, time in timeline.tokens}
     topology = made.topology
     for leg in made.plan.legs:
-        span = span_of(timeline, leg.target, leg.block)
-        if leg.carries == ARRIVED and span.start < tokens[arrived("call", leg.block, 0)]:
+        span = span_of(timeline, leg)
+        if leg.carries == ARRIVED and span.start < tokens[arrived("call", leg.block, leg.chunk)]:
             yield "passed on before it had arrived"
         if leg.carries != NODE_SUM:
             continue
-        partials = [arrived("call", rank, 0) for rank in topology.ranks_of(leg.target // topology.local)]
-        needed: list[Token] = [token for token in partials if token in tokens and token[2] != leg.target]
-        end = tokens["call", "sum", leg.block]
+        ranks = topology.ranks_of(leg.target // topology.local)
+        needed: list[Token] = [arrived("call", rank, leg.chunk) for rank in ranks if rank != leg.target]
+        end = tokens["call", "sum", leg.block, leg.chunk]
         if span.start < end:
             yield "sent before it was added"
-        if any(end < tokens[token] for token in [("call", "rows", leg.block), *needed]):
+        if any(end < tokens[token] for token in [("call", "rows", leg.block, leg.chunk), *needed]):
             yield "added before the node's partials were there"
     yield from lane_problems(made, timeline)
 
@@ -109,22 +110,27 @@ def problems_of(made: Work, timeline: Timeline) -> Iterator[str]:
 def lane_problems(made: Work, timeline: Timeline) -> Iterator[str]:
     for lane in SENDERS:
         spans = [span for span in timeline.spans if span.lane == lane]
-        expected = [(leg.target, leg.block, 0) for leg in made.plan.legs if across_nodes.lane_of(leg) == lane]
+        expected = [(leg.target, leg.block, leg.chunk) for leg in made.plan.legs if across_nodes.lane_of(leg) == lane]
+        if lane == PASSED_ON:  # to every rank of the node as it comes
+            blocks = list(dict.fromkeys(block for _, block, _ in expected))
+            expected.sort(key=lambda place: (blocks.index(place[1]), place[2]))
         if [span.place for span in spans] != expected:
             yield "legs went in another order than the schedule's"
         if any(second.start < first.end - 1e-9 for first, second in pairwise(spans)):
             yield "a sender did two things at a time"
 
 
-def span_of(timeline: Timeline, target: int, block: int) -> Span:
-    (span,) = (one for one in timeline.spans if one.lane in SENDERS and one.place[:2] == (target, block))
+def span_of(timeline: Timeline, leg: Leg) -> Span:
+    place = (leg.target, leg.block, leg.chunk)
+    (span,) = (one for one in timeline.spans if one.lane in SENDERS and one.place == place)
     return span
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(("nodes", "local"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_two_steps_are_kept(kind: str, nodes: int, local: int) -> None:
-    made = work(kind, nodes, local)
+def test_the_two_steps_are_kept(kind: str, nodes: int, local: int, chunks: int) -> None:
+    made = work(kind, nodes, local, chunks=chunks)
     assert not list(problems_of(made, run(made)))
 
 
@@ -154,10 +160,11 @@ def test_a_program_that_breaks_a_step_is_found(
     assert any(found in problem for problem in problems_of(made, run(made)))
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(("nodes", "local"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_stands_for_all_of_all_nodes(kind: str, nodes: int, local: int) -> None:
-    together, alone = run(*everyone(kind, nodes, local)), run(work(kind, nodes, local))
+def test_one_rank_stands_for_all_of_all_nodes(kind: str, nodes: int, local: int, chunks: int) -> None:
+    together, alone = run(*everyone(kind, nodes, local, chunks)), run(work(kind, nodes, local, chunks=chunks))
     assert together.us == pytest.approx(alone.us)
     times = {token: time for _, token, time in alone.tokens}
     for rank, token, time in together.tokens:
@@ -165,16 +172,17 @@ def test_one_rank_stands_for_all_of_all_nodes(kind: str, nodes: int, local: int)
             assert times[token] == pytest.approx(time)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(("nodes", "local"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_byte_crosses_the_network_once(kind: str, nodes: int, local: int) -> None:
-    works = everyone(kind, nodes, local)
+def test_each_byte_crosses_the_network_once(kind: str, nodes: int, local: int, chunks: int) -> None:
+    works = everyone(kind, nodes, local, chunks)
     timeline = run(*works)
     for made in works:
         topology = made.topology
         twins = {topology.twin(node) for node in range(nodes)} - {topology.rank}
         crossed = [s for s in timeline.spans if s.rank == topology.rank and s.lane == TO_NETWORK]
-        assert Counter(span.place[0] for span in crossed) == dict.fromkeys(twins, 1)
+        assert Counter(span.place[0] for span in crossed) == dict.fromkeys(twins, chunks)
         sent = sum(send.nbytes for send in program(made).sends if send.leg.link == NETWORK)
         assert sent == (nodes - 1) * SHARD
         got = [token for rank, token, _ in timeline.tokens if rank == topology.rank and token[0] == "arrived"]
@@ -254,14 +262,26 @@ def test_an_all_to_all_crosses_by_every_ranks_own_nic() -> None:
     assert cost.all_to_all_us(nccl, 7e6, 8) == pytest.approx(20 + 7e6 / 200e3)
 
 
-def test_products_pay_for_what_runs_beside_them() -> None:
-    """Four of 132 SMs while the network is busy, or while there are products; and the time of the sums."""
-    made = work(GATHER, 3, 2, features=6400)
-    kept = replace(made, system=replace(ROUND, nic_sms=33))  # a quarter
-    network = 2 * (10 + 100)
-    products = 6 * made.part_us
-    assert 6 * across_nodes.beside_us(kept) == pytest.approx(min(network / 4, products / 3))
-    short = replace(kept, system=replace(kept.system, nic_gbs=1e6, nic_us=6.0))
-    assert 6 * across_nodes.beside_us(short) == pytest.approx((2 * (6 + 1e-3)) / 4)
-    scatter = work(SCATTER, 3, 2)
-    assert 6 * across_nodes.beside_us(scatter) == pytest.approx(2 * 3)  # two sums of three blocks
+def test_products_pay_for_the_sums_beside_them_and_spare_nccls_sms() -> None:
+    made = work(SCATTER, 3, 2)
+    assert across_nodes.sums_us(made) == pytest.approx(2 * 3)  # two sums of three blocks
+    products = [kernel for kernel in program(made).kernels if kernel.name == "library gemm"]
+    assert sum(kernel.us for kernel in products) == pytest.approx(6 * made.part_us + 2 * 3)
+    full = cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096)  # one wave of 132 tiles
+    assert cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096, spared_sms=8) > 1.4 * full
+    spared = replace(made, plan=replace(made.plan, sms=SmBudget(send=130)))
+    assert spared.part_us > 10 * made.part_us
+
+
+def test_far_blocks_are_multiplied_by_the_chunks_that_cross() -> None:
+    """A gather of two nodes of two: own, own node, then chunk by chunk the twin's and what it passes on."""
+    made = work(GATHER, 2, 2, chunks=2)
+    waits = [kernel.needs for kernel in program(made).kernels if kernel.name == "wait_kernel"]
+    whole = (arrived("call", 1, 0), arrived("call", 1, 1))
+    assert waits == [whole, *((arrived("call", block, chunk),) for chunk in (0, 1) for block in (2, 3))]
+    products = [kernel.us for kernel in program(made).kernels if kernel.name == "library gemm"]
+    assert products == pytest.approx([made.part_us] * 2 + [made.chunk_us(2)] * 4)
+    scatter = [
+        kernel.ends for kernel in program(work(SCATTER, 2, 2, chunks=2)).kernels if kernel.name == "library gemm"
+    ]
+    assert scatter == [("call", "rows", *piece) for piece in ((3, 0), (2, 0), (2, 1), (1, 0), (0, 0))]

@@ -76,7 +76,8 @@ def not_measured(system: System, strategy: Strategy, spans: Iterable[Strategy]) 
 
 def _not_measured_across_nodes(system: System) -> list[str]:
     return [
-        f"the network: {', '.join(system.network_not_measured)} of {system.name}; chunked across nodes: it has not run on GPUs",
+        f"the network: {', '.join(system.network_not_measured)} of {system.name}",
+        "chunked across nodes on GPUs: sums beside products, which pay for them, and copies passed on beside own copies",
         "NCCL across nodes: a flat ring as fast as its slowest link, as its own model has it; no sums in switches",
     ]
 

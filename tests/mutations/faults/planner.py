@@ -17,13 +17,17 @@ PREDICTION = In(
 )
 
 FAULTS = [
-    ACROSS("plan: a sum is sent before it is added", "return summed(work, leg.block)", "return multiplied(work, leg.block)"),
+    ACROSS(
+        "plan: a sum is sent before it is added",
+        "return summed(work, leg.block, leg.chunk)",
+        "return multiplied(work, leg.block)",
+    ),
     ACROSS(
         "plan: a node is summed before its partials are there",
         "for rank in ranks if rank != block))",
         "for rank in ranks if rank < 0))",
     ),
-    ACROSS("plan: a node is summed before the own product", "(multiplied(work, block), *(arrived", "(*(), *(arrived"),
+    ACROSS("plan: a node is summed before the own product", "(multiplied(work, block, chunk), *(arrived", "(*(), *(arrived"),
     ACROSS(
         "plan: a block is passed on before it has arrived",
         "if leg.carries == ARRIVED else None",
@@ -32,13 +36,26 @@ FAULTS = [
     ACROSS("plan: the network waits in the copy engine's queue", "return TO_NETWORK", "return COPIES"),
     ACROSS("plan: what is passed on waits in it", "return PASSED_ON if", "return COPIES if"),
     ACROSS("plan: a sum reads one partial less", "(work.topology.local + 1)", "work.topology.local"),
-    ACROSS("plan: products do not pay for sums", "if work.plan.kind == SCATTER else 0.0", "if False else 0.0"),
-    ACROSS("plan: NCCL's kernels hold no SMs", "return (kept + sums)", "return (0 * kept + sums)"),
+    ACROSS("plan: a node has as many sums as nodes", "return (work.topology.nodes - 1)", "return work.topology.nodes"),
+    ACROSS("plan: sums of chunks take as long as of blocks", "_node_sum_us(work) / work.plan.chunks", "_node_sum_us(work)"),
+    ACROSS("plan: all chunks go to one rank before another gets any", "key=lambda leg: leg.chunk", "key=lambda leg: leg.target"),
+    ACROSS(
+        "plan: far blocks are multiplied rank by rank",
+        "for chunk in range(work.plan.chunks) for source in sources[first : first + local])",
+        "for source in sources[first : first + local] for chunk in range(work.plan.chunks))",
+    ),
+    COST("plan: products have NCCL's SMs, too", "sms = system.sms - spared_sms", "sms = system.sms"),
     COST("plan: NCCL is as fast as its fastest link", "(min(gbs) * 1e3)", "(max(gbs) * 1e3)"),
     COST("plan: NCCL leaves a node by one NIC", "gbs.append(local * system.nic_gbs)", "gbs.append(system.nic_gbs)"),
     COST("plan: NCCL's ring crosses NVLink where there is none", "[] if local == 1 else", "[] if local == 0 else"),
     COST("plan: hops over the network take no time", "(nodes - 1) * system.nic_us", "0 * system.nic_us"),
     COST("plan: all of an all-to-all crosses the network", "(local - 1, world - local)", "(local - 1, world - 1)"),
+    PROGRAMS("plan: products do not pay for sums", "sums_us(work) / work.world", "0.0"),
+    PROGRAMS(
+        "plan: far blocks are multiplied before all has arrived",
+        "arrived(work.call, source, c) for c in chunks)",
+        "arrived(work.call, source, c) for c in (0,))",
+    ),
     PROGRAMS("plan: the network is as fast as NVLink", "(system.nic_gbs, system", "(system.copy_gbs, system"),
     PROGRAMS(
         "plan: the last sum reads every rank's partial",
