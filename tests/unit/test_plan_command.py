@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from overlap_train.flags import Parser, add_options, from_args
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy
@@ -141,6 +143,32 @@ def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
     document = json.loads(results.read_text())
     assert [(span["tp"], span["nodes"]) for span in document["spans"]][-2:] == [(8, 1), (16, 2)]
     assert set(document["passes"][0]["methods"]) == {"chunked", COLLECTIVE}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spans"),
+    [
+        (["--nodes", "2"], (16, 1, 2)), (["--nodes", "2", "--tp", "4"], (4, 1, 2)), (["--nodes", "2", "--cp", "16"], (1, 16, 2)),
+        (["--nodes", "2", "--strategy", "cp8"], (1, 8, 2)), (["--nodes", "1"], (4, 1, 1)), (["--tp", "8"], (8, 1, 1)),
+    ],
+)  # fmt: skip
+def test_nodes_alone_are_filled(arguments: list[str], spans: tuple[int, int, int]) -> None:
+    asked = from_args(command.Asked(), _parser().parse_args(arguments))
+    strategy = command._strategy(asked, SYSTEMS["h200"])
+    assert (strategy.tp, strategy.cp, strategy.nodes) == spans
+
+
+def test_nodes_leave_the_ranks_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "eight.json"
+    path.write_text(json.dumps({"tp": 8}))
+    asked = replace(command.Asked(), strategy=str(path), nodes=2)
+    assert command._strategy(asked, SYSTEMS["h200"]) == Strategy(8, nodes=2)
+
+
+def _parser() -> Parser:
+    parser = Parser("plan")
+    add_options(parser, command.Asked)
+    return parser
 
 
 def test_as_many_ranks_cost_more_across_nodes_than_inside_one() -> None:

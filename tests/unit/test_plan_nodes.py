@@ -267,6 +267,8 @@ def test_products_pay_for_the_sums_beside_them_and_spare_nccls_sms() -> None:
     assert across_nodes.sums_us(made) == pytest.approx(2 * 3)  # two sums of three blocks
     products = [kernel for kernel in program(made).kernels if kernel.name == "library gemm"]
     assert sum(kernel.us for kernel in products) == pytest.approx(6 * made.part_us + 2 * 3)
+    sums = [kernel for kernel in program(work(SCATTER, 3, 2, chunks=2)).kernels if kernel.name == "node sum"]
+    assert len(sums) == 4 and sum(kernel.us for kernel in sums) == pytest.approx(2 * 3)
     full = cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096)  # one wave of 132 tiles
     assert cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096, spared_sms=8) > 1.4 * full
     spared = replace(made, plan=replace(made.plan, sms=SmBudget(send=130)))

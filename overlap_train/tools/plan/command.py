@@ -84,11 +84,13 @@ def _plan(asked: Asked, system: System) -> int:
 
 def _strategy(asked: Asked, system: System) -> Strategy:
     given = {name: getattr(asked, name) for name in ("tp", "cp", "nodes", "seq", "micro_batch")}
-    if not asked.tp and asked.cp and asked.cp > 1:
-        given["tp"] = 1
-    elif not asked.tp and asked.nodes and asked.nodes > 1:
-        given["tp"] = asked.nodes * system.gpus_per_node
-    return replace(read_strategy(asked.strategy), **{name: value for name, value in given.items() if value})
+    named = replace(read_strategy(asked.strategy), **{name: value for name, value in given.items() if value})
+    if asked.tp:
+        return named
+    if asked.cp and asked.cp > 1:
+        return replace(named, tp=1)
+    fills = asked.nodes and asked.nodes > 1 and named.cp == 1 and asked.strategy in STRATEGIES
+    return replace(named, tp=named.nodes * system.gpus_per_node) if fills else named
 
 
 def spans_of(

@@ -71,7 +71,7 @@ FAULTS = [
     SIMULATE("plan: a mirrored block is of another place", "(place + beside - to_place)", "(place + to_place - beside)"),
     SIMULATE("plan: a mirrored block is of another node", "(node + there - to_node)", "(node + to_node - there)"),
     RANK("plan: a copy's signal is there before it", "partial(self._signal, lane, index, start)", "partial(int)"),
-    COMMANDS("plan: nodes are not filled", "asked.nodes * system.gpus_per_node", "asked.nodes"),
+    COMMANDS("plan: nodes are not filled", "named.nodes * system.gpus_per_node", "named.nodes"),
     COMMANDS("plan: spans across nodes are left out", "across = [*doubled, strategy.nodes] if", "across = [] if"),
     PREDICTION("plan: a group that spans nodes is planned in one", "strategy.nodes if pass_.world > 1", "1 if pass_.world > 1"),
 ]  # fmt: skip
