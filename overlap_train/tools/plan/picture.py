@@ -24,8 +24,9 @@ def draw_timeline(predictions: Sequence[Prediction], system: System, strategy: S
     drawn = DRAWN if strategy.cp == 1 else EXCHANGED
     shown = [p for p in predictions if p.linear in drawn and p.direction == FORWARD]
     order = in_order(shown[0].by_method)
+    across = f" on {strategy.nodes} nodes" if strategy.nodes > 1 else ""
     header = (
-        f"One forward call by each method, planned for {strategy.ranks} x {system.name.upper()}",
+        f"One forward call by each method, planned for {strategy.ranks} x {system.name.upper()}{across}",
         "Shorter is better. " + "; ".join(f"{p.linear}: {p.m} x {p.n} x {p.k} on each rank" for p in shown) + "; bf16.",
         NOTE,
     )
