@@ -76,16 +76,22 @@ def _column(work: Work) -> Program:
 
 
 def _column_by_nccl(work: Work) -> Program:
-    """NCCL in a stream of its own, beside the products, which are longer for it."""
+    """NCCL in a stream of its own, beside the products, which are longer for it: one that ends before NCCL does takes twice as
+    long at half the speed, and no more."""
     gap, collective = work.system.gap_us, work.collective_us
-    slower = work.system.nccl_beside * collective
+    dgrad, wgrad = (us + _slower_us(work, us) for us in (work.gemm_us, wgrad_us(work)))
     return assemble(
         work,
         [
             Kernel("nccl all-gather", COMMUNICATION, collective, gap, ends=GATHERED, stream=1),
             Kernel("nccl reduce-scatter", COMMUNICATION, collective, gap, needs=(PARTIAL,), stream=1),
-            Kernel("library gemm", GEMM, work.gemm_us + slower, gap, ends=PARTIAL),
-            _wgrad(work, wgrad_us(work) + slower, GATHERED),
+            Kernel("library gemm", GEMM, dgrad, gap, ends=PARTIAL),
+            _wgrad(work, wgrad, GATHERED),
         ],
         [],
     )
+
+
+def _slower_us(work: Work, product_us: float) -> float:
+    beside = work.system.nccl_beside
+    return min(beside * work.collective_us, product_us * beside / (1 - beside))

@@ -30,11 +30,13 @@ def tile_at_full_clock_us(system: System, rows: int, cols: int, k: int) -> float
     return 2 * rows * cols * k * system.sms / (system.tile_tflops * 1e6)
 
 
-def library_gemm_us(system: System, m: int, n: int, k: int, parts: int = 1) -> float:
-    """One of `parts` library products [m, k] @ [k, n] that run one after the other: waves of tiles, or what power allows."""
+def library_gemm_us(system: System, m: int, n: int, k: int, parts: int = 1, spared_sms: int = 0) -> float:
+    """One of `parts` library products [m, k] @ [k, n] that run one after the other: waves of tiles, or what power allows.
+    spared_sms: that others hold."""
+    sms = system.sms - spared_sms
     choices = [(rows, cols, 1.0) for rows, cols in LARGE_TILES] + [(*SMALL_TILE, system.small_tile)]
     waves = min(
-        math.ceil(-(-m // rows) * -(-n // cols) / system.sms) * tile_at_full_clock_us(system, rows, cols, k) / speed
+        math.ceil(-(-m // rows) * -(-n // cols) / sms) * tile_at_full_clock_us(system, rows, cols, k) / speed
         for rows, cols, speed in choices
     )
     return max(waves, power_us(system, 2.0 * m * n * k * parts) / parts)
@@ -54,12 +56,30 @@ def sum_us(system: System, nbytes: float) -> float:
     return nbytes / (system.memory_gbs * 1e3)
 
 
-def collective_us(system: System, nbytes: float, world: int) -> float:
-    """NCCL's all-gather or reduce-scatter; nbytes: what each rank sends."""
-    gbs = system.nccl_pair_gbs if world == 2 else system.nccl_ring_gbs
-    return 0.0 if world == 1 else system.nccl_us + nbytes / (gbs * 1e3)
+def collective_us(system: System, nbytes: float, world: int, nodes: int = 1) -> float:
+    """NCCL's all-gather or reduce-scatter; nbytes: what each rank sends.
+
+    Across nodes it is a flat ring, as in NCCL's own model (src/graph/tuning.cc): its slowest link says how fast. The rings of a
+    node leave it by all NICs of its ranks, and what one rank sends crosses over to the next node once for the whole node. A hop
+    over the network takes nic_us.
+    """
+    if world == 1:
+        return 0.0
+    local = world // nodes
+    gbs = [] if local == 1 else [system.nccl_pair_gbs if local == 2 else system.nccl_ring_gbs]
+    if nodes > 1:
+        gbs.append(local * system.nic_gbs)
+    return system.nccl_us + (nodes - 1) * system.nic_us + nbytes / (min(gbs) * 1e3)
 
 
-def all_to_all_us(system: System, nbytes: float, world: int) -> float:
-    """NCCL's all-to-all. With two ranks, too, it is as fast as a ring: 276 to 311 GB/s for 25 to 400 MB (2 x H200)."""
-    return 0.0 if world == 1 else system.nccl_us + nbytes / (system.nccl_ring_gbs * 1e3)
+def all_to_all_us(system: System, nbytes: float, world: int, nodes: int = 1) -> float:
+    """NCCL's all-to-all. With two ranks, too, it is as fast as a ring: 276 to 311 GB/s for 25 to 400 MB (2 x H200).
+
+    Across nodes each rank sends to those of its node over NVLink and to all others over its NIC, both at the same time.
+    """
+    if world == 1:
+        return 0.0
+    local = world // nodes
+    inside, across = (nbytes * ranks / (world - 1) for ranks in (local - 1, world - local))
+    network = system.nic_us + across / (system.nic_gbs * 1e3) if nodes > 1 else 0.0
+    return system.nccl_us + max(inside / (system.nccl_ring_gbs * 1e3), network)

@@ -3,6 +3,9 @@
 Those of the H200 were measured with the benchmarks of this repository (docs/planner.md says where). For the others, peaks come
 from the makers' data sheets. What no data sheet has is the H200's, in proportion to the peak. `System.measured` names the fields
 that were measured on that machine; a plan lists the rest.
+
+NCCL's ring reaches 285 of 450 GB/s on H200, where copies reach 360: there NCCL is the limit, and not the link. On slower links it
+keeps its speed, up to that of copies. NCCL's own model has it so for the A100: at most 235 of 300 GB/s (src/graph/tuning.cc).
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from dataclasses import dataclass, fields, replace
 class System:
     """One kind of GPU with its links. Times in microseconds, bandwidths in GB/s in one direction, rates in bf16 TFLOP/s.
 
-    capability: CUDA's. peak_tflops, nvlink_gbs: data sheet. gpus_per_node, nic_gbs: of usual servers.
+    capability: CUDA's. peak_tflops, nvlink_gbs: data sheet. gpus_per_node: of usual servers.
+    nic_gbs, nic_us: one GPU's share of its node's NICs, and what each network transfer takes besides its bytes.
     tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock.
     burst_tflops, sustained_tflops, settle_us: what power allows in a short product, in a long one, and the time between.
     small_tile: speed of 128 x 128 tiles over that of 128 x 256. portable: of our plain Triton kernels over the library's.
@@ -37,6 +41,7 @@ class System:
     nvlink_gbs: float
     nic_gbs: float
     gpus_per_node: int
+    nic_us: float
     tile_tflops: float
     burst_tflops: float
     sustained_tflops: float
@@ -64,18 +69,26 @@ class System:
         """The speeds that were not measured on this machine."""
         return tuple(name for name in SPEEDS if name not in self.measured)
 
+    @property
+    def network_not_measured(self) -> tuple[str, ...]:
+        """The same of the network, which counts for groups that span nodes."""
+        return tuple(name for name in NETWORK_SPEEDS if name not in self.measured)
+
 
 _FIRST_SPEED = "tile_tflops"  # of the fields; before it are facts
 _NAMES = [field.name for field in fields(System)]
 SPEEDS = tuple(_NAMES[_NAMES.index(_FIRST_SPEED) : -1])
+NETWORK_SPEEDS = ("nic_gbs", "nic_us")
 
 H200 = System(
     "h200", "NVIDIA H200 SXM data sheet; measured in benchmarks/h200x2 and h200x4", (9, 0), 132, 989.4, 450.0, 50.0, 8,
+    nic_us=14.0,
     tile_tflops=850.0, burst_tflops=755.0, sustained_tflops=655.0, settle_us=490.0, small_tile=0.88, portable=0.83,
     memory_gbs=3700.0, copy_gbs=360.0, push_us=6.2, store_gbs=240.0, tile_store_gbs=330.0, peer_tile_us=11.0,
     nccl_us=19.0, nccl_pair_gbs=220.0, nccl_ring_gbs=285.0, nccl_beside=0.5, gap_us=1.5, wait_us=2.0, ramp_us=10.0,
     host_call_us=4.0, measured=SPEEDS,
 )  # fmt: skip
+# nic_us: of a ring's hop over the network in NCCL's own model (src/graph/tuning.cc).
 _H200_MEMORY_GBS = 4800.0  # data sheet
 
 
@@ -108,17 +121,18 @@ SHEETS = {
 
 
 def scaled(name: str, sheet: Sheet) -> System:
-    """The H200's figures in proportion to a data sheet's: rates to the peak, copies and NCCL to NVLink, sums to the memory."""
+    """The H200's figures in proportion to a data sheet's: rates to peak, copies to NVLink, sums to memory; NCCL as said above."""
     compute, link = sheet.peak_tflops / H200.peak_tflops, sheet.nvlink_gbs / H200.nvlink_gbs
     tile = H200.tile_tflops * compute
+    copies, nccl = H200.copy_gbs * link, max(1.0, link)
     return replace(
         H200, name=name, source=sheet.source, capability=sheet.capability, sms=sheet.sms, peak_tflops=sheet.peak_tflops,
         nvlink_gbs=sheet.nvlink_gbs, nic_gbs=sheet.nic_gbs, tile_tflops=tile,
         burst_tflops=H200.burst_tflops * compute if sheet.power_limited else tile,
         sustained_tflops=H200.sustained_tflops * compute if sheet.power_limited else tile,
-        memory_gbs=H200.memory_gbs * sheet.memory_gbs / _H200_MEMORY_GBS, copy_gbs=H200.copy_gbs * link,
+        memory_gbs=H200.memory_gbs * sheet.memory_gbs / _H200_MEMORY_GBS, copy_gbs=copies,
         store_gbs=H200.store_gbs * link, tile_store_gbs=H200.tile_store_gbs * link, peer_tile_us=H200.peer_tile_us / link,
-        nccl_pair_gbs=H200.nccl_pair_gbs * link, nccl_ring_gbs=H200.nccl_ring_gbs * link, measured=(),
+        nccl_pair_gbs=min(H200.nccl_pair_gbs * nccl, copies), nccl_ring_gbs=min(H200.nccl_ring_gbs * nccl, copies), measured=(),
     )  # fmt: skip
 
 

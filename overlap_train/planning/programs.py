@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 from ..methods import TRAITS
 from . import cost
+from .across_nodes import far_turns, in_order, lane_of, multiplied, node_sums, sums_us, waits_for
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
-from .schedule import GATHER, INBOUND, SCATTER
+from .schedule import GATHER, INBOUND, NETWORK, SCATTER, Leg
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived, stored
 from .work import Work
 
@@ -20,6 +21,7 @@ STARTED = ("started",)  # the kernel that stores at peers
 BEGUN = ("begun",)  # what comes before a call's first product or push
 # Host work in driver calls: a kernel launch with its preparation, a library product, a collective, what each call has besides.
 LAUNCH_CALLS, PRODUCT_CALLS, COLLECTIVE_CALLS, OTHER_CALLS = 2, 5, 9, 4
+PUSH_CALLS, PUSH_AFTER_TILES_CALLS, NETWORK_CALLS = 2, 3, COLLECTIVE_CALLS + 2  # send and receive are one call of NCCL
 
 Part = tuple[list[Kernel], list[Send]]
 
@@ -48,9 +50,7 @@ def scatter_part(work: Work) -> tuple[Part, list[Kernel]]:
     adds = Kernel("reduce_partials_kernel", COMPUTE, _reduce_us(work), system.gap_us)
     waits = wait(work, work.all_arrivals())
     if method == "chunked":
-        rows = [*(target for target, _ in work.plan.legs.by_target), work.topology.rank]
-        products = [_product(work, work.part_us, ends=(work.call, "rows", row)) for row in rows]
-        return (products, sends(work)), [waits, adds]
+        return ([*_products(work), *node_sums(work)], sends(work)), [waits, adds]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
     finish = [waits, adds] if work.plan.variant.split_reduction else []
     return ([kernel], [] if method == "direct" else sends(work)), finish
@@ -75,9 +75,7 @@ def exchange_part(work: Work) -> tuple[Part, list[Kernel]]:
         return ([_product(work, us) for us in parts], []), [exchange]
     finish = [wait(work, work.all_arrivals()), _copy(work, work.world - 1)]  # the own block is in its place
     if method == "chunked":
-        blocks = [*(target for target, _ in work.plan.legs.by_target), work.topology.rank]
-        products = [_product(work, us, (work.call, "rows", d)) for us, d in zip(parts, blocks, strict=True)]
-        return (products, sends(work)), finish
+        return (_products(work), sends(work)), finish
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
     return ([kernel], [] if method == "direct" else sends(work)), finish
 
@@ -93,20 +91,24 @@ def sends_by_copies(work: Work) -> bool:
 
 
 def sends(work: Work) -> list[Send]:
-    """The plan's legs, in its order, by the copy engine or (direct) by stores of the kernel."""
-    system, nbytes = work.system, work.shard_bytes / work.plan.chunks
+    """The plan's legs, in its order, by the copy engine, the network, or (direct) by stores of the kernel."""
+    nbytes = work.shard_bytes / work.plan.chunks
     if work.plan.method == "direct":
-        return [Send(work.call, leg, nbytes, system.store_gbs, 0.0, STARTED) for leg in work.plan.legs]
-    return [
-        Send(work.call, leg, nbytes, system.copy_gbs, system.push_us, _ready(work, leg.block, leg.chunk))
-        for leg in work.plan.legs
-    ]
+        return [Send(work.call, leg, nbytes, work.system.store_gbs, 0.0, STARTED) for leg in work.plan.legs]
+    return [_send(work, leg, nbytes) for leg in in_order(work.plan.legs)]
 
 
-def _ready(work: Work, block: int, chunk: int) -> Token:
+def _send(work: Work, leg: Leg, nbytes: float) -> Send:
+    system = work.system
+    gbs, us = (system.nic_gbs, system.nic_us) if leg.link == NETWORK else (system.copy_gbs, system.push_us)
+    return Send(work.call, leg, nbytes, gbs, us, waits_for(work, leg) or _ready(work, leg), lane_of(leg))
+
+
+def _ready(work: Work, leg: Leg) -> Token:
+    """When an own operand may leave."""
     if work.plan.kind in INBOUND:
         return BEGUN
-    return stored(work.call, block, chunk) if work.plan.method == "fused" else (work.call, "rows", block)
+    return stored(work.call, leg.block, leg.chunk) if work.plan.method == "fused" else multiplied(work, leg.block)
 
 
 def program(work: Work) -> Program:
@@ -123,14 +125,21 @@ def assemble(work: Work, kernels: list[Kernel], sending: list[Send]) -> Program:
     system = work.system
     return Program(
         work.topology.rank, work.world, system.sms, tuple(kernels), tuple(sending),
-        host_us(system, kernels, sending), store_gbs=system.tile_store_gbs,
+        host_us(system, kernels, sending), store_gbs=system.tile_store_gbs, nodes=work.topology.nodes,
     )  # fmt: skip
 
 
 def host_us(system: System, kernels: list[Kernel], sending: list[Send]) -> float:
     """Until a call returns: driver calls for kernels and pushes, and what is always there."""
-    pushes = sum(3 if send.ready != BEGUN and send.leg.after_tiles else 2 for send in sending if send.ready != STARTED)
-    return system.host_call_us * (OTHER_CALLS + pushes + sum(map(_calls, kernels)))
+    return system.host_call_us * (OTHER_CALLS + sum(map(_push_calls, sending)) + sum(map(_calls, kernels)))
+
+
+def _push_calls(send: Send) -> int:
+    if send.ready == STARTED:  # the kernel stores
+        return 0
+    if send.leg.link == NETWORK:
+        return NETWORK_CALLS
+    return PUSH_AFTER_TILES_CALLS if send.ready != BEGUN and send.leg.after_tiles else PUSH_CALLS
 
 
 def _calls(kernel: Kernel) -> int:
@@ -142,7 +151,8 @@ def _calls(kernel: Kernel) -> int:
 def begin(work: Work, pushes: bool) -> Iterator[Kernel]:
     """What goes before: a barrier, and the epoch where copies send it. pushes: whether there are copies."""
     if work.plan.variant.barrier_first and work.world > 1:
-        yield Kernel("barrier_kernel", WAITING, BARRIER_US, work.system.gap_us)
+        across = work.system.nic_us if work.topology.nodes > 1 else 0.0  # the twins meet first
+        yield Kernel("barrier_kernel", WAITING, BARRIER_US + across, work.system.gap_us)
     if pushes:
         yield Kernel("next_epoch_kernel", COMPUTE, work.system.wait_us, work.system.gap_us, ends=BEGUN)
 
@@ -156,15 +166,30 @@ def wait(work: Work, tokens: tuple[Token, ...]) -> Kernel:
 
 
 def _chunked_gather(work: Work) -> list[Kernel]:
+    """Blocks of the own node whole, those of far nodes by the chunks in which they cross the network."""
+    chunks = range(work.plan.chunks)
     kernels = [_product(work, work.part_us)]
-    for source in work.plan.sources:
-        kernels += [wait(work, (arrived(work.call, source, 0),)), _product(work, work.part_us)]
+    for source in work.plan.sources[: work.topology.local - 1]:
+        kernels += [wait(work, tuple(arrived(work.call, source, c) for c in chunks)), _product(work, work.part_us)]
+    for source, chunk in far_turns(work):
+        product = _product(work, work.chunk_us(work.plan.chunks))
+        kernels += [wait(work, (arrived(work.call, source, chunk),)), product]
     return kernels
 
 
+def _products(work: Work) -> list[Kernel]:
+    """One for each block that leaves, in their order, and the own one; of a far twin's block one for each chunk that crosses."""
+    kernels, longer = [], sums_us(work) / work.world
+    for block, legs in work.plan.legs.by_block:
+        parts = max(1, len(legs.network.all))
+        us = work.chunk_us(parts) + longer / parts
+        kernels += [_product(work, us, multiplied(work, block, part)) for part in range(parts)]
+    return [*kernels, _product(work, work.part_us + longer, multiplied(work, work.topology.rank))]
+
+
 def _reduce_us(work: Work) -> float:
-    """Every rank's partials are read, the sum is written."""
-    return cost.sum_us(work.system, (work.world + 1) * work.shard_bytes)
+    """The partials of the node's ranks and the sums of other nodes are read, the total is written."""
+    return cost.sum_us(work.system, (work.topology.local + work.topology.nodes) * work.shard_bytes)
 
 
 def _persistent(work: Work, name: str, tiles: tuple[Tile, ...]) -> Kernel:

@@ -1,28 +1,30 @@
-"""Runs programs of ranks on resources: SMs that take tiles in order, a sender a rank, the links' ends, streams of kernels.
+"""Runs programs of ranks on resources: SMs that take tiles in order, senders, both ends of links, streams of kernels.
 
 An event is a time and what happens then; what waits for a token is kept with it. With one program for a group of several ranks
-that rank stands for all: all do the same at the same time, so a chunk that it sends to the d-th following rank arrives when
-the chunk of the d-th preceding rank arrives here. A thousand ranks cost as much as one.
+that rank stands for all: all do the same at the same time, so what it sends to the rank that is so many nodes, and places in its
+node, further arrives when the same from the rank that is as many before arrives here. A thousand ranks cost as much as one.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
+from .schedule import NETWORK, NVLINK, Leg
 from .simulated_rank import Action, SimulatedRank
 from .timeline import Program, Send, Span, Timeline, Token, arrived
 
 
-def simulate(programs: Sequence[Program], ingress_gbs: float) -> Timeline:
-    """Run one program a rank, or one that stands for all. ingress_gbs: what a rank can receive.
+def simulate(programs: Sequence[Program], nvlink_gbs: float, nic_gbs: float = math.inf) -> Timeline:
+    """Run one program a rank, or one that stands for all. nvlink_gbs, nic_gbs: what a rank can send, and receive.
 
     Raises:
         ValueError: something waits for what never comes.
     """
-    world = _World(programs, ingress_gbs)
+    world = _World(programs, {NVLINK: nvlink_gbs, NETWORK: nic_gbs})
     world.run()
     return Timeline(tuple(world.spans), tuple(world.tiles), tuple(world.tokens))
 
@@ -30,7 +32,7 @@ def simulate(programs: Sequence[Program], ingress_gbs: float) -> Timeline:
 class _World:
     """The clock, what happens next, and what has happened."""
 
-    def __init__(self, programs: Sequence[Program], ingress_gbs: float) -> None:
+    def __init__(self, programs: Sequence[Program], gbs: dict[str, float]) -> None:
         self.now = 0.0
         self.spans: list[Span] = []
         self.tiles: list[Span] = []
@@ -39,7 +41,8 @@ class _World:
         self._count = 0
         self.stands_for_all = len(programs) < programs[0].world
         self.ranks = {program.rank: SimulatedRank(self, program) for program in programs}
-        self.links = {rank: _Link(self, ingress_gbs) for rank in self.ranks}
+        self._sends_to = {(link, rank): _End(gbs[link]) for link in gbs for rank in self.ranks}
+        self._receives = {(link, rank): _End(gbs[link]) for link in gbs for rank in self.ranks}
 
     def at(self, time: float, action: Action) -> None:
         self._count += 1  # of two events at one time the one that was planned first happens first
@@ -55,18 +58,54 @@ class _World:
             rank.check_done()
 
     def carry(self, send: Send, source: int, done: Action) -> None:
-        """Over the end of the link at which it arrives. In step, every rank receives at its own as it sends."""
-        link = self.links[source if self.stands_for_all else send.leg.target]
-        link.carry(send.nbytes, send.gbs, done)
+        """Over both ends of its link. In step, every rank receives at its own end as it sends."""
+        link, target = send.leg.link, source if self.stands_for_all else send.leg.target
+        ends = (self._sends_to[link, source], self._receives[link, target])
+        flow = _Flow(send.nbytes, send.gbs, done, ends, since=self.now)
+        for end in ends:
+            end.flows.append(flow)
+        self._share(ends)
 
-    def deliver(self, call: str, source: int, target: int, chunk: int) -> None:
-        """A chunk of `source` has arrived at `target`."""
+    def _share(self, ends: tuple[_End, ...]) -> None:
+        """Give all that use one of these ends their part of it."""
+        for flow in dict.fromkeys(flow for end in ends for flow in end.flows):
+            flow.left -= flow.rate * (self.now - flow.since)
+            flow.rate = min(flow.gbs, *(end.gbs / len(end.flows) for end in flow.ends)) * 1e3  # bytes a microsecond
+            flow.since, flow.version = self.now, flow.version + 1
+            self.at(self.now + max(0.0, flow.left) / flow.rate, partial(self._finish, flow, flow.version))
+
+    def _finish(self, flow: _Flow, version: int) -> None:
+        if flow.version != version or flow not in flow.ends[0].flows:
+            return  # its rate has changed since
+        for end in flow.ends:
+            end.flows.remove(flow)
+        self._share(flow.ends)
+        flow.done()
+
+    def deliver(self, call: str, leg: Leg) -> None:
+        """What a leg carries has arrived."""
         if not self.stands_for_all:
-            self.ranks[target].reach(arrived(call, source, chunk))
+            self.ranks[leg.target].reach(arrived(call, leg.fills, leg.chunk))
             return
         (rank,) = self.ranks.values()
-        mirror = (2 * source - target) % rank.program.world
-        rank.reach(arrived(call, mirror, chunk))
+        rank.reach(arrived(call, _mirror(rank.program, leg), leg.chunk))
+
+
+def _mirror(program: Program, leg: Leg) -> int:
+    """The block that a leg fills at its target, as the same leg of another rank fills it here."""
+    local = program.topology.local
+    (node, place), (there, beside), (to_node, to_place) = (
+        divmod(r, local) for r in (leg.source, leg.fills, leg.target)
+    )
+    return (node + there - to_node) % program.nodes * local + (place + beside - to_place) % local
+
+
+@dataclass(eq=False)
+class _End:
+    """One end of a link, where copies that use it at the same time share it."""
+
+    gbs: float
+    flows: list[_Flow] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -76,33 +115,7 @@ class _Flow:
     left: float
     gbs: float
     done: Action
+    ends: tuple[_End, _End]
     rate: float = 0.0
     since: float = 0.0
     version: int = 0
-
-
-class _Link:
-    """The end of a link at a rank that receives: copies that arrive at the same time share it."""
-
-    def __init__(self, world: _World, gbs: float) -> None:
-        self._world, self._gbs = world, gbs
-        self._flows: list[_Flow] = []
-
-    def carry(self, nbytes: float, gbs: float, done: Action) -> None:
-        self._flows.append(_Flow(nbytes, gbs, done, since=self._world.now))
-        self._share()
-
-    def _share(self) -> None:
-        now = self._world.now
-        for flow in self._flows:
-            flow.left -= flow.rate * (now - flow.since)
-            flow.rate = min(flow.gbs, self._gbs / len(self._flows)) * 1e3  # bytes a microsecond
-            flow.since, flow.version = now, flow.version + 1
-            self._world.at(now + max(0.0, flow.left) / flow.rate, partial(self._finish, flow, flow.version))
-
-    def _finish(self, flow: _Flow, version: int) -> None:
-        if flow.version != version or flow not in self._flows:
-            return  # its rate has changed since
-        self._flows.remove(flow)
-        self._share()
-        flow.done()

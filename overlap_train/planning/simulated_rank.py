@@ -1,4 +1,4 @@
-"""One rank in a simulation: its streams of kernels, SMs that take tiles in order, and its sender."""
+"""One rank in a simulation: its streams of kernels, SMs that take tiles in order, and its senders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from .timeline import COMMUNICATION, COPIES, WAITING, Kernel, Program, Send, Span, Tile, Token
+from .schedule import Leg
+from .timeline import COMMUNICATION, WAITING, Kernel, Program, Send, Span, Tile, Token
 
 Action = Callable[[], None]
 SIGNAL_SHARE = 0.5  # of what a push adds: half before the copy, half for the signal after it
@@ -27,8 +28,8 @@ class World(Protocol):
     def carry(self, send: Send, source: int, done: Action) -> None:
         """Bring a send over the link."""
 
-    def deliver(self, call: str, source: int, target: int, chunk: int) -> None:
-        """A chunk of `source` has arrived at `target`."""
+    def deliver(self, call: str, leg: Leg) -> None:
+        """What a leg carries has arrived."""
 
 
 @dataclass(eq=False)
@@ -46,7 +47,7 @@ class Grid:
 
 
 class SimulatedRank:
-    """One rank's streams, SMs and sender."""
+    """One rank's streams, SMs and senders."""
 
     def __init__(self, world: World, program: Program) -> None:
         self._world, self.program = world, program
@@ -60,7 +61,8 @@ class SimulatedRank:
     def start(self) -> None:
         for stream in sorted({kernel.stream for kernel in self.program.kernels}):
             self._next_kernel([kernel for kernel in self.program.kernels if kernel.stream == stream], 0)
-        self._next_send(0)
+        for lane in dict.fromkeys(send.lane for send in self.program.sends):
+            self._next_send([send for send in self.program.sends if send.lane == lane], 0)
 
     def check_done(self) -> None:
         if self._left:
@@ -162,33 +164,34 @@ class SimulatedRank:
             return
         self.reach(tile.fills)
         if tile.leg is not None:
-            self._world.deliver(str(tile.fills[1]), self.program.rank, tile.leg.target, tile.leg.chunk)
+            self._world.deliver(str(tile.fills[1]), tile.leg)
 
-    # the sender
+    # senders
 
-    def _next_send(self, index: int) -> None:
-        if index < len(self.program.sends):
-            send = self.program.sends[index]
-            needs = () if send.ready is None else (send.ready,)
-            self._when(needs, partial(self._begin, send, index))
+    def _next_send(self, lane: list[Send], index: int) -> None:
+        if index < len(lane):
+            ready = lane[index].ready
+            self._when(() if ready is None else (ready,), partial(self._begin, lane, index))
 
-    def _begin(self, send: Send, index: int) -> None:
+    def _begin(self, lane: list[Send], index: int) -> None:
         start = self._world.now
-        copy = partial(self._copy, send, index, start)
-        self._world.at(start + (1 - SIGNAL_SHARE) * send.overhead_us, copy)
+        copy = partial(self._copy, lane, index, start)
+        self._world.at(start + (1 - SIGNAL_SHARE) * lane[index].overhead_us, copy)
 
-    def _copy(self, send: Send, index: int, start: float) -> None:
-        self._world.carry(send, self.program.rank, partial(self._signal, send, index, start))
+    def _copy(self, lane: list[Send], index: int, start: float) -> None:
+        self._world.carry(lane[index], self.program.rank, partial(self._signal, lane, index, start))
 
-    def _signal(self, send: Send, index: int, start: float) -> None:
-        self._world.at(self._world.now + SIGNAL_SHARE * send.overhead_us, partial(self._sent, send, index, start))
+    def _signal(self, lane: list[Send], index: int, start: float) -> None:
+        done = partial(self._sent, lane, index, start)
+        self._world.at(self._world.now + SIGNAL_SHARE * lane[index].overhead_us, done)
 
-    def _sent(self, send: Send, index: int, start: float) -> None:
-        leg, now = send.leg, self._world.now
+    def _sent(self, lane: list[Send], index: int, start: float) -> None:
+        send, now = lane[index], self._world.now
+        leg = send.leg
         place = (leg.target, leg.block, leg.chunk)
         self._world.spans.append(
-            Span(self.program.rank, COPIES, f"{send.call} to {leg.target}", COMMUNICATION, start, now, place)
+            Span(self.program.rank, send.lane, f"{send.call} to {leg.target}", COMMUNICATION, start, now, place)
         )
         self._left -= 1
-        self._world.deliver(send.call, leg.source, leg.target, leg.chunk)
-        self._next_send(index + 1)
+        self._world.deliver(send.call, leg)
+        self._next_send(lane, index + 1)

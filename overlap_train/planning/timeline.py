@@ -1,21 +1,22 @@
 """What a pass is made of, and what a simulation of it says: programs of ranks, and spans of time.
 
 A rank's program is its kernels, stream by stream, and what its copy engine sends, in order. Tokens are what things wait for:
-("arrived", call, source, chunk), a chunk from a peer; ("stored", call, block, chunk), all tiles of a chunk; or a kernel's.
+("arrived", call, block, chunk), a chunk of a peer's block; ("stored", call, block, chunk), all tiles of a chunk; or a kernel's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .schedule import Leg
+from .schedule import Leg, Topology
 
 Token = tuple[str | int, ...]
 GEMM, COMPUTE, COMMUNICATION, WAITING = "gemm", "compute", "communication", "waiting"  # kinds of spans
+SENDERS = COPIES, PASSED_ON, TO_NETWORK = "copies", "passed on", "network"
 
 
-def arrived(call: str, source: int, chunk: int) -> Token:
-    return ("arrived", call, source, chunk)
+def arrived(call: str, block: int, chunk: int) -> Token:
+    return ("arrived", call, block, chunk)
 
 
 def stored(call: str, block: int, chunk: int) -> Token:
@@ -63,7 +64,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Send:
-    """A leg as a rank's sender takes it, in order. ready: what it waits for. overhead_us: beside the copy. gbs: of the sender."""
+    """A leg as a rank's sender takes it, in order. ready: what it waits for. overhead_us: beside the copy. gbs: of the sender.
+    lane: which of the rank's senders takes it; none waits for another."""
 
     call: str
     leg: Leg
@@ -71,12 +73,13 @@ class Send:
     gbs: float
     overhead_us: float = 0.0
     ready: Token | None = None
+    lane: str = COPIES
 
 
 @dataclass(frozen=True)
 class Program:
     """One rank's part of a pass. host_us: until the call returns to Python. start_us: later than the first rank. store_gbs: what
-    its kernels store at peers."""
+    its kernels store at peers. nodes: that the group spans."""
 
     rank: int
     world: int
@@ -86,11 +89,16 @@ class Program:
     host_us: float = 0.0
     start_us: float = 0.0
     store_gbs: float = 1.0
+    nodes: int = 1
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.nodes, self.world // self.nodes, self.rank)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran from start to end. lane: its stream, "copies", or the SM of a tile. place: of a tile or leg."""
+    """Something that ran from start to end. lane: its stream, its sender, or the SM of a tile. place: of a tile or leg."""
 
     rank: int
     lane: str
@@ -112,7 +120,4 @@ class Timeline:
     @property
     def us(self) -> float:
         """Until the last kernel of any rank ended."""
-        return max((span.end for span in self.spans if span.lane != COPIES), default=0.0)
-
-
-COPIES = "copies"
+        return max((span.end for span in self.spans if span.lane not in SENDERS), default=0.0)

@@ -43,7 +43,7 @@ class Work:
     @property
     def collective_us(self) -> float:
         what = cost.all_to_all_us if self.pass_.kind in EXCHANGES else cost.collective_us
-        return what(self.system, (self.world - 1) * self.shard_bytes, self.world)
+        return what(self.system, (self.world - 1) * self.shard_bytes, self.world, self.topology.nodes)
 
     @property
     def gemm_us(self) -> float:
@@ -53,8 +53,13 @@ class Work:
     @property
     def part_us(self) -> float:
         """One of W parts of it: one rank's rows, one rank's columns (GEMM + A2A), or the terms of one rank (A2A + GEMM)."""
+        return self.chunk_us(1)
+
+    def chunk_us(self, chunks: int) -> float:
+        """One of `chunks` equal parts of such a part."""
         depth = self.pass_.k // (self.world if self.plan.kind == A2A_GEMM else 1)
-        return cost.library_gemm_us(self.system, self.m_shard, self.block_columns, depth, self.world)
+        rows, parts = self.m_shard // chunks, self.world * chunks
+        return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, self.plan.sms.send)
 
     def arrivals(self, chunk: int) -> tuple[Token, ...]:
         """That chunk of every peer."""

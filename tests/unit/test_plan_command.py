@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from overlap_train.flags import Parser, add_options, from_args
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy
@@ -109,7 +111,7 @@ def test_few_rows_are_a_matter_of_the_host() -> None:
     first = plan("h200", 4, seq=512)[0]
     chunked = first.by_method["chunked"]
     assert chunked.us == chunked.host_us > chunked.device_us
-    assert any("the host decides" in line for line in not_measured(SYSTEMS["h200"], Strategy(4, 512), [4]))
+    assert any("the host decides" in line for line in not_measured(SYSTEMS["h200"], Strategy(4, 512), [Strategy(4)]))
 
 
 def test_ulysses_exchanges_beside_the_projections_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +122,68 @@ def test_ulysses_exchanges_beside_the_projections_only(capsys: pytest.CaptureFix
     assert all(" 8192, " in line for line in lines), "rows of one of four ranks"
     assert "Spans of Ulysses (cp)" in said and "the all-to-all operators: they have not run on GPUs" in said
     assert max(map(len, said.splitlines())) <= 120
+
+
+def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "plan.json"
+    assert run(model, "--nodes", "2", "--system", "h20", "--json", str(results)) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 120
+    assert (
+        "on 16 x h20 on 2 nodes" in said
+        and "The kernels of fused and direct send and wait inside one node only" in said
+    )
+    fc1 = next(line.split() for line in said.splitlines() if line.startswith("fc1"))
+    assert fc1[8:10] == ["-", "-"] and float(fc1[10]) > 0, "fused and direct, then chunked"
+    spans = [line.split()[:2] for line in said.partition("Spans")[2].splitlines()[2:7]]
+    assert spans == [["1", "1"], ["2", "1"], ["4", "1"], ["8", "1"], ["16", "2"]]
+    assert "the network: nic_gbs, nic_us of h20" in said
+    document = json.loads(results.read_text())
+    assert [(span["tp"], span["nodes"]) for span in document["spans"]][-2:] == [(8, 1), (16, 2)]
+    assert set(document["passes"][0]["methods"]) == {"chunked", COLLECTIVE}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spans"),
+    [
+        (["--nodes", "2"], (16, 1, 2)), (["--nodes", "2", "--tp", "4"], (4, 1, 2)), (["--nodes", "2", "--cp", "16"], (1, 16, 2)),
+        (["--nodes", "2", "--strategy", "cp8"], (1, 8, 2)), (["--nodes", "1"], (4, 1, 1)), (["--tp", "8"], (8, 1, 1)),
+    ],
+)  # fmt: skip
+def test_nodes_alone_are_filled(arguments: list[str], spans: tuple[int, int, int]) -> None:
+    asked = from_args(command.Asked(), _parser().parse_args(arguments))
+    strategy = command._strategy(asked, SYSTEMS["h200"])
+    assert (strategy.tp, strategy.cp, strategy.nodes) == spans
+
+
+def test_nodes_leave_the_ranks_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "eight.json"
+    path.write_text(json.dumps({"tp": 8}))
+    asked = replace(command.Asked(), strategy=str(path), nodes=2)
+    assert command._strategy(asked, SYSTEMS["h200"]) == Strategy(8, nodes=2)
+
+
+def _parser() -> Parser:
+    parser = Parser("plan")
+    add_options(parser, command.Asked)
+    return parser
+
+
+def test_as_many_ranks_cost_more_across_nodes_than_inside_one() -> None:
+    inside, across = (
+        total(predict(SYSTEMS["h200"], Strategy(8, nodes=nodes), PLANNED_MODELS["llama3-8b"])) for nodes in (1, 2)
+    )
+    assert across.ours_us > inside.ours_us and across.nccl_us > inside.nccl_us
+    assert across.gemm_us == pytest.approx(inside.gemm_us)
+
+
+def test_ulysses_across_nodes_does_not_overlap() -> None:
+    found = predict(SYSTEMS["h200"], Strategy(1, 16384, nodes=2, cp=16), PLANNED_MODELS["llama-7b"])
+    assert {p.chosen.method for p in found if p.nccl_us} == {COLLECTIVE}
+    assert {tuple(p.by_method) for p in found if p.nccl_us} == {(COLLECTIVE,)}
+    assert {tuple(p.by_method) for p in found if not p.nccl_us} == {METHODS}, "the MLP is whole on every rank"
 
 
 @pytest.mark.parametrize("flag", ["--json", "--trace", "--plot"])

@@ -92,8 +92,15 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "problem"),
     [
-        (Strategy(16), "tp 16 x cp 1 on 1 nodes of 8 GPUs: several nodes are not planned yet"),
-        (Strategy(8, nodes=2), "several nodes are not planned yet"),
+        (Strategy(16), "tp 16 x cp 1 on 1 nodes of 8 GPUs: 16 ranks must be at most 8, and as many on each node"),
+        (
+            Strategy(8, nodes=3),
+            "tp 8 x cp 1 on 3 nodes of 8 GPUs: 8 ranks must be at most 24, and as many on each node",
+        ),
+        (
+            Strategy(1, nodes=2),
+            "1 ranks must be at most 16, and as many on each node; choose another --tp, --cp or --nodes",
+        ),
         (Strategy(2, cp=2), "tp 2 and cp 2: the two together are not planned yet; choose 1 for one of them"),
         (Strategy(1, seq=8191, cp=2), "8191 must be divisible by the 2 ranks"),
         (Strategy(4, seq=8190), "seq times micro_batch: 8190 must be divisible by the 4 ranks"),

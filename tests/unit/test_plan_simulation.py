@@ -156,16 +156,16 @@ def test_nothing_is_faster_than_its_resources() -> None:
 # Planted faults: each breaks one rule of the simulator, and the rules above notice.
 
 
-def reversed_legs(self: simulator.SimulatedRank, index: int) -> None:
-    sends = self.program.sends[::-1]
-    if index < len(sends):
-        send = sends[index]
-        self._when(() if send.ready is None else (send.ready,), partial(self._begin, send, index))
+def reversed_legs(self: simulator.SimulatedRank, lane: list[Send], index: int) -> None:
+    backwards = lane[::-1] if index == 0 else lane
+    if index < len(lane):
+        ready = backwards[index].ready
+        self._when(() if ready is None else (ready,), partial(self._begin, backwards, index))
 
 
-def impatient_send(self: simulator.SimulatedRank, index: int) -> None:
-    if index < len(self.program.sends):
-        self._begin(self.program.sends[index], index)
+def impatient_send(self: simulator.SimulatedRank, lane: list[Send], index: int) -> None:
+    if index < len(lane):
+        self._begin(lane, index)
 
 
 def impatient_tile(self: simulator.SimulatedRank, grid: simulator.Grid, sm: int) -> None:

@@ -25,13 +25,16 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What `plan` is told. tp, cp, seq, micro_batch: in place of those of the strategy."""
+    """What `plan` is told. tp, cp, nodes, seq, micro_batch: in place of those of the strategy."""
 
     system: str = option("h200", f"of {', '.join(SYSTEMS)}, or a JSON file", metavar="NAME|FILE")
     strategy: str = option("tp4", f"of {', '.join(STRATEGIES)}, or a JSON file", metavar="NAME|FILE")
     model: str = option("llama3-8b", f"of {', '.join(PLANNED_MODELS)}, or a JSON file", metavar="NAME|FILE")
     tp: int | None = option(None, "tensor-parallel size", parse=positive_int, metavar="N")
     cp: int | None = option(None, "ranks that share the sequence (Ulysses)", parse=positive_int, metavar="N")
+    nodes: int | None = option(
+        None, "nodes that a group spans; alone, all GPUs of them", parse=positive_int, metavar="N"
+    )
     seq: int | None = option(None, "sequence length", parse=positive_int, metavar="TOKENS")
     micro_batch: int | None = option(None, "sequences in one forward call", parse=positive_int, metavar="N")
     json: str = option("", "write inputs and results to FILE", metavar="FILE")
@@ -65,10 +68,7 @@ def _plan(asked: Asked, system: System) -> int:
                 f"--{name} {getattr(asked, name)}: there is no folder {folder}; make it, or name another file"
             )
     model = read_model(asked.model)
-    given = {name: getattr(asked, name) for name in ("tp", "cp", "seq", "micro_batch")}
-    if asked.cp and asked.cp > 1 and not asked.tp:
-        given["tp"] = 1
-    strategy = replace(read_strategy(asked.strategy), **{name: value for name, value in given.items() if value})
+    strategy = _strategy(asked, system)
     predictions = predict(system, strategy, model)
     spans = spans_of(system, strategy, model, predictions)
     print(*_lines(asked, system, strategy, model, predictions, spans), sep="\n")
@@ -82,33 +82,53 @@ def _plan(asked: Asked, system: System) -> int:
     return 0
 
 
+def _strategy(asked: Asked, system: System) -> Strategy:
+    given = {name: getattr(asked, name) for name in ("tp", "cp", "nodes", "seq", "micro_batch")}
+    named = replace(read_strategy(asked.strategy), **{name: value for name, value in given.items() if value})
+    if asked.tp:
+        return named
+    if asked.cp and asked.cp > 1:
+        return replace(named, tp=1)
+    fills = asked.nodes and asked.nodes > 1 and named.cp == 1 and asked.strategy in STRATEGIES
+    return replace(named, tp=named.nodes * system.gpus_per_node) if fills else named
+
+
 def spans_of(
     system: System, strategy: Strategy, model: Model, here: Sequence[Prediction]
-) -> Mapping[int, Sequence[Prediction]]:
-    """The plans of all spans of tensor parallelism, or of Ulysses, that this model and machine allow."""
-    found: dict[int, Sequence[Prediction]] = {}
-    axis = "tp" if strategy.cp == 1 else "cp"
-    for ranks in SPANS:
+) -> Mapping[Strategy, Sequence[Prediction]]:
+    """The plans of all spans of tensor parallelism, or of Ulysses, that this model and machine allow: inside a node, then across
+    nodes with as many ranks in each as here."""
+    found: dict[Strategy, Sequence[Prediction]] = {}
+    for span in _spans(strategy):
         try:
-            is_here = ranks == getattr(strategy, axis)
-            found[ranks] = here if is_here else predict(system, replace(strategy, **{axis: ranks}), model)
+            found[span] = here if span == strategy else predict(system, span, model)
         except ValueError:
             continue  # sizes that cannot be shared by so many ranks
     return found
 
 
+def _spans(strategy: Strategy) -> list[Strategy]:
+    axis, local = "tp" if strategy.cp == 1 else "cp", strategy.ranks // strategy.nodes
+    doubled = [1 << power for power in range(1, strategy.nodes.bit_length()) if 1 << power < strategy.nodes]
+    across = [*doubled, strategy.nodes] if strategy.nodes > 1 else []
+    sizes = [*((ranks, 1) for ranks in SPANS), *((local * nodes, nodes) for nodes in across)]
+    return [replace(strategy, **{axis: ranks}, nodes=nodes) for ranks, nodes in sizes]
+
+
 def _lines(
     asked: Asked, system: System, strategy: Strategy, model: Model, predictions: Sequence[Prediction],
-    spans: Mapping[int, Sequence[Prediction]],
+    spans: Mapping[Strategy, Sequence[Prediction]],
 ) -> list[str]:  # fmt: skip
     tokens = f"{strategy.rows} tokens"
     machine = f"{strategy.ranks} x {system.name}" + (f" by Ulysses (cp {strategy.cp})" if strategy.cp > 1 else "")
+    machine += f" on {strategy.nodes} nodes" if strategy.nodes > 1 else ""
+    across = ["", *wrap(tables.ACROSS_NODES, WIDTH)] if strategy.nodes > 1 else []
     title = f"{Path(asked.model).stem} on {machine}, {tokens}, bf16. Planned, not measured; times in ms."
     what = "tensor parallelism" if strategy.cp == 1 else "Ulysses (cp)"
     return [
         *wrap(title, WIDTH), "", *tables.linears_table(predictions, model.num_layers),
         "", "gain: over collective, which is NCCL and the product one after the other, as stock Megatron-Core has it.",
-        "", f"Spans of {what}, one layer forward and backward:", *tables.spans_table(spans, strategy),
+        *across, "", f"Spans of {what}, one layer forward and backward:", *tables.spans_table(spans, strategy),
         "", "Not measured:", *(line for text in tables.not_measured(system, strategy, spans) for line in _bullet(text)),
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from ..bench.lanes import KINDS, draw_lanes, label_lanes, perfect
 from ..bench.style import LOOKS, canvas, in_order, look_of, save
 from .check import WORST, Compared, mean_error
 from .inputs import EXCHANGED, Strategy
-from .prediction import COLLECTIVE, FORWARD, METHODS, Prediction
+from .prediction import COLLECTIVE, FORWARD, Prediction
 from .trace import as_recorded
 
 TICKS = (0.3, 1, 3, 10)  # milliseconds
@@ -23,9 +23,10 @@ def draw_timeline(predictions: Sequence[Prediction], system: System, strategy: S
     exchange: the others communicate nothing."""
     drawn = DRAWN if strategy.cp == 1 else EXCHANGED
     shown = [p for p in predictions if p.linear in drawn and p.direction == FORWARD]
-    order = in_order(METHODS)
+    order = in_order(shown[0].by_method)
+    across = f" on {strategy.nodes} nodes" if strategy.nodes > 1 else ""
     header = (
-        f"One forward call by each method, planned for {strategy.ranks} x {system.name.upper()}",
+        f"One forward call by each method, planned for {strategy.ranks} x {system.name.upper()}{across}",
         "Shorter is better. " + "; ".join(f"{p.linear}: {p.m} x {p.n} x {p.k} on each rank" for p in shown) + "; bf16.",
         NOTE,
     )

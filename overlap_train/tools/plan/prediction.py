@@ -14,7 +14,7 @@ from ...planning.machines import System, Target
 from ...planning.passes import Pass
 from ...planning.plan import engine_plan
 from ...planning.programs import program
-from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
+from ...planning.schedule import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER, Topology
 from ...planning.simulate import simulate
 from ...planning.table import SAME, UNTUNED, Table
 from ...planning.timeline import Program, Timeline
@@ -114,7 +114,8 @@ def _predict(system: System, strategy: Strategy, linear: Linear, direction: str)
     first = passes_of(linear, strategy)
     is_backward = direction == BACKWARD
     pass_ = first.dgrad if is_backward else first
-    works = {method: work_of(system, pass_, method, UNTUNED) for method in METHODS}
+    nodes = strategy.nodes if pass_.world > 1 else 1
+    works = {method: work_of(system, pass_, method, UNTUNED, nodes=nodes) for method in methods_of(pass_.kind, nodes)}
     alone = works[COLLECTIVE]
     gemm_us = alone.gemm_us + (wgrad_us(alone) if is_backward else 0.0)
     nccl_us = communication_us(alone) if is_backward else alone.collective_us
@@ -124,9 +125,17 @@ def _predict(system: System, strategy: Strategy, linear: Linear, direction: str)
     return Prediction(linear.name, direction, pass_.rows, pass_.n, pass_.k, gemm_us, nccl_us, estimates)
 
 
-def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bool = False) -> Work:
-    """A pass as `auto` or a method would run it on that machine, by its plan. is_alone: without the wgrad that splits it."""
-    target, topology = Target(system.capability), Topology(1, pass_.world, RANK)
+def methods_of(kind: str, nodes: int) -> tuple[str, ...]:
+    """Those with engines for a group that spans so many nodes (planning/plan.py: why_not_across_nodes)."""
+    if nodes == 1:
+        return METHODS
+    return (COLLECTIVE,) if kind in EXCHANGES else ("chunked", COLLECTIVE)
+
+
+def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bool = False, nodes: int = 1) -> Work:
+    """A pass as `auto` or a method would run it on that machine, by its plan. is_alone: without the wgrad that splits it. nodes:
+    that its group spans."""
+    target, topology = Target(system.capability), Topology(nodes, pass_.world // nodes, RANK)
     choice = choose(method, pass_, target, table)  # type: ignore[arg-type]  # a GPU that need not be here
     if is_alone:
         choice = replace(choice, variant=replace(choice.variant, split_reduction=False))
@@ -135,7 +144,7 @@ def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bo
 
 
 def estimate(work: Work, what: Program) -> Estimate:
-    timeline = simulate([what], work.system.copy_gbs)
+    timeline = simulate([what], work.system.copy_gbs, work.system.nic_gbs)
     plan = work.plan
     return Estimate(plan.method, plan.variant.named(plan.method), timeline.us, what.host_us, timeline)
 

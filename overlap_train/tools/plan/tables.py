@@ -14,7 +14,11 @@ from .prediction import COLLECTIVE, METHODS, Prediction, Sum, in_layer, total
 HEADINGS = (
     "linear", "pass", "M, N, K of a rank", "GEMM", "NCCL", "bound", *METHODS, "exposed", "choose", "gain",
 )  # fmt: skip
-KEEP = "no overlap"
+KEEP, NO_ENGINE = "no overlap", "-"
+ACROSS_NODES = (
+    "-: not estimated. The kernels of fused and direct send and wait inside one node only, so far, and all-to-alls do not "
+    "overlap across nodes yet."
+)
 MEASURED_RANKS = (1, 2, 4)
 FEW_ROWS = 1024
 
@@ -33,41 +37,32 @@ def linears_table(predictions: Sequence[Prediction], num_layers: int) -> list[st
     return _aligned([HEADINGS, *rows])
 
 
-def spans_table(spans: Mapping[int, Sequence[Prediction]], strategy: Strategy) -> list[str]:
-    """What each number of ranks pays: the layer, and the GPU time that it takes on all of them together."""
-    rows: list[tuple[str, ...]] = [
-        (
-            "tp" if strategy.cp == 1 else "cp",
-            "GEMMs",
-            "NCCL alone",
-            COLLECTIVE,
-            "chosen",
-            "exposed",
-            "gain",
-            "GPU-ms of a layer",
-            "over the least",
-        )
-    ]
-    layers = {tp: total(in_layer(predictions)) for tp, predictions in spans.items()}
-    least = min(tp * layer.ours_us for tp, layer in layers.items())
-    for tp, layer in layers.items():
+def spans_table(spans: Mapping[Strategy, Sequence[Prediction]], strategy: Strategy) -> list[str]:
+    """What each span pays: the layer, and the GPU time that it takes on all of its ranks together."""
+    across = ("nodes",) if strategy.nodes > 1 else ()
+    figures = ("GEMMs", "NCCL alone", COLLECTIVE, "chosen", "exposed", "gain", "GPU-ms of a layer", "over the least")
+    rows: list[tuple[str, ...]] = [("tp" if strategy.cp == 1 else "cp", *across, *figures)]
+    layers = {span: total(in_layer(predictions)) for span, predictions in spans.items()}
+    least = min(span.ranks * layer.ours_us for span, layer in layers.items())
+    for span, layer in layers.items():
         exposed = max(0.0, layer.ours_us - layer.gemm_us)
         times = (layer.gemm_us, layer.nccl_us, layer.without_us, layer.ours_us, exposed)
-        paid = tp * layer.ours_us
-        rows.append(
-            (str(tp), *map(_ms, times), _gain(layer.without_us, layer.ours_us), _ms(paid), f"{paid / least:.2f}")
-        )
+        paid, nodes = span.ranks * layer.ours_us, (str(span.nodes),) if across else ()
+        gain = _gain(layer.without_us, layer.ours_us)
+        rows.append((str(span.ranks), *nodes, *map(_ms, times), gain, _ms(paid), f"{paid / least:.2f}"))
     return _aligned(rows)
 
 
-def not_measured(system: System, strategy: Strategy, spans: Iterable[int]) -> list[str]:
-    """What the figures of this plan do not rest on. spans: all numbers of ranks in it."""
+def not_measured(system: System, strategy: Strategy, spans: Iterable[Strategy]) -> list[str]:
+    """What the figures of this plan do not rest on. spans: all that are in it."""
     found = []
     if system.not_measured:
         found.append(f"{system.name}: scaled from the H200 by data sheets: {', '.join(system.not_measured)}")
-    others = [str(tp) for tp in spans if tp not in MEASURED_RANKS]
-    if others:
-        found.append(f"{', '.join(others)} ranks: links and NCCL were measured with 2 and 4 GPUs")
+    others = map(str, sorted({span.ranks for span in spans}.difference(MEASURED_RANKS)))
+    if names := ", ".join(others):
+        found.append(f"{names} ranks: links and NCCL were measured with 2 and 4 GPUs")
+    if strategy.nodes > 1:
+        found += _not_measured_across_nodes(system)
     if strategy.cp > 1:
         found.append("the all-to-all operators: they have not run on GPUs")
     if strategy.rows < FEW_ROWS:
@@ -79,9 +74,17 @@ def not_measured(system: System, strategy: Strategy, spans: Iterable[int]) -> li
     ]
 
 
+def _not_measured_across_nodes(system: System) -> list[str]:
+    return [
+        f"the network: {', '.join(system.network_not_measured)} of {system.name}",
+        "chunked across nodes on GPUs: sums beside products, which pay for them, and copies passed on beside own copies",
+        "NCCL across nodes: a flat ring as fast as its slowest link, as its own model has it; no sums in switches",
+    ]
+
+
 def document(
     system: System, strategy: Strategy, model: Model, predictions: Sequence[Prediction],
-    spans: Mapping[int, Sequence[Prediction]],
+    spans: Mapping[Strategy, Sequence[Prediction]],
 ) -> dict[str, Any]:  # fmt: skip
     """All of it as JSON: inputs, passes, sums, spans; times in microseconds."""
     layer, output = in_layer(predictions), [p for p in predictions if p.linear == OUTPUT]
@@ -90,7 +93,9 @@ def document(
         "passes": [_entry(p) for p in predictions],
         "layer": asdict(total(layer)), "output": asdict(total(output)),
         "model_sum": asdict(total([*layer * model.num_layers, *output])),
-        "tp" if strategy.cp == 1 else "cp": {tp: asdict(total(in_layer(some))) for tp, some in spans.items()},
+        "spans": [
+            {"tp": span.tp, "cp": span.cp, "nodes": span.nodes, **asdict(total(in_layer(some)))} for span, some in spans.items()
+        ],
         "not_measured": not_measured(system, strategy, spans),
     }  # fmt: skip
 
@@ -108,11 +113,12 @@ def _entry(p: Prediction) -> dict[str, Any]:
 
 def _row(p: Prediction) -> tuple[str, ...]:
     shape = f"{p.m}, {p.n}, {p.k}"
-    times = [p.gemm_us, p.nccl_us, p.bound_us, *(p.by_method[name].us for name in METHODS), p.exposed_us]
+    methods = [_ms(p.by_method[name].us) if name in p.by_method else NO_ENGINE for name in METHODS]
+    times = [*map(_ms, (p.gemm_us, p.nccl_us, p.bound_us)), *methods, _ms(p.exposed_us)]
     chosen = KEEP if p.chosen.method == COLLECTIVE else p.chosen.method
     if not p.nccl_us:
         chosen = "-"  # nothing to hide
-    return p.linear, p.direction, shape, *map(_ms, times), chosen, _gain(p.by_method[COLLECTIVE].us, p.chosen.us)
+    return p.linear, p.direction, shape, *times, chosen, _gain(p.by_method[COLLECTIVE].us, p.chosen.us)
 
 
 def _sum_row(name: str, what: str, s: Sum) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ FAULTS = [
     PLAN(
         "x is gathered again although it is kept",
         'spec.sends_input and config.gathered_input == "regather"',
-        "spec.fprop == GATHER",
+        "spec.sends_input",
     ),
     PLAN(
         "x is gathered again by a fused kernel's method",

@@ -1,0 +1,77 @@
+"""What a rank does besides where its group spans nodes, as operators/ has it (NodeGather, NodeScatter).
+
+Three things wait apart, so that none holds up another: own data for the network, what is passed on once it has arrived, and sums
+of a node, each of which crosses the network when it is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from . import cost
+from .schedule import ARRIVED, NETWORK, NODE_SUM, Leg, Legs
+from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived
+from .work import Work
+
+SUMS = 2  # their stream; 1 is NCCL's (backward.py)
+
+
+def multiplied(work: Work, block: int, chunk: int = 0) -> Token:
+    """This rank's product for a block by the library: for a chunk of it, where it crosses the network, else whole (0)."""
+    return (work.call, "rows", block, chunk)
+
+
+def summed(work: Work, block: int, chunk: int) -> Token:
+    """The sum of this node's partials for a chunk of a far block."""
+    return (work.call, "sum", block, chunk)
+
+
+def lane_of(leg: Leg) -> str:
+    if leg.link == NETWORK:
+        return TO_NETWORK
+    return PASSED_ON if leg.carries == ARRIVED else COPIES
+
+
+def in_order(legs: Legs) -> Iterator[Leg]:
+    """As engines send them: what arrives is passed on chunk by chunk, to every rank of the node."""
+    yield from (leg for leg in legs if leg.carries != ARRIVED)
+    for _, passed_on in legs.passed_on.by_block:
+        yield from sorted(passed_on, key=lambda leg: leg.chunk)
+
+
+def waits_for(work: Work, leg: Leg) -> Token | None:
+    """What a leg that does not carry an own operand waits for."""
+    if leg.carries == NODE_SUM:
+        return summed(work, leg.block, leg.chunk)
+    return arrived(work.call, leg.block, leg.chunk) if leg.carries == ARRIVED else None
+
+
+def far_turns(work: Work) -> Iterator[tuple[int, int]]:
+    """(source, chunk) of far nodes in the order in which a gather multiplies them: of each node chunk by chunk."""
+    local, sources = work.topology.local, work.plan.sources
+    for first in range(local - 1, len(sources), local):
+        yield from ((source, chunk) for chunk in range(work.plan.chunks) for source in sources[first : first + local])
+
+
+def node_sums(work: Work) -> list[Kernel]:
+    """A kernel for each chunk of each far node, in the order of the products: it reads this node's partials, and writes their
+    sum."""
+    return [_node_sum(work, leg) for leg in work.plan.legs.network if leg.carries == NODE_SUM]
+
+
+def _node_sum(work: Work, leg: Leg) -> Kernel:
+    block, chunk = leg.block, leg.chunk
+    ranks = work.topology.ranks_of(block // work.topology.local)
+    needs = (multiplied(work, block, chunk), *(arrived(work.call, rank, chunk) for rank in ranks if rank != block))
+    us, gap = _node_sum_us(work) / work.plan.chunks, work.system.gap_us
+    return Kernel("node sum", COMPUTE, us, gap, needs=needs, ends=summed(work, block, chunk), stream=SUMS)
+
+
+def _node_sum_us(work: Work) -> float:
+    """Of a whole block."""
+    return cost.sum_us(work.system, (work.topology.local + 1) * work.shard_bytes)
+
+
+def sums_us(work: Work) -> float:
+    """By how much the products of a scatter are longer for the sums beside them, which want all SMs, too. Not measured."""
+    return (work.topology.nodes - 1) * _node_sum_us(work)

@@ -1,0 +1,77 @@
+"""Faults of the planner's simulator, and of what it says about groups that span nodes."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+NODES, ONE_NODE, COMMAND = (f"tests/unit/test_plan_{name}.py" for name in ("nodes", "simulation", "command"))
+ACROSS = In("overlap_train/planning/across_nodes.py", (NODES,))
+COST = In("overlap_train/planning/cost.py", (NODES,))
+PROGRAMS = In("overlap_train/planning/programs.py", (NODES,))
+SIMULATE = In("overlap_train/planning/simulate.py", (NODES,))
+RANK = In("overlap_train/planning/simulated_rank.py", (ONE_NODE,))
+ACROSS_SPANS = f"{COMMAND}::test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays"
+COMMANDS = In("overlap_train/tools/plan/command.py", (ACROSS_SPANS,))
+PREDICTION = In(
+    "overlap_train/tools/plan/prediction.py", (f"{COMMAND}::test_as_many_ranks_cost_more_across_nodes_than_inside_one",)
+)
+
+FAULTS = [
+    ACROSS(
+        "plan: a sum is sent before it is added",
+        "return summed(work, leg.block, leg.chunk)",
+        "return multiplied(work, leg.block)",
+    ),
+    ACROSS(
+        "plan: a node is summed before its partials are there",
+        "for rank in ranks if rank != block))",
+        "for rank in ranks if rank < 0))",
+    ),
+    ACROSS("plan: a node is summed before the own product", "(multiplied(work, block, chunk), *(arrived", "(*(), *(arrived"),
+    ACROSS(
+        "plan: a block is passed on before it has arrived",
+        "if leg.carries == ARRIVED else None",
+        "if leg.carries == NODE_SUM else None",
+    ),
+    ACROSS("plan: the network waits in the copy engine's queue", "return TO_NETWORK", "return COPIES"),
+    ACROSS("plan: what is passed on waits in it", "return PASSED_ON if", "return COPIES if"),
+    ACROSS("plan: a sum reads one partial less", "(work.topology.local + 1)", "work.topology.local"),
+    ACROSS("plan: a node has as many sums as nodes", "return (work.topology.nodes - 1)", "return work.topology.nodes"),
+    ACROSS("plan: sums of chunks take as long as of blocks", "_node_sum_us(work) / work.plan.chunks", "_node_sum_us(work)"),
+    ACROSS("plan: all chunks go to one rank before another gets any", "key=lambda leg: leg.chunk", "key=lambda leg: leg.target"),
+    ACROSS(
+        "plan: far blocks are multiplied rank by rank",
+        "for chunk in range(work.plan.chunks) for source in sources[first : first + local])",
+        "for source in sources[first : first + local] for chunk in range(work.plan.chunks))",
+    ),
+    COST("plan: products have NCCL's SMs, too", "sms = system.sms - spared_sms", "sms = system.sms"),
+    COST("plan: NCCL is as fast as its fastest link", "(min(gbs) * 1e3)", "(max(gbs) * 1e3)"),
+    COST("plan: NCCL leaves a node by one NIC", "gbs.append(local * system.nic_gbs)", "gbs.append(system.nic_gbs)"),
+    COST("plan: NCCL's ring crosses NVLink where there is none", "[] if local == 1 else", "[] if local == 0 else"),
+    COST("plan: hops over the network take no time", "(nodes - 1) * system.nic_us", "0 * system.nic_us"),
+    COST("plan: all of an all-to-all crosses the network", "(local - 1, world - local)", "(local - 1, world - 1)"),
+    PROGRAMS("plan: products do not pay for sums", "sums_us(work) / work.world", "0.0"),
+    PROGRAMS(
+        "plan: far blocks are multiplied before all has arrived",
+        "arrived(work.call, source, c) for c in chunks)",
+        "arrived(work.call, source, c) for c in (0,))",
+    ),
+    PROGRAMS("plan: the network is as fast as NVLink", "(system.nic_gbs, system", "(system.copy_gbs, system"),
+    PROGRAMS(
+        "plan: the last sum reads every rank's partial",
+        "(work.topology.local + work.topology.nodes)",
+        "(work.world + 1)",
+    ),
+    SIMULATE("plan: senders of a rank do not share its link", "in flow.ends)) * 1e3", "in flow.ends[1:])) * 1e3"),
+    SIMULATE(
+        "plan: a block arrives under its sender's number",
+        "reach(arrived(call, leg.fills,",
+        "reach(arrived(call, leg.source,",
+    ),
+    SIMULATE("plan: a mirrored block is of another place", "(place + beside - to_place)", "(place + to_place - beside)"),
+    SIMULATE("plan: a mirrored block is of another node", "(node + there - to_node)", "(node + to_node - there)"),
+    RANK("plan: a copy's signal is there before it", "partial(self._signal, lane, index, start)", "partial(int)"),
+    COMMANDS("plan: nodes are not filled", "named.nodes * system.gpus_per_node", "named.nodes"),
+    COMMANDS("plan: spans across nodes are left out", "across = [*doubled, strategy.nodes] if", "across = [] if"),
+    PREDICTION("plan: a group that spans nodes is planned in one", "strategy.nodes if pass_.world > 1", "1 if pass_.world > 1"),
+]  # fmt: skip

@@ -1,0 +1,289 @@
+"""The simulator across nodes: by hand, by the rules of the schedule's two steps, and with each rule broken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from overlap_train.planning import across_nodes, cost, programs
+from overlap_train.planning.backward import backward
+from overlap_train.planning.machines import SYSTEMS
+from overlap_train.planning.passes import Pass
+from overlap_train.planning.plan import SmBudget
+from overlap_train.planning.programs import program
+from overlap_train.planning.schedule import ARRIVED, GATHER, NETWORK, NODE_SUM, SCATTER, Leg, Topology, legs, sources
+from overlap_train.planning.simulate import simulate
+from overlap_train.planning.table import UNTUNED
+from overlap_train.planning.timeline import (
+    COPIES,
+    PASSED_ON,
+    SENDERS,
+    TO_NETWORK,
+    Program,
+    Send,
+    Span,
+    Timeline,
+    Token,
+    arrived,
+)
+from overlap_train.planning.work import Work
+from overlap_train.tools.plan.prediction import work_of
+
+H200 = SYSTEMS["h200"]
+KINDS = (GATHER, SCATTER)
+SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (3, 4)]
+# Easy to reckon with: a shard of 1 MB takes 10 us over NVLink and 100 over the network.
+ROUND = replace(
+    H200, gap_us=1.0, wait_us=1.0, push_us=2.0, nic_us=10.0, copy_gbs=100.0, nic_gbs=10.0, memory_gbs=1000.0
+)
+SHARD = 1e6
+
+
+def work(kind: str, nodes: int, local: int, rank: int = 0, chunks: int = 1) -> Work:
+    """Blocks of 500 rows x 1000 features."""
+    world = nodes * local
+    n, k = (64, 1000) if kind == GATHER else (1000, 64)
+    made = work_of(ROUND, Pass(kind, 500 * world, n, k, torch.bfloat16, world), "chunked", UNTUNED, nodes=nodes)
+    topology = Topology(nodes, local, rank)
+    plan = replace(made.plan, chunks=chunks, legs=legs(kind, topology, chunks), sources=sources(topology))
+    return replace(made, plan=plan, topology=topology)
+
+
+def run(*works: Work) -> Timeline:
+    return simulate([program(one) for one in works], ROUND.copy_gbs, ROUND.nic_gbs)
+
+
+def everyone(kind: str, nodes: int, local: int, chunks: int = 1) -> list[Work]:
+    return [work(kind, nodes, local, rank, chunks) for rank in range(nodes * local)]
+
+
+def test_a_gather_of_two_nodes_of_two_by_hand() -> None:
+    made = work(GATHER, 2, 2)
+    assert made.shard_bytes == SHARD and made.part_us < 8, "three products end before the last block comes"
+    begun = 1 + 1  # gap, epoch
+    far = begun + 10 + 100
+    passed_on = far + 2 + 10
+    timeline = run(made)
+    assert {token: time for _, token, time in timeline.tokens if token[0] == "arrived"} == {
+        arrived("call", 1, 0): pytest.approx(begun + 2 + 10),
+        arrived("call", 2, 0): pytest.approx(far),
+        arrived("call", 3, 0): pytest.approx(passed_on),
+    }
+    assert timeline.us == pytest.approx(passed_on + 1 + 1 + made.part_us)  # wait, gap, product
+
+
+def test_a_scatter_of_two_nodes_of_two_by_hand() -> None:
+    """Rank 0 multiplies for 3, 2, 1 and itself. Block 3 goes to rank 1, which adds it for rank 3; block 2 is added here."""
+    made = work(SCATTER, 2, 2)
+    assert made.shard_bytes == SHARD and made.part_us < 3
+    first = 1 + 1 + 1 + made.part_us + across_nodes.sums_us(made) / 4  # gap, epoch, gap, product
+    added = first + 2 + 10 + 3  # a copy; two partials read, one sum written
+    crossed = added + 10 + 100
+    assert run(made).us == pytest.approx(crossed + 1 + 1 + 4)  # wait, gap; two partials, a far sum, and what is written
+
+
+def problems_of(made: Work, timeline: Timeline) -> Iterator[str]:
+    """What a run did that the two steps forbid."""
+    tokens = {token: time for _, token, time in timeline.tokens}
+    topology = made.topology
+    for leg in made.plan.legs:
+        span = span_of(timeline, leg)
+        if leg.carries == ARRIVED and span.start < tokens[arrived("call", leg.block, leg.chunk)]:
+            yield "passed on before it had arrived"
+        if leg.carries != NODE_SUM:
+            continue
+        ranks = topology.ranks_of(leg.target // topology.local)
+        needed: list[Token] = [arrived("call", rank, leg.chunk) for rank in ranks if rank != leg.target]
+        end = tokens["call", "sum", leg.block, leg.chunk]
+        if span.start < end:
+            yield "sent before it was added"
+        if any(end < tokens[token] for token in [("call", "rows", leg.block, leg.chunk), *needed]):
+            yield "added before the node's partials were there"
+    yield from lane_problems(made, timeline)
+
+
+def lane_problems(made: Work, timeline: Timeline) -> Iterator[str]:
+    for lane in SENDERS:
+        spans = [span for span in timeline.spans if span.lane == lane]
+        expected = [(leg.target, leg.block, leg.chunk) for leg in made.plan.legs if across_nodes.lane_of(leg) == lane]
+        if lane == PASSED_ON:  # to every rank of the node as it comes
+            blocks = list(dict.fromkeys(block for _, block, _ in expected))
+            expected.sort(key=lambda place: (blocks.index(place[1]), place[2]))
+        if [span.place for span in spans] != expected:
+            yield "legs went in another order than the schedule's"
+        if any(second.start < first.end - 1e-9 for first, second in pairwise(spans)):
+            yield "a sender did two things at a time"
+
+
+def span_of(timeline: Timeline, leg: Leg) -> Span:
+    place = (leg.target, leg.block, leg.chunk)
+    (span,) = (one for one in timeline.spans if one.lane in SENDERS and one.place == place)
+    return span
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(("nodes", "local"), SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_two_steps_are_kept(kind: str, nodes: int, local: int, chunks: int) -> None:
+    made = work(kind, nodes, local, chunks=chunks)
+    assert not list(problems_of(made, run(made)))
+
+
+def impatient(made: Work, leg: object) -> None:
+    """Everything leaves with the own operand."""
+
+
+def hasty_sums(made: Work) -> list[object]:
+    return [replace(kernel, needs=kernel.needs[:1]) for kernel in across_nodes.node_sums(made)]
+
+
+FAULTS: list[tuple[str, Callable[..., object], str, str]] = [
+    ("waits_for", impatient, GATHER, "passed on before"),
+    ("waits_for", impatient, SCATTER, "sent before"),
+    ("node_sums", hasty_sums, SCATTER, "added before"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "kind", "found"), FAULTS, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_a_program_that_breaks_a_step_is_found(
+    name: str, fault: object, kind: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, name, fault)
+    made = work(kind, 2, 3)
+    assert any(found in problem for problem in problems_of(made, run(made)))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(("nodes", "local"), SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_stands_for_all_of_all_nodes(kind: str, nodes: int, local: int, chunks: int) -> None:
+    together, alone = run(*everyone(kind, nodes, local, chunks)), run(work(kind, nodes, local, chunks=chunks))
+    assert together.us == pytest.approx(alone.us)
+    times = {token: time for _, token, time in alone.tokens}
+    for rank, token, time in together.tokens:
+        if rank == 0:
+            assert times[token] == pytest.approx(time)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(("nodes", "local"), SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_byte_crosses_the_network_once(kind: str, nodes: int, local: int, chunks: int) -> None:
+    works = everyone(kind, nodes, local, chunks)
+    timeline = run(*works)
+    for made in works:
+        topology = made.topology
+        twins = {topology.twin(node) for node in range(nodes)} - {topology.rank}
+        crossed = [s for s in timeline.spans if s.rank == topology.rank and s.lane == TO_NETWORK]
+        assert Counter(span.place[0] for span in crossed) == dict.fromkeys(twins, chunks)
+        sent = sum(send.nbytes for send in program(made).sends if send.leg.link == NETWORK)
+        assert sent == (nodes - 1) * SHARD
+        got = [token for rank, token, _ in timeline.tokens if rank == topology.rank and token[0] == "arrived"]
+        assert sorted(got) == sorted(made.all_arrivals())
+
+
+def test_two_senders_of_one_rank_get_half_of_its_link_each() -> None:
+    """3.6 MB to each of two ranks at 360 GB/s: 20 us where both share the way out, 10 where they do not."""
+    sends = [
+        Send("x", leg, 3.6e6, 360.0, lane=lane)
+        for leg, lane in zip(legs(GATHER, Topology(1, 3, 0), 1), (COPIES, PASSED_ON), strict=True)
+    ]
+    idle = [Program(rank, 3, 132, ()) for rank in (1, 2)]
+    together = simulate([Program(0, 3, 132, (), tuple(sends)), *idle], 360.0)
+    assert [span.end for span in together.spans] == [pytest.approx(20.0)] * 2
+
+
+def test_a_nic_is_as_fast_as_the_system_says_whoever_receives() -> None:
+    timeline = simulate([program(work(GATHER, 2, 2))], ROUND.copy_gbs)  # a receiver without a limit
+    (crossing,) = (span for span in timeline.spans if span.lane == TO_NETWORK)
+    assert crossing.end - crossing.start == pytest.approx(10 + 100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_faster_than_the_network(kind: str) -> None:
+    assert run(work(kind, 3, 4)).us > 2 * (SHARD / 1e4 + ROUND.nic_us)
+
+
+def test_what_is_passed_on_shares_nvlink_with_own_copies() -> None:
+    """With a fast network both leave this rank at the same time: 9 copies of 10 us, whoever sends them."""
+    fast = replace(ROUND, nic_gbs=1e6, nic_us=0.0, push_us=0.0)
+    works = [replace(one, system=fast) for one in everyone(GATHER, 3, 4)]
+    timeline = simulate([program(one) for one in works], fast.copy_gbs, fast.nic_gbs)
+    last = max(span.end for span in timeline.spans if span.lane == PASSED_ON)
+    assert last == pytest.approx(2 + (3 + 2 * 3) * 10, abs=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_ranks_on_128_nodes(kind: str) -> None:
+    world = 1024
+    made = work_of(H200, Pass(kind, 128 * world, 256, 512, torch.bfloat16, world), "chunked", UNTUNED, nodes=128)
+    timeline = simulate([program(made)], H200.copy_gbs, H200.nic_gbs)
+    lanes = Counter(span.lane for span in timeline.spans)
+    assert lanes[TO_NETWORK] == 127
+    assert sum(lanes[lane] for lane in SENDERS) == 1023
+
+
+@pytest.mark.parametrize("method", ["chunked", "collective"])
+@pytest.mark.parametrize("kind", [GATHER, "scatter, wgrad"])
+def test_whole_backwards_across_nodes_end(kind: str, method: str) -> None:
+    made = work_of(H200, Pass(kind, 8192, 4096, 1536, torch.bfloat16, 16), method, UNTUNED, nodes=2)
+    timeline = simulate([backward(made)], H200.copy_gbs, H200.nic_gbs)
+    assert timeline.us > 2 * made.gemm_us
+    crossed = [span for span in timeline.spans if span.lane == TO_NETWORK]
+    assert len(crossed) == (method == "chunked") * (1 if kind == GATHER else 2)
+
+
+def test_nccl_is_as_fast_as_its_slowest_link() -> None:
+    nccl = replace(H200, nccl_us=20.0, nic_us=10.0, nccl_ring_gbs=200.0, nccl_pair_gbs=100.0, nic_gbs=50.0)
+    nbytes = 1e6
+    assert cost.collective_us(nccl, nbytes, 8) == pytest.approx(20 + 1e6 / 200e3)
+    assert cost.collective_us(nccl, nbytes, 16, 2) == pytest.approx(20 + 10 + 1e6 / 200e3), (
+        "8 NICs are faster than NVLink"
+    )
+    slow = replace(nccl, nic_gbs=20.0)
+    assert cost.collective_us(slow, nbytes, 32, 4) == pytest.approx(20 + 3 * 10 + 1e6 / 160e3)
+    assert cost.collective_us(nccl, nbytes, 4, 2) == pytest.approx(20 + 10 + 1e6 / 100e3), "pairs, by two NICs"
+    assert cost.collective_us(nccl, nbytes, 2, 2) == pytest.approx(20 + 10 + 1e6 / 50e3), "no NVLink"
+    fast = replace(nccl, nic_gbs=400.0)
+    assert cost.collective_us(fast, nbytes, 2, 2) == pytest.approx(20 + 10 + 1e6 / 400e3), "nor its limit"
+
+
+def test_an_all_to_all_crosses_by_every_ranks_own_nic() -> None:
+    nccl = replace(H200, nccl_us=20.0, nic_us=10.0, nccl_ring_gbs=200.0, nic_gbs=50.0)
+    assert cost.all_to_all_us(nccl, 15e6, 16, 2) == pytest.approx(20 + 10 + 8e6 / 50e3)
+    assert cost.all_to_all_us(replace(nccl, nic_gbs=1e6), 15e6, 16, 2) == pytest.approx(20 + max(10 + 8, 7e6 / 200e3))
+    assert cost.all_to_all_us(nccl, 7e6, 8) == pytest.approx(20 + 7e6 / 200e3)
+
+
+def test_products_pay_for_the_sums_beside_them_and_spare_nccls_sms() -> None:
+    made = work(SCATTER, 3, 2)
+    assert across_nodes.sums_us(made) == pytest.approx(2 * 3)  # two sums of three blocks
+    products = [kernel for kernel in program(made).kernels if kernel.name == "library gemm"]
+    assert sum(kernel.us for kernel in products) == pytest.approx(6 * made.part_us + 2 * 3)
+    sums = [kernel for kernel in program(work(SCATTER, 3, 2, chunks=2)).kernels if kernel.name == "node sum"]
+    assert len(sums) == 4 and sum(kernel.us for kernel in sums) == pytest.approx(2 * 3)
+    full = cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096)  # one wave of 132 tiles
+    assert cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096, spared_sms=8) > 1.4 * full
+    spared = replace(made, plan=replace(made.plan, sms=SmBudget(send=130)))
+    assert spared.part_us > 10 * made.part_us
+
+
+def test_far_blocks_are_multiplied_by_the_chunks_that_cross() -> None:
+    """A gather of two nodes of two: own, own node, then chunk by chunk the twin's and what it passes on."""
+    made = work(GATHER, 2, 2, chunks=2)
+    waits = [kernel.needs for kernel in program(made).kernels if kernel.name == "wait_kernel"]
+    whole = (arrived("call", 1, 0), arrived("call", 1, 1))
+    assert waits == [whole, *((arrived("call", block, chunk),) for chunk in (0, 1) for block in (2, 3))]
+    products = [kernel.us for kernel in program(made).kernels if kernel.name == "library gemm"]
+    assert products == pytest.approx([made.part_us] * 2 + [made.chunk_us(2)] * 4)
+    scatter = [
+        kernel.ends for kernel in program(work(SCATTER, 2, 2, chunks=2)).kernels if kernel.name == "library gemm"
+    ]
+    assert scatter == [("call", "rows", *piece) for piece in ((3, 0), (2, 0), (2, 1), (1, 0), (0, 0))]
