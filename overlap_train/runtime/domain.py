@@ -97,7 +97,7 @@ class OverlapDomain:
                 raise ValueError(
                     f"{name}: this rank has {request.operator} of {request.what}, rank {rank} of the group has {their_name}: "
                     f"{theirs.operator} of {theirs.what}; all ranks of a group must call the same operator with the "
-                    "same shapes and dtype"
+                    "same shapes and dtype; where they have different numbers of rows, pad them to the largest"
                 )
             if their_terms != terms:
                 raise ValueError(

@@ -146,6 +146,11 @@ FAULTS = [
           "index % PEERS) % WORLD, unit // PEERS, index % per_chunk"),
     # long sequences in parts, and what ranks must agree on
     PARTS("a part takes more memory than all slots may", "(SLOTS * bytes_of_position)", "bytes_of_position"),
+    PARTS("parts of a batch are counted in positions", "rows // gcd(rows, batch)", "rows"),
+    PARTS("parts of other lengths may pair up", ", f\"a part of {positions} positions a rank\"", "",
+          f"{OWN}::test_ranks_with_other_numbers_of_rows_are_named"),
+    LINEARS("a batch is not counted", "return max(1, x.shape[1:-1].numel())", "return 1",
+            f"{OWN}::test_a_batch_takes_no_more_memory_than_the_setting"),
     PARTS("parts end within tiles", "(1024, 512, 256, 128)", "(1024,)"),
     PARTS("parts have odd numbers of tiles", "(1024, 512, 256, 128)", "(128,)"),
     PARTS("the last part goes on beyond the sequence", "min(first + step, positions)", "first + step"),
