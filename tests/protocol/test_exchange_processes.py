@@ -98,6 +98,25 @@ def test_long_sequences_pass_through_kernels_in_parts(monkeypatch: pytest.Monkey
     values(run_ranks(2, _in_parts, ("fused", "direct")))
 
 
+def _bits_in_parts(rank: int, world: int) -> bool:
+    """Whether y and dx of a pass in parts have the bits of one that is whole. (dw is a sum over the parts.)"""
+    parts._MIB = 1 << 10
+    found = []
+    for mib in (1, 512):
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(12, 1, 24, generator=generator).requires_grad_()
+        w = torch.randn(40, 24 * world, generator=generator)
+        config = OverlapConfig(method="fused", exchange_mib=mib, timeout_s=20.0)
+        y = all_to_all_linear(x, w, group=dist.group.WORLD, config=config)
+        found.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_parts_give_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    assert values(run_ranks(2, _bits_in_parts)) == [True, True]
+
+
 def _memory_of_a_batch(rank: int, world: int) -> int:
     """What one slot has after exchanges of 24 positions with a batch of 4, in parts. exchange_mib counts KiB here."""
     parts._MIB = 1 << 10
