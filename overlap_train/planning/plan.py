@@ -65,6 +65,11 @@ class EnginePlan:
     def slots(self) -> int:
         return 0 if self.method == "collective" else 1
 
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether copies send an operand, which may leave before the product of the part before it."""
+        return self.kind == A2A_GEMM and TRAITS[self.method].pushes
+
 
 @dataclass(frozen=True)
 class Plan:

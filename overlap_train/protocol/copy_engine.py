@@ -77,6 +77,10 @@ class CopyEngine(Protocol):
         """Launch a kernel that writes `source` and counts what the pushes wait for (`Route.after`), and enqueue them."""
         ...
 
+    def begin_ahead(self) -> None:
+        """What is pushed from here on is the next operator's. The next `join` need not wait for it."""
+        ...
+
     def join(self) -> None:
         """The caller's stream goes on only when all pushes are done; their sources may be reused."""
         ...
@@ -133,6 +137,9 @@ class HostCopyEngine:
         self.push(source, routes)  # first: an interpreted kernel returns at its end, and its last tiles need the peers'
         kernel()
 
+    def begin_ahead(self) -> None:
+        pass  # join waits for everything
+
     def join(self) -> None:
         with self._idle:
             self._idle.wait_for(lambda: self._pending == 0)
@@ -151,6 +158,7 @@ class StreamCopyEngine:
         self._driver = driver
         self._held: list[torch.Tensor] = []  # keeps sources from the allocator until the stream has read them
         self._forked, self._joined, self._ended = driver.new_event(), driver.new_event(), driver.new_event()
+        self._ahead: int | None = None  # how many sources are held for the operator that runs, where the next has begun
         self._last_stream: int | None = None  # that an operator was called in
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._handle = self.stream.cuda_stream
@@ -177,13 +185,19 @@ class StreamCopyEngine:
         kernel()  # first: what waits on the device is enqueued after what it waits for (rule 4)
         self._enqueue(source, routes)
 
+    def begin_ahead(self) -> None:
+        self._ahead = len(self._held)
+        self._driver.check(self._driver.record_event(self._joined, self._handle))
+
     def join(self) -> None:
-        if not self._held:
+        failed, count, self._ahead = 0, self._ahead, None
+        if not self._held or count == 0:
             return
-        failed = self._driver.record_event(self._joined, self._handle)
+        if count is None:
+            failed = self._driver.record_event(self._joined, self._handle)
         failed = self._driver.wait_event(self._driver.current_stream(), self._joined, 0) or failed
         self._driver.check(failed)
-        self._held.clear()
+        del self._held[:count]
 
     def close(self) -> None:
         self.stream.synchronize()

@@ -80,6 +80,10 @@ class Waits(Protocol):
         """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks from `first` on are here."""
         ...
 
+    def wait_for_start(self, call: Call) -> None:
+        """The same for the first chunk of every block."""
+        ...
+
     def barrier(self, call: Call) -> None:
         """Advance the slot's epoch, send it to every peer as the signal of chunk 0, and wait for the same of each."""
         ...
@@ -142,6 +146,10 @@ class Call:
     def wait_for_all(self) -> None:
         """Hold the caller's stream until the blocks of all other ranks are here."""
         self._waits.wait(self, 0, self.world_size)
+
+    def wait_for_start(self) -> None:
+        """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""
+        self._waits.wait_for_start(self)
 
     def barrier(self) -> None:
         """Hold the caller's stream (on the CPU: the caller) until every rank has come here; no block is sent."""

@@ -5,6 +5,10 @@ n - 1: a peer sends blocks of n only after finishing n - 1. In operator n + 1 th
 
     two calls an operator, as in a column linear's backward, then one      three slots suffice: all that a dense GPT does
     two calls, then two again                                              a barrier in between (workspace.py)
+
+An operator may begin ahead: it sends its blocks before what the running one receives is read. So a peer that has sent blocks of n
+ahead has read those of n - 2, but perhaps not of n - 1. Before a rank sends n + 1, it waits for the first block of n from every
+peer. Then the slot of n - 2 is free. Three slots suffice: n + 1 is sent, n is about to be read, a peer may still read n - 1.
 """
 
 from __future__ import annotations
@@ -15,20 +19,39 @@ _LONG_AGO = -2
 
 
 class SlotUse:
-    """The number of the operator that runs, and of the last that used each slot."""
+    """The number of the operator that runs, or was begun ahead, and of the last that used each slot.
+
+    _sent_after: the last operator that each rank was done with when it sent for that one. _done: the last one that, as this rank
+    knows, all are done with.
+    """
 
     def __init__(self) -> None:
         self._operator = 0
+        self._sent_after = self._done = _LONG_AGO
         self._last_used = [_LONG_AGO] * SLOTS
+        self.is_ahead = False  # the next operator has begun
 
     def begin(self) -> None:
         """Another operator. One that took no slot is not counted: nothing was received in it."""
-        if self._operator in self._last_used:
+        if not self.is_ahead and self._operator in self._last_used:
+            self.receive()
+            self._sent_after = self._operator
             self._operator += 1
+        self.is_ahead = False
+
+    def begin_ahead(self) -> None:
+        """Another operator, before anything that the one that runs has received is read."""
+        self._sent_after = self._operator - 1
+        self._operator += 1
+        self.is_ahead = True
+
+    def receive(self) -> None:
+        """Blocks of the operator that runs have come from every peer."""
+        self._done = self._sent_after
 
     def free(self) -> list[int]:
         """The slots that, as this rank knows, no rank reads any more."""
-        return [slot for slot, user in enumerate(self._last_used) if user < self._operator - 1]
+        return [slot for slot, user in enumerate(self._last_used) if user <= self._done]
 
     def take(self) -> int:
         """The first free slot, for a call of this operator: the same slots again and again, as far as that goes."""
@@ -43,3 +66,4 @@ class SlotUse:
     def invalidate(self) -> None:
         """The operator has raised, perhaps before it had received anything: no slot is known to be free before ranks meet."""
         self._last_used = [self._operator] * SLOTS
+        self.is_ahead = False

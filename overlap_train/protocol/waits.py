@@ -23,6 +23,7 @@ class BoundedWaits:
         self._fault = fault
         self.know = fault.know
         self.wait: Callable[[Call, int, int], None] = self.on_host if launcher is None else self.on_stream
+        self.wait_for_start: Callable[[Call], None] = self.start_on_host if launcher is None else self.start_on_stream
         self.barrier: Callable[[Call], None] = self.barrier_on_host if launcher is None else self.barrier_on_stream
         self.next_epoch: Callable[[Call], None] = next_epoch_on_host if launcher is None else next_epoch_on_stream
 
@@ -30,6 +31,10 @@ class BoundedWaits:
         for source in range(first, first + count):
             for chunk in range(call.chunks) if source != self.rank else ():
                 self._wait_for_word(call, source, chunk)
+
+    def start_on_host(self, call: Call) -> None:
+        for source in call.peers:
+            self._wait_for_word(call, source, 0)
 
     def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
         word, expected = call.slot.signals[source, chunk], int(call.slot.epoch)
@@ -47,12 +52,15 @@ class BoundedWaits:
         next_epoch_on_host(call)
         for peer in call.peers:
             call.slot.outgoing[peer][:1].copy_(call.slot.epoch)
-        self.on_host(call, 0, self.world_size)
+        self.start_on_host(call)
 
     def on_stream(self, call: Call, first: int, count: int) -> None:
         call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count))
 
-    def _wait_launch(self, call: Call, first: int, count: int) -> Launch:
+    def start_on_stream(self, call: Call) -> None:
+        call.launches.run("start", (), partial(self._wait_launch, call, 0, self.world_size, chunks=1))
+
+    def _wait_launch(self, call: Call, first: int, count: int, chunks: int = 0) -> Launch:
         from ..kernels.signal import wait_kernel  # imports Triton
 
         victim = first if first != self.rank else (first + 1) % self.world_size  # a block that will be read
@@ -61,7 +69,9 @@ class BoundedWaits:
             signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, abort_ptr=self._fault.abort, record_ptr=self._fault.record,
             limit=int(self.timeout_s * 1e9), rank=self.rank, first=first, count=count, row_ptr=row, row_size=row.shape[-1],
         )  # fmt: skip
-        return Launch(wait_kernel, (1,), arguments, dict(CHUNKS=call.chunks, TIMED=True, BLOCK=1024, num_warps=1))
+        return Launch(
+            wait_kernel, (1,), arguments, dict(CHUNKS=chunks or call.chunks, TIMED=True, BLOCK=1024, num_warps=1)
+        )
 
     def barrier_on_stream(self, call: Call) -> None:
         call.launches.run("barrier", (call.tag.word,), partial(self._barrier_launch, call))

@@ -135,7 +135,8 @@ class FaultRecord:
             mine, theirs = (self._tags.get(fingerprint_of(word)) for word in (expected, seen))
             return OverlapMismatchError(
                 f"{op}: rank {self._rank} is in {mine}, but rank {peer} is in {theirs or 'a call that this rank has not made'} "
-                f"here; all ranks of a group must make the same calls, with the same shapes, in the same order"
+                f"here; all ranks of a group must make the same calls, with the same shapes, in the same order; where "
+                f"they have different numbers of rows, pad them to the largest"
             )
         return OverlapTimeoutError(
             f"{op}: rank {self._rank} waited {self._timeout_s:g} s for chunk {chunk} of rank {peer}{self.link_of(peer)}: "

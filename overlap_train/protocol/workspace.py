@@ -15,6 +15,8 @@ from .waits import BoundedWaits
 class Workspace:
     """Three slots, which gathers and scatters alike take as they get free, and a barrier for when they do not."""
 
+    _last: Call  # that was opened
+
     def __init__(self, heap: SymmetricHeap, layout: Layout, device: torch.device, waits: BoundedWaits) -> None:
         self._waits = waits
         self.slots = [self._slot(heap, layout, index, device) for index in range(SLOTS)]
@@ -28,14 +30,26 @@ class Workspace:
         return Call(self._waits, slot, block_shape, dtype, chunks)
 
     def begin(self, tag: Tag, calls: int, barrier_first: bool) -> None:
-        """Start an operator that opens up to so many calls: afterwards there are slots for them."""
+        """Start an operator that opens up to so many calls: afterwards there are slots for them.
+
+        One that has begun ahead goes on: it has its slot.
+        """
+        goes_on = self.use.is_ahead
         self.use.begin()
-        if barrier_first or len(self.use.free()) < calls:
+        if not goes_on and (barrier_first or len(self.use.free()) < calls):
             self.barrier(tag.barrier)
+
+    def begin_ahead(self) -> None:
+        """Start the next operator, of one call, before the last call of this one is waited for."""
+        if not self.use.free():
+            self._last.wait_for_start()
+            self.use.receive()
+        self.use.begin_ahead()
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int = 1) -> Call:
         """Start a call on a free slot."""
-        return self._call(self.slots[self.use.take()], block_shape, dtype, tag, chunks)
+        self._last = self._call(self.slots[self.use.take()], block_shape, dtype, tag, chunks)
+        return self._last
 
     def barrier(self, tag: Tag) -> None:
         """Hold the caller's stream until every rank has come here: what they enqueued before is done, every slot is free."""

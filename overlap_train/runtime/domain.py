@@ -97,7 +97,7 @@ class OverlapDomain:
                 raise ValueError(
                     f"{name}: this rank has {request.operator} of {request.what}, rank {rank} of the group has {their_name}: "
                     f"{theirs.operator} of {theirs.what}; all ranks of a group must call the same operator with the "
-                    "same shapes and dtype"
+                    "same shapes and dtype; where they have different numbers of rows, pad them to the largest"
                 )
             if their_terms != terms:
                 raise ValueError(
@@ -217,6 +217,14 @@ class OverlapDomain:
             )
         return _Operator(self, tag, slots, barrier_first)
 
+    def begin_ahead(self) -> None:
+        """The next operator, of one call, sends before the running one reads what it receives. Its own bracket comes next.
+
+        The running one has sent all that it sends, by copies: what a kernel is yet to send would come after it.
+        """
+        self.engine.begin_ahead()
+        self.workspace.begin_ahead()
+
     def before_collective(self, tag: Tag) -> None:
         """Between CPU processes: all ranks are in this call. gloo would wait as long as its group says, and name nobody; of
         NCCL's collectives NCCL's own watchdog takes care."""
@@ -301,6 +309,8 @@ class _Operator:
         try:
             domain.engine.join()  # whatever was raised, pushes must not outlive the operator: the next call resets their counters
             if raised is not None and self._slots:
+                if domain.workspace.use.is_ahead:
+                    domain.engine.join()
                 domain.workspace.use.invalidate()
         finally:
             domain.in_use.release()

@@ -8,14 +8,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
 
-from ..operators.all_to_all_gemm import start_all_to_all_gemm
+from ..operators.all_to_all_gemm import Receiver, start_all_to_all_gemm
 from ..operators.gemm_all_to_all import start_gemm_all_to_all
 from ..operators.weight_gradient import WeightGradient
+from ..planning.plan import EnginePlan
+from ..protocol.tags import Tag
 from ..runtime.profiling import profiled
 from .parts import Part
 
@@ -97,31 +101,68 @@ def heads_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx [M/W, K], dw). x: None if dw is not wanted."""
     dx, gradient = linear.new_rows(linear.w.shape[1]) if wants_dx else None, linear.gradient()
-    for part in linear.parts:
-        domain, dgrad, tags = part.planned.domain, part.planned.plan.dgrad, part.tags
-        with domain.operator(tags.dgrad, dgrad.slots), profiled(tags.ranges[1]):
-            receiver = start_all_to_all_gemm(domain, dgrad, tags.dgrad, dy.give(part))
-            if dx is not None:
-                receiver.matmul(linear.w, linear.rows(dx, part))
-            if x is not None or dx is None:  # the peers need what this rank sends, whatever is frozen here
-                blocks = receiver.received_view()
-            if x is not None:
-                with profiled(tags.ranges[2]):
-                    gradient.add(_of_weight(linear, blocks), linear.rows(x, part))
+
+    def multiply(part: Part, receiver: Receiver) -> None:
+        if dx is not None:
+            receiver.matmul(linear.w, linear.rows(dx, part))
+        if x is not None or dx is None:  # the peers need what this rank sends, whatever is frozen here
+            blocks = receiver.received_view()
+        if x is not None:
+            with profiled(part.tags.ranges[2]):
+                gradient.add(_of_weight(linear, blocks), linear.rows(x, part))
+
+    _receive(
+        [_Sent(part, part.planned.plan.dgrad, part.tags.dgrad, part.tags.ranges[1]) for part in linear.parts],
+        dy,
+        multiply,
+    )
     return dx, gradient.result() if x is not None else None
 
 
 def to_rows(linear: Linear, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(y [M/W, N] = all_to_all(x) @ w.T, what each part has received [W, rows, K/W] if it is kept)."""
     y, kept = linear.new_rows(linear.w.shape[0]), []
-    for part in linear.parts:
-        domain, fprop, tags = part.planned.domain, part.planned.plan.fprop, part.tags
-        with domain.operator(tags.fprop, fprop.slots), profiled(tags.ranges[0]):
-            receiver = start_all_to_all_gemm(domain, fprop, tags.fprop, x.give(part))
-            receiver.matmul(linear.w.t(), linear.rows(y, part))
-            if keep:
-                kept.append(receiver.received_copy())
+
+    def multiply(part: Part, receiver: Receiver) -> None:
+        receiver.matmul(linear.w.t(), linear.rows(y, part))
+        if keep:
+            kept.append(receiver.received_copy())
+
+    _receive(
+        [_Sent(part, part.planned.plan.fprop, part.tags.fprop, part.tags.ranges[0]) for part in linear.parts],
+        x,
+        multiply,
+    )
     return y, kept
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A part that is sent before it is multiplied. range: its name for profilers."""
+
+    part: Part
+    plan: EnginePlan
+    tag: Tag
+    range: str
+
+    def start(self, rows: Rows) -> Receiver:
+        return start_all_to_all_gemm(self.part.planned.domain, self.plan, self.tag, rows.give(self.part))
+
+
+def _receive(sent: list[_Sent], rows: Rows, multiply: Callable[[Part, Receiver], None]) -> None:
+    """Send and multiply part after part, each an operator of its own.
+
+    Where copies send, a part leaves before the one before it is multiplied: no product but the first waits for its first chunk.
+    """
+    ahead: Receiver | None = None
+    for one, following in zip_longest(sent, sent[1:]):
+        domain = one.part.planned.domain
+        with domain.operator(one.tag, one.plan.slots), profiled(one.range):
+            receiver, ahead = ahead or one.start(rows), None
+            if following is not None and one.plan.sends_ahead and following.plan.sends_ahead:
+                domain.begin_ahead()
+                ahead = following.start(rows)
+            multiply(one.part, receiver)
 
 
 def rows_backward(

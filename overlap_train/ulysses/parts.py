@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 
@@ -16,7 +17,7 @@ from ..protocol.layout import SLOTS
 
 _MIB = 1 << 20
 _MOST_OF = 7 / 8  # a part uses at least so much of what fits
-# Positions. A part of an odd number of tiles cannot be sent in chunks, and its product waits for all of it: A2A + GEMM of 262144
+# Rows. A part of an odd number of tiles cannot be sent in chunks, and its product waits for all of it: A2A + GEMM of 262144
 # x 4096 x 4096 took 1.21 times as long as its GEMM in parts of 147 tiles; of 491520 rows, in parts of 160, 1.02 times (2 x H200).
 # Smaller units where that would leave much of a slot empty, or almost nothing for the last part.
 _UNITS = (1024, 512, 256, 128)
@@ -32,16 +33,18 @@ class Part:
     tags: PassTags
 
 
-def cut(positions: int, bytes_of_position: int, limit_mib: int) -> list[tuple[int, int]]:
+def cut(positions: int, bytes_of_position: int, limit_mib: int, batch: int = 1) -> list[tuple[int, int]]:
     """(first, last) of each part of a shard's positions, as few as fit into `limit_mib` for all slots.
 
     Args:
         bytes_of_position: that a rank receives for one position of every rank's shard.
+        batch: rows of one position.
     """
     fits = int(limit_mib * _MIB // (SLOTS * bytes_of_position))
     if positions <= fits:
         return [(0, positions)]
-    step = next(step for unit in (*_UNITS, 1) if (step := _step(positions, max(1, fits), unit)))
+    units = (*(rows // gcd(rows, batch) for rows in _UNITS), 1)
+    step = next(step for unit in units if (step := _step(positions, max(1, fits), unit)))
     return [(first, min(first + step, positions)) for first in range(0, positions, step)]
 
 
@@ -69,8 +72,10 @@ def parts_of(
     positions = x.shape[:1].numel() // shards
     if x.dim() < 2 or not bytes_of_position or not positions:
         plan(x)  # which raises, on every rank: there is nothing to cut
-    found = []
-    for first, last in cut(positions, bytes_of_position, limit_mib):
+    found, places = [], cut(positions, bytes_of_position, limit_mib, x.shape[1:-1].numel())
+    if len(places) > 1:  # ranks with other lengths may have equal parts, and more of them
+        meaning = ", ".join(filter(None, (meaning, f"a part of {positions} positions a rank")))
+    for first, last in places:
         planned = plan(x if last - first == positions else x[: (last - first) * shards])
         found.append(Part(first, last, planned, planned.tags(name, meaning)))
     return tuple(found)

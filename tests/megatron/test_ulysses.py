@@ -6,10 +6,12 @@ import functools
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from overlap_train import OverlapConfig
@@ -128,10 +130,11 @@ def _called(change: Callable[[Any], Any], norms: list[str]) -> list[bool]:
     within, follow = found
     assert (within is None) == follow
     if within is not None:
+        norm = within()
         others = attention.linear_qkv.weight.bfloat16(), attention.linear_qkv.weight.to("meta")
         for weight in others:
             assert norm_within(attention.q_layernorm, attention.k_layernorm, weight) == (None, True)
-        assert within.q_weight is attention.q_layernorm.weight and within.k_weight is attention.k_layernorm.weight
+        assert norm.q_weight is attention.q_layernorm.weight and norm.k_weight is attention.k_layernorm.weight
     calls = [0, 0]
     for number, name in enumerate(norms):
         norm = getattr(attention, name)
@@ -152,6 +155,46 @@ def test_norms_are_within_the_pass_where_both_can_be(workers: Workers) -> None:
             "within": [False, False],
             "of torch": [False, False],
         }
+
+
+def gathered_for_norms() -> tuple[bool, list[str], list[bool]]:
+    """Norms whose weights the forward pre-hooks of Megatron's own DDP wait for: whether the pass gives the same, whose hooks were
+    called, in order, and whether the norms were."""
+    model = ulysses.gpt(Run(context_parallel=2, overlap=CHUNKED, architecture=NORMED))
+    attention, x = model.decoder.layers[0].self_attention, torch.randn(8, 1, 32)
+    expected = attention(x, None)[0]
+    order: list[str] = []
+    modules = {name: getattr(attention, name) for name in ("q_layernorm", "k_layernorm", "linear_qkv")}
+    for name, module in modules.items():
+        module.register_forward_pre_hook(_ddp_hook(name, module.weight, order))
+    norms = list(modules)[:2]
+    calls = [0, 0]
+    for number, name in enumerate(norms):
+        modules[name].forward = functools.partial(_counting, calls, number, modules[name].forward)
+    return torch.equal(attention(x, None)[0], expected), order, [count > 0 for count in calls]
+
+
+def _ddp_hook(name: str, weight: torch.nn.Parameter, order: list[str]) -> Any:
+    """Megatron's, of a weight that is NaN before it is called."""
+    values = weight.data.clone()
+    weight.data.fill_(torch.nan)
+
+    def finish_param_sync(skip_next_bucket_dispatch: bool) -> None:
+        order.append(name)
+        weight.data.copy_(values)
+
+    ddp = SimpleNamespace(
+        use_forward_hook=True, overlap_param_gather_with_optimizer_step=False,
+        ddp_config=SimpleNamespace(align_param_gather=False, overlap_param_gather=True),
+        param_to_bucket_group={weight: SimpleNamespace(finish_param_sync=finish_param_sync)},
+    )  # fmt: skip
+    return DistributedDataParallel._make_forward_pre_hook(ddp)
+
+
+def test_norms_whose_weights_are_gathered_late_are_within_the_pass(workers: Workers) -> None:
+    """The projection's weights come first, as in Megatron's own order of calls."""
+    order = ["linear_qkv", "q_layernorm", "k_layernorm"]
+    assert workers.call(gathered_for_norms) == [(True, order, [False, False])] * 2
 
 
 def losses_and_weights(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:

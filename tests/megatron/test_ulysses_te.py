@@ -130,7 +130,7 @@ def with_norms() -> dict[str, Any]:
     for layer in model.decoder.layers:
         attention = layer.self_attention
         norm, _ = norm_within(attention.q_layernorm, attention.k_layernorm, attention.linear_qkv.weight)
-        facts["norms"].append((type(attention.q_layernorm).__name__, norm is not None and norm.zero_centered))
+        facts["norms"].append((type(attention.q_layernorm).__name__, norm is not None and norm().zero_centered))
     return {**facts, "normed losses": train(model, 2)}
 
 

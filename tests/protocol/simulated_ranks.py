@@ -125,11 +125,15 @@ class SimulatedDomain:
         waits = core("protocol.waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)
         if simulation.device_waits:
             waits.wait, waits.barrier = waits.on_stream, waits.barrier_on_stream
+            waits.wait_for_start = waits.start_on_stream
             waits.next_epoch = core("protocol.waits").next_epoch_on_stream
         self.workspace = core("protocol.workspace").Workspace(heap, layout, self.device, waits)
 
     def operator(self, tag: Any, slots: int, barrier_first: bool = False) -> AbstractContextManager[None]:
         return core("runtime.domain").OverlapDomain.operator(self, tag, slots, barrier_first)
+
+    def begin_ahead(self) -> None:
+        core("runtime.domain").OverlapDomain.begin_ahead(self)
 
     def plan(
         self,
@@ -182,6 +186,9 @@ class SimulatedEngine:
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Any]) -> None:
         self.push(source, routes)
         kernel()
+
+    def begin_ahead(self) -> None:
+        """As the thread of a CPU process: join waits for everything."""
 
     def join(self) -> None:
         self._scheduler.wait_until(lambda: not self._queue, f"{self._name} to finish its pushes")

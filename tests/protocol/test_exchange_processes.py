@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from overlap_train import OverlapConfig, all_to_all_linear, linear_all_to_all
+from overlap_train import (
+    AttentionHeads,
+    OverlapConfig,
+    OverlapMismatchError,
+    all_to_all_linear,
+    attention_output_linear,
+    linear_all_to_all,
+    qkv_all_to_all,
+    shutdown,
+)
+from overlap_train.runtime.registry import domain_of
 from overlap_train.ulysses import parts
 from tests.linear_cases import OPERATORS, Case, to_heads, to_rows
 from tests.processes import run_ranks, values
@@ -85,6 +96,72 @@ def test_long_sequences_pass_through_in_parts() -> None:
 def test_long_sequences_pass_through_kernels_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     values(run_ranks(2, _in_parts, ("fused", "direct")))
+
+
+def _bits_in_parts(rank: int, world: int) -> bool:
+    """Whether y and dx of a pass in parts have the bits of one that is whole. (dw is a sum over the parts.)"""
+    parts._MIB = 1 << 10
+    found = []
+    for mib in (1, 512):
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(12, 1, 24, generator=generator).requires_grad_()
+        w = torch.randn(40, 24 * world, generator=generator)
+        config = OverlapConfig(method="fused", exchange_mib=mib, timeout_s=20.0)
+        y = all_to_all_linear(x, w, group=dist.group.WORLD, config=config)
+        found.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_parts_give_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    assert values(run_ranks(2, _bits_in_parts)) == [True, True]
+
+
+def _memory_of_a_batch(rank: int, world: int) -> int:
+    """What one slot has after exchanges of 24 positions with a batch of 4, in parts. exchange_mib counts KiB here."""
+    parts._MIB = 1 << 10
+    case = _case("chunked", exchange_mib=12)
+    to_heads(case, (24, 4), 16, 8)
+    to_rows(case, (24, 4), 8, 16)
+    return domain_of(case.group, case.config, case.device).layout.slot_bytes
+
+
+def test_a_batch_takes_no_more_memory_than_the_setting() -> None:
+    """A position takes 4 rows of 16 features, 256 bytes. Of 24 positions 16 fit, which makes two parts of 12."""
+    assert values(run_ranks(2, _memory_of_a_batch)) == [12 * 256] * 2
+
+
+def _other_lengths(rank: int, world: int, in_parts: bool) -> list[str]:
+    """What a first call says in which this rank has 4 or 6 positions, then a later one. Parts have 2 positions."""
+    parts._MIB = 1 << 10
+    case, said = _case("chunked", exchange_mib=1 if in_parts else 512), []
+    heads = AttentionHeads(query=4, kv=2, dim=8)
+    s, options = 4 + 2 * rank, dict(group=case.group, config=case.config)
+    calls = {
+        "heads": lambda: linear_all_to_all(torch.ones(s, 1, 16), torch.ones(64, 16), **options),
+        "rows": lambda: all_to_all_linear(torch.ones(2 * s, 1, 32), torch.ones(16, 64), **options),
+        "qkv": lambda: qkv_all_to_all(torch.ones(s, 1, 16), torch.ones(64, 16), heads=heads, **options),
+        "output": lambda: attention_output_linear(torch.ones(2 * s, 1, 32), torch.ones(16, 64), **options),
+    }
+    for call in calls.values():
+        with pytest.raises((ValueError, OverlapMismatchError)) as raised:
+            call()
+        said.append(str(raised.value))
+        shutdown()  # after a mismatch nothing else is called
+    return said
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_ranks_with_other_numbers_of_rows_are_named(in_parts: bool) -> None:
+    for rank, said in enumerate(values(run_ranks(2, _other_lengths, in_parts))):
+        for text in said:
+            assert text.endswith("where they have different numbers of rows, pad them to the largest")
+            mine, theirs = (4, 6) if rank == 0 else (6, 4)
+            if in_parts:
+                assert f"a part of {mine} positions" in text and "a call that this rank has not made" in text
+            else:
+                found = [int(number) for number in re.findall(r"input \[(\d+), ", text)]
+                assert found in ([mine, theirs], [2 * mine, 2 * theirs])
 
 
 def _backward_after_backward(rank: int, world: int) -> None:

@@ -56,7 +56,11 @@ FAULTS = [
     ("join without wait", Fault("protocol.copy_engine", JOIN, "failed"), ALL),
     (
         "join without record",
-        Fault("protocol.copy_engine", "record_event(self._joined", "current_stream(), (self._joined"),
+        Fault(
+            "protocol.copy_engine",
+            "failed = self._driver.record_event(self._joined",
+            "failed = self._driver.current_stream(), (self._joined",
+        ),
         BOTH_CHUNKED,
     ),
     (

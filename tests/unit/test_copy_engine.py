@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock, call
+
 import pytest
 import torch
 
-from overlap_train.protocol.copy_engine import HostCopyEngine, Push, Route, run_push
+from overlap_train.protocol.copy_engine import HostCopyEngine, Push, Route, StreamCopyEngine, run_push
 
 EPOCH = torch.tensor([7])
 
@@ -52,3 +54,22 @@ def test_what_the_thread_raised_is_raised_to_its_owner_after_all_pushes() -> Non
         engine.join()
     assert good.target.tolist() == [1.0] * 4 and good.signal == EPOCH
     engine.close()
+
+
+def test_a_join_does_not_wait_for_what_was_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the event of the mark, and holds what is still to be sent; the next join waits for all."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(cuda_stream="copies"))
+    driver = Mock(current_stream=lambda: "caller", **{"new_event.side_effect": ["forked", "joined", "ended"]})
+    engine = StreamCopyEngine(torch.device("cpu"), driver)
+    for mark in (False, True):
+        if mark:
+            engine.begin_ahead()
+        engine.push(torch.ones(4), [])
+    assert driver.record_event.mock_calls[1:] == [call("joined", "copies"), call("forked", "caller")]
+    driver.reset_mock()
+    engine.join()
+    assert not driver.record_event.called and len(engine._held) == 1
+    driver.wait_event.assert_called_once_with("caller", "joined", 0)
+    engine.join()
+    driver.record_event.assert_called_once_with("joined", "copies")
+    assert driver.wait_event.call_count == 2 and not engine._held

@@ -14,6 +14,7 @@ from overlap_train.runtime.domain import _Operator
 
 def test_a_begin_that_raises_ends_as_the_operator_would() -> None:
     domain = Mock()
+    domain.workspace.use.is_ahead = False
     domain.workspace.begin.side_effect = RuntimeError("the CUDA driver refused")
     with pytest.raises(RuntimeError, match="refused"):
         _Operator(domain, Tag("fc1/dgrad", ""), 2, True).__enter__()
@@ -55,14 +56,17 @@ def test_a_wait_that_gave_up_is_raised_before_an_operator_and_after_it(looks: in
     assert len(bodies) == looks and not domain.in_use.locked()
 
 
-def test_pushes_are_joined_and_slots_are_unknown_after_a_body_that_raised() -> None:
+@pytest.mark.parametrize("joins", [1, 2], ids=["alone", "and the next one sends already"])
+def test_pushes_are_joined_and_slots_are_unknown_after_a_body_that_raised(joins: int) -> None:
+    """A second join ends what was sent ahead."""
     domain = Mock(in_use=threading.Lock())
+    domain.workspace.use.is_ahead = joins == 2
     with _Operator(domain, Tag("fc1", ""), 1, True):
         pass
     domain.workspace.use.invalidate.assert_not_called()
     domain.engine.join.reset_mock()
     with pytest.raises(MemoryError), _Operator(domain, Tag("fc1", ""), 1, True):
         raise MemoryError
-    domain.engine.join.assert_called_once_with()
+    assert domain.engine.join.call_count == joins
     domain.workspace.use.invalidate.assert_called_once_with()
     assert not domain.in_use.locked()

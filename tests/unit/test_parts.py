@@ -36,3 +36,12 @@ def test_parts_hold_eight_chunks_of_whole_tiles_where_that_fits() -> None:
 
 def test_where_not_even_one_position_fits_each_is_a_part() -> None:
     assert cut(3, 10 * MIB, 1) == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("batch", [2, 4, 6, 64])
+def test_parts_are_whole_tiles_of_rows_whatever_the_batch(batch: int) -> None:
+    """Of 64 rows each, 227 positions fit: 1024 of them never do."""
+    parts = cut(65536 // batch, 12288 * batch, 512, batch)
+    rows = [batch * (last - first) for first, last in parts]
+    assert all(count % 512 == 0 for count in rows[:-1]) and SLOTS * max(rows) * 12288 <= 512 * MIB
+    assert len(parts) <= len(cut(65536, 12288, 512)) + 1, "and as few as without a batch"

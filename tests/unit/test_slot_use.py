@@ -76,3 +76,48 @@ def test_calls_stay_with_few_slots() -> None:
         use.begin()
         taken.append(use.take())
     assert taken == [0, 1] * 5
+
+
+def in_parts(use: SlotUse, count: int) -> tuple[list[int], list[bool]]:
+    """A pass in parts, of which the next begins before one is read: the slots, and where first blocks had to come before."""
+    use.begin()
+    taken, waits = [use.take()], []
+    for _ in range(count - 1):
+        waits.append(not use.free())
+        if waits[-1]:
+            use.receive()
+        use.begin_ahead()
+        taken.append(use.take())
+        use.begin()
+    return taken, waits
+
+
+def test_parts_that_begin_ahead_take_three_slots_in_turn() -> None:
+    """What is sent, what is read, and what a peer may still read."""
+    assert in_parts(SlotUse(), 7) == ([0, 1, 2, 0, 1, 2, 0], [False, False, True, True, True, True])
+
+
+@pytest.mark.parametrize(("calls", "barrier"), [(1, False), (2, True)])
+def test_after_parts_that_began_ahead_one_slot_is_free(calls: int, barrier: bool) -> None:
+    use = SlotUse()
+    in_parts(use, 4)
+    use.begin()
+    assert (len(use.free()) < calls) == barrier and use.free()[0] == 1, "the last two parts have slots 2 and 0"
+
+
+def test_after_two_calls_the_second_part_waits_for_the_first_blocks_of_the_first() -> None:
+    use = SlotUse()
+    use.begin()
+    assert [use.take(), use.take()] == [0, 1]
+    assert in_parts(use, 3) == ([2, 0, 1], [True, False])
+
+
+def test_what_began_ahead_of_an_operator_that_raised_does_not_go_on() -> None:
+    use = SlotUse()
+    in_parts(use, 2)
+    use.begin_ahead()
+    use.take()
+    use.invalidate()
+    assert not use.is_ahead
+    use.begin()
+    assert use.free() == []

@@ -57,16 +57,21 @@ class _Exchanging:
         finally:
             self._instead = None
 
-    def to_heads(self: Any, x: torch.Tensor, exchange: Exchange, norm: QkNorm | None, rotary: Rotary | None) -> Heads:
+    def to_heads(
+        self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
+    ) -> Heads:
         """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated; of a
-        call without `reason`."""
+        call without `reason`. norm: makes it, behind the module's own hooks."""
         return self._call(x, partial(self._to_heads, exchange=exchange, norm=norm, rotary=rotary))
 
-    def _to_heads(self: Any, x: torch.Tensor, exchange: Exchange, norm: QkNorm | None, rotary: Rotary | None) -> Heads:
+    def _to_heads(
+        self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
+    ) -> Heads:
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None
         q, k, v = qkv_all_to_all(
             normed(self, x), self.weight, bias, group=exchange.group, heads=exchange.heads, layout=exchange.layout,
-            qk_norm=norm, rotary=rotary, config=overlap.settings(self, self.weight), name=overlap.name,
+            qk_norm=None if norm is None else norm(), rotary=rotary, config=overlap.settings(self, self.weight),
+            name=overlap.name,
         )  # fmt: skip
         return overlap.watched(q), k, v
 

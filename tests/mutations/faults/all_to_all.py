@@ -54,6 +54,15 @@ GPU_IN = In(HOPPER.file, (f"{GPU_EXACT}[fused-to_rows-torch.bfloat16]",), gpu=Tr
 GPU_DIRECT_IN = In(HOPPER.file, (f"{GPU_EXACT}[direct-to_rows-torch.bfloat16]",), gpu=True)
 GPU_OUT = In(HOPPER_SCATTER.file, (f"{GPU_EXACT}[fused-to_heads-torch.bfloat16]",), gpu=True)
 
+IN_PARTS = f"{PROTOCOL}/test_interleaving_parts.py"
+AHEAD_ONLY = f"{UNIT}/test_copy_engine.py::test_a_join_does_not_wait_for_what_was_sent_ahead"
+PLAN = In("overlap_train/planning/plan.py", (IN_PARTS,))
+AHEAD = In("overlap_train/protocol/slot_use.py", (f"{UNIT}/test_slot_use.py", IN_PARTS))
+ROOM = In("overlap_train/protocol/workspace.py", (IN_PARTS,))
+STARTS = In("overlap_train/protocol/waits.py", (IN_PARTS,))
+STREAM = In("overlap_train/protocol/copy_engine.py", (IN_PARTS,))
+DOMAIN = In("overlap_train/runtime/domain.py", (IN_PARTS,))
+
 FAULTS = [
     OUT("A2A: columns are read before they have come", "        self._call.wait_for_all()\n", "", *CHUNKED),
     OUT("A2A: the own columns are stored as rank 0's", "self._into)[self._domain.rank]", "self._into)[0]"),
@@ -137,9 +146,32 @@ FAULTS = [
           "index % PEERS) % WORLD, unit // PEERS, index % per_chunk"),
     # long sequences in parts, and what ranks must agree on
     PARTS("a part takes more memory than all slots may", "(SLOTS * bytes_of_position)", "bytes_of_position"),
+    PARTS("parts of a batch are counted in positions", "rows // gcd(rows, batch)", "rows"),
+    PARTS("parts of other lengths may pair up", ", f\"a part of {positions} positions a rank\"", "",
+          f"{OWN}::test_ranks_with_other_numbers_of_rows_are_named"),
+    LINEARS("a batch is not counted", "return max(1, x.shape[1:-1].numel())", "return 1",
+            f"{OWN}::test_a_batch_takes_no_more_memory_than_the_setting"),
     PARTS("parts end within tiles", "(1024, 512, 256, 128)", "(1024,)"),
     PARTS("parts have odd numbers of tiles", "(1024, 512, 256, 128)", "(128,)"),
     PARTS("the last part goes on beyond the sequence", "min(first + step, positions)", "first + step"),
+    EXCHANGE("parts: none leaves before the one before it is multiplied", "one.plan.sends_ahead and following.plan.sends_ahead",
+             "False", f"{IN_PARTS}::test_the_next_part_leaves_before_one_is_multiplied"),
+    PLAN("parts: one leaves before a kernel that sends has sent", " and TRAITS[self.method].pushes", "",
+         f"{IN_PARTS}::test_the_next_part_leaves_before_one_is_multiplied"),
+    AHEAD("parts: a slot is reused before its reader is done", "self._sent_after = self._operator - 1",
+          "self._sent_after = self._operator"),
+    AHEAD("parts: what began ahead begins again", "not self.is_ahead and ", ""),
+    AHEAD("parts: what an operator that raised had begun goes on", "[self._operator] * SLOTS\n        self.is_ahead = False\n",
+          "[self._operator] * SLOTS\n", f"{UNIT}/test_slot_use.py"),
+    ROOM("parts: one is sent before it is known that a slot is free", "            self._last.wait_for_start()\n", ""),
+    ROOM("parts: what came tells nothing", "            self.use.receive()\n", ""),
+    STARTS("parts: the first chunk of one peer only is waited for", "call, 0, self.world_size, chunks=1",
+           "call, 0, 2, chunks=1"),
+    STREAM("parts: what is sent is reused before it has left", "        self._ahead = len(self._held)\n",
+           "        self._ahead = 0\n"),
+    STREAM("parts: the next one's sends are waited for, too", "        if count is None:\n", "        if True:\n", AHEAD_ONLY),
+    DOMAIN("parts: what an operator that raised had sent ahead goes on", "if domain.workspace.use.is_ahead:", "if False:",
+           f"{UNIT}/test_operator_bracket.py"),
     LINEARS("an exchange takes more than the group may have", "min((config or domain.config).exchange_mib,",
             "max((config or domain.config).exchange_mib,",
             f"{ATTENTION}::test_an_exchange_takes_no_more_memory_than_the_group_may_have"),

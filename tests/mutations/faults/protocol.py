@@ -113,8 +113,8 @@ FAULTS = [
         'key = "routes"',
         f"{PROTOCOL}/test_interleaving_gemm_reduce_scatter.py::test_chunked_passes",
     ),
-    USE("slots are free one operator too early", "self._operator - 1]", "self._operator]"),
-    USE("operators without calls are counted", "if self._operator in self._last_used:", "if True:"),
+    USE("slots are free one operator too early", "self._done]", "self._done + 1]"),
+    USE("operators without calls are counted", " and self._operator in self._last_used:", ":"),
     USE(
         "after a barrier the slots of the operator before stay taken",
         "self._last_used = [_LONG_AGO] * SLOTS\n\n    def invalidate",
@@ -122,7 +122,7 @@ FAULTS = [
     ),
     USE("an operator that raised leaves its slots free", "self._last_used = [self._operator] * SLOTS", "pass"),
     USE("slots are taken in turn", "slot = self.free()[0]", "slot = self.free()[-1]"),
-    WORKSPACE("a barrier that was asked for is left out", "if barrier_first or len", "if len"),
+    WORKSPACE("a barrier that was asked for is left out", "(barrier_first or len", "(len"),
     WORKSPACE("an operator finds too few slots", "len(self.use.free()) < calls", "len(self.use.free()) < 1"),
     WORKSPACE(
         "after a barrier no slot is free", "            raise\n        self.use.clear()\n", "            raise\n"

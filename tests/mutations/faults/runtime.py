@@ -33,7 +33,7 @@ FAULTS = [
         "if self._slots:",
     ),
     DOMAIN("two threads are let in", "self._lock.acquire(blocking=False)", "True"),
-    DOMAIN("pushes outlive their operator", "domain.engine.join()", "pass"),
+    DOMAIN("pushes outlive their operator", "domain.engine.join()  # whatever", "pass  # whatever"),
     DOMAIN(
         "the flag of a barrier is dropped",
         "domain.workspace.begin(self._tag, self._slots, self._barrier_first)",

@@ -1,0 +1,162 @@
+"""Long sequences in parts, the next sent before one is multiplied: right under seeded schedules, and with planted faults.
+
+The real passes of ulysses/exchange.py. What is sent of a part is packed into memory that is overwritten when the part is done, as
+a caching allocator would give it to the next one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet")
+
+from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.faults import Fault
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.operator_problems import integers
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
+from tests.protocol.simulated_streams import StreamSimulation
+
+PARTS = 5  # more than there are slots
+
+
+class Packed:
+    """Rows [W, PARTS * TILE, C] that are packed for each part. What was packed is overwritten two parts later, when its part has
+    ended; it stays allocated, since simulated copies go by address."""
+
+    def __init__(self, x: torch.Tensor, given: list[torch.Tensor]) -> None:
+        self._x, self._given, self._before = x, given, len(given)
+
+    def give(self, part: Any) -> torch.Tensor:
+        if len(self._given) - self._before > 1:
+            self._given[-2].fill_(torch.nan)
+        self._given.append(self._x[:, part.first : part.last].clone())
+        return self._given[-1]
+
+
+def passes(method: str, machine: Simulation, backward: bool = False) -> Build:
+    """Two passes after each other. y [PARTS * TILE, TILE] = all_to_all(x) @ w.T of each rank; backward: of a QKV projection, dx
+    and dw of what was received."""
+    world = machine.world_size
+    x, rows = integers(world, world, PARTS * TILE, TILE, seed=1), integers(world, PARTS * TILE, TILE, seed=2)
+    w = integers(world, world * TILE, TILE, seed=3)  # of a rank: [W * TILE, TILE]
+    received = x.transpose(0, 1).transpose(1, 2).flatten(2)  # [to, rows, W * TILE]
+    expected = [received @ w, received.transpose(1, 2) @ rows]
+
+    def build(scheduler: Scheduler) -> Callable[[], None]:
+        results: dict[tuple[int, int], list[torch.Tensor]] = {}
+        given: list[list[torch.Tensor]] = [[] for _ in range(world)]
+
+        def host(domain: SimulatedDomain) -> None:
+            rank = domain.rank
+            for number in range(2):
+                results[number, rank] = _one_pass(
+                    domain, method, Packed(x[rank], given[rank]), rows[rank], w[rank], backward
+                )
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            for (number, rank), found in results.items():
+                right = [torch.equal(y, of_all[rank]) for y, of_all in zip(found, expected, strict=False)]
+                assert all(right) and len(results) == 2 * world, f"pass {number}, rank {rank}: {right}"
+
+        return check
+
+    return build
+
+
+def _one_pass(
+    domain: SimulatedDomain, method: str, x: Packed, rows: torch.Tensor, w: torch.Tensor, backward: bool
+) -> list[torch.Tensor]:
+    exchange, plan_book, parts = core("ulysses.exchange"), core("operators.plan_book"), core("ulysses.parts")
+    spec = "LINEAR_ALL_TO_ALL" if backward else "ALL_TO_ALL_LINEAR"
+    operand = rows[:TILE] if backward else rows.new_empty(domain.world_size * TILE, TILE)
+    weight = w if backward else w.t()
+    planned = plan_book.Planned(domain, domain.plan(method, operand, weight, spec, main_grad="off"))
+    places = [(first, first + TILE) for first in range(0, PARTS * TILE, TILE)]
+    of_call = tuple(parts.Part(*place, planned, planned.tags("linear")) for place in places)
+    linear = exchange.Linear(of_call, weight, weight, None, 1)
+    if backward:
+        return list(exchange.heads_backward(linear, rows, x, True))
+    return [exchange.to_rows(linear, x, False)[0]]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("method", "ranks", "seeds"), [("chunked", 3, 6), ("fused", 2, 2), ("direct", 2, 1)])
+def test_parts_pass(method: str, ranks: int, seeds: int, backward: bool) -> None:
+    assert_passes(passes(method, Simulation(ranks, device_waits=backward), backward), range(seeds))
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_parts_pass_on_streams(one_queue: bool) -> None:
+    assert_passes(passes("chunked", StreamSimulation(2, one_queue=one_queue)), range(8))
+    assert_passes(passes("chunked", StreamSimulation(2, one_queue=one_queue), backward=True), range(3))
+
+
+IN_WORKSPACE = ("protocol.workspace",)
+FAULTS = {
+    "reused before the reader is done": Fault(
+        "protocol.slot_use",
+        "self._sent_after = self._operator - 1",
+        "self._sent_after = self._operator",
+        reload=IN_WORKSPACE,
+    ),
+    "sent before it is known that a slot is free": Fault("protocol.workspace", "self._last.wait_for_start()", "pass"),
+    "a first chunk is waited for at one peer": Fault(
+        "protocol.waits", "call, 0, self.world_size, chunks", "call, 0, 2, chunks"
+    ),
+}
+ON_STREAMS = {
+    "sources are reused before they are sent": Fault(
+        "protocol.copy_engine", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"
+    ),
+    "the mark comes too early": Fault(
+        "protocol.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault: str) -> None:
+    with FAULTS[fault].planted():
+        error = assert_caught(passes("chunked", Simulation(3, device_waits=True)), range(60))
+    assert re.search(FAULTS[fault].report, str(error)), error
+
+
+@pytest.mark.parametrize("fault", ON_STREAMS)
+def test_fault_of_streams_is_caught(fault: str) -> None:
+    with ON_STREAMS[fault].planted():
+        error = assert_caught(passes("chunked", StreamSimulation(2)), range(60))
+    assert re.search(ON_STREAMS[fault].report, str(error)), error
+
+
+def _order(method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of rank 0, in its first pass."""
+    engines, order = core("operators.all_to_all_gemm"), []
+    engine = engines.ALL_TO_ALL_GEMMS[method]
+
+    def noted(what: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(receiver: Any, *args: Any) -> Any:
+            if receiver._domain.rank == 0:
+                order.append(what)
+            return plain(receiver, *args)
+
+        return call
+
+    for name, what in (("start", "sent"), ("matmul", "multiplied")):
+        monkeypatch.setattr(engine, name, noted(what, getattr(engine, name)))
+    assert_passes(passes(method, Simulation(2)), range(1))
+    return order[: 2 * PARTS]
+
+
+def test_the_next_part_leaves_before_one_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But of `direct`, whose product sends."""
+    ahead = ["sent", *["sent", "multiplied"] * (PARTS - 1), "multiplied"]
+    assert _order("chunked", monkeypatch) == ahead
+    assert _order("direct", monkeypatch) == ["sent", "multiplied"] * PARTS
