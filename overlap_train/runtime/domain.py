@@ -20,7 +20,7 @@ from ..gpu.launch import Launcher
 from ..planning.arguments import Request
 from ..planning.schedule import Topology
 from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
-from ..protocol.layout import SLOTS, Layout
+from ..protocol.layout import SLOTS, Layout, with_room
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_workspace import NodeWaits, NodeWorkspace, link_of
 from ..protocol.tags import Tag
@@ -137,7 +137,8 @@ class OverlapDomain:
                 f"{-(-layout.nbytes // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
                 f"{layout.slot_bytes / _MIB:.1f} MiB); raise OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
             )
-        self._reallocate(layout)
+        roomy = layout.covering(with_room(request.slot_bytes))  # longer rows then cost no agreement
+        self._reallocate(roomy if roomy.nbytes <= self.config.symmetric_mib * _MIB else layout)
 
     @cached_property
     def nodes(self) -> Nodes:

@@ -201,9 +201,33 @@ FAULTS = [
         f"{UNIT}/test_packed_launch.py::test_a_kernel_that_cannot_be_packed_runs_through_triton_and_says_so_once",
     ),
     LAUNCH(
+        "every length goes through Triton",
+        "entry = self._launcher.entries.get(compiled.hash)",
+        "entry = None",
+        f"{UNIT}/test_packed_launch.py::test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton",
+    ),
+    LAUNCH(
+        "another length is packed and not launched",
+        "        if entry is not None:\n            packed(values)\n",
+        "",
+        f"{UNIT}/test_packed_launch.py::test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton",
+    ),
+    LAUNCH(
+        "a length that cannot be packed is not launched",
+        "            if entry is not None:\n                launch.through_triton()\n",
+        "",
+        f"{UNIT}/test_packed_launch.py::test_sizes_that_cannot_be_packed_run_through_triton",
+    ),
+    LAUNCH(
+        "a descriptor that is there several times is copied once",
+        "ctypes.memmove(place, encoded[id(descriptor)], MAP_BYTES)",
+        "pass",
+        f"{UNIT}/test_packed_launch.py::test_a_descriptor_that_is_there_twice_is_encoded_once",
+    ),
+    LAUNCH(
         "parameters lie on 32 bytes",
-        "_MAP_BYTES, _MAP_ALIGNMENT = 128, 64",
-        "_MAP_BYTES, _MAP_ALIGNMENT = 128, 32",
+        "_MAP_ALIGNMENT = 64",
+        "_MAP_ALIGNMENT = 32",
         f"{UNIT}/test_packed_launch.py::test_parameters_lie_on_64_bytes_and_keep_their_values",
     ),
     LAUNCH(
@@ -219,7 +243,7 @@ FAULTS = [
     ),
     PTX(
         "a kernel is checked at each first launch",
-        "        if compiled.hash in self._verified:\n            return\n",
+        "        if compiled.hash in self._verified:\n            return compiled\n",
         "",
         f"{UNIT}/test_ptx_check.py::test_a_kernel_is_checked_once",
     ),
