@@ -138,7 +138,8 @@ class PackedLaunch:
         return self._maps[name] if name in self._maps else self._words[name]
 
     def _fill(self, signature: dict[str, str], arguments: dict[str, Any], maps: Any) -> None:
-        index, encoded = 0, {}  # what a kernel does not use on so few ranks is one descriptor, many times
+        index = 0
+        encoded: dict[int, int] = {}  # what a kernel does not use on so few ranks is one descriptor, many times
         for name, kind in signature.items():
             if kind.startswith("tensordesc"):
                 place, how, descriptor = self._parameters.address(index), next(maps), arguments[name]

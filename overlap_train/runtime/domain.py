@@ -262,6 +262,14 @@ def barrier(domain: OverlapDomain, tag: Tag) -> None:
         domain.workspace.barrier(tag)
 
 
+def _take(lock: Any, name: str) -> None:
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            f"{name}: another thread of this process is in an operator of the same group; the ranks' calls of a "
+            f"group need one order: call from one thread, or give each thread a group of its own"
+        )
+
+
 class _Exclusively:
     """OverlapDomain.exclusively."""
 
@@ -269,11 +277,7 @@ class _Exclusively:
         self._lock, self._name = lock, name
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                f"{self._name}: another thread of this process is in an operator of the same group; the ranks' calls of a "
-                f"group need one order: call from one thread, or give each thread a group of its own"
-            )
+        _take(self._lock, self._name)
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
@@ -288,7 +292,7 @@ class _Operator:
     def __enter__(self) -> None:
         domain = self._domain
         domain.fault.check()
-        _Exclusively(domain.in_use, self._tag.op).__enter__()
+        _take(domain.in_use, self._tag.op)
         try:
             domain.engine.begin()
             if self._slots:

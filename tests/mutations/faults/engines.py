@@ -21,6 +21,7 @@ PERSISTENT = In(f"{OPERATORS}/persistent.py", (f"{UNIT}/test_operands.py",))
 LENGTHS = In(f"{OPERATORS}/plan_book.py", ("tests/protocol/test_new_lengths.py",))
 BOOK = In(f"{OPERATORS}/plan_book.py", (f"{UNIT}/test_plan_book.py",))
 LINEAR = In("overlap_train/linear.py", (FOOTPRINT,))
+ONCE = In(f"{OPERATORS}/once.py", (MODES,))
 LAUNCH = In(
     "overlap_train/gpu/launch.py",
     (f"{UNIT}/test_packed_launch.py::test_addresses_are_replaced_where_they_have_changed",),
@@ -30,10 +31,9 @@ PTX = In(
 )
 
 FAULTS = [
-    GATHER(
-        "gathered x is complete before it has come", "            self._call.wait_for_all()\n", "            pass\n"
-    ),
-    GATHER("the own rows are missing in gathered x", "self._call.blocks[self._domain.rank].copy_(self._own)", "pass"),
+    GATHER("gathered x is complete before it has come", "self._call.receive(self._own)", "self._call.keep(self._own)"),
+    GATHER("the own rows are missing in gathered x", "self._call.receive(self._own)", "self._call.wait_for_all()"),
+    GATHER("the own rows are missing after a product", "self._call.keep(self._own)", "pass"),
     GATHER("kept x stays in its slot", "return self.gathered_view().clone()", "return self.gathered_view()", FOOTPRINT),
     GATHER(
         "a second product is launched again",
@@ -181,6 +181,7 @@ FAULTS = [
         "    def backward(ctx: Any, dy_shard_m",
         MODES,
     ),
+    ONCE("no backward refuses to be differentiated", "(refused if torch.is_grad_enabled() else backward)", "backward"),
     LINEAR(
         "a column's bias is forgotten",
         "x_shard_m.shape[1:-1], -1)\n    return y if bias is None else y + bias",

@@ -33,7 +33,7 @@ FAULTS = [
         "if raised is not None and self._slots:",
         "if self._slots:",
     ),
-    DOMAIN("two threads are let in", "self._lock.acquire(blocking=False)", "True"),
+    DOMAIN("two threads are let in", "lock.acquire(blocking=False)", "True"),
     DOMAIN("pushes outlive their operator", "domain.engine.join()", "pass"),
     DOMAIN(
         "the flag of a barrier is dropped",
