@@ -32,7 +32,7 @@ class Waiting:
 
     def run_and_keep(self, own: torch.Tensor, programs: int) -> torch.Tensor:
         """The same for the whole slot, and what became of the own block and of the words behind it."""
-        kept = torch.zeros(len(own) + 16)
+        kept = torch.full((len(own) + 16,), -1.0)
         memory = self.signals, self.epoch, self.abort, self.record
         wait_and_keep_kernel[(programs,)](
             *memory, POLLS, RANK, WORLD, self.row[:18], 18, own, kept, len(own), CHUNKS=2, TIMED=False, BLOCK=16
@@ -43,7 +43,7 @@ class Waiting:
 @pytest.mark.parametrize(("size", "programs"), [(5, 2), (16, 2), (100, 3), (100, 8), (0, 2)])
 def test_the_own_block_is_kept_whole_by_any_number_of_programs(size: int, programs: int) -> None:
     waiting, own = Waiting(0, 2, 3), torch.arange(1.0, size + 1)
-    assert torch.equal(waiting.run_and_keep(own, programs), torch.cat([own, torch.zeros(16)]))
+    assert torch.equal(waiting.run_and_keep(own, programs), torch.cat([own, torch.full((16,), -1.0)]))
     assert not waiting.row.any() and not waiting.record.any()
 
 
