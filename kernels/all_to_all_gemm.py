@@ -16,7 +16,7 @@ from .signal import claim, finalize_epoch, next_word, signal_word, wait_signal
 from .tiles import tile_in_block, tile_offsets, tile_product
 
 
-@triton.jit(do_not_specialize=["rank", "tag", "limit"])
+@triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
 def all_to_all_gemm_kernel(
     own_ptr, received_ptr, b_ptr, y_ptr,
     m_shard, n, k, stride_bk, stride_bn,

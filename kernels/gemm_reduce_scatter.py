@@ -29,7 +29,7 @@ from .signal import claim, finalize_epoch, next_word, notify_copy_engine, notify
 from .tiles import scatter_tile, tile_in_block, tile_offsets, tile_product
 
 
-@triton.jit(do_not_specialize=["rank", "tag", "limit"])
+@triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
 def gemm_reduce_scatter_kernel(
     a_ptr, b_ptr, staging_ptr, received_ptr, y_ptr,
     m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,

@@ -132,7 +132,7 @@ def _unless_aborted(acc, abort_ptr):
     return acc
 
 
-@gluon.jit(do_not_specialize=["rank", "tag", "limit"])
+@gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
 def hopper_all_gather_gemm_kernel(
     own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,

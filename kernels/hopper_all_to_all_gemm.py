@@ -44,7 +44,7 @@ def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, si
         index = claim_tile(tiles, turn, counter_ptr, 2 * per_chunk * CHUNKS - halved)
 
 
-@gluon.jit(do_not_specialize=["rank", "tag", "limit"])
+@gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
 def hopper_all_to_all_gemm_kernel(
     own_desc, own_ptr, received_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,

@@ -129,7 +129,7 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
         index = next_tile(tiles, turn, 1)
 
 
-@gluon.jit(do_not_specialize=["rank", "tag", "limit"])
+@gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
 def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc, m_shard, n, k,
     rank, counter_ptr, complete_ptr, left_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from .config import OverlapConfig
 from .operators.all_gather_gemm import start_gather
 from .operators.gemm_reduce_scatter import start_scatter
+from .operators.once import once_differentiable
 from .operators.plan_book import PassTags, Planned, plan_of
 from .operators.weight_gradient import weight_gradient
 from .planning.plan import barrier_first

@@ -5,14 +5,13 @@ descriptors. From call to call only the addresses of the caller's tensors and th
 launch goes through Triton, which compiles (ptx_check.py looks at the result before it runs); later ones replace those values and
 make one driver call.
 
-The layout is taken from Triton's signature and checked against the parameters in the PTX. Where they disagree (another Triton
-version, perhaps), one warning says so and every launch of that kernel goes through Triton.
+Where a kernel's parameters are not where they are expected (entry.py: another Triton version, perhaps), one warning says so and
+every launch of that kernel goes through Triton.
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from typing import Any
 
 from ..planning.cache import BoundedCache
 from .driver import CudaDriver
+from .entry import MAP_BYTES, Entry
 from .ptx_check import Verifier
 
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_NBYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "u32": 4, "fp32": 4, "i64": 8, "u64": 8}
+_MAP_ALIGNMENT = 64
 # As Triton counts element types on the device -> as the driver counts them: the same but for three floating-point types.
 _DRIVER_TYPE = {8: 10, 9: 8, 10: 9}
 _L2_PROMOTION_128B = 2
@@ -45,13 +44,19 @@ class Launch:
     constants: dict[str, Any]
     replaced: tuple[tuple[str, ...], ...] = ()
 
+    def through_triton(self) -> Any:
+        """Launch it, compiled where it has not been. What Triton has compiled."""
+        return self.kernel[self.grid](**self.arguments, **self.constants)
+
 
 class Launcher:
-    """What all launches of a device share: the driver, and which compiled kernels have been checked."""
+    """What all launches of a device share: the driver, which compiled kernels have been checked, and how those that have run are
+    packed."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
         self.verifier = Verifier()
+        self.entries: dict[str, Entry] = {}  # by Triton's hash of source, constants and target
 
 
 class LaunchCache:
@@ -79,43 +84,39 @@ class LaunchCache:
             return
         launch = describe()
         if self._launcher is None or key in self._refused:
-            launch.kernel[launch.grid](**launch.arguments, **launch.constants)
+            launch.through_triton()
             return
-        self._launcher.verifier.verify(launch.kernel, launch.grid, launch.arguments, launch.constants)
-        compiled = launch.kernel[launch.grid](**launch.arguments, **launch.constants)
+        compiled = self._launcher.verifier.verify(launch.kernel, launch.grid, launch.arguments, launch.constants)
+        entry = self._launcher.entries.get(compiled.hash)  # it has run, with other sizes or in another slot
+        if entry is None:
+            compiled = launch.through_triton()
         try:
-            self._packed.put(key, PackedLaunch(self._launcher.driver, compiled, launch))
+            known = entry or self._launcher.entries.setdefault(compiled.hash, Entry(compiled))
+            packed = self._packed.put(key, PackedLaunch(self._launcher.driver, known, launch))
         except Exception as error:
             # Whatever another Triton does differently: the kernel is running, and its pushes must follow.
             self._refused.add(key)
             warnings.warn(f"{error}; launches of this kernel take 50 to 80 microseconds of host time", stacklevel=2)
-
-
-class LayoutError(RuntimeError):
-    """A kernel's parameters are not where this file expects them."""
+            if entry is not None:
+                launch.through_triton()
+            return
+        if entry is not None:
+            packed(values)
 
 
 class PackedLaunch:
     """A compiled kernel, its grid and its packed parameters."""
 
-    def __init__(self, driver: CudaDriver, compiled: Any, launch: Launch) -> None:
-        metadata = compiled.metadata
-        sizes, threads = entry_of(compiled.asm["ptx"])
-        layout = layout_of(compiled.src.signature)
-        expected = [*(size for _, size in layout), 8, 8]  # at the end two pointers to scratch memory
-        if expected != sizes or threads is None:
-            raise LayoutError(f"the parameters of {metadata.name} are {sizes}, expected {layout} and two pointers")
-        if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas > 1:
-            raise LayoutError(f"{metadata.name} asks for scratch memory or clusters")
+    def __init__(self, driver: CudaDriver, entry: Entry, launch: Launch) -> None:
         self._driver, self._launch = driver, driver.launch
-        self._parameters = _Parameters(sizes)
+        self._parameters = _Parameters(entry.sizes)
         self._maps: dict[str, int] = {}
         self._words: dict[str, int] = {}
-        self._fill(compiled.src.signature, launch.arguments, iter(metadata.tensordesc_meta or ()))
+        self._fill(entry.signature, launch.arguments, iter(entry.maps))
         self._replaced = [[(name in self._maps, self._slot_of(name)) for name in names] for names in launch.replaced]
         self._unknown: tuple[int | None, ...] = (None,) * len(self._replaced)
         self._last: tuple[int | None, ...] = self._unknown  # their values at the last launch
-        self._configuration = (compiled.function, launch.grid[0], 1, 1, threads, 1, 1, metadata.shared)
+        self._configuration = (entry.function, launch.grid[0], 1, 1, entry.threads, 1, 1, entry.shared)
 
     def __call__(self, values: tuple[int, ...]) -> None:
         there, self._last = self._last, self._unknown  # until all are replaced
@@ -138,10 +139,16 @@ class PackedLaunch:
 
     def _fill(self, signature: dict[str, str], arguments: dict[str, Any], maps: Any) -> None:
         index = 0
+        encoded: dict[int, int] = {}  # what a kernel does not use on so few ranks is one descriptor, many times
         for name, kind in signature.items():
             if kind.startswith("tensordesc"):
-                self._maps[name] = self._parameters.address(index)
-                _encode(self._driver, self._maps[name], arguments[name], next(maps))
+                place, how, descriptor = self._parameters.address(index), next(maps), arguments[name]
+                self._maps[name] = place
+                if id(descriptor) in encoded:
+                    ctypes.memmove(place, encoded[id(descriptor)], MAP_BYTES)
+                else:
+                    _encode(self._driver, place, descriptor, how)
+                    encoded[id(descriptor)] = place
                 for number in (*arguments[name].shape, *arguments[name].strides):
                     index += 1
                     self._parameters.set(index, number)
@@ -177,30 +184,6 @@ class _Parameters:
         word = self._offsets[index] // 8
         self.words[word] = number & (2**64 - 1)
         return word
-
-
-def layout_of(signature: dict[str, str]) -> list[tuple[str, int]]:
-    """(name, bytes) of each parameter: a tensor descriptor becomes its map, its shape (int32) and its strides (int64)."""
-    layout: list[tuple[str, int]] = []
-    for name, kind in signature.items():
-        if kind.startswith("tensordesc"):
-            rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
-            layout += [(name, _MAP_BYTES), *[(name, 4)] * rank, *[(name, 8)] * rank]
-        elif kind != "constexpr":
-            layout.append((name, 8 if kind.startswith("*") else _NBYTES[kind]))
-    return layout
-
-
-def entry_of(ptx: str) -> tuple[list[int], int | None]:
-    """(bytes of each parameter, threads of a CTA) of the kernel in `ptx`."""
-    entry = ptx[ptx.index(".entry") :]
-    head = entry[: entry.index("{")]
-    sizes = [
-        int(count or 1) * int(bits) // 8
-        for bits, count in re.findall(r"\.param (?:\.align \d+ )?\.[busf](\d+)[^,\n]*?(?:\[(\d+)\])?\s*(?:,|\n)", head)
-    ]
-    threads = re.search(r"\.reqntid (\d+)", head)
-    return sizes, int(threads.group(1)) if threads else None
 
 
 def _encode(driver: CudaDriver, place: int, descriptor: Any, how: dict[str, Any]) -> None:

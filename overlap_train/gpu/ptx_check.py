@@ -28,6 +28,7 @@ POLLS = (ACQUIRE, ACQUIRE)  # one before the loop, one inside
 _Proofs = tuple[tuple[str, ...], ...]  # each: found one after the other
 PROOFS: dict[str, _Proofs] = {
     "wait_kernel": (POLLS,),
+    "wait_and_keep_kernel": (POLLS,),
     "barrier_kernel": ((SIGNAL, *POLLS),),
     "next_epoch_kernel": (),  # copies and kernels that come after it in the stream see what it has stored
     "all_gather_gemm_kernel": (POLLS,),
@@ -84,15 +85,15 @@ class Verifier:
     def __init__(self) -> None:
         self._verified: set[str] = set()  # by Triton's hash of source, constants and target
 
-    def verify(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
-        """Compile `kernel` for these arguments, without launching it, and look for its waits and signals.
+    def verify(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> Any:
+        """Compile `kernel` for these arguments, without launching it, and look for its waits and signals. Returns the binary.
 
         Raises:
             RuntimeError: one is not there, or not in its place.
         """
         compiled = kernel.warmup(grid=grid, **arguments, **constants)
         if compiled.hash in self._verified:
-            return
+            return compiled
         name = compiled.metadata.name
         lacking = missing(compiled.asm["ptx"], name, constants)
         if lacking is not None:
@@ -103,3 +104,4 @@ class Verifier:
                 f"It would not wait or signal as it must. Use Triton 3.6, which was tested, or leave --overlap-train out"
             )
         self._verified.add(compiled.hash)
+        return compiled

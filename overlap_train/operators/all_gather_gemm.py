@@ -109,10 +109,11 @@ class ChunkedGather:
         return y
 
     def gathered_view(self) -> torch.Tensor:
-        self._call.blocks[self._domain.rank].copy_(self._own)
-        if not self._arrived:
-            self._call.wait_for_all()
-        return self._call.blocks.flatten(0, 1)
+        if self._arrived:
+            self._call.keep(self._own)
+        else:
+            self._call.receive(self._own)
+        return self._call.gathered
 
     def gathered_copy(self) -> torch.Tensor:
         return self.gathered_view().clone()

@@ -106,10 +106,11 @@ class ChunkedAllToAllGemm:
         return y.copy_(total)
 
     def received_view(self) -> torch.Tensor:
-        rank = self._domain.rank
-        self._call.blocks[rank].copy_(self._sent[rank])
-        if not self._arrived:
-            self._call.wait_for_all()
+        own = self._sent[self._domain.rank]
+        if self._arrived:
+            self._call.keep(own)
+        else:
+            self._call.receive(own)
         return self._call.blocks
 
     def received_copy(self) -> torch.Tensor:

@@ -43,5 +43,12 @@ class Layout:
         return Layout(self.world_size, max(self.slot_bytes, slot_bytes))
 
 
+def with_room(slot_bytes: int) -> int:
+    """slot_bytes, rounded up to eight steps between powers of two: so many times at most the heap grows until rows are twice as
+    many, whatever lengths come. Up to an eighth more memory; none for 1 to 16 times a power of two, as most models have it."""
+    step = 1 << max(0, (slot_bytes - 1).bit_length() - 4)
+    return -(-slot_bytes // step) * step
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN

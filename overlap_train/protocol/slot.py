@@ -7,6 +7,7 @@ The epoch counts the uses of a slot. A signal carries the epoch and the fingerpr
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -84,6 +85,10 @@ class Waits(Protocol):
         """The same for the first chunk of every block."""
         ...
 
+    def receive(self, call: Call, own: torch.Tensor) -> None:
+        """Put own [block shape] into the own block, and hold the caller's stream until those of all other ranks are here."""
+        ...
+
     def barrier(self, call: Call) -> None:
         """Advance the slot's epoch, send it to every peer as the signal of chunk 0, and wait for the same of each."""
         ...
@@ -111,6 +116,12 @@ class Call:
     def _blocks(self, memory: torch.Tensor) -> torch.Tensor:
         count = self.world_size * self._shape.numel()
         return memory[: count * self._dtype.itemsize].view(self._dtype).view(self.world_size, *self._shape)
+
+    @cached_property
+    @torch.inference_mode(False)
+    def gathered(self) -> torch.Tensor:
+        """The blocks of a gather [M/W, K], one below the other: [M, K]."""
+        return self.blocks.flatten(0, 1)
 
     def remote_block(self, peer: int) -> torch.Tensor:
         """Where this rank's block [block shape] goes at `peer`."""
@@ -150,6 +161,14 @@ class Call:
     def wait_for_start(self) -> None:
         """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""
         self._waits.wait_for_start(self)
+
+    def keep(self, own: torch.Tensor) -> None:
+        """own [block shape], contiguous, into this rank's block."""
+        self.blocks[self.rank].copy_(own)
+
+    def receive(self, own: torch.Tensor) -> None:
+        """The same, and hold the caller's stream until the blocks of all other ranks are here."""
+        self._waits.receive(self, own)
 
     def barrier(self) -> None:
         """Hold the caller's stream (on the CPU: the caller) until every rank has come here; no block is sent."""

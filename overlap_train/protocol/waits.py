@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,6 +12,9 @@ from ..gpu.launch import Launch, Launcher
 from .slot import Call
 from .tags import has_arrived, is_same_call, next_word
 from .watchdog import FaultRecord, poll
+
+# How the own block is copied: 32 bytes a thread and turn in bf16, by at most eight CTAs on each SM of an H200.
+_KEPT_AT_ONCE, _MOST_KEEPERS = 2048, 1056
 
 
 class BoundedWaits:
@@ -24,6 +28,9 @@ class BoundedWaits:
         self.know = fault.know
         self.wait: Callable[[Call, int, int], None] = self.on_host if launcher is None else self.on_stream
         self.wait_for_start: Callable[[Call], None] = self.start_on_host if launcher is None else self.start_on_stream
+        self.receive: Callable[[Call, torch.Tensor], None] = (
+            self.receive_on_host if launcher is None else self.receive_on_stream
+        )
         self.barrier: Callable[[Call], None] = self.barrier_on_host if launcher is None else self.barrier_on_stream
         self.next_epoch: Callable[[Call], None] = next_epoch_on_host if launcher is None else next_epoch_on_stream
 
@@ -48,6 +55,10 @@ class BoundedWaits:
         """Whether there is nothing to wait for any more."""
         return False
 
+    def receive_on_host(self, call: Call, own: torch.Tensor) -> None:
+        call.keep(own)
+        self.wait(call, 0, self.world_size)
+
     def barrier_on_host(self, call: Call) -> None:
         next_epoch_on_host(call)
         for peer in call.peers:
@@ -63,15 +74,31 @@ class BoundedWaits:
     def _wait_launch(self, call: Call, first: int, count: int, chunks: int = 0) -> Launch:
         from ..kernels.signal import wait_kernel  # imports Triton
 
+        arguments = self._arguments(call, first) | dict(first=first, count=count)
+        constants = dict(CHUNKS=chunks or call.chunks, TIMED=True, BLOCK=1024, num_warps=1)
+        return Launch(wait_kernel, (1,), arguments, constants)
+
+    def receive_on_stream(self, call: Call, own: torch.Tensor) -> None:
+        at = own.data_ptr()
+        call.launches.run(("receive", at % 16 == 0), (at,), partial(self._receive_launch, call, own))
+
+    def _receive_launch(self, call: Call, own: torch.Tensor) -> Launch:
+        from ..kernels.own_block import wait_and_keep_kernel
+
+        size, arguments = own.numel(), self._arguments(call, 0) | dict(count=self.world_size)
+        arguments |= dict(own_ptr=own, kept_ptr=call.blocks[self.rank], size=size)
+        constants = dict(CHUNKS=call.chunks, TIMED=True, BLOCK=_KEPT_AT_ONCE, num_warps=4)
+        grid = (1 + min(-(-size // _KEPT_AT_ONCE), _MOST_KEEPERS),)
+        return Launch(wait_and_keep_kernel, grid, arguments, constants, (("own_ptr",),))
+
+    def _arguments(self, call: Call, first: int) -> dict[str, Any]:
+        """What kernels that wait for the blocks of rank `first` and others are told."""
         victim = first if first != self.rank else (first + 1) % self.world_size  # a block that will be read
         row = call.blocks[victim]
-        arguments = dict(
+        return dict(
             signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, abort_ptr=self._fault.abort, record_ptr=self._fault.record,
-            limit=int(self.timeout_s * 1e9), rank=self.rank, first=first, count=count, row_ptr=row, row_size=row.shape[-1],
+            limit=int(self.timeout_s * 1e9), rank=self.rank, row_ptr=row, row_size=row.shape[-1],
         )  # fmt: skip
-        return Launch(
-            wait_kernel, (1,), arguments, dict(CHUNKS=chunks or call.chunks, TIMED=True, BLOCK=1024, num_warps=1)
-        )
 
     def barrier_on_stream(self, call: Call) -> None:
         call.launches.run("barrier", (call.tag.word,), partial(self._barrier_launch, call))

@@ -20,7 +20,7 @@ from ..gpu.launch import Launcher
 from ..planning.arguments import Request
 from ..planning.schedule import Topology
 from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
-from ..protocol.layout import SLOTS, Layout
+from ..protocol.layout import SLOTS, Layout, with_room
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_workspace import NodeWaits, NodeWorkspace, link_of
 from ..protocol.tags import Tag
@@ -137,7 +137,8 @@ class OverlapDomain:
                 f"{-(-layout.nbytes // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
                 f"{layout.slot_bytes / _MIB:.1f} MiB); raise OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
             )
-        self._reallocate(layout)
+        roomy = layout.covering(with_room(request.slot_bytes))  # longer rows then cost no agreement
+        self._reallocate(roomy if roomy.nbytes <= self.config.symmetric_mib * _MIB else layout)
 
     @cached_property
     def nodes(self) -> Nodes:
@@ -269,6 +270,14 @@ def barrier(domain: OverlapDomain, tag: Tag) -> None:
         domain.workspace.barrier(tag)
 
 
+def _take(lock: Any, name: str) -> None:
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            f"{name}: another thread of this process is in an operator of the same group; the ranks' calls of a "
+            f"group need one order: call from one thread, or give each thread a group of its own"
+        )
+
+
 class _Exclusively:
     """OverlapDomain.exclusively."""
 
@@ -276,11 +285,7 @@ class _Exclusively:
         self._lock, self._name = lock, name
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                f"{self._name}: another thread of this process is in an operator of the same group; the ranks' calls of a "
-                f"group need one order: call from one thread, or give each thread a group of its own"
-            )
+        _take(self._lock, self._name)
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
@@ -295,7 +300,7 @@ class _Operator:
     def __enter__(self) -> None:
         domain = self._domain
         domain.fault.check()
-        _Exclusively(domain.in_use, self._tag.op).__enter__()
+        _take(domain.in_use, self._tag.op)
         try:
             domain.engine.begin()
             if self._slots:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
 from ..operators.attention_layout import Rotary
+from ..operators.once import once_differentiable
 from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
+from ..operators.once import once_differentiable
 from ..operators.plan_book import plan_of
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL

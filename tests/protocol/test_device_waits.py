@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from overlap_train.kernels import signal_words as words
+from overlap_train.kernels.own_block import wait_and_keep_kernel
 from overlap_train.kernels.signal import next_epoch_kernel, wait_kernel
 from overlap_train.protocol import tags
 from overlap_train.protocol.tags import Tag
@@ -27,6 +29,28 @@ class Waiting:
         """Wait for two chunks of every peer."""
         memory = self.signals, self.epoch, self.abort, self.record
         wait_kernel[(1,)](*memory, POLLS, RANK, 0, WORLD, self.row[:18], 18, CHUNKS=2, TIMED=False, BLOCK=16)
+
+    def run_and_keep(self, own: torch.Tensor, programs: int) -> torch.Tensor:
+        """The same for the whole slot, and what became of the own block and of the words behind it."""
+        kept = torch.full((len(own) + 16,), -1.0)
+        memory = self.signals, self.epoch, self.abort, self.record
+        wait_and_keep_kernel[(programs,)](
+            *memory, POLLS, RANK, WORLD, self.row[:18], 18, own, kept, len(own), CHUNKS=2, TIMED=False, BLOCK=16
+        )
+        return kept
+
+
+@pytest.mark.parametrize(("size", "programs"), [(5, 2), (16, 2), (100, 3), (100, 8), (0, 2)])
+def test_the_own_block_is_kept_whole_by_any_number_of_programs(size: int, programs: int) -> None:
+    waiting, own = Waiting(0, 2, 3), torch.arange(1.0, size + 1)
+    assert torch.equal(waiting.run_and_keep(own, programs), torch.cat([own, torch.full((16,), -1.0)]))
+    assert not waiting.row.any() and not waiting.record.any()
+
+
+def test_a_wait_that_fails_beside_the_copy_poisons_its_row() -> None:
+    waiting = Waiting(0)
+    waiting.run_and_keep(torch.ones(8), 2)
+    assert waiting.record[words.FAULT_WORD] == 2 * words.MAX_CHUNKS and waiting.row[:18].isnan().all()
 
 
 def test_blocks_that_are_here_are_left_alone() -> None:

@@ -30,7 +30,7 @@ OUT, OUT_KERNEL = "operators.gemm_all_to_all", "kernels.gemm_reduce_scatter"
 IN, IN_KERNEL, SENDER = "operators.all_to_all_gemm", "kernels.all_to_all_gemm", "kernels.p2p_store"
 OWN_TILE = "            tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)\n"
 OWN_PRODUCT = "torch.mm(self._a, columns[domain.rank], out=self._own_place())"
-WAIT_OUT, WAIT_IN = "        self._call.wait_for_all()\n", "            self._call.wait_for_all()\n"
+WAIT_OUT, WAIT_IN = "        self._call.wait_for_all()\n", "            self._call.receive(own)\n"
 WORD = "word = signal_word(source, chunk)"
 ARRIVAL = "source = (rank + WORLD - step) % WORLD"
 
@@ -104,11 +104,11 @@ IN_CHUNKED = {
     "wait for the first block only": Fault(IN, "self._call.wait(source)", "self._call.wait(self._plan.sources[0])"),
     "another block": Fault(IN, "self._call.blocks[source], b", "self._call.blocks[source - 1], b"),
     "own block left out": Fault(IN, "product_in_fp32(self._sent[rank]", "product_in_fp32(0 * self._sent[rank]"),
-    "own block not stored": Fault(IN, "self._call.blocks[rank].copy_(self._sent[rank])", "pass"),
+    "own block not stored": Fault(IN, "self._call.keep(own)", "pass"),
 }
 IN_WITHOUT_PRODUCT = {
-    "no wait": Fault(IN, WAIT_IN, "            pass\n"),
-    "own block not stored": IN_CHUNKED["own block not stored"],
+    "no wait": Fault(IN, WAIT_IN, "            self._call.keep(own)\n"),
+    "own block not stored": Fault(IN, WAIT_IN, "            self._call.wait_for_all()\n"),
 }
 STATIC_PIECES = (
     in_sender("    index = claim(claimed_ptr).to(tl.int32)\n    while", "    index = tl.program_id(0)\n    while"),

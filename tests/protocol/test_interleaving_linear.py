@@ -163,10 +163,10 @@ def test_so_does_a_reduction_behind_the_weight_gradient() -> None:
 
 
 GATHER = "operators.all_gather_gemm"
-OWN = "self._call.blocks[self._domain.rank].copy_(self._own)"
+RECEIVED = "self._call.receive(self._own)"
 FAULTS = {
-    "gathered x not waited for": Fault(GATHER, "self._call.wait_for_all()", "pass", reload=("linear",)),
-    "own block not copied": Fault(GATHER, OWN, "pass", reload=("linear",)),
+    "gathered x not waited for": Fault(GATHER, RECEIVED, "self._call.keep(self._own)", reload=("linear",)),
+    "own block not copied": Fault(GATHER, RECEIVED, "self._call.wait_for_all()", reload=("linear",)),
     "kept x not copied out of its slot": Fault(
         "operators.all_gather_gemm",
         "return self.gathered_view().clone()",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train import OverlapConfig, shutdown
+from overlap_train import OverlapConfig, OverlapMismatchError, OverlapTimeoutError, all_gather_linear, shutdown
 from overlap_train.runtime.registry import domain_of
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values
@@ -53,23 +53,67 @@ def test_fewer_rows_need_no_agreement(method: str) -> None:
     assert values(run_ranks(2, _other_rows, method)) == [[], []]
 
 
-def _rows_that_differ(rank: int, world: int) -> str:
-    case = _case(timeout_s=5.0)
+def _thousand_rows(rank: int, world: int, step: int) -> tuple[int, int]:
+    """1000 lengths, each new: how often ranks agreed, and how many heaps there were."""
+    case, heaps = _case(), set()
+    x, w = torch.ones(2000, 3), torch.ones(4, 3)
+    all_gather_linear(x[:1000], w, group=case.group, config=case.config)
+    said = _exchanges(case)
+    for rows in range(1001, 2001)[::step]:
+        y = all_gather_linear(x[:rows], w, group=case.group, config=case.config)
+        assert y.shape == (2 * rows, 4) and bool((y == 3).all())
+        heaps.add(domain_of(case.group, case.config, case.device).layout.slot_bytes)
+    return len(said), len(heaps)
+
+
+@pytest.mark.parametrize(("step", "agreements"), [(1, 8), (-1, 1)], ids=["ever longer", "ever shorter"])
+def test_a_thousand_lengths_agree_once_a_bucket(step: int, agreements: int) -> None:
+    """48 KB a rank, then up to twice as much: there are eight buckets between them, and no longest row needs more than one."""
+    assert values(run_ranks(2, _thousand_rows, step)) == [(agreements, agreements + (step > 0))] * 2
+
+
+def _up_to_the_limit(rank: int, world: int) -> int:
+    """Three slots of 340 KiB fill one MiB: there is no room for rows that are an eighth longer."""
+    config = OverlapConfig(method="chunked", symmetric_mib=1)
+    all_gather_linear(torch.ones(10880, 4), torch.ones(4, 4), group=dist.group.WORLD, config=config)
+    return domain_of(dist.group.WORLD, config, torch.device("cpu")).layout.slot_bytes
+
+
+def test_room_for_longer_rows_is_not_taken_beyond_the_limit() -> None:
+    assert values(run_ranks(2, _up_to_the_limit)) == [340 << 10] * 2
+
+
+def _differs(rank: int, world: int, wrong: int) -> str:
+    """All ranks know [8, 2, 24]; then the last one comes with `wrong` rows."""
+    case = _case(timeout_s=2.0)
     OPERATORS["column"](case, (8, 2), 24, 16)
     try:
-        OPERATORS["column"](case, (4 + rank, 2), 24, 16)
-    except Exception as error:
+        OPERATORS["column"](case, (wrong if rank == world - 1 else 8, 2), 24, 16)
+    except (OverlapMismatchError, OverlapTimeoutError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def test_ranks_with_other_rows_are_named() -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_with_other_rows_are_named(world: int) -> None:
     """By their signals: nothing was agreed on."""
-    for outcome in run_ranks(2, _rows_that_differ):
-        said = outcome.value or outcome.error
+    said = values(run_ranks(world, _differs, 5))
+    named = r"OverlapMismatchError: all_gather_linear/fprop: rank \d is in .*input \[[58], 2, 24\].*but rank"
+    assert re.search(named, said[world - 1]) and sum(bool(re.search(named, one)) for one in said) >= 2
+    assert all("Overlap" in one for one in said), said
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_must_agree_first_and_one_that_need_not_name_each_other(world: int) -> None:
+    """They wait in different places, the one for more memory, the others for its rows; neither hangs."""
+    *others, wrong = values(run_ranks(world, _differs, 80))
+    assert re.search(
+        r"TimeoutError: all_gather_linear: agree on its first call.*\[80, 2, 24\].*waited 2 s for rank", wrong
+    )
+    for said in others:
         assert re.search(
-            r"OverlapMismatchError: all_gather_linear/fprop: rank \d is in .*input \[[45], 2, 24\].*but rank", said
-        )
+            rf"TimeoutError: all_gather_linear/.prop: .*waited 2 s for chunk 0 of rank {world - 1}", said
+        ), said
 
 
 def _wrong_rows(rank: int, world: int) -> str:

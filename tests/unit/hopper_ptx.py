@@ -78,7 +78,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    whole = ("m_shard", "n", "k")
+    whole = ("n", "k")  # m_shard is not specialised: rows are any number
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr") or name in whole
     }

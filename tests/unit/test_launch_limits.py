@@ -42,6 +42,15 @@ def test_a_wait_poisons_a_block_that_comes_from_a_peer(first: int, count: int, p
     assert (launch.arguments["first"], launch.arguments["count"], launch.constants["CHUNKS"]) == (first, count, 2)
 
 
+def test_the_own_block_goes_to_its_place_beside_the_wait() -> None:
+    launch = waits()._receive_launch(call_of(), torch.zeros(2, 2))
+    told = launch.arguments
+    assert told["kept_ptr"].tolist() == [[4.0, 5.0], [6.0, 7.0]] and told["size"] == 4 and told["count"] == WORLD
+    assert told["row_ptr"].flatten()[0] == 0.0 and told["limit"] == 2_500_000_000
+    assert launch.grid == (2,), "one program waits, one copies"
+    assert waits()._receive_launch(call_of(), torch.zeros(1 << 22)).grid == (1 + 1056,)
+
+
 def domain_on(device: torch.device) -> Any:
     fault = SimpleNamespace(abort="abort", record="record")
     return SimpleNamespace(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from overlap_train.protocol.layout import BARRIER, Layout
+from overlap_train.protocol.layout import BARRIER, Layout, with_room
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 72, 600])
@@ -35,3 +35,10 @@ def test_covering_grows_and_never_shrinks() -> None:
 def test_memory_is_three_activations_and_little_more() -> None:
     activation = 8192 * 4096 * 2
     assert 3 * activation < Layout(8, activation).nbytes < 3 * activation + (1 << 20)
+
+
+def test_room_for_longer_rows_is_an_eighth_at_most_and_none_for_usual_sizes() -> None:
+    for slot_bytes in [*range(1, 300), 8200 * 4096 * 2]:
+        assert slot_bytes <= with_room(slot_bytes) < slot_bytes * 9 / 8
+    assert all(with_room(m << 20) == m << 20 for m in range(1, 17))
+    assert len({with_room(slot_bytes) for slot_bytes in range((1 << 12) + 1, (1 << 13) + 1)}) == 8

@@ -7,6 +7,7 @@ import multiprocessing
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from overlap_train.gpu.launch import Launch, LaunchCache, PackedLaunch, _Parameters, entry_of, layout_of
+from overlap_train.gpu.entry import Entry, entry_of, layout_of
+from overlap_train.gpu.launch import Launch, LaunchCache, PackedLaunch, _Parameters
 from overlap_train.gpu.ptx_check import Verifier
 from tests.unit import hopper_ptx
 
@@ -34,6 +36,21 @@ def test_the_layout_is_that_of_the_compiled_kernel(kernel: str, switches: dict[s
     sizes, threads = entry_of(ptx)
     assert [size for _, size in layout_of(signature)] + [8, 8] == sizes
     assert threads == 32 * warps, "the loading warps, too"
+
+
+def _takes_any_rows(kernel: str) -> bool:
+    module = __import__(f"overlap_train.kernels.{kernel}", fromlist=["kernel"])
+    rows = next(one for one in getattr(module, f"{kernel}_kernel").params if one.name == "m_shard")
+    return rows.do_not_specialize
+
+
+def test_no_kernel_is_compiled_for_a_number_of_rows() -> None:
+    """Else one row, 16 rows and 17 took a compilation each, in the middle of training."""
+    kernels = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
+        named = [f"{family}{kernel}" for kernel in kernels for family in ("", "hopper_")]
+        assert all(process.map(_takes_any_rows, named, timeout=120))
 
 
 def test_a_layout_that_differs_is_noticed() -> None:
@@ -66,7 +83,7 @@ def test_a_kernel_that_cannot_be_packed_runs_through_triton_and_says_so_once() -
         described.append(Launch(Kernel(), (1,), {}, {}))
         return described[-1]
 
-    cache = LaunchCache(SimpleNamespace(driver=object(), verifier=Verifier()))  # type: ignore[arg-type]
+    cache = LaunchCache(SimpleNamespace(driver=object(), verifier=Verifier(), entries={}))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="host time"):
         cache.run("kernel", (), describe)  # what Triton returned has no metadata: another version, say
     with warnings.catch_warnings():
@@ -83,6 +100,7 @@ class Driver:
     def __init__(self) -> None:
         self.replaced: list[int] = []
         self.launches: list[tuple[int, int]] = []  # the addresses in the map and in the pointer
+        self.grids: list[int] = []
         self.map_address = 0
 
     def encode_tensor_map(self, *arguments: object) -> int:
@@ -96,6 +114,7 @@ class Driver:
         return 0
 
     def launch(self, *arguments: Any) -> int:
+        self.grids.append(arguments[1])
         place = arguments[-2][-3]  # in the table of parameters; behind it two pointers to scratch
         self.launches.append((self.map_address, ctypes.c_uint64.from_address(place).value))
         return 0
@@ -108,23 +127,96 @@ class Driver:
             raise RuntimeError("refused")
 
 
-def packed(driver: Driver) -> PackedLaunch:
-    """A kernel of one tensor descriptor and one pointer."""
+def compiled() -> SimpleNamespace:
+    """A kernel of one tensor descriptor and one pointer, as Triton returns it."""
     sizes = [".align 64 .b8 k_param_0[128]", ".u32 k_param_1", ".u32 k_param_2", ".u64 k_param_3", ".u64 k_param_4"]
     head = ",\n\t.param ".join([*sizes, ".u64 k_param_5", ".u64 k_param_6", ".u64 k_param_7"])
-    signature = {"a_desc": "tensordesc<bf16[128, 64]>", "y_ptr": "*bf16"}
     meta = dict(elem_size=2, elem_type=10, block_size=[128, 64], swizzle=3)
-    compiled = SimpleNamespace(
+    return SimpleNamespace(
         asm={"ptx": f".visible .entry k(\n\t.param {head}\n)\n.reqntid 128\n{{"},
-        src=SimpleNamespace(signature=signature),
+        src=SimpleNamespace(signature={"a_desc": "tensordesc<bf16[128, 64]>", "y_ptr": "*bf16"}),
         metadata=SimpleNamespace(
-            name="k", global_scratch_size=0, profile_scratch_size=0, num_ctas=1, tensordesc_meta=[meta], shared=0
+            name="reduce_partials_kernel", global_scratch_size=0, profile_scratch_size=0, num_ctas=1, tensordesc_meta=[meta],
+            shared=0,
         ),
         function=1,
-    )
+        hash="of these constants",
+    )  # fmt: skip
+
+
+def launch_of(kernel: Any, rows: int = 128) -> Launch:
     base = SimpleNamespace(data_ptr=lambda: 1)
-    arguments = {"a_desc": SimpleNamespace(shape=[128, 64], strides=[64, 1], base=base), "y_ptr": base}
-    return PackedLaunch(driver, compiled, Launch(None, (1,), arguments, {}, (("a_desc",), ("y_ptr",))))  # type: ignore[arg-type]
+    arguments = {"a_desc": SimpleNamespace(shape=[rows, 64], strides=[64, 1], base=base), "y_ptr": base}
+    return Launch(kernel, (rows,), arguments, {}, (("a_desc",), ("y_ptr",)))
+
+
+def packed(driver: Driver) -> PackedLaunch:
+    return PackedLaunch(driver, Entry(compiled()), launch_of(None))  # type: ignore[arg-type]
+
+
+class Kernel:
+    """What Triton compiles once for all numbers of rows."""
+
+    def __init__(self) -> None:
+        self.binary, self.launches, self.warmups = compiled(), 0, 0
+
+    def warmup(self, grid: tuple[int], **arguments: Any) -> SimpleNamespace:
+        self.warmups += 1
+        return self.binary
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., SimpleNamespace]:
+        def launch(**arguments: Any) -> SimpleNamespace:
+            self.launches += 1
+            return self.binary
+
+        return launch
+
+
+def test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton() -> None:
+    """Of other slots, too, whose launches are remembered apart; and the PTX is read once."""
+    kernel, driver = Kernel(), Driver()
+    launcher: Any = SimpleNamespace(driver=driver, verifier=Verifier(), entries={})
+    one, other = LaunchCache(launcher), LaunchCache(launcher)
+    one.run(128, (2, 3), lambda: launch_of(kernel))
+    assert (kernel.launches, driver.launches) == (1, []), "the first launch is Triton's"
+    kernel.binary.asm = {}
+    for rows in range(1, 50):
+        for cache in (one, other):
+            cache.run(rows, (rows + 50, rows), partial(launch_of, kernel, rows))
+            assert driver.launches[-1] == (rows + 50, rows), "with the values of this launch"
+    one.run(128, (5, 6), lambda: launch_of(kernel))
+    assert kernel.launches == 1 and len(driver.launches) == 2 * 49 + 1
+    assert driver.grids == [rows for rows in range(1, 50) for _ in range(2)] + [128]
+
+
+def test_a_descriptor_that_is_there_twice_is_encoded_once() -> None:
+    one, encoded = launch_of(None).arguments["a_desc"], []
+
+    class Writing(Driver):
+        def encode_tensor_map(self, place: int, *arguments: object) -> int:
+            encoded.append(place)
+            ctypes.memset(place, 7, 128)
+            return 0
+
+    entry = SimpleNamespace(
+        sizes=[128, 4, 4, 8, 8] * 2 + [8, 8], maps=[dict(elem_size=2, elem_type=10, block_size=[128, 64], swizzle=3)] * 2,
+        signature={"a_desc": "tensordesc<bf16[128, 64]>", "b_desc": "tensordesc<bf16[128, 64]>"},
+        function=1, threads=128, shared=0,
+    )  # fmt: skip
+    launch = PackedLaunch(Writing(), entry, Launch(None, (1,), {"a_desc": one, "b_desc": one}, {}))  # type: ignore[arg-type]
+    assert len(encoded) == 1 and launch._maps["b_desc"] != launch._maps["a_desc"] == encoded[0]
+    assert ctypes.string_at(launch._maps["b_desc"], 128) == bytes([7] * 128)
+
+
+def test_sizes_that_cannot_be_packed_run_through_triton() -> None:
+    kernel, driver = Kernel(), Driver()
+    cache = LaunchCache(SimpleNamespace(driver=driver, verifier=Verifier(), entries={}))  # type: ignore[arg-type]
+    cache.run(128, (2, 3), lambda: launch_of(kernel))
+    driver.encode_tensor_map = lambda *arguments: 1  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="refused; launches of this kernel"):
+        cache.run(7, (2, 3), lambda: launch_of(kernel, 7))
+    cache.run(7, (2, 3), lambda: launch_of(kernel, 7))
+    assert (kernel.launches, driver.launches) == (3, [])
 
 
 def test_addresses_are_replaced_where_they_have_changed() -> None:

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 TILES = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, PRECISION="ieee", TIMED=True, WORLD=2, CHUNKS=2)
 PORTABLE = {
     "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),
+    "wait_and_keep_kernel": ("own_block", dict(CHUNKS=1, TIMED=True, BLOCK=2048)),
     "barrier_kernel": ("signal", dict(WORLD=2, TIMED=True)),
     "all_gather_gemm_kernel": ("all_gather_gemm", TILES | {"DIRECT": False, "PIECE": 4096}),
     "all_to_all_gemm_kernel": ("all_to_all_gemm", TILES | {"DIRECT": False, "PIECE": 4096}),
@@ -47,6 +48,7 @@ SENDING = {"DIRECT": True}
 EXCHANGE, EXCHANGE_DIRECT = (fused | {"EXCHANGE": True} for fused in (DEFERRED, DIRECT | {"REDUCE": False}))
 CASES = [
     ("wait_kernel", PLAIN, (ACQUIRE,)),
+    ("wait_and_keep_kernel", PLAIN, (ACQUIRE,)),
     ("barrier_kernel", PLAIN, (SIGNAL, ACQUIRE)),
     ("all_gather_gemm_kernel", PLAIN, (ACQUIRE,)),
     ("gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, COUNT, STORE)),
@@ -134,9 +136,9 @@ def test_a_poll_that_was_moved_out_of_its_loop_is_noticed(ptx_of: Ptx) -> None:
 
 def test_every_kernel_has_an_entry() -> None:
     """One without is an error at its first launch, not silence."""
-    from overlap_train.kernels import all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter, signal
+    from overlap_train.kernels import all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter, own_block, signal
 
-    modules = (all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter, signal)
+    modules = (all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter, own_block, signal)
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     hopper = {f"hopper_{name}_kernel" for name in ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")}
     assert names | hopper == set(PROOFS)
@@ -154,7 +156,7 @@ def test_a_kernel_that_lacks_its_wait_is_not_launched() -> None:
                 metadata=SimpleNamespace(name="wait_kernel"), asm={"ptx": ".entry wait_kernel()"}, hash=""
             )
 
-    cache = LaunchCache(SimpleNamespace(driver=object(), verifier=Verifier()))  # type: ignore[arg-type]
+    cache = LaunchCache(SimpleNamespace(driver=object(), verifier=Verifier(), entries={}))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"wait_kernel: as Triton .* its PTX lacks, in this order"):
         cache.run("kernel", (), lambda: Launch(Kernel(), (1,), {}, {}))
     assert not launches

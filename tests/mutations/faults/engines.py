@@ -21,6 +21,7 @@ PERSISTENT = In(f"{OPERATORS}/persistent.py", (f"{UNIT}/test_operands.py",))
 LENGTHS = In(f"{OPERATORS}/plan_book.py", ("tests/protocol/test_new_lengths.py",))
 BOOK = In(f"{OPERATORS}/plan_book.py", (f"{UNIT}/test_plan_book.py",))
 LINEAR = In("overlap_train/linear.py", (FOOTPRINT,))
+ONCE = In(f"{OPERATORS}/once.py", (MODES,))
 LAUNCH = In(
     "overlap_train/gpu/launch.py",
     (f"{UNIT}/test_packed_launch.py::test_addresses_are_replaced_where_they_have_changed",),
@@ -30,10 +31,9 @@ PTX = In(
 )
 
 FAULTS = [
-    GATHER(
-        "gathered x is complete before it has come", "            self._call.wait_for_all()\n", "            pass\n"
-    ),
-    GATHER("the own rows are missing in gathered x", "self._call.blocks[self._domain.rank].copy_(self._own)", "pass"),
+    GATHER("gathered x is complete before it has come", "self._call.receive(self._own)", "self._call.keep(self._own)"),
+    GATHER("the own rows are missing in gathered x", "self._call.receive(self._own)", "self._call.wait_for_all()"),
+    GATHER("the own rows are missing after a product", "self._call.keep(self._own)", "pass"),
     GATHER("kept x stays in its slot", "return self.gathered_view().clone()", "return self.gathered_view()", FOOTPRINT),
     GATHER(
         "a second product is launched again",
@@ -181,6 +181,7 @@ FAULTS = [
         "    def backward(ctx: Any, dy_shard_m",
         MODES,
     ),
+    ONCE("no backward refuses to be differentiated", "(refused if torch.is_grad_enabled() else backward)", "backward"),
     LINEAR(
         "a column's bias is forgotten",
         "x_shard_m.shape[1:-1], -1)\n    return y if bias is None else y + bias",
@@ -201,9 +202,33 @@ FAULTS = [
         f"{UNIT}/test_packed_launch.py::test_a_kernel_that_cannot_be_packed_runs_through_triton_and_says_so_once",
     ),
     LAUNCH(
+        "every length goes through Triton",
+        "entry = self._launcher.entries.get(compiled.hash)",
+        "entry = None",
+        f"{UNIT}/test_packed_launch.py::test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton",
+    ),
+    LAUNCH(
+        "another length is packed and not launched",
+        "        if entry is not None:\n            packed(values)\n",
+        "",
+        f"{UNIT}/test_packed_launch.py::test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton",
+    ),
+    LAUNCH(
+        "a length that cannot be packed is not launched",
+        "            if entry is not None:\n                launch.through_triton()\n",
+        "",
+        f"{UNIT}/test_packed_launch.py::test_sizes_that_cannot_be_packed_run_through_triton",
+    ),
+    LAUNCH(
+        "a descriptor that is there several times is copied once",
+        "ctypes.memmove(place, encoded[id(descriptor)], MAP_BYTES)",
+        "pass",
+        f"{UNIT}/test_packed_launch.py::test_a_descriptor_that_is_there_twice_is_encoded_once",
+    ),
+    LAUNCH(
         "parameters lie on 32 bytes",
-        "_MAP_BYTES, _MAP_ALIGNMENT = 128, 64",
-        "_MAP_BYTES, _MAP_ALIGNMENT = 128, 32",
+        "_MAP_ALIGNMENT = 64",
+        "_MAP_ALIGNMENT = 32",
         f"{UNIT}/test_packed_launch.py::test_parameters_lie_on_64_bytes_and_keep_their_values",
     ),
     LAUNCH(
@@ -219,7 +244,7 @@ FAULTS = [
     ),
     PTX(
         "a kernel is checked at each first launch",
-        "        if compiled.hash in self._verified:\n            return\n",
+        "        if compiled.hash in self._verified:\n            return compiled\n",
         "",
         f"{UNIT}/test_ptx_check.py::test_a_kernel_is_checked_once",
     ),

@@ -11,6 +11,7 @@ TURNS = f"{SHARED}::test_methods_take_turns_on_one_slot"
 STREAMS = f"{PROTOCOL}/test_interleaving_streams.py"
 
 SIGNAL = In("kernels/signal.py", (WAITS,))
+OWN_BLOCK = In("kernels/own_block.py", (WAITS,))
 GATHER = In("kernels/all_gather_gemm.py", (NAN,))
 SCATTER = In("kernels/gemm_reduce_scatter.py", (NAN,))
 SLOT = In("overlap_train/protocol/slot.py", (TURNS,))
@@ -26,6 +27,19 @@ PROVIDERS = In("overlap_train/symmetric/__init__.py", (f"{UNIT}/test_providers.p
 NVSHMEM = In("overlap_train/symmetric/nvshmem.py", (f"{UNIT}/test_providers.py",))
 
 FAULTS = [
+    # the own block beside a wait
+    OWN_BLOCK("the own block's beginning is left out", "tl.cast(program - 1, tl.int64)", "tl.cast(program, tl.int64)"),
+    OWN_BLOCK(
+        "what lies behind the own block is overwritten", "mask=place < size), mask=place < size)", "mask=place < size))"
+    ),
+    OWN_BLOCK(
+        "some of the own block is left out",
+        "tl.cast(tl.num_programs(0) - 1, tl.int64)",
+        "tl.cast(tl.num_programs(0), tl.int64)",
+    ),
+    OWN_BLOCK("nobody waits beside the copy", "rank, 0, count, row_ptr", "rank, 0, 0, row_ptr"),
+    HOST_WAITS("the own block goes to a peer's place", "kept_ptr=call.blocks[self.rank]", "kept_ptr=call.blocks[0]"),
+    HOST_WAITS("a program too few copies the own block", "grid = (1 + min(", "grid = (min("),
     # waits on the device
     SIGNAL(
         "a wait polls for its own epoch and no later one",
@@ -156,8 +170,8 @@ FAULTS = [
     # waits of the host, and what kernels are told
     HOST_WAITS(
         "the waiting kernel's limit is in microseconds",
-        "limit=int(self.timeout_s * 1e9), rank=self.rank, first=first",
-        "limit=int(self.timeout_s * 1e6), rank=self.rank, first=first",
+        "limit=int(self.timeout_s * 1e9), rank=self.rank, row_ptr=row",
+        "limit=int(self.timeout_s * 1e6), rank=self.rank, row_ptr=row",
     ),
     HOST_WAITS(
         "the barrier's limit is in microseconds",

@@ -8,6 +8,7 @@ UNIT, PROTOCOL = "tests/unit", "tests/protocol"
 DOMAIN = In("overlap_train/runtime/domain.py", (f"{UNIT}/test_operator_bracket.py",))
 REGISTRY = In("overlap_train/runtime/registry.py", (f"{UNIT}/test_registry.py",))
 GRAPH = In("overlap_train/runtime/graph.py", (f"{UNIT}/test_graph_guard.py",))
+ROOM = In(DOMAIN.file, ("tests/protocol/test_new_lengths.py::test_a_thousand_lengths_agree_once_a_bucket",))
 GUARD = In(DOMAIN.file, (f"{UNIT}/test_graph_guard.py",))
 
 FAULTS = [
@@ -32,13 +33,22 @@ FAULTS = [
         "if raised is not None and self._slots:",
         "if self._slots:",
     ),
-    DOMAIN("two threads are let in", "self._lock.acquire(blocking=False)", "True"),
+    DOMAIN("two threads are let in", "lock.acquire(blocking=False)", "True"),
     DOMAIN("pushes outlive their operator", "domain.engine.join()  # whatever", "pass  # whatever"),
     DOMAIN(
         "the flag of a barrier is dropped",
         "domain.workspace.begin(self._tag, self._slots, self._barrier_first)",
         "domain.workspace.begin(self._tag, self._slots, False)",
         f"{PROTOCOL}/test_interleaving_columns.py::test_ranks_meet_where_asked_and_where_slots_run_out",
+    ),
+    ROOM(
+        "the heap grows with every length", "roomy = layout.covering(with_room(request.slot_bytes))", "roomy = layout"
+    ),
+    ROOM(
+        "room for longer rows counts against symmetric_mib",
+        "self._reallocate(roomy if roomy.nbytes <= self.config.symmetric_mib * _MIB else layout)",
+        "self._reallocate(roomy)",
+        "tests/protocol/test_new_lengths.py::test_room_for_longer_rows_is_not_taken_beyond_the_limit",
     ),
     GUARD("an operator runs after shutdown", "if self.closed or (slots", "if (slots"),
     GUARD("a foreign graph is not noticed", "if slots and not self.graphed and self.is_capturing():", "if False:"),
