@@ -21,8 +21,11 @@ class BoundedWaits:
     ) -> None:
         self.rank, self.world_size, self.timeout_s, self.launcher = rank, world_size, timeout_s, launcher
         self._fault = fault
-        self.know = fault.know
+        self.know, self.abort = fault.know, fault.abort
         self.wait: Callable[[Call, int, int], None] = self.on_host if launcher is None else self.on_stream
+        self.wait_chunk: Callable[[Call, int, int], None] = (
+            self._wait_for_word if launcher is None else self.chunk_on_stream
+        )
         self.barrier: Callable[[Call], None] = self.barrier_on_host if launcher is None else self.barrier_on_stream
         self.next_epoch: Callable[[Call], None] = next_epoch_on_host if launcher is None else next_epoch_on_stream
 
@@ -50,18 +53,24 @@ class BoundedWaits:
         self.on_host(call, 0, self.world_size)
 
     def on_stream(self, call: Call, first: int, count: int) -> None:
-        call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count))
+        call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count, None))
 
-    def _wait_launch(self, call: Call, first: int, count: int) -> Launch:
+    def chunk_on_stream(self, call: Call, source: int, chunk: int) -> None:
+        call.launches.run(("wait for a chunk", source, chunk), (), partial(self._wait_launch, call, source, 1, chunk))
+
+    def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None) -> Launch:
+        """chunk: of these blocks; None: all."""
         from ..kernels.signal import wait_kernel  # imports Triton
 
         victim = first if first != self.rank else (first + 1) % self.world_size  # a block that will be read
-        row = call.blocks[victim]
+        row = call.blocks[victim] if chunk is None else call.chunk_of(victim, chunk)
         arguments = dict(
             signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, abort_ptr=self._fault.abort, record_ptr=self._fault.record,
-            limit=int(self.timeout_s * 1e9), rank=self.rank, first=first, count=count, row_ptr=row, row_size=row.shape[-1],
+            limit=int(self.timeout_s * 1e9), rank=self.rank, first=first, count=count,
+            first_chunk=chunk or 0, row_ptr=row, row_size=row.shape[-1],
         )  # fmt: skip
-        return Launch(wait_kernel, (1,), arguments, dict(CHUNKS=call.chunks, TIMED=True, BLOCK=1024, num_warps=1))
+        chunks = call.chunks if chunk is None else 1
+        return Launch(wait_kernel, (1,), arguments, dict(CHUNKS=chunks, TIMED=True, BLOCK=1024, num_warps=1))
 
     def barrier_on_stream(self, call: Call) -> None:
         call.launches.run("barrier", (call.tag.word,), partial(self._barrier_launch, call))

@@ -33,7 +33,7 @@ def open_heap(
     """Allocate a heap collectively over the agreement's group.
 
     Args:
-        ranks: of this rank's node, where the group has several (provider host): only their memory is mapped.
+        ranks: of this rank's node, where the group has several: only their memory is mapped.
         provider: "nvshmem", "torch", "host", or "auto": host on CPU; on GPUs nvshmem where nvshmem4py is installed and its one
             world is not taken by another group, else torch.
 
@@ -43,6 +43,10 @@ def open_heap(
         OverlapTimeoutError: a rank did not come.
     """
     chosen = resolve_provider(agreement.group, provider, device)
+    if ranks is not None and len(ranks) == 1 and chosen != "host":
+        from .alone import AloneHeap
+
+        return AloneHeap(agreement, nbytes, device)
     if chosen == "host":
         from .host import HostHeap
 
@@ -50,10 +54,10 @@ def open_heap(
     if chosen == "nvshmem":
         from .nvshmem import NvshmemHeap
 
-        return NvshmemHeap(agreement, nbytes, device)
+        return NvshmemHeap(agreement, nbytes, device, ranks)
     from .torch_symm import TorchHeap
 
-    return TorchHeap(agreement, nbytes, device)
+    return TorchHeap(agreement, nbytes, device, ranks)
 
 
 def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device) -> str:

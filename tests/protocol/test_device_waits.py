@@ -26,7 +26,7 @@ class Waiting:
     def run(self) -> None:
         """Wait for two chunks of every peer."""
         memory = self.signals, self.epoch, self.abort, self.record
-        wait_kernel[(1,)](*memory, POLLS, RANK, 0, WORLD, self.row[:18], 18, CHUNKS=2, TIMED=False, BLOCK=16)
+        wait_kernel[(1,)](*memory, POLLS, RANK, 0, WORLD, 0, self.row[:18], 18, CHUNKS=2, TIMED=False, BLOCK=16)
 
 
 def test_blocks_that_are_here_are_left_alone() -> None:
