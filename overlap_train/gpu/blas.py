@@ -23,7 +23,7 @@ class Blas:
             self._set = library.cublasSetSmCountTarget
         except (OSError, AttributeError) as error:
             warnings.warn(
-                f"cuBLAS cannot spare SMs ({error}); products beside the network may take longer", stacklevel=2
+                f"cuBLAS cannot spare SMs for the network ({error}); products beside it may take longer", stacklevel=2
             )
             return
         self._set.argtypes, self._set.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int
@@ -43,4 +43,6 @@ class Blas:
 
     def _check(self, status: int) -> None:
         if status:
-            raise RuntimeError(f"cublasSetSmCountTarget: status {status}")
+            raise RuntimeError(
+                f"cuBLAS refused to spare SMs for the network: status {status} of cublasSetSmCountTarget"
+            )

@@ -159,7 +159,7 @@ def add_blocks(call: NodeCall, own: torch.Tensor, received: torch.Tensor, order:
 
 
 def _add_launch(call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor) -> Launch:
-    from ..kernels.gemm_reduce_scatter import add_blocks_kernel
+    from ..kernels.add_blocks import add_blocks_kernel
 
     block = 1024
     arguments = dict(

@@ -142,19 +142,18 @@ def _sms(device: torch.device, nodes: int) -> SmBudget:
 
 def _chunks(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:
     """Of each block."""
-    if (
-        nodes > 1 and choice.method == "chunked" and device.type == "cuda"
-    ):  # one is multiplied while the next is on its way
-        return chunk_count(max(1, pass_.m // pass_.world), pass_.row_features * pass_.dtype.itemsize, on_gpu=True)
+    m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
+    row_bytes = pass_.row_features * pass_.dtype.itemsize
+    if nodes > 1 and choice.method == "chunked" and on_gpu:  # one is multiplied while the next is on its way
+        return chunk_count(m_shard, row_bytes, on_gpu)
     if not TRAITS[choice.method].kernels or choice.variant.whole:
         return 1
-    m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
     if choice.method == "direct":
         return direct_chunk_count(m_shard, on_gpu)
     # Of A2A + GEMM every tile waits for a chunk, and the first one counts: 65536 x 2048 x 2048 took 423 us with 4 of them (2 x
     # H200). The simulator says 429, with 8 chunks 406; the GEMM alone takes 379.
     most = 8 if pass_.kind == A2A_GEMM else 4
-    return chunk_count(m_shard, pass_.row_features * pass_.dtype.itemsize, on_gpu, most)
+    return chunk_count(m_shard, row_bytes, on_gpu, most)
 
 
 def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:

@@ -53,12 +53,12 @@ class BoundedWaits:
         self.on_host(call, 0, self.world_size)
 
     def on_stream(self, call: Call, first: int, count: int) -> None:
-        call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count, None))
+        call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count))
 
     def chunk_on_stream(self, call: Call, source: int, chunk: int) -> None:
         call.launches.run(("wait for a chunk", source, chunk), (), partial(self._wait_launch, call, source, 1, chunk))
 
-    def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None) -> Launch:
+    def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None) -> Launch:
         """chunk: of these blocks; None: all."""
         from ..kernels.signal import wait_kernel  # imports Triton
 

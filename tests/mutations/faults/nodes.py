@@ -36,7 +36,7 @@ FAULTS = [
     SLOT("a piece inside the node fills another block", "[leg.fills].chunk(self.chunks)", "[self.rank].chunk(self.chunks)"),
     SLOT("a signal of another block is sent", "self.slot.words[leg.target][leg.fills,", "self.slot.words[leg.target][self.rank,"),
     WORKSPACE(
-        "twins do not meet", "            self.on_host(call, twin, 1)\n", "            pass\n",
+        "twins do not meet", "                self.wait(call, topology.twin(node), 1)\n", "                pass\n",
         f"{NODES}::test_nobody_leaves_a_barrier_before_all_have_come",
     ),
     GATHER("a block is passed on before it is there", "        self._call.wait(block)\n        for route", "        for route"),
