@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("greenlet")
 import torch
 
 from tests.protocol.actors import Deadlock
-from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
 from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers, scatters, tag_of
@@ -200,28 +201,37 @@ def test_a_graph_is_refused_by_name() -> None:
     assert_passes(build, range(1))
 
 
-def test_a_twin_in_another_call_is_named() -> None:
-    """The word crosses with its data, so that rule 9 holds between nodes."""
-    machine = replace(NodeSimulation(2), timeout_s=0.02)
+def wrong_calls(machine: NodeSimulation, op_of: Callable[[int], str]) -> tuple[Build, dict[int, Any]]:
+    """A gather in which ranks may be in different calls, and the records of their waits."""
+    faults: dict[int, Any] = {}
 
     def build(scheduler: Scheduler) -> Any:
         def host(domain: SimulatedDomain) -> None:
+            faults[domain.rank] = domain.fault
             x = integers(TILE, TILE, seed=1)
-            plan = domain.plan("chunked", x, x)
+            plan, tag = domain.plan("chunked", x, x), tag_of(op_of(domain.rank))
             with domain.operator(tag_of("call"), slots=1):
-                tag = tag_of(f"layer {domain.rank}")
                 core("operators.all_gather_gemm").start_gather(domain, plan.fprop, tag, x).matmul(x)
 
         machine.spawn_hosts(scheduler, host)
+        return lambda: None
 
-        def check() -> None:
-            for domain_fault in faults:
-                with pytest.raises(core("protocol.watchdog").OverlapMismatchError, match="layer"):
-                    domain_fault.check()
+    return build, faults
 
-        faults: list[Any] = []
-        make = machine.domain
-        object.__setattr__(machine, "domain", lambda *a: (domain := make(*a), faults.append(domain.fault))[0])
-        return check
 
-    assert_passes(build, range(1), spin=True)
+def test_a_twin_in_another_call_is_named() -> None:
+    """The word crosses with its data, so that rule 9 holds between nodes."""
+    build, faults = wrong_calls(NodeSimulation(2, timeout_s=3e-7), lambda rank: f"layer {rank}")
+    run_seed(build, 0, spin=True)
+    for rank, fault in faults.items():
+        with pytest.raises(core("protocol.watchdog").OverlapMismatchError, match=f"rank {rank} is in layer {rank}"):
+            fault.check()
+
+
+def test_what_is_passed_on_names_the_call_that_it_is_of() -> None:
+    """Rank 3 is in another call. Its shard comes to rank 0 by way of rank 1, which is in the right one."""
+    build, faults = wrong_calls(NodeSimulation(4, node_ranks=2, timeout_s=3e-7), lambda rank: f"layer {rank // 3}")
+    run_seed(build, 0, spin=True)
+    for rank in (0, 1, 2):
+        with pytest.raises(core("protocol.watchdog").OverlapMismatchError, match="but rank 3 is in"):
+            faults[rank].check()
