@@ -120,7 +120,10 @@ class OverlapDomain:
         if not request.slot_bytes:
             return limits, None
         try:
-            return f"provider={resolve_provider(self.group, self.config.provider, self.device)}, {limits}", None
+            topology = self.topology
+            node = topology.ranks_of(topology.node) if topology.nodes > 1 else None
+            provider = resolve_provider(self.group, self.config.provider, self.device, node)
+            return f"provider={provider}, {limits}", None
         except ValueError as error:
             return limits, str(error)
 

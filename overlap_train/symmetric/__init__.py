@@ -42,7 +42,7 @@ def open_heap(
         RuntimeError: a rank could not allocate or map; on every rank, naming it.
         OverlapTimeoutError: a rank did not come.
     """
-    chosen = resolve_provider(agreement.group, provider, device)
+    chosen = resolve_provider(agreement.group, provider, device, ranks)
     if ranks is not None and len(ranks) == 1 and chosen != "host":
         from .alone import AloneHeap
 
@@ -60,15 +60,16 @@ def open_heap(
     return TorchHeap(agreement, nbytes, device, ranks)
 
 
-def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device) -> str:
-    """The provider that `auto` stands for here; a named one is checked against the device and what is installed."""
+def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device, ranks: range | None = None) -> str:
+    """The provider that `auto` stands for here; a named one is checked against the device and what is installed. ranks: see
+    open_heap."""
     on_gpu = device.type == "cuda"
     if provider == "auto":
         if not on_gpu:
             return "host"
         from .nvshmem import can_serve
 
-        return "nvshmem" if can_serve(group) else "torch"
+        return "nvshmem" if can_serve(group, ranks) else "torch"
     if on_gpu == (provider == "host"):
         rule = "host serves CPU tensors only" if on_gpu else "nvshmem and torch serve CUDA tensors only"
         raise ValueError(f"provider={provider!r} with tensors on {device}: {rule}; use provider='auto'")

@@ -22,11 +22,11 @@ def is_installed() -> bool:
     return importlib.util.find_spec("nvshmem") is not None
 
 
-def can_serve(group: dist.ProcessGroup) -> bool:
-    """Whether nvshmem4py is installed and its one world is free or over this group's ranks."""
+def can_serve(group: dist.ProcessGroup, ranks: range | None = None) -> bool:
+    """Whether nvshmem4py is installed and its one world is free or over this group's ranks, or over these of them."""
     if not is_installed():
         return False
-    return not _world_ranks or _world_ranks[0] == _ranks(group)
+    return not _world_ranks or _world_ranks[0] == _ranks(group, ranks)
 
 
 class NvshmemHeap:
@@ -80,8 +80,10 @@ def finalize() -> None:
         _world_ranks.clear()
 
 
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
+def _ranks(group: dist.ProcessGroup, members: range | None) -> tuple[int, ...]:
+    """Of the job; members: ranks of the group, None for all."""
+    ranks = dist.get_process_group_ranks(group)
+    return tuple(ranks if members is None else (ranks[member] for member in members))
 
 
 def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
@@ -89,7 +91,7 @@ def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
     import nvshmem.core
     from cuda.core import Device
 
-    ranks = _ranks(agreement.group)[members.start : members.stop]
+    ranks = _ranks(agreement.group, members)
     if _world_ranks and _world_ranks[0] != ranks:
         raise ValueError(
             f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_world_ranks[0])}, and NVSHMEM "

@@ -250,7 +250,7 @@ FAULTS = [
     ),
     PROVIDERS(
         "auto takes nvshmem where it cannot serve",
-        'return "nvshmem" if can_serve(group) else "torch"',
+        'return "nvshmem" if can_serve(group, ranks) else "torch"',
         'return "nvshmem"',
     ),
     PROVIDERS(
