@@ -65,7 +65,7 @@ def choose(requested: str, pass_: Pass, device: torch.device, table: Table, node
     if nodes > 1 and requested == "auto":
         return _across_nodes(pass_, device)
     choice = _method(requested, pass_, device, table)
-    variant = _variant(choice.method, pass_, device, table) if device.type == "cuda" else PLAIN
+    variant = _variant(choice.method, pass_, device, table) if device.type == "cuda" and nodes == 1 else PLAIN
     return replace(choice, reason=f"{choice.reason}{variant}", variant=variant)
 
 

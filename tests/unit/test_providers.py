@@ -37,7 +37,7 @@ def test_nvshmem_serves_the_node_of_its_world(world: list[tuple[int, ...]]) -> N
     group: Any = (4, 5, 6, 7)
     world.append((6, 7))
     assert resolve_provider(group, "auto", GPU, range(2, 4)) == "nvshmem"
-    assert resolve_provider(group, "auto", GPU, range(0, 2)) == resolve_provider(group, "auto", GPU) == "torch"
+    assert resolve_provider(group, "auto", GPU, range(2)) == resolve_provider(group, "auto", GPU) == "torch"
 
 
 def test_without_nvshmem4py_torch_serves(world: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,9 @@ STREAMS = In("overlap_train/protocol/node_streams.py", (PASSES,))
 STREAM_ENGINES = In("overlap_train/operators/node_streams.py", (PASSES,))
 NCCL = In("overlap_train/symmetric/nccl.py", ("tests/unit/test_nccl_transport.py",))
 SUM = In("kernels/add_blocks.py", ("tests/protocol/test_add_blocks.py",))
+BLAS = In("overlap_train/gpu/blas.py", ("tests/unit/test_blas.py",))
+CHUNKS = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
+BARRIERS = In("overlap_train/planning/choice.py", ("tests/unit/test_plan.py",))
 BENCH = In(
     "overlap_train/tools/bench/hierarchical.py",
     ("tests/unit/test_bench_command.py::test_ranks_of_one_machine_are_told_apart",),
@@ -77,6 +80,13 @@ FAULTS = [
         "tl.load(abort_ptr, volatile=True) != 0", "tl.load(abort_ptr, volatile=True) < 0"),
     SUM("sums between nodes take blocks in the slot's order", "tl.load(order_ptr + place)", "place"),
     SUM("sums between nodes begin at another block's chunk", "* pitch", "* size"),
+    BLAS("products go on sparing SMs", "self._check(self._set(handle, 0))", "pass"),
+    BLAS("products spare all other SMs", "self._count - sms", "sms"),
+    CHUNKS("blocks cross the network whole", 'if nodes > 1 and choice.method == "chunked" and on_gpu:', "if False:"),
+    CHUNKS("NCCL gets no SMs",
+           'SmBudget(send=NETWORK_SMS) if nodes > 1 and device.type == "cuda" else', "SmBudget() if True else"),
+    BARRIERS("a barrier crosses the network first",
+             'if device.type == "cuda" and nodes == 1 else', 'if device.type == "cuda" else'),
     BENCH("ranks of real nodes are told apart", "    if count > node_ranks:", "    if True:"),
     BENCH("all ranks are one host", "{here // node_ranks}", "{0 * here // node_ranks}"),
     SLOT("places do not count the block", "block * nbytes + chunk", "0 * nbytes + chunk"),

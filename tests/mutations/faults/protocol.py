@@ -259,11 +259,13 @@ FAULTS = [
         'if not on_gpu and provider != "host":',
     ),
     NVSHMEM(
-        "nvshmem serves a second group", "return not _world_ranks or _world_ranks[0] == _ranks(group)", "return True"
+        "nvshmem serves a second group",
+        "return not _world_ranks or _world_ranks[0] == _ranks(group, ranks)",
+        "return True",
     ),
     NVSHMEM(
         "nvshmem serves its group once",
-        "return not _world_ranks or _world_ranks[0] == _ranks(group)",
+        "return not _world_ranks or _world_ranks[0] == _ranks(group, ranks)",
         "return not _world_ranks",
     ),
     NVSHMEM("nvshmem serves where it is not installed", "    if not is_installed():\n        return False\n", ""),
