@@ -27,7 +27,7 @@ _NBYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "u32": 4, "fp32": 4, "i64": 8, 
 # As Triton counts element types on the device -> as the driver counts them: the same but for three floating-point types.
 _DRIVER_TYPE = {8: 10, 9: 8, 10: 9}
 _L2_PROMOTION_128B = 2
-_MOST_LAUNCHES = 64  # that a call remembers
+_MOST_LAUNCHES = 256  # that a call remembers; across nodes it waits for chunk after chunk of each rank
 
 
 @dataclass(frozen=True)
