@@ -17,7 +17,7 @@ def wait_and_keep_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, r
     at own_ptr, to its place among them, kept_ptr."""
     program = tl.program_id(0)
     if program == 0:
-        hold(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, 0, count, row_ptr, row_size,
+        hold(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, 0, count, 0, row_ptr, row_size,
              CHUNKS, TIMED, BLOCK)  # fmt: skip
     else:
         step = tl.cast(tl.num_programs(0) - 1, tl.int64) * BLOCK

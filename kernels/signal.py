@@ -161,20 +161,21 @@ def barrier_kernel(epoch_ptr, outgoing_at_ptr, signals_ptr, abort_ptr, record_pt
     tl.store(epoch_ptr, word)  # advanced here and not by the host: a replayed graph goes on counting
 
 
-@triton.jit(do_not_specialize=["rank", "first", "count", "limit"])
-def wait_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, row_ptr, row_size,
+@triton.jit(do_not_specialize=["rank", "first", "count", "first_chunk", "limit"])
+def wait_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, first_chunk, row_ptr, row_size,
                 CHUNKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One CTA that holds its stream until the blocks of `count` ranks, from rank `first` on, have arrived (its own excepted).
+    """One CTA that holds its stream until CHUNKS chunks, from `first_chunk` on, of the blocks of `count` ranks, from rank `first`
+    on, have arrived (its own excepted).
 
     Library GEMMs wait by it; it is bounded and replays in a graph. If this wait, or an earlier one of the rank, has failed, it
     writes NaN over the row at `row_ptr` (`row_size` elements): the loss shows it even before the host raises.
     """
-    hold(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, row_ptr, row_size,
+    hold(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, first_chunk, row_ptr, row_size,
          CHUNKS, TIMED, BLOCK)  # fmt: skip
 
 
 @triton.jit
-def hold(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, row_ptr, row_size,
+def hold(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, first_chunk, row_ptr, row_size,
          CHUNKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """What wait_kernel does."""
     expected = tl.load(epoch_ptr)
@@ -182,7 +183,7 @@ def hold(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, coun
     for source in range(first, first + count):
         if source != rank:
             for chunk in tl.static_range(CHUNKS):
-                word = signal_word(source, chunk)
+                word = signal_word(source, first_chunk + chunk)
                 arrived = wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED)
                 missing += (arrived == 0).to(tl.int32)
     # A barrier that failed has no output of its own: what follows it may be wrong, and shows it here.

@@ -60,7 +60,9 @@ class OverlapConfig:
         "longest wait for a peer before OverlapTimeoutError, in seconds; after a tenth of it a warning names the late rank",
     )
     node_ranks: int = _setting(
-        0, "ranks of each node, for tests with CPU processes; 0: found out by mapping each other's memory"
+        0,
+        "ranks of each node of a group that spans several; 0: CPU processes find out by mapping each other's memory, GPUs "
+        "are one node",
     )
     tuning_dir: str = _setting(
         "~/.cache/overlap_train",

@@ -7,6 +7,7 @@ dozen. Handles and addresses are plain integers here.
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -69,6 +70,10 @@ class CudaDriver:
     def is_capturing(self) -> bool:
         """Whether what is enqueued in the current stream goes into a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
+
+    def in_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        """Bracket in which `stream` is the current one."""
+        return torch.cuda.stream(stream)
 
     def new_event(self) -> int:
         """An event that orders streams and takes no time stamp."""

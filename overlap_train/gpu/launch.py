@@ -26,7 +26,7 @@ _MAP_ALIGNMENT = 64
 # As Triton counts element types on the device -> as the driver counts them: the same but for three floating-point types.
 _DRIVER_TYPE = {8: 10, 9: 8, 10: 9}
 _L2_PROMOTION_128B = 2
-_MOST_LAUNCHES = 64  # that a call remembers
+_MOST_LAUNCHES = 256  # that a call remembers; across nodes it waits for chunk after chunk of each rank
 
 
 @dataclass(frozen=True)

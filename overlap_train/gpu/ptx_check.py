@@ -38,6 +38,7 @@ PROOFS: dict[str, _Proofs] = {
     "hopper_all_gather_gemm_kernel": ((ACQUIRE, FENCE, TMA_LOAD), POLLS),  # its loop may lie out of line
     "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT),),
     "reduce_partials_kernel": (),  # runs after a wait kernel
+    "add_blocks_kernel": (),  # so does this
 }
 # And where a switch of the kernel is on: DIRECT, it stores at the peers and signals them; REDUCE, its last tiles wait for theirs.
 PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {

@@ -19,6 +19,7 @@ from ..planning.schedule import Legs
 from ..protocol.copy_engine import run_push
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_slot import NodeCall
+from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent
@@ -48,8 +49,7 @@ class Gather(Protocol):
 
 def start_gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> Gather:
     """A started engine that gathers x_shard_m [M/W, K]."""
-    engines = GATHERS if plan.nodes == 1 else GATHERS_ACROSS_NODES
-    gather = engines[plan.method](domain, plan, tag, x_shard_m.contiguous())
+    gather = _engine(domain, plan)(domain, plan, tag, x_shard_m.contiguous())
     gather.start()
     return gather
 
@@ -178,7 +178,13 @@ GATHERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gath
     "fused": FusedGather,
     "direct": DirectGather,
 }
-GATHERS_ACROSS_NODES: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gather]] = {
-    "collective": CollectiveGather,
-    "chunked": NodeGather,
-}
+
+
+def _engine(
+    domain: OverlapDomain, plan: EnginePlan
+) -> Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gather]:
+    if plan.nodes == 1 or plan.method == "collective":
+        return GATHERS[plan.method]
+    from .node_streams import NodeStreamGather  # which is made of what is above
+
+    return NodeStreamGather if isinstance(domain.engine, NodeStreamEngine) else NodeGather

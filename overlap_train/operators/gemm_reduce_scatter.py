@@ -20,6 +20,7 @@ from ..planning.plan import EnginePlan
 from ..planning.schedule import Leg
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_slot import NodeCall
+from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.slot import Call
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
@@ -43,8 +44,7 @@ class Scatter(Protocol):
 
 def start_scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor) -> Scatter:
     """A started engine that multiplies and reduces."""
-    engines = SCATTERS if plan.nodes == 1 else SCATTERS_ACROSS_NODES
-    scatter = engines[plan.method](domain, plan, tag, a_mk, b_kn)
+    scatter = _engine(domain, plan)(domain, plan, tag, a_mk, b_kn)
     scatter.start()
     return scatter
 
@@ -214,7 +214,13 @@ SCATTERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torc
     "fused": FusedScatter,
     "direct": DirectScatter,
 }
-SCATTERS_ACROSS_NODES: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor], Scatter]] = {
-    "collective": CollectiveScatter,
-    "chunked": NodeScatter,
-}
+
+
+def _engine(
+    domain: OverlapDomain, plan: EnginePlan
+) -> Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor], Scatter]:
+    if plan.nodes == 1 or plan.method == "collective":
+        return SCATTERS[plan.method]
+    from .node_streams import NodeStreamScatter  # which is made of what is above
+
+    return NodeStreamScatter if isinstance(domain.engine, NodeStreamEngine) else NodeScatter

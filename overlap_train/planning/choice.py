@@ -63,9 +63,9 @@ def choose(requested: str, pass_: Pass, device: torch.device, table: Table, node
     nodes: that the group spans. Across several nothing was measured.
     """
     if nodes > 1 and requested == "auto":
-        return _across_nodes(pass_)
+        return _across_nodes(pass_, device)
     choice = _method(requested, pass_, device, table)
-    variant = _variant(choice.method, pass_, device, table) if device.type == "cuda" else PLAIN
+    variant = _variant(choice.method, pass_, device, table) if device.type == "cuda" and nodes == 1 else PLAIN
     return replace(choice, reason=f"{choice.reason}{variant}", variant=variant)
 
 
@@ -119,11 +119,11 @@ def _winner(pass_: Pass, device: torch.device, table: Table) -> Winner | None:
     return winner if fits else None
 
 
-def _across_nodes(pass_: Pass) -> Choice:
-    """CPU processes, so far."""
+def _across_nodes(pass_: Pass, device: torch.device) -> Choice:
+    """The one method that reaches across nodes."""
     if pass_.kind in EXCHANGES:
         return Choice("collective", "auto: all-to-alls do not overlap across nodes yet")
-    return Choice("chunked", "auto: CPU tensors on several nodes")
+    return Choice("chunked", f"auto: {'CPU tensors' if device.type == 'cpu' else 'GPUs'} on several nodes")
 
 
 def untuned(pass_: Pass, device: torch.device) -> Choice:

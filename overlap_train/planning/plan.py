@@ -11,7 +11,7 @@ from ..methods import TRAITS
 from .arguments import Request, shapes_of
 from .choice import Choice, choose
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule import A2A_GEMM, EXCHANGES, INBOUND, SCATTER, Legs, Topology, legs, sources
+from .schedule import A2A_GEMM, EXCHANGES, INBOUND, SCATTER, Crossing, Legs, Topology, crossings, legs, sources
 from .spec import OperatorSpec
 from .table import Table
 from .tiling import (
@@ -22,12 +22,16 @@ from .tiling import (
     TileConfig,
     chunk_count,
     direct_chunk_count,
+    network_chunk_count,
     portable_tile,
     tma_reads,
     tma_reads_weight,
 )
 from .variants import PLAIN, Variant
 
+# That NCCL may take between nodes. One CTA of its copies about 20 GB/s; a NIC of 400 Gbit/s takes 50 in each direction, which is
+# five or six CTAs for both. With 8 the product keeps 124 of 132 SMs. NCCL's own limit would be 32.
+NETWORK_SMS = 8
 MOST_DIRECT_PEERS = 7  # that the Hopper kernel of GEMM + RS has a tensor descriptor for
 
 
@@ -46,7 +50,7 @@ class EnginePlan:
 
     kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
-    workspace. nodes: that the group spans.
+    workspace. nodes: that the group spans. crossings: what goes over the network between them, each with what comes meanwhile.
     """
 
     kind: str
@@ -60,6 +64,7 @@ class EnginePlan:
     sources: tuple[int, ...]
     sms: SmBudget = SmBudget()
     nodes: int = 1
+    crossings: tuple[Crossing, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -110,14 +115,14 @@ def _engine(
 def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor) -> EnginePlan:
     """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
     kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
-    chunks = _chunks(choice, pass_, device)
+    chunks = _chunks(choice, pass_, device, topology.nodes)
     kernels = _kernels(kind, choice, pass_, device, w)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
     after_tiles = kind not in INBOUND and choice.method == "fused"
     route = legs(kind, topology, chunks, after_tiles)
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology),
-        nodes=topology.nodes,
+        sms=_sms(device, topology.nodes), nodes=topology.nodes, crossings=_crossings(kind, topology, chunks),
     )  # fmt: skip
 
 
@@ -126,21 +131,35 @@ def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
     beside it; chunks would be pushes for nothing. By NCCL where the forward pass sends by it."""
     method = fprop.method if fprop.method == "collective" else "chunked"
     route = legs(fprop.kind, topology, chunks=1)
-    order, nodes = sources(topology), topology.nodes
-    return EnginePlan(fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, order, nodes=nodes)
+    return EnginePlan(
+        fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, sources(topology),
+        sms=fprop.sms, nodes=topology.nodes, crossings=_crossings(fprop.kind, topology, chunks=1),
+    )  # fmt: skip
 
 
-def _chunks(choice: Choice, pass_: Pass, device: torch.device) -> int:
+def _crossings(kind: str, topology: Topology, chunks: int) -> tuple[Crossing, ...]:
+    return crossings(kind, topology, chunks) if topology.nodes > 1 and kind not in EXCHANGES else ()
+
+
+def _sms(device: torch.device, nodes: int) -> SmBudget:
+    """NCCL's kernels between nodes wait on SMs for the network; a product that counts on those SMs would wait with them."""
+    return SmBudget(send=NETWORK_SMS) if nodes > 1 and device.type == "cuda" else SmBudget()
+
+
+def _chunks(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:
     """Of each block."""
+    m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
+    row_bytes = pass_.row_features * pass_.dtype.itemsize
+    if nodes > 1 and choice.method == "chunked" and on_gpu:  # one is multiplied while the next is on its way
+        return network_chunk_count(m_shard, pass_.n, row_bytes)
     if not TRAITS[choice.method].kernels or choice.variant.whole:
         return 1
-    m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
     if choice.method == "direct":
         return direct_chunk_count(m_shard, on_gpu)
     # Of A2A + GEMM every tile waits for a chunk, and the first one counts: 65536 x 2048 x 2048 took 423 us with 4 of them (2 x
     # H200). The simulator says 429, with 8 chunks 406; the GEMM alone takes 379.
     most = 8 if pass_.kind == A2A_GEMM else 4
-    return chunk_count(m_shard, pass_.row_features * pass_.dtype.itemsize, on_gpu, most)
+    return chunk_count(m_shard, row_bytes, on_gpu, most)
 
 
 def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:

@@ -21,7 +21,7 @@ Across nodes gather and scatter go in two steps, so that each byte crosses the n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, product
 
@@ -132,6 +132,30 @@ def legs(kind: str, topology: Topology, chunks: int, after_tiles: bool = False) 
             for target, chunk in pieces
         )
     )
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What a rank sends over the network, what it receives meanwhile, and the legs that pass the latter on inside the node."""
+
+    sent: Leg
+    received: Leg
+    passed_on: Legs
+
+
+def crossings(kind: str, topology: Topology, chunks: int) -> tuple[Crossing, ...]:
+    """All of one pass, in order, for transports whose receiver must say what it expects: twins work out the same.
+
+    The legs of all ranks go equally far in each turn. So twins come to their parts of a crossing in the same order.
+    """
+    mine, found = legs(kind, topology, chunks), []
+    for turn, sent in enumerate(mine.network):
+        distance = sent.target // topology.local - topology.node
+        twin = replace(topology, rank=topology.twin((topology.node - distance) % topology.nodes))
+        received = legs(kind, twin, chunks).network.all[turn]
+        passed_on = [leg for leg in mine.passed_on if (leg.block, leg.chunk) == (received.fills, received.chunk)]
+        found.append(Crossing(sent, received, Legs(tuple(passed_on))))
+    return tuple(found)
 
 
 def _link(topology: Topology, target: int) -> str:

@@ -19,6 +19,10 @@ _SHORTEST_COPY = 8 << 20
 # of 8192 x 14336 x 4096 took 0.672 ms so and 0.689 with chunks half as long (2 x H200).
 _SHORTEST_DIRECT = 1024
 
+# A product with fewer tiles than a GPU has SMs takes as long as one of so many (H100, H200). Cut further, the gathers of eight
+# models over two nodes of 8 x H800 are 1.13 times as fast as NCCL, like this 1.40 (benchmarks/planner/ditron.md, planned).
+_FILLS_A_GPU = 132
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -66,6 +70,12 @@ def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4) -> in
         if c <= most and _costs_no_tile(m_shard, c) and m_shard * row_bytes >= c * _SHORTEST_COPY
     ]
     return max(fits, default=1)
+
+
+@functools.cache
+def network_chunk_count(m_shard: int, n: int, row_bytes: int) -> int:
+    """As chunk_count on GPUs, for blocks whose chunks the library multiplies one by one, each a product of n columns."""
+    return chunk_count(m_shard, row_bytes, True, max(1, min(4, HOPPER_TILE.count(m_shard, n) // _FILLS_A_GPU)))
 
 
 @functools.cache

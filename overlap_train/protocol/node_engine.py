@@ -12,10 +12,14 @@ from collections.abc import Callable
 
 import torch
 
+from ..planning.schedule import Topology
 from ..symmetric.agreement import OverlapTimeoutError
 from ..symmetric.inter_node import Transport
 from .copy_engine import HostCopyEngine
+from .node_slot import NodeCall
 from .watchdog import FaultRecord
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Later:
@@ -60,11 +64,17 @@ class Later:
 
 
 class NodeEngine(HostCopyEngine):
-    """A copy engine whose operators end when what waits has run, too, and when nothing is on its way into the network."""
+    """Of CPU processes: a copy engine whose operators end when what waits has run, too, and when nothing is on its way into the
+    network."""
 
     def __init__(self, timeout_s: float, network: Transport, fault: FaultRecord) -> None:
         super().__init__(timeout_s)
         self.network, self.later, self._fault = network, Later(), fault
+
+    def meet(self, call: NodeCall, topology: Topology) -> None:
+        for node in range(topology.nodes):
+            if node != topology.node:
+                self.network.put(_NOTHING, call.place_of(topology.twin(node), topology.rank, 0), call.word)
 
     def join(self) -> None:
         try:

@@ -10,12 +10,12 @@ import torch
 
 from ..kernels.signal_words import MAX_CHUNKS
 from ..planning.cache import BoundedCache
-from ..planning.schedule import Leg, Topology
+from ..planning.schedule import ARRIVED, Leg, Topology
 from ..symmetric import SymmetricHeap
 from ..symmetric.inter_node import Place
 from .copy_engine import Route
 from .layout import Layout
-from .slot import _MOST_CALLS, Call, Slot
+from .slot import _MOST_CALLS, Call, Slot, Waits
 
 
 class NodeSlot(Slot):
@@ -35,6 +35,8 @@ class NodeSlot(Slot):
         own = self.node_memory[topology.rank]
         self.memory = [self.node_memory.get(rank, own[:0]) for rank in range(layout.world_size)]
         self.signals = self.words[topology.rank]
+        # What came over the network beside the data, where it has to become a signal only after them.
+        self.crossed = torch.zeros_like(self.signals)
         self._count(layout.world_size, device)
         self.calls = BoundedCache(_MOST_CALLS)
 
@@ -44,12 +46,38 @@ class NodeCall(Call):
 
     slot: NodeSlot
 
+    def __init__(self, waits: Waits, slot: NodeSlot, shape: torch.Size, dtype: torch.dtype, chunks: int) -> None:
+        super().__init__(waits, slot, shape, dtype, chunks)
+        self._orders: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def order(self, blocks: tuple[int, ...]) -> torch.Tensor:
+        """These numbers on the device, for a kernel. Made there: a copy from the host would wait for the stream."""
+        if blocks not in self._orders:
+            numbers = [torch.arange(block, block + 1, device=self.blocks.device) for block in blocks]
+            self._orders[blocks] = torch.cat(numbers)
+        return self._orders[blocks]
+
     def _route(self, leg: Leg, tiles: int, pitch: int) -> Route:
-        """Inside the node."""
+        """Inside the node. What is passed on carries the word that came with it: of a call that this rank is not in, too."""
         chunk = self._blocks(self.slot.node_memory[leg.target])[leg.fills].chunk(self.chunks)[leg.chunk]
         first = leg.block * pitch + leg.chunk * chunk.numel()
         signal = self.slot.words[leg.target][leg.fills, leg.chunk : leg.chunk + 1]
-        return Route(first, chunk, signal, self.slot.epoch, None)
+        word = self.signal_of(leg.block, leg.chunk) if leg.carries == ARRIVED else self.slot.epoch
+        return Route(first, chunk, signal, word, None)
+
+    def signal_of(self, block: int, chunk: int) -> torch.Tensor:
+        """int64 [1]: of a chunk of the own slot."""
+        return self.slot.signals[block, chunk : chunk + 1]
+
+    def chunk_rows(self, chunk: int) -> slice:
+        """Of a block."""
+        rows = self._shape[0] // self.chunks
+        return slice(chunk * rows, (chunk + 1) * rows)
+
+    @property
+    def abort(self) -> torch.Tensor:
+        """int64 [1]: not zero once a wait of this rank has given up."""
+        return self._waits.abort
 
     def place(self, leg: Leg) -> Place:
         """Of a leg over the network."""

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
+from ..gpu.launch import Launcher
 from ..planning.schedule import Topology
 from ..symmetric import SymmetricHeap
-from ..symmetric.inter_node import Transport
 from .layout import Layout
 from .node_slot import NodeCall, NodeSlot
 from .slot import Call, Slot
-from .waits import BoundedWaits, next_epoch_on_host
+from .waits import BoundedWaits
 from .watchdog import FaultRecord
 from .workspace import Workspace
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+class Meeting(Protocol):
+    """What a barrier needs of the engine of several nodes."""
+
+    def meet(self, call: NodeCall, topology: Topology) -> None:
+        """Tell the twins in all other nodes that this rank has come: chunk 0 of its block, without data."""
+        ...
 
 
 class NodeWaits(BoundedWaits):
-    """Waits end, too, when one of another thread of this rank has failed."""
+    """Waits on the host end, too, when one of another thread of this rank has failed."""
 
-    def __init__(self, topology: Topology, timeout_s: float, fault: FaultRecord, network: Transport) -> None:
-        super().__init__(topology.rank, topology.world, timeout_s, fault, None)
-        self.topology, self._network = topology, network
+    def __init__(
+        self, topology: Topology, timeout_s: float, fault: FaultRecord, engine: Meeting, launcher: Launcher | None
+    ) -> None:
+        super().__init__(topology.rank, topology.world, timeout_s, fault, launcher)
+        self.topology, self._engine = topology, engine
         self.barrier = self.barrier_in_two_steps
 
     def _is_over(self) -> bool:
@@ -36,17 +46,16 @@ class NodeWaits(BoundedWaits):
         """The twins meet, then the ranks of each node: who hears from a rank of the own node knows that its twins are here."""
         assert isinstance(call, NodeCall)
         topology = self.topology
-        next_epoch_on_host(call)
-        twins = [topology.twin(node) for node in range(topology.nodes) if node != topology.node]
-        for twin in twins:
-            self._network.put(_NOTHING, call.place_of(twin, self.rank, 0), call.word)
-        for twin in twins:
-            self.on_host(call, twin, 1)
+        self.next_epoch(call)
+        self._engine.meet(call, topology)
+        for node in range(topology.nodes):
+            if node != topology.node:
+                self.wait(call, topology.twin(node), 1)
         beside = [rank for rank in topology.ranks_of(topology.node) if rank != self.rank]
         for rank in beside:
             call.slot.words[rank][self.rank, :1].copy_(call.slot.epoch)
         for rank in beside:
-            self.on_host(call, rank, 1)
+            self.wait(call, rank, 1)
 
 
 class NodeWorkspace(Workspace):

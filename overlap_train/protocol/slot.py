@@ -72,6 +72,7 @@ class Waits(Protocol):
     rank: int
     world_size: int
     launcher: Launcher | None
+    abort: torch.Tensor
 
     def next_epoch(self, call: Call) -> None:
         """Advance the slot's epoch to `call.tag` and reset its counters, before copies send anything."""
@@ -79,6 +80,10 @@ class Waits(Protocol):
 
     def wait(self, call: Call, first: int, count: int) -> None:
         """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks from `first` on are here."""
+        ...
+
+    def wait_chunk(self, call: Call, source: int, chunk: int) -> None:
+        """The same until one chunk of the block of rank `source` is here."""
         ...
 
     def wait_for_start(self, call: Call) -> None:
@@ -123,6 +128,10 @@ class Call:
         """The blocks of a gather [M/W, K], one below the other: [M, K]."""
         return self.blocks.flatten(0, 1)
 
+    def chunk_of(self, block: int, chunk: int) -> torch.Tensor:
+        """One chunk [rows / chunks, ...] of a block of the own slot."""
+        return self.blocks[block].chunk(self.chunks)[chunk]
+
     def remote_block(self, peer: int) -> torch.Tensor:
         """Where this rank's block [block shape] goes at `peer`."""
         return self._blocks(self.slot.memory[peer])[self.rank]
@@ -153,6 +162,10 @@ class Call:
     def wait(self, source: int) -> None:
         """Hold the caller's stream (on the CPU: the caller) until the block of rank `source` is here."""
         self._waits.wait(self, source, 1)
+
+    def wait_chunk(self, source: int, chunk: int) -> None:
+        """Hold the caller's stream until one chunk of that block is here."""
+        self._waits.wait_chunk(self, source, chunk)
 
     def wait_for_all(self) -> None:
         """Hold the caller's stream until the blocks of all other ranks are here."""

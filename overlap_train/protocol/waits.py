@@ -25,8 +25,11 @@ class BoundedWaits:
     ) -> None:
         self.rank, self.world_size, self.timeout_s, self.launcher = rank, world_size, timeout_s, launcher
         self._fault = fault
-        self.know = fault.know
+        self.know, self.abort = fault.know, fault.abort
         self.wait: Callable[[Call, int, int], None] = self.on_host if launcher is None else self.on_stream
+        self.wait_chunk: Callable[[Call, int, int], None] = (
+            self._wait_for_word if launcher is None else self.chunk_on_stream
+        )
         self.wait_for_start: Callable[[Call], None] = self.start_on_host if launcher is None else self.start_on_stream
         self.receive: Callable[[Call, torch.Tensor], None] = (
             self.receive_on_host if launcher is None else self.receive_on_stream
@@ -68,14 +71,18 @@ class BoundedWaits:
     def on_stream(self, call: Call, first: int, count: int) -> None:
         call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count))
 
-    def start_on_stream(self, call: Call) -> None:
-        call.launches.run("start", (), partial(self._wait_launch, call, 0, self.world_size, chunks=1))
+    def chunk_on_stream(self, call: Call, source: int, chunk: int) -> None:
+        call.launches.run(("wait for a chunk", source, chunk), (), partial(self._wait_launch, call, source, 1, chunk))
 
-    def _wait_launch(self, call: Call, first: int, count: int, chunks: int = 0) -> Launch:
+    def start_on_stream(self, call: Call) -> None:
+        call.launches.run("start", (), partial(self._wait_launch, call, 0, self.world_size, chunk=0))
+
+    def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None) -> Launch:
+        """chunk: of these blocks; None: all."""
         from ..kernels.signal import wait_kernel  # imports Triton
 
-        arguments = self._arguments(call, first) | dict(first=first, count=count)
-        constants = dict(CHUNKS=chunks or call.chunks, TIMED=True, BLOCK=1024, num_warps=1)
+        arguments = self._arguments(call, first, chunk) | dict(first=first, count=count, first_chunk=chunk or 0)
+        constants = dict(CHUNKS=call.chunks if chunk is None else 1, TIMED=True, BLOCK=1024, num_warps=1)
         return Launch(wait_kernel, (1,), arguments, constants)
 
     def receive_on_stream(self, call: Call, own: torch.Tensor) -> None:
@@ -91,10 +98,10 @@ class BoundedWaits:
         grid = (1 + min(-(-size // _KEPT_AT_ONCE), _MOST_KEEPERS),)
         return Launch(wait_and_keep_kernel, grid, arguments, constants, (("own_ptr",),))
 
-    def _arguments(self, call: Call, first: int) -> dict[str, Any]:
+    def _arguments(self, call: Call, first: int, chunk: int | None = None) -> dict[str, Any]:
         """What kernels that wait for the blocks of rank `first` and others are told."""
         victim = first if first != self.rank else (first + 1) % self.world_size  # a block that will be read
-        row = call.blocks[victim]
+        row = call.blocks[victim] if chunk is None else call.chunk_of(victim, chunk)
         return dict(
             signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, abort_ptr=self._fault.abort, record_ptr=self._fault.record,
             limit=int(self.timeout_s * 1e9), rank=self.rank, row_ptr=row, row_size=row.shape[-1],

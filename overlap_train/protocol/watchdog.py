@@ -95,8 +95,8 @@ class FaultRecord:
 
     @property
     def failed(self) -> bool:
-        """Whether a wait on the host has failed, perhaps of another thread of this rank."""
-        return self._error is not None
+        """Whether a wait has failed, on the device or on the host, perhaps of another thread of this rank."""
+        return self._error is not None or bool(self._words[FAULT_SET])
 
     def keep(self, error: OverlapTimeoutError) -> NoReturn:
         """Raise an error of something else than a wait for a signal; `check` does so from now on, unless there was one before."""

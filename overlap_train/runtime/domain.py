@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig, flag_name
+from ..gpu.blas import Blas
 from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
 from ..planning.arguments import Request
@@ -22,6 +23,7 @@ from ..planning.schedule import Topology
 from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from ..protocol.layout import SLOTS, Layout, with_room
 from ..protocol.node_engine import NodeEngine
+from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.node_workspace import NodeWaits, NodeWorkspace, link_of
 from ..protocol.tags import Tag
 from ..protocol.waits import BoundedWaits
@@ -30,6 +32,7 @@ from ..protocol.workspace import Workspace
 from ..symmetric import SymmetricHeap, open_heap, resolve_provider
 from ..symmetric.agreement import Agreement
 from ..symmetric.inter_node import GlooTransport
+from ..symmetric.nccl import NcclTransport
 from ..symmetric.topology import Nodes, find_nodes
 
 _MIB = 1 << 20
@@ -117,7 +120,10 @@ class OverlapDomain:
         if not request.slot_bytes:
             return limits, None
         try:
-            return f"provider={resolve_provider(self.group, self.config.provider, self.device)}, {limits}", None
+            topology = self.topology
+            node = topology.ranks_of(topology.node) if topology.nodes > 1 else None
+            provider = resolve_provider(self.group, self.config.provider, self.device, node)
+            return f"provider={provider}, {limits}", None
         except ValueError as error:
             return limits, str(error)
 
@@ -172,18 +178,29 @@ class OverlapDomain:
         )  # its kernel is loaded now: while a graph is captured it could not be
 
     def _across_nodes(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
-        topology, timeout_s = self.topology, self.config.timeout_s
-        if not isinstance(self.engine, NodeEngine):
-            network = GlooTransport(self.agreement, topology, timeout_s)
-            self.engine.close()
-            self.engine = NodeEngine(timeout_s, network, self.fault)
-            self.fault.link_of = partial(link_of, topology)
+        topology, engine = self.topology, self._engine_across_nodes()
         node = topology.ranks_of(topology.node)
         heap = open_heap(self.agreement, layout.nbytes, self.config.provider, self.device, node)
-        self.engine.network.attach(heap.view(self.rank))
+        if isinstance(engine, NodeEngine):
+            engine.network.attach(heap.view(self.rank))
         self.agreement.barrier("overlap_train: grow symmetric memory")  # every rank receives into the new heap now
-        waits = NodeWaits(topology, timeout_s, self.fault, self.engine.network)
+        waits = NodeWaits(topology, self.config.timeout_s, self.fault, engine, self._launcher)
         return heap, NodeWorkspace(heap, layout, self.device, waits)
+
+    def _engine_across_nodes(self) -> NodeEngine | NodeStreamEngine:
+        """Made when it is needed first, with its connections."""
+        topology, timeout_s = self.topology, self.config.timeout_s
+        if isinstance(self.engine, NodeEngine | NodeStreamEngine):
+            return self.engine
+        if self._launcher is None:
+            gloo = GlooTransport(self.agreement, topology, timeout_s)
+            engine: NodeEngine | NodeStreamEngine = NodeEngine(timeout_s, gloo, self.fault)
+        else:
+            nccl = NcclTransport(self.agreement, topology, self.device, timeout_s, self.fault)
+            engine = NodeStreamEngine(self.device, self._launcher.driver, nccl, self.fault, Blas(self.device))
+        self.engine.close()
+        self.engine, self.fault.link_of = engine, partial(link_of, topology)
+        return engine
 
     def _close_heap(self) -> None:
         """Unmap what was there, now: torch's heap waits for the device when it goes, which later could be between the launch of a

@@ -33,7 +33,7 @@ def open_heap(
     """Allocate a heap collectively over the agreement's group.
 
     Args:
-        ranks: of this rank's node, where the group has several (provider host): only their memory is mapped.
+        ranks: of this rank's node, where the group has several: only their memory is mapped.
         provider: "nvshmem", "torch", "host", or "auto": host on CPU; on GPUs nvshmem where nvshmem4py is installed and its one
             world is not taken by another group, else torch.
 
@@ -42,7 +42,11 @@ def open_heap(
         RuntimeError: a rank could not allocate or map; on every rank, naming it.
         OverlapTimeoutError: a rank did not come.
     """
-    chosen = resolve_provider(agreement.group, provider, device)
+    chosen = resolve_provider(agreement.group, provider, device, ranks)
+    if ranks is not None and len(ranks) == 1 and chosen != "host":
+        from .alone import AloneHeap
+
+        return AloneHeap(agreement, nbytes, device)
     if chosen == "host":
         from .host import HostHeap
 
@@ -50,21 +54,22 @@ def open_heap(
     if chosen == "nvshmem":
         from .nvshmem import NvshmemHeap
 
-        return NvshmemHeap(agreement, nbytes, device)
+        return NvshmemHeap(agreement, nbytes, device, ranks)
     from .torch_symm import TorchHeap
 
-    return TorchHeap(agreement, nbytes, device)
+    return TorchHeap(agreement, nbytes, device, ranks)
 
 
-def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device) -> str:
-    """The provider that `auto` stands for here; a named one is checked against the device and what is installed."""
+def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device, ranks: range | None = None) -> str:
+    """The provider that `auto` stands for here; a named one is checked against the device and what is installed. ranks: see
+    open_heap."""
     on_gpu = device.type == "cuda"
     if provider == "auto":
         if not on_gpu:
             return "host"
         from .nvshmem import can_serve
 
-        return "nvshmem" if can_serve(group) else "torch"
+        return "nvshmem" if can_serve(group, ranks) else "torch"
     if on_gpu == (provider == "host"):
         rule = "host serves CPU tensors only" if on_gpu else "nvshmem and torch serve CUDA tensors only"
         raise ValueError(f"provider={provider!r} with tensors on {device}: {rule}; use provider='auto'")

@@ -1,7 +1,8 @@
 """Between nodes: data and its signal go into the memory of one rank of another node.
 
 One small protocol, made for the strictest transport: pieces to one rank arrive in order, each before its signal, and a source may
-be used again when `join` has returned. Today there is gloo, for CPU processes.
+be used again when `join` has returned. gloo, for CPU processes, does that (GlooTransport). On GPUs what waits is a
+stream, and NCCL's receiver must say what it expects (StreamTransport, nccl.py).
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..planning.schedule import Topology
+from ..planning.schedule import Crossing, Topology
 from .agreement import Agreement, OverlapTimeoutError
 
 _CONNECT = "overlap_train: connect the nodes of the group"
@@ -55,6 +56,50 @@ class Transport(Protocol):
     def close(self, orderly: bool) -> None:
         """End. orderly: the peers do the same, and nothing is under way."""
         ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Data, contiguous and perhaps none, and the word that becomes their signal, int64 [1]; both in memory of the GPU."""
+
+    data: torch.Tensor
+    word: torch.Tensor
+
+
+class Exchange(Protocol):
+    """A piece that is sent, and one that is received, under way."""
+
+    def arrive(self) -> None:
+        """Hold the current stream until the received piece is there, and until the one sent may be written over."""
+        ...
+
+
+class StreamTransport(Protocol):
+    """The same in streams, for GPUs.
+
+    Twins start their exchanges in the same order, so NCCL may carry them: one group each. Where only the sender acts (NVSHMEM's
+    put with signal), `exchange` puts into the place that the target receives into, and `arrive` waits for the word.
+    """
+
+    def exchange(self, crossing: Crossing, sent: Piece, received: Piece) -> Exchange:
+        """Enqueue a send to `crossing.sent.target`, and a receive from `crossing.received.source`, after what the current stream
+        has been given so far. It waits for nothing that comes after it in this rank's order of exchanges."""
+        ...
+
+    def close(self, orderly: bool) -> None:
+        """End. orderly: the peers do the same, and nothing is under way; else what is under way ends at once."""
+        ...
+
+
+class Failures(Protocol):
+    """What a transport tells of, and asks: this rank's record of waits that have failed."""
+
+    @property
+    def failed(self) -> bool: ...
+
+    def keep(self, error: OverlapTimeoutError) -> NoReturn: ...
+
+    def check(self) -> None: ...
 
 
 class GlooTransport:

@@ -22,20 +22,22 @@ def is_installed() -> bool:
     return importlib.util.find_spec("nvshmem") is not None
 
 
-def can_serve(group: dist.ProcessGroup) -> bool:
-    """Whether nvshmem4py is installed and its one world is free or over this group's ranks."""
+def can_serve(group: dist.ProcessGroup, ranks: range | None = None) -> bool:
+    """Whether nvshmem4py is installed and its one world is free or over this group's ranks, or over these of them."""
     if not is_installed():
         return False
-    return not _world_ranks or _world_ranks[0] == _ranks(group)
+    return not _world_ranks or _world_ranks[0] == _ranks(group, ranks)
 
 
 class NvshmemHeap:
-    """See SymmetricHeap. The first heap of a process initialises NVSHMEM over the group (about 0.8 s)."""
+    """See SymmetricHeap. The first heap of a process initialises NVSHMEM over the group (about 0.8 s), or over `ranks`, those of
+    this node, where the group has several; the others have no view."""
 
     provider = "nvshmem"
 
-    def __init__(self, agreement: Agreement, nbytes: int, device: torch.device) -> None:
-        self._nvshmem = _world(agreement, device)
+    def __init__(self, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None) -> None:
+        ranks = range(agreement.world_size) if ranks is None else ranks
+        self._nvshmem, self._first = _world(agreement, device, ranks), ranks.start
         agreement.barrier("overlap_train: allocate NVSHMEM memory")  # what follows is collective, and not bounded by us
         memory, error = None, None
         try:
@@ -45,8 +47,8 @@ class NvshmemHeap:
             error = f"{nbytes} bytes: {failure}"
         agreement.all_succeed(error, "overlap_train: allocate NVSHMEM memory")
         assert memory is not None
-        self._memory, ranks = memory, range(agreement.world_size)
-        self._views = [memory if rank == agreement.rank else self._peer(memory, rank) for rank in ranks]
+        self._memory = memory
+        self._views = [memory if rank == agreement.rank else self._peer(memory, rank - self._first) for rank in ranks]
         torch.cuda.synchronize(device)
         agreement.barrier("overlap_train: open NVSHMEM memory")
 
@@ -55,12 +57,13 @@ class NvshmemHeap:
             return self._nvshmem.get_peer_tensor(memory, rank)
         except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
             raise ValueError(
-                f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped operators need; "
-                f"put the tensor-parallel group on GPUs of one node"
+                f"group: rank {rank + self._first} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
+                f"operators need; put the tensor-parallel group on GPUs of one node, or say how many of its ranks a node has "
+                f"(--overlap-train-node-ranks)"
             ) from error
 
     def view(self, rank: int) -> torch.Tensor:
-        return self._views[rank]
+        return self._views[rank - self._first]
 
     def close(self) -> None:
         self._views = []
@@ -77,25 +80,27 @@ def finalize() -> None:
         _world_ranks.clear()
 
 
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
+def _ranks(group: dist.ProcessGroup, members: range | None) -> tuple[int, ...]:
+    """Of the job; members: ranks of the group, None for all."""
+    ranks = dist.get_process_group_ranks(group)
+    return tuple(ranks if members is None else (ranks[member] for member in members))
 
 
-def _world(agreement: Agreement, device: torch.device) -> Any:
-    """nvshmem.core, initialised over the agreement's group."""
+def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
+    """nvshmem.core, initialised over these ranks of the agreement's group."""
     import nvshmem.core
     from cuda.core import Device
 
-    ranks = _ranks(agreement.group)
+    ranks = _ranks(agreement.group, members)
     if _world_ranks and _world_ranks[0] != ranks:
         raise ValueError(
             f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_world_ranks[0])}, and NVSHMEM "
             f"allows one world a process; use provider='torch' for the other group (--overlap-train-provider)"
         )
     if not _world_ranks:
-        rank = agreement.rank
+        rank = agreement.rank - members.start
         uid = nvshmem.core.get_unique_id() if rank == 0 else None
-        uid = agreement.exchange(uid, "overlap_train: start NVSHMEM")[0]
+        uid = agreement.exchange(uid, "overlap_train: start NVSHMEM")[members.start]
         chip = Device(device.index)
         chip.set_current()
         nvshmem.core.init(device=chip, uid=uid, rank=rank, nranks=len(ranks), initializer_method="uid")

@@ -1,7 +1,8 @@
 """Which ranks of a group form a node: those that can map each other's memory. Never by host name, and before any is shared.
 
 CPU processes find out by trying: each opens what every other has put into a memfd. Containers on one host are several nodes where
-they do not see each other's processes. Groups of GPUs are taken for one node; where they are not, their provider says so.
+they do not see each other's processes. Groups of GPUs are taken for one node unless node_ranks says otherwise; where they are
+not, their provider says so.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def find_nodes(agreement: Agreement, device: torch.device, node_ranks: int) -> N
         OverlapTimeoutError: a rank did not come.
     """
     world, rank = agreement.world_size, agreement.rank
-    if world == 1 or device.type == "cuda":
-        return Nodes(Topology(1, world, rank), _gpu_error(node_ranks) if device.type == "cuda" else None)
+    if world == 1 or (device.type == "cuda" and not node_ranks):
+        return Nodes(Topology(1, world, rank))
     told, reached = _look(agreement, node_ranks)
     problem = _setting_error(told) or nodes_error(_as_told(world, node_ranks) if node_ranks else reached)
     if problem is not None:
@@ -49,7 +50,7 @@ def find_nodes(agreement: Agreement, device: torch.device, node_ranks: int) -> N
     local = node_ranks or len(reached[0])
     topology = Topology(world // local, local, rank)
     if rank == 0 and topology.nodes > 1:
-        _print(topology, node_ranks)
+        _print(topology, node_ranks, "NCCL" if device.type == "cuda" else "gloo")
     return Nodes(topology)
 
 
@@ -90,15 +91,6 @@ def _setting_error(told: Sequence[int]) -> str | None:
     return None
 
 
-def _gpu_error(node_ranks: int) -> str | None:
-    if not node_ranks:
-        return None
-    return (
-        f"node_ranks={node_ranks} with GPUs: only groups of CPU processes span nodes so far; leave it at 0 "
-        f"({flag_name('node_ranks')})"
-    )
-
-
 def _as_told(world: int, node_ranks: int) -> list[tuple[int, ...]]:
     ranks = [range(world)[first : first + node_ranks] for first in range(0, world, node_ranks)]
     return [tuple(node) for node in ranks for _ in node]
@@ -130,12 +122,12 @@ def _read(pid: int, number: int) -> bytes | None:
         return None
 
 
-def _print(topology: Topology, node_ranks: int) -> None:
+def _print(topology: Topology, node_ranks: int, transport: str) -> None:
     found = "as node_ranks says" if node_ranks else "found by mapping memory"
     ranks = ", ".join(_listed(tuple(topology.ranks_of(node))) for node in range(topology.nodes))
     print(
         f"overlap_train: a group of {topology.world} ranks on {topology.nodes} nodes of {topology.local}, {found}: "
-        f"ranks {ranks}; gloo between nodes",
+        f"ranks {ranks}; {transport} between nodes",
         file=sys.stderr,
         flush=True,
     )

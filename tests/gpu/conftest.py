@@ -13,12 +13,19 @@ import torch.distributed as dist
 
 import overlap_train
 from overlap_train import OverlapConfig
+from overlap_train.tools.bench.hierarchical import pretend_nodes
 from tests.linear_cases import Case
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--provider", default="auto", help="symmetric memory provider under test")
     parser.addoption("--domain-size", type=int, default=0, help="ranks of an overlap domain; 0: all")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where only the tests of several nodes run, NCCL takes each half of the ranks for a host of its own."""
+    if "LOCAL_RANK" in os.environ and any("test_nodes.py" in argument for argument in config.args):
+        pretend_nodes(int(os.environ["LOCAL_WORLD_SIZE"]) // 2)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

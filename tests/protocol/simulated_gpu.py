@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tests.protocol.interleaving import Scheduler
@@ -113,6 +114,14 @@ class SimulatedDriver:
 
     def is_capturing(self) -> bool:
         return False
+
+    @contextmanager
+    def in_stream(self, stream: SimulatedStream) -> Iterator[None]:
+        before, self._gpu.current = self._gpu.current, stream
+        try:
+            yield
+        finally:
+            self._gpu.current = before
 
     def new_event(self) -> int:
         self._recorded.append(None)

@@ -56,10 +56,14 @@ class Simulation:
         layout = core("protocol.layout").Layout(self.world_size, SLOT_BYTES)
         heap = SimulatedHeap(self.world_size, layout)
         self.patch(scheduler)
-        domains = [SimulatedDomain(self, scheduler, heap, layout, rank) for rank in range(self.world_size)]
+        domains = [self.domain(scheduler, heap, layout, rank) for rank in range(self.world_size)]
         for domain in domains:
             _name_words(scheduler, heap, domain)
         return domains
+
+    def domain(self, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int) -> SimulatedDomain:
+        """Of one rank."""
+        return SimulatedDomain(self, scheduler, heap, layout, rank)
 
     def engine(self, scheduler: Scheduler, rank: int) -> Any:
         """The `CopyEngine` of a rank."""

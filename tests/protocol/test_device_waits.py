@@ -28,7 +28,7 @@ class Waiting:
     def run(self) -> None:
         """Wait for two chunks of every peer."""
         memory = self.signals, self.epoch, self.abort, self.record
-        wait_kernel[(1,)](*memory, POLLS, RANK, 0, WORLD, self.row[:18], 18, CHUNKS=2, TIMED=False, BLOCK=16)
+        wait_kernel[(1,)](*memory, POLLS, RANK, 0, WORLD, 0, self.row[:18], 18, CHUNKS=2, TIMED=False, BLOCK=16)
 
     def run_and_keep(self, own: torch.Tensor, programs: int) -> torch.Tensor:
         """The same for the whole slot, and what became of the own block and of the words behind it."""

@@ -109,7 +109,7 @@ FAULTS = {
     ),
     "sent before it is known that a slot is free": Fault("protocol.workspace", "self._last.wait_for_start()", "pass"),
     "a first chunk is waited for at one peer": Fault(
-        "protocol.waits", "call, 0, self.world_size, chunks", "call, 0, 2, chunks"
+        "protocol.waits", "call, 0, self.world_size, chunk=0", "call, 0, 2, chunk=0"
     ),
 }
 ON_STREAMS = {

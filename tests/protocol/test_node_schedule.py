@@ -123,6 +123,26 @@ def tiles_are_taken_in_the_order_of_the_legs(module: ModuleType, nodes: int, loc
         assert {block // local for block in first[:local]} == {topology.node}, "the own node needs no network"
 
 
+def twins_expect_what_is_sent(module: ModuleType, nodes: int, local: int) -> None:
+    """In each turn everybody's send is somebody's receive in the same turn, and what arrives is passed on to the whole node."""
+    world = topologies(module, nodes, local)
+    for kind in (GATHER, SCATTER):
+        turns = [module.crossings(kind, topology, CHUNKS) for topology in world]
+        assert {len(some) for some in turns} == {(nodes - 1) * CHUNKS}
+        for turn in zip(*turns, strict=True):
+            assert {key_of(crossing.sent) for crossing in turn} == {key_of(crossing.received) for crossing in turn}
+            for rank, crossing in enumerate(turn):
+                assert crossing.sent.source == rank == crossing.received.target
+                beside = set(world[rank].ranks_of(world[rank].node)) - {rank} if kind == GATHER else set()
+                chunk = (crossing.received.fills, crossing.received.chunk)
+                assert {leg.target for leg in crossing.passed_on} == beside
+                assert {(leg.block, leg.chunk) for leg in crossing.passed_on} <= {chunk}
+
+
+def key_of(leg: Any) -> tuple[int, ...]:
+    return leg.source, leg.target, leg.fills, leg.chunk
+
+
 RULES: list[Callable[[ModuleType, int, int], None]] = [
     every_block_arrives_once_from_its_one_writer,
     a_gather_gives_every_rank_every_shard,
@@ -131,6 +151,7 @@ RULES: list[Callable[[ModuleType, int, int], None]] = [
     the_network_comes_first,
     nodes_do_not_all_send_to_the_same_one,
     tiles_are_taken_in_the_order_of_the_legs,
+    twins_expect_what_is_sent,
 ]
 FAULTS = {
     "shards go to every far rank": (
@@ -152,6 +173,8 @@ FAULTS = {
     "the twin is not the first of its node": (
         "_shifted(topology, -node, -place)", "_shifted(topology, -node, -place - (node > 0))",
     ),
+    "a rank expects what it sends": ("(topology.node - distance) %", "(topology.node + distance) %"),
+    "what crosses is passed on in the first chunk": ("(received.fills, received.chunk)]", "(received.fills, 0)]"),
     "a block has two writers": ("return block if block == self.twin(block // self.local) else", "return block if False else"),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 
 WORDS = (
     "counter_ptr", "sent_ptr", "complete_ptr", "left_ptr", "memory_at_ptr", "outgoing_at_ptr", "signals_ptr", "epoch_ptr",
-    "abort_ptr", "record_ptr",
+    "abort_ptr", "record_ptr", "order_ptr",
 )  # fmt: skip
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from overlap_train import cli
 from overlap_train.flags import from_args
-from overlap_train.tools.bench import command, plots
+from overlap_train.tools.bench import command, hierarchical, plots
 from overlap_train.tools.measure.cases import EXCHANGES, OPS, PASSES
 from tests.script_server import ScriptServer
 
@@ -96,6 +97,37 @@ def test_operators_run_on_two_processes(script_server: ScriptServer, tmp_path: P
     for row in rows:
         assert row["world"] == 2 and row["ms"] > 0 and row["sequence_ms"] > 0 and row["gemm_ms"] > 0
     assert "async-TP needs CUDA" in said and "async-TP needs CUDA" in (tmp_path / "operators.md").read_text()
+
+
+def test_operators_across_nodes_run_on_two_processes(script_server: ScriptServer, tmp_path: Path) -> None:
+    """Each a node of its own."""
+    arguments = ("--tiny", "--quick", "--node-ranks", "1", "--out", str(tmp_path))
+    status, said = script_server.run(*BENCH, "hierarchical", *arguments, folder=tmp_path)
+    assert status == 0, said
+    assert "a group of 2 ranks on 2 nodes of 1, as node_ranks says" in said
+    rows = json.loads((tmp_path / "hierarchical.json").read_text())["rows"]
+    assert {(row["op"], row["pass"], row["method"]) for row in rows} == {
+        (op, pass_, method) for op in OPS for pass_ in ("fprop", "dgrad") for method in ("chunked", "collective")
+    }
+    assert len(rows) == 16 and all(row["ms"] > 0 and row["async_tp_ms"] is None for row in rows)
+    assert "GEMM/comm" in (tmp_path / "hierarchical.md").read_text()
+    pytest.importorskip("matplotlib")
+    assert [path.name for path in plots.draw(tmp_path)] == ["hierarchical.png"]
+
+
+@pytest.mark.parametrize(("ranks", "told"), [("2", "node1"), ("1", None)])
+def test_ranks_of_one_machine_are_told_apart(monkeypatch: pytest.MonkeyPatch, ranks: str, told: str | None) -> None:
+    """Only where there are more than a node has: on real nodes NCCL finds its own way."""
+    names = ("NCCL_HOSTID", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCAL_RANK", str(int(ranks) - 1))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    hierarchical.pretend_nodes(1)
+    assert os.environ.get("NCCL_HOSTID") == told and ("NCCL_IB_DISABLE" in os.environ) == (told is not None)
+    for name in names:
+        os.environ.pop(name, None)
 
 
 @pytest.mark.slow

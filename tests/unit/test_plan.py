@@ -14,12 +14,20 @@ from overlap_train import OverlapConfig
 from overlap_train.planning import tiling
 from overlap_train.planning.arguments import all_gather_error, reduce_scatter_error
 from overlap_train.planning.cache import BoundedCache
-from overlap_train.planning.choice import Choice, Pass
+from overlap_train.planning.choice import SCATTER_AND_WGRAD, Choice, Pass, choose
 from overlap_train.planning.plan import EnginePlan, barrier_first, engine_plan, make_plan, sent_again, why_not
 from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.tiling import HOPPER, LIBRARY, PORTABLE, TileConfig, chunk_count, direct_chunk_count
+from overlap_train.planning.tiling import (
+    HOPPER,
+    LIBRARY,
+    PORTABLE,
+    TileConfig,
+    chunk_count,
+    direct_chunk_count,
+    network_chunk_count,
+)
 from overlap_train.planning.variants import Variant
 from overlap_train.protocol.layout import BARRIER, SLOTS, Layout
 
@@ -73,6 +81,12 @@ def test_into_how_many_chunks_blocks_are_cut_and_what_pushes_wait_for() -> None:
     assert [engine(method, 8192).slots for method in ("collective", "chunked", "direct")] == [0, 1, 1]
 
 
+def test_chunks_that_cross_the_network_are_products_that_fill_a_gpu() -> None:
+    """4096 rows are 32 tiles high: of 1024 columns 128 tiles, of 4096 512, of 8192 1024. There are never more than four chunks."""
+    assert [network_chunk_count(4096, n, 8192) for n in (1024, 2048, 4096, 8192, 65536)] == [1, 1, 2, 4, 4]
+    assert network_chunk_count(4096, 8192, 1024) == 1, "a chunk is too short to be sent"
+
+
 def test_chunks_cost_no_tile_and_are_not_too_short() -> None:
     assert [chunk_count(rows, 8192, True) for rows in (1024, 2047, 2048, 4096, 4096 + 128)] == [1, 1, 2, 4, 1]
     ends_within_a_tile = (
@@ -123,6 +137,34 @@ def test_rows_and_memory_of_each_operator() -> None:
     )
     assert plan_on_cpu(ALL_GATHER_LINEAR).request.slot_bytes == 24 * 8 * 4
     assert plan_on_cpu(ALL_GATHER_LINEAR, "collective").request.slot_bytes == 0
+
+
+def across_nodes(pass_: Pass, method: str = "auto", nodes: int = 2, device: torch.device = GPU) -> EnginePlan:
+    topology = Topology(nodes, pass_.world // nodes, 0)
+    choice = choose(method, pass_, device, UNTUNED, nodes)
+    return engine_plan(choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16))
+
+
+def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_sms() -> None:
+    """CPU processes send whole blocks, and a node alone needs none of that."""
+    gather = Pass(GATHER, 8192, 14336, 4096, BF16, 2)
+    plan = across_nodes(gather)
+    assert (plan.method, plan.reason) == ("chunked", "auto: GPUs on several nodes")
+    assert (plan.chunks, len(plan.crossings), plan.sms.send) == (4, 4, 8)
+    again = sent_again(plan, Topology(2, 1, 0))
+    assert (again.chunks, len(again.crossings), again.sms.send) == (1, 1, 8)
+    assert across_nodes(Pass(GATHER, 1024, 14336, 4096, BF16, 2)).chunks == 1, "a chunk is 8 MiB at least"
+    on_cpu = across_nodes(gather, device=CPU)
+    assert (on_cpu.chunks, on_cpu.sms.send, on_cpu.reason) == (1, 0, "auto: CPU tensors on several nodes")
+    alone = across_nodes(gather, "chunked", nodes=1)
+    assert (alone.chunks, alone.crossings, alone.sms.send) == (1, (), 0)
+
+
+def test_across_nodes_no_backward_starts_with_a_barrier() -> None:
+    """Which was measured inside one; across the network it takes longer."""
+    backward = Pass(SCATTER_AND_WGRAD, 8192, 4096, 1536, BF16, 4)
+    assert across_nodes(backward, "chunked", nodes=1).variant.barrier_first
+    assert not across_nodes(backward, "chunked").variant.barrier_first
 
 
 def test_how_x_comes_to_the_weight_gradient() -> None:

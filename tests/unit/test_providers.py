@@ -17,7 +17,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The ranks of NVSHMEM's one world; groups are their ranks here, and nvshmem4py is installed."""
     ranks: list[tuple[int, ...]] = []
     monkeypatch.setattr(nvshmem, "_world_ranks", ranks)
-    monkeypatch.setattr(nvshmem, "_ranks", lambda group: group)
+    monkeypatch.setattr(
+        nvshmem, "_ranks", lambda group, ranks: group if ranks is None else group[ranks.start : ranks.stop]
+    )
     monkeypatch.setattr(nvshmem, "is_installed", lambda: True)
     return ranks
 
@@ -29,6 +31,13 @@ def test_nvshmem_serves_the_group_of_its_world_only(world: list[tuple[int, ...]]
     assert resolve_provider(group, "auto", GPU) == "nvshmem"
     other: Any = (2, 3)
     assert resolve_provider(other, "auto", GPU) == "torch"
+
+
+def test_nvshmem_serves_the_node_of_its_world(world: list[tuple[int, ...]]) -> None:
+    group: Any = (4, 5, 6, 7)
+    world.append((6, 7))
+    assert resolve_provider(group, "auto", GPU, range(2, 4)) == "nvshmem"
+    assert resolve_provider(group, "auto", GPU, range(2)) == resolve_provider(group, "auto", GPU) == "torch"
 
 
 def test_without_nvshmem4py_torch_serves(world: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

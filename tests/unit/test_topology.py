@@ -79,7 +79,15 @@ def test_nothing_is_asked_of_one_rank_or_of_gpus() -> None:
     assert find_nodes(alone, CPU, 0).topology.nodes == 1
     gpus: Any = SimpleNamespace(rank=1, world_size=4)
     assert find_nodes(gpus, torch.device("cuda", 0), 0).problem is None
-    assert "node_ranks=2 with GPUs" in (find_nodes(gpus, torch.device("cuda", 0), 2).problem or "")
+
+
+def test_gpus_form_the_nodes_that_they_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    agreement: Any = Told(0, [2, 2, 2])
+    found = find_nodes(agreement, torch.device("cuda", 0), 2)
+    assert found.problem is None and (found.topology.nodes, found.topology.local) == (2, 2)
+    assert capsys.readouterr().err.endswith("ranks 0-1, 2-3; NCCL between nodes\n")
+    agreement = Told(0, [4])
+    assert "node_ranks is 2, 4 on the ranks" in (find_nodes(agreement, torch.device("cuda", 0), 2).problem or "")
 
 
 def test_the_file_of_another_process_is_neither_waited_for_nor_taken() -> None:

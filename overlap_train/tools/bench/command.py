@@ -20,7 +20,7 @@ from ..measure.cases import OPS, PASSES
 from ..measure.models import MODELS, TINY
 from ..measure.results import Results, hardware, markdown, screen
 from ..measure.runs import Session, Settings
-from . import attention_blocks, layers, operators, output, plots, timeline
+from . import attention_blocks, hierarchical, layers, operators, output, plots, timeline
 from .shapes import LAYERS, PUBLISHED, TABLES_1_2, WEIGHTS, cases, exchange_cases, layer_cases
 
 
@@ -94,6 +94,16 @@ class Ulysses(Bench):
 
 
 @dataclass(frozen=True)
+class Hierarchical(Bench):
+    """`bench hierarchical`"""
+
+    node_ranks: int = option(
+        1, "ranks of each node, all of this machine or of several", parse=positive_int, metavar="L"
+    )
+    passes: tuple[str, ...] = option(("fprop", "dgrad"), f"of {','.join(PASSES)}", choices=PASSES, metavar="PASS,...")
+
+
+@dataclass(frozen=True)
 class Timeline:
     """`bench timeline`"""
 
@@ -103,7 +113,7 @@ class Timeline:
     )
 
 
-KINDS = {"operators": Operators, "layers": Layers, "ulysses": Ulysses}
+KINDS = {"operators": Operators, "layers": Layers, "ulysses": Ulysses, "hierarchical": Hierarchical}
 
 
 def main(arguments: list[str]) -> int:
@@ -131,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
     helps = {
         "operators": "AG+GEMM and GEMM+RS, pass by pass, against NCCL, async-TP and the bound",
         "layers": "forward and backward of one column and one row linear",
+        "hierarchical": "AG+GEMM and GEMM+RS across nodes, for products shorter and longer than the network takes",
         "ulysses": "GEMM+A2A and A2A+GEMM, and whole attention blocks, against NCCL",
     }
     for name, settings in KINDS.items():
@@ -146,6 +157,8 @@ def benchmark(bench: Bench) -> int:
     """Join the ranks, measure, write and print."""
     if bench.connections:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(bench.connections)  # read when CUDA starts, which is below
+    if isinstance(bench, Hierarchical):
+        hierarchical.pretend_nodes(bench.node_ranks)
     here = world.join()
     world.heat(here.device, 0.5)
     failed = [_one(bench, name, columns, here) for name, columns in _files(bench)]
@@ -161,6 +174,8 @@ def _files(bench: Bench) -> list[tuple[str, output.Columns]]:
     if isinstance(bench, Ulysses):
         columns = {"operators": output.EXCHANGE_COLUMNS, "blocks": output.BLOCK_COLUMNS}
         return [("layers" if what == "blocks" else what, columns[what]) for what in bench.what]
+    if isinstance(bench, Hierarchical):
+        return [("hierarchical", output.HIERARCHICAL_COLUMNS)]
     return [("layers", output.LAYER_COLUMNS)]
 
 
@@ -180,6 +195,8 @@ def measure(bench: Bench, name: str, session: Session) -> None:
     here = session.world
     if isinstance(bench, Ulysses):
         _measure_ulysses(bench, name, session)
+    elif isinstance(bench, Hierarchical):
+        operators.run(hierarchical.hierarchical_cases(session, bench.passes, bench.tiny), session)
     elif isinstance(bench, Layers):
         names, sequences = ([f"{TINY}-mlp"], [16]) if bench.tiny else (bench.layers, bench.seq)
         layers.run(layer_cases(names, sequences, here.size), session)
@@ -199,10 +216,14 @@ def _measure_ulysses(bench: Ulysses, name: str, session: Session) -> None:
 
 def settings_of(bench: Bench, device: torch.device) -> Settings:
     """What the measurements themselves need."""
-    methods = bench.methods or (*(("fused", "direct") if device.type == "cuda" else ()), "chunked", "collective")
+    node_ranks = bench.node_ranks if isinstance(bench, Hierarchical) else 0
+    in_node = ("fused", "direct") if device.type == "cuda" and not node_ranks else ()
+    methods = bench.methods or (*in_node, "chunked", "collective")
     dtype = torch.float32 if bench.tiny else torch.bfloat16
     # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
-    config = OverlapConfig(provider=bench.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off")
+    config = OverlapConfig(
+        provider=bench.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=node_ranks
+    )
     return Settings(methods, dtype, bench.quick, config)
 
 
@@ -210,7 +231,7 @@ def report(results: Results, columns: output.Columns, here: world.World) -> None
     """Write the Markdown beside the JSON and print the table; on rank 0."""
     if here.rank != 0:
         return
-    of_operators = columns in (output.OPERATOR_COLUMNS, output.EXCHANGE_COLUMNS)
+    of_operators = columns in (output.OPERATOR_COLUMNS, output.EXCHANGE_COLUMNS, output.HIERARCHICAL_COLUMNS)
     summary = output.summary(results.rows) if of_operators else []
     if results.path is not None:
         results.path.with_suffix(".md").write_text(markdown(results.rows, results.notes, columns, summary))

@@ -48,11 +48,14 @@ def correct_runs(case: Case, inputs: Inputs, domain: OverlapDomain, session: Ses
     planned, table = case.planned(session.world.size, session.settings.dtype), book_of(domain, case.name).table
     runs: dict[str, Run] = {}
     for method in session.settings.methods:
-        choice = choose(method, planned, domain.device, table)
+        choice = choose(method, planned, domain.device, table, domain.topology.nodes)
         in_parts = case.kind in EXCHANGES
         runs[method] = exchanged(case, session, method) if in_parts else overlapped(case, domain, choice, inputs.first)
     correct = {}
-    for name, run in (runs | baselines_of(case, session.world, (*inputs.sets, inputs.decoy))).items():
+    baselines = baselines_of(case, session.world, (*inputs.sets, inputs.decoy))
+    if domain.topology.nodes > 1:  # PyTorch's async-TP stays in a node
+        baselines.pop("async_tp", None)
+    for name, run in (runs | baselines).items():
         problem = problem_of(case.name, run, inputs, session.world, is_exact=name not in TIMED_ONLY)
         if problem is None:
             correct[name] = run

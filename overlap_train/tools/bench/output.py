@@ -32,6 +32,10 @@ OPERATOR_COLUMNS: Columns = (
     ("speed-up/bound", lambda row: speed_up(row) / row["bound"]),
     ("vs async-TP", lambda row: _over(row, "async_tp_ms")),
 )
+HIERARCHICAL_COLUMNS: Columns = (
+    *(column for column in OPERATOR_COLUMNS if "async-TP" not in column[0]),
+    ("GEMM/comm", lambda row: row["gemm_ms"] / row["comm_ms"]),
+)
 EXCHANGE_COLUMNS: Columns = (
     *(column for column in OPERATOR_COLUMNS if "async-TP" not in column[0]),
     ("three GEMMs", lambda row: row["three_gemms_ms"]),

@@ -2,6 +2,7 @@
 
 speedup.png     operators: speed-up over NCCL + cuBLAS and its ceiling, shape by shape
 speedup_m.png   operators: the same against M; with several M only
+hierarchical.png    operators across nodes: the same as speedup.png
 layers.png      layers: time over that of the six GEMMs, whose floor is 1.00
 timeline.png    one call by each method (timeline.py)
 """
@@ -45,13 +46,16 @@ def draw(folder: Path) -> list[Path]:
         drawn.append(_speed_up(rows, folder / "speedup.png"))
         if len({row["m"] for row in rows}) > 1:
             drawn.append(_against_m(rows, folder / "speedup_m.png"))
+    if rows := _read(folder / "hierarchical.json").get("rows"):
+        drawn.append(_speed_up(rows, folder / "hierarchical.png"))
     if rows := _read(folder / "layers.json").get("rows"):
         drawn.append((_blocks if "alone_ms" in rows[0] else _layers)(rows, folder / "layers.png"))
     if "calls" in (recording := _read(folder / "timeline.json")):
         drawn.append(timeline.draw(recording, folder / "timeline.png"))
     if not drawn:
         raise ValueError(
-            f"{folder}: no operators.json, layers.json or timeline.json with results; run the benchmark with --out {folder} "
+            f"{folder}: no operators.json, hierarchical.json, layers.json or timeline.json with results; "
+            f"run the benchmark with --out {folder} "
             "(what compare_mfu.py wrote is drawn by its --redraw)"
         )
     return drawn

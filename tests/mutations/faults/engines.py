@@ -49,8 +49,8 @@ FAULTS = [
     ),
     GATHER(
         "a shard that is not contiguous is sent",
-        "plan.method](domain, plan, tag, x_shard_m.contiguous())",
-        "plan.method](domain, plan, tag, x_shard_m)",
+        "_engine(domain, plan)(domain, plan, tag, x_shard_m.contiguous())",
+        "_engine(domain, plan)(domain, plan, tag, x_shard_m)",
         f"{PROTOCOL}/test_processes.py::test_layouts_freezing_microbatches_and_recomputation",
     ),
     GATHER(

@@ -13,6 +13,19 @@ SLOT = In("overlap_train/protocol/node_slot.py", (SHAPES,))
 WORKSPACE = In("overlap_train/protocol/node_workspace.py", (SHAPES,))
 GATHER = In("overlap_train/operators/all_gather_gemm.py", (SHAPES,))
 SCATTER = In("overlap_train/operators/gemm_reduce_scatter.py", (SHAPES,))
+STREAMED = "tests/protocol/test_interleaving_nodes.py"
+PASSES = f"{STREAMED}::test_operators_pass"
+STREAMS = In("overlap_train/protocol/node_streams.py", (PASSES,))
+STREAM_ENGINES = In("overlap_train/operators/node_streams.py", (PASSES,))
+NCCL = In("overlap_train/symmetric/nccl.py", ("tests/unit/test_nccl_transport.py",))
+SUM = In("kernels/add_blocks.py", ("tests/protocol/test_add_blocks.py",))
+BLAS = In("overlap_train/gpu/blas.py", ("tests/unit/test_blas.py",))
+CHUNKS = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
+BARRIERS = In("overlap_train/planning/choice.py", ("tests/unit/test_plan.py",))
+BENCH = In(
+    "overlap_train/tools/bench/hierarchical.py",
+    ("tests/unit/test_bench_command.py::test_ranks_of_one_machine_are_told_apart",),
+)
 PLAN = In("overlap_train/planning/plan.py", ("tests/unit/test_topology.py",))
 
 FAULTS = [
@@ -32,11 +45,55 @@ FAULTS = [
     PLAN("nodes that cannot share memory are taken", "if topology_problem is not None:", "if False:"),
     NETWORK("data goes to the start of the heap", "self._memory[data : data + nbytes]", "self._memory[:nbytes]"),
     NETWORK("a signal carries another word", "place.signal, word], dtype", "place.signal, word + 1], dtype"),
+    SLOT(
+        "what is passed on tells of the own call", "if leg.carries == ARRIVED else", "if False else",
+        f"{STREAMED}::test_what_is_passed_on_names_the_call_that_it_is_of",
+    ),
+    STREAMS("words of what crosses lie in one place",
+            "call.slot.crossed[block, chunk : chunk + 1])", "call.slot.crossed[0, :1])"),
+    STREAMS(
+        "a graph is captured across nodes", "        if self._driver.is_capturing():", "        if False:",
+        f"{STREAMED}::test_a_graph_is_refused_by_name",
+    ),
+    STREAMS("what came is told before it is here", "            exchange.arrive()\n", ""),
+    STREAMS(
+        "twins are not told of a barrier",
+        "            self.arrive(call, replace(turn, passed_on=Legs(())), exchange)\n", "            pass\n",
+        f"{STREAMED}::test_a_backward_that_gathers_and_scatters_passes",
+    ),
+    STREAM_ENGINES("every chunk of a shard is the first", "shard = self._own.chunk(self._call.chunks)[crossing.sent.chunk]",
+                   "shard = self._own.chunk(self._call.chunks)[0]"),
+    STREAM_ENGINES("sums are those of the first chunk", "received = self._call.blocks[:, self._call.chunk_rows(chunk)]",
+                   "received = self._call.blocks[:, self._call.chunk_rows(0)]"),
+    STREAM_ENGINES("the own node's partials are left out", "order = self._others(topology.rank)", "order = []"),
+    STREAM_ENGINES("chunks of the second far node are those of the first", "near + turn // call.chunks * local", "near"),
+    NCCL("a receive is posted outside its group", "        group._start_coalescing()\n", ""),
+    NCCL("NCCL may take all SMs", "        options.config.max_ctas = NETWORK_SMS\n", ""),
+    NCCL("torch's watchdog ends the process first", "2 * self._timeout_s + 60", "self._timeout_s / 2"),
+    NCCL("nobody looks how old an exchange is",
+         "- self._under_way[0].began > self._timeout_s", "- self._under_way[0].began > 1e9"),
+    NCCL("exchanges that ended are late", "while self._under_way and self._under_way[0].done:", "while False:"),
+    NCCL("a failed wait leaves NCCL running", "            if self._failures.failed:\n", "            if False:\n"),
+    NCCL("a word crosses alone", "((sent.data, received.data), (sent.word, received.word))", "((sent.word, received.word),)"),
+    NCCL("a transport ends twice", "        if self._ended.is_set():\n            return\n", ""),
+    SUM("sums between nodes are a number after a failed wait",
+        "tl.load(abort_ptr, volatile=True) != 0", "tl.load(abort_ptr, volatile=True) < 0"),
+    SUM("sums between nodes take blocks in the slot's order", "tl.load(order_ptr + place)", "place"),
+    SUM("sums between nodes begin at another block's chunk", "* pitch", "* size"),
+    BLAS("products go on sparing SMs", "self._check(self._set(handle, 0))", "pass"),
+    BLAS("products spare all other SMs", "self._count - sms", "sms"),
+    CHUNKS("blocks cross the network whole", 'if nodes > 1 and choice.method == "chunked" and on_gpu:', "if False:"),
+    CHUNKS("NCCL gets no SMs",
+           'SmBudget(send=NETWORK_SMS) if nodes > 1 and device.type == "cuda" else', "SmBudget() if True else"),
+    BARRIERS("a barrier crosses the network first",
+             'if device.type == "cuda" and nodes == 1 else', 'if device.type == "cuda" else'),
+    BENCH("ranks of real nodes are told apart", "    if count > node_ranks:", "    if True:"),
+    BENCH("all ranks are one host", "{here // node_ranks}", "{0 * here // node_ranks}"),
     SLOT("places do not count the block", "block * nbytes + chunk", "0 * nbytes + chunk"),
     SLOT("a piece inside the node fills another block", "[leg.fills].chunk(self.chunks)", "[self.rank].chunk(self.chunks)"),
     SLOT("a signal of another block is sent", "self.slot.words[leg.target][leg.fills,", "self.slot.words[leg.target][self.rank,"),
     WORKSPACE(
-        "twins do not meet", "            self.on_host(call, twin, 1)\n", "            pass\n",
+        "twins do not meet", "                self.wait(call, topology.twin(node), 1)\n", "                pass\n",
         f"{NODES}::test_nobody_leaves_a_barrier_before_all_have_come",
     ),
     GATHER("a block is passed on before it is there", "        self._call.wait(block)\n        for route", "        for route"),

@@ -37,7 +37,7 @@ FAULTS = [
         "tl.cast(tl.num_programs(0) - 1, tl.int64)",
         "tl.cast(tl.num_programs(0), tl.int64)",
     ),
-    OWN_BLOCK("nobody waits beside the copy", "rank, 0, count, row_ptr", "rank, 0, 0, row_ptr"),
+    OWN_BLOCK("nobody waits beside the copy", "rank, 0, count, 0, row_ptr", "rank, 0, 0, row_ptr"),
     HOST_WAITS("the own block goes to a peer's place", "kept_ptr=call.blocks[self.rank]", "kept_ptr=call.blocks[0]"),
     HOST_WAITS("a program too few copies the own block", "grid = (1 + min(", "grid = (min("),
     # waits on the device
@@ -264,7 +264,7 @@ FAULTS = [
     ),
     PROVIDERS(
         "auto takes nvshmem where it cannot serve",
-        'return "nvshmem" if can_serve(group) else "torch"',
+        'return "nvshmem" if can_serve(group, ranks) else "torch"',
         'return "nvshmem"',
     ),
     PROVIDERS(
@@ -273,11 +273,13 @@ FAULTS = [
         'if not on_gpu and provider != "host":',
     ),
     NVSHMEM(
-        "nvshmem serves a second group", "return not _world_ranks or _world_ranks[0] == _ranks(group)", "return True"
+        "nvshmem serves a second group",
+        "return not _world_ranks or _world_ranks[0] == _ranks(group, ranks)",
+        "return True",
     ),
     NVSHMEM(
         "nvshmem serves its group once",
-        "return not _world_ranks or _world_ranks[0] == _ranks(group)",
+        "return not _world_ranks or _world_ranks[0] == _ranks(group, ranks)",
         "return not _world_ranks",
     ),
     NVSHMEM("nvshmem serves where it is not installed", "    if not is_installed():\n        return False\n", ""),

@@ -1,0 +1,170 @@
+"""`chunked` across nodes on GPUs: one chunk is multiplied while the next crosses the network (protocol/node_streams.py).
+
+    gather     exchange 1, own node's products, then for each chunk: start the next exchange, let this one arrive, multiply it
+    scatter    for each chunk of a far twin: multiply, add what the node's ranks have for it, start its exchange; then the own
+               node; the sums of the other nodes arrive last
+
+All ranks enqueue the same steps in the same order, so that twins start their exchanges alike and whatever a step waits for was
+enqueued, everywhere, in a step before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+
+import torch
+
+from ..gpu.launch import Launch
+from ..planning.schedule import Crossing
+from ..protocol.node_slot import NodeCall
+from ..protocol.node_streams import NodeStreamEngine
+from ..symmetric.inter_node import Exchange
+from .all_gather_gemm import ChunkedGather
+from .gemm_reduce_scatter import ChunkedScatter
+from .persistent import aligned
+
+
+class NodeStreamGather(ChunkedGather):
+    """See Gather."""
+
+    _call: NodeCall
+
+    def _push(self) -> None:
+        call, engine = self._call, self._domain.engine
+        assert isinstance(engine, NodeStreamEngine)
+        self._engine = engine
+        call.next_epoch()
+        self._waiting = deque(self._plan.crossings)
+        self._under_way = self._start_next()
+        engine.push(self._own, call.routes(self._plan.legs.inside))
+        engine.at_end(self._finish)
+
+    def _start_next(self) -> tuple[Crossing, Exchange] | None:
+        if not self._waiting:
+            return None
+        crossing = self._waiting.popleft()
+        shard = self._own.chunk(self._call.chunks)[crossing.sent.chunk]
+        return crossing, self._engine.cross(self._call, crossing, shard)
+
+    def _go_on(self) -> None:
+        """The next exchange starts, the present one arrives. In this order: what is owed goes before what is waited for."""
+        if self._under_way is not None:
+            present, self._under_way = self._under_way, self._start_next()
+            self._engine.arrive(self._call, *present)
+
+    def _finish(self) -> None:
+        while self._under_way is not None:
+            self._go_on()
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        call, world, local = self._call, self._domain.world_size, self._domain.topology.local
+        y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
+        blocks, near = y.unflatten(0, (world, -1)), local - 1
+        with self._engine.products(self._plan.sms.send):
+            torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
+            for source in self._plan.sources[:near]:
+                call.wait(source)
+                torch.mm(call.blocks[source], b_kn, out=blocks[source])
+            for turn, crossing in enumerate(self._plan.crossings):
+                self._go_on()
+                first, chunk = near + turn // call.chunks * local, crossing.received.chunk
+                for source in self._plan.sources[first : first + local]:
+                    call.wait_chunk(source, chunk)
+                    torch.mm(call.chunk_of(source, chunk), b_kn, out=blocks[source].chunk(call.chunks)[chunk])
+        self._arrived = True
+        return y
+
+    def gathered_view(self) -> torch.Tensor:
+        self._finish()
+        return super().gathered_view()
+
+
+class NodeStreamScatter(ChunkedScatter):
+    """See Scatter."""
+
+    _call: NodeCall
+
+    def start(self) -> None:
+        domain, plan, world = self._domain, self._plan, self._domain.world_size
+        engine = domain.engine
+        assert isinstance(engine, NodeStreamEngine)
+        self._engine = engine
+        self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
+        # A node of one rank sends its partials as they are.
+        self._sums = self._partials if domain.topology.local == 1 else self._partials.new_empty(self._partials.shape)
+        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, plan.chunks)
+        assert isinstance(call, NodeCall)
+        self._call = call
+        call.next_epoch()
+        self._under_way: list[tuple[Crossing, Exchange]] = []
+        engine.at_end(self._arrive)
+        crossings, rows = iter(plan.crossings), self._a.unflatten(0, (world, -1))
+        with engine.products(plan.sms.send):
+            for block, legs in plan.legs.by_block:
+                for leg in legs.network:
+                    part = self._chunk(self._partials, block, leg.chunk)
+                    torch.mm(self._chunk(rows, block, leg.chunk), self._b, out=part)
+                    self._cross(next(crossings))
+                if legs.inside.all:
+                    torch.mm(rows[block], self._b, out=self._partials[block])
+                    engine.push(self._partials, call.routes(legs.inside))
+            torch.mm(rows[domain.rank], self._b, out=self._partials[domain.rank])
+
+    def _chunk(self, blocks: torch.Tensor, block: int, chunk: int) -> torch.Tensor:
+        return blocks[block].chunk(self._call.chunks)[chunk]
+
+    def _cross(self, crossing: Crossing) -> None:
+        twin, chunk = crossing.sent.block, crossing.sent.chunk
+        total = self._chunk(self._sums, twin, chunk)
+        make = partial(self._add_node, twin, chunk, total) if self._sums is not self._partials else None
+        self._under_way.append((crossing, self._engine.cross(self._call, crossing, total, make)))
+
+    def _add_node(self, twin: int, chunk: int, total: torch.Tensor) -> None:
+        """total = what the ranks of this node have for a chunk of `twin`: the own one, then the others in rank order."""
+        others = self._others(twin)
+        for block in others:
+            self._call.wait_chunk(block, chunk)
+        received = self._call.blocks[:, self._call.chunk_rows(chunk)]
+        add_blocks(self._call, self._chunk(self._partials, twin, chunk), received, others, total)
+
+    def _others(self, twin: int) -> list[int]:
+        """The blocks in which this node's other ranks put what they have for `twin`."""
+        topology = self._domain.topology
+        return [block for block in topology.ranks_of(twin // topology.local) if block != twin]
+
+    def _arrive(self) -> None:
+        while self._under_way:
+            self._engine.arrive(self._call, *self._under_way.pop(0))
+
+    def finish(self) -> torch.Tensor:
+        """Own node first, then the sums of the others in order of nodes."""
+        topology, call = self._domain.topology, self._call
+        self._arrive()
+        order = self._others(topology.rank)
+        order += [topology.twin(node) for node in range(topology.nodes) if node != topology.node]
+        for block in order:
+            call.wait(block)
+        own = self._partials[topology.rank]
+        y = torch.empty_like(own)
+        add_blocks(call, own, call.blocks, order, y)
+        return y
+
+
+def add_blocks(call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor) -> None:
+    """y = own [rows, N] + received [W, rows, N] of the blocks in `order`, in that order, summed in fp32. They are here."""
+    values = (own.data_ptr(), y.data_ptr())
+    key = ("add", tuple(order), received.data_ptr(), aligned(*values))
+    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y))
+
+
+def _add_launch(call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor) -> Launch:
+    from ..kernels.add_blocks import add_blocks_kernel
+
+    block = 1024
+    arguments = dict(
+        own_ptr=own, received_ptr=received, order_ptr=call.order(tuple(order)), y_ptr=y, size=own.numel(),
+        pitch=received.stride(0), abort_ptr=call.abort,
+    )  # fmt: skip
+    grid = (-(-own.numel() // block),)
+    return Launch(add_blocks_kernel, grid, arguments, dict(COUNT=len(order), BLOCK=block), (("own_ptr",), ("y_ptr",)))

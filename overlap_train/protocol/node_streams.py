@@ -1,0 +1,113 @@
+"""What moves data in a group of GPUs that spans nodes: the copy engine, and a stream each for what leaves and for what arrives.
+
+    sending     adds up partial sums, where there are any, and starts the exchanges with the twins, in order
+    arriving    waits for an exchange, then tells those who wait for its chunk, then passes it on inside the node
+
+Nothing else waits for the network but the products that need it, and they by `wait_kernel`, as inside a node. What waits is
+enqueued as late as it may be (`arrive`): where one hardware queue serves all streams, what stands at its head holds up the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from ..gpu.blas import Blas
+from ..gpu.driver import CudaDriver
+from ..planning.schedule import GATHER, Crossing, Legs, Topology, crossings
+from ..symmetric.inter_node import Exchange, Piece, StreamTransport
+from .copy_engine import StreamCopyEngine
+from .node_slot import NodeCall
+from .watchdog import FaultRecord
+
+
+class NodeStreamEngine(StreamCopyEngine):
+    """A copy engine whose operators end when what crosses the network has left, has arrived and is passed on."""
+
+    def __init__(
+        self, device: torch.device, driver: CudaDriver, network: StreamTransport, fault: FaultRecord, blas: Blas | None
+    ) -> None:
+        super().__init__(device, driver)
+        self.network, self._fault, self._blas = network, fault, blas
+        self._sending, self._arriving = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self._told = driver.new_event()
+        self._unfinished: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        if self._driver.is_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured in a group that spans nodes, whose exchanges by NCCL a thread has to watch; "
+                "train without CUDA graphs, or use method='collective'"
+            )
+        super().begin()
+
+    def products(self, spared_sms: int) -> AbstractContextManager[None]:
+        """Bracket of library products that run beside the network's kernels."""
+        return nullcontext() if self._blas is None else self._blas.sparing(spared_sms)
+
+    def at_end(self, task: Callable[[], None]) -> None:
+        """`join` runs it first: peers may need what nobody here has waited for."""
+        self._unfinished.append(task)
+
+    def cross(
+        self, call: NodeCall, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None = None
+    ) -> Exchange:
+        """Start to send `source`, and to receive, after what the caller's stream has been given so far.
+
+        make: enqueues what fills `source`, in the sending stream.
+        """
+        self._order(self._driver.current_stream(), self._sending.cuda_stream)
+        self._held.append(source)
+        block, chunk = crossing.received.fills, crossing.received.chunk
+        into = Piece(call.chunk_of(block, chunk), call.slot.crossed[block, chunk : chunk + 1])
+        with self._driver.in_stream(self._sending):
+            if make is not None:
+                make()
+            return self.network.exchange(crossing, Piece(source, call.slot.epoch), into)
+
+    def arrive(self, call: NodeCall, crossing: Crossing, exchange: Exchange) -> None:
+        """After the exchange its chunk has a signal (rule 1: data first), and is passed on inside the node."""
+        block, chunk, stream = crossing.received.fills, crossing.received.chunk, self._arriving.cuda_stream
+        crossed, signal = call.slot.crossed[block, chunk : chunk + 1], call.signal_of(block, chunk)
+        with self._driver.in_stream(self._arriving):
+            exchange.arrive()
+            self._driver.check(self._driver.copy(signal.data_ptr(), crossed.data_ptr(), 8, stream))
+            if not crossing.passed_on.all:
+                return
+            call.wait_chunk(block, chunk)  # bounded, and it notices a twin that is in another call
+            start = call.blocks.data_ptr()
+            for route in call.routes(crossing.passed_on):
+                self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))
+                self._driver.check(self._driver.copy(route.signal_at, route.epoch_at, 8, stream))
+
+    def meet(self, call: NodeCall, topology: Topology) -> None:
+        """Tell all twins that this rank has come, and let their words arrive."""
+        nothing = call.blocks.flatten()[:0]
+        turns = crossings(GATHER, topology, chunks=1)
+        exchanges = [self.cross(call, turn, nothing) for turn in turns]
+        for turn, exchange in zip(turns, exchanges, strict=True):
+            self.arrive(call, replace(turn, passed_on=Legs(())), exchange)
+
+    def join(self) -> None:
+        while self._unfinished:
+            self._unfinished.pop(0)()
+        if self._held:
+            for stream in (self._sending, self._arriving):
+                self._order(stream.cuda_stream, self._driver.current_stream())
+        super().join()
+
+    def _order(self, first: int, second: int) -> None:
+        """What comes in stream `second` runs after what is in stream `first`."""
+        failed = self._driver.record_event(self._told, first)
+        self._driver.check(self._driver.wait_event(second, self._told, 0) or failed)
+
+    def close(self) -> None:
+        if self._fault.failed:
+            self.network.close(orderly=False)  # or the streams would never end
+        for stream in (self._sending, self._arriving):
+            stream.synchronize()
+        super().close()
+        self.network.close(orderly=True)

@@ -1,0 +1,120 @@
+"""NCCL between the GPUs of different nodes: what a rank sends to one twin, and what it receives from another meanwhile.
+
+NCCL's sends and receives come in pairs, and its kernels hold SMs until the peer's run, too. So a receive is never posted early:
+it goes with the send of the same turn, as one group (`planning/schedule.py: crossings`), and all groups of a rank run in one
+stream, in an order that all twins have in common. None waits for what comes after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..planning.plan import NETWORK_SMS
+from ..planning.schedule import Crossing, Topology
+from .agreement import Agreement, OverlapTimeoutError
+from .inter_node import Failures, Piece
+
+_CONNECT = "overlap_train: connect the nodes of the group"
+_LOOK_S = 0.5
+
+
+class NcclExchange:
+    """One group under way."""
+
+    def __init__(self, work: Any, crossing: Crossing) -> None:
+        self._work, self.crossing, self.began = work, crossing, time.monotonic()
+
+    def arrive(self) -> None:
+        """Hold the current stream until the data are there, and until what was sent may be written over."""
+        self._work.wait()
+
+    @property
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+
+class NcclTransport:
+    """A communicator of the twins of this rank: nothing else travels in it.
+
+    NCCL waits without end. A thread looks at the oldest exchange, and at what the waits of this rank have found. It ends the
+    communicator when either has failed: then no stream hangs, and the error with the name comes first.
+    """
+
+    def __init__(
+        self, agreement: Agreement, topology: Topology, device: torch.device, timeout_s: float, failures: Failures
+    ) -> None:
+        self._topology, self._timeout_s, self._failures = topology, timeout_s, failures
+        self._under_way: deque[NcclExchange] = deque()
+        self._ended = threading.Event()
+        agreement.barrier(_CONNECT)  # NCCL's own rendezvous is not bounded by us
+        self._group, error = self._connect(agreement, device)
+        agreement.all_succeed(error, _CONNECT)
+        threading.Thread(target=self._watch, name="overlap_train between nodes", daemon=True).start()
+
+    def _connect(self, agreement: Agreement, device: torch.device) -> tuple[Any, str | None]:
+        topology = self._topology
+        store = agreement.store_of(f"network/{topology.rank % topology.local}")
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # before the products' next wave of CTAs
+        options.config.max_ctas = NETWORK_SMS
+        options._timeout = timedelta(
+            seconds=2 * self._timeout_s + 60
+        )  # torch's watchdog ends the process: ours comes first
+        try:
+            group = dist.ProcessGroupNCCL(store, topology.node, topology.nodes, options)
+            group.eager_connect_single_device(device)
+            return group, None
+        except RuntimeError as failure:
+            first = str(failure).splitlines()[0]
+            return None, f"NCCL could not connect it with its peers in other nodes ({first}); see NCCL_SOCKET_IFNAME"
+
+    def exchange(self, crossing: Crossing, sent: Piece, received: Piece) -> NcclExchange:
+        """Enqueue both after what the current stream has been given so far."""
+        if self._ended.is_set():
+            self._failures.check()
+        local, group = self._topology.local, self._group
+        group._start_coalescing()
+        for out, into in ((sent.data, received.data), (sent.word, received.word)):
+            if out.numel():
+                group.send([out], crossing.sent.target // local, 0)
+                group.recv([into], crossing.received.source // local, 0)
+        found = NcclExchange(group._end_coalescing(), crossing)
+        self._under_way.append(found)
+        return found
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            with contextlib.suppress(RuntimeError):  # CUDA's own errors are reported to whoever synchronises
+                while self._under_way and self._under_way[0].done:
+                    self._under_way.popleft()
+            if self._under_way and time.monotonic() - self._under_way[0].began > self._timeout_s:
+                with contextlib.suppress(OverlapTimeoutError):
+                    self._failures.keep(self._late(self._under_way[0].crossing))
+            if self._failures.failed:
+                self.close(orderly=False)
+
+    def _late(self, crossing: Crossing) -> OverlapTimeoutError:
+        topology, target, source = self._topology, crossing.sent.target, crossing.received.source
+        return OverlapTimeoutError(
+            f"rank {topology.rank} of node {topology.node} waited {self._timeout_s:g} s to send to rank {target} of node "
+            f"{target // topology.local} and to receive from rank {source} of node {source // topology.local}, by NCCL. One of "
+            f"them is dead, stopped or in another operator, or the network between the nodes is down; if it is only slow, raise "
+            f"timeout_s (--overlap-train-timeout-s)"
+        )
+
+    def close(self, orderly: bool) -> None:
+        """End. orderly: the peers do the same, and nothing is under way; else what is under way ends at once."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if orderly:
+            self._group.shutdown()
+        else:
+            self._group.abort()

@@ -1,0 +1,150 @@
+"""Ranks with simulated GPUs on several nodes, and NCCL between twins: the real `NodeStreamEngine` under the scheduler.
+
+An exchange is a kernel in a stream of its own: it starts when what the sending stream was given before is done, and spins until
+the twins that it sends to and receives from have come to the exchange of the same number. What it brings comes in any order: here
+the word before the data. Twins that start their exchanges in different order are found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import overlap_train.operators.node_streams  # noqa: F401  # before a fault is planted in what it imports
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.simulated_gpu import Operation, SimulatedDriver, SimulatedGpu
+from tests.protocol.simulated_ranks import SimulatedDomain, SimulatedHeap, core
+from tests.protocol.simulated_streams import StreamSimulation
+
+Posted = dict[tuple[int, int], "Post"]  # by rank and number
+
+
+@dataclass(frozen=True)
+class NodeSimulation(StreamSimulation):
+    """world_size ranks, node_ranks in each node. chunks: of a block."""
+
+    node_ranks: int = 1
+    chunks: int = 2
+    posted: Posted = field(default_factory=dict)
+
+    def topology(self, rank: int) -> Any:
+        return core("planning.schedule").Topology(self.world_size // self.node_ranks, self.node_ranks, rank)
+
+    def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
+        self.posted.clear()
+        return super().ranks(scheduler)
+
+    def domain(self, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int) -> SimulatedDomain:
+        return NodeDomain(self, scheduler, heap, layout, rank)
+
+    def engine(self, scheduler: Scheduler, rank: int) -> Any:
+        """The real engine on simulated side streams."""
+        self.gpus[rank] = gpu = SimulatedGpu(scheduler, rank, self.one_queue)
+        driver = SimulatedDriver(gpu)
+        network, fault = SimulatedNccl(gpu, driver, self.posted), SimpleNamespace(failed=False)
+        make = core("protocol.node_streams").NodeStreamEngine
+        with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
+            return make(torch.device("cpu"), driver, network, fault, None)
+
+
+class NodeDomain(SimulatedDomain):
+    """Waits by kernels, as on GPUs."""
+
+    def __init__(
+        self, simulation: NodeSimulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int
+    ) -> None:
+        super().__init__(simulation, scheduler, heap, layout, rank)
+        self.topology, self._chunks = simulation.topology(rank), simulation.chunks
+        waits = core("protocol.node_workspace").NodeWaits(
+            self.topology, simulation.timeout_s, self.fault, self.engine, None
+        )
+        waits.wait, waits.wait_chunk = waits.on_stream, waits.chunk_on_stream
+        waits.next_epoch = core("protocol.waits").next_epoch_on_stream
+        self.workspace = core("protocol.node_workspace").NodeWorkspace(heap, layout, self.device, waits)
+
+    def plan(
+        self, method: str, x: torch.Tensor, w: torch.Tensor, spec: str = "ALL_GATHER_LINEAR", *_: Any, **settings: Any
+    ) -> Any:
+        planning, config = core("planning.plan"), core("config").OverlapConfig(method=method, **settings)
+        table, spec = core("planning.table").UNTUNED, getattr(core("planning.spec"), spec)
+        plan = planning.make_plan(spec, config, table, self.topology, x, w)
+        return replace(plan, **{part: self._in_chunks(getattr(plan, part)) for part in ("fprop", "dgrad")})
+
+    def _in_chunks(self, engine: Any) -> Any:
+        """On the CPU `chunked` sends whole blocks."""
+        schedule = core("planning.schedule")
+        of_kind = (engine.kind, self.topology, self._chunks)
+        return replace(
+            engine, chunks=self._chunks, legs=schedule.legs(*of_kind), crossings=schedule.crossings(*of_kind)
+        )
+
+
+@dataclass
+class Post:
+    """What a rank has on offer in one exchange. taken: its target has it."""
+
+    target: int
+    pieces: list[torch.Tensor]
+    taken: bool = False
+
+
+class SimulatedNccl:
+    """A `StreamTransport` of one rank. posted: of all ranks."""
+
+    def __init__(self, gpu: SimulatedGpu, driver: SimulatedDriver, posted: Posted) -> None:
+        self._gpu, self._driver, self._posted = gpu, driver, posted
+        self._stream, self._event, self._number = gpu.new_stream(), driver.new_event(), 0
+
+    def exchange(self, crossing: Any, sent: Any, received: Any) -> SimulatedExchange:
+        self._number += 1
+        self._driver.record_event(self._event, self._driver.current_stream())
+        self._driver.wait_event(self._stream.cuda_stream, self._event, 0)
+        run: Callable[[], None] = partial(self._run, self._number, crossing, sent, received)
+        operation = Operation(f"exchange {self._number}", run)
+        self._stream.enqueue(operation)
+        return SimulatedExchange(self._gpu, operation)
+
+    def _run(self, number: int, crossing: Any, sent: Any, received: Any) -> None:
+        rank, source, scheduler = self._gpu.rank, crossing.received.source, self._gpu.scheduler
+        mine = self._posted[rank, number] = Post(crossing.sent.target, [sent.word, sent.data])
+        scheduler.wait_until(lambda: (source, number) in self._posted, f"rank {source} to come to exchange {number}")
+        theirs = self._posted[source, number]
+        assert theirs.target == rank, f"exchange {number} of rank {source} goes to {theirs.target}"
+        for piece, into in zip(theirs.pieces, [received.word, received.data], strict=True):
+            assert piece.numel() == into.numel(), (
+                f"rank {source} sends {piece.numel()} elements, {into.numel()} are expected"
+            )
+            _move(scheduler, piece, into)
+        theirs.taken = True
+        scheduler.step()
+        scheduler.wait_until(lambda: mine.taken, f"rank {mine.target} to take exchange {number}")
+
+    def close(self, orderly: bool) -> None:
+        pass
+
+
+class SimulatedExchange:
+    """See Exchange."""
+
+    def __init__(self, gpu: SimulatedGpu, operation: Operation) -> None:
+        self._gpu, self._operation = gpu, operation
+
+    def arrive(self) -> None:
+        done = self._operation
+        self._gpu.current.enqueue(Operation(f"wait for {done.name}", lambda: None, lambda: done.done))
+
+
+def _move(scheduler: Scheduler, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Others may run in the middle."""
+    nbytes = source.numel() * source.element_size()
+    half = nbytes // 2 if nbytes > 8 else 0
+    for start, end in ((0, half), (half, nbytes)):
+        scheduler.step()
+        ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, end - start)

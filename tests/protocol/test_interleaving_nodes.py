@@ -1,0 +1,238 @@
+"""Groups of GPUs that span nodes, on simulated streams and NCCL: ordered by streams alone, also with one hardware queue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("greenlet")
+
+import torch
+
+from tests.protocol.actors import Deadlock
+from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
+from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.operator_problems import gathers, integers, scatters, tag_of
+from tests.protocol.simulated_nodes import NodeSimulation
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
+
+PROBLEMS = {"gather": gathers, "scatter": scatters}
+SIZES = [(2, 1), (4, 2), (3, 1), (6, 2)]  # ranks, of them in a node
+
+
+def problem(operator: str, world: int, node_ranks: int, one_queue: bool = False, calls: int = 4) -> Build:
+    """Four calls: the fourth is the first that can take a slot too early."""
+    return PROBLEMS[operator]("chunked", NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue), calls)
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize(("world", "node_ranks"), SIZES)
+@pytest.mark.parametrize("operator", PROBLEMS)
+def test_operators_pass(operator: str, world: int, node_ranks: int, one_queue: bool) -> None:
+    assert_passes(problem(operator, world, node_ranks, one_queue), range(8 // world))
+
+
+def backward(machine: NodeSimulation, calls: int = 2) -> Build:
+    """A column linear's: x is gathered for the weight gradient while partial sums of dx are scattered; then the ranks meet."""
+    world = machine.world_size
+    x, dy = integers(calls, world, TILE, TILE, seed=1), integers(calls, world, world * TILE, TILE, seed=2)
+    w = integers(world, TILE, TILE, seed=3)
+
+    def build(scheduler: Scheduler) -> Any:
+        gathered = torch.full((calls, world, world * TILE, TILE), torch.nan)
+        dx = torch.full((calls, world, TILE, TILE), torch.nan)
+
+        def host(domain: SimulatedDomain) -> None:
+            rank = domain.rank
+            for call in range(calls):
+                own, own_dy = x[call, rank].clone(), dy[call, rank].clone()
+                plan = domain.plan("chunked", own, w[rank].t())
+                with domain.operator(tag_of("backward"), slots=2):
+                    gather = core("operators.all_gather_gemm").start_gather(domain, plan.fprop, tag_of("x"), own)
+                    start = core("operators.gemm_reduce_scatter").start_scatter
+                    scatter = start(domain, plan.dgrad, tag_of("dx"), own_dy, w[rank])
+                    gathered[call, rank] = gather.gathered_view()
+                    dx[call, rank] = scatter.finish()
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert (gathered == x.flatten(1, 2)[:, None]).all(), "x"
+            assert (dx == (dy @ w).sum(1).unflatten(1, (world, TILE))).all(), "dx"
+
+        return check
+
+    return build
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2)])
+def test_a_backward_that_gathers_and_scatters_passes(world: int, node_ranks: int, one_queue: bool) -> None:
+    """Two calls each, so that there are too few slots and a barrier comes between."""
+    assert_passes(backward(NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue)), range(4))
+
+
+ENGINES = "operators.node_streams"
+ARRIVE = "            exchange.arrive()\n"
+SIGNAL = "            self._driver.check(self._driver.copy(signal.data_ptr(), crossed.data_ptr(), 8, stream))\n"
+PASSED = "self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))"
+FORKED = "        self._order(self._driver.current_stream(), self._sending.cuda_stream)\n"
+LEFT = "self._order(stream.cuda_stream, self._driver.current_stream())"
+
+
+def in_streams(old: str, new: str, report: str = "wrong result") -> Fault:
+    """A fault of the engine, whose class the operators know."""
+    importers = ("operators.all_gather_gemm", "operators.gemm_reduce_scatter", ENGINES)
+    return Fault("protocol.node_streams", old, new, report, importers)
+
+
+def in_workspace(fault: Fault) -> Fault:
+    """A fault of what the workspace of several nodes is made of."""
+    return replace(fault, reload=(*fault.reload, "protocol.node_workspace"))
+
+
+FAULTS = {
+    "a signal before its data": (in_streams(ARRIVE + SIGNAL, SIGNAL + ARRIVE, "wrong|deadlock"), "gather 2 1"),
+    "no signal of what has crossed": (in_streams(SIGNAL, "", "deadlock"), "scatter 2 1"),
+    "sent before the caller has written it": (
+        in_streams(FORKED, "", "wrong|deadlock|Mismatch"),
+        "scatter 2 1",
+    ),
+    "nothing is passed on": (in_streams(f"                {PASSED}\n", "                break\n", "deadlock"), "gather 4 2"),
+    "passed on without the data": (in_streams(PASSED, "pass"), "gather 4 2"),
+    "partial sums are added before they are here": (
+        Fault(ENGINES, "            self._call.wait_chunk(block, chunk)\n", "            pass\n"), "scatter 4 2",
+    ),
+    "a chunk is multiplied before it is here": (
+        Fault(ENGINES, "                    call.wait_chunk(source, chunk)\n", ""), "gather 2 1",
+    ),
+    "the first chunk is waited for instead": (
+        in_workspace(Fault("protocol.waits", "first_chunk=chunk or 0", "first_chunk=0")), "gather 2 1",
+    ),
+    "sums of other nodes are not waited for": (
+        Fault(ENGINES, "            call.wait(block)\n", "            pass\n"), "scatter 2 1",
+    ),
+    "slot reused early": (in_workspace(SLOT_REUSED_EARLY), "gather 4 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name: str) -> None:
+    fault, where = FAULTS[name]
+    operator, world, node_ranks = where.split()
+    with fault.planted():
+        error = assert_caught(problem(operator, int(world), int(node_ranks)), range(30))
+    assert re.search(fault.report, str(error)), error
+
+
+def test_what_nobody_waits_for_is_passed_on_before_the_operator_ends() -> None:
+    """A rank that only sends its shard owes its node what its twin sends. Then its caller writes over the shard."""
+    machine = NodeSimulation(4, node_ranks=2)
+
+    def build(scheduler: Scheduler) -> Any:
+        x, seen = integers(4, TILE, TILE, seed=1), torch.full((4, TILE, TILE), torch.nan)
+
+        def host(domain: SimulatedDomain) -> None:
+            own = x[domain.rank].clone()
+            plan = domain.plan("chunked", own, own)
+            with domain.operator(tag_of("call"), slots=1):
+                gather = core("operators.all_gather_gemm").start_gather(domain, plan.fprop, tag_of("x"), own)
+                if domain.rank % 2:
+                    seen[domain.rank] = gather.gathered_view().view(4, TILE, TILE).sum(0)
+            own.fill_(torch.nan)
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert (seen[1::2] == x.sum(0)).all()
+
+        return check
+
+    assert_passes(build, range(4))
+    with in_streams("        while self._unfinished:\n            self._unfinished.pop(0)()\n", "").planted():
+        assert isinstance(assert_caught(build, range(4)), Deadlock)
+    with in_streams(LEFT, "pass").planted():
+        assert "wrong result" in str(assert_caught(build, range(30)))
+
+
+def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:
+    """Rule 4: each rank's sum waits for what its neighbour computes after its own sum. With a queue for each stream nobody would
+    notice."""
+    first = Fault(
+        ENGINES,
+        "for block, legs in plan.legs.by_block:",
+        "for block, legs in sorted(plan.legs.by_block, key=lambda item: not item[1].network.all):",
+    )
+    with first.planted():
+        assert_passes(problem("scatter", 4, 2), range(2))
+        error = assert_caught(problem("scatter", 4, 2, one_queue=True), range(2))
+    assert isinstance(error, Deadlock)
+
+
+def test_twins_that_start_their_exchanges_in_different_order_are_found() -> None:
+    """The model itself: what NCCL would hang in, or mix up."""
+    turned = Fault("planning.schedule", "    mine, found = legs(kind, topology, chunks), []\n",
+                   "    mine, found = legs(kind, topology, chunks), []\n"
+                   "    if topology.rank == 0:\n        mine = Legs(mine.all[::-1])\n")  # fmt: skip
+    with turned.planted():
+        assert_caught(problem("gather", 3, 1), range(4))
+
+
+def test_a_graph_is_refused_by_name() -> None:
+    machine = NodeSimulation(2)
+
+    def build(scheduler: Scheduler) -> Any:
+        def host(domain: SimulatedDomain) -> None:
+            domain.engine._driver.is_capturing = lambda: True
+            with (
+                pytest.raises(RuntimeError, match="a group that spans nodes"),
+                domain.operator(tag_of("call"), slots=0),
+            ):
+                pass
+            domain.engine._driver.is_capturing = lambda: False
+
+        machine.spawn_hosts(scheduler, host)
+        return lambda: None
+
+    assert_passes(build, range(1))
+
+
+def wrong_calls(machine: NodeSimulation, op_of: Callable[[int], str]) -> tuple[Build, dict[int, Any]]:
+    """A gather in which ranks may be in different calls, and the records of their waits."""
+    faults: dict[int, Any] = {}
+
+    def build(scheduler: Scheduler) -> Any:
+        def host(domain: SimulatedDomain) -> None:
+            faults[domain.rank] = domain.fault
+            x = integers(TILE, TILE, seed=1)
+            plan, tag = domain.plan("chunked", x, x), tag_of(op_of(domain.rank))
+            with domain.operator(tag_of("call"), slots=1):
+                core("operators.all_gather_gemm").start_gather(domain, plan.fprop, tag, x).matmul(x)
+
+        machine.spawn_hosts(scheduler, host)
+        return lambda: None
+
+    return build, faults
+
+
+def test_a_twin_in_another_call_is_named() -> None:
+    """The word crosses with its data, so that rule 9 holds between nodes."""
+    build, faults = wrong_calls(NodeSimulation(2, timeout_s=3e-7), lambda rank: f"layer {rank}")
+    run_seed(build, 0, spin=True)
+    for rank, fault in faults.items():
+        with pytest.raises(core("protocol.watchdog").OverlapMismatchError, match=f"rank {rank} is in layer {rank}"):
+            fault.check()
+
+
+def test_what_is_passed_on_names_the_call_that_it_is_of() -> None:
+    """Rank 3 is in another call. Its shard comes to rank 0 by way of rank 1, which is in the right one."""
+    build, faults = wrong_calls(NodeSimulation(4, node_ranks=2, timeout_s=3e-7), lambda rank: f"layer {rank // 3}")
+    run_seed(build, 0, spin=True)
+    for rank in (0, 1, 2):
+        with pytest.raises(core("protocol.watchdog").OverlapMismatchError, match="but rank 3 is in"):
+            faults[rank].check()

@@ -1,0 +1,160 @@
+"""What is told to NCCL between nodes, and what happens when it does not come back. NCCL itself is a stand-in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train.planning.schedule import GATHER, Topology, crossings
+from overlap_train.protocol.watchdog import FaultRecord
+from overlap_train.symmetric import nccl
+from overlap_train.symmetric.agreement import OverlapTimeoutError
+from overlap_train.symmetric.inter_node import Piece
+
+CPU = torch.device("cpu")
+TOPOLOGY = Topology(3, 2, 3)  # rank 1 of node 1: its twins are 1 and 5
+pytestmark = pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL"), reason="torch without NCCL")
+
+
+class Work:
+    """Of NCCL. done: whether its kernel has ended."""
+
+    done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        pass
+
+
+class Group:
+    """A process group that writes down what it is told."""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.made, self.told, self.works = (rank, size, options), [], []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.told.append("connect")
+
+    def _start_coalescing(self) -> None:
+        self.told.append("[")
+
+    def _end_coalescing(self) -> Work:
+        self.told.append("]")
+        self.works.append(Work())
+        return self.works[-1]
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> None:
+        self.told.append(("send", tensors[0].dtype, rank))
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> None:
+        self.told.append(("receive", tensors[0].dtype, rank))
+
+    def abort(self) -> None:
+        self.told.append("abort")
+
+    def shutdown(self) -> None:
+        self.told.append("shutdown")
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Any]]:
+    """Makes a transport with a time-out and its record of failures."""
+    open_ones: list[nccl.NcclTransport] = []
+
+    def group(*arguments: Any) -> Group:
+        return Group(*arguments)
+
+    group.Options = dist.ProcessGroupNCCL.Options  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", group)
+    monkeypatch.setattr(nccl, "_LOOK_S", 0.01)
+    agreement: Any = SimpleNamespace(
+        barrier=lambda what: None, store_of=lambda name: name, all_succeed=lambda error, what: None
+    )
+
+    def make(timeout_s: float) -> tuple[nccl.NcclTransport, FaultRecord]:
+        fault = FaultRecord(CPU, TOPOLOGY.rank, timeout_s)
+        open_ones.append(nccl.NcclTransport(agreement, TOPOLOGY, CPU, timeout_s, fault))
+        return open_ones[-1], fault
+
+    yield make
+    for one in open_ones:
+        one.close(orderly=False)
+
+
+def piece(elements: int = 4) -> Piece:
+    return Piece(torch.zeros(elements), torch.zeros(1, dtype=torch.int64))
+
+
+def exchange(transport: nccl.NcclTransport, elements: int = 4) -> Any:
+    return transport.exchange(crossings(GATHER, TOPOLOGY, 1)[0], piece(elements), piece(elements))
+
+
+def test_a_send_and_a_receive_are_one_group_each_with_its_word(opened: Callable[[float], Any]) -> None:
+    """First to the next node and from the one before; a barrier has words only."""
+    transport, _ = opened(60.0)
+    exchange(transport)
+    exchange(transport, 0)
+    data, words = (
+        [("send", torch.float32, 2), ("receive", torch.float32, 0)],
+        [("send", torch.int64, 2), ("receive", torch.int64, 0)],
+    )
+    assert transport._group.told == ["connect", "[", *data, *words, "]", "[", *words, "]"]
+
+
+def test_it_may_take_few_sms_and_its_own_watchdog_comes_last(opened: Callable[[float], Any]) -> None:
+    rank, size, options = opened(60.0)[0]._group.made
+    assert (rank, size, options.config.max_ctas, options.is_high_priority_stream) == (1, 3, 8, True)
+    assert options._timeout.total_seconds() > 60.0
+
+
+def wait_until(ready: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20
+    while not ready():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_an_exchange_that_does_not_end_is_named_and_ended(opened: Callable[[float], Any]) -> None:
+    transport, fault = opened(0.05)
+    exchange(transport)
+    wait_until(lambda: "abort" in transport._group.told)
+    named = r"rank 3 of node 1 waited 0\.05 s to send to rank 5 of node 2 and to receive from rank 1 of node 0"
+    with pytest.raises(OverlapTimeoutError, match=named):
+        fault.check()
+    with pytest.raises(OverlapTimeoutError):
+        exchange(transport)
+
+
+def test_exchanges_that_have_ended_are_forgotten(opened: Callable[[float], Any]) -> None:
+    transport, fault = opened(0.1)
+    exchange(transport)
+    transport._group.works[0].done = True
+    wait_until(lambda: not transport._under_way)
+    time.sleep(0.2)
+    fault.check()
+    assert "abort" not in transport._group.told
+
+
+def test_a_wait_that_gave_up_on_the_device_ends_what_is_under_way(opened: Callable[[float], Any]) -> None:
+    """Or the streams would hang, and with them the host, before it could raise the error of that wait."""
+    from overlap_train.kernels.signal_words import FAULT_SET
+
+    transport, fault = opened(60.0)
+    exchange(transport)
+    fault.record[FAULT_SET] = 1
+    wait_until(lambda: "abort" in transport._group.told)
+
+
+def test_it_ends_once(opened: Callable[[float], Any]) -> None:
+    transport, _ = opened(60.0)
+    transport.close(orderly=True)
+    transport.close(orderly=False)
+    assert transport._group.told == ["connect", "shutdown"]
