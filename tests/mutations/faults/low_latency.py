@@ -5,21 +5,18 @@ from __future__ import annotations
 from tests.mutations.mutation import In
 
 INTERLEAVED, UNIT = "tests/protocol/test_interleaving_low_latency.py", "tests/unit/test_low_latency.py"
-CAUGHT, BITS = f"{INTERLEAVED}::test_fault_is_caught", f"{INTERLEAVED}::test_the_sum_is_that_of_rank_order_to_the_bit"
-LENGTHS, NAMED = (
-    f"{INTERLEAVED}::test_words_of_longer_calls",
-    f"{INTERLEAVED}::test_another_call_of_a_peer_is_named_on_both_ranks",
-)
-LENGTHS += "_are_not_taken_for_new_ones"
+BITS = f"{INTERLEAVED}::test_the_sum_is_that_of_rank_order_to_the_bit"
+NAMED = f"{INTERLEAVED}::test_another_call_of_a_peer_is_named_on_both_ranks"
 LATE = f"{INTERLEAVED}::test_late_words_of_a_peer_that_has_come_are_a_time_out"
+REFUSED, AUTO = f"{UNIT}::test_it_is_refused_by_name_where_it_cannot_serve", f"{UNIT}::test_auto_takes_it_for_few_bytes"
 WRAPS = f"{INTERLEAVED}::test_epochs_wrap_around"
 NAN = "tests/protocol/test_interleaving_shared_slot.py::test_what_has_not_come_is_nan_in_the_result"
 
 WORDS = In("kernels/flagged_words.py", (BITS,))
 KERNELS = In("kernels/low_latency.py", (BITS,))
 LAUNCH = In("overlap_train/operators/low_latency.py", (BITS,))
-PLANS = In("overlap_train/planning/low_latency.py", (UNIT,))
-LAYOUT = In("overlap_train/protocol/layout.py", (UNIT,))
+PLANS = In("overlap_train/planning/low_latency.py", (f"{UNIT}::test_words_take_twice_the_bytes_of_whole_blocks",))
+LAYOUT = In("overlap_train/protocol/layout.py", (f"{UNIT}::test_flagged_words_lie_behind_the_blocks",))
 
 FAULTS = [
     WORDS("a flag may be zero", "tl.where(flag == 0, INSTEAD_OF_ZERO, flag)", "flag", WRAPS),
@@ -53,11 +50,6 @@ FAULTS = [
         "mask=2 * places < size)\n        tl.store",
         "mask=2 * places + 1 < size)\n        tl.store",
     ),
-    KERNELS(
-        "the sum ends in 16 bits",
-        "first, second = first + more, second + more_too",
-        "first, second = (first + more).to(DTYPE).to(tl.float32), second + more_too",
-    ),
     KERNELS("the own rows are added last", "for source in range(WORLD):", "for source in range(WORLD - 1, -1, -1):"),
     LAUNCH(
         "blocks that end within a word are read by whole words",
@@ -66,9 +58,9 @@ FAULTS = [
     ),
     PLANS("words take as much as their data", "* _WORD_BYTES", "* _DATA_BYTES"),
     PLANS("half a word has no room", "-(-received // world // _DATA_BYTES)", "(received // world // _DATA_BYTES)"),
-    PLANS("all-to-alls are served", "if kind in EXCHANGES:", "if False:"),
-    PLANS("any size is served", "if nbytes > most:", "if False:"),
-    PLANS("auto takes it whatever it costs", "and serves(pass_) and faster", "and serves(pass_)"),
+    PLANS("all-to-alls are served", "if kind in EXCHANGES:", "if False:", REFUSED),
+    PLANS("any size is served", "if nbytes > most:", "if False:", REFUSED),
+    PLANS("auto takes it whatever it costs", "and serves(pass_) and faster", "and serves(pass_)", AUTO),
     LAYOUT(
         "flagged words lie over blocks",
         "return self.offset(BARRIER) + slot * _aligned(self.flagged_bytes)",
