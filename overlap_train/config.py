@@ -28,7 +28,8 @@ class OverlapConfig:
     method: str = _setting(
         "auto",
         "fused: one persistent kernel that waits per tile, copies by the copy engine; direct: the same, but the kernel stores "
-        "at the peers itself; chunked: library GEMMs on shards; collective: NCCL or gloo, no overlap; "
+        "at the peers itself; low_latency: for few rows, one kernel that sends and receives words with a flag each, beside a "
+        "library GEMM; chunked: library GEMMs on shards; collective: NCCL or gloo, no overlap; "
         "auto: chosen per shape",
         METHODS,
     )

@@ -13,18 +13,23 @@ class Traits:
     """pushes: the copy engine sends its blocks; pushes of skewed ranks collide.
     cuts: it cuts blocks into chunks; sending them whole is a variant.
     splits: its reduction may run in a second kernel, after what the caller does meanwhile.
-    kernels: it multiplies in kernels of ours, which CPUs run in Triton's interpreter only.
+    kernels: it runs kernels of ours, which CPUs have in Triton's interpreter only.
+    multiplies: in such kernels, and not by the library.
+    few_rows: it serves short gathers and scatters of tensor parallelism only (planning/low_latency.py).
     """
 
     pushes: bool = False
     cuts: bool = False
     splits: bool = False
     kernels: bool = False
+    multiplies: bool = False
+    few_rows: bool = False
 
 
 TRAITS = {
-    "fused": Traits(pushes=True, cuts=True, splits=True, kernels=True),
-    "direct": Traits(kernels=True),
+    "fused": Traits(pushes=True, cuts=True, splits=True, kernels=True, multiplies=True),
+    "direct": Traits(kernels=True, multiplies=True),
+    "low_latency": Traits(kernels=True, few_rows=True),
     "chunked": Traits(pushes=True),
     "collective": Traits(),
 }

@@ -23,6 +23,10 @@ STORE = r"\bst\.global"
 # their result have other stores before.
 BARRIERS = rf"(?:{BARRIER}[^\n]*\n(?:\s*(?:\.loc|\$L__tmp)[^\n]*\n)*\s*)+"
 STORED_AND_COUNTED = rf"{STORE}(?:(?!{STORE}|{BARRIER}).)*{BARRIERS}(?:(?!{BARRIER}).)*{COUNT}"
+# Of words that carry their own flag: whole, and not from a cache. Two polls: of the call's signal and of the words.
+WORD_STORED = r"\bst\.relaxed\.sys\.global\.b64"
+WORD_POLLED = r"\bld\.(?:volatile|relaxed\.sys)\.global\.b64"
+FLAGGED = ((SIGNAL, WORD_POLLED, WORD_POLLED), (WORD_STORED, WORD_POLLED))
 POLLS = (ACQUIRE, ACQUIRE)  # one before the loop, one inside
 
 _Proofs = tuple[tuple[str, ...], ...]  # each: found one after the other
@@ -37,6 +41,8 @@ PROOFS: dict[str, _Proofs] = {
     "hopper_all_to_all_gemm_kernel": ((ACQUIRE, FENCE, TMA_LOAD), POLLS),
     "hopper_all_gather_gemm_kernel": ((ACQUIRE, FENCE, TMA_LOAD), POLLS),  # its loop may lie out of line
     "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT),),
+    "low_latency_gather_kernel": FLAGGED,
+    "low_latency_scatter_kernel": FLAGGED,
     "reduce_partials_kernel": (),  # runs after a wait kernel
     "add_blocks_kernel": (),  # so does this
 }
@@ -56,7 +62,7 @@ PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {
     },
 }
 # It walks its peers in a loop, which compilers leave out where there is none.
-WAITS_IN_A_LOOP = ("hopper_all_to_all_gemm_kernel",)
+WAITS_IN_A_LOOP = ("hopper_all_to_all_gemm_kernel", "low_latency_gather_kernel", "low_latency_scatter_kernel")
 
 
 def missing(ptx: str, name: str, constants: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -22,7 +22,7 @@ from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
-from . import persistent
+from . import low_latency, persistent
 from .kernel_args import GatherOperands
 from .persistent import should_run_async
 
@@ -172,11 +172,31 @@ class DirectGather(FusedGather):
         return super().gathered_view()
 
 
+class LowLatencyGather:
+    """One kernel sends the own rows and puts what comes beside them, all in memory of its own; then one library GEMM."""
+
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
+        self._domain, self._tag, self._own = domain, tag, x_shard_m
+
+    def start(self) -> None:
+        self._x = low_latency.gather(self._domain, self._tag, self._own)
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        return self._x @ b_kn
+
+    def gathered_view(self) -> torch.Tensor:
+        return self._x
+
+    def gathered_copy(self) -> torch.Tensor:
+        return self._x
+
+
 GATHERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gather]] = {
     "collective": CollectiveGather,
     "chunked": ChunkedGather,
     "fused": FusedGather,
     "direct": DirectGather,
+    "low_latency": LowLatencyGather,
 }
 
 

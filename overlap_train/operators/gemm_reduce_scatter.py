@@ -25,7 +25,7 @@ from ..protocol.slot import Call
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from ..symmetric.inter_node import Transport
-from . import persistent
+from . import low_latency, persistent
 from .kernel_args import ScatterOperands
 from .persistent import aligned, should_run_async
 
@@ -181,6 +181,21 @@ class DirectScatter(FusedScatter):
         self._kernel(None)
 
 
+class LowLatencyScatter:
+    """One library GEMM; then, after what the caller does meanwhile, one kernel that sends and adds."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
+    ) -> None:
+        self._domain, self._tag, self._a, self._b = domain, tag, a_mk, b_kn
+
+    def start(self) -> None:
+        self._partial = self._a @ self._b
+
+    def finish(self) -> torch.Tensor:
+        return low_latency.scatter(self._domain, self._tag, self._partial)
+
+
 def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> torch.Tensor:
     """own [M/W, N] + what the peers send [W, M/W, N] in rank order, the own block left out, summed in fp32 -> own's dtype."""
     call.wait_for_all()
@@ -213,6 +228,7 @@ SCATTERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torc
     "chunked": ChunkedScatter,
     "fused": FusedScatter,
     "direct": DirectScatter,
+    "low_latency": LowLatencyScatter,
 }
 
 

@@ -153,8 +153,10 @@ def _needs_no_agreement(plan: Plan, domain: OverlapDomain) -> bool:
     """Whether a call may use another number of rows than the ranks have agreed on: it fits into the slots that are there, and a
     rank that has other rows is found by its signals (NCCL would not find it)."""
     compares = all(engine.slots or domain.device.type != "cuda" for engine in (plan.fprop, plan.dgrad))
-    fits = plan.request.slot_bytes == 0 or domain.heap is not None
-    return compares and fits and plan.request.slot_bytes <= domain.layout.slot_bytes and not domain.is_capturing()
+    request = plan.request
+    there = not request.shares_memory or domain.heap is not None
+    fits = there and domain.layout.covering(request.slot_bytes, request.flagged_bytes) == domain.layout
+    return compares and fits and not domain.is_capturing()
 
 
 def _tags(plan: Plan, name: str, meaning: str) -> PassTags:

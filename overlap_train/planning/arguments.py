@@ -17,11 +17,17 @@ class Request:
     """What one operator call, forward and backward, asks of its group. Ranks must agree on it.
 
     what: shapes, dtype and how it runs, in words. slot_bytes: symmetric memory that one of its calls receives; 0 for none.
+    flagged_bytes: the same of a call whose data come as flagged words.
     """
 
     operator: str
     what: str
     slot_bytes: int
+    flagged_bytes: int = 0
+
+    @property
+    def shares_memory(self) -> bool:
+        return bool(self.slot_bytes or self.flagged_bytes)
 
 
 def all_gather_error(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import cost
+from .low_latency import LOW_LATENCY
 from .plan import sent_again
 from .programs import (
     assemble,
@@ -59,7 +60,8 @@ def _own_block(work: Work) -> Kernel:
 
 def _row(work: Work) -> Program:
     kernels, sending = (gather_part if work.plan.kind == GATHER else receive_part)(work)
-    gathered = [] if work.plan.method == "collective" else [_own_block(work), wait(work, work.all_arrivals())]
+    is_dense = work.plan.method in ("collective", LOW_LATENCY)  # and no slot, where the own block has to be copied to
+    gathered = [] if is_dense else [_own_block(work), wait(work, work.all_arrivals())]
     return assemble(
         work, [*begin(work, sends_by_copies(work)), *kernels, *gathered, _wgrad(work, wgrad_us(work))], sending
     )
@@ -70,6 +72,9 @@ def _column(work: Work) -> Program:
     plan = sent_again(replace(work.plan, kind=GATHER if scatters else A2A_GEMM), work.topology)
     again = replace(work, plan=plan, call="x")  # its rows have as many columns as dx
     (kernels, sending), finish = (scatter_part if scatters else exchange_part)(work)
+    if work.plan.method == LOW_LATENCY:
+        first, _ = gather_part(again)
+        return assemble(work, [first[0], *kernels, _wgrad(work, wgrad_us(work)), *finish], sending)
     arrivals = tuple(arrived("x", source, 0) for source in plan.sources)
     wgrad = [_own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work))]
     return assemble(work, [*begin(work, work.world > 1), *kernels, *wgrad, *finish], [*sends(again), *sending])

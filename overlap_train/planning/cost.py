@@ -9,6 +9,10 @@ from .machines import System
 # Output tiles that a library chooses from: 128 x 256 and the like, and 128 x 128 where larger ones leave SMs idle.
 LARGE_TILES, SMALL_TILE = ((128, 256), (256, 128)), (128, 128)
 
+# The low-latency kernel beside its stores: claims, the way to the peers, the poll that sees the words, the last CTA's exit. An
+# estimate, not measured yet.
+LOW_LATENCY_US = 6.0
+
 
 def power_us(system: System, flops: float) -> float:
     """What power allows for a product of so many operations: the rate falls from burst_tflops to sustained_tflops."""
@@ -70,6 +74,11 @@ def collective_us(system: System, nbytes: float, world: int, nodes: int = 1) -> 
     if nodes > 1:
         gbs.append(local * system.nic_gbs)
     return system.nccl_us + (nodes - 1) * system.nic_us + nbytes / (min(gbs) * 1e3)
+
+
+def low_latency_us(system: System, nbytes: float) -> float:
+    """The low-latency protocol, which sends a flag with every 4 bytes. nbytes: of data, what each rank sends."""
+    return LOW_LATENCY_US + 2 * nbytes / (system.store_gbs * 1e3)
 
 
 def all_to_all_us(system: System, nbytes: float, world: int, nodes: int = 1) -> float:

@@ -10,6 +10,7 @@ from ..config import OverlapConfig, flag_name
 from ..methods import TRAITS
 from .arguments import Request, shapes_of
 from .choice import Choice, choose
+from .low_latency import LOW_LATENCY, flagged_bytes, refusal
 from .passes import SCATTER_AND_WGRAD, Pass
 from .schedule import A2A_GEMM, EXCHANGES, INBOUND, SCATTER, Crossing, Legs, Topology, crossings, legs, sources
 from .spec import OperatorSpec
@@ -101,9 +102,17 @@ def make_plan(
         f"method {fprop.variant.named(fprop.method)} forward and {dgrad.variant.named(dgrad.method)} backward, "
         f"gathered_input={config.gathered_input}"
     )
-    uses_slots = any(engine.slots for engine in (fprop, dgrad, wgrad) if engine is not None)
-    slot_bytes = spec.slot_bytes(x, w, topology.world) if uses_slots else 0
-    return Plan(spec, config, fprop, dgrad, wgrad, Request(spec.name, f"{shapes_of(x, w)}, {how}", slot_bytes))
+    received, methods = (
+        spec.slot_bytes(x, w, topology.world),
+        {e.method for e in (fprop, dgrad, wgrad) if e is not None},
+    )
+    request = Request(
+        spec.name,
+        f"{shapes_of(x, w)}, {how}",
+        slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,
+        flagged_bytes=flagged_bytes(received, topology.world) if LOW_LATENCY in methods else 0,
+    )
+    return Plan(spec, config, fprop, dgrad, wgrad, request)
 
 
 def _engine(
@@ -128,8 +137,8 @@ def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.d
 
 def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
     """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
-    beside it; chunks would be pushes for nothing. By NCCL where the forward pass sends by it."""
-    method = fprop.method if fprop.method == "collective" else "chunked"
+    beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
+    method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
     route = legs(fprop.kind, topology, chunks=1)
     return EnginePlan(
         fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, sources(topology),
@@ -152,7 +161,7 @@ def _chunks(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> in
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     if nodes > 1 and choice.method == "chunked" and on_gpu:  # one is multiplied while the next is on its way
         return network_chunk_count(m_shard, pass_.n, row_bytes)
-    if not TRAITS[choice.method].kernels or choice.variant.whole:
+    if not TRAITS[choice.method].multiplies or choice.variant.whole:
         return 1
     if choice.method == "direct":
         return direct_chunk_count(m_shard, on_gpu)
@@ -163,7 +172,7 @@ def _chunks(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> in
 
 
 def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
-    if not TRAITS[choice.method].kernels:
+    if not TRAITS[choice.method].multiplies:
         return LIBRARY
     readable = tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(
         device, pass_.dtype, pass_.row_features, 0
@@ -177,7 +186,11 @@ def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: to
 def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
     """Why the plan's kernels cannot run on a device, or None. interpreted: kernels run in Triton's interpreter."""
     for engine in (plan.fprop, plan.dgrad):
-        if device.type == "cuda" or engine.kernels == LIBRARY:
+        if engine.method == LOW_LATENCY:
+            refused = refusal(plan.spec.name, engine.kind, plan.request.flagged_bytes)
+            if refused is not None:
+                return refused
+        if device.type == "cuda" or not TRAITS[engine.method].kernels:
             continue
         if not interpreted:
             return (
@@ -185,7 +198,7 @@ def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
                 "is for tests "
                 f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
             )
-        if "bfloat16" in plan.request.what:
+        if TRAITS[engine.method].multiplies and "bfloat16" in plan.request.what:
             return (
                 f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit "
                 "patterns; use float32, "

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ..methods import TRAITS
 from . import cost
 from .across_nodes import far_turns, in_order, lane_of, multiplied, node_sums, sums_us, waits_for
+from .low_latency import LOW_LATENCY
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
 from .schedule import GATHER, INBOUND, NETWORK, SCATTER, Leg
@@ -34,6 +35,8 @@ def gather_part(work: Work) -> Part:
     if method == "collective":
         gather = Kernel("nccl all-gather", COMMUNICATION, work.collective_us, work.system.gap_us)
         return [gather, _product(work, work.gemm_us)], []
+    if method == LOW_LATENCY:
+        return [_low_latency(work, "low_latency_gather_kernel"), _product(work, work.gemm_us)], []
     if method == "chunked":
         return _chunked_gather(work), sends(work)
     return [_persistent(work, "all_gather_gemm_kernel", gather_tiles(work))], sends(work)
@@ -47,6 +50,8 @@ def scatter_part(work: Work) -> tuple[Part, list[Kernel]]:
     if method == "collective":
         reduce = Kernel("nccl reduce-scatter", COMMUNICATION, work.collective_us, system.gap_us)
         return ([_product(work, work.gemm_us)], []), [reduce]
+    if method == LOW_LATENCY:
+        return ([_product(work, work.gemm_us)], []), [_low_latency(work, "low_latency_scatter_kernel")]
     adds = Kernel("reduce_partials_kernel", COMPUTE, _reduce_us(work), system.gap_us)
     waits = wait(work, work.all_arrivals())
     if method == "chunked":
@@ -78,6 +83,11 @@ def exchange_part(work: Work) -> tuple[Part, list[Kernel]]:
         return (_products(work), sends(work)), finish
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
     return ([kernel], [] if method == "direct" else sends(work)), finish
+
+
+def _low_latency(work: Work, name: str) -> Kernel:
+    us = cost.low_latency_us(work.system, (work.world - 1) * work.shard_bytes)
+    return Kernel(name, COMMUNICATION, us, work.system.gap_us)
 
 
 def _copy(work: Work, blocks: int) -> Kernel:
@@ -143,7 +153,7 @@ def _push_calls(send: Send) -> int:
 
 
 def _calls(kernel: Kernel) -> int:
-    if kernel.kind == COMMUNICATION:
+    if kernel.kind == COMMUNICATION and kernel.name.startswith("nccl"):
         return COLLECTIVE_CALLS
     return PRODUCT_CALLS if kernel.kind == GEMM and not kernel.tiles else LAUNCH_CALLS
 

@@ -13,14 +13,19 @@ _ALIGN = 4096
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in the heap: signals of all slots, then their blocks. slot_bytes: of the blocks of one slot."""
+    """Where things lie in the heap: signals of all slots, then their blocks, then their flagged words.
+
+    slot_bytes: of the blocks of one slot. flagged_bytes: of its flagged words (kernels/flagged_words.py), which have memory of
+    their own because blocks are any bytes, and so could look like a flag.
+    """
 
     world_size: int
     slot_bytes: int
+    flagged_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.offset(BARRIER) + _aligned(self.size(BARRIER))
+        return self.flagged_offset(BARRIER)
 
     def offset(self, slot: int) -> int:
         """Byte offset of a slot's blocks."""
@@ -30,6 +35,14 @@ class Layout:
         """Bytes of a slot's blocks; the barrier has none."""
         return 0 if slot == BARRIER else self.slot_bytes
 
+    def flagged_offset(self, slot: int) -> int:
+        """Byte offset of a slot's flagged words."""
+        return self.offset(BARRIER) + slot * _aligned(self.flagged_bytes)
+
+    def flagged_size(self, slot: int) -> int:
+        """Bytes of a slot's flagged words; the barrier has none."""
+        return 0 if slot == BARRIER else self.flagged_bytes
+
     def signals_offset(self, slot: int) -> int:
         """Byte offset of a slot's W x MAX_CHUNKS signals."""
         return slot * self.signals_bytes
@@ -38,9 +51,9 @@ class Layout:
     def signals_bytes(self) -> int:
         return self.world_size * MAX_CHUNKS * 8
 
-    def covering(self, slot_bytes: int) -> Layout:
-        """The smallest layout that holds both this one and slots of the given size."""
-        return Layout(self.world_size, max(self.slot_bytes, slot_bytes))
+    def covering(self, slot_bytes: int, flagged_bytes: int = 0) -> Layout:
+        """The smallest layout that holds both this one and slots of the given sizes."""
+        return Layout(self.world_size, max(self.slot_bytes, slot_bytes), max(self.flagged_bytes, flagged_bytes))
 
 
 def with_room(slot_bytes: int) -> int:

@@ -53,6 +53,10 @@ class Slot:
         self.outgoing = [words[rank] for words in signals]  # the row that this rank writes at each peer
         self.outgoing_at = _addresses(self.outgoing, device)  # int64 [W], for kernels that signal peers themselves
         self.memory_at = _addresses(self.memory, device)  # int64 [W], for kernels that store at peers themselves
+        start, size = layout.flagged_offset(index), layout.flagged_size(index)
+        flagged = [view[start : start + size].view(torch.int64) for view in views]
+        self.flagged = flagged[rank]  # int64, in W blocks as large as the call wants them, block s written by rank s
+        self.flagged_at = _addresses(flagged, device)  # int64 [W]
         self._count(world, device)
 
     def _count(self, world: int, device: torch.device) -> None:
@@ -112,10 +116,14 @@ class Call:
         self.slot, self.chunks = slot, chunks
         self.rank, self.world_size = waits.rank, waits.world_size
         self._shape, self._dtype = shape, dtype
-        self.blocks = self._blocks(slot.memory[self.rank])
         self.peers = targets(Topology(1, self.world_size, self.rank))
         self.launches = LaunchCache(waits.launcher)
         self._routes: BoundedCache[tuple[Legs, int, int], list[Route]] = BoundedCache(_MOST_CALLS)
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """Of this rank [W, *block shape]; a call whose data come as flagged words has none."""
+        return self._blocks(self.slot.memory[self.rank])
 
     @torch.inference_mode(False)  # a view of an inference tensor is one, which later calls could not write
     def _blocks(self, memory: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,7 @@ class OverlapDomain:
         mine = (problem or unmet, request, f"{terms}; {trains}", name)
         what = f"{name}: agree on its first call with {request.what}"
         self._compare(mine, self.agreement.exchange(mine, what, kind="first call"))
-        if request.slot_bytes:
+        if request.shares_memory:
             self._hold(request, name)
 
     def _compare(self, mine: tuple[str | None, Request, str, str], all_ranks: list[Any]) -> None:
@@ -117,7 +117,7 @@ class OverlapDomain:
         """What symmetric memory needs to be equal everywhere, in words; and why this rank cannot have it, or None."""
         limits = f"symmetric_mib={self.config.symmetric_mib}, timeout_s={self.config.timeout_s:g}"
         limits += ", a captured CUDA graph" * self.captured
-        if not request.slot_bytes:
+        if not request.shares_memory:
             return limits, None
         try:
             topology = self.topology
@@ -128,7 +128,7 @@ class OverlapDomain:
             return limits, str(error)
 
     def _hold(self, request: Request, name: str) -> None:
-        layout = self.layout.covering(request.slot_bytes)
+        layout = self.layout.covering(request.slot_bytes, request.flagged_bytes)
         if self.heap is not None and layout == self.layout:
             return
         if self.captured:
@@ -141,7 +141,8 @@ class OverlapDomain:
             raise ValueError(
                 f"symmetric_mib={self.config.symmetric_mib} is too small: {name} with {request.what} needs "
                 f"{-(-layout.nbytes // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
-                f"{layout.slot_bytes / _MIB:.1f} MiB); raise OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
+                f"{(layout.slot_bytes + layout.flagged_bytes) / _MIB:.1f} MiB); raise OverlapConfig.symmetric_mib "
+                f"({flag_name('symmetric_mib')})"
             )
         roomy = layout.covering(with_room(request.slot_bytes))  # longer rows then cost no agreement
         self._reallocate(roomy if roomy.nbytes <= self.config.symmetric_mib * _MIB else layout)

@@ -48,7 +48,7 @@ class Layer:
             assert wrong == 0, f"{name}: {wrong} elements differ"
 
 
-@pytest.mark.parametrize("method", ["fused", "direct", "chunked"])
+@pytest.mark.parametrize("method", ["fused", "direct", "low_latency", "chunked"])
 def test_replays_are_exact(case: Case, method: str) -> None:
     layer = Layer(case)
     stream = torch.cuda.Stream()

@@ -129,7 +129,7 @@ def test_busy_sms_of_another_group(case: Case) -> None:
     finish(layer)
 
 
-@pytest.mark.parametrize("method", ["fused", "direct", "chunked"])
+@pytest.mark.parametrize("method", ["fused", "direct", "low_latency", "chunked"])
 def test_a_silent_peer_is_named(group: dist.ProcessGroup, device: torch.device, method: str) -> None:
     """The last rank signals nobody: all others raise the time-out error with its name, and nothing hangs."""
     size = dist.get_world_size(group)

@@ -26,14 +26,22 @@ class StepLimit(ScheduleError):
 
 @dataclass
 class Word:
-    """One word that an actor has read since it last made progress."""
+    """One word, or words that are polled together, that an actor has read since it last made progress."""
 
+    addresses: tuple[int, ...]
     size: int
-    value: int
+    value: tuple[int, ...]
     reads: int
 
-    def unchanged(self, address: int) -> bool:
-        return read_word(address, self.size) == self.value
+    def unchanged(self) -> bool:
+        return _read(self.addresses, self.size) == self.value
+
+    def __str__(self) -> str:
+        return str(self.value[0]) if len(self.value) == 1 else f"{len(self.value)} words"
+
+
+def _read(addresses: tuple[int, ...], size: int) -> tuple[int, ...]:
+    return tuple(read_word(address, size) for address in addresses)
 
 
 @dataclass(eq=False)
@@ -75,7 +83,7 @@ class Actor:
         if self.predicate is not None:
             return not self.predicate()
         if self.program is not None:
-            return all(word.unchanged(address) for address, word in self.words.items())
+            return all(word.unchanged() for word in self.words.values())
         return self.parked_at_version == version
 
     def is_polling(self, access: MemoryAccess) -> bool:
@@ -85,9 +93,10 @@ class Actor:
 
     def note(self, access: MemoryAccess) -> None:
         """Keep the words that a CTA may be polling; a write, or a block that was read, ends the polling."""
-        if not access.reads_only or not access.is_word:
+        addresses = (access.address,) if access.is_word else access.polled
+        if not access.reads_only or not addresses:
             self.words.clear()
             return
-        value, word = read_word(access.address, access.size), self.words.get(access.address)
+        value, word = _read(addresses, access.size), self.words.get(access.address)
         reads = word.reads + 1 if word is not None and word.value == value else 1
-        self.words[access.address] = Word(access.size, value, reads)
+        self.words[access.address] = Word(addresses, access.size, value, reads)

@@ -144,7 +144,7 @@ class Scheduler:
         """Switch before a kernel's memory access; park first when the actor has been polling the word."""
         if actor.is_polling(access):
             actor.parked = True
-            words = (f"{self.name_of(address)} == {word.value}" for address, word in actor.words.items())
+            words = (f"{self.name_of(address)} == {word}" for address, word in actor.words.items())
             actor.waits_for = f"{', '.join(words)} to change"
         self._switch(actor, str(access))
 

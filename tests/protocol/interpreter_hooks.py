@@ -50,12 +50,16 @@ def read_word(address: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryAccess:
-    """One global memory access of one CTA: of a single word or of a block (then `address` is its first element's)."""
+    """One global memory access of one CTA: of a single word or of a block (then `address` is its first element's).
+
+    polled: addresses of the words of a volatile block, which somebody reads to wait for something.
+    """
 
     kind: str  # load | store | poll | atomic
     address: int
     size: int  # bytes of one element
     is_word: bool
+    polled: tuple[int, ...] = ()
 
     @property
     def is_poll(self) -> bool:
@@ -131,6 +135,10 @@ class InterpreterHooks:
             access = access_of(*args)
             if method == "create_atomic_rmw":
                 self._check_order(actor, access, args[0], semantic=args[4], scope=args[5])
+            if access.kind == "store" and access.size == 8 and not access.is_word:
+                self._store_half(actor, access, plain, builder, args)
+            if method == "create_masked_load" and args[-1] and scheduler.name_of(access.address).startswith("signals"):
+                scheduler.signals.add(access.address)  # a volatile load waits for it, too
             scheduler.before_access(actor, access)
             actor.stored_since_barrier |= access.kind == "store" and not access.is_word  # one thread stores a word
             result = plain(builder, *args, **kwargs)
@@ -138,6 +146,15 @@ class InterpreterHooks:
             return result
 
         return switching
+
+    def _store_half(self, actor: Actor, access: MemoryAccess, plain: Callable, builder: object, args: tuple) -> None:
+        """Store some words of a block before the others: each of 64 bits is whole, and they may come in any order."""
+        pointers, value, mask, *rest = args
+        some = [self._scheduler.policy.random.random() < 0.5 for _ in range(mask.data.size)]
+        half = interpreter.TensorHandle(mask.data & np.array(some).reshape(mask.data.shape), mask.dtype)
+        self._scheduler.before_access(actor, access)
+        plain(builder, pointers, value, half, *rest)
+        self._scheduler.after_access(actor, access)
 
     def _barrier(self) -> Callable[..., None]:
         def barrier(builder: object, *args: object) -> None:
@@ -190,13 +207,20 @@ def _access(kind: str, pointers: object, mask: object) -> MemoryAccess:
     return MemoryAccess(kind, int(data.flat[0]), size, data.size == 1 and bool(mask.data.all()))
 
 
+def _load_access(pointers: object, mask: object, *rest: object) -> MemoryAccess:
+    access, is_volatile = _access("load", pointers, mask), rest[-1]
+    if not is_volatile or access.is_word:
+        return access
+    return replace(access, polled=tuple(pointers.data[mask.data].tolist()))
+
+
 def _rmw_access(operation: object, pointers: object, value: object, mask: object, *rest: object) -> MemoryAccess:
     adds_nothing = operation == _ADD and not value.data.any()
     return _access("poll" if adds_nothing else "atomic", pointers, mask)
 
 
 _ACCESSES: dict[str, Callable[..., MemoryAccess]] = {
-    "create_masked_load": lambda pointers, mask, *rest: _access("load", pointers, mask),
+    "create_masked_load": _load_access,
     "create_masked_store": lambda pointers, value, mask, *rest: _access("store", pointers, mask),
     "create_atomic_rmw": _rmw_access,
 }

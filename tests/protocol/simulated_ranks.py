@@ -27,6 +27,7 @@ from tests.protocol.interleaving import Scheduler
 TILE = 16
 POLLS_PER_SECOND = 10_000  # of a simulated host wait, as the operators assume of the interpreter's
 SLOT_BYTES = 8192
+WORDS_AT_ONCE = 64  # of the low-latency protocol: a block of TILE x TILE numbers in fp32 comes in four parts
 
 
 def core(name: str) -> ModuleType:
@@ -53,7 +54,7 @@ class Simulation:
     def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
         """The domains of all ranks, with an engine actor each; patches the core for the duration of the run."""
         self.memory.update({rank: Memory() for rank in range(self.world_size)})
-        layout = core("protocol.layout").Layout(self.world_size, SLOT_BYTES)
+        layout = core("protocol.layout").Layout(self.world_size, SLOT_BYTES, 2 * SLOT_BYTES)
         heap = SimulatedHeap(self.world_size, layout)
         self.patch(scheduler)
         domains = [self.domain(scheduler, heap, layout, rank) for rank in range(self.world_size)]
@@ -86,6 +87,8 @@ class Simulation:
         tiling = core("planning.tiling")
         scheduler.patch(tiling, "_INTERPRETED", tiling.TileConfig(TILE, TILE, TILE))
         scheduler.patch(core("operators.portable"), "grid_size", lambda *args: (self.ctas,))
+        scheduler.patch(core("operators.low_latency"), "_grid", lambda *args: (self.ctas,))
+        scheduler.patch(core("operators.low_latency"), "_PART", WORDS_AT_ONCE)
         for waiting in ("protocol.waits", "protocol.copy_engine"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
         scheduler.patch(
@@ -95,7 +98,7 @@ class Simulation:
 
 
 class SimulatedHeap:
-    """A `SymmetricHeap` of plain tensors: signals zero, blocks NaN."""
+    """A `SymmetricHeap` of plain tensors: signals and flagged words zero, blocks NaN."""
 
     provider = "simulated"
 
@@ -104,6 +107,7 @@ class SimulatedHeap:
         self._views = [torch.full((layout.nbytes,), 255, dtype=torch.uint8) for _ in range(world_size)]
         for view in self._views:
             view[: self.words] = 0
+            view[layout.flagged_offset(0) :] = 0
 
     def view(self, rank: int) -> torch.Tensor:
         return self._views[rank]

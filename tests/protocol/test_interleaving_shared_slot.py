@@ -83,7 +83,7 @@ def without_a_peer(method: str, operator: str) -> Build:
 
 
 @pytest.mark.parametrize("operator", ["gather", "scatter"])
-@pytest.mark.parametrize("method", ["fused", "direct"])
+@pytest.mark.parametrize("method", ["fused", "direct", "low_latency"])
 def test_what_has_not_come_is_nan_in_the_result(operator: str, method: str) -> None:
     """The loss shows it even where nobody calls an operator or `check` any more."""
     assert_passes(without_a_peer(method, operator), range(1), spin=True)

@@ -48,6 +48,21 @@ def test_collectives_beside_the_callers_work() -> None:
     assert values(run_ranks(2, _every_shape_aside, limit_s=60)) == [20] * 2
 
 
+def _gathers_and_scatters(rank: int, world: int, dtype: torch.dtype) -> None:
+    """bf16, too: the interpreter only moves it."""
+    case = Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method="low_latency", timeout_s=30.0), dtype)
+    for operator in ("column", "row"):
+        for seed, (rows, k, n) in enumerate(SHAPES.values()):
+            OPERATORS[operator](case, rows, k, n, seed=seed, bias=seed % 2 == 0)
+    shutdown()
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float16)])
+def test_few_rows_by_words_with_flags(world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    values(run_ranks(world, _gathers_and_scatters, dtype, limit_s=100))
+
+
 @pytest.mark.parametrize("method", ["fused", "direct"])
 def test_every_shape_by_kernels(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels themselves, interpreted, between real processes."""

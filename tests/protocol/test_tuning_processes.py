@@ -142,7 +142,7 @@ def _tune(rank: int, world: int, folder: str) -> list[str]:
     settings = Settings(("chunked", "fused"), torch.float32, True, config)
     results = Results()
     session = Session(settings, here, results)
-    domain = session.domain(M * INSIDE * 4)
+    domain = session.domain([M * INSIDE * 4])
     for case in one_a_bucket(model_cases("tiny", [M], world), world):
         keep(folder, key_of(CPU, world), tune_case(case, domain, session), here)
     shutdown()

@@ -7,7 +7,7 @@ from typing import Any
 
 WORDS = (
     "counter_ptr", "sent_ptr", "complete_ptr", "left_ptr", "memory_at_ptr", "outgoing_at_ptr", "signals_ptr", "epoch_ptr",
-    "abort_ptr", "record_ptr", "order_ptr",
+    "abort_ptr", "record_ptr", "order_ptr", "words_ptr", "words_at_ptr",
 )  # fmt: skip
 
 
@@ -101,10 +101,27 @@ def compiled_portable(module_name: str, kernel_name: str, **constants: Any) -> s
 
     kernel = getattr(__import__(f"overlap_train.kernels.{module_name}", fromlist=["kernel"]), kernel_name)
     names = kernel.arg_names
-    pointers = {
-        name: "*i64" if name in (*WORDS, "memory_at_ptr") else "*bf16" for name in names if name.endswith("_ptr")
-    }
+    data = "*bf16"
+    if "words_at_ptr" in names:  # the low-latency protocol, which takes units of 4 or 2 bytes
+        data = "*i32" if constants["PER_WORD"] == 1 else "*i16"
+    if "DTYPE" in constants:
+        constants["DTYPE"] = getattr(triton.language, constants["DTYPE"])
+    pointers = {name: "*i64" if name in (*WORDS, "memory_at_ptr") else data for name in names if name.endswith("_ptr")}
     types = pointers | {"limit": "i64", "tag": "i64"} | OTHERS | dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, values)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+
+
+def resources(ptx: str) -> str:
+    """What the assembler says of registers and spills."""
+    import subprocess
+    import tempfile
+
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr

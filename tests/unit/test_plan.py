@@ -82,7 +82,7 @@ def test_into_how_many_chunks_blocks_are_cut_and_what_pushes_wait_for() -> None:
 
 
 def test_chunks_that_cross_the_network_are_products_that_fill_a_gpu() -> None:
-    """4096 rows are 32 tiles high: of 1024 columns 128 tiles, of 4096 512, of 8192 1024. There are never more than four chunks."""
+    """4096 rows are 32 tiles high: of 1024 columns 128 tiles, of 4096 512, of 8192 1024. Never more than four chunks."""
     assert [network_chunk_count(4096, n, 8192) for n in (1024, 2048, 4096, 8192, 65536)] == [1, 1, 2, 4, 4]
     assert network_chunk_count(4096, 8192, 1024) == 1, "a chunk is too short to be sent"
 

@@ -24,6 +24,8 @@ from overlap_train.gpu.ptx_check import (
     STORE,
     TMA_LOAD,
     TMA_STORED,
+    WORD_POLLED,
+    WORD_STORED,
     Verifier,
     missing,
 )
@@ -32,6 +34,7 @@ from tests.unit import hopper_ptx
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
 
 TILES = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, PRECISION="ieee", TIMED=True, WORLD=2, CHUNKS=2)
+FEW_ROWS = dict(WORLD=2, PER_WORD=1, BLOCK=1024, TIMED=True)
 PORTABLE = {
     "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),
     "wait_and_keep_kernel": ("own_block", dict(CHUNKS=1, TIMED=True, BLOCK=2048)),
@@ -39,6 +42,8 @@ PORTABLE = {
     "all_gather_gemm_kernel": ("all_gather_gemm", TILES | {"DIRECT": False, "PIECE": 4096}),
     "all_to_all_gemm_kernel": ("all_to_all_gemm", TILES | {"DIRECT": False, "PIECE": 4096}),
     "gemm_reduce_scatter_kernel": ("gemm_reduce_scatter", TILES | {"EXCHANGE": False}),
+    "low_latency_gather_kernel": ("low_latency", FEW_ROWS),
+    "low_latency_scatter_kernel": ("low_latency", FEW_ROWS | {"DTYPE": "bfloat16"}),
 }
 PLAIN: dict[str, bool] = {}
 DEFERRED = {"DIRECT": False, "REDUCE": False}
@@ -50,6 +55,8 @@ CASES = [
     ("wait_kernel", PLAIN, (ACQUIRE,)),
     ("wait_and_keep_kernel", PLAIN, (ACQUIRE,)),
     ("barrier_kernel", PLAIN, (SIGNAL, ACQUIRE)),
+    ("low_latency_gather_kernel", PLAIN, (SIGNAL, WORD_STORED, WORD_POLLED)),
+    ("low_latency_scatter_kernel", PLAIN, (SIGNAL, WORD_STORED, WORD_POLLED)),
     ("all_gather_gemm_kernel", PLAIN, (ACQUIRE,)),
     ("gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, COUNT, STORE)),
     ("gemm_reduce_scatter_kernel", DEFERRED, (COUNT, STORE)),
@@ -141,11 +148,12 @@ def test_every_kernel_has_an_entry() -> None:
         all_gather_gemm,
         all_to_all_gemm,
         gemm_reduce_scatter,
+        low_latency,
         own_block,
         signal,
     )
 
-    modules = (add_blocks, all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter, own_block, signal)
+    modules = (add_blocks, all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter, low_latency, own_block, signal)
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     hopper = {f"hopper_{name}_kernel" for name in ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")}
     assert names | hopper == set(PROOFS)

@@ -329,5 +329,11 @@ def test_the_variants_that_are_tried(pass_: Pass, method: str, variants: list[Va
 
 
 def test_collective_and_the_default_are_always_candidates() -> None:
-    assert set(candidates(["chunked"], "fused")) == {"chunked", "fused", "collective"}
-    assert candidates(["direct", "collective"], "fused") == ["direct", "collective", "fused"]
+    assert set(candidates(["chunked"], "fused", FC1)) == {"chunked", "fused", "collective"}
+    assert candidates(["direct", "collective"], "fused", FC1) == ["direct", "collective", "fused"]
+
+
+def test_the_low_latency_protocol_is_a_candidate_for_few_rows() -> None:
+    assert candidates(["low_latency"], "fused", FC1) == ["fused", "collective"]
+    assert candidates(["low_latency"], "direct", replace(FC1, m=1024)) == ["low_latency", "direct", "collective"]
+    assert "low_latency" not in candidates(["low_latency"], "direct", replace(FC1, m=1024, kind="a2a_gemm"))

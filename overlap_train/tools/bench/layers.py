@@ -49,7 +49,7 @@ MEGATRON_LINEARS = "overlap_train.integrations.megatron.bench_baseline"
 def run(layers: Sequence[tuple[Layer, int]], session: Session) -> None:
     """Measure every layer and add its rows to the session's results, which are saved after each of them. Collective."""
     elements = max(sequence * max(layer.column_k, layer.row_n) for layer, sequence in layers)
-    session.domain(elements * session.settings.dtype.itemsize)
+    session.domain([elements * session.settings.dtype.itemsize])
     for number, (layer, sequence) in enumerate(layers):
         rows = measure_layer(layer, sequence, session)
         times = ", ".join(f"{row['method']} {row['ms']:.3f} ms" for row in rows)

@@ -8,6 +8,7 @@ import torch
 
 from ...operators.plan_book import book_of
 from ...planning.choice import choose
+from ...planning.low_latency import serving
 from ...planning.schedule import GEMM_A2A
 from ...protocol.layout import SLOTS
 from ...runtime.domain import OverlapDomain
@@ -25,7 +26,7 @@ TIMED_ONLY = ("gemm", "comm")
 @torch.no_grad()
 def run(cases: list[Case], session: Session) -> None:
     """Measure every case and add its rows to the session's results, which are saved after each of them. Collective."""
-    domain = session.domain(max(_slot_bytes(case, session) for case in cases))
+    domain = session.domain([_slot_bytes(case, session) for case in cases])
     for number, case in enumerate(cases):
         rows = measure_case(case, domain, session)
         session.results.add(rows)
@@ -47,7 +48,7 @@ def correct_runs(case: Case, inputs: Inputs, domain: OverlapDomain, session: Ses
     """Methods and baselines that gave the right result on every rank; notes about the others."""
     planned, table = case.planned(session.world.size, session.settings.dtype), book_of(domain, case.name).table
     runs: dict[str, Run] = {}
-    for method in session.settings.methods:
+    for method in serving(session.settings.methods, planned):
         choice = choose(method, planned, domain.device, table, domain.topology.nodes)
         in_parts = case.kind in EXCHANGES
         runs[method] = exchanged(case, session, method) if in_parts else overlapped(case, domain, choice, inputs.first)

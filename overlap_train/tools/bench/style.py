@@ -55,6 +55,7 @@ LOOKS = {
     "chunked": Look("chunked", "#CC79A7", "^"),
     "fused": Look("fused", "#009E73", "s"),
     "direct": Look("direct", "#E69F00", "D"),
+    "low_latency": Look("low_latency", "#AA4499", "8"),
     "auto": Look("auto", "#0072B2", "o"),
     "overlap": Look("overlap_train", "#0072B2", "o"),  # what `auto` is called beside other programs
     "gemm": Look("GEMM", "#53687E"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from ...operators.gemm_reduce_scatter import start_scatter
 from ...operators.weight_gradient import add_product
 from ...planning.arguments import Request
 from ...planning.choice import Choice
+from ...planning.low_latency import MOST_BYTES, flagged_bytes
 from ...planning.plan import EnginePlan, engine_plan, sent_again
 from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from ...protocol.tags import Tag
@@ -50,10 +51,14 @@ class Session:
     world: World
     results: Results
 
-    def domain(self, slot_bytes: int) -> OverlapDomain:
-        """The domain of the ranks, with symmetric memory for the largest shape: it is allocated once. Collective."""
+    def domain(self, received: Sequence[int]) -> OverlapDomain:
+        """The domain of the ranks, with symmetric memory for shapes of which a rank receives so many bytes: it is allocated
+        once. Collective."""
         domain = domain_of(self.world.group, self.settings.config, self.world.device)
-        request = Request("a measurement", f"the largest shape, {slot_bytes} bytes", slot_bytes)
+        words = [flagged_bytes(nbytes, self.world.size) for nbytes in received if nbytes <= MOST_BYTES]
+        request = Request(
+            "a measurement", f"the largest shape, {max(received)} bytes", max(received), max(words, default=0)
+        )
         domain.prepare(request, None, "overlap_train.tools")
         return domain
 

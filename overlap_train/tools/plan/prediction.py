@@ -22,7 +22,7 @@ from ...planning.work import Work
 from ..measure.models import Model
 from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, check, linears_of
 
-METHODS = tuple(TRAITS)
+METHODS = tuple(method for method, traits in TRAITS.items() if not traits.few_rows)  # plans are for long sequences
 COLLECTIVE = "collective"
 FORWARD, BACKWARD = "forward", "backward"
 RANK = 0  # whose part is shown: all do the same

@@ -15,6 +15,7 @@ from ...methods import TRAITS
 from ...operators.all_gather_gemm import start_gather
 from ...operators.gemm_reduce_scatter import start_scatter
 from ...planning.choice import SCATTER_AND_WGRAD, Choice, Pass, untuned
+from ...planning.low_latency import serving
 from ...planning.plan import sent_again
 from ...planning.schedule import GATHER, SCATTER
 from ...planning.table import Winner
@@ -41,9 +42,10 @@ WORTH_LAUNCHES = 0.1
 SHORT_COPY_US = 40.0
 
 
-def candidates(methods: Sequence[str], default: str) -> list[str]:
-    """The methods to try: those asked for, the default, and always collective: auto must never be slower than that."""
-    return list(dict.fromkeys([*methods, default, "collective"]))
+def candidates(methods: Sequence[str], default: str, pass_: Pass) -> list[str]:
+    """The methods to try: those asked for that serve the pass, the default, and always collective: auto must never be slower
+    than that."""
+    return list(dict.fromkeys([*serving(methods, pass_), default, "collective"]))
 
 
 def variants_to_run(pass_: Pass, method: str, device: torch.device) -> list[Variant]:
@@ -108,7 +110,7 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
     world, settings = session.world, session.settings
     planned = case.planned(world.size, settings.dtype)
     default = untuned(planned, world.device).method
-    calls = working(case, candidates(settings.methods, default), domain, session)
+    calls = working(case, candidates(settings.methods, default, planned), domain, session)
     if not any(method_of(name) == name for name in calls):
         session.results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
         return None

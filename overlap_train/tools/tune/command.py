@@ -135,7 +135,7 @@ def tune(asked: Tune, cases: list[Case]) -> int:
     began, here = time.monotonic(), world.join()
     session, key = Session(settings_of(asked, here.device), here, Results()), key_of(here.device, here.size)
     keep(asked.tuning_dir, key, None, here)  # a folder that cannot be written is said before minutes of measuring
-    domain = session.domain(max(case.slot_bytes(session.world.size, session.settings.dtype) for case in cases))
+    domain = session.domain([case.slot_bytes(session.world.size, session.settings.dtype) for case in cases])
     results = session.results
     world.heat(here.device, 0.5)
     for number, case in enumerate(cases):

@@ -135,7 +135,11 @@ FAULTS = [
         "a weight of another layout shares a launch", "own.shape, b_kn.shape, b_kn.stride())", "own.shape, b_kn.shape)"
     ),
     LENGTHS("every length is agreed on", "self.agreed.put(any_rows, True)", "pass"),
-    LENGTHS("more memory is not agreed on", "plan.request.slot_bytes <= domain.layout.slot_bytes and", ""),
+    LENGTHS(
+        "more memory is not agreed on",
+        "fits = there and domain.layout.covering",
+        "fits = there or domain.layout.covering",
+    ),
     LENGTHS("rows that cannot be divided pass", "            if problem is not None:\n", "            if False:\n"),
     BOOK("calls with another config share a plan", "shape_of_bias, trains, config)", "shape_of_bias, trains)"),
     BOOK(

@@ -37,7 +37,7 @@ FAULTS = [
         survives="equal legs have equal routes; comparing them only costs time",
     ),
     PLAN("the copy engine is used without slots", 'return 0 if self.method == "collective" else 1', "return 1"),
-    PLAN("memory is allocated for collectives", "if uses_slots else 0", "if True else 0"),
+    PLAN("memory is allocated for collectives", 'if methods - {"collective", LOW_LATENCY} else 0', "if True else 0"),
     PLAN(
         "x is gathered again although it is kept",
         'spec.sends_input and config.gathered_input == "regather"',
@@ -45,7 +45,7 @@ FAULTS = [
     ),
     PLAN(
         "x is gathered again by a fused kernel's method",
-        'fprop.method if fprop.method == "collective" else "chunked"',
+        'fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"',
         "fprop.method",
     ),
     PLAN("x is gathered again in chunks", "route = legs(fprop.kind, topology, chunks=1)", "route = fprop.legs"),

@@ -153,6 +153,12 @@ FAULTS = [
         "(BARRIER) * self.signals_bytes",
     ),
     LAYOUT("a smaller call shrinks the heap", "max(self.slot_bytes, slot_bytes)", "slot_bytes"),
+    LAYOUT(
+        "a call without flagged words takes them away",
+        "max(self.flagged_bytes, flagged_bytes)",
+        "flagged_bytes",
+        f"{UNIT}/test_low_latency.py::test_flagged_words_lie_behind_the_blocks",
+    ),
     LAYOUT("slots overlap", "+ slot * _aligned(self.slot_bytes)", "+ slot * (self.slot_bytes // _ALIGN * _ALIGN)"),
     TAGS("epochs grow past an int64", "return (number + _WORD // 2) % _WORD - _WORD // 2", "return number"),
     TAGS(

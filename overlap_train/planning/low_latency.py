@@ -1,0 +1,58 @@
+"""The low-latency protocol as planning knows it: whom it serves, what memory it takes, and when it is faster than NCCL.
+
+Nothing here was measured yet: `cost.low_latency_us` is what the model assumes, docs/choosing.md has the command that measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..config import flag_name
+from . import cost
+from .machines import H200
+from .passes import Pass
+from .schedule import EXCHANGES
+
+LOW_LATENCY = "low_latency"
+# Of a gathered, or scattered, matrix: 1024 rows of 16384 features in bf16 (Llama-3 405B). Its words are twice as large, in each
+# of three slots: 192 MiB. By the model NCCL is faster from a fifth of that on.
+MOST_BYTES = 32 << 20
+_WORD_BYTES, _DATA_BYTES = 8, 4  # of a word, and of its data
+
+
+def flagged_bytes(received: int, world: int) -> int:
+    """What W blocks of `received` bytes take as flagged words."""
+    return world * -(-received // world // _DATA_BYTES) * _WORD_BYTES
+
+
+def refusal(name: str, kind: str, nbytes: int) -> str | None:
+    """Why the protocol does not serve passes of a kind whose words take so many bytes, or None. name: of the operator."""
+    what = f"{name} with method={LOW_LATENCY!r}"
+    if kind in EXCHANGES:
+        return f"{what}: it serves gathers and scatters, no all-to-alls; use 'auto' or 'direct' ({flag_name('method')})"
+    most = flagged_bytes(MOST_BYTES, 1)
+    if nbytes > most:
+        return (
+            f"{what}: what is gathered or scattered takes {nbytes / 2**20:.1f} MiB as words with flags, at most "
+            f"{most >> 20} are served, since it sends twice the bytes and pays below about 4 MiB; use 'auto' or 'direct' "
+            f"({flag_name('method')})"
+        )
+    return None
+
+
+def serves(pass_: Pass) -> bool:
+    """Whether the protocol serves a pass."""
+    received = pass_.m * pass_.row_features * pass_.dtype.itemsize
+    return refusal("", pass_.kind, flagged_bytes(received, pass_.world)) is None
+
+
+def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
+    """Those of the methods that serve a pass."""
+    return [method for method in methods if method != LOW_LATENCY or serves(pass_)]
+
+
+def is_faster(pass_: Pass) -> bool:
+    """Whether it is faster than NCCL by the model; the products are the same."""
+    sent = (pass_.world - 1) * (pass_.m // pass_.world) * pass_.row_features * pass_.dtype.itemsize
+    faster = cost.low_latency_us(H200, sent) < cost.collective_us(H200, sent, pass_.world)
+    return pass_.world > 1 and serves(pass_) and faster

@@ -1,0 +1,83 @@
+"""The low-latency protocol on GPUs: exact in every dtype, the same bits as a sum in rank order, mistakes named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import OverlapConfig
+from overlap_train.operators import low_latency
+from overlap_train.planning.arguments import Request
+from overlap_train.planning.low_latency import flagged_bytes
+from overlap_train.protocol.tags import Tag
+from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.runtime.registry import domain_of
+from tests.gpu import test_mismatched_calls
+from tests.linear_cases import OPERATORS, SHAPES, Case
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGER = {"few rows": ((64, 1), 4096, 1024), "many parts": ((512, 1), 2048, 256)}
+
+
+@pytest.fixture
+def few(group: dist.ProcessGroup, device: torch.device, provider: str) -> Case:
+    config = OverlapConfig(method="low_latency", provider=provider, timeout_s=20.0)
+    return Case(group, device, config, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operator", ["column", "row"])
+@pytest.mark.parametrize("gathered_input", ["regather", "keep"])
+def test_every_shape_is_exact(few: Case, operator: str, dtype: torch.dtype, gathered_input: str) -> None:
+    case = replace(few, dtype=dtype, config=replace(few.config, gathered_input=gathered_input))
+    for seed, shape in enumerate((SHAPES | LARGER).values()):
+        for repeat in range(3):  # slots come again
+            OPERATORS[operator](case, *shape, seed=seed + repeat, bias=repeat == 0)
+
+
+def memory_for(case: Case, received: int) -> OverlapDomain:
+    domain = domain_of(case.group, case.config, case.device)
+    request = Request("test", f"{received} bytes", 0, flagged_bytes(received, case.world))
+    domain.prepare(request, None, "test_low_latency")
+    return domain
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 128])
+def test_sums_are_those_of_rank_order_to_the_bit(few: Case, dtype: torch.dtype, rows: int) -> None:
+    world, columns, tag = few.world, 1023, Tag("sum", f"{rows} {dtype}")
+    partials = torch.randn(world, world * rows, columns, generator=torch.Generator().manual_seed(rows))
+    partials = partials.to(few.device, dtype)
+    domain = memory_for(few, partials[0].nbytes)
+    mine = partials[:, few.rank * rows : (few.rank + 1) * rows].float()
+    total = mine[few.rank].clone()
+    for source in range(world):
+        total = total if source == few.rank else total + mine[source]
+    for _ in range(5):
+        with domain.operator(tag, 1):
+            y = low_latency.scatter(domain, tag, partials[few.rank])
+        assert torch.equal(y, total.to(dtype))
+
+
+def test_a_thousand_calls_of_ranks_that_are_not_in_step(few: Case) -> None:
+    """New numbers and another length each time; now and then one rank is a millisecond late."""
+    domain, most = memory_for(few, few.world * 96 * 1024 * 2), 96
+    x = torch.arange(most * 1024, device=few.device, dtype=torch.int32).to(torch.bfloat16).view(most, 1024)
+    wrong = torch.zeros((), dtype=torch.int64, device=few.device)
+    for number in range(1000):
+        rows, tag = 1 + 37 * number % most, Tag("gather", f"{1 + 37 * number % most}")
+        if number % 50 == few.rank:
+            torch.cuda._sleep(2_000_000)
+        with domain.operator(tag, 1):
+            got = low_latency.gather(domain, tag, x[:rows] + (number + few.rank) % 128)
+        for source in range(few.world):
+            wrong += (got[source * rows : (source + 1) * rows] != x[:rows] + (number + source) % 128).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("mistake", test_mismatched_calls.MISTAKES)
+def test_mistakes_are_named(few: Case, mistake: str) -> None:
+    test_mismatched_calls.test_every_rank_raises_and_one_names_both_calls(few, mistake)

@@ -1,0 +1,274 @@
+"""Few rows by words with flags: the real engines and kernels under seeded schedules, right and with planted faults.
+
+Stores of words are torn on purpose: some of a part arrive before the others (interpreter_hooks.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet")
+
+from overlap_train import OverlapMismatchError
+from tests.protocol.actors import Deadlock, StepLimit
+from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.operator_problems import gathers, integers, scatters, tag_of
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
+from tests.protocol.test_interleaving_linear import mlp
+from tests.protocol.test_interleaving_shared_slot import gather_and_barrier
+
+METHOD, WORDS, KERNEL, CALLS = "low_latency", "kernels.flagged_words", "kernels.low_latency", "operators.low_latency"
+EPOCH = 1 << 32
+SOMEHOW = "wrong result|deadlock|Mismatch"
+LAST_PART_MISSING = ("while part < parts:", "while part < parts - 1:")
+by_words: dict[str, Callable[..., Build]] = {"gather": partial(gathers, METHOD), "scatter": partial(scatters, METHOD)}
+operators = pytest.mark.parametrize("operator", by_words)
+
+
+@operators
+def test_it_passes(operator: str) -> None:
+    assert_passes(by_words[operator](Simulation(2)), range(8))
+    assert_passes(by_words[operator](Simulation(3)), range(3))
+
+
+@operators
+@pytest.mark.parametrize(("world", "calls"), [(4, 2), (8, 1)])
+def test_so_do_more_ranks(operator: str, world: int, calls: int) -> None:
+    assert_passes(by_words[operator](Simulation(world, ctas=1), calls), range(1))
+
+
+@operators
+def test_one_resident_cta_of_three_sends_everything_before_it_waits(operator: str) -> None:
+    """Rule 4: the others start when it ends, because another kernel holds the SMs."""
+    assert_passes(by_words[operator](Simulation(2, ctas=3)), range(8), resident=1)
+
+
+@pytest.mark.parametrize("gathered_input", ["regather", "keep"])
+def test_both_linears_pass_forward_and_backward(gathered_input: str) -> None:
+    assert_passes(mlp(METHOD, Simulation(2), gathered_input, steps=1), range(3))
+
+
+@operators
+@pytest.mark.parametrize("other", ["direct", "fused", "chunked"])
+def test_methods_take_turns_on_one_slot(operator: str, other: str) -> None:
+    assert_passes(by_words[operator](Simulation(2), calls=2, before=gather_and_barrier(other)), range(2))
+    problem = {"gather": gathers, "scatter": scatters}[operator](
+        other, Simulation(2), calls=2, before=gather_and_barrier(METHOD)
+    )
+    assert_passes(problem, range(2))
+
+
+def lengths(rows: tuple[int, ...]) -> Build:
+    """Gathers of that many rows of one rank, one call after the other: words of the long calls stay behind the short ones."""
+    world, machine = 2, Simulation(2)
+    x = integers(len(rows), world, max(rows), TILE, seed=11)
+
+    def build(scheduler: Scheduler) -> Callable[[], None]:
+        results: dict[tuple[int, int], torch.Tensor] = {}
+
+        def host(domain: SimulatedDomain) -> None:
+            for call, count in enumerate(rows):
+                with domain.operator(tag_of("gather"), slots=1):
+                    own = x[call, domain.rank, :count].contiguous()
+                    results[call, domain.rank] = core(CALLS).gather(domain, tag_of("gather"), own).clone()
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            wrong = [
+                (call, rank)
+                for (call, rank), got in results.items()
+                if not torch.equal(got, x[call, :, : rows[call]].flatten(0, 1))
+            ]
+            assert not wrong and len(results) == 2 * len(rows), wrong
+
+        return check
+
+    return build
+
+
+def test_words_of_longer_calls_are_not_taken_for_new_ones() -> None:
+    assert_passes(lengths((16, 4, 4, 16, 2, 16)), range(6))
+
+
+@pytest.mark.parametrize("epoch", [-1, (1 << 31) - 1])
+@operators
+def test_epochs_wrap_around(operator: str, epoch: int) -> None:
+    """To 0, as memory starts, and to the most negative, which stands for 0."""
+    assert_passes(from_epoch(operator, epoch), range(3))
+
+
+def from_epoch(operator: str, epoch: int) -> Build:
+    """Calls in slots that have been used so often."""
+
+    def before(domain: SimulatedDomain) -> None:
+        for slot in domain.workspace.slots:
+            if not slot.epoch.any():
+                slot.epoch.fill_(epoch * EPOCH)
+                slot.signals[slot.signals == 0] = epoch * EPOCH  # others have come from the first call already
+
+    return by_words[operator](Simulation(2), calls=3, before=before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("columns", [7, 6])
+def test_the_sum_is_that_of_rank_order_to_the_bit(dtype: torch.dtype, columns: int) -> None:
+    """In fp32, own rows first, rounded once. 3 x 7 numbers: blocks of 16 bits end, and begin, within a word. (The interpreter
+    does not round to bf16 as GPUs do.)"""
+    world, rows = 4, 3
+    partials = torch.randn(world, world * rows, columns, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+    def build(scheduler: Scheduler) -> Callable[[], None]:
+        results: dict[int, torch.Tensor] = {}
+
+        def host(domain: SimulatedDomain) -> None:
+            with domain.operator(tag_of("sum"), slots=1):
+                results[domain.rank] = core(CALLS).scatter(domain, tag_of("sum"), partials[domain.rank])
+
+        Simulation(world, ctas=1).spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            for rank in range(world):
+                mine = partials[:, rank * rows : (rank + 1) * rows].float()
+                total = mine[rank].clone()
+                for source in range(world):
+                    total = total if source == rank else total + mine[source]
+                assert torch.equal(results[rank], total.to(dtype)), f"rank {rank}"
+
+        return check
+
+    assert_passes(build, range(1))
+
+
+def mismatched(second: str) -> Build:
+    """Rank 1 is in another call."""
+
+    def build(scheduler: Scheduler) -> Callable[[], None]:
+        told: list[str] = []
+
+        def host(domain: SimulatedDomain) -> None:
+            tag, own = tag_of(second if domain.rank else "fc1", "16 rows"), torch.ones(TILE, TILE)
+            with pytest.raises(OverlapMismatchError) as error, domain.operator(tag, 1):
+                core(CALLS).gather(domain, tag, own)
+            told.append(str(error.value))
+
+        Simulation(2).spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert len(told) == 2
+            assert any("rank 0 is in fc1 [16 rows], but rank 1 is in a call that this rank has not" in t for t in told)
+
+        return check
+
+    return build
+
+
+def test_another_call_of_a_peer_is_named_on_both_ranks() -> None:
+    assert_passes(mismatched("fc2"), range(3), spin=True)
+
+
+def test_late_words_of_a_peer_that_has_come_are_a_time_out() -> None:
+    """The signal says that it is in this call, and the data do not come."""
+    with in_kernel(*LAST_PART_MISSING).planted():
+        error = assert_caught(gathers(METHOD, Simulation(2, timeout_s=0.003), calls=1), range(1), spin=True)
+    assert re.search("OverlapTimeoutError: gather: rank . waited .* of rank .: expected epoch 1, seen 0", str(error))
+
+
+def test_what_stands_for_missing_words_is_nan_in_every_dtype() -> None:
+    """That it is stored: test_interleaving_shared_slot.py."""
+    missing = torch.tensor([-1], dtype=torch.int32)
+    assert all(missing.view(dtype).isnan().all() for dtype in (torch.float32, torch.float16, torch.bfloat16))
+
+
+def in_words(old: str, new: str, report: str = "wrong result") -> Fault:
+    return Fault(WORDS, old, new, report, (KERNEL,))
+
+
+def in_kernel(old: str, new: str, report: str = "wrong result") -> Fault:
+    return Fault(KERNEL, old, new, report)
+
+
+STORES_EPOCH = "tl.store(epoch_ptr, word)"
+EPOCH_STORED = STORES_EPOCH + '\n\n\n@triton.jit(do_not_specialize=["tag", "count"])\ndef next_epoch'
+NOT_STORED = EPOCH_STORED.replace(STORES_EPOCH, "pass")
+TELLS = 'tl.atomic_xchg(signal_ptr, expected, sem="release", scope="sys")'
+FAULTS = {
+    "words are not waited for": in_words("while state == WAITING:", "while state > ABORTED:", "OverlapM|wrong"),
+    "one word that is there is enough": in_words("state = tl.max(", "state = tl.min("),
+    "flags are not looked at": in_words("EPOCH_SHIFT) == flag)", "EPOCH_SHIFT) != 1)"),
+    "all calls have one flag": in_words("return tl.where(flag == 0, INSTEAD_OF_ZERO, flag)", "return flag * 0 + ONE_EPOCH"),
+    "slot reused one operator early": replace(SLOT_REUSED_EARLY, report=SOMEHOW),
+    "epoch not counted": Fault("kernels.signal", EPOCH_STORED, NOT_STORED, SOMEHOW, (WORDS, KERNEL)),
+    "nobody tells which call it is": in_kernel(TELLS, "pass", "deadlock"),
+    "told at GPU scope": in_kernel(TELLS, TELLS.replace('"sys"', '"gpu"'), "released"),
+    "words lie in another block": in_kernel("tl.cast(rank, tl.int64) * block_words", "0 * block_words", "deadlock"),
+    "words are sent to the next rank only": in_kernel("words_at_ptr + peer)", "words_at_ptr + (rank + 1) % 3)", "deadlock"),
+}  # fmt: skip
+OF_GATHER = {
+    "waits before it sends": in_kernel("while part < parts:", "while part < parts * (tl.program_id(0) > 0):", "deadlock"),
+    "own rows are not stored": in_kernel("gathered_ptr + tl.cast(rank,", "gathered_ptr + tl.cast((rank + 1) % WORLD,"),
+    "a part is not waited for": in_kernel("parts * (WORLD - 1), tl.num", "parts * (WORLD - 1) - 1, tl.num"),
+    "the last part is not sent": in_kernel("while part < parts:", "while part < parts - 1:", "deadlock"),
+}  # fmt: skip
+OF_SCATTER = {
+    "the last part is not sent": in_kernel("< parts * (WORLD - 1):", "< parts * (WORLD - 1) - 1:", "deadlock"),
+    "rows of somebody else are sent": in_kernel("partial_ptr + tl.cast(target,", "partial_ptr + tl.cast(rank,"),
+    "a rank is left out of the sum": in_kernel("for source in range(WORLD):", "for source in range(WORLD - 1):", SOMEHOW),
+    "the last part is not added": in_kernel("tl.program_id(0), parts, tl.", "tl.program_id(0), parts - 1, tl."),
+}  # fmt: skip
+ALL_FAULTS = [("gather", name, fault) for name, fault in (FAULTS | OF_GATHER).items()]
+ALL_FAULTS += [("scatter", name, fault) for name, fault in OF_SCATTER.items()]  # both kernels share the rest
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "fault"), ALL_FAULTS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_fault_is_caught(operator: str, name: str, fault: Fault) -> None:
+    with fault.planted():
+        error = assert_caught(by_words[operator](Simulation(3 if "next rank" in name else 2)), range(30))
+    assert re.search(fault.report, str(error)), error
+
+
+STATIC = {
+    "gather": (
+        ("    part = claim(sent_ptr).to(tl.int32)\n    while", "    part = tl.program_id(0)\n    while"),
+        ("        part = claim(sent_ptr).to(tl.int32)\n", "        part += tl.num_programs(0)\n"),
+    ),
+    "scatter": (
+        ("    index = claim(sent_ptr).to(tl.int32)\n    while", "    index = tl.program_id(0)\n    while"),
+        ("        index = claim(sent_ptr).to(tl.int32)\n", "        index += tl.num_programs(0)\n"),
+    ),
+}
+
+
+@operators
+def test_parts_that_are_not_claimed_deadlock_ranks_with_fewer_resident_ctas_than_the_grid(operator: str) -> None:
+    first, second = (in_kernel(*change) for change in STATIC[operator])
+    with first.planted(), second.planted():
+        assert_passes(by_words[operator](Simulation(2, ctas=2)), range(2))
+        error = assert_caught(by_words[operator](Simulation(2, ctas=2)), range(5), resident=1)
+    assert isinstance(error, Deadlock)
+
+
+def test_a_flag_of_zero_is_what_memory_starts_with() -> None:
+    zero = in_words("return tl.where(flag == 0, INSTEAD_OF_ZERO, flag)", "return flag")
+    with zero.planted():
+        assert "wrong result" in str(assert_caught(from_epoch("gather", -1), range(20)))
+
+
+def test_a_wait_without_a_bound_is_caught() -> None:
+    endless = in_words("tl.where(elapsed > limit, LATE, WAITING)", "WAITING")
+    half = in_kernel(*LAST_PART_MISSING)
+    with half.planted(), endless.planted():
+        error = assert_caught(
+            gathers(METHOD, Simulation(2, timeout_s=0.003), calls=1), range(1), spin=True, step_limit=5000
+        )
+    assert isinstance(error, StepLimit)

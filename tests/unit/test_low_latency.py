@@ -1,0 +1,112 @@
+"""The low-latency protocol: what planning says of it, and that its kernels compile for Hopper to whole, adjacent words."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import re
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from overlap_train import OverlapConfig
+from overlap_train.gpu.ptx_check import WORD_STORED, missing
+from overlap_train.planning.choice import FEW_ROWS, untuned
+from overlap_train.planning.low_latency import LOW_LATENCY, MOST_BYTES, flagged_bytes, is_faster, serves
+from overlap_train.planning.passes import Pass
+from overlap_train.planning.plan import Plan, make_plan, why_not
+from overlap_train.planning.schedule import A2A_GEMM, GATHER, Topology
+from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
+from overlap_train.planning.table import UNTUNED
+from overlap_train.protocol.layout import SLOTS, Layout
+from tests.unit import hopper_ptx
+from tests.unit.test_choice import hopper_gpu  # noqa: F401  # a fixture
+
+GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
+FEW = Pass(GATHER, 256, 7168, 4096, BF16, 4)
+
+
+def plan(rows: int, k: int, method: str = LOW_LATENCY, spec=ALL_GATHER_LINEAR) -> Plan:  # type: ignore[no-untyped-def]
+    x, w = torch.empty(rows, k, dtype=BF16, device="meta"), torch.empty(24, k, dtype=BF16, device="meta")
+    return make_plan(spec, OverlapConfig(method=method), UNTUNED, Topology(1, 2, 0), x, w)
+
+
+def test_words_take_twice_the_bytes_of_whole_blocks() -> None:
+    assert flagged_bytes(1024, 2) == 2048
+    assert flagged_bytes(2 * 2 * 21, 2) == 2 * 11 * 8, "21 numbers of 16 bits: the last word is half full"
+
+
+def test_a_plan_asks_for_words_only() -> None:
+    made = plan(8, 32)
+    assert (made.request.slot_bytes, made.request.flagged_bytes) == (0, 2 * 16 * 32 * 2)
+    assert {engine.method for engine in (made.fprop, made.dgrad, made.wgrad) if engine} == {LOW_LATENCY}
+    assert made.fprop.slots == 1 and made.fprop.chunks == 1 and made.fprop.kernels == "library"
+    assert plan(8, 32, "chunked").request.flagged_bytes == 0
+
+
+def test_it_is_refused_by_name_where_it_cannot_serve() -> None:
+    features = MOST_BYTES // 1024 // 2
+    assert why_not(plan(512, features), GPU, False) is None
+    told = why_not(plan(512, features + 1), GPU, False)
+    assert told is not None and "takes 64.0 MiB as words with flags, at most 64 are served" in told
+    assert "--overlap-train-method" in told
+    exchange = why_not(plan(8, 32, spec=ALL_TO_ALL_LINEAR), GPU, False)
+    assert exchange is not None and "it serves gathers and scatters, no all-to-alls" in exchange
+    on_cpu = why_not(plan(8, 32, spec=LINEAR_REDUCE_SCATTER), torch.device("cpu"), False)
+    assert on_cpu is not None and "interpreter only" in on_cpu
+    assert why_not(plan(8, 32), torch.device("cpu"), True) is None, "also in bf16, which the library multiplies"
+
+
+@pytest.mark.usefixtures("hopper_gpu")
+def test_auto_takes_it_for_few_bytes() -> None:
+    """By the model: 13 us sooner at the start, 4 or 5 us a megabyte later."""
+    for pass_ in (FEW, FEW.dgrad, FEW.dgrad.dgrad):
+        assert is_faster(pass_) and untuned(pass_, GPU).method == LOW_LATENCY
+    assert "not measured" in untuned(FEW, GPU).reason
+    for pass_ in (replace(FEW, m=1024), replace(FEW, k=32768), replace(FEW, kind=A2A_GEMM)):
+        assert untuned(pass_, GPU).method != LOW_LATENCY
+    many = replace(FEW, m=2 * FEW_ROWS, k=512)
+    assert is_faster(many) and untuned(many, GPU).method != LOW_LATENCY
+    assert not is_faster(replace(FEW, world=1)) and not serves(replace(FEW, m=1 << 16))
+
+
+def test_flagged_words_lie_behind_the_blocks() -> None:
+    """Blocks are any bytes, which could look like a flag."""
+    layout = Layout(3, 5000, 7000)
+    starts = [layout.offset(slot) for slot in range(SLOTS)] + [layout.flagged_offset(slot) for slot in range(SLOTS)]
+    ends = [
+        *(start + layout.size(0) for start in starts[:SLOTS]),
+        *(start + layout.flagged_size(0) for start in starts[SLOTS:]),
+    ]
+    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)) and ends[-1] <= layout.nbytes
+    assert all(start % 512 == 0 for start in starts)
+    assert layout.covering(100) == layout and layout.covering(0, 8000) == Layout(3, 5000, 8000)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """Where kernels are compiled: the protocol tests of this one interpret them."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as pool:
+        yield pool
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
+@pytest.mark.parametrize("per_word", [1, 2])
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("kernel", ["low_latency_gather_kernel", "low_latency_scatter_kernel"])
+def test_each_word_is_one_access_beside_that_of_the_next_thread(
+    process: ProcessPoolExecutor, kernel: str, world: int, per_word: int
+) -> None:
+    """8 words a thread. Adjacent threads have adjacent words: what a warp stores leaves as one packet of 256 bytes."""
+    constants = dict(WORLD=world, PER_WORD=per_word, BLOCK=1024, TIMED=True)
+    constants |= {"DTYPE": "bfloat16"} if "scatter" in kernel else {}  # type: ignore[dict-item]
+    ptx = process.submit(hopper_ptx.compiled_portable, "low_latency", kernel, **constants).result(120)
+    assert missing(ptx, kernel, constants) is None
+    assert len(re.findall(WORD_STORED, ptx)) == 8 * (world - 1 if "gather" in kernel else 1)
+    assert len(re.findall(r"@%p\d+ ld\.volatile\.global\.b64", ptx)) == 8 and "ld.volatile.global.v" not in ptx
+    used = process.submit(hopper_ptx.resources, ptx).result(120)
+    assert "0 bytes spill stores" in used and int(re.findall(r"Used (\d+) registers", used)[0]) <= 128
