@@ -11,7 +11,8 @@ from ..config import OverlapConfig, flag_name
 from ..planning import table
 from ..planning.arguments import autocast_error
 from ..planning.cache import BoundedCache
-from ..planning.plan import Plan, make_plan, why_not, why_not_across_nodes
+from ..planning.plan import Plan, make_plan
+from ..planning.refusals import why_not, why_not_across_nodes
 from ..planning.spec import OperatorSpec
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain

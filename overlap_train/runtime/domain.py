@@ -34,6 +34,7 @@ from ..symmetric.agreement import Agreement
 from ..symmetric.inter_node import GlooTransport
 from ..symmetric.nccl import NcclTransport
 from ..symmetric.topology import Nodes, find_nodes
+from .bracket import Exclusively, Operator
 
 _MIB = 1 << 20
 
@@ -234,7 +235,7 @@ class OverlapDomain:
                 "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
                 "those of the full iteration are), or train without CUDA graphs"
             )
-        return _Operator(self, tag, slots, barrier_first)
+        return Operator(self, tag, slots, barrier_first)
 
     def begin_ahead(self) -> None:
         """The next operator, of one call, sends before the running one reads what it receives. Its own bracket comes next.
@@ -267,7 +268,7 @@ class OverlapDomain:
         Raises:
             RuntimeError: another thread is in an operator of this group.
         """
-        return _Exclusively(self.in_use, name)
+        return Exclusively(self.in_use, name)
 
     def close(self) -> None:
         """Collective over the group. Nothing runs in this domain any more."""
@@ -286,56 +287,3 @@ def barrier(domain: OverlapDomain, tag: Tag) -> None:
     """All ranks' streams meet; all slots are free."""
     with domain.operator(tag, slots=0):
         domain.workspace.barrier(tag)
-
-
-def _take(lock: Any, name: str) -> None:
-    if not lock.acquire(blocking=False):
-        raise RuntimeError(
-            f"{name}: another thread of this process is in an operator of the same group; the ranks' calls of a "
-            f"group need one order: call from one thread, or give each thread a group of its own"
-        )
-
-
-class _Exclusively:
-    """OverlapDomain.exclusively."""
-
-    def __init__(self, lock: Any, name: str) -> None:
-        self._lock, self._name = lock, name
-
-    def __enter__(self) -> None:
-        _take(self._lock, self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-class _Operator:
-    """OverlapDomain.operator; not a generator, which would take 2 microseconds more."""
-
-    def __init__(self, domain: OverlapDomain, tag: Tag, slots: int, barrier_first: bool) -> None:
-        self._domain, self._tag, self._slots, self._barrier_first = domain, tag, slots, barrier_first
-
-    def __enter__(self) -> None:
-        domain = self._domain
-        domain.fault.check()
-        _take(domain.in_use, self._tag.op)
-        try:
-            domain.engine.begin()
-            if self._slots:
-                domain.workspace.begin(self._tag, self._slots, self._barrier_first)
-        except BaseException:
-            self.__exit__(True)
-            raise
-
-    def __exit__(self, raised: object, *_: object) -> None:
-        domain = self._domain
-        try:
-            domain.engine.join()  # whatever was raised, pushes must not outlive the operator: the next call resets their counters
-            if raised is not None and self._slots:
-                if domain.workspace.use.is_ahead:
-                    domain.engine.join()
-                domain.workspace.use.invalidate()
-        finally:
-            domain.in_use.release()
-        if raised is None:
-            domain.fault.check()

@@ -89,7 +89,7 @@ def host_faults(device_waits: bool = False) -> dict[str, Fault]:
         "wrong block at the peer": in_slot("memory[peer])[self.rank]", "memory[peer])[peer]"),
         "wrong signal word": in_slot("outgoing[leg.target]", "outgoing[self.rank]", "deadlock"),
         "operator ends before its pushes": Fault(
-            "runtime.domain", "domain.engine.join()  # whatever", "pass  # whatever"
+            "runtime.bracket", "domain.engine.join()  # whatever", "pass  # whatever", reload=("runtime.domain",)
         ),
     }
 

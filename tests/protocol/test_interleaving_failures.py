@@ -41,7 +41,7 @@ def test_the_operator_behind_one_that_raised_waits_for_all_ranks(
 
 
 def test_without_doubt_it_overwrites_what_a_peer_still_reads() -> None:
-    with Fault("runtime.domain", "domain.workspace.use.invalidate()", "pass").planted():
+    with Fault("runtime.bracket", "domain.workspace.use.invalidate()", "pass", reload=("runtime.domain",)).planted():
         error = assert_caught(gathers("chunked", Simulation(3), before=raises_behind_its_push), range(60))
     assert "wrong result" in str(error)
 

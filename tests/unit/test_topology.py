@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.planning.plan import why_not_across_nodes
+from overlap_train.planning.refusals import why_not_across_nodes
 from overlap_train.planning.schedule import A2A_GEMM, GATHER
 from overlap_train.symmetric import topology
 from overlap_train.symmetric.topology import find_nodes, nodes_error

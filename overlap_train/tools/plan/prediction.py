@@ -126,7 +126,7 @@ def _predict(system: System, strategy: Strategy, linear: Linear, direction: str)
 
 
 def methods_of(kind: str, nodes: int) -> tuple[str, ...]:
-    """Those with engines for a group that spans so many nodes (planning/plan.py: why_not_across_nodes)."""
+    """Those with engines for a group that spans so many nodes (planning/refusals.py: why_not_across_nodes)."""
     if nodes == 1:
         return METHODS
     return (COLLECTIVE,) if kind in EXCHANGES else ("chunked", COLLECTIVE)

@@ -61,7 +61,7 @@ AHEAD = In("overlap_train/protocol/slot_use.py", (f"{UNIT}/test_slot_use.py", IN
 ROOM = In("overlap_train/protocol/workspace.py", (IN_PARTS,))
 STARTS = In("overlap_train/protocol/waits.py", (IN_PARTS,))
 STREAM = In("overlap_train/protocol/copy_engine.py", (IN_PARTS,))
-DOMAIN = In("overlap_train/runtime/domain.py", (IN_PARTS,))
+BRACKET = In("overlap_train/runtime/bracket.py", (IN_PARTS,))
 
 FAULTS = [
     OUT("A2A: columns are read before they have come", "        self._call.wait_for_all()\n", "", *CHUNKED),
@@ -170,8 +170,8 @@ FAULTS = [
     STREAM("parts: what is sent is reused before it has left", "        self._ahead = len(self._held)\n",
            "        self._ahead = 0\n"),
     STREAM("parts: the next one's sends are waited for, too", "        if count is None:\n", "        if True:\n", AHEAD_ONLY),
-    DOMAIN("parts: what an operator that raised had sent ahead goes on", "if domain.workspace.use.is_ahead:", "if False:",
-           f"{UNIT}/test_operator_bracket.py"),
+    BRACKET("parts: what an operator that raised had sent ahead goes on", "if domain.workspace.use.is_ahead:", "if False:",
+            f"{UNIT}/test_operator_bracket.py"),
     LINEARS("an exchange takes more than the group may have", "min((config or domain.config).exchange_mib,",
             "max((config or domain.config).exchange_mib,",
             f"{ATTENTION}::test_an_exchange_takes_no_more_memory_than_the_group_may_have"),

@@ -26,7 +26,7 @@ BENCH = In(
     "overlap_train/tools/bench/hierarchical.py",
     ("tests/unit/test_bench_command.py::test_ranks_of_one_machine_are_told_apart",),
 )
-PLAN = In("overlap_train/planning/plan.py", ("tests/unit/test_topology.py",))
+REFUSALS = In("overlap_train/planning/refusals.py", ("tests/unit/test_topology.py",))
 
 FAULTS = [
     SCHEDULE(
@@ -41,8 +41,8 @@ FAULTS = [
     TOPOLOGY("a rank that is not reached back is in the node", "if rank not in ranks or other is not None:", "if False:"),
     TOPOLOGY("every rank prints the nodes", "if rank == 0 and topology.nodes > 1:", "if topology.nodes > 1:"),
     TOPOLOGY("node_ranks may differ", "if len(set(told)) > 1:", "if False:"),
-    PLAN("kernels are taken across nodes", 'if engine.nodes > 1 and engine.method != "chunked":', "if False:"),
-    PLAN("nodes that cannot share memory are taken", "if topology_problem is not None:", "if False:"),
+    REFUSALS("kernels are taken across nodes", 'if engine.nodes > 1 and engine.method != "chunked":', "if False:"),
+    REFUSALS("nodes that cannot share memory are taken", "if topology_problem is not None:", "if False:"),
     NETWORK("data goes to the start of the heap", "self._memory[data : data + nbytes]", "self._memory[:nbytes]"),
     NETWORK("a signal carries another word", "place.signal, word], dtype", "place.signal, word + 1], dtype"),
     SLOT(

@@ -8,6 +8,7 @@ UNIT, PROTOCOL = "tests/unit", "tests/protocol"
 PLANS = (f"{UNIT}/test_plan.py",)
 SCHEDULE = In("overlap_train/planning/schedule.py", (f"{PROTOCOL}/test_schedule.py",))
 PLAN = In("overlap_train/planning/plan.py", PLANS)
+REFUSALS = In("overlap_train/planning/refusals.py", PLANS)
 SPEC = In("overlap_train/planning/spec.py", PLANS)
 ARGUMENTS = In("overlap_train/planning/arguments.py", PLANS)
 CACHE = In("overlap_train/planning/cache.py", PLANS)
@@ -72,7 +73,7 @@ FAULTS = [
     ),
     PLAN("a gather is refused for too many ranks", "too_many = kind not in INBOUND and choice", "too_many = choice"),
     PLAN("TMA reads a weight that it cannot", " or not tma_reads_weight(w):", ":"),
-    PLAN(
+    REFUSALS(
         "only the forward pass is looked at", "for engine in (plan.fprop, plan.dgrad):", "for engine in (plan.fprop,):"
     ),
     PLAN(

@@ -5,37 +5,38 @@ from __future__ import annotations
 from tests.mutations.mutation import In
 
 UNIT, PROTOCOL = "tests/unit", "tests/protocol"
-DOMAIN = In("overlap_train/runtime/domain.py", (f"{UNIT}/test_operator_bracket.py",))
+DOMAIN_FILE = "overlap_train/runtime/domain.py"
+BRACKET = In("overlap_train/runtime/bracket.py", (f"{UNIT}/test_operator_bracket.py",))
 REGISTRY = In("overlap_train/runtime/registry.py", (f"{UNIT}/test_registry.py",))
 GRAPH = In("overlap_train/runtime/graph.py", (f"{UNIT}/test_graph_guard.py",))
-ROOM = In(DOMAIN.file, ("tests/protocol/test_new_lengths.py::test_a_thousand_lengths_agree_once_a_bucket",))
-GUARD = In(DOMAIN.file, (f"{UNIT}/test_graph_guard.py",))
+ROOM = In(DOMAIN_FILE, ("tests/protocol/test_new_lengths.py::test_a_thousand_lengths_agree_once_a_bucket",))
+GUARD = In(DOMAIN_FILE, (f"{UNIT}/test_graph_guard.py",))
 
 FAULTS = [
-    DOMAIN(
+    BRACKET(
         "nobody looks at the record after an operator",
         "        if raised is None:\n            domain.fault.check()\n",
         "",
     ),
-    DOMAIN(
+    BRACKET(
         "nobody looks at the record before an operator",
         "        domain = self._domain\n        domain.fault.check()\n",
         "        domain = self._domain\n",
     ),
-    DOMAIN(
+    BRACKET(
         "an operator that cannot begin stays under way",
         "            self.__exit__(True)\n            raise",
         "            raise",
     ),
-    DOMAIN("slots count as free after an operator that raised", "domain.workspace.use.invalidate()", "pass"),
-    DOMAIN(
+    BRACKET("slots count as free after an operator that raised", "domain.workspace.use.invalidate()", "pass"),
+    BRACKET(
         "slots never count as free",
         "if raised is not None and self._slots:",
         "if self._slots:",
     ),
-    DOMAIN("two threads are let in", "lock.acquire(blocking=False)", "True"),
-    DOMAIN("pushes outlive their operator", "domain.engine.join()  # whatever", "pass  # whatever"),
-    DOMAIN(
+    BRACKET("two threads are let in", "lock.acquire(blocking=False)", "True"),
+    BRACKET("pushes outlive their operator", "domain.engine.join()  # whatever", "pass  # whatever"),
+    BRACKET(
         "the flag of a barrier is dropped",
         "domain.workspace.begin(self._tag, self._slots, self._barrier_first)",
         "domain.workspace.begin(self._tag, self._slots, False)",

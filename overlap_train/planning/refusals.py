@@ -1,0 +1,55 @@
+"""Why a plan cannot run where it was made for: the reason in words, with the way out."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import flag_name
+from ..methods import TRAITS
+from .low_latency import LOW_LATENCY, refusal
+from .plan import Plan
+from .schedule import EXCHANGES
+
+
+def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
+    """Why the plan's kernels cannot run on a device, or None. interpreted: kernels run in Triton's interpreter."""
+    for engine in (plan.fprop, plan.dgrad):
+        if engine.method == LOW_LATENCY:
+            refused = refusal(plan.spec.name, engine.kind, plan.request.flagged_bytes)
+            if refused is not None:
+                return refused
+        if device.type == "cuda" or not TRAITS[engine.method].kernels:
+            continue
+        if not interpreted:
+            return (
+                f"method={engine.method!r} with CPU tensors: its kernels run there in Triton's interpreter only, which "
+                "is for tests "
+                f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
+            )
+        if TRAITS[engine.method].multiplies and "bfloat16" in plan.request.what:
+            return (
+                f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit "
+                "patterns; use float32, "
+                f"float16, or method 'chunked' ({flag_name('method')})"
+            )
+    return None
+
+
+def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None:
+    """Why the plan's engines cannot run in a group whose nodes are as they are, or None. topology_problem: of all that share
+    memory."""
+    sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
+    for engine in sharing:
+        if topology_problem is not None:
+            return topology_problem
+        if engine.nodes > 1 and engine.kind in EXCHANGES:
+            return (
+                f"{plan.spec.name} with method={engine.method!r} in a group of {engine.nodes} nodes: all-to-alls across nodes do "
+                f"not overlap yet; use 'auto' or 'collective', or a group inside one node ({flag_name('method')})"
+            )
+        if engine.nodes > 1 and engine.method != "chunked":
+            return (
+                f"method={engine.method!r} in a group of {engine.nodes} nodes: its kernels send and wait inside one node only; "
+                f"use 'auto', 'chunked' or 'collective', or a group inside one node ({flag_name('method')})"
+            )
+    return None
