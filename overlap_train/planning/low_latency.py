@@ -1,6 +1,6 @@
-"""The low-latency protocol as planning knows it: whom it serves, what memory it takes, and when it is faster than NCCL.
+"""The low-latency protocol as planning knows it: whom it serves, and what memory it takes.
 
-Nothing here was measured yet: `cost.low_latency_us` is what the model assumes, docs/choosing.md has the command that measures.
+It has not run on a GPU yet. So untuned `auto` does not take it; `overlap-train tune` may, which checks results and measures.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..config import flag_name
-from . import cost
-from .machines import H200
 from .passes import Pass
 from .schedule import EXCHANGES
 
@@ -49,10 +47,3 @@ def serves(pass_: Pass) -> bool:
 def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
     """Those of the methods that serve a pass."""
     return [method for method in methods if method != LOW_LATENCY or serves(pass_)]
-
-
-def is_faster(pass_: Pass) -> bool:
-    """Whether it is faster than NCCL by the model; the products are the same."""
-    sent = (pass_.world - 1) * (pass_.m // pass_.world) * pass_.row_features * pass_.dtype.itemsize
-    faster = cost.low_latency_us(H200, sent) < cost.collective_us(H200, sent, pass_.world)
-    return pass_.world > 1 and serves(pass_) and faster

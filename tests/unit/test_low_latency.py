@@ -14,16 +14,15 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.gpu.ptx_check import WORD_STORED, missing
-from overlap_train.planning.choice import FEW_ROWS, untuned
-from overlap_train.planning.low_latency import LOW_LATENCY, MOST_BYTES, flagged_bytes, is_faster, serves
+from overlap_train.planning.low_latency import LOW_LATENCY, MOST_BYTES, flagged_bytes, serves
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import Plan, make_plan, why_not
+from overlap_train.planning.plan import Plan, make_plan
+from overlap_train.planning.refusals import why_not
 from overlap_train.planning.schedule import A2A_GEMM, GATHER, Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED
 from overlap_train.protocol.layout import SLOTS, Layout
 from tests.unit import hopper_ptx
-from tests.unit.test_choice import hopper_gpu  # noqa: F401  # a fixture
 
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
 FEW = Pass(GATHER, 256, 7168, 4096, BF16, 4)
@@ -60,17 +59,9 @@ def test_it_is_refused_by_name_where_it_cannot_serve() -> None:
     assert why_not(plan(8, 32), torch.device("cpu"), True) is None, "also in bf16, which the library multiplies"
 
 
-@pytest.mark.usefixtures("hopper_gpu")
-def test_auto_takes_it_for_few_bytes() -> None:
-    """By the model: 13 us sooner at the start, 4 or 5 us a megabyte later."""
-    for pass_ in (FEW, FEW.dgrad, FEW.dgrad.dgrad):
-        assert is_faster(pass_) and untuned(pass_, GPU).method == LOW_LATENCY
-    assert "not measured" in untuned(FEW, GPU).reason
-    for pass_ in (replace(FEW, m=1024), replace(FEW, k=32768), replace(FEW, kind=A2A_GEMM)):
-        assert untuned(pass_, GPU).method != LOW_LATENCY
-    many = replace(FEW, m=2 * FEW_ROWS, k=512)
-    assert is_faster(many) and untuned(many, GPU).method != LOW_LATENCY
-    assert not is_faster(replace(FEW, world=1)) and not serves(replace(FEW, m=1 << 16))
+def test_it_serves_gathers_and_scatters_of_few_bytes() -> None:
+    assert all(serves(pass_) for pass_ in (FEW, FEW.dgrad, FEW.dgrad.dgrad))
+    assert not any(serves(pass_) for pass_ in (replace(FEW, m=1 << 16), replace(FEW, kind=A2A_GEMM)))
 
 
 def test_flagged_words_lie_behind_the_blocks() -> None:
