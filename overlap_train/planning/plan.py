@@ -102,10 +102,8 @@ def make_plan(
         f"method {fprop.variant.named(fprop.method)} forward and {dgrad.variant.named(dgrad.method)} backward, "
         f"gathered_input={config.gathered_input}"
     )
-    received, methods = (
-        spec.slot_bytes(x, w, topology.world),
-        {e.method for e in (fprop, dgrad, wgrad) if e is not None},
-    )
+    received = spec.slot_bytes(x, w, topology.world)
+    methods = {engine.method for engine in (fprop, dgrad, wgrad) if engine is not None}
     request = Request(
         spec.name,
         f"{shapes_of(x, w)}, {how}",

@@ -30,7 +30,11 @@ class Layout:
     def __init__(self, settings: Settings) -> None:
         blank = {name: {} if isinstance(value, dict) else None for name, value in _globals().items()}
         vars(parallel_state).update(blank)  # it refuses to make groups where it has some
-        parallel_state.initialize_model_parallel(settings.tp, context_parallel_size=settings.cp)
+        parallel_state.initialize_model_parallel(
+            settings.tp,
+            context_parallel_size=settings.cp,
+            distributed_timeout_minutes=settings.distributed_timeout_minutes,
+        )
         self._globals = _globals()
 
     def use(self) -> None:
