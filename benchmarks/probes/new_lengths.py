@@ -3,8 +3,11 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/probes/new_lengths.py --method direct --lengths 1000
 
 A step is forward and backward of some MLPs, a column and a row linear each. Every length is run four times: the first one is new,
-the fourth has been seen in every slot. Prints medians of milliseconds, and how often ranks agreed and kernels were loaded after
-the first step. Without GPUs it runs on CPU processes, by `chunked`.
+the fourth has been seen in every slot. Prints medians of milliseconds, from an idle device to an idle device and of the host
+alone, and how often ranks agreed and kernels were loaded after the first step. Without GPUs it runs on CPU processes, by `chunked`.
+
+What the host takes longer shows at the beginning of a step that starts on an idle device, and not where the host is ahead of the
+device, as it is in training. --method collective shows what new lengths cost torch's own products and NCCL.
 """
 
 from __future__ import annotations
@@ -52,8 +55,16 @@ def model_of(a: argparse.Namespace, device: torch.device) -> Model:
     return Model([(weight(inner, a.hidden), weight(a.hidden, inner)) for _ in range(a.layers)], config)
 
 
-def measure(model: Model, a: argparse.Namespace, device: torch.device) -> list[list[float]]:
-    """Milliseconds of each length's runs: from an idle device to an idle device."""
+@dataclass(frozen=True)
+class Run:
+    """Milliseconds of a step: from an idle device to an idle device, and until the host has launched everything."""
+
+    ms: float
+    host_ms: float
+
+
+def measure(model: Model, a: argparse.Namespace, device: torch.device) -> list[list[Run]]:
+    """The runs of each length."""
     world, found = dist.get_world_size(), []
     for rows in random.Random(0).sample(range(a.shortest // world, a.longest // world), a.lengths):
         x = torch.randn(rows, a.hidden, device=device, dtype=model.layers[0][0].dtype, requires_grad=True)
@@ -62,8 +73,9 @@ def measure(model: Model, a: argparse.Namespace, device: torch.device) -> list[l
             synchronize(device)
             begin = time.perf_counter()
             model.step(x)
+            launched = time.perf_counter()
             synchronize(device)
-            times.append(1e3 * (time.perf_counter() - begin))
+            times.append(Run(1e3 * (time.perf_counter() - begin), 1e3 * (launched - begin)))
         found.append(times)
     return found
 
@@ -98,11 +110,13 @@ def main() -> None:
         )
     before, found = counts(), measure(model, a, device)
     agreed, loaded = (after - was for after, was in zip(counts(), before, strict=True))
-    new, known = (statistics.median(times[place] for times in found) for place in (0, TIMES - 1))
-    slowest = max(times[0] for times in found)
+    new, known = (statistics.median(runs[place].ms for runs in found) for place in (0, TIMES - 1))
+    new_host, known_host = (statistics.median(runs[place].host_ms for runs in found) for place in (0, TIMES - 1))
+    slowest = max(runs[0].ms for runs in found)
     if dist.get_rank() == 0:
         print(
-            f"{a.method}: new {new:.2f} ms (slowest {slowest:.2f}), known {known:.2f} ms, {100 * (new / known - 1):+.1f} %"
+            f"{a.method}: new {new:.2f} ms (slowest {slowest:.2f}), known {known:.2f} ms, {100 * (new / known - 1):+.1f} %; "
+            f"of the host {new_host:.2f} and {known_host:.2f} ms"
         )
         print(f"after the first steps: {agreed} agreements, {loaded} kernels loaded")
     shutdown()
