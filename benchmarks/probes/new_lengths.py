@@ -4,7 +4,7 @@
 
 A step is forward and backward of some MLPs, a column and a row linear each. Every length is run four times: the first one is new,
 the fourth has been seen in every slot. Prints medians of milliseconds, from an idle device to an idle device and of the host
-alone, and how often ranks agreed and kernels were loaded after the first step. Without GPUs it runs on CPU processes, by `chunked`.
+alone, and how often ranks agreed and kernels were loaded after the first step. On CPU processes by `chunked`.
 
 What the host takes longer shows at the beginning of a step that starts on an idle device, and not where the host is ahead of the
 device, as it is in training. --method collective shows what new lengths cost torch's own products and NCCL.
