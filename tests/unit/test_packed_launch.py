@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -145,8 +146,9 @@ def compiled() -> SimpleNamespace:
 
 
 def launch_of(kernel: Any, rows: int = 128) -> Launch:
-    base = SimpleNamespace(data_ptr=lambda: 1)
-    arguments = {"a_desc": SimpleNamespace(shape=[rows, 64], strides=[64, 1], base=base), "y_ptr": base}
+    base = torch.zeros(1, dtype=torch.bfloat16)
+    desc = SimpleNamespace(shape=[rows, 64], strides=[64, 1], base=base, block_shape=[128, 64])
+    arguments = {"a_desc": desc, "y_ptr": base}
     return Launch(kernel, (rows,), arguments, {}, (("a_desc",), ("y_ptr",)))
 
 
@@ -185,7 +187,7 @@ def test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton() -> Non
             cache.run(rows, (rows + 50, rows), partial(launch_of, kernel, rows))
             assert driver.launches[-1] == (rows + 50, rows), "with the values of this launch"
     one.run(128, (5, 6), lambda: launch_of(kernel))
-    assert kernel.launches == 1 and len(driver.launches) == 2 * 49 + 1
+    assert (kernel.launches, kernel.warmups) == (1, 1) and len(driver.launches) == 2 * 49 + 1
     assert driver.grids == [rows for rows in range(1, 50) for _ in range(2)] + [128]
 
 

@@ -29,6 +29,10 @@ LAUNCH = In(
 PTX = In(
     "overlap_train/gpu/ptx_check.py", (f"{UNIT}/test_ptx_check.py::test_a_kernel_that_lacks_its_wait_is_not_launched",)
 )
+ASKED = f"{UNIT}/test_specialisation.py::test_triton_is_asked_once_for_launches_of_a_kind"
+KINDS = In(
+    "overlap_train/gpu/specialisation.py", (f"{UNIT}/test_specialisation.py::test_equal_kinds_are_equal_binaries",)
+)
 
 FAULTS = [
     GATHER("gathered x is complete before it has come", "self._call.receive(self._own)", "self._call.keep(self._own)"),
@@ -248,10 +252,17 @@ FAULTS = [
     ),
     PTX(
         "a kernel is checked at each first launch",
-        "        if compiled.hash in self._verified:\n            return compiled\n",
+        "        if compiled.hash in self._verified:\n            return\n",
         "",
         f"{UNIT}/test_ptx_check.py::test_a_kernel_is_checked_once",
     ),
+    PTX("Triton is asked at each launch", "self._known[key] = compiled", "pass", ASKED),
+    KINDS("an address on 4 bytes counts as one on 16", "value.data_ptr() % _ALIGNMENT == 0", "True"),
+    KINDS("1 counts as any number", "value == 1, ", ""),
+    KINDS("17 counts as 16", "value % _ALIGNMENT == 0, bits", "bits"),
+    KINDS("long integers count as short ones", "bits > 31, ", ""),
+    KINDS("dtypes do not count", "return value.dtype, value", "return value"),
+    KINDS("constexprs do not count", ", tuple(constants.items())", ""),
     PTX(
         "proofs may lie in any order",
         "        place = found.end()",
