@@ -67,7 +67,7 @@ class CollectiveGather:
         self._work = dist.all_gather_into_tensor(self._x, self._own, group=self._domain.group, async_op=aside)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        return self.gathered_view() @ b_kn
+        return torch.mm(self.gathered_view(), b_kn)
 
     def gathered_view(self) -> torch.Tensor:
         if self._work is not None:
@@ -182,7 +182,7 @@ class LowLatencyGather:
         self._x = low_latency.gather(self._domain, self._tag, self._own)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        return self._x @ b_kn
+        return torch.mm(self._x, b_kn)
 
     def gathered_view(self) -> torch.Tensor:
         return self._x

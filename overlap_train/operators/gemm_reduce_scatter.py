@@ -59,7 +59,7 @@ class CollectiveScatter:
 
     def start(self) -> None:
         self._domain.before_collective(self._tag)
-        self._partial = self._a @ self._b
+        self._partial = torch.mm(self._a, self._b)
         self._y = self._partial.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])
         aside = should_run_async(self._partial)
         self._work = dist.reduce_scatter_tensor(self._y, self._partial, group=self._domain.group, async_op=aside)
@@ -190,7 +190,7 @@ class LowLatencyScatter:
         self._domain, self._tag, self._a, self._b = domain, tag, a_mk, b_kn
 
     def start(self) -> None:
-        self._partial = self._a @ self._b
+        self._partial = torch.mm(self._a, self._b)
 
     def finish(self) -> torch.Tensor:
         return low_latency.scatter(self._domain, self._tag, self._partial)

@@ -114,8 +114,8 @@ class Driver:
         return 0
 
     def launch(self, *arguments: Any) -> int:
-        self.grids.append(arguments[1])
-        place = arguments[-2][-3]  # in the table of parameters; behind it two pointers to scratch
+        self.grids.append(arguments[1].value)
+        place = table_at(arguments[-2].value)[-3]  # behind it two pointers to scratch
         self.launches.append((self.map_address, ctypes.c_uint64.from_address(place).value))
         return 0
 
@@ -125,6 +125,11 @@ class Driver:
     def check(self, status: int) -> None:
         if status:
             raise RuntimeError("refused")
+
+
+def table_at(address: int) -> Any:
+    """The addresses of the parameters of `compiled`."""
+    return (ctypes.c_void_p * 8).from_address(address)
 
 
 def compiled() -> SimpleNamespace:
