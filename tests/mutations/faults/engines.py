@@ -20,6 +20,7 @@ TOLD = In(f"{OPERATORS}/kernel_args.py", (f"{UNIT}/test_launch_limits.py",))
 PERSISTENT = In(f"{OPERATORS}/persistent.py", (f"{UNIT}/test_operands.py",))
 LENGTHS = In(f"{OPERATORS}/plan_book.py", ("tests/protocol/test_new_lengths.py",))
 BOOK = In(f"{OPERATORS}/plan_book.py", (f"{UNIT}/test_plan_book.py",))
+KEEPS = In(f"{OPERATORS}/plan_book.py", (FOOTPRINT,))
 LINEAR = In("overlap_train/linear.py", (FOOTPRINT,))
 ONCE = In(f"{OPERATORS}/once.py", (MODES,))
 LAUNCH = In(
@@ -161,12 +162,12 @@ FAULTS = [
         "",
         survives="what rank 0 has found is taken by all; the others only read for nothing",
     ),
-    LINEAR(
+    KEEPS(
         "x is kept although it is gathered again",
-        "keep = plan.wgrad is None and trains and w_shard_n.requires_grad",
-        "keep = trains and w_shard_n.requires_grad",
+        "keeps = self.plan.wgrad is None and self.trains",
+        "keeps = self.trains",
     ),
-    LINEAR("x is kept without gradients", "plan.wgrad is None and trains and", "plan.wgrad is None and", MODES),
+    KEEPS("x is kept without gradients", "trains = torch.is_grad_enabled() and", "trains =", MODES),
     LINEAR(
         "x of a frozen weight is kept for backward",
         "saved if ctx.needs_input_grad[1] else None, w_shard_n)",
