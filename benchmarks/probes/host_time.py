@@ -5,11 +5,12 @@
 
 Prints microseconds of host time a call on rank 0, the least and the median of the bursts, of each operator and pass:
 
-    low_latency, direct, ...   by that method, forward and backward by autograd
-    F.linear                   torch's, with all of x, forward and backward by autograd
+    low_latency, direct, ...   by that method: the engine alone, forward, and backward
+    F.linear                   torch's, with all of x
     sequence                   torch.distributed and torch.mm, one after the other: neither checks nor autograd
 
 "both" is a column and a row linear. Compare that: backwards of column linears in a row take barriers, which "both" does not need.
+On a machine that others use, take many short bursts and the least of them: `--rounds 300 --calls 12`.
 """
 
 from __future__ import annotations
@@ -26,115 +27,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from host_calls import METHODS, Operands, Sequence, alone, linears_of, operands_of
 
-from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train import shutdown
 
-METHODS = ("low_latency", "direct", "fused", "collective")
-Forward = Callable[[], tuple[torch.Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class Operands:
-    """x [M/W, K], column [N/W, K]; h [M, N/W], row [K, N/W]; gradients dy [M, N/W], dz [M/W, K]."""
-
-    x: torch.Tensor
-    column: torch.Tensor
-    h: torch.Tensor
-    row: torch.Tensor
-    dy: torch.Tensor
-    dz: torch.Tensor
-    whole: torch.Tensor  # x of all ranks
-    dwhole: torch.Tensor  # the gradient of a row linear without a reduction
-
-    @property
-    def world(self) -> int:
-        return len(self.whole) // len(self.x)
-
-
-def operands_of(rows: int, features: int, device: torch.device, world: int) -> Operands:
-    def tensor(m: int, n: int, trained: bool = True) -> torch.Tensor:
-        return torch.randn(m, n, device=device, dtype=torch.bfloat16, requires_grad=trained)
-
-    shard, inner = rows // world, features
-    x, column, h, row = tensor(shard, features), tensor(inner, features), tensor(rows, inner), tensor(features, inner)
-    dy, dz = tensor(rows, inner, False), tensor(shard, features, False)
-    return Operands(x, column, h, row, dy, dz, tensor(rows, features), tensor(rows, features, False))
-
-
-@dataclass(frozen=True)
-class Case:
-    """One operator, or both: what makes its outputs, and what autograd is given and asked for."""
-
-    forward: Forward
-    inputs: tuple[torch.Tensor, ...]
-    grads: tuple[torch.Tensor, ...]
-
-    def backward(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        torch.autograd.grad(outputs, self.inputs, self.grads)
-
-    def __add__(self, other: Case) -> Case:
-        return Case(lambda: self.forward() + other.forward(), self.inputs + other.inputs, self.grads + other.grads)
-
-
-def linears_of(o: Operands) -> dict[str, dict[str, Case]]:
-    """By operator and method."""
-    found: dict[str, dict[str, Case]] = {"column": {}, "row": {}}
-    for method in METHODS:
-        said = dict(group=dist.group.WORLD, config=OverlapConfig(method=method))
-        found["column"][method] = Case(
-            lambda said=said: (all_gather_linear(o.x, o.column, **said),), (o.x, o.column), (o.dy,)
-        )
-        found["row"][method] = Case(
-            lambda said=said: (linear_reduce_scatter(o.h, o.row, **said),), (o.h, o.row), (o.dz,)
-        )
-    found["column"]["F.linear"] = Case(lambda: (F.linear(o.whole, o.column),), (o.whole, o.column), (o.dy,))
-    found["row"]["F.linear"] = Case(lambda: (F.linear(o.h, o.row),), (o.h, o.row), (o.dwhole,))
-    found["both"] = {method: found["column"][method] + found["row"][method] for method in found["column"]}
-    return found
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """What the method `collective` does, written out: no checks, no plan, no autograd."""
-
-    o: Operands
-
-    def passes(self) -> dict[tuple[str, str], Callable[[], object]]:
-        both = {"fprop": (self.column, self.row), "bprop": (self.column_backward, self.row_backward)}
-        found: dict[tuple[str, str], Callable[[], object]] = {}
-        for what, (column, row) in both.items():
-            found["column", what], found["row", what] = column, row
-            found["both", what] = lambda column=column, row=row: (column(), row())
-        return found
-
-    def gather(self, shard: torch.Tensor) -> torch.Tensor:
-        whole = shard.new_empty(len(shard) * self.o.world, shard.shape[1])
-        dist.all_gather_into_tensor(whole, shard)
-        return whole
-
-    def scatter(self, partial: torch.Tensor) -> torch.Tensor:
-        y = partial.new_empty(len(partial) // self.o.world, partial.shape[1])
-        dist.reduce_scatter_tensor(y, partial)
-        return y
-
-    @torch.no_grad()
-    def column(self) -> object:
-        return torch.mm(self.gather(self.o.x), self.o.column.t())
-
-    @torch.no_grad()
-    def row(self) -> object:
-        return self.scatter(torch.mm(self.o.h, self.o.row.t()))
-
-    @torch.no_grad()
-    def column_backward(self) -> object:
-        whole, dx = self.gather(self.o.x), self.scatter(torch.mm(self.o.dy, self.o.column))
-        return dx, torch.mm(self.o.dy.t(), whole)
-
-    @torch.no_grad()
-    def row_backward(self) -> object:
-        whole = self.gather(self.o.dz)
-        return torch.mm(whole, self.o.row), torch.mm(whole.t(), self.o.h)
+WARM_UP = 3  # calls before a burst, which does not find them in the caches
 
 
 @dataclass(frozen=True)
@@ -150,18 +47,20 @@ Times = dict[tuple[str, str, str], list[float]]  # microseconds of each burst by
 
 def measure(o: Operands, pace: Pace, device: torch.device) -> Times:
     """Everything in turn in each round, so that all see the same machine; the first round does not count."""
-    linears, sequence, times = linears_of(o), Sequence(o).passes(), Times()
+    linears, times = linears_of(o), Times()
+    calls = {(*place, "sequence"): call for place, call in Sequence(o).passes().items()}
+    for method in METHODS:
+        calls |= {(operator, "alone", method): call for operator, call in alone(o, method).items()}
     for turn in range(1 + pace.rounds):
+        gc.collect()
+        for place, call in calls.items():
+            times.setdefault(place, []).append(_burst(call, pace.calls, device)[0])
         for operator, by_method in linears.items():
-            for method, case in by_method.items():
-                forward, outputs = _burst(case.forward, pace.calls, device)
-                backward, _ = _burst(
-                    lambda case=case, outputs=outputs: case.backward(outputs.pop()), pace.calls, device
-                )
-                for pass_, us in (("fprop", forward), ("bprop", backward)):
-                    times.setdefault((operator, pass_, method), []).append(us)
-        for (operator, pass_), call in sequence.items():
-            times.setdefault((operator, pass_, "sequence"), []).append(_burst(call, pace.calls, device)[0])
+            for method, linear in by_method.items():
+                forward, outputs = _burst(linear.forward, WARM_UP + pace.calls, device)
+                backward, _ = _burst(lambda: linear.backward(outputs.pop()), pace.calls, device)  # noqa: B023
+                times.setdefault((operator, "fprop", method), []).append(forward)
+                times.setdefault((operator, "bprop", method), []).append(backward)
         if turn == 0:
             times.clear()
     return times
@@ -169,15 +68,14 @@ def measure(o: Operands, pace: Pace, device: torch.device) -> Times:
 
 def _burst(call: Callable[[], object], calls: int, device: torch.device) -> tuple[float, list]:
     """Microseconds a call, and what the calls returned."""
+    found = [call() for _ in range(WARM_UP)]
     if device.type == "cuda":
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
-    gc.collect()
     gc.disable()
-    found, begin = [], time.perf_counter_ns()
-    for _ in range(calls):
-        found.append(call())
+    begin = time.perf_counter_ns()
+    found += [call() for _ in range(calls)]
     us = (time.perf_counter_ns() - begin) / calls / 1e3
     gc.enable()
     return us, found
@@ -186,8 +84,11 @@ def _burst(call: Callable[[], object], calls: int, device: torch.device) -> tupl
 def table(times: Times) -> str:
     lines = ["operator  pass   method         least  median  over F.linear"]
     for (operator, pass_, method), us in sorted(times.items()):
-        ratio = min(us) / min(times[operator, pass_, "F.linear"])
-        lines.append(f"{operator:9s} {pass_:6s} {method:12s} {min(us):7.1f} {statistics.median(us):7.1f} {ratio:9.2f}")
+        beside = times.get((operator, pass_, "F.linear"))
+        ratio = f"{min(us) / min(beside):9.2f}" if beside else ""
+        lines.append(
+            f"{operator:9s} {pass_:6s} {method:12s} {min(us):7.1f} {statistics.median(us):7.1f} {ratio}".rstrip()
+        )
     return "\n".join(lines)
 
 
