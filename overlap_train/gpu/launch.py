@@ -116,7 +116,7 @@ class PackedLaunch:
         self._fill(entry.signature, launch.arguments, iter(entry.maps))
         replaced = [(which, name) for which, names in enumerate(launch.replaced) for name in names]
         # (which value, where it goes): an index of words, or the address of a tensor map
-        self._word_places = tuple((which, self._words[name]) for which, name in replaced if name in self._words)
+        self._word_places = tuple((which, self._words[name]) for which, name in replaced if name not in self._maps)
         self._map_places = tuple((which, self._maps[name]) for which, name in replaced if name in self._maps)
         self._unknown: tuple[int | None, ...] = (None,) * len(launch.replaced)
         self._last: tuple[int | None, ...] = self._unknown  # the values at the last launch

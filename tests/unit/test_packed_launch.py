@@ -7,6 +7,7 @@ import multiprocessing
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +232,13 @@ def test_addresses_are_replaced_where_they_have_changed() -> None:
         launch(addresses)
     assert driver.launches == [(2, 3), (2, 4), (5, 4), (2, 3)]
     assert driver.replaced == [2, 5, 2]
+
+
+def test_a_value_for_what_is_no_parameter_is_refused() -> None:
+    """Triton leaves out what is 1, or a constant. A launch that did not notice would send the value of the first one for ever."""
+    launch = replace(launch_of(None), replaced=(("a_desc",), ("tag",)))
+    with pytest.raises(KeyError, match="tag"):
+        PackedLaunch(Driver(), Entry(compiled()), launch)  # type: ignore[arg-type]
 
 
 def test_behind_a_launch_that_failed_all_addresses_are_replaced() -> None:

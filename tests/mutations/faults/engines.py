@@ -206,6 +206,12 @@ FAULTS = [
     LAUNCH(
         "an address that has changed is not replaced", "if values[which] != last[which]:", "if last[which] is None:"
     ),
+    LAUNCH(
+        "a value for what is no parameter is dropped",
+        "for which, name in replaced if name not in self._maps)",
+        "for which, name in replaced if name in self._words)",
+        f"{UNIT}/test_packed_launch.py::test_a_value_for_what_is_no_parameter_is_refused",
+    ),
     LAUNCH("pointers stay those of the first launch", "            words[index] = values[which]", "            pass"),
     LAUNCH(
         "after a launch that failed addresses count as replaced",
