@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from .config import OverlapConfig
 from .operators.all_gather_gemm import start_gather
+from .operators.applied import applied
 from .operators.gemm_reduce_scatter import start_scatter
 from .operators.once import once_differentiable
-from .operators.plan_book import PassTags, Planned, plan_of
+from .operators.plan_book import PlannedLinear, plan_of
 from .operators.weight_gradient import weight_gradient
 from .planning.plan import barrier_first
 from .planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
@@ -67,10 +68,10 @@ def all_gather_linear(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name)
-    planned = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name)
-    y = _AllGatherLinear.apply(as_rows(x_shard_m), w_shard_n, planned, planned.tags(name), torch.is_grad_enabled())
+    linear = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name).linear(name)
+    y = _apply_all_gather(as_rows(x_shard_m), w_shard_n, linear)
     if x_shard_m.dim() > 2:
-        y = y.view(x_shard_m.shape[0] * planned.domain.world_size, *x_shard_m.shape[1:-1], -1)
+        y = y.view(x_shard_m.shape[0] * linear.domain.world_size, *x_shard_m.shape[1:-1], -1)
     return y if bias is None else y + bias
 
 
@@ -103,10 +104,10 @@ def linear_reduce_scatter(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name)
-    planned = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name)
-    y = _LinearReduceScatter.apply(as_rows(x_shard_k), w_shard_k, planned, planned.tags(name))
+    linear = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name).linear(name)
+    y = _apply_reduce_scatter(as_rows(x_shard_k), w_shard_k, linear)
     if x_shard_k.dim() > 2:
-        y = y.view(x_shard_k.shape[0] // planned.domain.world_size, *x_shard_k.shape[1:-1], -1)
+        y = y.view(x_shard_k.shape[0] // linear.domain.world_size, *x_shard_k.shape[1:-1], -1)
     return y if bias is None else y + bias
 
 
@@ -123,27 +124,22 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, planned: Planned, tags: PassTags, trains: bool
-    ) -> torch.Tensor:
-        domain, plan = planned.domain, planned.plan
-        keep = plan.wgrad is None and trains and w_shard_n.requires_grad
+    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedLinear) -> torch.Tensor:
+        domain, plan, tags = linear.domain, linear.plan, linear.tags
         with domain.operator(tags.fprop, plan.fprop.slots, plan.fprop.variant.barrier_first), profiled(tags.ranges[0]):
             gather = start_gather(domain, plan.fprop, tags.fprop, x_shard_m)
             y_shard_n = gather.matmul(w_shard_n.t())
-            saved = gather.gathered_copy() if keep else x_shard_m
+            saved = gather.gathered_copy() if linear.keeps else x_shard_m
         # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
-        ctx.planned, ctx.tags, ctx.weight = planned, tags, w_shard_n
+        ctx.linear, ctx.weight = linear, w_shard_n
         ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, w_shard_n)
         return y_shard_n
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dy_shard_n: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         saved, w_shard_n = ctx.saved_tensors
-        domain, plan, tags = ctx.planned.domain, ctx.planned.plan, ctx.tags
+        domain, plan, tags = ctx.linear.domain, ctx.linear.plan, ctx.linear.tags
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_m = dw_shard_n = scatter = gather = None
         wgrad = plan.wgrad if wants_dw else None
@@ -160,26 +156,24 @@ class _AllGatherLinear(torch.autograd.Function):
                     dw_shard_n = weight_gradient(dy_shard_n, x, ctx.weight, plan.config.main_grad)
             if scatter is not None:
                 dx_shard_m = scatter.finish()
-        return dx_shard_m, dw_shard_n, None, None, None
+        return dx_shard_m, dw_shard_n, None
 
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, planned: Planned, tags: PassTags
-    ) -> torch.Tensor:
-        domain, plan = planned.domain, planned.plan
+    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedLinear) -> torch.Tensor:
+        domain, plan, tags = linear.domain, linear.plan, linear.tags
         with domain.operator(tags.fprop, plan.fprop.slots, plan.fprop.variant.barrier_first), profiled(tags.ranges[0]):
             y_shard_m = start_scatter(domain, plan.fprop, tags.fprop, x_shard_k, w_shard_k.t()).finish()
-        ctx.planned, ctx.tags, ctx.weight = planned, tags, w_shard_k  # as above
+        ctx.linear, ctx.weight = linear, w_shard_k  # as above
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
         return y_shard_m
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_k, w_shard_k = ctx.saved_tensors
-        domain, plan, tags = ctx.planned.domain, ctx.planned.plan, ctx.tags
+        domain, plan, tags = ctx.linear.domain, ctx.linear.plan, ctx.linear.tags
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_shard_k = dw_shard_k = None
         with domain.operator(tags.dgrad, plan.dgrad.slots, barrier_first(plan, gathers=True)), profiled(tags.ranges[1]):
@@ -189,4 +183,7 @@ class _LinearReduceScatter(torch.autograd.Function):
             if wants_dw:
                 with profiled(tags.ranges[2]):
                     dw_shard_k = weight_gradient(gather.gathered_view(), x_shard_k, ctx.weight, plan.config.main_grad)
-        return dx_shard_k, dw_shard_k, None, None
+        return dx_shard_k, dw_shard_k, None
+
+
+_apply_all_gather, _apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

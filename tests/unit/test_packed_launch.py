@@ -7,6 +7,7 @@ import multiprocessing
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -115,8 +116,8 @@ class Driver:
         return 0
 
     def launch(self, *arguments: Any) -> int:
-        self.grids.append(arguments[1])
-        place = arguments[-2][-3]  # in the table of parameters; behind it two pointers to scratch
+        self.grids.append(arguments[1].value)
+        place = table_at(arguments[-2].value)[-3]  # behind it two pointers to scratch
         self.launches.append((self.map_address, ctypes.c_uint64.from_address(place).value))
         return 0
 
@@ -126,6 +127,11 @@ class Driver:
     def check(self, status: int) -> None:
         if status:
             raise RuntimeError("refused")
+
+
+def table_at(address: int) -> Any:
+    """The addresses of the parameters of `compiled`."""
+    return (ctypes.c_void_p * 8).from_address(address)
 
 
 def compiled() -> SimpleNamespace:
@@ -228,6 +234,13 @@ def test_addresses_are_replaced_where_they_have_changed() -> None:
         launch(addresses)
     assert driver.launches == [(2, 3), (2, 4), (5, 4), (2, 3)]
     assert driver.replaced == [2, 5, 2]
+
+
+def test_a_value_for_what_is_no_parameter_is_refused() -> None:
+    """Triton leaves out what is 1, or a constant. A launch that did not notice would send the value of the first one for ever."""
+    launch = replace(launch_of(None), replaced=(("a_desc",), ("tag",)))
+    with pytest.raises(KeyError, match="tag"):
+        PackedLaunch(Driver(), Entry(compiled()), launch)  # type: ignore[arg-type]
 
 
 def test_behind_a_launch_that_failed_all_addresses_are_replaced() -> None:

@@ -20,6 +20,9 @@ TOLD = In(f"{OPERATORS}/kernel_args.py", (f"{UNIT}/test_launch_limits.py",))
 PERSISTENT = In(f"{OPERATORS}/persistent.py", (f"{UNIT}/test_operands.py",))
 LENGTHS = In(f"{OPERATORS}/plan_book.py", ("tests/protocol/test_new_lengths.py",))
 BOOK = In(f"{OPERATORS}/plan_book.py", (f"{UNIT}/test_plan_book.py",))
+COLLECTIVES = In(f"{OPERATORS}/collectives.py", (f"{PROTOCOL}/test_processes.py::test_every_shape[collective-2]",))
+APPLIED = In(f"{OPERATORS}/applied.py", (f"{UNIT}/test_applied.py",))
+KEEPS = In(f"{OPERATORS}/plan_book.py", (FOOTPRINT,))
 LINEAR = In("overlap_train/linear.py", (FOOTPRINT,))
 ONCE = In(f"{OPERATORS}/once.py", (MODES,))
 LAUNCH = In(
@@ -93,6 +96,14 @@ FAULTS = [
         "            pass\n        return self._y",
         f"{PROTOCOL}/test_processes.py::test_collectives_beside_the_callers_work",
     ),
+    COLLECTIVES("a collective that is not aside is not waited for", "if not aside and work is not None:", "if False:"),
+    COLLECTIVES(
+        "a collective that is aside is waited for by nobody",
+        "return work if aside else None",
+        "return None",
+        f"{PROTOCOL}/test_processes.py::test_collectives_beside_the_callers_work",
+    ),
+    APPLIED("torch.func's transforms are not noticed", "if torch._C._are_functorch_transforms_active()", "if False"),
     TOLD(
         "kernels that send count in the others' words",
         "counters = call.slot.direct_counters if direct else call.slot.counters",
@@ -165,12 +176,12 @@ FAULTS = [
         "",
         survives="what rank 0 has found is taken by all; the others only read for nothing",
     ),
-    LINEAR(
+    KEEPS(
         "x is kept although it is gathered again",
-        "keep = plan.wgrad is None and trains and w_shard_n.requires_grad",
-        "keep = trains and w_shard_n.requires_grad",
+        "keeps = self.plan.wgrad is None and self.trains",
+        "keeps = self.trains",
     ),
-    LINEAR("x is kept without gradients", "plan.wgrad is None and trains and", "plan.wgrad is None and", MODES),
+    KEEPS("x is kept without gradients", "trains = torch.is_grad_enabled() and", "trains =", MODES),
     LINEAR(
         "x of a frozen weight is kept for backward",
         "saved if ctx.needs_input_grad[1] else None, w_shard_n)",
@@ -196,11 +207,20 @@ FAULTS = [
         "x_shard_m.shape[1:-1], -1)\n    return y",
         f"{PROTOCOL}/test_processes.py::test_every_shape[chunked-2]",
     ),
-    LAUNCH("an address that has changed is not replaced", "if value == last:", "if last is not None:"),
+    LAUNCH(
+        "an address that has changed is not replaced", "if values[which] != last[which]:", "if last[which] is None:"
+    ),
+    LAUNCH(
+        "a value for what is no parameter is dropped",
+        "for which, name in replaced if name not in self._maps)",
+        "for which, name in replaced if name in self._words)",
+        f"{UNIT}/test_packed_launch.py::test_a_value_for_what_is_no_parameter_is_refused",
+    ),
+    LAUNCH("pointers stay those of the first launch", "            words[index] = values[which]", "            pass"),
     LAUNCH(
         "after a launch that failed addresses count as replaced",
-        "there, self._last = self._last, self._unknown",
-        "there = self._last",
+        "last, self._last = self._last, self._unknown",
+        "last = self._last",
         f"{UNIT}/test_packed_launch.py::test_behind_a_launch_that_failed_all_addresses_are_replaced",
     ),
     LAUNCH(

@@ -56,8 +56,8 @@ FAULTS = [
     KERNELS("the own rows are added last", "for source in range(WORLD):", "for source in range(WORLD - 1, -1, -1):"),
     LAUNCH(
         "blocks that end within a word are read by whole words",
-        "for number in (block_bytes, *addresses))",
-        "for number in addresses)",
+        "(block_bytes | first_at | second_at) % 4",
+        "(first_at | second_at) % 4",
     ),
     PLANS("words take as much as their data", "* _WORD_BYTES", "* _DATA_BYTES"),
     PLANS("half a word has no room", "-(-received // world // _DATA_BYTES)", "(received // world // _DATA_BYTES)"),
