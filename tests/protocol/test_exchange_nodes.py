@@ -116,7 +116,7 @@ def _read_late(rank: int, world: int, fault: bool) -> str:
             return received(self)
 
         NodeGemmAllToAll.received = read_late  # type: ignore[method-assign]
-    options = dict(group=dist.group.WORLD, config=case_of(2, timeout_s=TIMEOUT_S).config)
+    options = dict(group=dist.group.WORLD, config=case_of(2, timeout_s=5.0).config)
     try:
         for step in range(6):
             y = linear_all_to_all(torch.full((4, 8), float(step)), torch.ones(8, 8), **options)
@@ -188,7 +188,7 @@ def _mistake(rank: int, world: int) -> tuple[str, str]:
         for _ in range(3):  # a rank that was not wrong may find out in its next calls only
             calls[0]()
     except (OverlapMismatchError, OverlapTimeoutError) as error:
-        time.sleep(1.0)  # gloo brings what was sent before only as long as this process lives
+        time.sleep(TIMEOUT_S)  # gloo brings what was sent before only as long as this process lives
         return type(error).__name__, str(error)
     return "", "no error"
 
