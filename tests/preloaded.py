@@ -7,6 +7,7 @@ environment says something else than that process's forgets them, and imports th
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -54,3 +55,5 @@ def load_for_this_environment() -> None:
 
 _load()
 _WAS_INTERPRETED = _is_interpreted()
+gc.collect()
+gc.freeze()  # ranks would look at all of it for garbage, and so copy every page of it
