@@ -16,7 +16,7 @@ from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
 from .arguments import heads_error, sequence_error
-from .exchange import Linear, Rows, heads_backward, rows_backward, to_heads, to_rows
+from .exchange import Linear, Rows
 from .linears import heads_linear, rank_rows, rows_linear
 from .rows import HeadRows, SequenceRows
 
@@ -147,7 +147,7 @@ class _QkvAllToAll(torch.autograd.Function):
             if received.trains and any(ctx.needs_input_grad):
                 before = received.new_heads(x_shard_m, (heads.kv, heads.per_group + 1))
             norm = HeadNorm(received.norm, before)
-        to_heads(linear, x_rows, HeadRows((q, k, v), received.rows, received.rotary, bias, norm))
+        linear.to_heads(x_rows, HeadRows((q, k, v), received.rows, received.rotary, bias, norm))
         ctx.linear, ctx.received = linear, received
         ctx.save_for_backward(x_rows if ctx.needs_input_grad[1] else None, linear.w, before, q_weight, k_weight)
         return q, k, v
@@ -162,7 +162,7 @@ class _QkvAllToAll(torch.autograd.Function):
         dy = HeadRows((dq, dk, dv), received.rows, received.rotary, None, norm)
         if ctx.needs_input_grad[2]:
             dy.bias_gradient = dq.new_zeros(received.heads.features, dtype=torch.float32)
-        dx, dw = heads_backward(ctx.linear.multiplying(w), x_rows, dy, ctx.needs_input_grad[0])
+        dx, dw = ctx.linear.multiplying(w).heads_backward(x_rows, dy, ctx.needs_input_grad[0])
         if dy.bias_gradient is not None:
             dbias = dy.bias_gradient.to(dq.dtype)
         if norm is not None:
@@ -181,7 +181,7 @@ class _OutputLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, w: torch.Tensor, linear: Linear, rows: torch.Tensor | None, trains: bool
     ) -> torch.Tensor:
         x = x.contiguous()
-        y, kept = to_rows(linear, _sequence(linear, x, rows), linear.keeps and trains and w.requires_grad)
+        y, kept = linear.to_rows(_sequence(linear, x, rows), linear.keeps and trains and w.requires_grad)
         ctx.linear, ctx.rows, ctx.shape = linear, rows, x.shape
         ctx.save_for_backward(*(kept or [x] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y  # whole and not as a view, which autograd would refuse to have written into
@@ -196,4 +196,4 @@ class _OutputLinear(torch.autograd.Function):
         x = None
         if ctx.needs_input_grad[1]:
             x = saved if linear.keeps else _sequence(linear, saved[0], ctx.rows)
-        return dx, rows_backward(linear, x, dy, into), None, None, None
+        return dx, linear.rows_backward(x, dy, into), None, None, None

@@ -22,7 +22,7 @@ from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of
-from .exchange import Linear, heads_backward, rows_backward, to_heads, to_rows
+from .exchange import Linear
 from .parts import parts_of
 from .rows import RankRows
 
@@ -164,7 +164,7 @@ class _LinearAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, linear: Linear) -> torch.Tensor:
         y = new_rank_rows(linear, linear.w.shape[0])
-        to_heads(linear, x_shard_m, y)
+        linear.to_heads(x_shard_m, y)
         ctx.linear = linear
         ctx.save_for_backward(x_shard_m if ctx.needs_input_grad[1] else None, linear.w)
         return y.x
@@ -174,7 +174,7 @@ class _LinearAllToAll(torch.autograd.Function):
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_m, w = ctx.saved_tensors
         dy = rank_rows(ctx.linear, dy_shard_n.contiguous())
-        return *heads_backward(ctx.linear.multiplying(w), x_shard_m, dy, ctx.needs_input_grad[0]), None
+        return *ctx.linear.multiplying(w).heads_backward(x_shard_m, dy, ctx.needs_input_grad[0]), None
 
 
 class _AllToAllLinear(torch.autograd.Function):
@@ -182,7 +182,7 @@ class _AllToAllLinear(torch.autograd.Function):
     def forward(ctx: Any, x_shard_k: torch.Tensor, w: torch.Tensor, linear: Linear, trains: bool) -> torch.Tensor:
         x_shard_k = x_shard_k.contiguous()
         keeps = linear.keeps and trains and w.requires_grad
-        y_shard_m, kept = to_rows(linear, rank_rows(linear, x_shard_k), keeps)
+        y_shard_m, kept = linear.to_rows(rank_rows(linear, x_shard_k), keeps)
         ctx.linear = linear
         ctx.save_for_backward(*(kept or [x_shard_k] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y_shard_m
@@ -196,7 +196,7 @@ class _AllToAllLinear(torch.autograd.Function):
         x = None
         if ctx.needs_input_grad[1]:
             x = saved if linear.keeps else rank_rows(linear, saved[0])
-        dw = rows_backward(linear, x, dy_shard_m, dx)
+        dw = linear.rows_backward(x, dy_shard_m, dx)
         return None if dx is None else dx.x, dw, None, None
 
 

@@ -31,6 +31,7 @@ IN = In("overlap_train/operators/all_to_all_gemm.py", (EVERY_SHAPE,))
 PARTS = In("overlap_train/ulysses/parts.py", (f"{UNIT}/test_parts.py",))
 LINEARS = In("overlap_train/ulysses/linears.py", (EVERY_SHAPE,))
 EXCHANGE = In("overlap_train/ulysses/exchange.py", (EVERY_SHAPE,))
+STEPS = In("overlap_train/ulysses/ahead.py", (EVERY_SHAPE,))
 PROJECTIONS = In("overlap_train/ulysses/attention.py", (BETWEEN_RANKS,))
 ARGUMENTS = In("overlap_train/ulysses/arguments.py", (REFUSED,))
 LAYOUT = In("overlap_train/operators/attention_layout.py", (f"{UNIT}/test_attention_layout.py",))
@@ -154,8 +155,8 @@ FAULTS = [
     PARTS("parts end within tiles", "(1024, 512, 256, 128)", "(1024,)"),
     PARTS("parts have odd numbers of tiles", "(1024, 512, 256, 128)", "(128,)"),
     PARTS("the last part goes on beyond the sequence", "min(first + step, positions)", "first + step"),
-    EXCHANGE("parts: none leaves before the one before it is multiplied", "one.plan.sends_ahead and following.plan.sends_ahead",
-             "False", f"{IN_PARTS}::test_the_next_part_leaves_before_one_is_multiplied"),
+    STEPS("parts: none leaves before the one before it is multiplied", "following.may_go_before(step)",
+          "False", f"{IN_PARTS}::test_the_next_part_leaves_before_one_is_multiplied"),
     PLAN("parts: one leaves before a kernel that sends has sent", " and TRAITS[self.method].pushes", "",
          f"{IN_PARTS}::test_the_next_part_leaves_before_one_is_multiplied"),
     AHEAD("parts: a slot is reused before its reader is done", "self._sent_after = self._operator - 1",

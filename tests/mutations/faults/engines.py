@@ -163,7 +163,7 @@ FAULTS = [
     ),
     LINEAR(
         "x is kept although it is gathered again",
-        "keep = plan.wgrad is None and trains and w_shard_n.requires_grad",
+        "keep = planned.plan.wgrad is None and trains and w_shard_n.requires_grad",
         "keep = trains and w_shard_n.requires_grad",
     ),
     LINEAR("x is kept without gradients", "plan.wgrad is None and trains and", "plan.wgrad is None and", MODES),
@@ -175,8 +175,8 @@ FAULTS = [
     ),
     LINEAR(
         "the weight of a hook on saved tensors is taken",
-        "weight_gradient(dy_shard_n, x, ctx.weight, plan",
-        "weight_gradient(dy_shard_n, x, w_shard_n, plan",
+        "dw = WeightGradient(ctx.weight, ctx.planned.plan.config.main_grad) if wants_dw else None\n        dx_shard_m",
+        "dw = WeightGradient(w_shard_n, ctx.planned.plan.config.main_grad) if wants_dw else None\n        dx_shard_m",
         MODES,
     ),
     LINEAR(
