@@ -32,12 +32,12 @@ def column_forward(
 
 
 def column_backward(
-    planned: Planned, tags: PassTags, dy_shard_n: torch.Tensor, x: torch.Tensor, w_shard_n: torch.Tensor,
+    planned: Planned, tags: PassTags, dy_shard_n: torch.Tensor, x: torch.Tensor | None, w_shard_n: torch.Tensor,
     dw: WeightGradient | None, wants_dx: bool,
 ) -> torch.Tensor | None:  # fmt: skip
-    """dx_shard_m [M/W, K] = reduce_scatter(dy_shard_n @ w_shard_n), or None. x: as column_forward returned it.
+    """dx_shard_m [M/W, K] = reduce_scatter(dy_shard_n @ w_shard_n), or None.
 
-    dw: gets dy_shard_n.T @ all_gather(x); None: it is not wanted.
+    x: as column_forward returned it. dw: gets dy_shard_n.T @ all_gather(x); None: it is not wanted, and x neither.
     """
     domain, plan = planned.domain, planned.plan
     dx_shard_m = scatter = gather = None
@@ -46,11 +46,13 @@ def column_backward(
     meets = wants_dx and barrier_first(plan, wgrad is not None)
     with domain.operator(tags.dgrad, slots, meets), profiled(tags.ranges[1]):
         if wgrad is not None:
+            assert x is not None
             gather = start_gather(domain, wgrad, tags.wgrad, x)
         if wants_dx:
             scatter = start_scatter(domain, plan.dgrad, tags.dgrad, dy_shard_n, w_shard_n)
         if dw is not None:
             gathered = x if gather is None else gather.gathered_view()
+            assert gathered is not None
             with profiled(tags.ranges[2]):
                 dw.add(dy_shard_n, gathered)
         if scatter is not None:

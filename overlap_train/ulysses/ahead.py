@@ -20,7 +20,7 @@ class Step:
     """One all-to-all, an operator of its own.
 
     range: its name for profilers. give: makes what is sent, [W, rows, C]. read: takes what has come; until it returns the slot is
-    this step's. early: what is sent can be made before the step before this one has read.
+    this step's.
     """
 
     domain: OverlapDomain
@@ -29,14 +29,13 @@ class Step:
     range: str
     give: Callable[[], torch.Tensor]
     read: Callable[[Receiver], None]
-    early: bool = True
 
     def start(self, sent: torch.Tensor) -> Receiver:
         return start_all_to_all_gemm(self.domain, self.plan, self.tag, sent)
 
     def may_go_before(self, reader: Step) -> bool:
         """Only copies may: what the reader's kernel is yet to send would come after it."""
-        return self.early and self.plan.sends_ahead and reader.plan.sends_ahead
+        return self.plan.sends_ahead and reader.plan.sends_ahead
 
 
 def run_steps(steps: Sequence[Step]) -> None:

@@ -89,13 +89,14 @@ class Linear:
     def gradient(self) -> WeightGradient:
         return WeightGradient(self.weight, self.main_grad, len(self.parts))
 
-    def to_heads(self, x: torch.Tensor, y: Rows) -> None:
-        """y = all_to_all(x [M/W, K] @ w.T)."""
+    def to_heads(self, x: torch.Tensor, y: Rows, trains: bool = True) -> torch.Tensor:
+        """y = all_to_all(x [M/W, K] @ w.T). Returns what the weight gradient needs of x: x."""
         for part in self.parts:
             domain, fprop, tags = part.planned.domain, part.planned.plan.fprop, part.tags
             with domain.operator(tags.fprop, fprop.slots), profiled(tags.ranges[0]):
                 x_rows, place = self.rows(x, part), y.place(part)
                 y.take(part, start_gemm_all_to_all(domain, fprop, tags.fprop, x_rows, self.w.t(), place).received())
+        return x
 
     def heads_backward(
         self, x: torch.Tensor | None, dy: Rows, wants_dx: bool

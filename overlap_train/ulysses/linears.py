@@ -109,16 +109,16 @@ def heads_linear(
 ) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
     """linear_all_to_all as planned, and the bias of this rank's columns. meaning: see Planned.tags."""
     domain = domain_of(group, config, x.device)
-    copies = None if heads is None else _copies(heads, w, bias, domain.world_size, name)
+    copies = None if heads is None else copies_of(heads, w, bias, domain.world_size, name)
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
     parts = parts_of(  # of one position of all ranks a rank receives W rows of N' / W features
-        x, 1, _batch(x) * w_sent.shape[0] * x.element_size(), _limit_mib(domain, config),
+        x, 1, rows_of_position(x) * w_sent.shape[0] * x.element_size(), _limit_mib(domain, config),
         lambda part: plan_of(LINEAR_ALL_TO_ALL, part, w_sent, bias_sent, group, config, name), name,
         f"{heads}, {meaning}" if heads else meaning,
     )  # fmt: skip
     own_bias = None if bias_sent is None else bias_sent.chunk(domain.world_size)[domain.rank]
-    return Linear(parts, w, w_sent.detach(), copies, _batch(x)), own_bias
+    return Linear(parts, w, w_sent.detach(), copies, rows_of_position(x)), own_bias
 
 
 def rows_linear(
@@ -129,11 +129,11 @@ def rows_linear(
     domain = domain_of(group, config, x.device)
     shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
     parts = parts_of(  # of one position of all ranks a rank receives a row of K features
-        x, shards, _batch(x) * domain.world_size * x.shape[-1:].numel() * x.element_size(),
+        x, shards, rows_of_position(x) * domain.world_size * x.shape[-1:].numel() * x.element_size(),
         _limit_mib(domain, config),
         lambda part: plan_of(ALL_TO_ALL_LINEAR, part, w, bias, group, config, name), name, meaning,
     )  # fmt: skip
-    return Linear(parts, w, w.detach(), None, _batch(x))
+    return Linear(parts, w, w.detach(), None, rows_of_position(x))
 
 
 def _limit_mib(domain: OverlapDomain, config: OverlapConfig | None) -> int:
@@ -141,12 +141,12 @@ def _limit_mib(domain: OverlapDomain, config: OverlapConfig | None) -> int:
     return min((config or domain.config).exchange_mib, max(1, domain.config.symmetric_mib - 1))
 
 
-def _batch(x: torch.Tensor) -> int:
+def rows_of_position(x: torch.Tensor) -> int:
     """Rows of one position of x [positions, ..., C]."""
     return max(1, x.shape[1:-1].numel())
 
 
-def _copies(
+def copies_of(
     heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
 ) -> torch.Tensor | None:
     """The rows of w whose products are sent, where that is not each once and in order."""

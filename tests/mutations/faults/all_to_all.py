@@ -55,6 +55,13 @@ GPU_IN = In(HOPPER.file, (f"{GPU_EXACT}[fused-to_rows-torch.bfloat16]",), gpu=Tr
 GPU_DIRECT_IN = In(HOPPER.file, (f"{GPU_EXACT}[direct-to_rows-torch.bfloat16]",), gpu=True)
 GPU_OUT = In(HOPPER_SCATTER.file, (f"{GPU_EXACT}[fused-to_heads-torch.bfloat16]",), gpu=True)
 
+SHARDED = f"{PROTOCOL}/test_tp_ulysses.py"
+EXACT = f"{SHARDED}::test_values_and_gradients_are_those_of_one_process"
+FLIGHT = f"{PROTOCOL}/test_tp_ulysses_order.py::test_a_product_and_the_exchange_of_another_part_are_under_way_together"
+NAMED = f"{PROTOCOL}/test_tp_ulysses_order.py::test_ranks_that_share_the_sequence_otherwise_are_named"
+TWO_GROUPS = In("overlap_train/ulysses/tensor_parallel.py", (f"{EXACT}[regather-2-True]",))
+TURNS = In("overlap_train/ulysses/rows_backward.py", (f"{EXACT}[regather-4-True]",))
+BOTH = In("overlap_train/ulysses/sharded.py", (f"{EXACT}[regather-4-True]",))
 IN_PARTS = f"{PROTOCOL}/test_interleaving_parts.py"
 AHEAD_ONLY = f"{UNIT}/test_copy_engine.py::test_a_join_does_not_wait_for_what_was_sent_ahead"
 PLAN = In("overlap_train/planning/plan.py", (IN_PARTS,))
@@ -173,6 +180,37 @@ FAULTS = [
     STREAM("parts: the next one's sends are waited for, too", "        if count is None:\n", "        if True:\n", AHEAD_ONLY),
     BRACKET("parts: what an operator that raised had sent ahead goes on", "if domain.workspace.use.is_ahead:", "if False:",
             f"{UNIT}/test_operator_bracket.py"),
+    # TP x Ulysses
+    STEPS("two groups: what a product makes is sent before the product", "            if following is not None and",
+          "            if False and", f"{FLIGHT}[column_forward]", f"{FLIGHT}[row_forward]"),
+    TWO_GROUPS("two groups: columns are sent as they lie", "torch.index_select(product, 1, columns, out=block)",
+               "block.copy_(product[:, : len(columns)])"),
+    TWO_GROUPS("two groups: copies of a column are not added", "return summed_copies(blocks, self.copies, self.weight.shape[0])",
+               "return blocks.transpose(0, 1).flatten(1)[:, : self.weight.shape[0]]"),
+    TWO_GROUPS("two groups: a part multiplies the rows of the first", "x[part.first * batch : part.last * batch]",
+               "x[: (part.last - part.first) * batch]"),
+    TWO_GROUPS("two groups: gathered rows are taken for a shard's", "(self.shards if self.keeps_gathered else 1)", "1",
+               f"{EXACT}[keep-4-True]"),
+    TWO_GROUPS("two groups: what was received is not kept", "                kept.append(received)\n",
+               "                kept.append(torch.zeros_like(received))\n", f"{EXACT}[keep-4-True]"),
+    TURNS("two groups: x is read where dx is", "received()[:, back:]", "received()[:, : received().shape[1] - back]"),
+    TURNS("two groups: dx is read where x is", "received()[:, :back]", "received()[:, -back:]"),
+    TURNS("two groups: dx is that of the next part", "self._dx.take(before,", "self._dx.take(part or before,"),
+    TURNS("two groups: an all-to-all ends before the product begins", "            received = cache(receiver.received_view)\n",
+          "            received = cache(receiver.received_view)\n            received()\n",
+          f"{FLIGHT}[row_backward]"),
+    BOTH("two groups: every rank adds the first columns' bias", "[groups.ulysses.rank()]", "[0]"),
+    BOTH("two groups: slots have room for one of two", "carries=2 if", "carries=1 if"),
+    BOTH("two groups: parts of other lengths may pair up", ", a part of {sizes.positions} positions a rank", "",
+         f"{PROTOCOL}/test_tp_ulysses_order.py::test_ranks_with_other_numbers_of_rows_are_named"),
+    BOTH("two groups: the product's ranks do not compare layouts", "multiplies.tags(name, meaning)", "multiplies.tags(name)",
+         NAMED),
+    BOTH("two groups: the exchange's ranks do not compare layouts", "exchanges.tags(name, meaning)", "exchanges.tags(name)",
+         NAMED),
+    PARTS("products are cut into parts that hide nothing", "rows // _LEAST_ROWS", "4"),
+    PARTS("short products are cut", ", int(gemm_us // _LEAST_GEMM_US)", ""),
+    PLAN("two groups: kernels exchange beside a product", 'Choice("chunked", "beside a product")',
+         'Choice("direct" if config.method == "direct" else "chunked", "beside a product")', f"{UNIT}/test_exchange_plan.py"),
     LINEARS("an exchange takes more than the group may have", "min((config or domain.config).exchange_mib,",
             "max((config or domain.config).exchange_mib,",
             f"{ATTENTION}::test_an_exchange_takes_no_more_memory_than_the_group_may_have"),
