@@ -50,7 +50,7 @@ FAULTS = [
          "pass"),
     core("the core attention exchanges, too", "own.context_parallel_size, own.cp_comm_type = 1, None", "pass"),
     linears("a call that falls back loses its weight gradient", "through_main_grad(self, weight)", "weight"),
-    state("the table forgets the group", "self.groups[exchange.group] = None", "pass",
+    state("the table forgets the group", "self.groups[group] = None", "pass",
           TRAINING + "::test_the_table_says_what_is_exchanged_and_names_are_megatrons"),
     packed("lengths that have changed are not read again", "if kept is None or kept[0] != key", "if kept is None"),
     packed("documents keep their padding",
