@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from .config import OverlapConfig
+from .operators.applied import applied
 from .operators.column_row import column_backward, column_forward, row_backward, row_forward
 from .operators.once import once_differentiable
-from .operators.plan_book import PassTags, Planned, plan_of
+from .operators.plan_book import PlannedLinear, plan_of
 from .operators.weight_gradient import WeightGradient
 from .planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 
@@ -64,10 +65,10 @@ def all_gather_linear(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name)
-    planned = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name)
-    y = _AllGatherLinear.apply(as_rows(x_shard_m), w_shard_n, planned, planned.tags(name), torch.is_grad_enabled())
+    linear = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name).linear(name)
+    y = _apply_all_gather(as_rows(x_shard_m), w_shard_n, linear)
     if x_shard_m.dim() > 2:
-        y = y.view(x_shard_m.shape[0] * planned.domain.world_size, *x_shard_m.shape[1:-1], -1)
+        y = y.view(x_shard_m.shape[0] * linear.domain.world_size, *x_shard_m.shape[1:-1], -1)
     return y if bias is None else y + bias
 
 
@@ -100,10 +101,10 @@ def linear_reduce_scatter(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name)
-    planned = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name)
-    y = _LinearReduceScatter.apply(as_rows(x_shard_k), w_shard_k, planned, planned.tags(name))
+    linear = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name).linear(name)
+    y = _apply_reduce_scatter(as_rows(x_shard_k), w_shard_k, linear)
     if x_shard_k.dim() > 2:
-        y = y.view(x_shard_k.shape[0] // planned.domain.world_size, *x_shard_k.shape[1:-1], -1)
+        y = y.view(x_shard_k.shape[0] // linear.domain.world_size, *x_shard_k.shape[1:-1], -1)
     return y if bias is None else y + bias
 
 
@@ -120,43 +121,39 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, planned: Planned, tags: PassTags, trains: bool
-    ) -> torch.Tensor:
-        keep = planned.plan.wgrad is None and trains and w_shard_n.requires_grad
-        y_shard_n, saved = column_forward(planned, tags, x_shard_m, w_shard_n, keep)
+    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedLinear) -> torch.Tensor:
+        y_shard_n, saved = column_forward(linear, x_shard_m, w_shard_n)
         # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
-        ctx.planned, ctx.tags, ctx.weight = planned, tags, w_shard_n
+        ctx.linear, ctx.weight = linear, w_shard_n
         ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, w_shard_n)
         return y_shard_n
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dy_shard_n: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         saved, w_shard_n = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dw = WeightGradient(ctx.weight, ctx.planned.plan.config.main_grad) if wants_dw else None
-        dx_shard_m = column_backward(ctx.planned, ctx.tags, dy_shard_n, saved, w_shard_n, dw, wants_dx)
-        return dx_shard_m, None if dw is None else dw.result(), None, None, None
+        dw = WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad) if wants_dw else None
+        dx_shard_m = column_backward(ctx.linear, dy_shard_n, saved, w_shard_n, dw, wants_dx)
+        return dx_shard_m, None if dw is None else dw.result(), None
 
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, planned: Planned, tags: PassTags
-    ) -> torch.Tensor:
-        y_shard_m = row_forward(planned, tags, x_shard_k, w_shard_k)
-        ctx.planned, ctx.tags, ctx.weight = planned, tags, w_shard_k  # as above
+    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedLinear) -> torch.Tensor:
+        y_shard_m = row_forward(linear, x_shard_k, w_shard_k)
+        ctx.linear, ctx.weight = linear, w_shard_k  # as above
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
         return y_shard_m
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_k, w_shard_k = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dw = WeightGradient(ctx.weight, ctx.planned.plan.config.main_grad) if wants_dw else None
-        dx_shard_k = row_backward(ctx.planned, ctx.tags, dy_shard_m, lambda: x_shard_k, w_shard_k, dw, wants_dx)
-        return dx_shard_k, None if dw is None else dw.result(), None, None
+        dw = WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad) if wants_dw else None
+        dx_shard_k = row_backward(ctx.linear, dy_shard_m, lambda: x_shard_k, w_shard_k, dw, wants_dx)
+        return dx_shard_k, None if dw is None else dw.result(), None
+
+
+_apply_all_gather, _apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

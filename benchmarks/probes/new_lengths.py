@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/probes/new_lengths.py --method direct --lengths 1000
 
-A step is forward and backward of some MLPs, a column and a row linear each. Every length is run four times: the first one is new,
-the fourth has been seen in every slot. Prints medians of milliseconds, and how often ranks agreed and kernels were loaded after
-the first step. Without GPUs it runs on CPU processes, by `chunked`.
+A step is forward and backward of some MLPs, a column and a row linear each. Steps follow each other without a pause, as in
+training, 20 lengths four times: the first time they are new, the fourth time they have been seen in every slot. Prints medians of
+milliseconds a step, of the device and of the host, and how often ranks agreed and kernels were loaded after the first step.
+`--method collective` shows what new lengths cost torch's own products and NCCL. On CPU processes it runs by `chunked`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatte
 from overlap_train.runtime.registry import made_domain
 
 TIMES = 4  # each length: three slots, and one more
+GROUP = 20  # lengths: a step of each, then all of them again
 
 
 @dataclass(frozen=True)
@@ -52,20 +55,52 @@ def model_of(a: argparse.Namespace, device: torch.device) -> Model:
     return Model([(weight(inner, a.hidden), weight(a.hidden, inner)) for _ in range(a.layers)], config)
 
 
-def measure(model: Model, a: argparse.Namespace, device: torch.device) -> list[list[float]]:
-    """Milliseconds of each length's runs: from an idle device to an idle device."""
+@dataclass(frozen=True)
+class Run:
+    """Milliseconds of a step: from the end of the one before to its own end on the device, and until the host has launched it."""
+
+    ms: float
+    host_ms: float
+
+
+def measure(model: Model, a: argparse.Namespace, device: torch.device) -> list[list[Run]]:
+    """The runs of each length."""
     world, found = dist.get_world_size(), []
-    for rows in random.Random(0).sample(range(a.shortest // world, a.longest // world), a.lengths):
-        x = torch.randn(rows, a.hidden, device=device, dtype=model.layers[0][0].dtype, requires_grad=True)
-        times = []
-        for _ in range(TIMES):
-            synchronize(device)
-            begin = time.perf_counter()
-            model.step(x)
-            synchronize(device)
-            times.append(1e3 * (time.perf_counter() - begin))
-        found.append(times)
+    lengths = random.Random(0).sample(range(a.shortest // world, a.longest // world), a.lengths)
+    for first in range(0, len(lengths), GROUP):
+        group = lengths[first : first + GROUP]
+        passes = [steps(model, [a.longest // world, *group], a.hidden, device) for _ in range(TIMES)]
+        found += [list(runs) for runs in zip(*passes, strict=True)]
     return found
+
+
+def steps(model: Model, lengths: list[int], hidden: int, device: torch.device) -> list[Run]:
+    """One step of each length, the first of which only keeps the device busy."""
+    dtype, ends, launched = model.layers[0][0].dtype, [], []
+    inputs = [torch.randn(rows, hidden, device=device, dtype=dtype, requires_grad=True) for rows in lengths]
+    synchronize(device)
+    for x in inputs:
+        begin = time.perf_counter()
+        model.step(x)
+        launched.append(1e3 * (time.perf_counter() - begin))
+        ends.append(now(device))
+    synchronize(device)
+    return [Run(between(*pair), host) for pair, host in zip(pairwise(ends), launched[1:], strict=True)]
+
+
+def now(device: torch.device) -> torch.cuda.Event | float:
+    """The end of what was launched so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    if isinstance(begin, float) and isinstance(end, float):
+        return 1e3 * (end - begin)
+    return begin.elapsed_time(end)  # type: ignore[union-attr]
 
 
 def synchronize(device: torch.device) -> None:
@@ -98,11 +133,13 @@ def main() -> None:
         )
     before, found = counts(), measure(model, a, device)
     agreed, loaded = (after - was for after, was in zip(counts(), before, strict=True))
-    new, known = (statistics.median(times[place] for times in found) for place in (0, TIMES - 1))
-    slowest = max(times[0] for times in found)
+    new, known = (statistics.median(runs[place].ms for runs in found) for place in (0, TIMES - 1))
+    new_host, known_host = (statistics.median(runs[place].host_ms for runs in found) for place in (0, TIMES - 1))
+    slowest = max(runs[0].ms for runs in found)
     if dist.get_rank() == 0:
         print(
-            f"{a.method}: new {new:.2f} ms (slowest {slowest:.2f}), known {known:.2f} ms, {100 * (new / known - 1):+.1f} %"
+            f"{a.method}: new {new:.2f} ms (slowest {slowest:.2f}), known {known:.2f} ms, {100 * (new / known - 1):+.1f} %; "
+            f"of the host {new_host:.2f} and {known_host:.2f} ms"
         )
         print(f"after the first steps: {agreed} agreements, {loaded} kernels loaded")
     shutdown()

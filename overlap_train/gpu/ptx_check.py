@@ -7,8 +7,10 @@ thousand steps. Triton compiles on the user's machine, in whatever version is th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
+
+from .specialisation import kinds
 
 # Modifiers come in another order in other versions of Triton, so each is looked for by itself.
 ACQUIRE = r"\b(?:ld|atom)\.(?=\S*acquire)(?=\S*\bsys\b)\S+"
@@ -91,6 +93,7 @@ class Verifier:
 
     def __init__(self) -> None:
         self._verified: set[str] = set()  # by Triton's hash of source, constants and target
+        self._known: dict[Hashable, Any] = {}  # binaries, by kernel and kinds of arguments
 
     def verify(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> Any:
         """Compile `kernel` for these arguments, without launching it, and look for its waits and signals. Returns the binary.
@@ -98,9 +101,17 @@ class Verifier:
         Raises:
             RuntimeError: one is not there, or not in its place.
         """
-        compiled = kernel.warmup(grid=grid, **arguments, **constants)
+        key = kernel, kinds(arguments, constants)
+        compiled = self._known.get(key)
+        if compiled is None:
+            compiled = kernel.warmup(grid=grid, **arguments, **constants)
+            self._check(compiled, constants)
+            self._known[key] = compiled
+        return compiled
+
+    def _check(self, compiled: Any, constants: Mapping[str, Any]) -> None:
         if compiled.hash in self._verified:
-            return compiled
+            return
         name = compiled.metadata.name
         lacking = missing(compiled.asm["ptx"], name, constants)
         if lacking is not None:
@@ -111,4 +122,3 @@ class Verifier:
                 f"It would not wait or signal as it must. Use Triton 3.6, which was tested, or leave --overlap-train out"
             )
         self._verified.add(compiled.hash)
-        return compiled

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..planning.plan import EnginePlan
 from ..planning.schedule import Legs
@@ -22,7 +21,7 @@ from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
-from . import low_latency, persistent
+from . import collectives, low_latency, persistent
 from .kernel_args import GatherOperands
 from .persistent import should_run_async
 
@@ -64,10 +63,10 @@ class CollectiveGather:
     def start(self) -> None:
         self._domain.before_collective(self._tag)
         aside = should_run_async(self._x)
-        self._work = dist.all_gather_into_tensor(self._x, self._own, group=self._domain.group, async_op=aside)
+        self._work = collectives.all_gather(self._x, self._own, self._domain.group, aside)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        return self.gathered_view() @ b_kn
+        return torch.mm(self.gathered_view(), b_kn)
 
     def gathered_view(self) -> torch.Tensor:
         if self._work is not None:
@@ -182,7 +181,7 @@ class LowLatencyGather:
         self._x = low_latency.gather(self._domain, self._tag, self._own)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        return self._x @ b_kn
+        return torch.mm(self._x, b_kn)
 
     def gathered_view(self) -> torch.Tensor:
         return self._x

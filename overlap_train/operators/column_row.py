@@ -16,30 +16,30 @@ from ..planning.plan import barrier_first
 from ..runtime.profiling import profiled
 from .all_gather_gemm import start_gather
 from .gemm_reduce_scatter import start_scatter
-from .plan_book import PassTags, Planned
+from .plan_book import PlannedLinear
 from .weight_gradient import WeightGradient
 
 
 def column_forward(
-    planned: Planned, tags: PassTags, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, keep: bool
+    linear: PlannedLinear, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T, x for backward: [M, K] with `keep`, else the shard)."""
-    domain, plan = planned.domain, planned.plan
+    """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T, x for backward: [M, K] if it is kept, else the shard)."""
+    domain, plan, tags = linear.domain, linear.plan, linear.tags
     with domain.operator(tags.fprop, plan.fprop.slots, plan.fprop.variant.barrier_first), profiled(tags.ranges[0]):
         gather = start_gather(domain, plan.fprop, tags.fprop, x_shard_m)
         y_shard_n = gather.matmul(w_shard_n.t())
-        return y_shard_n, gather.gathered_copy() if keep else x_shard_m
+        return y_shard_n, gather.gathered_copy() if linear.keeps else x_shard_m
 
 
 def column_backward(
-    planned: Planned, tags: PassTags, dy_shard_n: torch.Tensor, x: torch.Tensor | None, w_shard_n: torch.Tensor,
+    linear: PlannedLinear, dy_shard_n: torch.Tensor, x: torch.Tensor | None, w_shard_n: torch.Tensor,
     dw: WeightGradient | None, wants_dx: bool,
 ) -> torch.Tensor | None:  # fmt: skip
     """dx_shard_m [M/W, K] = reduce_scatter(dy_shard_n @ w_shard_n), or None.
 
     x: as column_forward returned it. dw: gets dy_shard_n.T @ all_gather(x); None: it is not wanted, and x neither.
     """
-    domain, plan = planned.domain, planned.plan
+    domain, plan, tags = linear.domain, linear.plan, linear.tags
     dx_shard_m = scatter = gather = None
     wgrad = None if dw is None else plan.wgrad
     slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
@@ -60,15 +60,15 @@ def column_backward(
     return dx_shard_m
 
 
-def row_forward(planned: Planned, tags: PassTags, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor) -> torch.Tensor:
+def row_forward(linear: PlannedLinear, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor) -> torch.Tensor:
     """y_shard_m [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T)."""
-    domain, plan = planned.domain, planned.plan
+    domain, plan, tags = linear.domain, linear.plan, linear.tags
     with domain.operator(tags.fprop, plan.fprop.slots, plan.fprop.variant.barrier_first), profiled(tags.ranges[0]):
         return start_scatter(domain, plan.fprop, tags.fprop, x_shard_k, w_shard_k.t()).finish()
 
 
 def row_backward(
-    planned: Planned, tags: PassTags, dy_shard_m: torch.Tensor, x: Callable[[], torch.Tensor], w_shard_k: torch.Tensor,
+    linear: PlannedLinear, dy_shard_m: torch.Tensor, x: Callable[[], torch.Tensor], w_shard_k: torch.Tensor,
     dw: WeightGradient | None, wants_dx: bool,
 ) -> torch.Tensor | None:  # fmt: skip
     """dx_shard_k [M, K/W] = all_gather(dy_shard_m) @ w_shard_k, or None.
@@ -76,7 +76,7 @@ def row_backward(
     x: gives x_shard_k, or its blocks of columns, when dx is under way. dw: gets all_gather(dy_shard_m).T @ x_shard_k; None: it is
     not wanted.
     """
-    domain, plan, dx_shard_k = planned.domain, planned.plan, None
+    domain, plan, tags, dx_shard_k = linear.domain, linear.plan, linear.tags, None
     with domain.operator(tags.dgrad, plan.dgrad.slots, barrier_first(plan, gathers=True)), profiled(tags.ranges[1]):
         gather = start_gather(domain, plan.dgrad, tags.dgrad, dy_shard_m)
         if wants_dx:

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..gpu.launch import Launch
 from ..planning.plan import EnginePlan
@@ -25,7 +24,7 @@ from ..protocol.slot import Call
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from ..symmetric.inter_node import Transport
-from . import low_latency, persistent
+from . import collectives, low_latency, persistent
 from .kernel_args import ScatterOperands
 from .persistent import aligned, should_run_async
 
@@ -59,10 +58,10 @@ class CollectiveScatter:
 
     def start(self) -> None:
         self._domain.before_collective(self._tag)
-        self._partial = self._a @ self._b
+        self._partial = torch.mm(self._a, self._b)
         self._y = self._partial.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])
         aside = should_run_async(self._partial)
-        self._work = dist.reduce_scatter_tensor(self._y, self._partial, group=self._domain.group, async_op=aside)
+        self._work = collectives.reduce_scatter(self._y, self._partial, self._domain.group, aside)
 
     def finish(self) -> torch.Tensor:
         if self._work is not None:
@@ -190,7 +189,7 @@ class LowLatencyScatter:
         self._domain, self._tag, self._a, self._b = domain, tag, a_mk, b_kn
 
     def start(self) -> None:
-        self._partial = self._a @ self._b
+        self._partial = torch.mm(self._a, self._b)
 
     def finish(self) -> torch.Tensor:
         return low_latency.scatter(self._domain, self._tag, self._partial)

@@ -23,11 +23,10 @@ def gather(domain: OverlapDomain, tag: Tag, own: torch.Tensor) -> torch.Tensor:
     """own [M/W, K] of every rank -> [M, K]."""
     gathered = own.new_empty(domain.world_size * own.shape[0], own.shape[1])
     call = domain.workspace.open(own.shape, own.dtype, tag)
-    values = (own.data_ptr(), gathered.data_ptr())
-    unit = _unit(own, own.nbytes, values)
-    call.launches.run(
-        ("low latency gather", unit), (*values, tag.word), partial(_gather_launch, domain, call, own, gathered, unit)
-    )
+    own_at, gathered_at = own.data_ptr(), gathered.data_ptr()
+    unit = _unit(own.nbytes, own_at, gathered_at)
+    launch = partial(_gather_launch, domain, call, own, gathered, unit)
+    call.launches.run(("low latency gather", unit), (own_at, gathered_at, tag.word), launch)
     return gathered
 
 
@@ -35,18 +34,16 @@ def scatter(domain: OverlapDomain, tag: Tag, partials: torch.Tensor) -> torch.Te
     """partials [M, N] of every rank -> y [M/W, N], the own rows of their sum in fp32: own first, then in rank order."""
     y = partials.new_empty(partials.shape[0] // domain.world_size, partials.shape[1])
     call = domain.workspace.open(y.shape, y.dtype, tag)
-    values = (partials.data_ptr(), y.data_ptr())
-    unit = _unit(y, y.nbytes, values)
-    call.launches.run(
-        ("low latency scatter", unit), (*values, tag.word), partial(_scatter_launch, domain, call, partials, y, unit)
-    )
+    partials_at, y_at = partials.data_ptr(), y.data_ptr()
+    unit = _unit(y.nbytes, partials_at, y_at)
+    launch = partial(_scatter_launch, domain, call, partials, y, unit)
+    call.launches.run(("low latency scatter", unit), (partials_at, y_at, tag.word), launch)
     return y
 
 
-def _unit(like: torch.Tensor, block_bytes: int, addresses: tuple[int, ...]) -> torch.dtype:
+def _unit(block_bytes: int, first_at: int, second_at: int) -> torch.dtype:
     """What the kernels load and store at once: 4 bytes, or 2 where some block of 16-bit numbers does not begin on 4."""
-    whole = like.element_size() == 4 or all(number % 4 == 0 for number in (block_bytes, *addresses))
-    return torch.int32 if whole else torch.int16
+    return torch.int32 if (block_bytes | first_at | second_at) % 4 == 0 else torch.int16
 
 
 def _gather_launch(

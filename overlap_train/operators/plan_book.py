@@ -34,17 +34,38 @@ class PassTags:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """An operator whose plan all ranks have agreed on. The plan holds for every linear of these shapes, the tags for one."""
+class PlannedLinear:
+    """What autograd passes from one linear's forward to its backward, as one object: torch looks at each argument of a Function.
+
+    keeps: forward keeps what it has gathered for the weight gradient.
+    """
 
     domain: OverlapDomain
     plan: Plan
-    _tags: BoundedCache[tuple[str, str], PassTags] = field(default_factory=lambda: BoundedCache(_MOST_NAMES))
+    tags: PassTags
+    keeps: bool
 
-    def tags(self, name: str, meaning: str = "") -> PassTags:
-        """Of the linear `name`. meaning: in what else ranks must agree, beside operator, shapes and dtype."""
+
+@dataclass(frozen=True)
+class Planned:
+    """An operator whose plan all ranks have agreed on. The plan holds for every linear of these shapes, the tags for one.
+
+    trains: the weight gets a gradient.
+    """
+
+    domain: OverlapDomain
+    plan: Plan
+    trains: bool = True
+    _linears: BoundedCache[tuple[str, str], PlannedLinear] = field(default_factory=lambda: BoundedCache(_MOST_NAMES))
+
+    def linear(self, name: str, meaning: str = "") -> PlannedLinear:
+        """The linear `name`. meaning: in what else ranks must agree, beside operator, shapes and dtype."""
         key = (name, meaning)
-        return self._tags.get(key) or self._tags.put(key, _tags(self.plan, name, meaning))
+        return self._linears.get(key) or self._linears.put(key, self._new_linear(name, meaning))
+
+    def _new_linear(self, name: str, meaning: str) -> PlannedLinear:
+        keeps = self.plan.wgrad is None and self.trains
+        return PlannedLinear(self.domain, self.plan, _tags(self.plan, name, meaning), keeps)
 
 
 class PlanBook:
@@ -99,11 +120,12 @@ class PlanBook:
                 problem: the others find by their signals that these did not come.
         """
         domain, layout = self.domain, (w.stride(), w.data_ptr() % 16)
+        trains = torch.is_grad_enabled() and w.requires_grad
         error = spec.error(x, w, bias, domain.world_size, name)
         plan = make_plan(spec, config, self.table, self.topology, x, w)
         planned = self.plans.get(key)
         if planned is not None:
-            return planned.setdefault(layout, Planned(domain, plan))
+            return planned.setdefault(layout, Planned(domain, plan, trains))
         problem = error or _other_table(domain, config) or why_not(plan, domain.device, _is_interpreted(domain))
         problem = problem or why_not_across_nodes(plan, domain.nodes.problem)
         operator, _, *rest = key
@@ -112,12 +134,12 @@ class PlanBook:
             if problem is not None:
                 raise ValueError(problem)
         else:
-            trains = ", ".join(
+            trained = ", ".join(
                 f"{what} {'trained' if t.requires_grad else 'frozen'}" for what, t in (("x", x), ("w", w))
             )
-            domain.prepare(plan.request, problem, name, trains if torch.is_grad_enabled() else "no gradients")
+            domain.prepare(plan.request, problem, name, trained if torch.is_grad_enabled() else "no gradients")
             self.agreed.put(any_rows, True)
-        return self.plans.put(key, {layout: Planned(domain, plan)})[layout]
+        return self.plans.put(key, {layout: Planned(domain, plan, trains)})[layout]
 
 
 def plan_of(

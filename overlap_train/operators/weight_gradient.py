@@ -48,7 +48,7 @@ class WeightGradient:
     def result(self) -> torch.Tensor | None:
         """What autograd gets (weight_gradient)."""
         if self._target is None:
-            return None if self._dw is None else self._dw.to(self._weight.dtype)
+            return self._dw.to(self._weight.dtype) if self._several and self._dw is not None else self._dw
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
         self._weight.grad_added_to_main_grad = True
@@ -64,7 +64,7 @@ def add_product(target: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None
 
 def _product(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if dy.dim() == x.dim() == 2:
-        return dy.t() @ x
+        return torch.mm(dy.t(), x)
     n, k = (_features(matrix) for matrix in (dy, x))
     dw = x.new_empty(n, k)
     for part, dy_part, x_part in _parts(dw, dy, x):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..methods import TRAITS
+from .low_latency import LOW_LATENCY, pays
 from .passes import SCATTER_AND_WGRAD, Pass
 from .schedule import A2A_GEMM, EXCHANGES, GATHER, SCATTER
 from .table import Table, Winner
@@ -136,6 +137,8 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     """(method, reason)."""
     if device.type != "cuda":
         return "chunked", "CPU tensors"
+    if pays(pass_):
+        return LOW_LATENCY, f"M={pass_.m}: few bytes, which come soonest with flags"
     on_hopper = _on_hopper(pass_, device)
     small_m = SMALL_M_DIRECT if on_hopper and _fills_tiles(pass_) else SMALL_M
     if pass_.m <= small_m:

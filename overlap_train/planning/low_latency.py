@@ -1,7 +1,4 @@
-"""The low-latency protocol as planning knows it: whom it serves, and what memory it takes.
-
-It has not run on a GPU yet. So untuned `auto` does not take it; `overlap-train tune` may, which checks results and measures.
-"""
+"""The low-latency protocol as planning knows it: whom it serves, what memory it takes, and where it pays."""
 
 from __future__ import annotations
 
@@ -13,8 +10,12 @@ from .schedule import EXCHANGES
 
 LOW_LATENCY = "low_latency"
 # Of a gathered, or scattered, matrix: 1024 rows of 16384 features in bf16 (Llama-3 405B). Its words are twice as large, in each
-# of three slots: 192 MiB. By the model NCCL is faster from a fifth of that on.
+# of three slots: 192 MiB. NCCL is faster from a fifth of that on.
 MOST_BYTES = 32 << 20
+# (M, bytes that a rank sends): where both are at most these, `auto` takes it. Over NCCL + cuBLAS it is 0.94 to 1.66 times as
+# fast at M = 128 and 256, 1.09 in the mean (direct 0.84, collective 0.83), with 4 MiB 1.01 to 1.05. At M = 512 it is 1.01 to 1.23
+# with 2 MiB (direct 0.83 to 1.21), and 0.98 to 1.05 with 4 MiB (direct 1.07 to 1.22; 80 passes on 2 x H200).
+PAYS = ((256, 4 << 20), (512, 2 << 20))
 _WORD_BYTES, _DATA_BYTES = 8, 4  # of a word, and of its data
 
 
@@ -47,3 +48,10 @@ def serves(pass_: Pass) -> bool:
 def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
     """Those of the methods that serve a pass."""
     return [method for method in methods if method != LOW_LATENCY or serves(pass_)]
+
+
+def pays(pass_: Pass) -> bool:
+    """Whether untuned `auto` takes the protocol for a pass."""
+    sent = (pass_.world - 1) * (pass_.m // pass_.world) * pass_.row_features * pass_.dtype.itemsize
+    few = any(pass_.m <= rows and sent <= most for rows, most in PAYS)
+    return few and pass_.world > 1 and serves(pass_)

@@ -145,7 +145,8 @@ class OverlapDomain:
                 f"{(layout.slot_bytes + layout.flagged_bytes) / _MIB:.1f} MiB); raise OverlapConfig.symmetric_mib "
                 f"({flag_name('symmetric_mib')})"
             )
-        roomy = layout.covering(with_room(request.slot_bytes))  # longer rows then cost no agreement
+        # longer rows then cost no agreement
+        roomy = layout.covering(with_room(request.slot_bytes), with_room(request.flagged_bytes))
         self._reallocate(roomy if roomy.nbytes <= self.config.symmetric_mib * _MIB else layout)
 
     @cached_property

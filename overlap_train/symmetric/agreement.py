@@ -32,8 +32,8 @@ class Agreement:
         self.group, self.timeout_s = group, timeout_s
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._group_store = dist.distributed_c10d._world.pg_map[group][1]
-        generation = self._count_generation(1)  # of this group's domains: after shutdown another one
-        self._store = dist.PrefixStore(f"overlap_train/{generation}", self._group_store)
+        self._generation = self._count_generation(1)  # of this group's domains: after shutdown another one
+        self._store = dist.PrefixStore(f"overlap_train/{self._generation}", self._group_store)
         self._number = 0
 
     def exchange(self, value: Any, what: str, kind: str = "") -> list[Any]:
@@ -62,6 +62,10 @@ class Agreement:
     def store_of(self, name: str) -> dist.Store:
         """A part of the store for something of the group that needs one of its own."""
         return dist.PrefixStore(name, self._store)
+
+    def name_of(self, what: str) -> str:
+        """A name for something of the group that its ranks make now: the same on all of them, and never used again."""
+        return f"overlap_train/{self.group.group_name}/{self._generation}/{self._number}/{what}"
 
     def barrier(self, what: str) -> None:
         """All ranks have come here."""

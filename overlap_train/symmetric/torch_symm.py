@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
+import torch.distributed as dist
 
 from .agreement import Agreement
-
-_registered: set[str] = set()  # names that torch knows; it keeps them for ever
 
 
 class TorchHeap:
@@ -31,7 +32,9 @@ class TorchHeap:
         agreement.all_succeed(error, "overlap_train: allocate torch symmetric memory")
         assert memory is not None
         self._first = 0 if ranks is None else ranks.start
-        handle = symmetric_memory.rendezvous(memory, _group_name(agreement, ranks))
+        group = agreement.group if ranks is None else _group_of(agreement, ranks)
+        handle = symmetric_memory.rendezvous(memory, group.group_name)
+        self._group: dist.ProcessGroup | None = group  # torch's register does not keep it
         self._handle = handle
         self._views = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(handle.world_size)]
         self._views[handle.rank] = memory
@@ -43,18 +46,23 @@ class TorchHeap:
 
     def close(self) -> None:
         self._views = []
-        self._handle = None
+        self._handle = self._group = None
 
 
-def _group_name(agreement: Agreement, ranks: range | None) -> str:
-    """By which torch knows the ranks that share memory. Those of a node are no process group: they are registered by name."""
-    from torch.distributed._symmetric_memory import _SymmetricMemory
+def _group_of(agreement: Agreement, ranks: range) -> dist.ProcessGroup:
+    """torch knows ranks that share memory by the name of their process group; those of a node get one of their own.
 
-    if ranks is None:
-        return agreement.group.group_name
-    name = f"overlap_train/{agreement.group.group_name}/{ranks.start}"
-    if name not in _registered:
-        store = agreement.store_of(f"symmetric memory/{ranks.start}")
-        _SymmetricMemory.set_group_info(name, agreement.rank - ranks.start, len(ranks), store)
-        _registered.add(name)
-    return name
+    Not by dist.new_group: all ranks of the job would have to call it, or, with use_local_synchronization, have made equally many
+    groups before, since its names count them.
+    """
+    from torch._C._distributed_c10d import _register_process_group
+
+    name = agreement.name_of(f"symmetric memory/{ranks.start}")
+    store, rank = dist.PrefixStore(name, agreement.store_of("node")), agreement.rank - ranks.start
+    group, kind = dist.ProcessGroup(store, rank, len(ranks)), dist.ProcessGroup.BackendType.GLOO
+    gloo = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=agreement.timeout_s))
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    group._set_default_backend(kind)
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    return group

@@ -182,8 +182,7 @@ class _QkvAllToAll(torch.autograd.Function):
             if received.trains and any(ctx.needs_input_grad):
                 before = received.new_heads(x_shard_m, (heads.kv, heads.per_group + 1))
             norm = HeadNorm(received.norm, before)
-        y, trains = HeadRows((q, k, v), received.rows, received.rotary, bias, norm), received.trains and w.requires_grad
-        saved = linear.to_heads(x_rows, y, trains)
+        saved = linear.to_heads(x_rows, HeadRows((q, k, v), received.rows, received.rotary, bias, norm))
         ctx.linear, ctx.received = linear, received
         ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, linear.w, before, q_weight, k_weight)
         return q, k, v

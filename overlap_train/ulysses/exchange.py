@@ -89,7 +89,7 @@ class Linear:
     def gradient(self) -> WeightGradient:
         return WeightGradient(self.weight, self.main_grad, len(self.parts))
 
-    def to_heads(self, x: torch.Tensor, y: Rows, trains: bool = True) -> torch.Tensor:
+    def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
         """y = all_to_all(x [M/W, K] @ w.T). Returns what the weight gradient needs of x: x."""
         for part in self.parts:
             domain, fprop, tags = part.planned.domain, part.planned.plan.fprop, part.tags

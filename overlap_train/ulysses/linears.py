@@ -107,7 +107,7 @@ def heads_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads | None,
     group: dist.ProcessGroup, config: OverlapConfig | None, name: str, meaning: str = "",
 ) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
-    """linear_all_to_all as planned, and the bias of this rank's columns. meaning: see Planned.tags."""
+    """linear_all_to_all as planned, and the bias of this rank's columns. meaning: see Planned.linear."""
     domain = domain_of(group, config, x.device)
     copies = None if heads is None else copies_of(heads, w, bias, domain.world_size, name)
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
@@ -125,7 +125,7 @@ def rows_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
     group: dist.ProcessGroup, config: OverlapConfig | None, name: str, meaning: str = "",
 ) -> Linear:  # fmt: skip
-    """all_to_all_linear as planned. meaning: see Planned.tags."""
+    """all_to_all_linear as planned. meaning: see Planned.linear."""
     domain = domain_of(group, config, x.device)
     shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
     parts = parts_of(  # of one position of all ranks a rank receives a row of K features

@@ -81,7 +81,7 @@ def parts_of(
     name: str,
     meaning: str,
 ) -> tuple[Part, ...]:
-    """The parts of x [positions, ...], or of x [shards * positions, ...], and the plan of each. meaning: see Planned.tags."""
+    """The parts of x [positions, ...], or of x [shards * positions, ...], and the plan of each. meaning: see Planned.linear."""
     positions = x.shape[:1].numel() // shards
     if x.dim() < 2 or not bytes_of_position or not positions:
         plan(x)  # which raises, on every rank: there is nothing to cut
@@ -90,5 +90,5 @@ def parts_of(
         meaning = ", ".join(filter(None, (meaning, f"a part of {positions} positions a rank")))
     for first, last in places:
         planned = plan(x if last - first == positions else x[: (last - first) * shards])
-        found.append(Part(first, last, planned, planned.tags(name, meaning)))
+        found.append(Part(first, last, planned, planned.linear(name, meaning).tags))
     return tuple(found)

@@ -66,5 +66,5 @@ class RowsBackward:
         self._made = None
         if part is not None:
             linear, dy_rows = self._linear, self._linear.rows(self._dy, part)
-            dx = row_backward(part.planned, part.tags, dy_rows, x, linear.w, self._dw, self._dx is not None)
+            dx = row_backward(part.product, dy_rows, x, linear.w, self._dw, self._dx is not None)
             self._made = None if dx is None else linear.packed(dx)

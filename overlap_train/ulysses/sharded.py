@@ -87,7 +87,7 @@ def sharded_heads_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads, groups: Groups,
     config: OverlapConfig | None, name: str, meaning: str,
 ) -> tuple[ShardedLinear, torch.Tensor | None]:  # fmt: skip
-    """The QKV projection as planned, and the bias of the columns that this rank receives. meaning: see Planned.tags."""
+    """The QKV projection as planned, and the bias of the columns that this rank receives. meaning: see Planned.linear."""
     copies = copies_of(heads, w, bias, groups.ranks, name)
 
     def product(positions: int) -> Planned:
@@ -104,7 +104,7 @@ def sharded_rows_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, groups: Groups,
     config: OverlapConfig | None, name: str, meaning: str,
 ) -> ShardedLinear:  # fmt: skip
-    """The output projection as planned. meaning: see Planned.tags."""
+    """The output projection as planned. meaning: see Planned.linear."""
     error = _rows_error(x, groups, name)
     if error is not None:
         raise ValueError(error)
@@ -139,8 +139,8 @@ def _linear(
         multiplies = product(last - first)
         sent = _like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
         exchanges = plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name)
-        tags, exchange_tags = multiplies.tags(name, meaning), exchanges.tags(name, meaning)
-        parts.append(ShardedPart(first, last, multiplies, tags, exchanges, exchange_tags))
+        product_of, exchange_of = multiplies.linear(name, meaning), exchanges.linear(name, meaning)
+        parts.append(ShardedPart(first, last, multiplies, product_of.tags, product_of, exchange_of))
     return ShardedLinear(tuple(parts), w, w.detach(), copies, rows_of_position(x), groups.shards)
 
 

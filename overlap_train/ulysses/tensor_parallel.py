@@ -26,7 +26,7 @@ import torch
 
 from ..operators.all_to_all_gemm import Receiver
 from ..operators.column_row import column_backward, column_forward, row_forward
-from ..operators.plan_book import PassTags, Planned
+from ..operators.plan_book import PlannedLinear
 from ..operators.weight_gradient import WeightGradient
 from .ahead import Step, run_steps
 from .exchange import Rows, summed_copies
@@ -39,24 +39,24 @@ Read = Callable[[Receiver], None]
 
 @dataclass(frozen=True)
 class ShardedPart(Part):
-    """Positions of every TP rank's shard. planned, tags: of the product, in the TP group. exchanged: of the all-to-all."""
+    """Positions of every TP rank's shard. planned, tags, product: of the TP group. exchange: of the all-to-all."""
 
-    exchanged: Planned
-    exchange_tags: PassTags
+    product: PlannedLinear
+    exchange: PlannedLinear
 
     def forward(self, give: Give, read: Read) -> Step:
-        tags = self.exchange_tags
-        return Step(self.exchanged.domain, self.exchanged.plan.fprop, tags.fprop, tags.ranges[0], give, read)
+        tags = self.exchange.tags
+        return Step(self.exchange.domain, self.exchange.plan.fprop, tags.fprop, tags.ranges[0], give, read)
 
     def backward(self, give: Give, read: Read) -> Step:
-        tags = self.exchange_tags
-        return Step(self.exchanged.domain, self.exchanged.plan.dgrad, tags.dgrad, tags.ranges[1], give, read)
+        tags = self.exchange.tags
+        return Step(self.exchange.domain, self.exchange.plan.dgrad, tags.dgrad, tags.ranges[1], give, read)
 
     def again(self, give: Give, read: Read) -> Step:
         """What forward has sent, once more for the weight gradient."""
-        plan, tags = self.exchanged.plan.wgrad, self.exchange_tags
+        plan, tags = self.exchange.plan.wgrad, self.exchange.tags
         assert plan is not None, "what forward has received was kept"
-        return Step(self.exchanged.domain, plan, tags.wgrad, tags.ranges[2], give, read)
+        return Step(self.exchange.domain, plan, tags.wgrad, tags.ranges[2], give, read)
 
 
 @dataclass(frozen=True)
@@ -77,23 +77,23 @@ class ShardedLinear:
     @property
     def keeps_gathered(self) -> bool:
         """Whether what `to_heads` gathers is kept for the weight gradient."""
-        return self.parts[0].planned.plan.wgrad is None
+        return self.parts[0].product.keeps
 
     @property
     def keeps(self) -> bool:
         """Whether what `to_rows` receives is kept for the weight gradient."""
-        return self.parts[0].exchanged.plan.wgrad is None
+        return self.parts[0].exchange.plan.wgrad is None
 
     def multiplying(self, w: torch.Tensor) -> ShardedLinear:
         """As exchange.Linear's."""
         return replace(self, w=w)
 
-    def to_heads(self, x: torch.Tensor, y: Rows, trains: bool) -> torch.Tensor:
+    def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
         """y = all_to_all(all_gather(x [positions * batch, K]) @ w.T). Returns x for the weight gradient, perhaps as gathered."""
-        keep, kept = trains and self.keeps_gathered, []
+        kept = []
 
         def multiplied(part: ShardedPart) -> torch.Tensor:
-            product, gathered = column_forward(part.planned, part.tags, self.rows(x, part), self.w, keep)
+            product, gathered = column_forward(part.product, self.rows(x, part), self.w)
             kept.append(gathered)
             return self.packed(product)
 
@@ -101,7 +101,7 @@ class ShardedLinear:
             y.take(part, receiver.received_view())
 
         run_steps([part.forward(partial(multiplied, part), partial(taken, part)) for part in self.parts])
-        return _together(kept) if keep else x
+        return _together(kept) if self.keeps_gathered else x
 
     def heads_backward(
         self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
@@ -117,7 +117,7 @@ class ShardedLinear:
                     None if x is None else x[part.first * batch : part.last * batch],
                     self._of_product(blocks),
                 )
-                dx.append(column_backward(part.planned, part.tags, of_product, own, self.w, dw, wants_dx))
+                dx.append(column_backward(part.product, of_product, own, self.w, dw, wants_dx))
 
         run_steps([part.backward(partial(dy.give, part), partial(multiplied, part)) for part in self.parts])
         return _together(dx) if wants_dx else None, None if dw is None else dw.result()
@@ -128,7 +128,7 @@ class ShardedLinear:
 
         def multiplied(part: ShardedPart, receiver: Receiver) -> None:
             received = self._of_product(receiver.received_view())
-            y.append(row_forward(part.planned, part.tags, received, self.w))
+            y.append(row_forward(part.product, received, self.w))
             if keep:
                 kept.append(received)
 
@@ -150,11 +150,11 @@ class ShardedLinear:
         return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
 
     def _gradient(self) -> WeightGradient:
-        return WeightGradient(self.weight, self.parts[0].planned.plan.config.main_grad, len(self.parts))
+        return WeightGradient(self.weight, self.parts[0].product.plan.config.main_grad, len(self.parts))
 
     def packed(self, product: torch.Tensor) -> torch.Tensor:
         """What is sent [W, rows, N'/W] of a product [rows, N]: the columns of each rank."""
-        world = self.parts[0].exchanged.domain.world_size
+        world = self.parts[0].exchange.domain.world_size
         if self.copies is None:
             return product.unflatten(1, (world, -1)).transpose(0, 1).contiguous()
         sent = product.new_empty(world, len(product), len(self.copies) // world)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 import overlap_train
 from overlap_train import OverlapConfig
+from overlap_train.operators import hopper, kernel_args, low_latency
+from overlap_train.operators.kernel_args import multiprocessors
 from overlap_train.tools.bench.hierarchical import pretend_nodes
 from tests.linear_cases import Case
 
@@ -20,6 +22,9 @@ from tests.linear_cases import Case
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--provider", default="auto", help="symmetric memory provider under test")
     parser.addoption("--domain-size", type=int, default=0, help="ranks of an overlap domain; 0: all")
+    parser.addoption(
+        "--wait-s", type=float, default=20.0, help="timeout_s; longer where several sessions share the GPUs"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,6 +70,25 @@ def provider(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--provider")
 
 
+@pytest.fixture(scope="session")
+def wait_s(request: pytest.FixtureRequest) -> float:
+    """timeout_s of the group's domain, which all tests share."""
+    return request.config.getoption("--wait-s")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def room_for_copies() -> Iterator[None]:
+    """Between ranks of one GPU the driver copies by kernels, not by the copy engine. They find no SM where a persistent kernel
+    has them all; and it waits, through the peers, for these copies."""
+    if not share_gpus():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (kernel_args, hopper, low_latency):
+            patch.setattr(module, "multiprocessors", lambda device: multiprocessors(device) - 8)
+        yield
+
+
 @pytest.fixture(params=["fused", "direct", "chunked", "collective"])
 def method(request: pytest.FixtureRequest) -> str:
     if request.param == "collective" and share_gpus():
@@ -73,6 +97,6 @@ def method(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def case(group: dist.ProcessGroup, device: torch.device, provider: str, method: str) -> Case:
-    config = OverlapConfig(method=method, provider=provider, timeout_s=20.0, symmetric_mib=2048)
+def case(group: dist.ProcessGroup, device: torch.device, provider: str, method: str, wait_s: float) -> Case:
+    config = OverlapConfig(method=method, provider=provider, timeout_s=wait_s, symmetric_mib=2048)
     return Case(group, device, config, torch.bfloat16)

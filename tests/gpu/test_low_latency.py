@@ -23,8 +23,8 @@ LARGER = {"few rows": ((64, 1), 4096, 1024), "many parts": ((512, 1), 2048, 256)
 
 
 @pytest.fixture
-def few(group: dist.ProcessGroup, device: torch.device, provider: str) -> Case:
-    config = OverlapConfig(method="low_latency", provider=provider, timeout_s=20.0)
+def few(group: dist.ProcessGroup, device: torch.device, provider: str, wait_s: float) -> Case:
+    config = OverlapConfig(method="low_latency", provider=provider, timeout_s=wait_s)
     return Case(group, device, config, torch.bfloat16)
 
 

@@ -123,8 +123,10 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_training_under_stress_matches_megatron(layout: int, device: torch.device, provider: str, method: str) -> None:
-    overlap = OverlapConfig(method=method, provider=provider, timeout_s=20.0)
+def test_training_under_stress_matches_megatron(
+    layout: int, device: torch.device, provider: str, method: str, wait_s: float
+) -> None:
+    overlap = OverlapConfig(method=method, provider=provider, timeout_s=wait_s)
     losses, model = _train(layout, overlap, STEPS, device)
     again, _ = _train(layout, overlap, STEPS, device)
     baseline, _ = _train(layout, None, STEPS, device)
@@ -138,9 +140,9 @@ def test_training_under_stress_matches_megatron(layout: int, device: torch.devic
     assert all(linear.overlapped_calls == STEPS * MICROBATCHES and not linear.fallback_calls for linear in ran)
 
 
-def test_gradients_match_megatron(layout: int, device: torch.device, provider: str, method: str) -> None:
+def test_gradients_match_megatron(layout: int, device: torch.device, provider: str, method: str, wait_s: float) -> None:
     """After one step's microbatches every reduced gradient points where Megatron's own linears point."""
-    overlap = OverlapConfig(method=method, provider=provider, timeout_s=20.0)
+    overlap = OverlapConfig(method=method, provider=provider, timeout_s=wait_s)
     ours, theirs = (_gradients(layout, config, device) for config in (overlap, None))
     for name, gradient in theirs.items():
         # bf16 rounds activations and partial sums some dozens of times on the way; errors of 2^-9 add up like noise

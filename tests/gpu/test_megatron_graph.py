@@ -88,10 +88,11 @@ def test_replays_are_like_eager_passes(
     provider: str,
     method: str,
     is_overlapped: bool,
+    wait_s: float,
 ) -> None:
     if not is_overlapped and method != "fused":
         pytest.skip("the method means nothing to Megatron's linears")
-    overlap = OverlapConfig(method=method, provider=provider, timeout_s=20.0) if is_overlapped else None
+    overlap = OverlapConfig(method=method, provider=provider, timeout_s=wait_s) if is_overlapped else None
     eager = trainer_of(settings, overlap, device)
     graphed = trainer_of(replace(settings, cuda_graph=1), overlap, device)
     assert isinstance(graphed, GraphedTrainer)
@@ -117,9 +118,9 @@ def test_replays_are_like_eager_passes(
 
 
 def test_an_operator_outside_the_bracket_is_refused(
-    group: dist.ProcessGroup, device: torch.device, provider: str
+    group: dist.ProcessGroup, device: torch.device, provider: str, wait_s: float
 ) -> None:
-    config = OverlapConfig(method="chunked", provider=provider, timeout_s=20.0)
+    config = OverlapConfig(method="chunked", provider=provider, timeout_s=wait_s)
     x, weight = (torch.ones(rows, 64, device=device, dtype=torch.bfloat16) for rows in (128, 64))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -41,7 +41,7 @@ def columns(
                 domain.workspace.barrier = lambda tag: (barriers.append(tag.op), meet(tag))
             for number in range(count):
                 context = Context(wants_dx=True)
-                context.planned, context.tags, context.weight = column, column.tags("qkv"), w[number, rank]
+                context.linear, context.weight = column.linear("qkv"), w[number, rank]
                 context.save_for_backward(x[number, rank], w[number, rank])
                 dx, dw, *_ = core("linear")._AllGatherLinear.backward(context, dy[number, rank])
                 results[number, rank] = dx.clone(), dw

@@ -106,8 +106,8 @@ def _forward(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, plans: tuple[Any, Any], context: tuple[Context, Context]
 ) -> torch.Tensor:
     first, second = plans
-    h = core("linear")._AllGatherLinear.forward(context[0], x, w1, first, first.tags("fc1"), True)
-    return core("linear")._LinearReduceScatter.forward(context[1], h, w2, second, second.tags("fc2")).clone()
+    h = core("linear")._AllGatherLinear.forward(context[0], x, w1, first.linear("fc1"))
+    return core("linear")._LinearReduceScatter.forward(context[1], h, w2, second.linear("fc2")).clone()
 
 
 def _backward(dy: torch.Tensor, context: tuple[Context, Context]) -> dict[str, torch.Tensor]:

@@ -99,7 +99,12 @@ def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
     def linear(planned: Any) -> Any:
         parts = tuple(
             sharded.ShardedPart(
-                first, first + TILE, planned, planned.tags("linear"), exchanged, exchanged.tags("linear")
+                first,
+                first + TILE,
+                planned,
+                planned.linear("linear").tags,
+                planned.linear("linear"),
+                exchanged.linear("linear"),
             )
             for first in range(0, PARTS * TILE, TILE)
         )
@@ -109,7 +114,7 @@ def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
 
 
 def _to_heads(linear: Any, x: torch.Tensor, kept: Blocks) -> list[torch.Tensor]:
-    linear["column"].to_heads(x, kept, True)
+    linear["column"].to_heads(x, kept)
     return [kept.taken[part] for part in range(PARTS)]
 
 

@@ -63,13 +63,15 @@ def test_defaults_on_hopper(hopper_gpu: pytest.MonkeyPatch) -> None:
         assert untuned(pass_, GPU).method == "fused"
         assert untuned(replace(pass_, dtype=torch.float16), GPU).method == "fused"
         assert untuned(replace(pass_, dtype=torch.float32), GPU).method == "chunked"
-        assert untuned(replace(pass_, m=256), GPU).method == "collective"
+        assert untuned(replace(pass_, m=256), GPU).method == "low_latency"
+        assert untuned(replace(pass_, m=256, n=8 * pass_.n, k=8 * pass_.k), GPU).method == "collective"
         assert untuned(pass_, CPU).method == "chunked"
 
 
 def test_small_m_is_left_to_nccl_where_no_tile_is_filled(hopper_gpu: pytest.MonkeyPatch) -> None:
-    """Or where there are no Hopper kernels."""
-    for pass_ in (FC1, FC2, FC1.dgrad, FC2.dgrad):
+    """Or where there are no Hopper kernels. Rows are too long for the low-latency protocol."""
+    for short in (FC1, FC2, FC1.dgrad, FC2.dgrad):
+        pass_ = replace(short, n=6 * short.n, k=6 * short.k)
         assert untuned(replace(pass_, m=SMALL_M), GPU).method == "direct"
         for not_served in (
             replace(pass_, m=SMALL_M, world=8),

@@ -7,11 +7,13 @@ import multiprocessing
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -114,8 +116,8 @@ class Driver:
         return 0
 
     def launch(self, *arguments: Any) -> int:
-        self.grids.append(arguments[1])
-        place = arguments[-2][-3]  # in the table of parameters; behind it two pointers to scratch
+        self.grids.append(arguments[1].value)
+        place = table_at(arguments[-2].value)[-3]  # behind it two pointers to scratch
         self.launches.append((self.map_address, ctypes.c_uint64.from_address(place).value))
         return 0
 
@@ -125,6 +127,11 @@ class Driver:
     def check(self, status: int) -> None:
         if status:
             raise RuntimeError("refused")
+
+
+def table_at(address: int) -> Any:
+    """The addresses of the parameters of `compiled`."""
+    return (ctypes.c_void_p * 8).from_address(address)
 
 
 def compiled() -> SimpleNamespace:
@@ -145,8 +152,9 @@ def compiled() -> SimpleNamespace:
 
 
 def launch_of(kernel: Any, rows: int = 128) -> Launch:
-    base = SimpleNamespace(data_ptr=lambda: 1)
-    arguments = {"a_desc": SimpleNamespace(shape=[rows, 64], strides=[64, 1], base=base), "y_ptr": base}
+    base = torch.zeros(1, dtype=torch.bfloat16)
+    desc = SimpleNamespace(shape=[rows, 64], strides=[64, 1], base=base, block_shape=[128, 64])
+    arguments = {"a_desc": desc, "y_ptr": base}
     return Launch(kernel, (rows,), arguments, {}, (("a_desc",), ("y_ptr",)))
 
 
@@ -185,7 +193,7 @@ def test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton() -> Non
             cache.run(rows, (rows + 50, rows), partial(launch_of, kernel, rows))
             assert driver.launches[-1] == (rows + 50, rows), "with the values of this launch"
     one.run(128, (5, 6), lambda: launch_of(kernel))
-    assert kernel.launches == 1 and len(driver.launches) == 2 * 49 + 1
+    assert (kernel.launches, kernel.warmups) == (1, 1) and len(driver.launches) == 2 * 49 + 1
     assert driver.grids == [rows for rows in range(1, 50) for _ in range(2)] + [128]
 
 
@@ -226,6 +234,13 @@ def test_addresses_are_replaced_where_they_have_changed() -> None:
         launch(addresses)
     assert driver.launches == [(2, 3), (2, 4), (5, 4), (2, 3)]
     assert driver.replaced == [2, 5, 2]
+
+
+def test_a_value_for_what_is_no_parameter_is_refused() -> None:
+    """Triton leaves out what is 1, or a constant. A launch that did not notice would send the value of the first one for ever."""
+    launch = replace(launch_of(None), replaced=(("a_desc",), ("tag",)))
+    with pytest.raises(KeyError, match="tag"):
+        PackedLaunch(Driver(), Entry(compiled()), launch)  # type: ignore[arg-type]
 
 
 def test_behind_a_launch_that_failed_all_addresses_are_replaced() -> None:

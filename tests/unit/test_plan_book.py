@@ -57,16 +57,18 @@ def test_weights_that_lie_otherwise_have_plans_of_their_own() -> None:
 
 
 def test_passes_and_linears_have_tags_of_their_own() -> None:
-    plan: Any = SimpleNamespace(spec=ALL_GATHER_LINEAR, request=SimpleNamespace(what="input [4, 8], method chunked"))
+    plan: Any = SimpleNamespace(
+        spec=ALL_GATHER_LINEAR, wgrad=None, request=SimpleNamespace(what="input [4, 8], method chunked")
+    )
     planned = Planned(None, plan)  # type: ignore[arg-type]
     tags = [tag for name in ("layers.0.linear_fc1", "layers.1.linear_fc1") for tag in _tags(planned, name)]
     assert len({tag.fingerprint for tag in tags}) == 6
     assert tags[0].op == "layers.0.linear_fc1/fprop" and tags[0].what == "all_gather_linear, input [4, 8]"
-    assert planned.tags("output_layer").ranges == ("output/fprop", "output/dgrad", "output/wgrad")
+    assert planned.linear("output_layer").tags.ranges == ("output/fprop", "output/dgrad", "output/wgrad")
 
 
 def _tags(planned: Planned, name: str) -> list[Any]:
-    tags = planned.tags(name)
+    tags = planned.linear(name).tags
     return [tags.fprop, tags.dgrad, tags.wgrad]
 
 

@@ -20,6 +20,9 @@ TOLD = In(f"{OPERATORS}/kernel_args.py", (f"{UNIT}/test_launch_limits.py",))
 PERSISTENT = In(f"{OPERATORS}/persistent.py", (f"{UNIT}/test_operands.py",))
 LENGTHS = In(f"{OPERATORS}/plan_book.py", ("tests/protocol/test_new_lengths.py",))
 BOOK = In(f"{OPERATORS}/plan_book.py", (f"{UNIT}/test_plan_book.py",))
+COLLECTIVES = In(f"{OPERATORS}/collectives.py", (f"{PROTOCOL}/test_processes.py::test_every_shape[collective-2]",))
+APPLIED = In(f"{OPERATORS}/applied.py", (f"{UNIT}/test_applied.py",))
+KEEPS = In(f"{OPERATORS}/plan_book.py", (FOOTPRINT,))
 LINEAR = In("overlap_train/linear.py", (FOOTPRINT,))
 ONCE = In(f"{OPERATORS}/once.py", (MODES,))
 LAUNCH = In(
@@ -28,6 +31,10 @@ LAUNCH = In(
 )
 PTX = In(
     "overlap_train/gpu/ptx_check.py", (f"{UNIT}/test_ptx_check.py::test_a_kernel_that_lacks_its_wait_is_not_launched",)
+)
+ASKED = f"{UNIT}/test_specialisation.py::test_triton_is_asked_once_for_launches_of_a_kind"
+KINDS = In(
+    "overlap_train/gpu/specialisation.py", (f"{UNIT}/test_specialisation.py::test_equal_kinds_are_equal_binaries",)
 )
 
 FAULTS = [
@@ -89,6 +96,14 @@ FAULTS = [
         "            pass\n        return self._y",
         f"{PROTOCOL}/test_processes.py::test_collectives_beside_the_callers_work",
     ),
+    COLLECTIVES("a collective that is not aside is not waited for", "if not aside and work is not None:", "if False:"),
+    COLLECTIVES(
+        "a collective that is aside is waited for by nobody",
+        "return work if aside else None",
+        "return None",
+        f"{PROTOCOL}/test_processes.py::test_collectives_beside_the_callers_work",
+    ),
+    APPLIED("torch.func's transforms are not noticed", "if torch._C._are_functorch_transforms_active()", "if False"),
     TOLD(
         "kernels that send count in the others' words",
         "counters = call.slot.direct_counters if direct else call.slot.counters",
@@ -161,12 +176,12 @@ FAULTS = [
         "",
         survives="what rank 0 has found is taken by all; the others only read for nothing",
     ),
-    LINEAR(
+    KEEPS(
         "x is kept although it is gathered again",
-        "keep = planned.plan.wgrad is None and trains and w_shard_n.requires_grad",
-        "keep = trains and w_shard_n.requires_grad",
+        "keeps = self.plan.wgrad is None and self.trains",
+        "keeps = self.trains",
     ),
-    LINEAR("x is kept without gradients", "plan.wgrad is None and trains and", "plan.wgrad is None and", MODES),
+    KEEPS("x is kept without gradients", "trains = torch.is_grad_enabled() and", "trains =", MODES),
     LINEAR(
         "x of a frozen weight is kept for backward",
         "saved if ctx.needs_input_grad[1] else None, w_shard_n)",
@@ -175,8 +190,8 @@ FAULTS = [
     ),
     LINEAR(
         "the weight of a hook on saved tensors is taken",
-        "dw = WeightGradient(ctx.weight, ctx.planned.plan.config.main_grad) if wants_dw else None\n        dx_shard_m",
-        "dw = WeightGradient(w_shard_n, ctx.planned.plan.config.main_grad) if wants_dw else None\n        dx_shard_m",
+        "dw = WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad) if wants_dw else None\n        dx_shard_m",
+        "dw = WeightGradient(w_shard_n, ctx.linear.plan.config.main_grad) if wants_dw else None\n        dx_shard_m",
         MODES,
     ),
     LINEAR(
@@ -192,11 +207,20 @@ FAULTS = [
         "x_shard_m.shape[1:-1], -1)\n    return y",
         f"{PROTOCOL}/test_processes.py::test_every_shape[chunked-2]",
     ),
-    LAUNCH("an address that has changed is not replaced", "if value == last:", "if last is not None:"),
+    LAUNCH(
+        "an address that has changed is not replaced", "if values[which] != last[which]:", "if last[which] is None:"
+    ),
+    LAUNCH(
+        "a value for what is no parameter is dropped",
+        "for which, name in replaced if name not in self._maps)",
+        "for which, name in replaced if name in self._words)",
+        f"{UNIT}/test_packed_launch.py::test_a_value_for_what_is_no_parameter_is_refused",
+    ),
+    LAUNCH("pointers stay those of the first launch", "            words[index] = values[which]", "            pass"),
     LAUNCH(
         "after a launch that failed addresses count as replaced",
-        "there, self._last = self._last, self._unknown",
-        "there = self._last",
+        "last, self._last = self._last, self._unknown",
+        "last = self._last",
         f"{UNIT}/test_packed_launch.py::test_behind_a_launch_that_failed_all_addresses_are_replaced",
     ),
     LAUNCH(
@@ -248,10 +272,17 @@ FAULTS = [
     ),
     PTX(
         "a kernel is checked at each first launch",
-        "        if compiled.hash in self._verified:\n            return compiled\n",
+        "        if compiled.hash in self._verified:\n            return\n",
         "",
         f"{UNIT}/test_ptx_check.py::test_a_kernel_is_checked_once",
     ),
+    PTX("Triton is asked at each launch", "self._known[key] = compiled", "pass", ASKED),
+    KINDS("an address on 4 bytes counts as one on 16", "value.data_ptr() % _ALIGNMENT == 0", "True"),
+    KINDS("1 counts as any number", "value == 1, ", ""),
+    KINDS("17 counts as 16", "value % _ALIGNMENT == 0, bits", "bits"),
+    KINDS("long integers count as short ones", "bits > 31, ", ""),
+    KINDS("dtypes do not count", "return value.dtype, value", "return value"),
+    KINDS("constexprs do not count", ", tuple(constants.items())", ""),
     PTX(
         "proofs may lie in any order",
         "        place = found.end()",

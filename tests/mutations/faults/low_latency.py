@@ -8,7 +8,10 @@ INTERLEAVED, UNIT = "tests/protocol/test_interleaving_low_latency.py", "tests/un
 BITS = f"{INTERLEAVED}::test_the_sum_is_that_of_rank_order_to_the_bit"
 NAMED = f"{INTERLEAVED}::test_another_call_of_a_peer_is_named_on_both_ranks"
 LATE = f"{INTERLEAVED}::test_late_words_of_a_peer_that_has_come_are_a_time_out"
-REFUSED = f"{UNIT}::test_it_is_refused_by_name_where_it_cannot_serve"
+REFUSED, AUTO = (
+    f"{UNIT}::test_it_is_refused_by_name_where_it_cannot_serve",
+    f"{UNIT}::test_auto_takes_it_for_few_rows_of_few_bytes",
+)
 WRAPS = f"{INTERLEAVED}::test_epochs_wrap_around"
 NAN = "tests/protocol/test_interleaving_shared_slot.py::test_what_has_not_come_is_nan_in_the_result"
 
@@ -53,13 +56,15 @@ FAULTS = [
     KERNELS("the own rows are added last", "for source in range(WORLD):", "for source in range(WORLD - 1, -1, -1):"),
     LAUNCH(
         "blocks that end within a word are read by whole words",
-        "for number in (block_bytes, *addresses))",
-        "for number in addresses)",
+        "(block_bytes | first_at | second_at) % 4",
+        "(first_at | second_at) % 4",
     ),
     PLANS("words take as much as their data", "* _WORD_BYTES", "* _DATA_BYTES"),
     PLANS("half a word has no room", "-(-received // world // _DATA_BYTES)", "(received // world // _DATA_BYTES)"),
     PLANS("all-to-alls are served", "if kind in EXCHANGES:", "if False:", REFUSED),
     PLANS("any size is served", "if nbytes > most:", "if False:", REFUSED),
+    PLANS("auto takes it whatever is sent", "pass_.m <= rows and sent <= most", "pass_.m <= rows", AUTO),
+    PLANS("auto takes it for many rows", "pass_.m <= rows and sent <= most", "sent <= most", AUTO),
     LAYOUT(
         "flagged words lie over blocks",
         "return self.offset(BARRIER) + slot * _aligned(self.flagged_bytes)",

@@ -43,7 +43,13 @@ FAULTS = [
         f"{PROTOCOL}/test_interleaving_columns.py::test_ranks_meet_where_asked_and_where_slots_run_out",
     ),
     ROOM(
-        "the heap grows with every length", "roomy = layout.covering(with_room(request.slot_bytes))", "roomy = layout"
+        "the heap grows with every length", "with_room(request.slot_bytes), with_room", "request.slot_bytes, with_room"
+    ),
+    ROOM(
+        "words grow with every length",
+        "with_room(request.flagged_bytes))",
+        "request.flagged_bytes)",
+        "tests/protocol/test_new_lengths.py::test_words_with_flags_grow_in_buckets_too",
     ),
     ROOM(
         "room for longer rows counts against symmetric_mib",

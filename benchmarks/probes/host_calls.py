@@ -1,0 +1,147 @@
+"""The calls that host_time.py times: ours by each method, and others beside them, on small operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from overlap_train.operators.all_gather_gemm import start_gather
+from overlap_train.operators.gemm_reduce_scatter import start_scatter
+from overlap_train.operators.plan_book import plan_of
+from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+from overlap_train.protocol.tags import Tag
+
+METHODS = ("low_latency", "direct", "fused", "collective")
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """x [M/W, K], column [N/W, K]; h [M, N/W], row [K, N/W]; gradients dy [M, N/W], dz [M/W, K]; K = N/W.
+
+    whole, dwhole: x of all ranks, and the gradient of a row linear without a reduction, [M, K].
+    """
+
+    x: torch.Tensor
+    column: torch.Tensor
+    h: torch.Tensor
+    row: torch.Tensor
+    dy: torch.Tensor
+    dz: torch.Tensor
+    whole: torch.Tensor
+    dwhole: torch.Tensor
+
+
+def operands_of(rows: int, features: int, device: torch.device, world: int) -> Operands:
+    def tensor(m: int, trained: bool = True) -> torch.Tensor:
+        return torch.randn(m, features, device=device, dtype=torch.bfloat16, requires_grad=trained)
+
+    x, column, h, row = tensor(rows // world), tensor(features), tensor(rows), tensor(features)
+    return Operands(
+        x, column, h, row, tensor(rows, False), tensor(rows // world, False), tensor(rows), tensor(rows, False)
+    )
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear, or both: what makes its outputs, and what autograd is given and asked for."""
+
+    forward: Callable[[], tuple[torch.Tensor, ...]]
+    inputs: tuple[torch.Tensor, ...]
+    grads: tuple[torch.Tensor, ...]
+
+    def backward(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        torch.autograd.grad(outputs, self.inputs, self.grads)
+
+    def __add__(self, other: Linear) -> Linear:
+        return Linear(lambda: self.forward() + other.forward(), self.inputs + other.inputs, self.grads + other.grads)
+
+
+def linears_of(o: Operands) -> dict[str, dict[str, Linear]]:
+    """By operator and method; F.linear has all of x."""
+    column = {"F.linear": Linear(lambda: (F.linear(o.whole, o.column),), (o.whole, o.column), (o.dy,))}
+    row = {"F.linear": Linear(lambda: (F.linear(o.h, o.row),), (o.h, o.row), (o.dwhole,))}
+    for method in METHODS:
+        said = dict(group=dist.group.WORLD, config=OverlapConfig(method=method))
+        column[method] = Linear(lambda said=said: (all_gather_linear(o.x, o.column, **said),), (o.x, o.column), (o.dy,))
+        row[method] = Linear(lambda said=said: (linear_reduce_scatter(o.h, o.row, **said),), (o.h, o.row), (o.dz,))
+    return {"column": column, "row": row, "both": {method: column[method] + row[method] for method in column}}
+
+
+def alone(o: Operands, method: str) -> dict[str, Call]:
+    """The engines of both linears as `bench` times them: no look-up of a plan, no autograd, the weight transposed before."""
+    group, config, x, h = dist.group.WORLD, OverlapConfig(method=method), o.x.detach(), o.h.detach()
+    first = plan_of(ALL_GATHER_LINEAR, x, o.column, None, group, config, "gather")
+    second = plan_of(LINEAR_REDUCE_SCATTER, h, o.row, None, group, config, "scatter")
+    domain, gathering, scattering = first.domain, first.plan.fprop, second.plan.fprop
+    b, c, tag = o.column.detach().t(), o.row.detach().t(), Tag("alone", "alone")
+
+    def gather() -> torch.Tensor:
+        with domain.operator(tag, gathering.slots):
+            return start_gather(domain, gathering, tag, x).matmul(b)
+
+    def scatter() -> torch.Tensor:
+        with domain.operator(tag, scattering.slots):
+            return start_scatter(domain, scattering, tag, h, c).finish()
+
+    return {"column": gather, "row": scatter}
+
+
+class Sequence:
+    """What the method `collective` does, written out: no checks, no plan, no autograd."""
+
+    def __init__(self, o: Operands) -> None:
+        self._x, self._h, self._dy, self._dz = o.x.detach(), o.h.detach(), o.dy, o.dz
+        self._column, self._row, self._b, self._c = (
+            o.column.detach(),
+            o.row.detach(),
+            o.column.detach().t(),
+            o.row.detach().t(),
+        )
+
+    def passes(self) -> dict[tuple[str, str], Call]:
+        """By operator and pass."""
+        found: dict[tuple[str, str], Call] = {
+            ("column", "alone"): self._alone_column,
+            ("row", "alone"): self._alone_row,
+        }
+        forward, backward = (self._forward_column, self._forward_row), (self._backward_column, self._backward_row)
+        for what, (column, row) in {"fprop": forward, "bprop": backward}.items():
+            found["column", what], found["row", what] = column, row
+            found["both", what] = lambda column=column, row=row: (column(), row())
+        return found
+
+    def _gather(self, shard: torch.Tensor) -> torch.Tensor:
+        whole = shard.new_empty(len(shard) * dist.get_world_size(), shard.shape[1])
+        dist.all_gather_into_tensor(whole, shard)
+        return whole
+
+    def _scatter(self, partial: torch.Tensor) -> torch.Tensor:
+        y = partial.new_empty(len(partial) // dist.get_world_size(), partial.shape[1])
+        dist.reduce_scatter_tensor(y, partial)
+        return y
+
+    def _alone_column(self) -> object:
+        return torch.mm(self._gather(self._x), self._b)
+
+    def _alone_row(self) -> object:
+        return self._scatter(torch.mm(self._h, self._c))
+
+    def _forward_column(self) -> object:
+        return torch.mm(self._gather(self._x), self._column.t())
+
+    def _forward_row(self) -> object:
+        return self._scatter(torch.mm(self._h, self._row.t()))
+
+    def _backward_column(self) -> object:
+        whole, dx = self._gather(self._x), self._scatter(torch.mm(self._dy, self._column))
+        return dx, torch.mm(self._dy.t(), whole)
+
+    def _backward_row(self) -> object:
+        whole = self._gather(self._dz)
+        return torch.mm(whole, self._row), torch.mm(whole.t(), self._h)

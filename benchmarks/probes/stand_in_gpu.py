@@ -1,0 +1,131 @@
+"""A GPU that does nothing, so that a machine without one shows how long our Python takes around the driver's calls.
+
+Rank 0 of two: collectives and driver calls return at once, and kernels are packed but never run. Tensors lie in host memory, and
+the library multiplies them, in the least time that torch has for a product. What it leaves out is the time in CUDA and NCCL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from overlap_train.gpu.driver import _SIGNATURES, CudaDriver
+from overlap_train.gpu.entry import layout_of
+from overlap_train.gpu.launch import Launcher
+from overlap_train.operators import plan_book
+from overlap_train.planning.machines import Target
+from overlap_train.planning.schedule import Topology
+from overlap_train.protocol.copy_engine import StreamCopyEngine
+from overlap_train.runtime import domain
+from overlap_train.symmetric.topology import Nodes
+
+HOPPER, WORLD, SMS = Target((9, 0)), 2, 132
+
+
+class IdleDriver(CudaDriver):
+    """The real signatures, so that ctypes converts as many arguments; behind each a C function that returns 0."""
+
+    def __init__(self) -> None:
+        for name, (_, arguments) in _SIGNATURES.items():
+            function = ctypes.CDLL(None)["pthread_condattr_destroy"]  # returns 0 whatever it is given
+            function.argtypes, function.restype = arguments, ctypes.c_int
+            setattr(self, name, function)
+        self._context = 1
+        self.current_stream, self.is_capturing, self.new_event = int, bool, itertools.count(1).__next__  # type: ignore
+
+
+class Unchecked:
+    """Takes the place of Verifier: a kernel that was never compiled, with the parameters that its arguments would have."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def verify(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> Any:
+        signature = {name: _kind(value) for name, value in arguments.items()}
+        described = [value for value in arguments.values() if hasattr(value, "block_shape")]
+        maps = [dict(elem_size=2, elem_type=10, block_size=one.block_shape, swizzle=3) for one in described]
+        sizes = [*(size for _, size in layout_of(signature)), 8, 8]
+        entry: Any = SimpleNamespace(signature=signature, sizes=sizes, maps=maps, function=1, threads=128, shared=0)
+        name = str(len(self._launcher.entries))
+        self._launcher.entries[name] = entry
+        return SimpleNamespace(hash=name)
+
+
+def _kind(value: Any) -> str:
+    if hasattr(value, "block_shape"):
+        return f"tensordesc<bf16{list(value.block_shape)}>"
+    return "*bf16" if isinstance(value, torch.Tensor) else "i64"
+
+
+class Echo:
+    """Takes the place of Agreement: every rank says what this one does."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def exchange(self, value: Any, what: str, kind: str = "") -> list[Any]:
+        return [value] * self.world_size
+
+    def barrier(self, what: str) -> None: ...
+
+    def all_succeed(self, error: str | None, what: str) -> None:
+        assert error is None, error
+
+    def forget(self) -> None: ...
+
+
+class IdleDomain(domain.OverlapDomain):
+    """Of host tensors, which go the way of a GPU's."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.engine.close()
+        self._on_gpu, self._launcher = True, Launcher(IdleDriver())
+        self._launcher.verifier = Unchecked(self._launcher)  # type: ignore[assignment]
+        self.engine = StreamCopyEngine(self.device, self._launcher.driver)
+        self.nodes = Nodes(Topology(1, self.world_size, self.rank))
+
+
+def stand_in() -> ExitStack:
+    """Bracket in which this process is rank 0 of two, and host tensors are taken for a GPU's."""
+    stack = ExitStack()
+    make_plan, registry = plan_book.make_plan, "overlap_train.runtime.registry"
+
+    def planned(spec: Any, config: Any, table: Any, topology: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
+        return make_plan(spec, config, table, topology, _OnHopper(x), _OnHopper(w))  # type: ignore[arg-type]
+
+    stream = SimpleNamespace(cuda_stream=1, synchronize=lambda: None)
+    for name, instead in {
+        f"{registry}.OverlapDomain": IdleDomain,
+        "overlap_train.runtime.domain.Agreement": Echo,
+        "overlap_train.operators.plan_book.make_plan": planned,
+        "overlap_train.operators.plan_book.why_not": lambda *arguments: None,
+        "overlap_train.operators.hopper.multiprocessors": lambda device: SMS,
+        "torch.cuda.Stream": lambda *arguments, **options: stream,
+        "torch.cuda.synchronize": lambda device=None: None,
+        "torch.cuda.is_current_stream_capturing": bool,
+    }.items():
+        stack.enter_context(mock.patch(name, instead))
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    stack.callback(dist.destroy_process_group)
+    return stack
+
+
+class _OnHopper:
+    """A tensor as planning sees it."""
+
+    device = HOPPER
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
