@@ -6,7 +6,7 @@ Forward and backward share two engines, crossed: the dgrad of one operator is th
                                                                                          runs under the end of the RS
     linear_reduce_scatter    forward  GEMM + RS           dgrad  AG(dy) + GEMM    wgrad  with the dy just gathered
 
-planning/spec.py has the same as a table, planning/plan.py what a plan decides.
+operators/column_row.py has these passes, planning/spec.py the same as a table, planning/plan.py what a plan decides.
 
 W ranks; M global rows (the product of all leading dimensions, the first of which is sharded); K input and N output features.
 """
@@ -20,15 +20,12 @@ import torch
 import torch.distributed as dist
 
 from .config import OverlapConfig
-from .operators.all_gather_gemm import start_gather
 from .operators.applied import applied
-from .operators.gemm_reduce_scatter import start_scatter
+from .operators.column_row import column_backward, column_forward, row_backward, row_forward
 from .operators.once import once_differentiable
 from .operators.plan_book import PlannedLinear, plan_of
-from .operators.weight_gradient import weight_gradient
-from .planning.plan import barrier_first
+from .operators.weight_gradient import WeightGradient
 from .planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from .runtime.profiling import profiled
 
 
 def all_gather_linear(
@@ -125,11 +122,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedLinear) -> torch.Tensor:
-        domain, plan, tags = linear.domain, linear.plan, linear.tags
-        with domain.operator(tags.fprop, plan.fprop.slots, plan.fprop.variant.barrier_first), profiled(tags.ranges[0]):
-            gather = start_gather(domain, plan.fprop, tags.fprop, x_shard_m)
-            y_shard_n = gather.matmul(w_shard_n.t())
-            saved = gather.gathered_copy() if linear.keeps else x_shard_m
+        y_shard_n, saved = column_forward(linear, x_shard_m, w_shard_n)
         # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
         ctx.linear, ctx.weight = linear, w_shard_n
         ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, w_shard_n)
@@ -139,32 +132,16 @@ class _AllGatherLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         saved, w_shard_n = ctx.saved_tensors
-        domain, plan, tags = ctx.linear.domain, ctx.linear.plan, ctx.linear.tags
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dx_shard_m = dw_shard_n = scatter = gather = None
-        wgrad = plan.wgrad if wants_dw else None
-        slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
-        meets = wants_dx and barrier_first(plan, wgrad is not None)
-        with domain.operator(tags.dgrad, slots, meets), profiled(tags.ranges[1]):
-            if wgrad is not None:
-                gather = start_gather(domain, wgrad, tags.wgrad, saved)
-            if wants_dx:
-                scatter = start_scatter(domain, plan.dgrad, tags.dgrad, dy_shard_n, w_shard_n)
-            if wants_dw:
-                x = saved if gather is None else gather.gathered_view()
-                with profiled(tags.ranges[2]):
-                    dw_shard_n = weight_gradient(dy_shard_n, x, ctx.weight, plan.config.main_grad)
-            if scatter is not None:
-                dx_shard_m = scatter.finish()
-        return dx_shard_m, dw_shard_n, None
+        dw = WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad) if wants_dw else None
+        dx_shard_m = column_backward(ctx.linear, dy_shard_n, saved, w_shard_n, dw, wants_dx)
+        return dx_shard_m, None if dw is None else dw.result(), None
 
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedLinear) -> torch.Tensor:
-        domain, plan, tags = linear.domain, linear.plan, linear.tags
-        with domain.operator(tags.fprop, plan.fprop.slots, plan.fprop.variant.barrier_first), profiled(tags.ranges[0]):
-            y_shard_m = start_scatter(domain, plan.fprop, tags.fprop, x_shard_k, w_shard_k.t()).finish()
+        y_shard_m = row_forward(linear, x_shard_k, w_shard_k)
         ctx.linear, ctx.weight = linear, w_shard_k  # as above
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
         return y_shard_m
@@ -173,17 +150,10 @@ class _LinearReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_k, w_shard_k = ctx.saved_tensors
-        domain, plan, tags = ctx.linear.domain, ctx.linear.plan, ctx.linear.tags
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dx_shard_k = dw_shard_k = None
-        with domain.operator(tags.dgrad, plan.dgrad.slots, barrier_first(plan, gathers=True)), profiled(tags.ranges[1]):
-            gather = start_gather(domain, plan.dgrad, tags.dgrad, dy_shard_m)
-            if wants_dx:
-                dx_shard_k = gather.matmul(w_shard_k)
-            if wants_dw:
-                with profiled(tags.ranges[2]):
-                    dw_shard_k = weight_gradient(gather.gathered_view(), x_shard_k, ctx.weight, plan.config.main_grad)
-        return dx_shard_k, dw_shard_k, None
+        dw = WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad) if wants_dw else None
+        dx_shard_k = row_backward(ctx.linear, dy_shard_m, lambda: x_shard_k, w_shard_k, dw, wants_dx)
+        return dx_shard_k, None if dw is None else dw.result(), None
 
 
 _apply_all_gather, _apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

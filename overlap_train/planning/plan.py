@@ -95,7 +95,10 @@ def make_plan(
     """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`."""
     rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
     first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
-    fprop, dgrad = (_engine(p, config, table, topology, x.device, w) for p in (first, first.dgrad))
+    if spec.multiplies:
+        fprop, dgrad = (_engine(p, config, table, topology, x.device, w) for p in (first, first.dgrad))
+    else:
+        fprop = dgrad = engine_plan(_without_product(config, topology), first, topology, x.device, w)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     wgrad = sent_again(fprop, topology) if sends_again else None
     how = (
@@ -117,6 +120,14 @@ def _engine(
     pass_: Pass, config: OverlapConfig, table: Table, topology: Topology, device: torch.device, w: torch.Tensor
 ) -> EnginePlan:
     return engine_plan(choose(config.method, pass_, device, table, topology.nodes), pass_, topology, device, w)
+
+
+def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
+    """How an exchange alone runs: by the copy engine, which leaves the SMs to the product of another group beside it."""
+    across = topology.nodes > 1 and config.method == "auto"
+    if config.method == "collective" or across:
+        return Choice("collective", "auto: all-to-alls do not overlap across nodes yet" if across else "asked for")
+    return Choice("chunked", "beside a product")
 
 
 def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor) -> EnginePlan:

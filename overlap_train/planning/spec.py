@@ -10,10 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
-from .arguments import all_gather_error, all_to_all_linear_error, linear_all_to_all_error, reduce_scatter_error
+from .arguments import (
+    all_gather_error,
+    all_to_all_error,
+    all_to_all_linear_error,
+    linear_all_to_all_error,
+    reduce_scatter_error,
+)
 from .schedule import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER
 
-RECEIVED_X, RECEIVED_DY = "x, sent again or kept", "dy, as received for dgrad"
+RECEIVED_X, RECEIVED_DY, SENT_ALONE = (
+    "x, sent again or kept",
+    "dy, as received for dgrad",
+    "x, sent again alone, or kept",
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,7 @@ class OperatorSpec:
 
     fprop, dgrad: the engine, GATHER (AG + GEMM), SCATTER (GEMM + RS), A2A_GEMM or GEMM_A2A. wgrad: the operand of the weight
     gradient that comes from the peers.
-    error: what is wrong with (x, w, bias, world_size, name), or None.
+    error: what is wrong with (x, w, bias, world_size, name), or None. multiplies: False for an exchange alone.
     """
 
     name: str
@@ -30,6 +40,7 @@ class OperatorSpec:
     dgrad: str
     wgrad: str
     error: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int, str], str | None]
+    multiplies: bool = True
 
     @property
     def sends_input(self) -> bool:
@@ -51,3 +62,5 @@ ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", GATHER, SCATTER, RECEIVED_
 LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", SCATTER, GATHER, RECEIVED_DY, reduce_scatter_error)
 LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", GEMM_A2A, A2A_GEMM, RECEIVED_DY, linear_all_to_all_error)
 ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", A2A_GEMM, GEMM_A2A, RECEIVED_X, all_to_all_linear_error)
+# Beside a product of another group (ulysses/tensor_parallel.py). x: what one rank sends, the columns of all ranks side by side.
+ALL_TO_ALL = OperatorSpec("all_to_all", A2A_GEMM, A2A_GEMM, SENT_ALONE, all_to_all_error, multiplies=False)

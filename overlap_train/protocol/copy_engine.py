@@ -109,6 +109,7 @@ class HostCopyEngine:
         self._timeout_s = timeout_s
         self._queue: queue.SimpleQueue[Push | None] = queue.SimpleQueue()
         self._pending = 0
+        self._ahead: int | None = None  # how many of these are of the next operator, where it has begun
         self._error: Exception | None = None
         self._idle = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="overlap_train copy engine", daemon=True)
@@ -130,6 +131,7 @@ class HostCopyEngine:
     def push(self, source: torch.Tensor, routes: list[Route]) -> None:
         with self._idle:
             self._pending += len(routes)
+            self._ahead = None if self._ahead is None else self._ahead + len(routes)
         for route in routes:
             self._queue.put(route.push(source))
 
@@ -138,11 +140,12 @@ class HostCopyEngine:
         kernel()
 
     def begin_ahead(self) -> None:
-        pass  # join waits for everything
+        self._ahead = 0
 
     def join(self) -> None:
+        left, self._ahead = self._ahead or 0, None
         with self._idle:
-            self._idle.wait_for(lambda: self._pending == 0)
+            self._idle.wait_for(lambda: self._pending <= left)
         if self._error is not None:
             raise self._error
 

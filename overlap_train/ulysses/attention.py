@@ -16,9 +16,11 @@ from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
 from .arguments import heads_error, sequence_error
-from .exchange import Linear, Rows, heads_backward, rows_backward, to_heads, to_rows
+from .exchange import Linear, Rows
 from .linears import heads_linear, rank_rows, rows_linear
 from .rows import HeadRows, SequenceRows
+from .sharded import Groups, sharded_heads_linear, sharded_rows_linear
+from .tensor_parallel import ShardedLinear
 
 CONTIGUOUS = SequenceLayout()
 
@@ -33,6 +35,7 @@ def qkv_all_to_all(
     layout: SequenceLayout = CONTIGUOUS,
     qk_norm: QkNorm | None = None,
     rotary: Rotary | None = None,
+    tp_group: dist.ProcessGroup | None = None,
     config: OverlapConfig | None = None,
     name: str = "linear_qkv",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,11 +54,16 @@ def qkv_all_to_all(
     For backward, `qk_norm` keeps q and k as they are before the norm: s x b x (query + kv) / W x dim elements, as many as a
     separate norm. (They cannot be worked out from its results, which may be written into, and whose weights may be 0.)
 
+    With `tp_group` of T ranks weights are divided over it, and x over both groups: the t-th of T equal parts of what this rank's
+    position in `group` has. x is [s/(W T), b, K], w [N/T, K], bias [N/T], and heads are those of one tensor-parallel rank. The
+    product gathers x over `tp_group`. A long sequence passes in parts; the product of one hides the exchange of another.
+
     Args:
         layout: how the ranks share the sequence.
         qk_norm: RMSNorm of each head of q and of k. The gradients of its weights are those of this rank's heads, added in fp32
             and in a fixed order; sum them over the group, as that of the bias.
         rotary: cos and sin of the whole sequence, in its order; None: q and k as they are.
+        tp_group: the tensor-parallel ranks that share this rank's rows; None: weights are whole.
         heads, group, config, name: see linear_all_to_all.
 
     Raises:
@@ -64,18 +72,22 @@ def qkv_all_to_all(
     if torch.compiler.is_compiling():
         return run_eagerly(  # type: ignore[return-value]
             qkv_all_to_all, x_shard_m, w, bias, group=group, heads=heads, layout=layout, qk_norm=qk_norm, rotary=rotary,
-            config=config, name=name,
+            tp_group=tp_group, config=config, name=name,
         )  # fmt: skip
-    world_size = dist.get_world_size(group)
-    s = x_shard_m.shape[:1].numel() * world_size
+    world_size, both = dist.get_world_size(group), _both(group, tp_group)
+    s = x_shard_m.shape[:1].numel() * world_size * (1 if both is None else both.shards)
     error = sequence_error(x_shard_m, s, layout, rotary, world_size, name)
     error = error or heads_error(x_shard_m, heads, qk_norm, rotary, name)
     if error is not None:
         raise ValueError(error)
     does = (("normalised", qk_norm), ("rotated", rotary))
     meaning = ", ".join([layout.meaning, *(word for word, how in does if how is not None)])
-    linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name, meaning)
-    rows = layout.rows_of_ranks(s, world_size, x_shard_m.device)
+    linear: Linear | ShardedLinear
+    if both is None:
+        linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name, meaning)
+    else:
+        linear, own_bias = sharded_heads_linear(x_shard_m, w, bias, heads, both, config, name, meaning)
+    rows = _rows_of_ranks(layout, s, x_shard_m.device, world_size, both)
     received = _Received(heads.of_rank(world_size), rows, qk_norm, rotary, torch.is_grad_enabled())
     norm_weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
     return _QkvAllToAll.apply(x_shard_m, w, own_bias, *norm_weights, linear, received)
@@ -88,6 +100,7 @@ def attention_output_linear(
     *,
     group: dist.ProcessGroup,
     layout: SequenceLayout = CONTIGUOUS,
+    tp_group: dist.ProcessGroup | None = None,
     config: OverlapConfig | None = None,
     name: str = "linear_proj",
 ) -> torch.Tensor:
@@ -97,25 +110,47 @@ def attention_output_linear(
         w          [N, K]
         y_shard_m  [s/W, b, N]   a sequence shard
 
+    With `tp_group` of T ranks x is [s, b, K/(W T)], w [N, K/T], and y [s/(W T), b, N]: the product scatters its sums over it.
+
     Arguments, errors: see qkv_all_to_all and all_to_all_linear.
     """
     if torch.compiler.is_compiling():
-        return run_eagerly(attention_output_linear, x, w, bias, group=group, layout=layout, config=config, name=name)
-    world_size = dist.get_world_size(group)
+        return run_eagerly(
+            attention_output_linear, x, w, bias, group=group, layout=layout, tp_group=tp_group, config=config, name=name
+        )
+    world_size, both = dist.get_world_size(group), _both(group, tp_group)
     error = sequence_error(x, x.shape[:1].numel(), layout, None, world_size, name)
     if error is not None:
         raise ValueError(error)
-    linear = rows_linear(x, w, bias, group, config, name, layout.meaning)
-    rows = None if layout.kind == "contiguous" else layout.rows_of_ranks(x.shape[0], world_size, x.device)
+    linear: Linear | ShardedLinear
+    if both is None:
+        linear = rows_linear(x, w, bias, group, config, name, layout.meaning)
+    else:
+        linear = sharded_rows_linear(x, w, bias, both, config, name, layout.meaning)
+    in_turn = layout.kind == "contiguous" and both is None
+    rows = None if in_turn else _rows_of_ranks(layout, x.shape[0], x.device, world_size, both)
     y = _OutputLinear.apply(x, w, linear, rows, torch.is_grad_enabled()).view(-1, x.shape[1], w.shape[0])
     return y if bias is None else y + bias
+
+
+def _both(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> Groups | None:
+    """None where weights are whole."""
+    return None if tp_group is None or dist.get_world_size(tp_group) == 1 else Groups(group, tp_group)
+
+
+def _rows_of_ranks(
+    layout: SequenceLayout, s: int, device: torch.device, world_size: int, both: Groups | None
+) -> torch.Tensor:
+    """int64 [W, s/W], which rows of the sequence each rank has; of both groups [W, T, s/(W T)]."""
+    rows = layout.rows_of_ranks(s, world_size, device)
+    return rows if both is None else rows.unflatten(1, (both.shards, -1))
 
 
 @dataclass(frozen=True)
 class _Received:
     """What a rank receives, and how it becomes q, k and v.
 
-    heads: of this rank. rows: int64 [W, s/W], which rows of the sequence each rank has sent. trains: gradients are enabled.
+    heads: of this rank. rows: which rows of the sequence each rank has sent (_rows_of_ranks). trains: gradients are enabled.
     """
 
     heads: AttentionHeads
@@ -138,7 +173,7 @@ class _QkvAllToAll(torch.autograd.Function):
         bias: torch.Tensor | None,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
-        linear: Linear,
+        linear: Linear | ShardedLinear,
         received: _Received,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, x_rows, before, norm = received.heads, as_rows(x_shard_m), None, None
@@ -147,9 +182,9 @@ class _QkvAllToAll(torch.autograd.Function):
             if received.trains and any(ctx.needs_input_grad):
                 before = received.new_heads(x_shard_m, (heads.kv, heads.per_group + 1))
             norm = HeadNorm(received.norm, before)
-        to_heads(linear, x_rows, HeadRows((q, k, v), received.rows, received.rotary, bias, norm))
+        saved = linear.to_heads(x_rows, HeadRows((q, k, v), received.rows, received.rotary, bias, norm))
         ctx.linear, ctx.received = linear, received
-        ctx.save_for_backward(x_rows if ctx.needs_input_grad[1] else None, linear.w, before, q_weight, k_weight)
+        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, linear.w, before, q_weight, k_weight)
         return q, k, v
 
     @staticmethod
@@ -162,7 +197,7 @@ class _QkvAllToAll(torch.autograd.Function):
         dy = HeadRows((dq, dk, dv), received.rows, received.rotary, None, norm)
         if ctx.needs_input_grad[2]:
             dy.bias_gradient = dq.new_zeros(received.heads.features, dtype=torch.float32)
-        dx, dw = heads_backward(ctx.linear.multiplying(w), x_rows, dy, ctx.needs_input_grad[0])
+        dx, dw = ctx.linear.multiplying(w).heads_backward(x_rows, dy, ctx.needs_input_grad[0])
         if dy.bias_gradient is not None:
             dbias = dy.bias_gradient.to(dq.dtype)
         if norm is not None:
@@ -170,18 +205,23 @@ class _QkvAllToAll(torch.autograd.Function):
         return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, *of_norm, None, None
 
 
-def _sequence(linear: Linear, x: torch.Tensor, rows: torch.Tensor | None) -> Rows:
+def _sequence(linear: Linear | ShardedLinear, x: torch.Tensor, rows: torch.Tensor | None) -> Rows:
     """x [s, b, C] as the exchange finds it. rows: None where the ranks' rows follow each other, and nothing is to be copied."""
-    return rank_rows(linear, x.flatten(0, 1)) if rows is None else SequenceRows(x, rows)
+    return SequenceRows(x, rows) if rows is not None else rank_rows(linear, x.flatten(0, 1))  # type: ignore[arg-type]
 
 
 class _OutputLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, linear: Linear, rows: torch.Tensor | None, trains: bool
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        linear: Linear | ShardedLinear,
+        rows: torch.Tensor | None,
+        trains: bool,
     ) -> torch.Tensor:
         x = x.contiguous()
-        y, kept = to_rows(linear, _sequence(linear, x, rows), linear.keeps and trains and w.requires_grad)
+        y, kept = linear.to_rows(_sequence(linear, x, rows), linear.keeps and trains and w.requires_grad)
         ctx.linear, ctx.rows, ctx.shape = linear, rows, x.shape
         ctx.save_for_backward(*(kept or [x] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y  # whole and not as a view, which autograd would refuse to have written into
@@ -196,4 +236,4 @@ class _OutputLinear(torch.autograd.Function):
         x = None
         if ctx.needs_input_grad[1]:
             x = saved if linear.keeps else _sequence(linear, saved[0], ctx.rows)
-        return dx, rows_backward(linear, x, dy, into), None, None, None
+        return dx, linear.rows_backward(x, dy, into), None, None, None

@@ -3,6 +3,8 @@
     to_heads    y = all_to_all(x @ w.T)    rows of x leave, columns of y arrive    dgrad and wgrad: heads_backward
     to_rows     y = all_to_all(x) @ w.T    columns of x arrive                     dgrad and wgrad: rows_backward
 
+Of `to_rows` and `heads_backward` the next part is sent before one is multiplied (ahead.py).
+
 `Rows` is where the exchanged rows lie in the caller's tensors: rank after rank, or in the order of the sequence.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +23,7 @@ from ..operators.weight_gradient import WeightGradient
 from ..planning.plan import EnginePlan
 from ..protocol.tags import Tag
 from ..runtime.profiling import profiled
+from .ahead import Step, run_steps
 from .parts import Part
 
 
@@ -86,107 +89,82 @@ class Linear:
     def gradient(self) -> WeightGradient:
         return WeightGradient(self.weight, self.main_grad, len(self.parts))
 
+    def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
+        """y = all_to_all(x [M/W, K] @ w.T). Returns what the weight gradient needs of x: x."""
+        for part in self.parts:
+            domain, fprop, tags = part.planned.domain, part.planned.plan.fprop, part.tags
+            with domain.operator(tags.fprop, fprop.slots), profiled(tags.ranges[0]):
+                x_rows, place = self.rows(x, part), y.place(part)
+                y.take(part, start_gemm_all_to_all(domain, fprop, tags.fprop, x_rows, self.w.t(), place).received())
+        return x
 
-def to_heads(linear: Linear, x: torch.Tensor, y: Rows) -> None:
-    """y = all_to_all(x [M/W, K] @ w.T)."""
-    for part in linear.parts:
-        domain, fprop, tags = part.planned.domain, part.planned.plan.fprop, part.tags
-        with domain.operator(tags.fprop, fprop.slots), profiled(tags.ranges[0]):
-            x_rows, place = linear.rows(x, part), y.place(part)
-            y.take(part, start_gemm_all_to_all(domain, fprop, tags.fprop, x_rows, linear.w.t(), place).received())
+    def heads_backward(
+        self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(dx [M/W, K], dw). x: None if dw is not wanted."""
+        dx, gradient = self.new_rows(self.w.shape[1]) if wants_dx else None, self.gradient()
 
-
-def heads_backward(
-    linear: Linear, x: torch.Tensor | None, dy: Rows, wants_dx: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dx [M/W, K], dw). x: None if dw is not wanted."""
-    dx, gradient = linear.new_rows(linear.w.shape[1]) if wants_dx else None, linear.gradient()
-
-    def multiply(part: Part, receiver: Receiver) -> None:
-        if dx is not None:
-            receiver.matmul(linear.w, linear.rows(dx, part))
-        if x is not None or dx is None:  # the peers need what this rank sends, whatever is frozen here
-            blocks = receiver.received_view()
-        if x is not None:
-            with profiled(part.tags.ranges[2]):
-                gradient.add(_of_weight(linear, blocks), linear.rows(x, part))
-
-    _receive(
-        [_Sent(part, part.planned.plan.dgrad, part.tags.dgrad, part.tags.ranges[1]) for part in linear.parts],
-        dy,
-        multiply,
-    )
-    return dx, gradient.result() if x is not None else None
-
-
-def to_rows(linear: Linear, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(y [M/W, N] = all_to_all(x) @ w.T, what each part has received [W, rows, K/W] if it is kept)."""
-    y, kept = linear.new_rows(linear.w.shape[0]), []
-
-    def multiply(part: Part, receiver: Receiver) -> None:
-        receiver.matmul(linear.w.t(), linear.rows(y, part))
-        if keep:
-            kept.append(receiver.received_copy())
-
-    _receive(
-        [_Sent(part, part.planned.plan.fprop, part.tags.fprop, part.tags.ranges[0]) for part in linear.parts],
-        x,
-        multiply,
-    )
-    return y, kept
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A part that is sent before it is multiplied. range: its name for profilers."""
-
-    part: Part
-    plan: EnginePlan
-    tag: Tag
-    range: str
-
-    def start(self, rows: Rows) -> Receiver:
-        return start_all_to_all_gemm(self.part.planned.domain, self.plan, self.tag, rows.give(self.part))
-
-
-def _receive(sent: list[_Sent], rows: Rows, multiply: Callable[[Part, Receiver], None]) -> None:
-    """Send and multiply part after part, each an operator of its own.
-
-    Where copies send, a part leaves before the one before it is multiplied: no product but the first waits for its first chunk.
-    """
-    ahead: Receiver | None = None
-    for one, following in zip_longest(sent, sent[1:]):
-        domain = one.part.planned.domain
-        with domain.operator(one.tag, one.plan.slots), profiled(one.range):
-            receiver, ahead = ahead or one.start(rows), None
-            if following is not None and one.plan.sends_ahead and following.plan.sends_ahead:
-                domain.begin_ahead()
-                ahead = following.start(rows)
-            multiply(one.part, receiver)
-
-
-def rows_backward(
-    linear: Linear, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
-) -> torch.Tensor | None:
-    """dw; dx is written. x: what to send again, or what was kept, or None if dw is not wanted."""
-    gradient = linear.gradient()
-    for number, part in enumerate(linear.parts):
-        domain, plan, tags = part.planned.domain, part.planned.plan, part.tags
-        again = None if x is None or isinstance(x, list) else plan.wgrad
-        slots = (0 if again is None else again.slots) + (0 if dx is None else plan.dgrad.slots)
-        dy_rows, receiver, exchange = linear.rows(dy, part), None, None
-        with domain.operator(tags.dgrad, slots), profiled(tags.ranges[1]):
-            if again is not None:
-                receiver = start_all_to_all_gemm(domain, again, tags.wgrad, x.give(part))  # type: ignore[union-attr]
+        def multiply(part: Part, receiver: Receiver) -> None:
             if dx is not None:
-                exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_rows, linear.w, dx.place(part))
+                receiver.matmul(self.w, self.rows(dx, part))
+            if x is not None or dx is None:  # the peers need what this rank sends, whatever is frozen here
+                blocks = receiver.received_view()
             if x is not None:
-                blocks = x[number] if receiver is None else receiver.received_view()  # type: ignore[index]
-                with profiled(tags.ranges[2]):
-                    gradient.add(dy_rows, blocks.view(domain.world_size, len(dy_rows), -1))
-            if exchange is not None:
-                dx.take(part, exchange.received())  # type: ignore[union-attr]
-    return gradient.result() if x is not None else None
+                with profiled(part.tags.ranges[2]):
+                    gradient.add(_of_weight(self, blocks), self.rows(x, part))
+
+        run_steps([_dgrad_step(part, dy, multiply) for part in self.parts])
+        return dx, gradient.result() if x is not None else None
+
+    def to_rows(self, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(y [M/W, N] = all_to_all(x) @ w.T, what each part has received [W, rows, K/W] if it is kept)."""
+        y, kept = self.new_rows(self.w.shape[0]), []
+
+        def multiply(part: Part, receiver: Receiver) -> None:
+            receiver.matmul(self.w.t(), self.rows(y, part))
+            if keep:
+                kept.append(receiver.received_copy())
+
+        run_steps([_fprop_step(part, x, multiply) for part in self.parts])
+        return y, kept
+
+    def rows_backward(
+        self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
+    ) -> torch.Tensor | None:
+        """dw; dx is written. x: what to send again, or what was kept, or None if dw is not wanted."""
+        gradient = self.gradient()
+        for number, part in enumerate(self.parts):
+            domain, plan, tags = part.planned.domain, part.planned.plan, part.tags
+            again = None if x is None or isinstance(x, list) else plan.wgrad
+            slots = (0 if again is None else again.slots) + (0 if dx is None else plan.dgrad.slots)
+            dy_rows, receiver, exchange = self.rows(dy, part), None, None
+            with domain.operator(tags.dgrad, slots), profiled(tags.ranges[1]):
+                if again is not None:
+                    receiver = start_all_to_all_gemm(domain, again, tags.wgrad, x.give(part))  # type: ignore[union-attr]
+                if dx is not None:
+                    exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, dx.place(part))
+                if x is not None:
+                    blocks = x[number] if receiver is None else receiver.received_view()  # type: ignore[index]
+                    with profiled(tags.ranges[2]):
+                        gradient.add(dy_rows, blocks.view(domain.world_size, len(dy_rows), -1))
+                if exchange is not None:
+                    dx.take(part, exchange.received())  # type: ignore[union-attr]
+        return gradient.result() if x is not None else None
+
+
+Multiply = Callable[[Part, Receiver], None]
+
+
+def _fprop_step(part: Part, x: Rows, multiply: Multiply) -> Step:
+    return _step(part, part.planned.plan.fprop, part.tags.fprop, part.tags.ranges[0], x, multiply)
+
+
+def _dgrad_step(part: Part, dy: Rows, multiply: Multiply) -> Step:
+    return _step(part, part.planned.plan.dgrad, part.tags.dgrad, part.tags.ranges[1], dy, multiply)
+
+
+def _step(part: Part, plan: EnginePlan, tag: Tag, range: str, rows: Rows, multiply: Multiply) -> Step:
+    return Step(part.planned.domain, plan, tag, range, partial(rows.give, part), partial(multiply, part))
 
 
 def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:

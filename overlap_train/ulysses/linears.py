@@ -22,7 +22,7 @@ from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of
-from .exchange import Linear, heads_backward, rows_backward, to_heads, to_rows
+from .exchange import Linear
 from .parts import parts_of
 from .rows import RankRows
 
@@ -109,16 +109,16 @@ def heads_linear(
 ) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
     """linear_all_to_all as planned, and the bias of this rank's columns. meaning: see Planned.linear."""
     domain = domain_of(group, config, x.device)
-    copies = None if heads is None else _copies(heads, w, bias, domain.world_size, name)
+    copies = None if heads is None else copies_of(heads, w, bias, domain.world_size, name)
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
     parts = parts_of(  # of one position of all ranks a rank receives W rows of N' / W features
-        x, 1, _batch(x) * w_sent.shape[0] * x.element_size(), _limit_mib(domain, config),
+        x, 1, rows_of_position(x) * w_sent.shape[0] * x.element_size(), _limit_mib(domain, config),
         lambda part: plan_of(LINEAR_ALL_TO_ALL, part, w_sent, bias_sent, group, config, name), name,
         f"{heads}, {meaning}" if heads else meaning,
     )  # fmt: skip
     own_bias = None if bias_sent is None else bias_sent.chunk(domain.world_size)[domain.rank]
-    return Linear(parts, w, w_sent.detach(), copies, _batch(x)), own_bias
+    return Linear(parts, w, w_sent.detach(), copies, rows_of_position(x)), own_bias
 
 
 def rows_linear(
@@ -129,11 +129,11 @@ def rows_linear(
     domain = domain_of(group, config, x.device)
     shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
     parts = parts_of(  # of one position of all ranks a rank receives a row of K features
-        x, shards, _batch(x) * domain.world_size * x.shape[-1:].numel() * x.element_size(),
+        x, shards, rows_of_position(x) * domain.world_size * x.shape[-1:].numel() * x.element_size(),
         _limit_mib(domain, config),
         lambda part: plan_of(ALL_TO_ALL_LINEAR, part, w, bias, group, config, name), name, meaning,
     )  # fmt: skip
-    return Linear(parts, w, w.detach(), None, _batch(x))
+    return Linear(parts, w, w.detach(), None, rows_of_position(x))
 
 
 def _limit_mib(domain: OverlapDomain, config: OverlapConfig | None) -> int:
@@ -141,12 +141,12 @@ def _limit_mib(domain: OverlapDomain, config: OverlapConfig | None) -> int:
     return min((config or domain.config).exchange_mib, max(1, domain.config.symmetric_mib - 1))
 
 
-def _batch(x: torch.Tensor) -> int:
+def rows_of_position(x: torch.Tensor) -> int:
     """Rows of one position of x [positions, ..., C]."""
     return max(1, x.shape[1:-1].numel())
 
 
-def _copies(
+def copies_of(
     heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
 ) -> torch.Tensor | None:
     """The rows of w whose products are sent, where that is not each once and in order."""
@@ -164,7 +164,7 @@ class _LinearAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, linear: Linear) -> torch.Tensor:
         y = new_rank_rows(linear, linear.w.shape[0])
-        to_heads(linear, x_shard_m, y)
+        linear.to_heads(x_shard_m, y)
         ctx.linear = linear
         ctx.save_for_backward(x_shard_m if ctx.needs_input_grad[1] else None, linear.w)
         return y.x
@@ -174,7 +174,7 @@ class _LinearAllToAll(torch.autograd.Function):
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_m, w = ctx.saved_tensors
         dy = rank_rows(ctx.linear, dy_shard_n.contiguous())
-        return *heads_backward(ctx.linear.multiplying(w), x_shard_m, dy, ctx.needs_input_grad[0]), None
+        return *ctx.linear.multiplying(w).heads_backward(x_shard_m, dy, ctx.needs_input_grad[0]), None
 
 
 class _AllToAllLinear(torch.autograd.Function):
@@ -182,7 +182,7 @@ class _AllToAllLinear(torch.autograd.Function):
     def forward(ctx: Any, x_shard_k: torch.Tensor, w: torch.Tensor, linear: Linear, trains: bool) -> torch.Tensor:
         x_shard_k = x_shard_k.contiguous()
         keeps = linear.keeps and trains and w.requires_grad
-        y_shard_m, kept = to_rows(linear, rank_rows(linear, x_shard_k), keeps)
+        y_shard_m, kept = linear.to_rows(rank_rows(linear, x_shard_k), keeps)
         ctx.linear = linear
         ctx.save_for_backward(*(kept or [x_shard_k] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y_shard_m
@@ -196,7 +196,7 @@ class _AllToAllLinear(torch.autograd.Function):
         x = None
         if ctx.needs_input_grad[1]:
             x = saved if linear.keeps else rank_rows(linear, saved[0])
-        dw = rows_backward(linear, x, dy_shard_m, dx)
+        dw = linear.rows_backward(x, dy_shard_m, dx)
         return None if dx is None else dx.x, dw, None, None
 
 

@@ -13,6 +13,7 @@ from math import gcd
 import torch
 
 from ..operators.plan_book import PassTags, Planned
+from ..planning.hardware import GEMM_TFLOPS
 from ..protocol.layout import SLOTS
 
 _MIB = 1 << 20
@@ -21,6 +22,9 @@ _MOST_OF = 7 / 8  # a part uses at least so much of what fits
 # x 4096 x 4096 took 1.21 times as long as its GEMM in parts of 147 tiles; of 491520 rows, in parts of 160, 1.02 times (2 x H200).
 # Smaller units where that would leave much of a slot empty, or almost nothing for the last part.
 _UNITS = (1024, 512, 256, 128)
+# Where the product of one part hides the exchange of another, what is left is one part's exchange. A part costs the host some 150
+# microseconds: a gather 57, a push 30, a wait, what packs and unpacks. So its product takes about as long, forward.
+_MOST_TO_HIDE, _LEAST_ROWS, _LEAST_GEMM_US = 4, 1024, 150.0
 
 
 @dataclass(frozen=True)
@@ -33,14 +37,23 @@ class Part:
     tags: PassTags
 
 
-def cut(positions: int, bytes_of_position: int, limit_mib: int, batch: int = 1) -> list[tuple[int, int]]:
+def parts_that_hide(rows: int, n: int, k: int) -> int:
+    """In how many parts a product [rows, k] @ [k, n] is worth cutting, so that each hides the exchange of another; 1: in none."""
+    gemm_us = 2 * rows * n * k / (GEMM_TFLOPS * 1e6)
+    return max(1, min(_MOST_TO_HIDE, rows // _LEAST_ROWS, int(gemm_us // _LEAST_GEMM_US)))
+
+
+def cut(
+    positions: int, bytes_of_position: int, limit_mib: int, batch: int = 1, wanted: int = 1
+) -> list[tuple[int, int]]:
     """(first, last) of each part of a shard's positions, as few as fit into `limit_mib` for all slots.
 
     Args:
         bytes_of_position: that a rank receives for one position of every rank's shard.
         batch: rows of one position.
+        wanted: parts, where fewer would fit.
     """
-    fits = int(limit_mib * _MIB // (SLOTS * bytes_of_position))
+    fits = min(int(limit_mib * _MIB // (SLOTS * bytes_of_position)), -(-positions // wanted))
     if positions <= fits:
         return [(0, positions)]
     units = (*(rows // gcd(rows, batch) for rows in _UNITS), 1)

@@ -74,5 +74,5 @@ class HeadRows:
 
 
 def rows_of(rows: torch.Tensor, part: Part) -> torch.Tensor:
-    """Which rows of the sequence a part has, rank after rank."""
-    return rows[:, part.first : part.last].flatten()
+    """Which rows of the sequence a part has, rank after rank. rows: [W, positions], or [W, TP ranks, positions]."""
+    return rows[..., part.first : part.last].flatten()

@@ -1,4 +1,7 @@
-"""Four CPU processes: Ulysses 4, and tensor parallelism 2 with Ulysses 2, train and save as one rank does."""
+"""Four CPU processes: Ulysses 4, and tensor parallelism 2 with Ulysses 2, train and save as one rank does.
+
+Over tensor parallelism and Ulysses a sequence as short as here stays whole. In parts: as if it were long.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.processes import run_ranks, values
 
-LAYOUTS = {"ulysses 4": (1, 4), "tp 2 x ulysses 2": (2, 2)}
+LAYOUTS = {"ulysses 4": (1, 4), "tp 2 x ulysses 2": (2, 2), "tp 2 x ulysses 2 in parts": (2, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,7 @@ def test_twenty_steps_are_those_of_one_rank(ranks: list[dict[str, Any]], layout:
         assert facts["weights"] < 2e-5
         assert facts["gradients"] < 5e-6
         assert facts["gradients packed"] < 5e-6
+        assert facts["gradients of built linears"] < 5e-6
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -37,11 +42,31 @@ def test_a_checkpoint_of_the_one_loads_in_the_other(ranks: list[dict[str, Any]],
 def test_the_table_tells_what_tensor_parallelism_overlaps_from_what_is_exchanged(ranks: list[dict[str, Any]]):
     methods = {name: (method, reason) for name, method, reason in ranks[0]["tp 2 x ulysses 2"]["table"]}
     exchanged = "; all-to-all over 2 context-parallel ranks: collective, not overlapped"
+    exchanged += ": too short to be cut into parts that hide each other's exchange"
     assert methods["decoder.layers.0.self_attention.linear_qkv"] == ("chunked", "asked for" + exchanged)
     assert methods["decoder.layers.1.self_attention.linear_proj"] == ("chunked", "asked for" + exchanged)
     assert methods["decoder.layers.0.mlp.linear_fc1"] == ("chunked", "asked for")
     alone = {name: (method, reason) for name, method, reason in ranks[0]["ulysses 4"]["table"]}
     assert alone["decoder.layers.0.self_attention.linear_qkv"] == ("chunked", "asked for")
+
+
+def test_the_table_says_that_parts_hide_each_others_exchange(ranks: list[dict[str, Any]]):
+    for facts in (rank["tp 2 x ulysses 2 in parts"] for rank in ranks):
+        hidden = "asked for; 2 parts, of which one's product hides another's exchange"
+        rows = {name.rpartition(".layers.")[2]: row for name, *row in facts["rows"]}
+        assert rows["0.self_attention.linear_qkv"] == [
+            "AG(x) + GEMM (TP 2), A2A (CP 2)", "A2A(dy) (CP 2), GEMM + RS (TP 2)", "AG(x) under dgrad, then GEMM", hidden,
+            "overlapped 40",
+        ]  # fmt: skip
+        assert rows["1.self_attention.linear_proj"] == [
+            "A2A(x) (CP 2), GEMM + RS (TP 2)", "AG(dy) + GEMM (TP 2), A2A (CP 2)", "A2A(x) under dgrad, then GEMM", hidden,
+            "overlapped 40",
+        ]  # fmt: skip
+
+
+def test_validation_runs_the_linear_over_tensor_parallelism_and_a_collective(ranks: list[dict[str, Any]]):
+    for facts in (rank["tp 2 x ulysses 2 in parts"] for rank in ranks):
+        assert facts["evaluated"] == {"overlapped 40, evaluation mode 1"}
 
 
 def everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -65,16 +90,28 @@ def compare(expected: dict[str, Any], folder: Path, name: str, tensor: int, cont
     """Facts about one layout; `expected` of one rank, which has saved its weights."""
     from overlap_train import OverlapConfig
     from overlap_train.integrations.megatron import report
+    from overlap_train.ulysses import sharded
     from tests.megatron import ulysses
 
+    sharded.parts_that_hide = lambda rows, n, k: 2 if "in parts" in name else 1
     run = ulysses.Run(tensor, context, OverlapConfig(method="chunked"))
     packed = ulysses.Run(tensor, context, OverlapConfig(method="collective"), packed=True)
     facts: dict[str, Any] = {"gradients packed": difference(ulysses.gradients(packed), expected["packed"], True)}
     facts["gradients"] = difference(ulysses.gradients(run), expected["gradients"], True)
+    built = ulysses.Run(tensor, context, OverlapConfig(method="chunked", gathered_input="keep"), spec_linears=True)
+    facts["gradients of built linears"] = difference(ulysses.gradients(built), expected["gradients"], True)
     facts["losses"], model = ulysses.train(run, 20)
     facts["losses alone"] = expected["trained"][0]
     facts["weights"] = difference(ulysses.weights(model), expected["weights"])
     facts["table"] = [(linear.name, linear.method, linear.reason) for linear in report(model).linears]
+    facts["rows"] = [
+        (row.name, row.fprop, row.dgrad, row.wgrad, row.reason, row.calls) for row in report(model).linears
+    ]
+    with torch.no_grad():
+        ulysses.forward_step(ulysses.batches(run), model.eval())
+    linears = [row for row in report(model).linears if row.slot in ("qkv", "proj")]
+    facts["evaluated"] = {row.calls for row in linears}
+    model.train()
     ulysses.save(model.module, folder / name)
     trained = ulysses.weights(model)
     ulysses.load(model.module, folder / "one")

@@ -72,7 +72,7 @@ class _Enqueueing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_host(self._scheduler) or not any(isinstance(arg, torch.Tensor) for arg in args):
+        if not _is_host(self._scheduler) or not any(map(_has_tensor, args)):
             return func(*args, **kwargs)
         assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads device memory"
         call = partial(func, *args, **kwargs)
@@ -87,6 +87,10 @@ class _Enqueueing(TorchDispatchMode):
 
     def _enqueue(self, func: Any, run: Callable[[], object]) -> None:
         self._current_gpu().current.enqueue(Operation(str(func), run))
+
+
+def _has_tensor(arg: Any) -> bool:
+    return any(isinstance(item, torch.Tensor) for item in (arg if isinstance(arg, list | tuple) else (arg,)))
 
 
 def _is_host(scheduler: Scheduler) -> bool:

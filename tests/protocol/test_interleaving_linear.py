@@ -164,14 +164,15 @@ def test_so_does_a_reduction_behind_the_weight_gradient() -> None:
 
 GATHER = "operators.all_gather_gemm"
 RECEIVED = "self._call.receive(self._own)"
+REBUILT = ("operators.column_row", "linear")
 FAULTS = {
-    "gathered x not waited for": Fault(GATHER, RECEIVED, "self._call.keep(self._own)", reload=("linear",)),
-    "own block not copied": Fault(GATHER, RECEIVED, "self._call.wait_for_all()", reload=("linear",)),
+    "gathered x not waited for": Fault(GATHER, RECEIVED, "self._call.keep(self._own)", reload=REBUILT),
+    "own block not copied": Fault(GATHER, RECEIVED, "self._call.wait_for_all()", reload=REBUILT),
     "kept x not copied out of its slot": Fault(
         "operators.all_gather_gemm",
         "return self.gathered_view().clone()",
         "return self.gathered_view()",
-        reload=("linear",),
+        reload=REBUILT,
     ),
     "slot reused early": SLOT_REUSED_EARLY,
 }

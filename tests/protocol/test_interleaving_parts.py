@@ -1,7 +1,7 @@
 """Long sequences in parts, the next sent before one is multiplied: right under seeded schedules, and with planted faults.
 
-The real passes of ulysses/exchange.py. What is sent of a part is packed into memory that is overwritten when the part is done, as
-a caching allocator would give it to the next one.
+The real passes of ulysses/exchange.py and ahead.py. What is sent of a part is packed into memory that is overwritten when it is
+done, as a caching allocator would give it to the next one.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _one_pass(
     of_call = tuple(parts.Part(*place, planned, planned.linear("linear").tags) for place in places)
     linear = exchange.Linear(of_call, weight, weight, None, 1)
     if backward:
-        return list(exchange.heads_backward(linear, rows, x, True))
-    return [exchange.to_rows(linear, x, False)[0]]
+        return list(linear.heads_backward(rows, x, True))
+    return [linear.to_rows(x, False)[0]]
 
 
 @pytest.mark.parametrize("backward", [False, True])

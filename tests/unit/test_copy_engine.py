@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from unittest.mock import Mock, call
 
 import pytest
@@ -53,6 +54,23 @@ def test_what_the_thread_raised_is_raised_to_its_owner_after_all_pushes() -> Non
     with pytest.raises(RuntimeError):
         engine.join()
     assert good.target.tolist() == [1.0] * 4 and good.signal == EPOCH
+    engine.close()
+
+
+def test_a_join_of_the_thread_does_not_wait_for_what_was_sent_ahead() -> None:
+    """What was sent ahead waits for a counter; the next join waits for it."""
+    engine, counter, source = HostCopyEngine(timeout_s=10.0), torch.zeros(1, dtype=torch.int64), torch.ones(4)
+    first, ahead = (
+        Route(0, torch.zeros(4), torch.zeros(1, dtype=torch.int64), EPOCH, after) for after in (None, (counter, 1))
+    )
+    engine.push(source, [first])
+    engine.begin_ahead()
+    engine.push(source, [ahead])
+    engine.join()
+    assert first.signal == EPOCH and ahead.signal == 0
+    threading.Timer(0.1, lambda: counter.fill_(1)).start()
+    engine.join()
+    assert ahead.signal == EPOCH
     engine.close()
 
 

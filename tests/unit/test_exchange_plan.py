@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overlap_train.config import OverlapConfig
 from overlap_train.planning.arguments import all_to_all_linear_error, linear_all_to_all_error
 from overlap_train.planning.choice import Choice, choose, untuned
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import EnginePlan, engine_plan, sent_again
+from overlap_train.planning.plan import EnginePlan, engine_plan, make_plan, sent_again
 from overlap_train.planning.schedule import A2A_GEMM, GEMM_A2A, Topology
-from overlap_train.planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
+from overlap_train.planning.spec import ALL_TO_ALL, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import HOPPER, PORTABLE
 from tests.unit.test_plan import _hopper as _hopper
@@ -93,3 +94,20 @@ def test_sizes_that_cannot_be_divided_say_why() -> None:
     assert "must be divisible by the group's 3 ranks" in str(
         all_to_all_linear_error(x, torch.empty(10, 48), None, 3, "proj")
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "nodes", "expected"),
+    [("auto", 1, "chunked"), ("fused", 1, "chunked"), ("direct", 1, "chunked"), ("collective", 1, "collective"),
+     ("auto", 2, "collective")],
+)  # fmt: skip
+def test_an_exchange_beside_a_product_is_by_copies_in_whole_blocks(method: str, nodes: int, expected: str) -> None:
+    """Whatever multiplies beside it: its SMs are left alone."""
+    x, w = torch.empty(64, 2, 96, dtype=BF16), torch.empty(48, 40, dtype=BF16)
+    for gathered_input in ("regather", "keep"):
+        config = OverlapConfig(method=method, gathered_input=gathered_input)
+        plan = make_plan(ALL_TO_ALL, config, UNTUNED, Topology(nodes, 4 // nodes, 1), x, w)
+        assert plan.fprop == plan.dgrad and plan.fprop.method == expected and plan.fprop.chunks == 1
+        assert (plan.wgrad is None) == (gathered_input == "keep")
+        assert plan.request.slot_bytes == (64 * 2 * 96 * 2 if expected == "chunked" else 0)
+        assert plan.fprop.sends_ahead == (expected == "chunked")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from overlap_train.protocol.layout import SLOTS
-from overlap_train.ulysses.parts import cut
+from overlap_train.ulysses.parts import cut, parts_that_hide
 
 MIB = 1 << 20
 
@@ -45,3 +45,20 @@ def test_parts_are_whole_tiles_of_rows_whatever_the_batch(batch: int) -> None:
     rows = [batch * (last - first) for first, last in parts]
     assert all(count % 512 == 0 for count in rows[:-1]) and SLOTS * max(rows) * 12288 <= 512 * MIB
     assert len(parts) <= len(cut(65536, 12288, 512)) + 1, "and as few as without a batch"
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "parts"),
+    [(8192, 3072, 4096, 2), (4096, 3072, 4096, 1), (32768, 3072, 4096, 4), (8192, 64, 64, 1), (2047, 65536, 8192, 1)],
+)
+def test_products_are_cut_where_each_part_is_long_enough_to_hide_an_exchange(
+    rows: int, n: int, k: int, parts: int
+) -> None:
+    """Llama-3 8B's QKV on two tensor-parallel ranks takes 0.32 ms for 8192 rows. Few rows, or short products, stay whole."""
+    assert parts_that_hide(rows, n, k) == parts
+
+
+def test_more_parts_than_fit_may_be_wanted() -> None:
+    assert cut(4096, 12288, 512, 2, wanted=2) == [(0, 2048), (2048, 4096)]
+    assert cut(4096, 12288, 512, 2, wanted=1) == [(0, 4096)]
+    assert len(cut(4096, 12288, 36, 2, wanted=2)) == 4, "no more than fits"

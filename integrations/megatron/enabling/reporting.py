@@ -13,9 +13,10 @@ from overlap_train.runtime.registry import made_domain
 from overlap_train.ulysses.parts import cut
 
 from ..attention.in_model import is_ulysses, sharing_attentions, why_not_ulysses
-from ..linears.conditions import standing_exchange_reason, standing_reason
+from ..linears.conditions import divides_weights, standing_exchange_reason, standing_reason
 from ..linears.in_model import Model, groups_of, is_overlapped, is_row, named_linears, slot_of, why_not
 from ..linears.ulysses import exchanges
+from .passes import exchanges_now, in_two_groups, passes
 
 REASON_WIDTH = 160  # of the table's column
 
@@ -73,8 +74,8 @@ class Report:
 def report(model: Model, problem: str | None = None) -> Report:
     """The parallel linears of a model, or of the chunks of a virtual pipeline, wrapped in DDP or not. Prints nothing."""
     attentions = _by_linear(model)
-    linears = ((_report_linear(name, linear), attentions.get(id(linear))) for name, linear in named_linears(model))
-    return Report(tuple(_with_exchange(row, attention) for row, attention in linears), problem)
+    linears = [(_report_linear(name, linear), linear) for name, linear in named_linears(model)]
+    return Report(tuple(_with_exchange(row, linear, attentions.get(id(linear))) for row, linear in linears), problem)
 
 
 def _by_linear(model: Model) -> dict[int, Any]:
@@ -82,22 +83,21 @@ def _by_linear(model: Model) -> dict[int, Any]:
     found = {}
     for attention in sharing_attentions(model):
         for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj):
-            if linear is not None and not _exchanges_now(linear):
+            if linear is not None and not exchanges_now(linear):
                 found[id(linear)] = attention
     return found
 
 
-def _exchanges_now(linear: Any) -> bool:
-    return exchanges(linear) and standing_exchange_reason(linear, linear.weight) is None
-
-
-def _with_exchange(row: LinearReport, attention: Any) -> LinearReport:
+def _with_exchange(row: LinearReport, linear: Any, attention: Any) -> LinearReport:
     """Say of an attention's linear how the ranks of context parallelism get each other's rows."""
     if attention is None:
         return row
     ranks = attention.pg_collection.cp.size()
     if is_ulysses(attention):
-        said = f"all-to-all over {ranks} context-parallel ranks: collective, not overlapped"
+        apart = linear.overlap.apart if exchanges(linear) else None
+        said = f"all-to-all over {ranks} context-parallel ranks: collective, not overlapped" + (
+            (apart and f": {apart}") or ""
+        )
     else:
         said = f"context parallelism: {why_not_ulysses(attention) or 'not enabled'}"
     return replace(row, reason=f"{row.reason}; {said}")
@@ -115,7 +115,7 @@ def _report_linear(name: str, linear: Any) -> LinearReport:
         reason = overlap.fallback_calls.most_common(1)[0][0]
     if reason is not None:
         return LinearReport(name, slot, "-", "-", "-", "megatron", reason, *counts)
-    return LinearReport(name, slot, *_passes(linear), *_method_and_reason(linear), *counts)
+    return LinearReport(name, slot, *passes(linear), *_method_and_reason(linear), *counts)
 
 
 def _method_and_reason(linear: Any) -> tuple[str, str]:
@@ -126,7 +126,10 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
         return "-", "symmetric memory has been freed (overlap_train.shutdown)"
     fprop, dgrad = choices
     method = fprop.method if fprop.method == dgrad.method else f"{fprop.method} / {dgrad.method}"
-    return method, _both(fprop.reason, dgrad.reason)
+    reason = _both(fprop.reason, dgrad.reason)
+    if in_two_groups(linear):
+        reason += f"; {linear.overlap.parts[0]} parts, of which one's product hides another's exchange"
+    return method, reason
 
 
 def _choices(linear: Any) -> tuple[Choice, Choice] | None:
@@ -138,10 +141,13 @@ def _choices(linear: Any) -> tuple[Choice, Choice] | None:
     if domain is None or domain.book is None:
         return None
     x_shape, (n, k), dtype = linear.overlap.sizes
-    row_kind, column_kind = (A2A_GEMM, GEMM_A2A) if exchanges(linear) else (SCATTER, GATHER)
+    alone = exchanges(linear) and not divides_weights(linear)
+    row_kind, column_kind = (A2A_GEMM, GEMM_A2A) if alone else (SCATTER, GATHER)
     kind, ranks = (row_kind, 1) if is_row(linear) else (column_kind, domain.world_size)
     m = x_shape[:-1].numel() * ranks
-    if exchanges(linear):
+    if in_two_groups(linear):
+        _, m = linear.overlap.parts
+    elif alone:
         m = _rows_of_part(m, k if is_row(linear) else n, linear, domain.world_size)
     fprop = Pass(kind, m, n, k, dtype, domain.world_size)
     method, table = linear.overlap.config.method, domain.book.table
@@ -167,25 +173,6 @@ def _both(fprop: str, dgrad: str) -> str:
     while len(parts) > 1 and fprop.startswith(dgrad.removesuffix(": ".join(parts[1:]))):
         parts = parts[1:]
     return f"{fprop} / {': '.join(parts)}"
-
-
-def _passes(linear: Any) -> tuple[str, str, str]:
-    """What fprop, dgrad and wgrad do."""
-    if exchanges(linear):
-        return _exchanging_passes(linear)
-    if is_row(linear):
-        return "GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy"
-    kept = linear.overlap.config.gathered_input == "keep"
-    return "AG(x) + GEMM", "GEMM + RS", "GEMM with x kept" if kept else "AG(x) under dgrad, then GEMM"
-
-
-def _exchanging_passes(linear: Any) -> tuple[str, str, str]:
-    """CP: context-parallel ranks of the last call."""
-    over = "".join(f" (CP {group.size()})" for group in groups_of(linear)[-1:])
-    if not is_row(linear):
-        return f"GEMM + A2A{over}", f"A2A(dy) + GEMM{over}", "GEMM with the received dy"
-    kept = linear.overlap.config.gathered_input == "keep"
-    return f"A2A(x) + GEMM{over}", f"GEMM + A2A{over}", "GEMM with x kept" if kept else "A2A(x) under dgrad, then GEMM"
 
 
 def _grouped(linears: Sequence[LinearReport]) -> list[LinearReport]:

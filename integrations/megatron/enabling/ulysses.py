@@ -24,10 +24,10 @@ class Attentions:
     problem: str | None
 
     def exchanges(self, linear: Any) -> bool:
-        """Whether it is linear_qkv or linear_proj of one of ours, and tensor parallelism does not take its communication."""
+        """Whether it is linear_qkv or linear_proj of one of ours. Over TP one that cannot exchange overlaps alone."""
         for attention in self.ours:
             if linear is attention.linear_qkv or linear is attention.linear_proj:
-                return attention.pg_collection.tp.size() == 1
+                return attention.pg_collection.tp.size() == 1 or why_no_exchange(linear) is None
         return False
 
     def why_not(self, linear: Any) -> str | None:

@@ -89,14 +89,19 @@ def exchange_reason(linear: ParallelLinear, x: torch.Tensor, group: dist.Process
     if group is None or group.size() == 1:
         return "context-parallel size 1: nothing to communicate"
     reason = standing_exchange_reason(linear, linear.weight) or _call_reason(linear, NOTHING)
-    return reason or _input_reason(linear, x, linear.weight, group)
+    reason = reason or _input_reason(linear, x, linear.weight, group)
+    return reason or (_input_reason(linear, x, linear.weight, linear.tp_group) if divides_weights(linear) else None)
 
 
 def standing_exchange_reason(linear: ParallelLinear, weight: torch.Tensor | None) -> str | None:
-    """As standing_reason, for a linear of a Ulysses attention; tensor parallelism takes the product's communication."""
-    if linear.tp_group is not None and linear.tp_group.size() > 1:
-        return "the linear communicates over tensor parallelism; the exchange comes after it"
-    return _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
+    """As standing_reason, for a linear of a Ulysses attention, whose weights tensor parallelism may divide or not."""
+    placement = _placement_reason(linear) if divides_weights(linear) else None
+    return placement or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
+
+
+def divides_weights(linear: ParallelLinear) -> bool:
+    """Whether tensor parallelism does. A linear of a model without it may have no group."""
+    return linear.tp_group is not None and linear.tp_group.size() > 1
 
 
 def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None) -> str | None:

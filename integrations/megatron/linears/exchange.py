@@ -37,14 +37,28 @@ class UlyssesOverlap(LinearOverlap):
     """The attribute `overlap` of a linear that exchanges within its product."""
 
     groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)  # of overlapped calls, the last one's last
+    apart: str | None = None  # why the last call's exchange was a collective, beside a linear that overlaps over TP
+    parts: tuple[int, int] | None = (
+        None  # of the last overlapped call over TP and Ulysses: how many, and rows of the first
+    )
 
     def count_exchange(self, reason: str | None, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> None:
         """As `count`, with the group of the call. Where KV heads go to several ranks, more rows are sent than the weight has."""
         self.count(reason, x, weight)
         if reason is not None or exchange.group is None:
             return
-        self.groups.pop(exchange.group, None)
-        self.groups[exchange.group] = None
+        self._note(exchange.group)
         if self.slot == "qkv":
             sent = exchange.heads.of_rank(exchange.ranks).features * exchange.ranks
             self.sizes = x.shape, torch.Size((sent, weight.shape[1])), x.dtype
+
+    def count_over_tp(self, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange, parts: tuple[int, int]) -> None:
+        """A call whose product and exchange hide each other, in parts. Other calls the linear that overlaps over TP counts."""
+        assert exchange.group is not None
+        self.count(None, x, weight)
+        self.parts = parts
+        self._note(exchange.group)
+
+    def _note(self, group: dist.ProcessGroup) -> None:
+        self.groups.pop(group, None)
+        self.groups[group] = None

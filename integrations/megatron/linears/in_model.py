@@ -12,7 +12,7 @@ import torch.distributed as dist
 from overlap_train import OverlapConfig
 
 from .column_row import OVERLAPPED, attach
-from .conditions import standing_reason
+from .conditions import divides_weights, standing_reason
 from .state import LinearOverlap
 from .transformer_engine import is_te_linear, overlap_te_linear, standing_te_reason
 from .ulysses import exchanges
@@ -67,7 +67,8 @@ def is_row(linear: Any) -> bool:
 
 def groups_of(linear: Any) -> list[dist.ProcessGroup]:
     """The groups over which an overlapped linear communicates, the last call's last."""
-    return list(linear.overlap.groups) if exchanges(linear) else [linear.tp_group]
+    exchanging = list(linear.overlap.groups) if exchanges(linear) else []
+    return [*exchanging, linear.tp_group] if divides_weights(linear) or not exchanges(linear) else exchanging
 
 
 def is_candidate(linear: Any) -> bool:

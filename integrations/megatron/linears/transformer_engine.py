@@ -93,7 +93,7 @@ def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _forms() -> dict[type, type]:
+def te_forms() -> dict[type, type]:
     """Megatron's class -> its overlapped subclass, of the same name: Megatron-FSDP and PEFT tools go by names."""
     if not megatron_te.HAVE_TE:
         return {}
@@ -110,7 +110,7 @@ def _forms() -> dict[type, type]:
 
 def is_te_linear(linear: Any) -> bool:
     """Whether `linear` is one of TransformerEngine's that has an overlapped form and not got it yet."""
-    return type(linear) in _forms()
+    return type(linear) in te_forms()
 
 
 def standing_te_reason(linear: Any) -> str | None:
@@ -120,7 +120,7 @@ def standing_te_reason(linear: Any) -> str | None:
 
 def overlap_te_linear(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
     """Overlap a linear for which `standing_te_reason` is None, in place."""
-    linear.__class__ = _forms()[type(linear)]
+    linear.__class__ = te_forms()[type(linear)]
     linear.overlap = TELinearOverlap(config, slot, name)
 
 

@@ -3,10 +3,10 @@
     linear_qkv    to_heads       x [s/W, b, K] -> q, k, v of all rows and some heads     GEMM + all-to-all
     linear_proj   to_sequence    x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
 
-W: context-parallel ranks; weights are whole (tensor parallelism 1). The attention calls these two methods. They run as calls of
-the module, behind its forward pre-hooks: in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other
-call is Megatron's forward and serves what falls back. Only the class of a built module changes: parameters and checkpoint keys
-stay.
+W: context-parallel ranks. The attention calls these two methods. They run as calls of the module, behind its forward pre-hooks:
+in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call serves what falls back. It is
+Megatron's forward or, where tensor parallelism divides the weights (two_groups.py), that of the linear that overlaps over it.
+Only the class of a built module changes: parameters and checkpoint keys stay.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from overlap_train import OverlapConfig, QkNorm, Rotary, attention_output_linear, qkv_all_to_all
 
-from .column_row import attach
-from .conditions import exchange_reason, standing_exchange_reason
+from .column_row import OverlappedColumnParallelLinear, OverlappedRowParallelLinear, attach
+from .conditions import divides_weights, exchange_reason, standing_exchange_reason
 from .exchange import Exchange, UlyssesOverlap
 from .main_grad import through_main_grad
-from .transformer_engine import TELinearOverlap, normed, te_feature
+from .transformer_engine import TELinearOverlap, normed, te_feature, te_forms
+from .two_groups import parts_of_call, why_apart
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -39,9 +40,18 @@ class _Exchanging:
     _instead: Callable[[torch.Tensor], Any] | None = None
 
     def reason(self: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
-        """Why this call is Megatron's own linear and a separate exchange; None where it is ours. Counts the call."""
+        """Why this call is the linear and a separate exchange; None where it is ours. Counts the call.
+
+        Over TP the linear counts its own calls.
+        """
         reason = te_feature(self) or exchange_reason(self, x, exchange.group)
-        self.overlap.count_exchange(reason, x, self.weight, exchange)
+        if not divides_weights(self):
+            self.overlap.count_exchange(reason, x, self.weight, exchange)
+            return reason
+        if reason is None:
+            self.overlap.apart = reason = why_apart(self, x, exchange)
+        if reason is None:
+            self.overlap.count_over_tp(x, self.weight, exchange, parts_of_call(self, x, exchange))
         return reason
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,8 +80,8 @@ class _Exchanging:
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None
         q, k, v = qkv_all_to_all(
             normed(self, x), self.weight, bias, group=exchange.group, heads=exchange.heads, layout=exchange.layout,
-            qk_norm=None if norm is None else norm(), rotary=rotary, config=overlap.settings(self, self.weight),
-            name=overlap.name,
+            qk_norm=None if norm is None else norm(), rotary=rotary, tp_group=self.tp_group,
+            config=overlap.settings(self, self.weight), name=overlap.name,
         )  # fmt: skip
         return overlap.watched(q), k, v
 
@@ -83,7 +93,7 @@ class _Exchanging:
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None
         added, returned = (None, bias) if _returns_bias(self) else (bias, None)
         y = attention_output_linear(
-            x, self.weight, added, group=exchange.group, layout=exchange.layout,
+            x, self.weight, added, group=exchange.group, layout=exchange.layout, tp_group=self.tp_group,
             config=overlap.settings(self, self.weight), name=overlap.name,
         )  # fmt: skip
         return overlap.watched(y), returned
@@ -110,6 +120,26 @@ class UlyssesRowParallelLinear(_OwnExchanging, RowParallelLinear):
     """linear_proj of a Ulysses attention."""
 
 
+class _OwnOverTP(_Exchanging):
+    """The same, mixed in before the linears that overlap over TP, which serve the calls that fall back."""
+
+    def __init__(self, *args: Any, overlap: OverlapConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, overlap=overlap, **kwargs)  # type: ignore[call-arg]
+        _attach(self, overlap or OverlapConfig(), slot=kwargs["tp_comm_buffer_name"])
+
+
+class UlyssesColumnOverTP(_OwnOverTP, OverlappedColumnParallelLinear):
+    """linear_qkv of a Ulysses attention, whose weight is divided."""
+
+    overlap: UlyssesOverlap
+
+
+class UlyssesRowOverTP(_OwnOverTP, OverlappedRowParallelLinear):
+    """linear_proj of a Ulysses attention, whose weight is divided."""
+
+    overlap: UlyssesOverlap
+
+
 @dataclass
 class TEUlyssesOverlap(UlyssesOverlap, TELinearOverlap):
     """Of TransformerEngine's linears."""
@@ -129,11 +159,11 @@ class _TEExchangingRow(_TEExchanging):
 
 
 @cache
-def _forms() -> dict[type, type]:
+def _forms(over_tp: bool) -> dict[type, type]:
     """Linear class -> the class that exchanges. TransformerEngine's keep their names: Megatron-FSDP and PEFT tools go by them."""
     forms: dict[type, type] = {
-        ColumnParallelLinear: UlyssesColumnParallelLinear,
-        RowParallelLinear: UlyssesRowParallelLinear,
+        ColumnParallelLinear: UlyssesColumnOverTP if over_tp else UlyssesColumnParallelLinear,
+        RowParallelLinear: UlyssesRowOverTP if over_tp else UlyssesRowParallelLinear,
     }
     if megatron_te.HAVE_TE:
         mixins = {
@@ -142,25 +172,26 @@ def _forms() -> dict[type, type]:
             megatron_te.TERowParallelLinear: _TEExchangingRow,
         }
         for own, mixin in mixins.items():
-            forms[own] = type(own.__name__, (mixin, own), {"__module__": __name__, "__doc__": mixin.__doc__})
+            base = te_forms()[own] if over_tp else own
+            forms[own] = type(own.__name__, (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__})
     return forms
 
 
 def why_no_exchange(linear: Any) -> str | None:
     """What stands for good against a linear's exchanging within its product; None: nothing."""
-    if type(linear) not in _forms():
+    if type(linear) not in _forms(over_tp=False):
         return f"{type(linear).__name__} has no form that exchanges"
     return te_feature(linear) or standing_exchange_reason(linear, None)
 
 
-def exchanging_class(linear_class: type) -> type:
-    """The class that exchanges, of ColumnParallelLinear or RowParallelLinear."""
-    return _forms()[linear_class]
+def exchanging_class(linear_class: type, over_tp: bool) -> type:
+    """The class that exchanges, of ColumnParallelLinear or RowParallelLinear. over_tp: its weight is divided."""
+    return _forms(over_tp)[linear_class]
 
 
 def exchange_in(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
     """Let a linear of which `why_no_exchange` is None exchange, in place."""
-    linear.__class__ = _forms()[type(linear)]
+    linear.__class__ = _forms(divides_weights(linear))[type(linear)]
     _attach(linear, config, slot, name)
 
 

@@ -131,10 +131,10 @@ class _Parts:
         """A ModuleSpec is the one way to hand an argument to a linear that both Megatron versions accept in every place."""
         if self.overlap is None or slot not in self.overlap.slots:
             return entry
-        if self.config.tensor_model_parallel_size > 1:
-            return ModuleSpec(module=overlapped_class(entry), params={"overlap": self.overlap})
-        is_exchanging = slot in EXCHANGING_SLOTS
-        return ModuleSpec(module=exchanging_class(entry), params={"overlap": self.overlap}) if is_exchanging else entry
+        over_tp = self.config.tensor_model_parallel_size > 1
+        if self.config.context_parallel_size > 1 and slot in EXCHANGING_SLOTS:
+            return ModuleSpec(module=exchanging_class(entry, over_tp), params={"overlap": self.overlap})
+        return ModuleSpec(module=overlapped_class(entry), params={"overlap": self.overlap}) if over_tp else entry
 
 
 def _norm(entry: Any) -> Any:

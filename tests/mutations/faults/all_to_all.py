@@ -31,6 +31,7 @@ IN = In("overlap_train/operators/all_to_all_gemm.py", (EVERY_SHAPE,))
 PARTS = In("overlap_train/ulysses/parts.py", (f"{UNIT}/test_parts.py",))
 LINEARS = In("overlap_train/ulysses/linears.py", (EVERY_SHAPE,))
 EXCHANGE = In("overlap_train/ulysses/exchange.py", (EVERY_SHAPE,))
+STEPS = In("overlap_train/ulysses/ahead.py", (EVERY_SHAPE,))
 PROJECTIONS = In("overlap_train/ulysses/attention.py", (BETWEEN_RANKS,))
 ARGUMENTS = In("overlap_train/ulysses/arguments.py", (REFUSED,))
 LAYOUT = In("overlap_train/operators/attention_layout.py", (f"{UNIT}/test_attention_layout.py",))
@@ -54,6 +55,13 @@ GPU_IN = In(HOPPER.file, (f"{GPU_EXACT}[fused-to_rows-torch.bfloat16]",), gpu=Tr
 GPU_DIRECT_IN = In(HOPPER.file, (f"{GPU_EXACT}[direct-to_rows-torch.bfloat16]",), gpu=True)
 GPU_OUT = In(HOPPER_SCATTER.file, (f"{GPU_EXACT}[fused-to_heads-torch.bfloat16]",), gpu=True)
 
+SHARDED = f"{PROTOCOL}/test_tp_ulysses.py"
+EXACT = f"{SHARDED}::test_values_and_gradients_are_those_of_one_process"
+FLIGHT = f"{PROTOCOL}/test_tp_ulysses_order.py::test_a_product_and_the_exchange_of_another_part_are_under_way_together"
+NAMED = f"{PROTOCOL}/test_tp_ulysses_order.py::test_ranks_that_share_the_sequence_otherwise_are_named"
+TWO_GROUPS = In("overlap_train/ulysses/tensor_parallel.py", (f"{EXACT}[regather-2-True]",))
+TURNS = In("overlap_train/ulysses/rows_backward.py", (f"{EXACT}[regather-4-True]",))
+BOTH = In("overlap_train/ulysses/sharded.py", (f"{EXACT}[regather-4-True]",))
 IN_PARTS = f"{PROTOCOL}/test_interleaving_parts.py"
 AHEAD_ONLY = f"{UNIT}/test_copy_engine.py::test_a_join_does_not_wait_for_what_was_sent_ahead"
 PLAN = In("overlap_train/planning/plan.py", (IN_PARTS,))
@@ -154,8 +162,8 @@ FAULTS = [
     PARTS("parts end within tiles", "(1024, 512, 256, 128)", "(1024,)"),
     PARTS("parts have odd numbers of tiles", "(1024, 512, 256, 128)", "(128,)"),
     PARTS("the last part goes on beyond the sequence", "min(first + step, positions)", "first + step"),
-    EXCHANGE("parts: none leaves before the one before it is multiplied", "one.plan.sends_ahead and following.plan.sends_ahead",
-             "False", f"{IN_PARTS}::test_the_next_part_leaves_before_one_is_multiplied"),
+    STEPS("parts: none leaves before the one before it is multiplied", "following.may_go_before(step)",
+          "False", f"{IN_PARTS}::test_the_next_part_leaves_before_one_is_multiplied"),
     PLAN("parts: one leaves before a kernel that sends has sent", " and TRAITS[self.method].pushes", "",
          f"{IN_PARTS}::test_the_next_part_leaves_before_one_is_multiplied"),
     AHEAD("parts: a slot is reused before its reader is done", "self._sent_after = self._operator - 1",
@@ -172,6 +180,37 @@ FAULTS = [
     STREAM("parts: the next one's sends are waited for, too", "        if count is None:\n", "        if True:\n", AHEAD_ONLY),
     BRACKET("parts: what an operator that raised had sent ahead goes on", "if domain.workspace.use.is_ahead:", "if False:",
             f"{UNIT}/test_operator_bracket.py"),
+    # TP x Ulysses
+    STEPS("two groups: what a product makes is sent before the product", "            if following is not None and",
+          "            if False and", f"{FLIGHT}[column_forward]", f"{FLIGHT}[row_forward]"),
+    TWO_GROUPS("two groups: columns are sent as they lie", "torch.index_select(product, 1, columns, out=block)",
+               "block.copy_(product[:, : len(columns)])"),
+    TWO_GROUPS("two groups: copies of a column are not added", "return summed_copies(blocks, self.copies, self.weight.shape[0])",
+               "return blocks.transpose(0, 1).flatten(1)[:, : self.weight.shape[0]]"),
+    TWO_GROUPS("two groups: a part multiplies the rows of the first", "x[part.first * batch : part.last * batch]",
+               "x[: (part.last - part.first) * batch]"),
+    TWO_GROUPS("two groups: gathered rows are taken for a shard's", "(self.shards if self.keeps_gathered else 1)", "1",
+               f"{EXACT}[keep-4-True]"),
+    TWO_GROUPS("two groups: what was received is not kept", "                kept.append(received)\n",
+               "                kept.append(torch.zeros_like(received))\n", f"{EXACT}[keep-4-True]"),
+    TURNS("two groups: x is read where dx is", "received()[:, back:]", "received()[:, : received().shape[1] - back]"),
+    TURNS("two groups: dx is read where x is", "received()[:, :back]", "received()[:, -back:]"),
+    TURNS("two groups: dx is that of the next part", "self._dx.take(before,", "self._dx.take(part or before,"),
+    TURNS("two groups: an all-to-all ends before the product begins", "            received = cache(receiver.received_view)\n",
+          "            received = cache(receiver.received_view)\n            received()\n",
+          f"{FLIGHT}[row_backward]"),
+    BOTH("two groups: every rank adds the first columns' bias", "[groups.ulysses.rank()]", "[0]"),
+    BOTH("two groups: slots have room for one of two", "carries=2 if", "carries=1 if"),
+    BOTH("two groups: parts of other lengths may pair up", ", a part of {sizes.positions} positions a rank", "",
+         f"{PROTOCOL}/test_tp_ulysses_order.py::test_ranks_with_other_numbers_of_rows_are_named"),
+    BOTH("two groups: the product's ranks do not compare layouts", "multiplies.linear(name, meaning)", "multiplies.linear(name)",
+         NAMED),
+    BOTH("two groups: the exchange's ranks do not compare layouts", "exchanges.linear(name, meaning)", "exchanges.linear(name)",
+         NAMED),
+    PARTS("products are cut into parts that hide nothing", "rows // _LEAST_ROWS", "4"),
+    PARTS("short products are cut", ", int(gemm_us // _LEAST_GEMM_US)", ""),
+    PLAN("two groups: kernels exchange beside a product", 'Choice("chunked", "beside a product")',
+         'Choice("direct" if config.method == "direct" else "chunked", "beside a product")', f"{UNIT}/test_exchange_plan.py"),
     LINEARS("an exchange takes more than the group may have", "min((config or domain.config).exchange_mib,",
             "max((config or domain.config).exchange_mib,",
             f"{ATTENTION}::test_an_exchange_takes_no_more_memory_than_the_group_may_have"),

@@ -190,8 +190,8 @@ FAULTS = [
     ),
     LINEAR(
         "the weight of a hook on saved tensors is taken",
-        "weight_gradient(dy_shard_n, x, ctx.weight, plan",
-        "weight_gradient(dy_shard_n, x, w_shard_n, plan",
+        "dw = WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad) if wants_dw else None\n        dx_shard_m",
+        "dw = WeightGradient(w_shard_n, ctx.linear.plan.config.main_grad) if wants_dw else None\n        dx_shard_m",
         MODES,
     ),
     LINEAR(

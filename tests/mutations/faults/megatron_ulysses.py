@@ -15,6 +15,7 @@ attention = In(M + "attention/self_attention.py", (TRAINING + "::test_gradients_
 norms = In(M + "attention/norms.py", (TRAINING + "::test_norms_are_within_the_pass_where_both_can_be",))
 core = In(M + "attention/core.py", (TE,))
 linears = In(M + "linears/ulysses.py", (TRAINING + "::test_calls_that_fall_back_add_to_the_same_gradient",))
+two_groups = In(M + "linears/two_groups.py", ("tests/megatron/test_fallback_reason.py",))
 state = In(M + "linears/exchange.py", (TRAINING,))
 packed = In(M + "packed.py", (TRAINING + "::test_rows_of_no_document_stay_out",))
 within = In(M + "spec/packed.py", (TRAINING + "::test_rows_of_no_document_stay_out",))
@@ -50,8 +51,13 @@ FAULTS = [
          "pass"),
     core("the core attention exchanges, too", "own.context_parallel_size, own.cp_comm_type = 1, None", "pass"),
     linears("a call that falls back loses its weight gradient", "through_main_grad(self, weight)", "weight"),
-    state("the table forgets the group", "self.groups[exchange.group] = None", "pass",
+    state("the table forgets the group", "self.groups[group] = None", "pass",
           TRAINING + "::test_the_table_says_what_is_exchanged_and_names_are_megatrons"),
+    two_groups("two groups: products as Megatron cuts them are taken for whole ones",
+               "linear.weight.shape[0] != exchange.heads.features", "False"),
+    two_groups("two groups: hosts do not count", "x.is_cuda and spans_hosts(", "False and spans_hosts("),
+    two_groups("two groups: any sequence is cut", "if parts_of_call(linear, x, exchange)[0] == 1:", "if False:"),
+    linears("two groups: only the Ulysses group is told", "rotary=rotary, tp_group=self.tp_group,", "rotary=rotary,", FOUR),
     packed("lengths that have changed are not read again", "if kept is None or kept[0] != key", "if kept is None"),
     packed("documents keep their padding",
            "        return [start + i for start, length", "        return None and [start + i for start, length"),

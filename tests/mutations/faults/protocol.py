@@ -237,9 +237,11 @@ FAULTS = [
     ),
     ENGINE(
         "an operator ends before the last push",
-        "wait_for(lambda: self._pending == 0)",
+        "wait_for(lambda: self._pending <= left)",
         "wait_for(lambda: self._pending <= 1)",
     ),
+    ENGINE("the thread's join waits for what was sent ahead, too", "self._ahead or 0, None", "0, None"),
+    ENGINE("what was sent ahead is never waited for", "self._ahead or 0, None", "self._ahead or 0, self._ahead"),
     ENGINE(
         "an operator in another stream does not wait",
         "self._driver.check(self._driver.wait_event(current, self._ended, 0))",

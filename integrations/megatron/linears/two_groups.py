@@ -1,0 +1,54 @@
+"""TP x Ulysses: linears of a Ulysses attention whose weights tensor parallelism (TP) divides.
+
+    linear_qkv    AG(x) + GEMM over TP, then all-to-all over the context-parallel ranks
+    linear_proj   all-to-all, then GEMM + RS over TP
+
+A long sequence passes in parts: the product of one hides the exchange of another (overlap_train/ulysses/tensor_parallel.py).
+Where that cannot be, the linear overlaps over TP alone, and the exchange is a collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlap_train.ulysses.sharded import Groups, Sizes, sizes_of_heads, sizes_of_rows
+
+from .exchange import Exchange
+
+
+def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
+    """Why a linear over TP and the exchange of this call do not hide each other; None: they do. The same on all ranks."""
+    assert exchange.group is not None
+    is_qkv = linear.overlap.slot == "qkv"
+    if is_qkv and linear.weight.shape[0] != exchange.heads.features:
+        return "fewer KV heads than tensor-parallel ranks: Megatron gathers the product first"
+    if x.is_cuda and spans_hosts(exchange.group, torch.cuda.device_count()):
+        return "the context-parallel ranks are not on the GPUs of one host"
+    if parts_of_call(linear, x, exchange)[0] == 1:
+        return "too short to be cut into parts that hide each other's exchange"
+    return None
+
+
+def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> tuple[int, int]:
+    """(how many parts, rows that the product of the first multiplies, of all TP ranks)."""
+    sizes = _sizes(linear, x, exchange)
+    (_, end), *others = sizes.parts(linear.overlap.config)
+    return 1 + len(others), end * sizes.rows
+
+
+def _sizes(linear: Any, x: torch.Tensor, exchange: Exchange) -> Sizes:
+    groups = Groups(exchange.group, linear.tp_group)  # type: ignore[arg-type]
+    if linear.overlap.slot == "qkv":
+        return sizes_of_heads(x, linear.weight, exchange.heads, groups)
+    return sizes_of_rows(x, linear.weight, groups, linear.overlap.config)
+
+
+def spans_hosts(group: dist.ProcessGroup, gpus: int) -> bool:
+    """Whether a group has ranks on several hosts, where each host has `gpus` ranks that follow each other.
+
+    A process that sees one GPU only cannot tell, and says yes of any group of several ranks: nothing is lost but overlap.
+    """
+    return len({rank // max(1, gpus) for rank in dist.get_process_group_ranks(group)}) > 1

@@ -1,0 +1,70 @@
+"""The backward of to_rows under tensor parallelism, turn by turn (tensor_parallel.py).
+
+Turn i has one all-to-all: of dx of part i - 1, and of x of part i where it is sent again. The product for dx of part i runs
+meanwhile. That for dw reads x when it has come. In an all-to-all of its own, sent before dx is read, x would have to arrive
+before the product: there are three slots (protocol/slot_use.py).
+
+    turn    0              1              2              3 (of three parts)
+            [x 0 ]         [dx 0, x 1]    [dx 1, x 2]    [dx 2]
+            [product 0  ]  [product 1  ]  [product 2  ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..operators.all_to_all_gemm import Receiver
+from ..operators.column_row import row_backward
+from ..operators.weight_gradient import WeightGradient
+from .ahead import run_steps
+from .exchange import Rows
+
+if TYPE_CHECKING:
+    from .tensor_parallel import ShardedLinear, ShardedPart
+
+
+class RowsBackward:
+    """Of one call. dx: where it is written, or None. dw: gets the weight gradient, or None."""
+
+    def __init__(
+        self, linear: ShardedLinear, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None,
+        dw: WeightGradient | None,
+    ) -> None:  # fmt: skip
+        self._linear, self._dy, self._dx, self._dw = linear, dy, dx, dw
+        self._again = None if isinstance(x, list) else x
+        self._kept = iter(x) if isinstance(x, list) else iter(())
+        self._made: torch.Tensor | None = None  # dx of the last product, as it is sent
+
+    def run(self, before: ShardedPart | None, part: ShardedPart | None) -> None:
+        """One turn; before: None in the first, part: None in the last."""
+        again = None if self._again is None or part is None else self._again.give(part)
+        sent = [blocks for blocks in (self._made, again) if blocks is not None]
+        back = 0 if self._made is None else self._made.shape[1]
+        if not sent:
+            self._multiply(part, self._next_kept)
+            return
+
+        def read(receiver: Receiver) -> None:
+            received = cache(receiver.received_view)
+            self._multiply(part, self._next_kept if again is None else lambda: received()[:, back:])
+            if back and self._dx is not None and before is not None:
+                self._dx.take(before, received()[:, :back])
+            received()  # whatever is frozen here
+
+        whole = sent[0] if len(sent) == 1 else torch.cat(sent, dim=1)
+        step = before.backward if before is not None else part.again  # type: ignore[union-attr]
+        run_steps([step(lambda: whole, read)])
+
+    def _next_kept(self) -> torch.Tensor:
+        return next(self._kept)
+
+    def _multiply(self, part: ShardedPart | None, x: Callable[[], torch.Tensor]) -> None:
+        self._made = None
+        if part is not None:
+            linear, dy_rows = self._linear, self._linear.rows(self._dy, part)
+            dx = row_backward(part.product, dy_rows, x, linear.w, self._dw, self._dx is not None)
+            self._made = None if dx is None else linear.packed(dx)

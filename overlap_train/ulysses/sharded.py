@@ -1,0 +1,154 @@
+"""The projections of Ulysses under tensor parallelism (TP) as planned: parts, with a product and an all-to-all each.
+
+All ranks of both groups must agree. Each group compares its own part: the TP ranks the product, Ulysses' ranks the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from ..config import OverlapConfig
+from ..operators.plan_book import Planned, plan_of
+from ..planning.heads import AttentionHeads
+from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
+from ..runtime.registry import domain_of
+from .linears import copies_of, rows_of_position
+from .parts import cut, parts_that_hide
+from .tensor_parallel import ShardedLinear, ShardedPart
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Of one rank. ulysses: the ranks that exchange. tensor: those that divide the weights."""
+
+    ulysses: dist.ProcessGroup
+    tensor: dist.ProcessGroup
+
+    @property
+    def shards(self) -> int:
+        return self.tensor.size()
+
+    @property
+    def ranks(self) -> int:
+        return self.ulysses.size()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one projection on one rank. positions: of a TP rank's shard. rows: of one position, of all TP ranks together.
+
+    sent: features of a row that is exchanged, of all ranks of the Ulysses group. n, k: of the weight shard. carries: of how many
+    parts one all-to-all has rows.
+    """
+
+    positions: int
+    rows: int
+    sent: int
+    n: int
+    k: int
+    itemsize: int
+    carries: int = 1
+
+    def parts(self, config: OverlapConfig) -> list[tuple[int, int]]:
+        """(first, last) of each part: as many as fit and, where they hide each other's exchange, more."""
+        limit = min(config.exchange_mib, max(1, config.symmetric_mib - 1))
+        wanted = parts_that_hide(self.positions * self.rows, self.n, self.k)
+        return cut(
+            self.positions, max(1, self.carries * self.rows * self.sent * self.itemsize), limit, self.rows, wanted
+        )
+
+
+def sizes_of_heads(x: torch.Tensor, w: torch.Tensor, heads: AttentionHeads, groups: Groups) -> Sizes:
+    """x [positions, b, K], w [N, K]: this TP rank's shards. heads: of this TP rank."""
+    sent = heads.of_rank(groups.ranks).features * groups.ranks
+    return _sizes(x, w, x.shape[0], sent, groups)
+
+
+def sizes_of_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups, config: OverlapConfig) -> Sizes:
+    """x [s, b, K/W]: all rows and some of the features of the weight shard w [N, K].
+
+    Backward sends x of a part again together with dx of another one.
+    """
+    positions = x.shape[0] // (groups.ranks * groups.shards)
+    sizes = _sizes(x, w, positions, groups.ranks * x.shape[-1], groups)
+    return replace(sizes, carries=2 if config.gathered_input == "regather" else 1)
+
+
+def _sizes(x: torch.Tensor, w: torch.Tensor, positions: int, sent: int, groups: Groups) -> Sizes:
+    rows, (n, k) = groups.shards * rows_of_position(x), (w.shape[:1].numel(), w.shape[-1:].numel())
+    return Sizes(positions, rows, sent, n, k, x.element_size())
+
+
+def sharded_heads_linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads, groups: Groups,
+    config: OverlapConfig | None, name: str, meaning: str,
+) -> tuple[ShardedLinear, torch.Tensor | None]:  # fmt: skip
+    """The QKV projection as planned, and the bias of the columns that this rank receives. meaning: see Planned.linear."""
+    copies = copies_of(heads, w, bias, groups.ranks, name)
+
+    def product(positions: int) -> Planned:
+        return plan_of(ALL_GATHER_LINEAR, x[:positions], w, bias, groups.tensor, config, name)
+
+    sizes = sizes_of_heads(x, w, heads, groups)
+    linear = _linear(x, w, copies, groups, sizes, product, config, name, f"{heads}, {meaning}")
+    sent = bias if bias is None or copies is None else bias[copies]
+    own = None if sent is None else sent.chunk(groups.ranks)[groups.ulysses.rank()]
+    return linear, own
+
+
+def sharded_rows_linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, groups: Groups,
+    config: OverlapConfig | None, name: str, meaning: str,
+) -> ShardedLinear:  # fmt: skip
+    """The output projection as planned. meaning: see Planned.linear."""
+    error = _rows_error(x, groups, name)
+    if error is not None:
+        raise ValueError(error)
+    sizes = sizes_of_rows(x, w, groups, _settings(x, groups, config))
+
+    def product(positions: int) -> Planned:
+        received = _like(x, positions * groups.shards, sizes.sent)
+        return plan_of(LINEAR_REDUCE_SCATTER, received, w, bias, groups.tensor, config, name)
+
+    return _linear(x, w, None, groups, sizes, product, config, name, meaning)
+
+
+def _rows_error(x: torch.Tensor, groups: Groups, name: str) -> str | None:
+    ranks = groups.ranks * groups.shards
+    if x.shape[0] and x.shape[0] % ranks == 0:
+        return None
+    return (
+        f"{name}: x has {x.shape[0]} rows (shape {tuple(x.shape)}); they must be divisible by the "
+        f"{groups.ranks} x {groups.shards} ranks of group and tp_group, of which each keeps a part; pad the sequence to a "
+        f"multiple of {ranks}"
+    )
+
+
+def _linear(
+    x: torch.Tensor, w: torch.Tensor, copies: torch.Tensor | None, groups: Groups, sizes: Sizes,
+    product: Callable[[int], Planned], config: OverlapConfig | None, name: str, meaning: str,
+) -> ShardedLinear:  # fmt: skip
+    parts, places = [], sizes.parts(_settings(x, groups, config))
+    if len(places) > 1:  # as parts.py
+        meaning += f", a part of {sizes.positions} positions a rank"
+    for first, last in places:
+        multiplies = product(last - first)
+        sent = _like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
+        exchanges = plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name)
+        product_of, exchange_of = multiplies.linear(name, meaning), exchanges.linear(name, meaning)
+        parts.append(ShardedPart(first, last, multiplies, product_of.tags, product_of, exchange_of))
+    return ShardedLinear(tuple(parts), w, w.detach(), copies, rows_of_position(x), groups.shards)
+
+
+def _settings(x: torch.Tensor, groups: Groups, config: OverlapConfig | None) -> OverlapConfig:
+    return config or domain_of(groups.tensor, None, x.device).config
+
+
+def _like(x: torch.Tensor, positions: int, features: int) -> torch.Tensor:
+    """For plans: as x [*, b, *], but [positions, b, features], and without memory of its own."""
+    one = x.detach()[:1, :1, :1].expand(positions, x.shape[1], features)
+    return one.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else one

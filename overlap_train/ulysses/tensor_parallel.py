@@ -1,0 +1,174 @@
+"""What the projections of Ulysses do under tensor parallelism (TP), part by part, so that both communications are hidden.
+
+    to_heads    y = all_to_all(all_gather(x) @ w.T)        gathered over TP inside the product, then exchanged over Ulysses' ranks
+    to_rows     y = reduce_scatter(all_to_all(x) @ w.T)    exchanged, then scattered over TP inside the product
+
+A part is an operator of the TP group and an all-to-all of the Ulysses group. Each group has a domain of its own, with slots and a
+copy engine. The product of a part runs while copies exchange the part before or after it (ahead.py). All ranks enter both domains
+in one order: whoever waits has sent, in both, all that comes before.
+
+    to_heads          [product 0] [product 1     ] [product 2     ]                 [a]: all-to-all of part a
+                                  [0]              [1]              [2]
+    to_rows           [0] [1]              [2]
+                          [product 0     ] [product 1     ] [product 2     ]
+
+heads_backward does as to_rows. rows_backward has x of a part and dx of the part before in one all-to-all under each product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from ..operators.all_to_all_gemm import Receiver
+from ..operators.column_row import column_backward, column_forward, row_forward
+from ..operators.plan_book import PlannedLinear
+from ..operators.weight_gradient import WeightGradient
+from .ahead import Step, run_steps
+from .exchange import Rows, summed_copies
+from .parts import Part
+from .rows_backward import RowsBackward
+
+Give = Callable[[], torch.Tensor]
+Read = Callable[[Receiver], None]
+
+
+@dataclass(frozen=True)
+class ShardedPart(Part):
+    """Positions of every TP rank's shard. planned, tags, product: of the TP group. exchange: of the all-to-all."""
+
+    product: PlannedLinear
+    exchange: PlannedLinear
+
+    def forward(self, give: Give, read: Read) -> Step:
+        tags = self.exchange.tags
+        return Step(self.exchange.domain, self.exchange.plan.fprop, tags.fprop, tags.ranges[0], give, read)
+
+    def backward(self, give: Give, read: Read) -> Step:
+        tags = self.exchange.tags
+        return Step(self.exchange.domain, self.exchange.plan.dgrad, tags.dgrad, tags.ranges[1], give, read)
+
+    def again(self, give: Give, read: Read) -> Step:
+        """What forward has sent, once more for the weight gradient."""
+        plan, tags = self.exchange.plan.wgrad, self.exchange.tags
+        assert plan is not None, "what forward has received was kept"
+        return Step(self.exchange.domain, plan, tags.wgrad, tags.ranges[2], give, read)
+
+
+@dataclass(frozen=True)
+class ShardedLinear:
+    """One call, as exchange.Linear. weight: this TP rank's shard; w: the same as autograd has kept it.
+
+    copies: int64 [N'], which columns of the product are sent, rank after rank; None: all as they lie. batch: rows of one position
+    of a TP rank's shard. shards: TP ranks.
+    """
+
+    parts: tuple[ShardedPart, ...]
+    weight: torch.Tensor
+    w: torch.Tensor
+    copies: torch.Tensor | None
+    batch: int
+    shards: int
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether what `to_heads` gathers is kept for the weight gradient."""
+        return self.parts[0].product.keeps
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what `to_rows` receives is kept for the weight gradient."""
+        return self.parts[0].exchange.plan.wgrad is None
+
+    def multiplying(self, w: torch.Tensor) -> ShardedLinear:
+        """As exchange.Linear's."""
+        return replace(self, w=w)
+
+    def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
+        """y = all_to_all(all_gather(x [positions * batch, K]) @ w.T). Returns x for the weight gradient, perhaps as gathered."""
+        kept = []
+
+        def multiplied(part: ShardedPart) -> torch.Tensor:
+            product, gathered = column_forward(part.product, self.rows(x, part), self.w)
+            kept.append(gathered)
+            return self.packed(product)
+
+        def taken(part: ShardedPart, receiver: Receiver) -> None:
+            y.take(part, receiver.received_view())
+
+        run_steps([part.forward(partial(multiplied, part), partial(taken, part)) for part in self.parts])
+        return _together(kept) if self.keeps_gathered else x
+
+    def heads_backward(
+        self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(dx, dw). x: as `to_heads` returned it; None if dw is not wanted."""
+        dx, dw = [], None if x is None else self._gradient()
+        batch = self.batch * (self.shards if self.keeps_gathered else 1)
+
+        def multiplied(part: ShardedPart, receiver: Receiver) -> None:
+            blocks = receiver.received_view()  # whatever is frozen here
+            if wants_dx or x is not None:
+                own, of_product = (
+                    None if x is None else x[part.first * batch : part.last * batch],
+                    self._of_product(blocks),
+                )
+                dx.append(column_backward(part.product, of_product, own, self.w, dw, wants_dx))
+
+        run_steps([part.backward(partial(dy.give, part), partial(multiplied, part)) for part in self.parts])
+        return _together(dx) if wants_dx else None, None if dw is None else dw.result()
+
+    def to_rows(self, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(y [positions * batch, N] = reduce_scatter(all_to_all(x) @ w.T), what each part has received if it is kept)."""
+        y, kept = [], []
+
+        def multiplied(part: ShardedPart, receiver: Receiver) -> None:
+            received = self._of_product(receiver.received_view())
+            y.append(row_forward(part.product, received, self.w))
+            if keep:
+                kept.append(received)
+
+        run_steps([part.forward(partial(x.give, part), partial(multiplied, part)) for part in self.parts])
+        return _together(y), kept
+
+    def rows_backward(
+        self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
+    ) -> torch.Tensor | None:
+        """dw; dx is written. x: what to send again, or what was kept, or None if dw is not wanted."""
+        dw = None if x is None else self._gradient()
+        turns = RowsBackward(self, x, dy, dx, dw)
+        for before, part in pairwise((None, *self.parts, None)):
+            turns.run(before, part)
+        return None if dw is None else dw.result()
+
+    def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+        """Of a part of this TP rank's shard [positions * batch, C]."""
+        return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
+
+    def _gradient(self) -> WeightGradient:
+        return WeightGradient(self.weight, self.parts[0].product.plan.config.main_grad, len(self.parts))
+
+    def packed(self, product: torch.Tensor) -> torch.Tensor:
+        """What is sent [W, rows, N'/W] of a product [rows, N]: the columns of each rank."""
+        world = self.parts[0].exchange.domain.world_size
+        if self.copies is None:
+            return product.unflatten(1, (world, -1)).transpose(0, 1).contiguous()
+        sent = product.new_empty(world, len(product), len(self.copies) // world)
+        for block, columns in zip(sent, self.copies.chunk(world), strict=True):
+            torch.index_select(product, 1, columns, out=block)
+        return sent
+
+    def _of_product(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The inverse: what has come [W, rows, N'/W] as [rows, N]; of columns that several ranks have, the sum."""
+        if self.copies is None:
+            return blocks.transpose(0, 1).flatten(1)
+        return summed_copies(blocks, self.copies, self.weight.shape[0])
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Rows of all parts. One part as it is, and not as a view, which autograd would refuse to have written into."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,220 @@
+"""TP x Ulysses on simulated GPUs: products of one group under exchanges of another, right under seeded schedules, with one
+hardware queue and with many; and with planted faults.
+
+What is sent is overwritten two exchanges later, as a caching allocator would give it to others when its operator has ended.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet")
+
+from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.faults import Fault
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.operator_problems import integers
+from tests.protocol.simulated_grid import GridRank, GridSimulation
+from tests.protocol.simulated_ranks import TILE, core
+
+PARTS = 4  # more than there are slots
+
+
+class Blocks:
+    """Blocks [W, rows, C] of each part, given and taken."""
+
+    def __init__(self, blocks: list[torch.Tensor]) -> None:
+        self._blocks, self.taken = blocks, {}
+
+    def give(self, part: Any) -> torch.Tensor:
+        return self._blocks[part.first // TILE].clone()
+
+    def take(self, part: Any, received: torch.Tensor) -> None:
+        self.taken[part.first // TILE] = received.clone()
+
+
+def problem(which: str, machine: GridSimulation, method: str = "chunked") -> Build:
+    """Two calls of one pass after each other. Of rank t + 2 r: x or dy [PARTS, rows of t, TILE], w of t, blocks to each rank."""
+    rows = integers(2, 2, PARTS, TILE, TILE, seed=1)  # [t, r, part, ...]: of a TP rank's shard
+    blocks = integers(
+        2, 2, 2, PARTS, 2 * TILE, TILE // 2, seed=2
+    )  # [t, from, to, part, rows of both TP ranks, columns]
+    w = integers(2, TILE, TILE, seed=3)  # of a TP rank: [N, K]
+
+    def build(scheduler: Scheduler) -> Callable[[], None]:
+        results: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+        def host(rank: GridRank) -> None:
+            t, r = rank.tensor.rank, rank.ulysses.rank
+            linear, mine = _linear(rank, w[t], method), rows[t, r].flatten(0, 1)
+            for number in range(2):
+                given = Blocks(list(blocks[t, r].transpose(0, 1)))
+                results[number, rank.rank] = PASSES[which](linear, mine, given)
+
+        machine.spawn_grid(scheduler, host)
+        scheduler.patch(core("ulysses.ahead").Step, "start", _overwriting(core("ulysses.ahead").Step.start))
+
+        def check() -> None:
+            assert len(results) == 8
+            for (number, rank), found in results.items():
+                right = RIGHT[which](rows, blocks, w, rank % 2, rank // 2)
+                same = [torch.equal(a, b) for a, b in zip(found, right, strict=True)]
+                assert all(same), f"call {number}, rank {rank}: {same}"
+
+        return check
+
+    return build
+
+
+def _overwriting(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Of each group's rank what it has sent, all of which stays allocated: simulated copies go by address."""
+    sent_by: dict[int, list[torch.Tensor]] = {}
+
+    def started(step: Any, sent: torch.Tensor) -> Any:
+        earlier = sent_by.setdefault(id(step.domain), [])
+        if len(earlier) > 1:
+            earlier[-2].fill_(torch.nan)
+        earlier.append(sent)
+        return start(step, sent)
+
+    return started
+
+
+def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
+    """As sharded.py plans it. method: of the products."""
+    plan_book, sharded = core("operators.plan_book"), core("ulysses.tensor_parallel")
+    shard, both = w.new_empty(TILE, TILE), w.new_empty(4 * TILE, TILE)
+    settings: dict[str, Any] = dict(main_grad="off")
+    column = plan_book.Planned(rank.tensor, rank.tensor.plan(method, shard, w, "ALL_GATHER_LINEAR", **settings))
+    row = plan_book.Planned(
+        rank.tensor, rank.tensor.plan(method, both[: 2 * TILE], w, "LINEAR_REDUCE_SCATTER", **settings)
+    )
+    exchanged = plan_book.Planned(rank.ulysses, rank.ulysses.plan("chunked", both, w, "ALL_TO_ALL", **settings))
+
+    def linear(planned: Any) -> Any:
+        parts = tuple(
+            sharded.ShardedPart(
+                first,
+                first + TILE,
+                planned,
+                planned.linear("linear").tags,
+                planned.linear("linear"),
+                exchanged.linear("linear"),
+            )
+            for first in range(0, PARTS * TILE, TILE)
+        )
+        return sharded.ShardedLinear(parts, w, w, None, 1, 2)
+
+    return {"column": linear(column), "row": linear(row)}
+
+
+def _to_heads(linear: Any, x: torch.Tensor, kept: Blocks) -> list[torch.Tensor]:
+    linear["column"].to_heads(x, kept)
+    return [kept.taken[part] for part in range(PARTS)]
+
+
+def _heads_backward(linear: Any, x: torch.Tensor, kept: Blocks) -> list[torch.Tensor]:
+    return list(linear["column"].heads_backward(x, kept, True))
+
+
+def _to_rows(linear: Any, x: torch.Tensor, kept: Blocks) -> list[torch.Tensor]:
+    return [linear["row"].to_rows(kept, False)[0]]
+
+
+def _rows_backward(linear: Any, dy: torch.Tensor, kept: Blocks) -> list[torch.Tensor]:
+    dw = linear["row"].rows_backward(kept, dy, kept)
+    return [dw, *(kept.taken[part] for part in range(PARTS))]
+
+
+PASSES = {
+    "to_heads": _to_heads,
+    "heads_backward": _heads_backward,
+    "to_rows": _to_rows,
+    "rows_backward": _rows_backward,
+}
+
+Right = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], list[torch.Tensor]]
+
+
+def _gathered(rows: torch.Tensor, r: int, part: int) -> torch.Tensor:
+    """[2 TILE, TILE], of both tensor-parallel ranks."""
+    return rows[:, r, part].flatten(0, 1)
+
+
+def _received(blocks: torch.Tensor, t: int, r: int, part: int) -> torch.Tensor:
+    """[2 TILE, TILE]: both ranks' columns, side by side."""
+    return torch.cat(list(blocks[t, :, r, part]), dim=1)
+
+
+def _sent(product: torch.Tensor, to: int) -> torch.Tensor:
+    return product.chunk(2, 1)[to]
+
+
+def _right_to_heads(rows: torch.Tensor, blocks: torch.Tensor, w: torch.Tensor, t: int, r: int) -> list[torch.Tensor]:
+    return [torch.stack([_sent(_gathered(rows, s, part) @ w[t].t(), r) for s in range(2)]) for part in range(PARTS)]
+
+
+def _right_heads_backward(
+    rows: torch.Tensor, blocks: torch.Tensor, w: torch.Tensor, t: int, r: int
+) -> list[torch.Tensor]:
+    dx = [sum(_received(blocks, u, r, part) @ w[u] for u in range(2)).chunk(2)[t] for part in range(PARTS)]
+    dw = sum(_received(blocks, t, r, part).t() @ _gathered(rows, r, part) for part in range(PARTS))
+    return [torch.cat(dx), dw]
+
+
+def _right_to_rows(rows: torch.Tensor, blocks: torch.Tensor, w: torch.Tensor, t: int, r: int) -> list[torch.Tensor]:
+    y = [sum(_received(blocks, u, r, part) @ w[u].t() for u in range(2)).chunk(2)[t] for part in range(PARTS)]
+    return [torch.cat(y)]
+
+
+def _right_rows_backward(
+    rows: torch.Tensor, blocks: torch.Tensor, w: torch.Tensor, t: int, r: int
+) -> list[torch.Tensor]:
+    dw = sum(_gathered(rows, r, part).t() @ _received(blocks, t, r, part) for part in range(PARTS))
+    dx = [torch.stack([_sent(_gathered(rows, s, part) @ w[t], r) for s in range(2)]) for part in range(PARTS)]
+    return [dw, *dx]
+
+
+RIGHT: dict[str, Right] = {
+    "to_heads": _right_to_heads,
+    "heads_backward": _right_heads_backward,
+    "to_rows": _right_to_rows,
+    "rows_backward": _right_rows_backward,
+}
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("which", PASSES)
+def test_passes_of_two_groups(which: str, one_queue: bool) -> None:
+    assert_passes(problem(which, GridSimulation(one_queue=one_queue)), range(4))
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("which", PASSES)
+def test_products_by_kernels_with_one_resident_cta(which: str, one_queue: bool) -> None:
+    """A product's kernel holds the GPU while it waits for its own group, and the other group's copies go on."""
+    assert_passes(problem(which, GridSimulation(one_queue=one_queue), "fused"), range(1), resident=1)
+
+
+FAULTS = {
+    "an exchange is read before it has come": Fault(
+        "operators.all_to_all_gemm", "self._call.receive(own)", "self._call.keep(own)",
+        reload=("ulysses.ahead", "ulysses.exchange", "ulysses.rows_backward", "ulysses.tensor_parallel")),
+    "what an operator sends ahead is given to others": Fault(
+        "protocol.copy_engine", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"),
+    "the next operator's mark comes too early": Fault(
+        "protocol.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"),
+    "sent before it is known that a slot is free": Fault("protocol.workspace", "self._last.wait_for_start()", "pass"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault: str) -> None:
+    with FAULTS[fault].planted():
+        error = assert_caught(problem("to_heads", GridSimulation()), range(20))
+    assert re.search(FAULTS[fault].report, str(error)), error
