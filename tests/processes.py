@@ -16,10 +16,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# What every process imports, once in the one that they are forked from: torch alone takes 2 s. Not Triton, which reads from the
-# environment whether kernels are interpreted.
-_PRELOADED = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "pytest", "overlap_train"]
-
 
 @dataclass
 class Outcome:
@@ -42,7 +38,7 @@ def run_ranks(
     import torch.distributed as dist
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(["tests.preloaded"])
     work = pickle.dumps((body, args))  # unpickled where the environment is set already: modules read it when imported
     # Hosted here, as torchrun's agent does: it outlives every rank.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -100,10 +96,9 @@ def _is_stopped(process: BaseProcess) -> bool:
 def _enter(rank: int, world: int, port: int, pipe: Connection, work: bytes, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    if environment.get("TRITON_INTERPRET") == "1":
-        from tests import faster_interpreter
+    from tests import preloaded
 
-        faster_interpreter.install()
+    preloaded.load_for_this_environment()
     import torch
     import torch.distributed as dist
 

@@ -9,6 +9,7 @@ Run as a script it is the server: it reads a line of JSON for each program, and 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -61,6 +62,8 @@ def _serve() -> None:
     for module in _IMPORTED_BY_MEGATRON:
         with contextlib.suppress(ImportError):  # another torch may have its private modules elsewhere
             __import__(module)
+    gc.collect()
+    gc.freeze()  # what is forked would look at all of it for garbage, and so copy every page of it
     for line in sys.stdin:
         print(json.dumps(_run(**json.loads(line))), flush=True)
     os._exit(0)  # Python's own end takes seconds with everything imported

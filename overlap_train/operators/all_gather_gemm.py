@@ -128,7 +128,7 @@ class NodeGather(ChunkedGather):
         assert isinstance(engine, NodeEngine)
         call.next_epoch()
         for leg in legs.network:
-            engine.network.put(self._own.chunk(call.chunks)[leg.chunk], call.place(leg), call.word)
+            engine.send(call, self._own, leg)
         engine.push(self._own, call.routes(legs.inside))
         for block, passed_on in legs.passed_on.by_block:
             engine.later.run(partial(self._pass_on, block, passed_on))

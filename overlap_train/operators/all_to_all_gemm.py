@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ..planning.plan import EnginePlan
+from ..planning.schedule import Legs
 from ..planning.tiling import HOPPER
+from ..protocol.node_engine import NodeEngine
+from ..protocol.node_slot import NodeCall
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent
@@ -44,7 +47,7 @@ class Receiver(Protocol):
 
 def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> Receiver:
     """A started engine that exchanges sent [W, M/W, K/W]: block d goes to rank d. Each block is contiguous."""
-    receiver = ALL_TO_ALL_GEMMS[plan.method](domain, plan, tag, sent)
+    receiver = _engine(plan)(domain, plan, tag, sent)
     receiver.start()
     return receiver
 
@@ -92,8 +95,10 @@ class ChunkedAllToAllGemm:
 
     def _push(self) -> None:
         self._call.next_epoch()
-        routes = self._call.routes(self._plan.legs, pitch=self._sent.stride(0))
-        self._domain.engine.push(self._sent, routes)
+        self._send(self._plan.legs)
+
+    def _send(self, legs: Legs) -> None:
+        self._domain.engine.push(self._sent, self._call.routes(legs, pitch=self._sent.stride(0)))
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         rank = self._domain.rank
@@ -115,6 +120,19 @@ class ChunkedAllToAllGemm:
 
     def received_copy(self) -> torch.Tensor:
         return self.received_view().flatten(0, 1).clone()
+
+
+class NodeAllToAllGemm(ChunkedAllToAllGemm):
+    """The same across nodes: blocks of far ranks leave first, over the network; the own node's are multiplied first."""
+
+    _call: NodeCall
+
+    def _send(self, legs: Legs) -> None:
+        engine = self._domain.engine
+        assert isinstance(engine, NodeEngine)
+        for leg in legs.network:
+            engine.send(self._call, self._sent[leg.block], leg)
+        super()._send(legs.inside)
 
 
 class FusedAllToAllGemm(ChunkedAllToAllGemm):
@@ -169,9 +187,15 @@ def add_product_in_fp32(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
         total.addmm_(a.float(), b.float())
 
 
-ALL_TO_ALL_GEMMS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Receiver]] = {
+_Engine = Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Receiver]
+
+ALL_TO_ALL_GEMMS: dict[str, _Engine] = {
     "collective": CollectiveAllToAllGemm,
     "chunked": ChunkedAllToAllGemm,
     "fused": FusedAllToAllGemm,
     "direct": DirectAllToAllGemm,
 }
+
+
+def _engine(plan: EnginePlan) -> _Engine:
+    return ALL_TO_ALL_GEMMS[plan.method] if plan.nodes == 1 or plan.method == "collective" else NodeAllToAllGemm

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ..planning.plan import EnginePlan
+from ..planning.schedule import Legs
+from ..protocol.node_engine import NodeEngine
+from ..protocol.node_slot import NodeCall
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent
@@ -41,7 +44,7 @@ def start_gemm_all_to_all(
     into: [W, M/W, N/W], each block contiguous, where the result belongs. The GEMM writes the own block there, which leaves the
     peers' to be copied out of the slot. None: all stay in the slot, for who reads them there.
     """
-    exchange = GEMM_ALL_TO_ALLS[plan.method](domain, plan, tag, a_shard_m, b_kn, into)
+    exchange = _engine(plan)(domain, plan, tag, a_shard_m, b_kn, into)
     exchange.start()
     return exchange
 
@@ -92,8 +95,11 @@ class ChunkedGemmAllToAll:
         columns = self._b.chunk(domain.world_size, dim=1)
         for target, legs in self._plan.legs.by_target:
             torch.mm(self._a, columns[target], out=staging[target])
-            domain.engine.push(staging, self._call.routes(legs))
+            self._send(staging, legs)
         torch.mm(self._a, columns[domain.rank], out=self._own_place())
+
+    def _send(self, staging: torch.Tensor, legs: Legs) -> None:
+        self._domain.engine.push(staging, self._call.routes(legs))
 
     def _own_place(self) -> torch.Tensor:
         """Where the own block [M/W, N/W] belongs."""
@@ -107,6 +113,19 @@ class ChunkedGemmAllToAll:
         for source in self._plan.sources:
             self._into[source].copy_(self._call.blocks[source])
         return self._into
+
+
+class NodeGemmAllToAll(ChunkedGemmAllToAll):
+    """The same across nodes: the columns of far ranks leave first, over the network, while those of the own node are computed."""
+
+    _call: NodeCall
+
+    def _send(self, staging: torch.Tensor, legs: Legs) -> None:
+        engine = self._domain.engine
+        assert isinstance(engine, NodeEngine)
+        for leg in legs.network:
+            engine.send(self._call, staging[leg.block], leg)
+        super()._send(staging, legs.inside)
 
 
 class FusedGemmAllToAll(ChunkedGemmAllToAll):
@@ -143,11 +162,15 @@ def new_blocks(domain: OverlapDomain, a_shard_m: torch.Tensor, b_kn: torch.Tenso
     return a_shard_m.new_empty(domain.world_size, a_shard_m.shape[0], b_kn.shape[1] // domain.world_size)
 
 
-GEMM_ALL_TO_ALLS: dict[
-    str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor, torch.Tensor | None], Exchange]
-] = {
+_Engine = Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor, torch.Tensor | None], Exchange]
+
+GEMM_ALL_TO_ALLS: dict[str, _Engine] = {
     "collective": CollectiveGemmAllToAll,
     "chunked": ChunkedGemmAllToAll,
     "fused": FusedGemmAllToAll,
     "direct": DirectGemmAllToAll,
 }
+
+
+def _engine(plan: EnginePlan) -> _Engine:
+    return GEMM_ALL_TO_ALLS[plan.method] if plan.nodes == 1 or plan.method == "collective" else NodeGemmAllToAll

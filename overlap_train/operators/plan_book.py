@@ -127,7 +127,7 @@ class PlanBook:
         if planned is not None:
             return planned.setdefault(layout, Planned(domain, plan, trains))
         problem = error or _other_table(domain, config) or why_not(plan, domain.device, _is_interpreted(domain))
-        problem = problem or why_not_across_nodes(plan, domain.nodes.problem)
+        problem = problem or why_not_across_nodes(plan, domain.nodes.problem, domain.device)
         operator, _, *rest = key
         any_rows = (operator, x.dim(), x.shape[-1:], *rest)
         if self.agreed.get(any_rows) and _needs_no_agreement(plan, domain):

@@ -122,8 +122,8 @@ def _winner(pass_: Pass, device: torch.device, table: Table) -> Winner | None:
 
 def _across_nodes(pass_: Pass, device: torch.device) -> Choice:
     """The one method that reaches across nodes."""
-    if pass_.kind in EXCHANGES:
-        return Choice("collective", "auto: all-to-alls do not overlap across nodes yet")
+    if pass_.kind in EXCHANGES and device.type == "cuda":
+        return Choice("collective", "auto: all-to-alls of GPUs do not overlap across nodes yet")
     return Choice("chunked", f"auto: {'CPU tensors' if device.type == 'cpu' else 'GPUs'} on several nodes")
 
 

@@ -126,7 +126,7 @@ def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
     """How an exchange alone runs: by the copy engine, which leaves the SMs to the product of another group beside it."""
     across = topology.nodes > 1 and config.method == "auto"
     if config.method == "collective" or across:
-        return Choice("collective", "auto: all-to-alls do not overlap across nodes yet" if across else "asked for")
+        return Choice("collective", "auto: beside products none overlaps across nodes yet" if across else "asked for")
     return Choice("chunked", "beside a product")
 
 
@@ -139,7 +139,7 @@ def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.d
     after_tiles = kind not in INBOUND and choice.method == "fused"
     route = legs(kind, topology, chunks, after_tiles)
     return EnginePlan(
-        kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology),
+        kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
         sms=_sms(device, topology.nodes), nodes=topology.nodes, crossings=_crossings(kind, topology, chunks),
     )  # fmt: skip
 
@@ -150,7 +150,7 @@ def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
     method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
     route = legs(fprop.kind, topology, chunks=1)
     return EnginePlan(
-        fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, sources(topology),
+        fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, fprop.sources,
         sms=fprop.sms, nodes=topology.nodes, crossings=_crossings(fprop.kind, topology, chunks=1),
     )  # fmt: skip
 

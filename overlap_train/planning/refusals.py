@@ -35,17 +35,17 @@ def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
     return None
 
 
-def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None:
+def why_not_across_nodes(plan: Plan, topology_problem: str | None, device: torch.device) -> str | None:
     """Why the plan's engines cannot run in a group whose nodes are as they are, or None. topology_problem: of all that share
     memory."""
     sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
     for engine in sharing:
         if topology_problem is not None:
             return topology_problem
-        if engine.nodes > 1 and engine.kind in EXCHANGES:
+        if engine.nodes > 1 and engine.kind in EXCHANGES and device.type == "cuda":
             return (
-                f"{plan.spec.name} with method={engine.method!r} in a group of {engine.nodes} nodes: all-to-alls across nodes do "
-                f"not overlap yet; use 'auto' or 'collective', or a group inside one node ({flag_name('method')})"
+                f"{plan.spec.name} with method={engine.method!r} in a group of {engine.nodes} nodes: all-to-alls of GPUs do not "
+                f"overlap across nodes yet; use 'auto' or 'collective', or a group inside one node ({flag_name('method')})"
             )
         if engine.nodes > 1 and engine.method != "chunked":
             return (

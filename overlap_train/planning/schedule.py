@@ -9,13 +9,15 @@ The engines execute the legs; tests hold the order in which kernels take tiles t
     a2a_gemm              rank R sends chunk 0 of their rows to R+1, R+2, ..., then chunk 1; every tile of its own rows multiplies
                           its own columns, then those of R-1, R-2, ..., in one accumulator
 
-Across nodes gather and scatter go in two steps, so that each byte crosses the network once, between ranks of equal local rank
-(twins):
+Across nodes each byte crosses the network once, between ranks of equal local rank (twins). Gather and scatter go in two steps:
 
     gather                a shard goes to the twins first, then to the own node; what arrives from a twin is passed on inside the
                           node. Tiles in order of arrival: own, own node, then far node by far node
     scatter               for each node, far ones first and the own one last: the blocks of its ranks go to their twins inside
                           this node, which add them up; the sum goes to the far twin
+    a2a_gemm, gemm_a2a    blocks of far nodes go first, and of each node that of the twin last. The twin takes them from the
+                          network and puts each into the memory of the rank that it is for. a2a_gemm multiplies the blocks of
+                          the own node first, then far node by far node
 """
 
 from __future__ import annotations
@@ -62,15 +64,21 @@ class Topology:
         """Who writes block `block` of this rank's slots, in every call: rank `block` if that is a twin, else its twin here."""
         return block if block == self.twin(block // self.local) else self.node * self.local + block % self.local
 
+    def receiver(self, target: int) -> int:
+        """Who takes from the network what this rank sends to `target` of another node: the only rank there that it is connected
+        with."""
+        return self.twin(target // self.local)
+
 
 @dataclass(frozen=True)
 class Leg:
     """One transfer: chunk `chunk` of block `block` of the sender's source, to rank `target`, where it fills block `fills`.
 
-    link: what carries it. block: 0 where the source is one shard for all, else whose rows or columns they are. after_tiles: the
-    chunk's tiles must be stored first; else it may leave at once. fills: the sender's block, except where it acts for a far
-    twin. carries: OPERAND, from what the caller has or its tiles; ARRIVED, passed on out of the own slot once it is there;
-    NODE_SUM, once this node's partial sums of the block are there and added. The signal is that of (fills, chunk) at the target.
+    link: what carries it; from the network `Topology.receiver` takes it, for itself or for the target. block: 0 where the source
+    is one shard for all, else whose rows or columns they are. after_tiles: the chunk's tiles must be stored first; else it may
+    leave at once. fills: the sender's block, except where it acts for a far twin. carries: OPERAND, from what the caller has or
+    its tiles; ARRIVED, passed on out of the own slot once it is there; NODE_SUM, once this node's partial sums of the block are
+    there and added. The signal is that of (fills, chunk) at the target.
     """
 
     link: str
@@ -124,7 +132,8 @@ def legs(kind: str, topology: Topology, chunks: int, after_tiles: bool = False) 
         return Legs(tuple(_ACROSS_NODES[kind](topology, chunks, after_tiles)))
     rank = topology.rank
     pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
-    if kind == A2A_GEMM:  # a tile needs its chunk from every rank
+    # A tile needs its chunk from every rank. Across nodes the library multiplies whole blocks.
+    if kind == A2A_GEMM and topology.nodes == 1:
         pieces.sort(key=lambda piece: piece[1])
     return Legs(
         tuple(
@@ -200,10 +209,16 @@ def targets(topology: Topology) -> tuple[int, ...]:
     return tuple(_shifted(topology, node, place) for node in nodes for place in locals_)[:-1]
 
 
-def sources(topology: Topology) -> tuple[int, ...]:
-    """The other ranks in the order in which their blocks arrive: own node first, in each node the nearest preceding first."""
-    nodes, locals_ = range(topology.nodes), range(topology.local)
-    return tuple(_shifted(topology, -node, -place) for node in nodes for place in locals_)[1:]
+def sources(topology: Topology, kind: str = GATHER) -> tuple[int, ...]:
+    """The other ranks in the order in which their blocks arrive: own node first, in each node the nearest preceding first.
+
+    Of a far node a gather brings the twin's block first, and the others by way of this node. In an all-to-all every rank there
+    sends to its twin last.
+    """
+    first = int(kind in EXCHANGES)
+    near = [_shifted(topology, 0, -place) for place in range(1, topology.local)]
+    nodes, locals_ = range(1, topology.nodes), range(first, topology.local + first)
+    return *near, *(_shifted(topology, -node, -place) for node in nodes for place in locals_)
 
 
 def _shifted(topology: Topology, nodes: int, places: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..planning.schedule import Topology
+from ..planning.schedule import Leg, Topology
 from ..symmetric.agreement import OverlapTimeoutError
 from ..symmetric.inter_node import Transport
 from .copy_engine import HostCopyEngine
@@ -70,6 +70,10 @@ class NodeEngine(HostCopyEngine):
     def __init__(self, timeout_s: float, network: Transport, fault: FaultRecord) -> None:
         super().__init__(timeout_s)
         self.network, self.later, self._fault = network, Later(), fault
+
+    def send(self, call: NodeCall, block: torch.Tensor, leg: Leg) -> None:
+        """Enqueue the chunk of `block` [block shape] that a leg carries over the network."""
+        self.network.put(block.chunk(call.chunks)[leg.chunk], call.place(leg), call.word)
 
     def meet(self, call: NodeCall, topology: Topology) -> None:
         for node in range(topology.nodes):

@@ -24,6 +24,7 @@ class NodeSlot(Slot):
     def __init__(
         self, heap: SymmetricHeap, layout: Layout, index: int, topology: Topology, device: torch.device
     ) -> None:
+        self.topology = topology
         self.start, self.words_start = layout.offset(index), layout.signals_offset(index)
         size, end = layout.size(index), self.words_start + layout.signals_bytes
         views = {peer: heap.view(peer) for peer in topology.ranks_of(topology.node)}
@@ -84,10 +85,11 @@ class NodeCall(Call):
         return self.place_of(leg.target, leg.fills, leg.chunk)
 
     def place_of(self, target: int, block: int, chunk: int) -> Place:
-        """Where a chunk of a block lies in the heap of any rank, with its signal."""
+        """Where a chunk of a block lies in the heap of any rank of another node, with its signal."""
         nbytes = self._shape.numel() * self._dtype.itemsize
         data = self.slot.start + block * nbytes + chunk * (nbytes // self.chunks)
-        return Place(target, data, self.slot.words_start + 8 * (block * MAX_CHUNKS + chunk))
+        receiver = self.slot.topology.receiver(target)
+        return Place(receiver, target, data, self.slot.words_start + 8 * (block * MAX_CHUNKS + chunk))
 
     @property
     def word(self) -> int:

@@ -185,7 +185,7 @@ class OverlapDomain:
         node = topology.ranks_of(topology.node)
         heap = open_heap(self.agreement, layout.nbytes, self.config.provider, self.device, node)
         if isinstance(engine, NodeEngine):
-            engine.network.attach(heap.view(self.rank))
+            engine.network.attach({rank: heap.view(rank) for rank in node})
         self.agreement.barrier("overlap_train: grow symmetric memory")  # every rank receives into the new heap now
         waits = NodeWaits(topology, self.config.timeout_s, self.fault, engine, self._launcher)
         return heap, NodeWorkspace(heap, layout, self.device, waits)

@@ -8,6 +8,7 @@ stream, and NCCL's receiver must say what it expects (StreamTransport, nccl.py).
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -27,9 +28,13 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece goes: into the heap of `target` at byte `data`, then its signal at byte `signal`."""
+    """Where a piece goes: to `receiver`, which puts it into the heap of `rank` at byte `data`, then its signal at byte `signal`.
 
-    target: int
+    receiver: of equal local rank. rank: itself, or another one of its node, whose memory it maps.
+    """
+
+    receiver: int
+    rank: int
     data: int
     signal: int
 
@@ -37,8 +42,8 @@ class Place:
 class Transport(Protocol):
     """What carries pieces to the ranks with the same local rank in other nodes."""
 
-    def attach(self, memory: torch.Tensor) -> None:
-        """What peers put comes into this memory (uint8) from now on. Nobody puts anything meanwhile."""
+    def attach(self, heaps: Mapping[int, torch.Tensor]) -> None:
+        """What peers put comes into these heaps (uint8) of the ranks of this node from now on. Nobody puts anything meanwhile."""
         ...
 
     def put(self, source: torch.Tensor, place: Place, word: int) -> None:
@@ -105,8 +110,8 @@ class Failures(Protocol):
 class GlooTransport:
     """gloo's send and receive, in a process group of the twins of this rank. A thread for each twin receives what it puts.
 
-    A piece is a header (place, bytes, word) and its data, received into the heap itself; then the thread stores the word
-    (rule 1).
+    A piece is a header (place, bytes, word) and its data, received into its place itself; then the thread stores the word
+    (rule 1). The place may be in the heap of another rank of this node, which so needs no connection of its own to the sender.
     """
 
     def __init__(self, agreement: Agreement, topology: Topology, timeout_s: float) -> None:
@@ -114,7 +119,7 @@ class GlooTransport:
         self._lock = threading.Lock()  # two threads of this rank put: header and data of a piece stay together
         self._under_way: list[tuple[Any, int, torch.Tensor]] = []  # (work, rank, what is sent)
         self._lost: OverlapTimeoutError | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._heaps: Mapping[int, torch.Tensor] = {}
         self._group, error = self._connect(agreement)
         agreement.all_succeed(error, _CONNECT)
         far = [node for node in range(topology.nodes) if node != topology.node]
@@ -132,16 +137,16 @@ class GlooTransport:
             first = str(failure).splitlines()[0]
             return None, f"gloo could not connect it with its peers in other nodes ({first}); see GLOO_SOCKET_IFNAME"
 
-    def attach(self, memory: torch.Tensor) -> None:
-        self._memory = memory
+    def attach(self, heaps: Mapping[int, torch.Tensor]) -> None:
+        self._heaps = heaps
 
     def put(self, source: torch.Tensor, place: Place, word: int) -> None:
         data = source.detach().reshape(-1).view(torch.uint8)
-        header = torch.tensor([place.data, data.numel(), place.signal, word], dtype=torch.int64)
+        header = torch.tensor([place.rank, place.data, data.numel(), place.signal, word], dtype=torch.int64)
         with self._lock:
-            self._send(header, place.target, _HEADER)
+            self._send(header, place.receiver, _HEADER)
             if data.numel():
-                self._send(data, place.target, _DATA)
+                self._send(data, place.receiver, _DATA)
 
     def _send(self, piece: torch.Tensor, target: int, tag: int) -> None:
         try:
@@ -172,23 +177,24 @@ class GlooTransport:
 
     def _receive(self, node: int) -> None:
         """A thread: ends with the connection, or when the peer says goodbye. Whoever waits for a piece has a time limit."""
-        header = torch.empty(4, dtype=torch.int64)
+        header = torch.empty(5, dtype=torch.int64)
         try:
             while True:
                 self._group.recv([header], node, _HEADER).wait(_FOREVER)
-                data, nbytes, signal, word = header.tolist()
+                rank, data, nbytes, signal, word = header.tolist()
                 if nbytes == _GOODBYE:
                     return
+                heap = self._heaps[rank]
                 if nbytes:
-                    self._group.recv([self._memory[data : data + nbytes]], node, _DATA).wait(_FOREVER)
-                self._memory[signal : signal + 8].view(torch.int64)[0] = word
+                    self._group.recv([heap[data : data + nbytes]], node, _DATA).wait(_FOREVER)
+                heap[signal : signal + 8].view(torch.int64)[0] = word
         except RuntimeError:
             return
 
     def close(self, orderly: bool) -> None:
         if not orderly or self._lost is not None:
             return  # the receivers end with their connections, at the latest with this process
-        goodbye = torch.tensor([0, _GOODBYE, 0, 0], dtype=torch.int64)
+        goodbye = torch.tensor([0, 0, _GOODBYE, 0, 0], dtype=torch.int64)
         for node in range(self._topology.nodes):
             if node != self._topology.node:
                 self._send(goodbye, self._topology.twin(node), _HEADER)

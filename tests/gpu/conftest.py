@@ -78,8 +78,8 @@ def wait_s(request: pytest.FixtureRequest) -> float:
 
 @pytest.fixture(scope="session", autouse=True)
 def room_for_copies() -> Iterator[None]:
-    """Between ranks of one GPU the driver copies by kernels, not by the copy engine. They find no SM where a persistent kernel
-    has them all; and it waits, through the peers, for these copies."""
+    """Four ranks on two GPUs stood still. Between ranks of one GPU the driver may copy by kernels: these find no SM where a
+    persistent kernel has them all, and it waits, through the peers, for these copies. (Not confirmed yet.)"""
     if not share_gpus():
         yield
         return

@@ -8,6 +8,7 @@ ones.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 import traceback
@@ -114,6 +115,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     from tests.megatron.layout import leave, prepare
 
     prepare()
+    gc.freeze()  # nobody looks at what is imported for garbage again
     pipe.send((None, None))  # started
     while (work := _next(pipe)) is not None:
         function, args = work

@@ -1,4 +1,4 @@
-"""Tensor-parallel groups over nodes that really share no memory: found, right on a slow wire, and told when it is cut."""
+"""Groups over nodes that really share no memory: found, right on a slow wire, and told when it is cut."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train import OverlapConfig, OverlapTimeoutError, all_gather_linear, check, linear_reduce_scatter
+from overlap_train import (
+    OverlapConfig,
+    OverlapTimeoutError,
+    all_gather_linear,
+    all_to_all_linear,
+    check,
+    linear_all_to_all,
+    linear_reduce_scatter,
+)
 from overlap_train.protocol.node_engine import NodeEngine
 from overlap_train.runtime.registry import made_domain
 from tests.linear_cases import OPERATORS, SHAPES, Case
@@ -38,10 +46,11 @@ def _found(rank: int, world: int) -> tuple[str, str, tuple[int, int, int]]:
     for method in ("chunked", "collective", "auto"):
         case = Case(dist.group.WORLD, CPU, OverlapConfig(method=method, timeout_s=30))
         for number, (rows, k, n) in enumerate(SHAPES.values()):
-            for operator in ("column", "row"):
-                OPERATORS[operator](case, rows, k, n, seed=number)
-    OPERATORS["column"](case, (64, 8), 512, 64)  # takes a while on a slow wire
-    OPERATORS["row"](case, (64, 8), 64, 512)
+            for operator in OPERATORS.values():
+                operator(case, rows, k, n, seed=number)
+    for one, other in (("column", "row"), ("to_heads", "to_rows")):
+        OPERATORS[one](case, (64, 8), 512, 64)  # takes a while on a slow wire
+        OPERATORS[other](case, (64, 8), 64, 512)
     domain = made_domain(dist.group.WORLD)
     assert domain is not None and isinstance(domain.engine, NodeEngine)
     found = domain.topology
@@ -75,15 +84,17 @@ def test_nodes_of_unequal_size_are_refused_by_name(network: Network, tmp_path: P
     assert all("unequal numbers of its ranks: ranks 0-1, ranks 2; start as many on each node" in text for text in told)
 
 
-def _until_it_fails(rank: int, world: int, folder: Path) -> tuple[str, float]:
+def _until_it_fails(
+    rank: int, world: int, folder: Path, operators: tuple[Callable[..., torch.Tensor], ...]
+) -> tuple[str, float]:
     """Steps until a wait gives up: what it says, and how long the last step took."""
-    config = OverlapConfig(timeout_s=TIMEOUT_S)
+    first, second = operators
+    options = dict(group=dist.group.WORLD, config=OverlapConfig(timeout_s=TIMEOUT_S))
     x, w = torch.ones(64, 256, requires_grad=True), torch.ones(256, 256, requires_grad=True)
     for step in range(10_000):
         begin = time.monotonic()
         try:
-            hidden = all_gather_linear(x, w, group=dist.group.WORLD, config=config)
-            linear_reduce_scatter(hidden, w, group=dist.group.WORLD, config=config).sum().backward()
+            second(first(x, w, **options), w, **options).sum().backward()
         except OverlapTimeoutError as error:
             with pytest.raises(OverlapTimeoutError):
                 check()  # and it stays raised
@@ -92,18 +103,35 @@ def _until_it_fails(rank: int, world: int, folder: Path) -> tuple[str, float]:
     return "no error", 0.0
 
 
-def test_a_cut_wire_is_named_by_every_rank(network: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "operators",
+    [(all_gather_linear, linear_reduce_scatter), (linear_all_to_all, all_to_all_linear)],
+    ids=["tensor parallel", "ulysses"],
+)
+def test_a_cut_wire_is_named_by_every_rank(
+    operators: tuple[Callable[..., torch.Tensor], ...], network: Network, tmp_path: Path
+) -> None:
     for node in range(2):
-        network.throttle(node, "20mbit")  # a step sends 256 KB each way: it is nearly always under way
-    with started(network, tmp_path, (2, 2), _until_it_fails, tmp_path) as ranks:
+        network.throttle(node, "20mbit")  # a step sends 128 KB each way, or more: it is nearly always under way
+    with started(network, tmp_path, (2, 2), _until_it_fails, tmp_path, operators) as ranks:
         _wait_for_steps(tmp_path, 3)
         network.cut(1)
         told = values(ranks.outcomes(limit_s=40 * TIMEOUT_S))
+    network.mend(1)
     for rank, (message, seconds) in enumerate(told):
-        here, there = divmod(rank, 2)[0], 1 - rank // 2
-        assert f"rank {rank} " in message and "network" in message, message
-        assert f"of node {there}" in message and f"node {here}" in message, message
+        assert f"rank {rank} " in message and (_names_the_wire(rank, message) or _waits_beside(rank, told)), message
         assert seconds < 10 * TIMEOUT_S
+
+
+def _names_the_wire(rank: int, message: str) -> bool:
+    here, there = rank // 2, 1 - rank // 2
+    return "network" in message and f"of node {there}" in message and f"node {here}" in message
+
+
+def _waits_beside(rank: int, told: list[tuple[str, float]]) -> bool:
+    """Whether it had all that came from far, and waited for the other rank of its node, which had not and says why."""
+    beside = rank ^ 1
+    return f"of rank {beside} (of this node {rank // 2}," in told[rank][0] and _names_the_wire(beside, told[beside][0])
 
 
 def _wait_for_steps(folder: Path, steps: int, limit_s: float = 150) -> None:

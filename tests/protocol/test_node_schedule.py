@@ -14,11 +14,21 @@ from typing import Any
 import pytest
 
 from overlap_train.planning import schedule
-from overlap_train.planning.schedule import GATHER, NETWORK, NODE_SUM, NVLINK, SCATTER, Topology
+from overlap_train.planning.schedule import (
+    EXCHANGES,
+    GATHER,
+    GEMM_A2A,
+    NETWORK,
+    NODE_SUM,
+    NVLINK,
+    SCATTER,
+    Topology,
+)
 from tests.protocol.mutation import mutant
 
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
 CHUNKS = 2
+KINDS = (GATHER, SCATTER, *EXCHANGES)
 
 
 def topologies(module: ModuleType, nodes: int, local: int) -> list[Any]:
@@ -26,18 +36,31 @@ def topologies(module: ModuleType, nodes: int, local: int) -> list[Any]:
 
 
 def every_block_arrives_once_from_its_one_writer(module: ModuleType, nodes: int, local: int) -> None:
-    """And, of one rank, both kinds of calls have the same writers: slots are reused between them."""
+    """And, of one rank, all kinds of calls have the same writers: slots are reused between them."""
     world = topologies(module, nodes, local)
-    for kind in (GATHER, SCATTER):
+    for kind in KINDS:
         arrived = Counter()
         for topology in world:
             for leg in module.legs(kind, topology, CHUNKS):
                 assert leg.source == topology.rank != leg.target
-                assert world[leg.target].sender(leg.fills) == leg.source
+                assert world[leg.target].sender(leg.fills) == writer(topology, leg)
                 assert (leg.link == NVLINK) == (leg.source // local == leg.target // local)
                 arrived[leg.target, leg.fills, leg.chunk] += 1
         ranks = range(nodes * local)
         assert arrived == {(t, b, c): 1 for t, b, c in product(ranks, ranks, range(CHUNKS)) if t != b}
+
+
+def writer(topology: Any, leg: Any) -> int:
+    """Who writes at the target: the sender, or the rank of the target's node that takes it from the network for the target."""
+    takes = topology.receiver(leg.target) if leg.link == NETWORK else leg.target
+    return leg.source if takes == leg.target else takes
+
+
+def an_all_to_all_gives_every_rank_its_own_blocks(module: ModuleType, nodes: int, local: int) -> None:
+    """As they are: nobody adds or passes on anything."""
+    for kind, topology in product(EXCHANGES, topologies(module, nodes, local)):
+        for leg in module.legs(kind, topology, CHUNKS):
+            assert (leg.block, leg.fills, leg.carries) == (leg.target, topology.rank, module.OPERAND)
 
 
 def a_gather_gives_every_rank_every_shard(module: ModuleType, nodes: int, local: int) -> None:
@@ -78,22 +101,43 @@ def _received(slots: dict[int, Counter], topology: Any, node: int) -> Counter:
 
 
 def each_byte_crosses_the_network_once(module: ModuleType, nodes: int, local: int) -> None:
-    """Between twins: a rank sends each far node its shard, or one sum, and nothing else."""
-    for kind, topology in product((GATHER, SCATTER), topologies(module, nodes, local)):
+    """Between twins: a rank sends each far node its shard, or one sum, or the blocks of its ranks, and nothing else."""
+    for kind, topology in product(KINDS, topologies(module, nodes, local)):
         crossing = [leg for leg in module.legs(kind, topology, CHUNKS) if leg.link == NETWORK]
         twins = {topology.twin(node) for node in range(nodes)} - {topology.rank}
-        assert Counter((leg.target, leg.chunk) for leg in crossing) == {(t, c): 1 for t in twins for c in range(CHUNKS)}
+        far = set(range(topology.world)) - set(topology.ranks_of(topology.node))
+        targets = far if kind in EXCHANGES else twins
+        assert Counter((leg.target, leg.chunk) for leg in crossing) == {
+            (t, c): 1 for t in targets for c in range(CHUNKS)
+        }
+        assert {topology.receiver(leg.target) for leg in crossing} == twins
+        assert all(topology.receiver(leg.target) // local == leg.target // local for leg in crossing)
 
 
 def the_network_comes_first(module: ModuleType, nodes: int, local: int) -> None:
-    """A gather sends far before near, and own before what it passes on; a scatter works for far nodes before the own one."""
+    """Far is sent before near, and own before what is passed on; a scatter and GEMM + A2A work for the own node last."""
     for topology in topologies(module, nodes, local):
-        gather = list(module.legs(GATHER, topology, CHUNKS))
-        stages = [0 if leg.link == NETWORK else 1 if leg.carries == module.OPERAND else 2 for leg in gather]
-        assert stages == sorted(stages)
-        far = [block // local != topology.node for block, *_ in module.tile_order(SCATTER, topology, CHUNKS, 1)]
-        assert far == sorted(far, reverse=True)
-        assert [block for block, *_ in module.tile_order(SCATTER, topology, CHUNKS, 1)][-1] == topology.rank
+        for kind in (GATHER, *EXCHANGES):
+            sent = list(module.legs(kind, topology, CHUNKS))
+            stages = [0 if leg.link == NETWORK else 1 if leg.carries == module.OPERAND else 2 for leg in sent]
+            assert stages == sorted(stages)
+        for kind in (SCATTER, GEMM_A2A):
+            far = [block // local != topology.node for block, *_ in module.tile_order(kind, topology, CHUNKS, 1)]
+            assert far == sorted(far, reverse=True)
+            assert [block for block, *_ in module.tile_order(kind, topology, CHUNKS, 1)][-1] == topology.rank
+
+
+def blocks_of_an_all_to_all_arrive_in_the_order_of_its_product(module: ModuleType, nodes: int, local: int) -> None:
+    """One after the other, each from another rank; whole, since the library multiplies whole blocks; the own node's first."""
+    world = topologies(module, nodes, local)
+    for kind in EXCHANGES:
+        crossing = [[t for t, _ in module.legs(kind, topology, CHUNKS).network.by_target] for topology in world]
+        assert all(sorted(turn) == list(range(nodes * local)) for turn in zip(*crossing, strict=True))
+        for topology in world:
+            near, far = (module.sources(topology, kind)[some] for some in (slice(local - 1), slice(local - 1, None)))
+            assert {source // local for source in near} <= {topology.node}
+            turns = [crossing[source].index(topology.rank) for source in far]
+            assert turns == list(range((nodes - 1) * local))
 
 
 def nodes_do_not_all_send_to_the_same_one(module: ModuleType, nodes: int, local: int) -> None:
@@ -114,9 +158,10 @@ def nodes_do_not_all_send_to_the_same_one(module: ModuleType, nodes: int, local:
 
 def tiles_are_taken_in_the_order_of_the_legs(module: ModuleType, nodes: int, local: int) -> None:
     for topology in topologies(module, nodes, local):
-        tiles = list(module.tile_order(SCATTER, topology, CHUNKS, 1))
-        left = [(leg.block, leg.chunk) for leg in module.legs(SCATTER, topology, CHUNKS)]
-        assert left == [(block, chunk) for block, chunk, _ in tiles[: len(left)]]
+        for kind in (SCATTER, GEMM_A2A):
+            tiles = list(module.tile_order(kind, topology, CHUNKS, 1))
+            left = [(leg.block, leg.chunk) for leg in module.legs(kind, topology, CHUNKS)]
+            assert left == [(block, chunk) for block, chunk, _ in tiles[: len(left)]]
         assert {block for block, *_ in module.tile_order(GATHER, topology, CHUNKS, 1)} == set(range(topology.world))
         first = [block for block, chunk, _ in module.tile_order(GATHER, topology, CHUNKS, 1) if chunk == 0]
         assert first == [topology.rank, *module.sources(topology)]
@@ -126,13 +171,14 @@ def tiles_are_taken_in_the_order_of_the_legs(module: ModuleType, nodes: int, loc
 def twins_expect_what_is_sent(module: ModuleType, nodes: int, local: int) -> None:
     """In each turn everybody's send is somebody's receive in the same turn, and what arrives is passed on to the whole node."""
     world = topologies(module, nodes, local)
-    for kind in (GATHER, SCATTER):
+    for kind in KINDS:
         turns = [module.crossings(kind, topology, CHUNKS) for topology in world]
-        assert {len(some) for some in turns} == {(nodes - 1) * CHUNKS}
+        assert {len(some) for some in turns} == {(nodes - 1) * CHUNKS * (local if kind in EXCHANGES else 1)}
         for turn in zip(*turns, strict=True):
             assert {key_of(crossing.sent) for crossing in turn} == {key_of(crossing.received) for crossing in turn}
             for rank, crossing in enumerate(turn):
-                assert crossing.sent.source == rank == crossing.received.target
+                assert crossing.sent.source == rank
+                assert world[crossing.received.source].receiver(crossing.received.target) == rank
                 beside = set(world[rank].ranks_of(world[rank].node)) - {rank} if kind == GATHER else set()
                 chunk = (crossing.received.fills, crossing.received.chunk)
                 assert {leg.target for leg in crossing.passed_on} == beside
@@ -145,6 +191,8 @@ def key_of(leg: Any) -> tuple[int, ...]:
 
 RULES: list[Callable[[ModuleType, int, int], None]] = [
     every_block_arrives_once_from_its_one_writer,
+    an_all_to_all_gives_every_rank_its_own_blocks,
+    blocks_of_an_all_to_all_arrive_in_the_order_of_its_product,
     a_gather_gives_every_rank_every_shard,
     a_scatter_adds_every_partial_once,
     each_byte_crosses_the_network_once,
@@ -175,6 +223,10 @@ FAULTS = {
     ),
     "a rank expects what it sends": ("(topology.node - distance) %", "(topology.node + distance) %"),
     "what crosses is passed on in the first chunk": ("(received.fills, received.chunk)]", "(received.fills, 0)]"),
+    "a rank is connected with all": ("return self.twin(target // self.local)", "return target"),
+    "a block goes to who takes it from the network": ("rank, target, 0 if kind", "rank, topology.receiver(target), 0 if kind"),
+    "blocks of an all-to-all arrive as shards do": ("first = int(kind in EXCHANGES)", "first = 0"),
+    "all blocks of an all-to-all are whole at the end": ("if kind == A2A_GEMM and topology.nodes == 1:", "if kind == A2A_GEMM:"),
     "a block has two writers": ("return block if block == self.twin(block // self.local) else", "return block if False else"),
 }  # fmt: skip
 
@@ -208,7 +260,8 @@ def test_one_node_is_as_it_was() -> None:
         topology = Topology(1, world, rank)
         assert schedule.targets(topology) == tuple((rank + step) % world for step in range(1, world))
         assert schedule.sources(topology) == tuple((rank - step) % world for step in range(1, world))
-        for kind in (GATHER, SCATTER):
+        for kind in KINDS:
+            assert schedule.sources(topology, kind) == schedule.sources(topology)
             legs = schedule.legs(kind, topology, 2)
             assert {(leg.link, leg.fills, leg.carries) for leg in legs} <= {(NVLINK, rank, schedule.OPERAND)}
             assert legs.inside.all == legs.all and not legs.network.all and not legs.passed_on.all

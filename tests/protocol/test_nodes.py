@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,13 @@ from overlap_train import (
     all_gather_linear,
     all_to_all_linear,
     check,
+    linear_all_to_all,
     linear_reduce_scatter,
     shutdown,
 )
 from overlap_train.operators.all_gather_gemm import NodeGather
+from overlap_train.operators.all_to_all_gemm import NodeAllToAllGemm
+from overlap_train.operators.gemm_all_to_all import NodeGemmAllToAll
 from overlap_train.operators.gemm_reduce_scatter import NodeScatter
 from overlap_train.protocol.node_engine import Later, NodeEngine
 from overlap_train.protocol.node_workspace import NodeWaits
@@ -47,10 +51,10 @@ def case_of(node_ranks: int, method: str = "chunked", **settings: Any) -> Case:
 
 
 def every_shape(case: Case) -> int:
-    """Both operators, forward and backward, exactly."""
+    """All operators, forward and backward, exactly."""
     for number, (rows, k, n) in enumerate(SHAPES.values()):
-        for operator in ("column", "row"):
-            OPERATORS[operator](case, rows, k, n, seed=number, bias=bool(number % 2))
+        for operator in OPERATORS.values():
+            operator(case, rows, k, n, seed=number, bias=bool(number % 2))
     return case.world
 
 
@@ -72,10 +76,11 @@ def _many_ways(rank: int, world: int) -> list[str]:
     """Kept inputs, half precision, memory that grows, two operators in a row that meet, and a second life after shutdown."""
     ran = []
     for settings in ({"gathered_input": "keep"}, {}):
-        OPERATORS["column"](case_of(2, **settings), (3, 5), 37, 29)
+        for operator in ("column", "to_rows"):
+            OPERATORS[operator](case_of(2, **settings), (3, 5), 37, 29)
     for dtype in (torch.float16, torch.bfloat16):
-        for operator in ("column", "row"):
-            OPERATORS[operator](Case(dist.group.WORLD, CPU, case_of(2).config, dtype), (4, 2), 48, 24)
+        for operator in OPERATORS.values():
+            operator(Case(dist.group.WORLD, CPU, case_of(2).config, dtype), (4, 2), 48, 24)
     for rows in (1, 40, 3):
         OPERATORS["column"](case_of(2), (rows, 2), 64, 32)
     domain = domain_of(dist.group.WORLD, case_of(2).config, CPU)
@@ -139,13 +144,14 @@ def test_nobody_leaves_a_barrier_before_all_have_come(fault: bool) -> None:
 def _bits(rank: int, world: int, delays: bool) -> list[bytes]:
     if delays:
         _slow(rank)
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(6 * world, 40, generator=generator).requires_grad_()
-    w = torch.randn(24, 40, generator=generator).requires_grad_()
-    y = linear_reduce_scatter(x, w, group=dist.group.WORLD, config=case_of(2).config)
-    y.backward(torch.ones_like(y))
-    assert x.grad is not None and w.grad is not None
-    return [t.detach().numpy().tobytes() for t in (y, x.grad, w.grad)]
+    found = []
+    for operator, features in ((linear_reduce_scatter, 40), (all_to_all_linear, 40 * world)):
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(6 * world, 40, generator=generator).requires_grad_()
+        w = torch.randn(24, features, generator=generator).requires_grad_()
+        y = operator(x, w, group=dist.group.WORLD, config=case_of(2).config)
+        found += [y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))]
+    return [t.detach().numpy().tobytes() for t in found]
 
 
 def _slow(rank: int) -> None:
@@ -167,8 +173,8 @@ def test_the_same_bits_whoever_is_late() -> None:
     assert first == second
 
 
-def _events(rank: int, world: int) -> tuple[list[str], list[str]]:
-    """What the two engines do, in order, where the third product does not end before something was sent."""
+def _events(rank: int, world: int) -> list[list[str]]:
+    """What each engine does, in order, where the third product does not end before something was sent."""
     events: list[str] = []
     sent = threading.Event()
     put, mm = GlooTransport.put, torch.mm
@@ -184,10 +190,12 @@ def _events(rank: int, world: int) -> tuple[list[str], list[str]]:
         events.append("mm")
         return mm(*arguments, **settings)
 
-    x, w, config = torch.ones(4, 8), torch.ones(8, 8), case_of(2).config
+    x, w, wide, config = torch.ones(4, 8), torch.ones(8, 8), torch.ones(8, 8 * world), case_of(2).config
     calls: list[Callable[[], torch.Tensor]] = [
         lambda: all_gather_linear(x, w, group=dist.group.WORLD, config=config),
         lambda: linear_reduce_scatter(x, w, group=dist.group.WORLD, config=config),
+        lambda: linear_all_to_all(x, w, group=dist.group.WORLD, config=config),
+        lambda: all_to_all_linear(x.bfloat16(), wide.bfloat16(), group=dist.group.WORLD, config=config),
     ]
     found = []
     for call in calls:
@@ -199,14 +207,17 @@ def _events(rank: int, world: int) -> tuple[list[str], list[str]]:
         call()
         GlooTransport.put, torch.mm = put, mm  # type: ignore[method-assign]
         found.append(list(events))
-    return found[0], found[1]
+    return found
 
 
 def test_sends_run_beside_products() -> None:
-    """A gather sends before it multiplies. A scatter sends the sum for a far node while it multiplies for its own."""
-    for gather, scatter in values(run_ranks(4, _events, limit_s=60)):
+    """A gather sends before it multiplies. A scatter sends the sum for a far node while it multiplies for its own. All-to-alls
+    send a block for each rank of the far node: after its product, or before all (whose own is the only one with `mm`)."""
+    for gather, scatter, out, back in values(run_ranks(4, _events, limit_s=60)):
         assert gather == ["send", "mm", "mm", "mm", "mm"]
         assert scatter == ["mm", "mm", "send", "mm", "mm"]
+        assert out == ["mm", "send", "mm", "send", "mm", "mm"]
+        assert back == ["send", "send", "mm"]
 
 
 def _within_bound(rank: int, world: int) -> float:
@@ -249,7 +260,7 @@ def _refused(rank: int, world: int) -> list[str]:
             all_gather_linear(x, w, group=dist.group.WORLD, config=case_of(2, method).config, name=method)
         said.append(str(raised.value))
     with pytest.raises(ValueError) as raised:
-        all_to_all_linear(x, torch.ones(8, 32), group=dist.group.WORLD, config=case_of(2).config, name="a2a")
+        all_to_all_linear(x, torch.ones(8, 32), group=dist.group.WORLD, config=case_of(2, "fused").config, name="a2a")
     said.append(str(raised.value))
     with pytest.raises(ValueError) as raised:
         all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(node_ranks=4), name="other")
@@ -263,7 +274,7 @@ def test_what_does_not_cross_nodes_is_refused_and_auto_takes_what_does(monkeypat
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     for fused, direct, exchange, other in values(run_ranks(4, _refused, limit_s=60)):
         assert "method='fused' in a group of 2 nodes" in fused and "method='direct' in a group of 2 nodes" in direct
-        assert "all-to-alls across nodes do not overlap yet" in exchange
+        assert "method='fused' in a group of 2 nodes: its kernels send and wait inside one node only" in exchange
         assert "node_ranks=4, but the group's domain was made with 2" in other
 
 
@@ -301,6 +312,9 @@ class _Impatient:
     def wait(self, source: int) -> None:
         pass
 
+    def wait_for_all(self) -> None:
+        pass
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
 
@@ -329,6 +343,26 @@ def _reuses_its_sum(send: Callable[..., Any]) -> Callable[..., Any]:
     return put
 
 
+def _signals_first(send: Callable[..., Any]) -> Callable[..., Any]:
+    """A transport that says that a piece is there, and then brings it."""
+
+    def put(self: GlooTransport, source: torch.Tensor, place: Any, word: int) -> None:
+        send(self, source[:0], place, word)
+        time.sleep(0.02)
+        send(self, source, place, word)
+
+    return put
+
+
+def _for_the_receiver(send: Callable[..., Any]) -> Callable[..., Any]:
+    """A transport whose receivers keep what they receive for the ranks beside them."""
+
+    def put(self: GlooTransport, source: torch.Tensor, place: Any, word: int) -> None:
+        send(self, source, replace(place, rank=place.receiver), word)
+
+    return put
+
+
 def _plant(fault: str, rank: int) -> None:
     if fault == "a block is passed on before it is there":
         NodeGather._pass_on = _without_wait(NodeGather._pass_on)  # type: ignore[method-assign]
@@ -336,11 +370,19 @@ def _plant(fault: str, rank: int) -> None:
         NodeScatter._send_sum = _without_wait(NodeScatter._send_sum)  # type: ignore[method-assign]
     if fault == "the result is complete before the sums of other nodes are there":
         NodeScatter.finish = _without_wait(NodeScatter.finish)  # type: ignore[method-assign]
+    if fault == "a far block is multiplied before it is there":
+        NodeAllToAllGemm.matmul = _without_wait(NodeAllToAllGemm.matmul)  # type: ignore[method-assign]
+    if fault == "far columns are read before they are there":
+        NodeGemmAllToAll.received = _without_wait(NodeGemmAllToAll.received)  # type: ignore[method-assign]
+    if fault == "a signal comes before its data":
+        GlooTransport.put = _signals_first(GlooTransport.put)  # type: ignore[method-assign]
+    if fault == "a block stays with who takes it from the network":
+        GlooTransport.put = _for_the_receiver(GlooTransport.put)  # type: ignore[method-assign]
     if fault == "a source is used again before it is sent":
         GlooTransport.put = _reuses_its_sum(GlooTransport.put)  # type: ignore[method-assign]
 
 
-def _with_fault(rank: int, world: int, fault: str) -> str:
+def _with_fault(rank: int, world: int, fault: str, operators: tuple[str, ...]) -> str:
     """What the exact cases say, with one fault and one slow rank."""
     _plant(fault, rank)
     if rank == 1:
@@ -353,7 +395,7 @@ def _with_fault(rank: int, world: int, fault: str) -> str:
         NodeEngine.push = slow_push  # type: ignore[method-assign]
     try:
         for seed in range(4):
-            for operator in ("column", "row"):
+            for operator in operators:
                 OPERATORS[operator](case_of(2, timeout_s=5.0), (8, 16), 64, 32, seed=seed)
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
@@ -371,7 +413,26 @@ def _with_fault(rank: int, world: int, fault: str) -> str:
     ],
 )
 def test_planted_fault_is_found(fault: str) -> None:
-    outcomes = run_ranks(4, _with_fault, fault, limit_s=60, grace_s=10)
+    _check_fault(fault, ("column", "row"))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "a far block is multiplied before it is there",
+        "far columns are read before they are there",
+        "a signal comes before its data",
+        "a block stays with who takes it from the network",
+        "a source is used again before it is sent",
+        "none",
+    ],
+)
+def test_planted_fault_of_an_all_to_all_is_found(fault: str) -> None:
+    _check_fault(fault, ("to_heads", "to_rows"))
+
+
+def _check_fault(fault: str, operators: tuple[str, ...]) -> None:
+    outcomes = run_ranks(4, _with_fault, fault, operators, limit_s=60, grace_s=10)
     said = [outcome.value or outcome.error for outcome in outcomes]
     found = any(text != "nothing" for text in said)
     assert found == (fault != "none"), said

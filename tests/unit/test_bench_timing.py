@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,15 +32,23 @@ def test_small_inputs_rotate_until_they_exceed_the_cache(mib: int, sets: int) ->
 
 def _measure(rank: int, world: int) -> Any:
     log: list[tuple[str, int]] = []
-    calls = {name: lambda index, name=name: log.append((name, index)) for name in ("a", "b")}
-    timings = measure(calls, Pace(rounds=2, burst=2), dist.group.WORLD, CPU)
+    calls = {name: lambda index, name=name: log.append((name, index)) for name in "abcd"}
+    timings = measure(calls, Pace(rounds=5, burst=2), dist.group.WORLD, CPU)
     worst = worst_over_ranks({"x": Timing(1.0 + rank, 5.0 - rank)}, dist.group.WORLD, CPU)
     return log, list(timings), worst
 
 
 def test_calls_take_turns_and_the_slowest_rank_counts() -> None:
     (log, names, worst), (log_1, _, worst_1) = values(run_ranks(2, _measure))
-    burst = lambda name: [(name, 2), (name, 0), (name, 1)]  # noqa: E731  the run that is not timed, then the burst
-    assert log == log_1 == burst("a") + burst("b") + burst("b") + burst("a")
-    assert names == ["a", "b"]
+    assert log == log_1, "all ranks in the same order"
+    bursts = [log[first : first + 3] for first in range(0, len(log), 3)]
+    assert all(burst == [(name, 2), (name, 0), (name, 1)] for burst in bursts for name, _ in burst[:1]), "one not timed"
+    order = [burst[0][0] for burst in bursts]
+    rounds = [order[first : first + 4] for first in range(0, len(order), 4)]
+    assert [sorted(turn) for turn in rounds] == [["a", "b", "c", "d"]] * 5
+    followed = {(one, other) for turn in rounds for one, other in pairwise(turn)}
+    assert all(len({one for one, other in followed if other == name}) > 1 for name in "abcd"), (
+        "nobody has one neighbour"
+    )
+    assert names == ["a", "b", "c", "d"]
     assert worst == worst_1 == {"x": Timing(2.0, 5.0)}

@@ -7,9 +7,9 @@ import torch
 
 from overlap_train.config import OverlapConfig
 from overlap_train.planning.arguments import all_to_all_linear_error, linear_all_to_all_error
-from overlap_train.planning.choice import Choice, untuned
+from overlap_train.planning.choice import Choice, choose, untuned
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import EnginePlan, engine_plan, make_plan
+from overlap_train.planning.plan import EnginePlan, engine_plan, make_plan, sent_again
 from overlap_train.planning.schedule import A2A_GEMM, GEMM_A2A, Topology
 from overlap_train.planning.spec import ALL_TO_ALL, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from overlap_train.planning.table import UNTUNED
@@ -56,6 +56,18 @@ def test_whose_kernels_multiply_and_in_which_chunks() -> None:
     assert [leg.after_tiles for leg in engine("fused", GEMM_A2A).legs] == [True] * 3
     assert [leg.after_tiles for leg in engine("direct", GEMM_A2A).legs if leg.chunk == 0] == [False] * 3
     assert [leg.after_tiles for leg in engine("fused", A2A_GEMM).legs] == [False] * 3
+
+
+def test_across_nodes_those_of_cpu_processes_overlap() -> None:
+    pass_ = Pass(A2A_GEMM, 8192, 4096, 4096, BF16, 4)
+    for one in (pass_, pass_.dgrad):
+        on_cpu, on_gpu = (choose("auto", one, device, UNTUNED, nodes=2) for device in (torch.device("cpu"), GPU))
+        assert on_cpu == Choice("chunked", "auto: CPU tensors on several nodes")
+        assert on_gpu == Choice("collective", "auto: all-to-alls of GPUs do not overlap across nodes yet")
+    plan = engine_plan(on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16))
+    again = sent_again(plan, Topology(2, 2, 0))
+    assert plan.sources == again.sources == (1, 3, 2), "the own node's, then of the far node the twin's last"
+    assert [leg.target for leg in again.legs] == [3, 2, 1]
 
 
 @pytest.mark.usefixtures("_hopper")

@@ -111,14 +111,19 @@ def plan(method: str, kind: str = GATHER, nodes: int = 2) -> Any:
 
 
 def test_what_does_not_cross_nodes_is_refused_by_name() -> None:
-    assert why_not_across_nodes(plan("chunked"), None) is None
-    assert why_not_across_nodes(plan("fused", nodes=1), None) is None
-    for method in ("fused", "direct"):
-        assert f"method='{method}' in a group of 2 nodes" in (why_not_across_nodes(plan(method), None) or "")
-    assert "all-to-alls across nodes do not" in (why_not_across_nodes(plan("chunked", A2A_GEMM), None) or "")
-    assert why_not_across_nodes(plan("chunked", nodes=1), "unequal") == "unequal"
-    for problem in (None, "unequal"):
-        assert why_not_across_nodes(plan("collective", A2A_GEMM), problem) is None
+    gpu = torch.device("cuda", 0)
+    for device in (CPU, gpu):
+        assert why_not_across_nodes(plan("chunked"), None, device) is None
+        assert why_not_across_nodes(plan("fused", nodes=1), None, device) is None
+        for method in ("fused", "direct"):
+            refused = why_not_across_nodes(plan(method), None, device) or ""
+            assert f"method='{method}' in a group of 2 nodes" in refused
+        assert why_not_across_nodes(plan("chunked", nodes=1), "unequal", device) == "unequal"
+        for problem in (None, "unequal"):
+            assert why_not_across_nodes(plan("collective", A2A_GEMM), problem, device) is None
+    assert why_not_across_nodes(plan("chunked", A2A_GEMM), None, CPU) is None
+    assert "its kernels send" in (why_not_across_nodes(plan("direct", A2A_GEMM), None, CPU) or "")
+    assert "all-to-alls of GPUs do not" in (why_not_across_nodes(plan("chunked", A2A_GEMM), None, gpu) or "")
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, "2"])

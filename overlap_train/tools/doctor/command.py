@@ -213,7 +213,7 @@ def check_collectives(world: World, nodes: int) -> list[Finding]:
     found = [ok("collectives", f"{backend} all-reduce over {world.size} rank{'s' * (world.size > 1)} is right")]
     if nodes > 1:
         several = "the job has several hosts; each host's ranks are checked among themselves"
-        fix = "keep the tensor-parallel size within a node: overlap across nodes does not exist yet"
+        fix = "keep the tensor-parallel size within a node where it fits; across nodes only chunked overlaps (docs/multi-node.md)"
         found.append(warn("nodes", several, "tensor-parallel groups inside a host", fix))
     return found
 

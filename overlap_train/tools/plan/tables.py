@@ -16,8 +16,8 @@ HEADINGS = (
 )  # fmt: skip
 KEEP, NO_ENGINE = "no overlap", "-"
 ACROSS_NODES = (
-    "-: not estimated. The kernels of fused and direct send and wait inside one node only, so far, and all-to-alls do not "
-    "overlap across nodes yet."
+    "-: not estimated. The kernels of fused and direct send and wait inside one node only, so far, and all-to-alls of GPUs "
+    "do not overlap across nodes yet."
 )
 MEASURED_RANKS = (1, 2, 4)
 FEW_ROWS = 1024

@@ -13,6 +13,9 @@ SLOT = In("overlap_train/protocol/node_slot.py", (SHAPES,))
 WORKSPACE = In("overlap_train/protocol/node_workspace.py", (SHAPES,))
 GATHER = In("overlap_train/operators/all_gather_gemm.py", (SHAPES,))
 SCATTER = In("overlap_train/operators/gemm_reduce_scatter.py", (SHAPES,))
+OUT = In("overlap_train/operators/gemm_all_to_all.py", (SHAPES,))
+BACK = In("overlap_train/operators/all_to_all_gemm.py", (SHAPES,))
+DOMAIN = In("overlap_train/runtime/domain.py", (SHAPES,))
 STREAMED = "tests/protocol/test_interleaving_nodes.py"
 PASSES = f"{STREAMED}::test_operators_pass"
 STREAMS = In("overlap_train/protocol/node_streams.py", (PASSES,))
@@ -22,6 +25,7 @@ SUM = In("kernels/add_blocks.py", ("tests/protocol/test_add_blocks.py",))
 BLAS = In("overlap_train/gpu/blas.py", ("tests/unit/test_blas.py",))
 CHUNKS = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
 BARRIERS = In("overlap_train/planning/choice.py", ("tests/unit/test_plan.py",))
+AUTO = In("overlap_train/planning/choice.py", ("tests/unit/test_exchange_plan.py",))
 BENCH = In(
     "overlap_train/tools/bench/hierarchical.py",
     ("tests/unit/test_bench_command.py::test_ranks_of_one_machine_are_told_apart",),
@@ -42,8 +46,23 @@ FAULTS = [
     TOPOLOGY("every rank prints the nodes", "if rank == 0 and topology.nodes > 1:", "if topology.nodes > 1:"),
     TOPOLOGY("node_ranks may differ", "if len(set(told)) > 1:", "if False:"),
     REFUSALS("kernels are taken across nodes", 'if engine.nodes > 1 and engine.method != "chunked":', "if False:"),
+    REFUSALS("an all-to-all of GPUs is taken across nodes", 'engine.kind in EXCHANGES and device.type == "cuda":', "False:"),
+    AUTO("auto takes collective for all-to-alls between nodes of CPU processes",
+         'if pass_.kind in EXCHANGES and device.type == "cuda":', "if pass_.kind in EXCHANGES:"),
     REFUSALS("nodes that cannot share memory are taken", "if topology_problem is not None:", "if False:"),
-    NETWORK("data goes to the start of the heap", "self._memory[data : data + nbytes]", "self._memory[:nbytes]"),
+    NETWORK("data goes to the start of the heap", "heap[data : data + nbytes]", "heap[:nbytes]"),
+    NETWORK("who takes a block from the network keeps it", "heap = self._heaps[rank]",
+            "heap = self._heaps[self._topology.rank]"),
+    DOMAIN("blocks for the ranks beside this one have no place", "for rank in node})", "for rank in [self.rank]})"),
+    SLOT("every block is for who takes it from the network", "Place(receiver, target,", "Place(receiver, receiver,"),
+    SCHEDULE("a rank is connected with all others", "return self.twin(target // self.local)", "return target"),
+    SCHEDULE("far blocks are expected in the order of a gather", "first = int(kind in EXCHANGES)", "first = 0"),
+    OUT("every far rank gets the first rank's columns", "engine.send(self._call, staging[leg.block], leg)",
+        "engine.send(self._call, staging[0], leg)"),
+    OUT("columns of the own node stay here", "        super()._send(staging, legs.inside)\n", "        pass\n"),
+    BACK("every far rank gets the first rank's rows", "engine.send(self._call, self._sent[leg.block], leg)",
+         "engine.send(self._call, self._sent[0], leg)"),
+    BACK("rows of the own node stay here", "        super()._send(legs.inside)\n", "        pass\n"),
     NETWORK("a signal carries another word", "place.signal, word], dtype", "place.signal, word + 1], dtype"),
     SLOT(
         "what is passed on tells of the own call", "if leg.carries == ARRIVED else", "if False else",
