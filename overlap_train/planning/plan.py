@@ -126,7 +126,7 @@ def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
     """How an exchange alone runs: by the copy engine, which leaves the SMs to the product of another group beside it."""
     across = topology.nodes > 1 and config.method == "auto"
     if config.method == "collective" or across:
-        return Choice("collective", "auto: all-to-alls do not overlap across nodes yet" if across else "asked for")
+        return Choice("collective", "auto: beside products none overlaps across nodes yet" if across else "asked for")
     return Choice("chunked", "beside a product")
 
 
