@@ -166,12 +166,12 @@ def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fallback_reason(linear(overlap=strict), on_gpu, weight()) is None, "the operator raises"  # type: ignore[arg-type]
 
 
-def _over_tp(x: Any, kv: int = 4, slot: str = "qkv") -> str | None:
+def _over_tp(x: Any, kv: int = 4, slot: str = "qkv", method: str = "auto") -> str | None:
     """Of a linear of two tensor-parallel ranks, with a product of 32 heads of 128 features, and two context-parallel ranks."""
     pair = SimpleNamespace(size=lambda: 2)
     heads = AttentionHeads(16, kv, 128)
     weights = {"qkv": torch.empty(24 * 128, 4096), "proj": torch.empty(4096, 16 * 128)}
-    overlap = SimpleNamespace(slot=slot, config=OverlapConfig())
+    overlap = SimpleNamespace(slot=slot, config=OverlapConfig(method=method))
     stand_in = SimpleNamespace(overlap=overlap, weight=weights[slot], tp_group=pair)
     return two_groups.why_apart(stand_in, x, SimpleNamespace(group=pair, heads=heads))  # type: ignore[arg-type]
 
@@ -184,6 +184,15 @@ def test_products_over_tensor_parallelism_hide_exchanges_of_long_sequences() -> 
         half = (shape[0] // 2, *shape[1:])
         assert "too short to be cut" in str(_over_tp(rows.expand(half), slot=slot)), positions // 2
     assert "fewer KV heads than tensor-parallel ranks" in str(_over_tp(rows.expand(4096, 1, 4096), kv=1))
+
+
+def test_on_gpus_both_are_hidden_where_a_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it has run there."""
+    monkeypatch.setattr(two_groups.dist, "get_process_group_ranks", lambda group: [0, 2])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    x: Any = SimpleNamespace(shape=torch.Size((4096, 1, 4096)), is_cuda=True, element_size=lambda: 2, dim=lambda: 3)
+    assert _over_tp(x, method="fused") is None
+    assert "has not run on GPUs yet: name a method, as --overlap-train-method fused" in str(_over_tp(x))
 
 
 @pytest.mark.parametrize(("ranks", "spans"), [((0, 2), False), ((4, 5, 6, 7), False), ((2, 4), True), ((0, 8), True)])

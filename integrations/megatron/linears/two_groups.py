@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlap_train.config import flag_name
 from overlap_train.ulysses.sharded import Groups, Sizes, sizes_of_heads, sizes_of_rows
 
 from .exchange import Exchange
@@ -27,6 +28,8 @@ def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
         return "fewer KV heads than tensor-parallel ranks: Megatron gathers the product first"
     if x.is_cuda and spans_hosts(exchange.group, torch.cuda.device_count()):
         return "the context-parallel ranks are not on the GPUs of one host"
+    if x.is_cuda and linear.overlap.config.method == "auto":
+        return f"hiding both has not run on GPUs yet: name a method, as {flag_name('method')} fused, to try it"
     if parts_of_call(linear, x, exchange)[0] == 1:
         return "too short to be cut into parts that hide each other's exchange"
     return None
