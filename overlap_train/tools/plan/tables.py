@@ -64,7 +64,7 @@ def not_measured(system: System, strategy: Strategy, spans: Iterable[Strategy]) 
     if strategy.nodes > 1:
         found += _not_measured_across_nodes(system)
     if strategy.cp > 1:
-        found.append("the all-to-all operators: they have not run on GPUs")
+        found.append("the all-to-all operators: predictions of them were not compared with runs on GPUs")
     if strategy.rows < FEW_ROWS:
         found.append(f"{strategy.rows} rows: below {FEW_ROWS} the host decides, and it differs from machine to machine")
     return [
