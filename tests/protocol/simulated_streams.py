@@ -82,7 +82,7 @@ class _Enqueueing(TorchDispatchMode):
         result = call()
         if not any(returned.alias_info for returned in func._schema.returns):  # not a view
             self._enqueue(func, lambda: result.copy_(call()))
-            result.fill_(torch.nan)
+            result.fill_(torch.nan if result.is_floating_point() else -1)
         return result
 
     def _enqueue(self, func: Any, run: Callable[[], object]) -> None:

@@ -68,7 +68,7 @@ def is_row(linear: Any) -> bool:
 def groups_of(linear: Any) -> list[dist.ProcessGroup]:
     """The groups over which an overlapped linear communicates, the last call's last."""
     exchanging = list(linear.overlap.groups) if exchanges(linear) else []
-    return [*exchanging, linear.tp_group] if divides_weights(linear) or not exchanges(linear) else exchanging
+    return [*exchanging, linear.tp_group] if not exchanges(linear) or divides_weights(linear) else exchanging
 
 
 def is_candidate(linear: Any) -> bool:
