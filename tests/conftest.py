@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -16,13 +15,6 @@ def script_server() -> Iterator[ScriptServer]:
     server = ScriptServer()
     yield server
     server.close()
-
-
-def pytest_collection_finish() -> None:
-    """What is imported by now stays. Without this Python looks at all of it, again and again, for garbage: a tenth of the time of
-    tests that make many small objects, as the interleavings do."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

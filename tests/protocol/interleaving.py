@@ -14,7 +14,6 @@ The model is sequentially consistent; the memory order that hardware needs on to
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -54,7 +53,6 @@ class Scheduler:
         self.enqueue_launch: Callable[[Callable[[], None]], bool] = lambda run: False  # True: somebody else will run it
         self._trace: deque[str] = deque(maxlen=24)
         self._watched: dict[str, tuple[torch.Tensor, np.ndarray]] = {}
-        self._regions: list[ctypes.Array] = []  # of what is watched, neighbours together
         self._names: dict[int, str] = {}  # by address, of those that were asked for
         self._seen_bytes = 0
         self._version = 0  # grows with every write that the scheduler knows of
@@ -72,7 +70,6 @@ class Scheduler:
         for name, tensor in memory.items():
             assert tensor.is_contiguous(), f"{name} is not contiguous"
             self._watched[name] = (tensor, tensor.detach().view(-1).view(torch.uint8).numpy())
-        self._regions = _regions([(tensor.data_ptr(), buffer.nbytes) for tensor, buffer in self._watched.values()])
 
     def patch(self, owner: object, name: str, value: object) -> None:
         """Set an attribute for the duration of `run`."""
@@ -255,9 +252,9 @@ class Scheduler:
     def _note_python_writes(self) -> bool:
         """Compare the watched bytes with the last look. Without watched tensors every Python step counts as a write."""
         now = 0
-        for region in self._regions:
-            now = zlib.crc32(region, now)
-        wrote, self._seen_bytes = now != self._seen_bytes or not self._regions, now
+        for _, buffer in self._watched.values():
+            now = zlib.crc32(buffer, now)
+        wrote, self._seen_bytes = now != self._seen_bytes or not self._watched, now
         self._version += wrote
         return wrote
 
@@ -268,14 +265,3 @@ class Scheduler:
     def _message(self, text: str) -> str:
         latest = "\n  ".join(self._trace)
         return f"seed {self.seed} ({self.policy.name}, step {self.steps}): {text}\nlatest steps:\n  {latest}"
-
-
-def _regions(places: list[tuple[int, int]]) -> list[ctypes.Array]:
-    """Memory at (address, bytes): as few pieces as possible, since it is looked at before every step of a Python actor."""
-    merged: list[list[int]] = []
-    for begin, nbytes in sorted(places):
-        if merged and begin <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], begin + nbytes)
-        else:
-            merged.append([begin, begin + nbytes])
-    return [(ctypes.c_char * (end - begin)).from_address(begin) for begin, end in merged]

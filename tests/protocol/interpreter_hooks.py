@@ -16,7 +16,6 @@ The interpreter is sequentially consistent, so memory order cannot be seen by ru
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -191,18 +190,10 @@ class InterpreterHooks:
 
 def _bind(executor: interpreter.GridExecutor, args: tuple, kwargs: dict) -> tuple[dict, tuple[int, int, int]]:
     """Arguments by name and the three-dimensional grid, as `GridExecutor.__call__` finds them."""
-    known = _arguments(executor.fn)
-    bound = dict(zip(known, args, strict=False)) | {k: v for k, v in kwargs.items() if k in known}
+    known = inspect.getfullargspec(executor.fn).args
+    bound = inspect.getcallargs(executor.fn, *args, **{k: v for k, v in kwargs.items() if k in known})
     grid = executor.grid(bound) if callable(executor.grid) else executor.grid
     return bound, tuple(grid) + (1,) * (3 - len(grid))
-
-
-@functools.cache
-def _arguments(kernel: Callable[..., object]) -> list[str]:
-    """Looking them up takes as long as a short kernel. No kernel has defaults."""
-    known = inspect.getfullargspec(kernel)
-    assert not known.defaults, f"{kernel} has defaults"
-    return known.args
 
 
 def _to_interpreter(executor: interpreter.GridExecutor, bound: dict) -> dict:
