@@ -10,7 +10,7 @@ from .schedule import EXCHANGES
 
 LOW_LATENCY = "low_latency"
 # Of a gathered, or scattered, matrix: 1024 rows of 16384 features in bf16 (Llama-3 405B). Its words are twice as large, in each
-# of three slots: 192 MiB. NCCL is faster from a fifth of that on.
+# of three slots: 192 MiB. By the model NCCL is faster from a fifth of that on.
 MOST_BYTES = 32 << 20
 # (M, bytes that a rank sends): where both are at most these, `auto` takes it. Over NCCL + cuBLAS it is 0.99 to 1.79 times as
 # fast at M = 128 and 256, 1.28 in the mean (direct 1.03, collective 0.85), with 4 MiB 0.99 to 1.06. At M = 512 it is 1.11 to 1.24

@@ -19,11 +19,7 @@ from .arguments import (
 )
 from .schedule import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER
 
-RECEIVED_X, RECEIVED_DY, SENT_ALONE = (
-    "x, sent again or kept",
-    "dy, as received for dgrad",
-    "x, sent again alone, or kept",
-)
+RECEIVED_X, RECEIVED_DY = "x, sent again or kept", "dy, as received for dgrad"
 
 
 @dataclass(frozen=True)
@@ -63,4 +59,4 @@ LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", SCATTER, GATHER, R
 LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", GEMM_A2A, A2A_GEMM, RECEIVED_DY, linear_all_to_all_error)
 ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", A2A_GEMM, GEMM_A2A, RECEIVED_X, all_to_all_linear_error)
 # Beside a product of another group (ulysses/tensor_parallel.py). x: what one rank sends, the columns of all ranks side by side.
-ALL_TO_ALL = OperatorSpec("all_to_all", A2A_GEMM, A2A_GEMM, SENT_ALONE, all_to_all_error, multiplies=False)
+ALL_TO_ALL = OperatorSpec("all_to_all", A2A_GEMM, A2A_GEMM, RECEIVED_X, all_to_all_error, multiplies=False)

@@ -113,11 +113,8 @@ class ShardedLinear:
         def multiplied(part: ShardedPart, receiver: Receiver) -> None:
             blocks = receiver.received_view()  # whatever is frozen here
             if wants_dx or x is not None:
-                own, of_product = (
-                    None if x is None else x[part.first * batch : part.last * batch],
-                    self._of_product(blocks),
-                )
-                dx.append(column_backward(part.product, of_product, own, self.w, dw, wants_dx))
+                own = None if x is None else x[part.first * batch : part.last * batch]
+                dx.append(column_backward(part.product, self._of_product(blocks), own, self.w, dw, wants_dx))
 
         run_steps([part.backward(partial(dy.give, part), partial(multiplied, part)) for part in self.parts])
         return _together(dx) if wants_dx else None, None if dw is None else dw.result()

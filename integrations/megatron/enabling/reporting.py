@@ -95,9 +95,8 @@ def _with_exchange(row: LinearReport, linear: Any, attention: Any) -> LinearRepo
     ranks = attention.pg_collection.cp.size()
     if is_ulysses(attention):
         apart = linear.overlap.apart if exchanges(linear) else None
-        said = f"all-to-all over {ranks} context-parallel ranks: collective, not overlapped" + (
-            (apart and f": {apart}") or ""
-        )
+        said = f"all-to-all over {ranks} context-parallel ranks: collective, not overlapped"
+        said += "" if apart is None else f": {apart}"
     else:
         said = f"context parallelism: {why_not_ulysses(attention) or 'not enabled'}"
     return replace(row, reason=f"{row.reason}; {said}")

@@ -37,10 +37,9 @@ class UlyssesOverlap(LinearOverlap):
     """The attribute `overlap` of a linear that exchanges within its product."""
 
     groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)  # of overlapped calls, the last one's last
-    apart: str | None = None  # why the last call's exchange was a collective, beside a linear that overlaps over TP
-    parts: tuple[int, int] | None = (
-        None  # of the last overlapped call over TP and Ulysses: how many, and rows of the first
-    )
+    # Under TP, of the last call: why its exchange was a collective; or how many parts hid each other's, and rows of the first.
+    apart: str | None = None
+    parts: tuple[int, int] | None = None
 
     def count_exchange(self, reason: str | None, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> None:
         """As `count`, with the group of the call. Where KV heads go to several ranks, more rows are sent than the weight has."""
