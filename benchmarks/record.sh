@@ -65,6 +65,7 @@ te_step ulysses_te 180 -m overlap_train bench ulysses --what blocks --seq 8192 3
   --out "$out/te/ulysses"
 # Two ranks of this machine as two nodes: NCCL over sockets between them.
 [ "$gpus" -ne 2 ] || step hierarchical 60 -m overlap_train bench hierarchical --node-ranks 1 --methods auto,collective --out "$out/hierarchical"
+[ "$gpus" -ne 2 ] || step timeline_nodes 20 -m overlap_train bench timeline --what nodes --out "$out/hierarchical"
 step timeline 15 -m overlap_train bench timeline --out "$out"
 step timeline_ulysses 20 -m overlap_train bench timeline --what ulysses --out "$out/ulysses"
 step mfu 150 $mfu --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4 --quick --variants megatron,chunked,fused,direct,overlap \

@@ -4,7 +4,8 @@
 #   launch/test_gpu.sh PYTHON [pytest arguments; with a path among them only what is there]
 # Variables: LOGS, folder for each rank's output (default runs/test-gpu); PROVIDERS (default "nvshmem torch"); SIZES of the overlap
 # domain (default: all ranks, and with four ranks also 2); CONNECTIONS (default "1 8"); RANKS (default: one a GPU, at most 4).
-# More RANKS than GPUs share the GPUs: slow, without NCCL and NVSHMEM, but results are right.
+# More RANKS than GPUs share the GPUs, without NCCL and NVSHMEM. Where CUDA's Multi-Process Service (MPS) is installed, each rank has
+# a part of its GPU's SMs, and all run at once; without it they take turns, which is slow.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -24,6 +25,13 @@ providers=${PROVIDERS:-nvshmem torch}
 if [ "$ranks" -gt "$gpus" ]; then
   providers=torch
   export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
+  if command -v nvidia-cuda-mps-control >/dev/null; then
+    CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) # a daemon of its own, for these tests alone
+    export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+    export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 * gpus / ranks))
+    nvidia-cuda-mps-control -d
+    trap 'echo quit | nvidia-cuda-mps-control >/dev/null' EXIT
+  fi
 fi
 
 tests=(tests/gpu)

@@ -43,12 +43,13 @@ def test_lists_are_separated_by_commas_and_sizes_by_blanks(tmp_path: Path) -> No
     assert parsed("layers --seq 4096 8192 --layers llama3-8b-mlp").seq == (4096, 8192)
 
 
-def test_a_timeline_is_of_linears_or_of_a_ulysses_block() -> None:
+def test_a_timeline_is_of_linears_a_ulysses_block_or_several_nodes() -> None:
     def read(line: str) -> command.Timeline:
         return from_args(command.Timeline(), command.parser().parse_args(line.split()))
 
     assert read("timeline") == command.Timeline(".", "linears")
     assert read("timeline --what ulysses --out runs/ulysses") == command.Timeline("runs/ulysses", "ulysses")
+    assert read("timeline --what nodes") == command.Timeline(".", "nodes")
 
 
 @pytest.mark.parametrize(

@@ -68,15 +68,28 @@ def test_a_ulysses_block_is_drawn_as_the_linears_are(tmp_path: Path, monkeypatch
         name.replace("all_gather_linear", "attention"): spans for name, spans in recorded["calls"].items()
     }
     recorded["shape"] = {"model": "llama3-8b", "tokens": 8192, "world": 2}
-    figures: list[Any] = []
-    monkeypatch.setattr(timeline, "save", lambda figure, path: figures.append(figure) or path)
-    timeline.draw(recorded, tmp_path / "timeline.png")
-    words = [text.get_text() for text in texts(figures[0])]
+    words = words_of(recorded, tmp_path, monkeypatch)
     assert any("Ulysses attention block of llama3-8b, 8192 tokens" in line for line in words)
     assert [line.partition(":")[0] for line in words if line.startswith("attention by")] == [
         "attention by fused",
         "attention by direct",
     ]
+
+
+def test_the_picture_of_several_nodes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    recorded = json.loads((tmp_path / "timeline.json").read_text())
+    recorded["shape"] |= {"nodes": 2}
+    words = words_of(recorded, tmp_path, monkeypatch)
+    assert any("FFN 14336, 2 nodes, bf16" in line for line in words)
+
+
+def words_of(recorded: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words of the picture of a recording."""
+    figures: list[Any] = []
+    monkeypatch.setattr(timeline, "save", lambda figure, path: figures.append(figure) or path)
+    timeline.draw(recorded, folder / "timeline.png")
+    return [text.get_text() for text in texts(figures[0])]
 
 
 def test_everything_in_a_folder_is_drawn(drawn: Drawn) -> None:

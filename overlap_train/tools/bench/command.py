@@ -109,7 +109,9 @@ class Timeline:
 
     out: str = option(".", "write DIR/timeline.json, for plot to draw", metavar="DIR")
     what: str = option(
-        "linears", "both linears of an MLP, or a Ulysses attention block, of Llama-3 8B", choices=tuple(timeline.WHAT)
+        "linears",
+        "both linears of an MLP of Llama-3 8B, a Ulysses attention block of it, or both linears of a wider MLP across nodes",
+        choices=tuple(timeline.WHAT),
     )
 
 
@@ -128,6 +130,8 @@ def main(arguments: list[str]) -> int:
         return 0
     if args.command == "timeline":
         recording = from_args(Timeline(), args)
+        if recording.what == "nodes":
+            hierarchical.pretend_nodes(1)
         timeline.record(Path(recording.out), recording.what, world.join())
         return 0
     return benchmark(from_args(KINDS[args.command](), args))

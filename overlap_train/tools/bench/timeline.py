@@ -2,6 +2,7 @@
 
     linears   both operators of a Llama-3-8B MLP, forward
     ulysses   a Ulysses attention block of Llama-3 8B, forward: projections, exchanges, rotation, attention
+    nodes     both operators of a wide MLP, forward, each rank a node of its own: NCCL over sockets in between
 
 torchrun --standalone --nproc-per-node 4 -m overlap_train bench timeline --out runs/h200x4     (records, on GPUs)
 overlap-train bench plot runs/h200x4                                                           (draws, anywhere)
@@ -31,6 +32,7 @@ from .style import canvas, in_order, save
 METHODS = ("collective", "chunked", "fused", "direct")
 # M, features in, features out of the first and the second linear of the MLP; the block has as many tokens in all
 MODEL, M, HIDDEN, FFN = "llama3-8b", 8192, 4096, 14336
+WIDE = 131072  # features between the two where sockets carry what is sent: a product of about 6 ms, as they take for 32 MiB
 
 MARKER = "fillfunctor"  # the kernel between two calls
 OWN_MARKER = f"{MARKER}<short>"  # of 16-bit integers, with which no model fills anything
@@ -61,18 +63,28 @@ def record(out: Path, what: str, here: World) -> None:
 
 def _linears(here: World) -> tuple[Calls, dict[str, Any]]:
     """The calls, and their sizes."""
+    return _mlp(here, FFN, {method: OverlapConfig(method=method) for method in METHODS})
 
+
+def _nodes(here: World) -> tuple[Calls, dict[str, Any]]:
+    """The calls, and their sizes. Across nodes products and transfers go chunk by chunk, whatever the method is."""
+    configs = {method: OverlapConfig(method=method, node_ranks=1) for method in ("collective", "chunked")}
+    calls, sizes = _mlp(here, WIDE, configs)
+    return calls, sizes | {"nodes": here.size}
+
+
+def _mlp(here: World, ffn: int, configs: dict[str, OverlapConfig]) -> tuple[Calls, dict[str, Any]]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=here.device, dtype=torch.bfloat16)
 
-    x, h = normal(M // here.size, HIDDEN), normal(M, FFN // here.size)
-    w1, w2 = normal(FFN // here.size, HIDDEN), normal(HIDDEN, FFN // here.size)
+    x, h = normal(M // here.size, HIDDEN), normal(M, ffn // here.size)
+    w1, w2 = normal(ffn // here.size, HIDDEN), normal(HIDDEN, ffn // here.size)
     calls: Calls = {}
-    for method in METHODS:
-        settings: Any = {"group": here.group, "config": OverlapConfig(method=method)}
+    for method, config in configs.items():
+        settings: Any = {"group": here.group, "config": config}
         calls[f"all_gather_linear {method}"] = partial(all_gather_linear, x, w1, **settings)
         calls[f"linear_reduce_scatter {method}"] = partial(linear_reduce_scatter, h, w2, **settings)
-    return calls, {"m": M, "hidden": HIDDEN, "ffn": FFN}
+    return calls, {"m": M, "hidden": HIDDEN, "ffn": ffn}
 
 
 def _ulysses(here: World) -> tuple[Calls, dict[str, Any]]:
@@ -83,7 +95,11 @@ def _ulysses(here: World) -> tuple[Calls, dict[str, Any]]:
     return dict(calls), {"model": MODEL, "tokens": M}
 
 
-WHAT: dict[str, Callable[[World], tuple[Calls, dict[str, Any]]]] = {"linears": _linears, "ulysses": _ulysses}
+WHAT: dict[str, Callable[[World], tuple[Calls, dict[str, Any]]]] = {
+    "linears": _linears,
+    "ulysses": _ulysses,
+    "nodes": _nodes,
+}
 
 
 def _profile(call: Callable[[], Any]) -> list[Span]:
@@ -155,4 +171,5 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
 def _sizes(shape: dict[str, Any]) -> str:
     if "tokens" in shape:
         return f"Ulysses attention block of {shape['model']}, {shape['tokens']} tokens"
-    return f"M = {shape['m']}, hidden {shape['hidden']}, FFN {shape['ffn']}"
+    nodes = f", {shape['nodes']} nodes" if "nodes" in shape else ""
+    return f"M = {shape['m']}, hidden {shape['hidden']}, FFN {shape['ffn']}{nodes}"

@@ -236,7 +236,8 @@ FAULTS = [
     GPU_IN("GPU: A2A reads the first block for all", "source * m_shard + row, col", "row, col"),
     GPU_IN("GPU: A2A multiplies the blocks of a rank too few", "whole = (m_shard, n, WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K)",
            "whole = (m_shard, n, (WORLD - 1) * gl.cdiv(k, BLOCK_K) * BLOCK_K)"),
-    GPU_IN("GPU: A2A multiplies as many panels as lie side by side", "WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K", "WORLD * k"),
+    GPU_IN("GPU: A2A multiplies as many panels as lie side by side", "WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K", "WORLD * k",
+           "tests/gpu/test_operators.py::test_rows_that_end_within_a_tile[fused-to_rows-997]"),  # 264 features end within a panel
     GPU_DIRECT_IN("GPU: A2A sends the own rows to everybody", "STEP, True)", "STEP, False)"),
     GPU_DIRECT_IN("GPU: A2A expects the epoch before", "tag) if DIRECT else gl.load", "tag) if False else gl.load"),
     GPU_OUT("GPU: A2A sends the first columns to everybody", "b_col = target * n + tile_n * BLOCK_N if EXCHANGE",

@@ -1,0 +1,72 @@
+"""Compiles the kernels of tests/gpu/test_operators.py on all cores, before the tests run one after the other (3 s a kernel).
+
+    python -O benchmarks/probes/compile_tests.py --world 2 4 8 --jobs 30
+
+Into Triton's cache, or into TRITON_CACHE_DIR. Needs no GPU: see compile_ahead.py. -O takes out the assertions, which compare what
+was never computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import compile_ahead
+import torch
+import torch.distributed as dist
+
+from overlap_train import OverlapConfig
+
+Task = tuple[int, str, str, torch.dtype, tuple[int, ...], int, int]  # world, operator, method, dtype, rows, k, n
+
+
+def tasks(worlds: list[int]) -> Iterator[Task]:
+    from tests.gpu.test_operators import SHAPES_OF_TILES
+    from tests.linear_cases import OPERATORS
+
+    ragged = {rows: ((rows, 1), 264, 520) for rows in (65, 129, 997, 4100)}
+    for world, operator, method in itertools.product(worlds, OPERATORS, ("fused", "direct")):
+        for name, shape in SHAPES_OF_TILES.items():
+            yield (world, operator, method, torch.bfloat16, *shape)
+            if name in ("odd", "many tiles"):
+                for dtype in (torch.float16, torch.float32):
+                    yield (world, operator, method, dtype, *shape)
+        for shape in ragged.values():
+            yield (world, operator, method, torch.bfloat16, *shape)
+
+
+def run(task: Task) -> str:
+    """One operator, forward and backward, with and without a bias."""
+    from tests.linear_cases import OPERATORS, Case
+
+    world, operator, method, dtype, rows, k, n = task
+    begin = time.perf_counter()
+    with compile_ahead.compiling(world):
+        config = OverlapConfig(method=method, symmetric_mib=16384)
+        case = Case(dist.group.WORLD, torch.device("cpu"), config, torch.bfloat16)  # type: ignore[arg-type]
+        OPERATORS[operator](replace(case, dtype=dtype), rows, k, n)
+    return f"{world} ranks, {operator} by {method}, {dtype}, {rows} x {k} x {n}: {time.perf_counter() - begin:.1f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--world", type=int, nargs="+", default=[2])
+    parser.add_argument("--jobs", type=int, default=2)
+    a = parser.parse_args()
+    if __debug__:
+        raise SystemExit("start it by python -O: assertions would compare what was never computed")
+    sys.path.append(str(Path(__file__).parents[2]))
+    with ProcessPoolExecutor(a.jobs, mp_context=get_context("spawn"), max_tasks_per_child=None) as pool:
+        for future in [pool.submit(run, task) for task in tasks(a.world)]:
+            print(future.result() if future.exception() is None else f"failed: {future.exception()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
