@@ -60,6 +60,7 @@ imports: # import-linter alone
 docs: ## build the documentation into build/site; a warning is an error
 	$(bootstrap) main
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
+	@echo 'Open build/site/index.html. To search the site: $(python) -m http.server -d build/site'
 
 format: ## let ruff sort imports and format
 	$(bootstrap) main

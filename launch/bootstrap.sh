@@ -192,7 +192,7 @@ step() {
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.2
         if ((SECONDS - began >= news)); then
-            say "  $((SECONDS - began)) s, $(du -sh "$env" | cut -f 1) on disk: $(newest_in_log)"
+            say "  $((SECONDS - began)) s: $(progress)"
             news=$((news + 15))
         fi
     done
@@ -204,9 +204,14 @@ step() {
     fi
 }
 
-newest_in_log() {
-    { grep -aoE '(Collecting|Downloading|Installing collected packages|Using cached) ?[^: ]*' "$log" || echo working; } |
-        tail -n 1
+# The newest line of pip's, and while it installs how much is there. What it downloads lies elsewhere until then.
+progress() {
+    local newest
+    newest=$(grep -aoE '(Collecting|Downloading|Installing collected packages|Using cached) ?[^: ]*' "$log" | tail -n 1) || true
+    case $newest in
+        Installing*) echo "installing, $(du -sh "$env" | cut -f 1) on disk" ;;
+        *) echo "${newest:-working}" ;;
+    esac
 }
 
 main "$@"

@@ -14,7 +14,7 @@ COMMANDS = {
     "doctor": ("tools.doctor.command", "check versions, GPUs, links and symmetric memory; also under torchrun"),
     "tune": ("tools.tune.command", "measure which method is fastest for a model's shapes; under torchrun"),
     "bench": ("tools.bench.command", "measure operators and layers against NCCL and others; under torchrun"),
-    "plan": ("tools.plan.command", "what overlap brings on a machine, planned without one"),
+    "plan": ("tools.plan.command", "predict what overlap brings on a machine; needs no GPU"),
     "launch": ("tools.slurm.command", "write and submit a Slurm job"),
 }
 
@@ -42,4 +42,9 @@ def usage() -> str:
     """The list of subcommands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(["usage: overlap-train COMMAND [arguments]; COMMAND --help says more; --version", "", *lines])
+    forms = [
+        "usage: overlap-train COMMAND [arguments]",
+        "       overlap-train COMMAND --help",
+        "       overlap-train --version",
+    ]
+    return "\n".join([*forms, "", *lines])

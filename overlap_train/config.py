@@ -27,10 +27,9 @@ class OverlapConfig:
     slots: tuple[str, ...] = _setting(SLOTS, "Megatron linears to overlap, comma separated", SLOTS)
     method: str = _setting(
         "auto",
-        "fused: one persistent kernel that waits per tile, copies by the copy engine; direct: the same, but the kernel stores "
-        "at the peers itself; low_latency: for few rows, one kernel that sends and receives words with a flag each, beside a "
-        "library GEMM; chunked: library GEMMs on shards; collective: NCCL or gloo, no overlap; "
-        "auto: chosen per shape",
+        "fused: one persistent kernel that waits per tile while copy engines move the data; direct: the same, but the kernel "
+        "itself stores at the peers; low_latency: for few rows, a library GEMM and one kernel that sends and receives words "
+        "with a flag each; chunked: library GEMMs on shards; collective: NCCL or gloo, no overlap; auto: chosen per shape",
         METHODS,
     )
     gathered_input: str = _setting(
@@ -51,10 +50,11 @@ class OverlapConfig:
         ("auto", "nvshmem", "torch", "host"),
     )
     symmetric_mib: int = _setting(
-        2048, "most symmetric memory a rank may hold, in MiB; while it grows, the smaller one is there as well"
+        2048, "most symmetric memory a rank may hold, in MiB; while it grows, the rank holds the old and the new one"
     )
     exchange_mib: int = _setting(
-        512, "symmetric memory of Ulysses' all-to-alls a rank, in MiB; longer sequences pass through it in parts"
+        512,
+        "most symmetric memory of a rank for Ulysses' all-to-alls, in MiB; longer sequences pass through it in parts",
     )
     timeout_s: float = _setting(
         600.0,
@@ -62,8 +62,8 @@ class OverlapConfig:
     )
     node_ranks: int = _setting(
         0,
-        "ranks of each node of a group that spans several; 0: CPU processes find out by mapping each other's memory, GPUs "
-        "are one node",
+        "ranks per node, where a group spans several nodes; 0: CPU processes find their nodes by mapping memory, GPUs are one "
+        "node",
     )
     tuning_dir: str = _setting(
         "~/.cache/overlap_train",

@@ -58,6 +58,7 @@ def all_gather_linear(
     Raises:
         ValueError: shapes, dtypes, devices or group do not fit; on every rank of the group.
         OverlapTimeoutError: a peer did not arrive within config.timeout_s.
+        OverlapMismatchError: a peer is in another call.
         RuntimeError: a CUDA graph is captured outside `graphed` or before the same call ran eagerly, symmetric memory is gone
             (`shutdown`), or a kernel as compiled here lacks a wait or a signal.
 
@@ -93,9 +94,8 @@ def linear_reduce_scatter(
     The gradient of bias is that of this rank's rows; sum it over the group (Megatron does so for parameters that are marked
     `sequence_parallel`).
 
-    Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W. With the methods
-    fused, direct and chunked the reduction is in fp32 and in a fixed order: every run gives the same bits. collective
-    reduces as NCCL or gloo does.
+    Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W. All methods but
+    collective reduce in fp32 and in a fixed order: every run gives the same bits. collective reduces as NCCL or gloo does.
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """

@@ -172,7 +172,7 @@ class DirectGather(FusedGather):
 
 
 class LowLatencyGather:
-    """One kernel sends the own rows and puts what comes beside them, all in memory of its own; then one library GEMM."""
+    """One kernel sends the own rows, and writes them and what arrives into one tensor [M, K]; then one library GEMM."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
         self._domain, self._tag, self._own = domain, tag, x_shard_m

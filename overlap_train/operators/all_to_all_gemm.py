@@ -67,7 +67,7 @@ class CollectiveAllToAllGemm:
         )
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """One GEMM over all columns, side by side, as rivals do it: the copy costs less than sums in fp32 memory."""
+        """One GEMM over all columns, side by side, as the baselines do it: the copy costs less than sums in fp32 memory."""
         return torch.mm(self.received_view().transpose(0, 1).flatten(1), b_kn, out=y)
 
     def received_view(self) -> torch.Tensor:

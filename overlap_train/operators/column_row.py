@@ -43,8 +43,8 @@ def column_backward(
     dx_shard_m = scatter = gather = None
     wgrad = None if dw is None else plan.wgrad
     slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
-    meets = wants_dx and barrier_first(plan, wgrad is not None)
-    with domain.operator(tags.dgrad, slots, meets), profiled(tags.ranges[1]):
+    begins_with_barrier = wants_dx and barrier_first(plan, wgrad is not None)
+    with domain.operator(tags.dgrad, slots, begins_with_barrier), profiled(tags.ranges[1]):
         if wgrad is not None:
             assert x is not None
             gather = start_gather(domain, wgrad, tags.wgrad, x)

@@ -16,31 +16,33 @@ from .variants import PLAIN, Variant
 
 __all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
 
-# Up to here the GEMM and the copies together take less than a call's host time, and NCCL's own path for small messages wins (4 x
-# H200: at M = 256 by 1.3 to 2, at M = 512 by up to 1.1). Above the second not over direct, which is one launch, where a rank's
-# rows fill a tile: over NCCL + cuBLAS it is 1.1 times as fast at M = 512 (0.82 to 1.22), 0.9 at M = 256 (0.73 to 1.17; medians
-# and ranges of 20 passes on 2 x H200, a fast host; on slow ones it wins there, too).
+# SMALL_M: up to here the GEMM and the copies together take less than a call's host time, and NCCL's path for small messages
+# wins (4 x H200: by 1.3 to 2 at M = 256, by up to 1.1 at M = 512). SMALL_M_DIRECT: where a rank's rows fill a tile, NCCL wins
+# only up to here, because direct is one launch. Over NCCL + cuBLAS it is 1.1 times as fast at M = 512 (0.82 to 1.22), and 0.9
+# times at M = 256 (0.73 to 1.17). These are medians and ranges of 20 passes on 2 x H200, a fast host; on slow ones it wins at
+# 256, too.
 SMALL_M, SMALL_M_DIRECT = 512, 256
 # Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail (8B qkv forward:
 # 0.204 ms with whole blocks, 0.226 with chunks; by chunked, in twice the host time, 0.209; its backward: 0.357 and 0.380).
 COPIES_THAT_SHOW = 0.75
-# A storing kernel costs 22 microseconds of host time and a fused one 70, which shows in products shorter than this (a gather of
-# 1024 x 6144 x 4096: 0.068 ms by direct, 0.082 by fused, 2 x H200), and in a column's backward where copies are shorter.
-# A scatter stores its result at the peers, at NVLink's pace: 4096 x 4096 x 2048 takes 0.108 ms by fused and 0.123 by direct (GEMM
-# 106 us), 2048 x 4096 x 2048 0.077 and 0.068 (53 us).
+# direct costs 22 microseconds of host time and fused 70. That shows in products shorter than SHORT_GEMM_US (a gather of
+# 1024 x 6144 x 4096: 0.068 ms by direct, 0.082 by fused, 2 x H200), and in a column's backward whose copies are shorter than
+# FUSED_HOST_US. The limit of a scatter is lower, because direct stores its result at NVLink's pace: 4096 x 4096 x 2048 takes
+# 0.108 ms by fused and 0.123 by direct (GEMM 106 us), 2048 x 4096 x 2048 0.077 and 0.068 (53 us).
 SHORT_GEMM_US, SHORT_SCATTER_US, FUSED_HOST_US = 160.0, 100.0, 70.0
-# With few rows it is best for longer products, too: in 24 of them with M = 512 and 1024 it was 1.03 to 1.24 times as fast as
-# NCCL + cuBLAS; fused took 0.96 to 1.11 times as long, and chunked, of those above a millisecond, 1.00 to 1.18 (2 x H200).
+# With few rows direct is best for longer products, too: in 24 of them with M = 512 and 1024 it was 1.03 to 1.24 times as fast as
+# NCCL + cuBLAS. fused took 0.96 to 1.11 times as long as direct, and chunked, in products above a millisecond, 1.00 to 1.18 (2 x
+# H200).
 FEW_ROWS = 1024
-# A split reduction pays where a column's backward sends x and its partials for this much longer than it multiplies before the own
-# tiles: at 1.58 it gained 7 % (11008 x 4096), at 1.41 it cost 2 and 8 % (8B qkv on 2 GPUs), at 1.21 it cost 3 % (4 GPUs).
+# A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
+# the own tiles: at 1.58 it gained 7 % (11008 x 4096), at 1.41 it cost 2 and 8 % (8B qkv on 2 GPUs), at 1.21 it cost 3 % (4 GPUs).
 LATE = 1.5
 # Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
 # A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
 LONG_GEMM_US = 1000.0
-# Up to here A2A + GEMM goes by direct: 8192 x 4096 x 4096 0.190 ms, by fused 0.202. Long sequences come in parts whose blocks lie
-# apart (ulysses/parts.py); direct would have to copy them first. GEMM + A2A is slower by direct (8192 x 6144 x 4096: 0.333 and
-# 0.303; 2 x H200).
+# Up to here A2A + GEMM runs by direct: 8192 x 4096 x 4096 takes 0.190 ms, by fused 0.202. Long sequences come in parts whose
+# blocks lie apart (ulysses/parts.py), and direct would have to copy them first. GEMM + A2A is slower by direct (8192 x 6144 x
+# 4096: 0.333 ms, by fused 0.303; 2 x H200).
 SHORT_RECEIVE_US = 300.0
 # Skewed ranks hit the same destination, halve its ingress bandwidth, and stay skewed. Where a column linear's backward gathers
 # and scatters for longer than it multiplies, it starts with a barrier, which takes 10 microseconds: Llama-3 8B qkv by chunked
@@ -138,7 +140,7 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     if device.type != "cuda":
         return "chunked", "CPU tensors"
     if pays(pass_):
-        return LOW_LATENCY, f"M={pass_.m}: few bytes, which come soonest with flags"
+        return LOW_LATENCY, f"M={pass_.m}: few bytes, which arrive soonest as words with flags"
     on_hopper = _on_hopper(pass_, device)
     small_m = SMALL_M_DIRECT if on_hopper and _fills_tiles(pass_) else SMALL_M
     if pass_.m <= small_m:

@@ -30,10 +30,10 @@ from .tiling import (
 )
 from .variants import PLAIN, Variant
 
-# That NCCL may take between nodes. One CTA of its copies about 20 GB/s; a NIC of 400 Gbit/s takes 50 in each direction, which is
-# five or six CTAs for both. With 8 the product keeps 124 of 132 SMs. NCCL's own limit would be 32.
+# SMs that NCCL may take between nodes. One of its CTAs copies about 20 GB/s; a NIC of 400 Gbit/s takes 50 GB/s in each direction,
+# which is five or six CTAs for both. With 8 the product keeps 124 of 132 SMs. NCCL's own limit would be 32.
 NETWORK_SMS = 8
-MOST_DIRECT_PEERS = 7  # that the Hopper kernel of GEMM + RS has a tensor descriptor for
+MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
     """How an exchange alone runs: by the copy engine, which leaves the SMs to the product of another group beside it."""
     across = topology.nodes > 1 and config.method == "auto"
     if config.method == "collective" or across:
-        return Choice("collective", "auto: beside products none overlaps across nodes yet" if across else "asked for")
+        none_yet = "auto: all-to-alls beside a product do not overlap across nodes yet"
+        return Choice("collective", none_yet if across else "asked for")
     return Choice("chunked", "beside a product")
 
 

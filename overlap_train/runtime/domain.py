@@ -217,7 +217,7 @@ class OverlapDomain:
 
     def operator(self, tag: Tag, slots: int, barrier_first: bool = False) -> AbstractContextManager[None]:
         """Bracket of everything that one autograd pass of one operator does here: up to `slots` gathers and scatters by way of
-        symmetric memory, each waited for before the end. barrier_first: the ranks meet first.
+        symmetric memory, each waited for before the end. barrier_first: it starts with a barrier.
 
         Raises an earlier failure of a wait before and, without waiting for the device, after. Calls from several streams are
         put in order. Pushes are joined at the end; then their sources may be freed.

@@ -1,4 +1,4 @@
-"""TransformerEngine as a rival: by a stand-in on two processes, what it may break, and how long it may take."""
+"""TransformerEngine as a baseline: by a stand-in on two processes, what it may break, and how long it may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rivals of Ulysses' projections do no work that a model which uses them would not do."""
+"""The baselines of Ulysses' projections do no work that a model which uses them would not do."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def _three_gemms(rank: int, world: int) -> Any:
 
 
 def test_weights_are_cut_before_the_first_call_and_nothing_is_put_together() -> None:
-    """Cut in a call, the copy of a whole weight would be timed with the rival; so would q, k and v put into one tensor."""
+    """Cut in a call, the copy of a whole weight would be timed with the baseline; so would q, k and v put into one tensor."""
     assert values(run_ranks(2, _three_gemms)) == [(2, 2, 3)] * 2

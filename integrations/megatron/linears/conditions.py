@@ -38,7 +38,7 @@ def bad_combination(config: TransformerConfig) -> str | None:
         wanted = "2 or more, or use Ulysses (--context-parallel-size 2 --cp-comm-type a2a)"
         return _sentence(config, "tensor_model_parallel_size", rule, wanted)
     if not alone and not config.sequence_parallel:
-        rule = "what is overlapped are all-gather and reduce-scatter, which Megatron uses under sequence parallelism"
+        rule = "overlap hides all-gather and reduce-scatter, which Megatron uses under sequence parallelism only"
         return _sentence(config, "sequence_parallel", rule, "True (--sequence-parallel)")
     if config.tp_comm_overlap:
         rule = "TransformerEngine's overlap and this one exclude each other"
@@ -100,7 +100,7 @@ def standing_exchange_reason(linear: ParallelLinear, weight: torch.Tensor | None
 
 
 def divides_weights(linear: ParallelLinear) -> bool:
-    """Whether tensor parallelism does. A linear of a model without it may have no group."""
+    """Whether tensor parallelism divides the weight of this linear. Without it a linear may have no group."""
     return linear.tp_group is not None and linear.tp_group.size() > 1
 
 

@@ -109,7 +109,7 @@ def te_forms() -> dict[type, type]:
 
 
 def is_te_linear(linear: Any) -> bool:
-    """Whether `linear` is one of TransformerEngine's that has an overlapped form and not got it yet."""
+    """Whether `linear` is one of TransformerEngine's that has an overlapped form but is not overlapped yet."""
     return type(linear) in te_forms()
 
 

@@ -31,7 +31,7 @@ from . import te_attention, transformer_engine
 from .attention_data import Block, Data, Outcome, check_outcome, forward_backward
 from .attention_parts import Unpacked, core_attention, exchange, in_torchs_words
 
-RIVALS = ("sequence", "alone", "te", "te_alone")
+BASELINES = ("sequence", "alone", "te", "te_alone")
 
 
 def run(models: Sequence[tuple[str, Model]], tokens: Sequence[int], session: Session) -> None:
@@ -65,10 +65,10 @@ class Case:
 
 
 def measure_block(case: Case) -> list[Row]:
-    """Check, then time, every method and rival of one block; its rows, which are saved."""
+    """Check, then time, every method and baseline of one block; its rows, which are saved."""
     data, session, world = case.data, case.session, case.session.world
-    rivals: dict[str, Block] = {"sequence": partial(by_nccl, world), "alone": partial(alone, world)}
-    calls = {rival: forward_backward(block, data) for rival, block in rivals.items()}
+    baselines: dict[str, Block] = {"sequence": partial(by_nccl, world), "alone": partial(alone, world)}
+    calls = {baseline: forward_backward(block, data) for baseline, block in baselines.items()}
     expected = expected_of(partial(in_torchs_words, world, SequenceLayout()), data)
     check_outcome(calls["sequence"], expected)
     for method in session.settings.methods:
@@ -93,8 +93,8 @@ def with_te(te: Any, calls: Mapping[str, Call], case: Case) -> list[Row]:
     """The rows of all calls once more, with TransformerEngine's attention among them; saved instead of those of before."""
     world, found = case.session.world, dict(calls)
     in_zigzag = partial(in_torchs_words, world, te_attention.LAYOUT)
-    rivals = {"te": (te_attention.exchanging, in_zigzag), "te_alone": (te_attention.alone, partial(alone, world))}
-    for name, (make, same) in rivals.items():
+    baselines = {"te": (te_attention.exchanging, in_zigzag), "te_alone": (te_attention.alone, partial(alone, world))}
+    for name, (make, same) in baselines.items():
         problem = world.attempt(partial(_add, found, name, partial(make, te, world), same, case.data))
         if problem is not None:
             found.pop(name, None)  # on some ranks it may have worked
@@ -138,8 +138,8 @@ def alone(world: World, data: Data) -> torch.Tensor:
 
 def row(name: str, tokens: int, method: str, timings: Mapping[str, Timing], world: int) -> Row:
     """One line of layers.json; times in milliseconds of one forward and backward, host_us in microseconds."""
-    rivals = {f"{rival}_ms": timings[rival].ms if rival in timings else None for rival in RIVALS}
+    baselines = {f"{baseline}_ms": timings[baseline].ms if baseline in timings else None for baseline in BASELINES}
     return {
-        "layer": f"{name}-ulysses", "world": world, "seq": tokens, "method": method, "ms": timings[method].ms, **rivals,
+        "layer": f"{name}-ulysses", "world": world, "seq": tokens, "method": method, "ms": timings[method].ms, **baselines,
         "host_us": timings[method].host_us,
     }  # fmt: skip

@@ -67,7 +67,7 @@ def forward_backward(block: Block, data: Data) -> Call:
 
 
 def check_outcome(call: Call, expected: Outcome) -> None:
-    """Run twice, then compare with the rival's: both round at other places, so by norms."""
+    """Run twice, then compare with the baseline's: both round at other places, so by norms."""
     call(0)
     outcome = cast(Outcome, call(1))
     check_timeouts()

@@ -1,4 +1,4 @@
-"""What the Ulysses benchmark's rivals are made of, and the attention block in torch's words, with which all must agree."""
+"""What the Ulysses benchmark's baselines are made of, and the attention block in torch's words, with which all must agree."""
 
 from __future__ import annotations
 

@@ -141,7 +141,8 @@ def parser() -> argparse.ArgumentParser:
     """Of all subcommands."""
     start = f"Measure under torchrun: {world.START} bench operators. Draw without it: overlap-train bench plot FOLDER"
     top = Parser(prog="overlap-train bench", description=start)
-    commands: Any = top.add_subparsers(dest="command", required=True)
+    names = "|".join((*KINDS, "timeline", "plot"))
+    commands: Any = top.add_subparsers(dest="command", required=True, metavar=names)
     helps = {
         "operators": "AG+GEMM and GEMM+RS, pass by pass, against NCCL, async-TP and the bound",
         "layers": "forward and backward of one column and one row linear",

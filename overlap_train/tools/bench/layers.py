@@ -42,7 +42,7 @@ from .layer_data import (
 from .shapes import Layer
 
 AUTO, GRAPH = "auto", "auto_graph"
-RIVALS = ("megatron", "async_tp", "te")
+BASELINES = ("megatron", "async_tp", "te")
 MEGATRON_LINEARS = "overlap_train.integrations.megatron.bench_baseline"
 
 
@@ -113,8 +113,8 @@ def with_te(te: Any, layer: Layer, sequence: int, calls: Mapping[str, Call], cas
     with te_linears.userbuffers(te, layer, sequence, session.world, session.settings.dtype) as problem:
         if problem is not None:
             session.results.note(f"{case.title}: te_userbuffers: {problem}", failure=False)
-        rivals = case.calls(te_linears.makers(te, session.world, with_userbuffers=problem is None))
-        rows = rows_of(layer, sequence, {**calls, **rivals}, session)
+        baselines = case.calls(te_linears.makers(te, session.world, with_userbuffers=problem is None))
+        rows = rows_of(layer, sequence, {**calls, **baselines}, session)
     session.results.revise(rows)
     return rows
 
@@ -175,10 +175,10 @@ def megatron(world: World, data: Data) -> tuple[Linear, Linear]:
 
 def row(layer: Layer, sequence: int, method: str, timings: Mapping[str, Timing], world: int) -> Row:
     """One line of layers.json; times in milliseconds of one forward and backward, host_us in microseconds."""
-    rivals = {name: timings[name].ms for name in (*RIVALS, *te_linears.USERBUFFERS) if name in timings}
-    userbuffers = [rivals[name] for name in te_linears.USERBUFFERS if name in rivals]
+    baselines = {name: timings[name].ms for name in (*BASELINES, *te_linears.USERBUFFERS) if name in timings}
+    userbuffers = [baselines[name] for name in te_linears.USERBUFFERS if name in baselines]
     return {
         "layer": layer.name, "world": world, "seq": sequence, "method": method, "ms": timings[method].ms,
-        **{f"{name}_ms": rivals.get(name) for name in RIVALS}, "te_userbuffers_ms": min(userbuffers, default=None),
+        **{f"{name}_ms": baselines.get(name) for name in BASELINES}, "te_userbuffers_ms": min(userbuffers, default=None),
         "gemms_ms": timings["gemms"].ms, "host_us": timings[method].host_us,
     }  # fmt: skip

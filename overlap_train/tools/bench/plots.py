@@ -26,7 +26,7 @@ OPERATORS = {
     "gemm_a2a": "linear_all_to_all",
     "a2a_gemm": "all_to_all_linear",
 }
-RIVALS = ("async_tp", "three_gemms")  # of operators, beside the sequence
+BASELINES = ("async_tp", "three_gemms")  # of operators, beside the sequence
 PASSES = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient"}
 CEILING = (
     f"Higher is better. {PERFECT.capitalize()}: the longer of cuBLAS GEMM and NCCL alone (a faster GEMM passes it)."
@@ -66,11 +66,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def by_method(rows: Iterable[Row]) -> dict[str, float]:
-    """Speed-ups over NCCL + cuBLAS in rows of one case: of each method, of the rivals that ran, and the ceiling."""
+    """Speed-ups over NCCL + cuBLAS in rows of one case: of each method, of the baselines that ran, and the ceiling."""
     found: dict[str, float] = {}
     for row in rows:
         found[row["method"]] = speed_up(row)
-        found |= {name: row["sequence_ms"] / row[f"{name}_ms"] for name in RIVALS if row.get(f"{name}_ms") is not None}
+        found |= {
+            name: row["sequence_ms"] / row[f"{name}_ms"] for name in BASELINES if row.get(f"{name}_ms") is not None
+        }
         found["bound"] = row["bound"]
     return found
 
@@ -198,12 +200,12 @@ def _blocks(rows: list[Row], path: Path) -> Path:
     return bars(panels, header, "time / block without exchange", path, start=1.0, limit=LONGEST)
 
 
-def _ratios(rows: list[Row], floor: str, rivals: dict[str, str]) -> dict[str, list[Bar]]:
-    """A panel for each layer and length: times of methods over that of `floor`, and of rivals over one that each names."""
+def _ratios(rows: list[Row], floor: str, baselines: dict[str, str]) -> dict[str, list[Bar]]:
+    """A panel for each layer and length: times of methods over that of `floor`, and of baselines over one that each names."""
     panels = {}
     for (layer, seq), members in _grouped(rows, "layer", "seq").items():
         ratios = {row["method"]: row["ms"] / row[floor] for row in members}
-        for name, limit in rivals.items():
+        for name, limit in baselines.items():
             ms, alone = (members[0].get(key) for key in (f"{name}_ms", limit))
             if ms is not None and alone is not None:
                 ratios[name] = ms / alone

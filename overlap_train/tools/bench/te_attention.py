@@ -1,9 +1,9 @@
-"""TransformerEngine's attention with its own exchanges (context parallelism by `a2a`), as a rival of the Ulysses blocks:
+"""TransformerEngine's attention with its own exchanges (context parallelism by `a2a`), as a baseline of the Ulysses blocks:
 
     te        x [s/W, 1, hidden] -> q, k, v [s/W, 1, heads, dim], rotated -> DotProductAttention -> y [s/W, 1, hidden]
     te_alone  the same attention of this rank's heads and all rows, without exchanges
 
-Projections are cuBLAS's, and one pass splits and rotates, as in the other rivals. TransformerEngine takes it that each rank
+Projections are cuBLAS's, and one pass splits and rotates, as in the other baselines. TransformerEngine takes it that each rank
 holds two chunks of the sequence, a zigzag, and puts them in order between its exchanges and the attention. So x is read as such
 rows here, and the result must be that of torch's block on the same rows. Its core attention is cuDNN's or FlashAttention's, that
 of all others torch's: te / te_alone and ms / alone say what the exchanges cost.

@@ -1,4 +1,4 @@
-"""TransformerEngine's column and row linear with sequence parallelism, as rivals of the layer benchmark:
+"""TransformerEngine's column and row linear with sequence parallelism, as baselines of the layer benchmark:
 
     te          NCCL, nothing overlapped
     te_default  userbuffers as they come: gathers by ring exchange, the forward scatter in a pipeline, the backward's in bulk

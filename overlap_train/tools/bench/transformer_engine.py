@@ -1,4 +1,4 @@
-"""TransformerEngine as a rival, where it is importable. What goes wrong in it is a note, and it has a time limit.
+"""TransformerEngine as a baseline, where it is importable. What goes wrong in it is a note, and it has a time limit.
 
 Ours are measured and saved first. Then all take turns once more, with it among them (te_linears.py, te_attention.py).
 """

@@ -90,7 +90,8 @@ def _verify(here: World, trial: Trial, method: str) -> list[Finding]:
         is_over = here.any(bool(problems) or time.monotonic() > deadline)  # one rank's clock or result ends it for all
     if problems:
         return [fail(name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
-    return [ok(name, f"{rounds} rounds of AG + GEMM, GEMM + RS and both all-to-alls on new inputs", expected)]
+    done = f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM, GEMM + RS and both all-to-alls on new inputs"
+    return [ok(name, done, expected)]
 
 
 def _differences(here: World, trial: Trial, method: str, seed: int) -> Iterator[str]:

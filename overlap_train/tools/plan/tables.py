@@ -70,7 +70,7 @@ def not_measured(system: System, strategy: Strategy, spans: Iterable[Strategy]) 
     return [
         *found,
         "NCCL with NVLink multicast, which may be faster",
-        "ranks that are not in step; attention, norms and optimizer, which are no part of the plan",
+        "ranks that start at different times; attention, norms and optimizer, which are no part of the plan",
     ]
 
 
