@@ -26,8 +26,8 @@ from .hopper_tiles import (
     store_quarter,
 )
 from .p2p_store import store_at_peers
-from .signal import finalize_epoch, next_word, signal_word, wait_signal
-from .tiles import WHOLE, first_cut, gather_tile, tile_and_side, tile_in_block
+from .signal import finalize_epoch, next_word, signal_word, wait_both
+from .tiles import WHOLE, first_cut, gather_strip, tile_and_side, tile_in_run, tiles_in_run
 
 # Warps of a CTA that store at peers; with the loading one they are three of the four that there is room for.
 SENDERS = gl.constexpr(2)
@@ -38,11 +38,12 @@ VECTOR = gl.constexpr(8)  # elements that a thread stores at once: 16 bytes
 def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes,
           WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
           BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK_M // PARTS
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
-    per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
-    total = per_chunk * WORLD * CHUNKS
+    strips, tiles_n = gl.cdiv(m_chunk, ROWS), gl.cdiv(n, BLOCK_N)
+    total = tiles_in_run(strips, WORLD * CHUNKS, tiles_n)
     halved = first_cut(total, gl.num_programs(0))
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
@@ -51,30 +52,41 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
     index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
-        source, chunk = gather_tile(tile // per_chunk, rank, WORLD, CHUNKS)
-        tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
-        row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
-        if source == rank:
-            step = load_tile_or_half(panels, step, own_desc, b_desc, b_half_desc, row, col, 0, side, k_steps,
+        pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
+        upper_source, upper_chunk, upper_strip = gather_strip(2 * pair, strips, rank, WORLD, CHUNKS)
+        source, chunk, strip = gather_strip(2 * pair + 1, strips, rank, WORLD, CHUNKS)
+        upper, row = upper_chunk * m_chunk + upper_strip * ROWS, chunk * m_chunk + strip * ROWS
+        col = tile_n * BLOCK_N
+        if source == rank:  # and so is the upper strip's: own rows come first
+            step = load_tile_or_half(panels, step, own_desc, own_desc, b_desc, b_half_desc, upper, row, col, 0, side, k_steps,
                                      BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         else:
-            wait_signal(signals_ptr, signal_word(source, chunk), expected, abort_ptr, record_ptr, limit, True)
+            word, upper_word = signal_word(source, chunk), signal_word(upper_source, upper_chunk)
+            upper_word = gl.where(upper_source == rank, word, upper_word)
+            wait_both(signals_ptr, upper_word, word, expected, abort_ptr, record_ptr, limit, True)
             fence_for_tma()
             row += source * m_shard
-            step = load_tile_or_half(panels, step, gathered_desc, b_desc, b_half_desc, row, col, 0, side, k_steps,
-                                     BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+            if upper_source == rank:
+                step = load_tile_or_half(panels, step, own_desc, gathered_desc, b_desc, b_half_desc, upper, row, col, 0, side,
+                                         k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+            else:
+                upper += upper_source * m_shard
+                step = load_tile_or_half(panels, step, gathered_desc, gathered_desc, b_desc, b_half_desc, upper, row, col, 0,
+                                         side, k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
         index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
 
 
 @gluon.jit
-def load_tile_or_half(panels, step, a_desc, b_desc, b_half_desc, row, col, b_first_k, side, k_steps,
+def load_tile_or_half(panels, step, upper_desc, lower_desc, b_desc, b_half_desc, upper, row, col, b_first_k, side, k_steps,
                       BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     if side == WHOLE:
-        step = load_tile(panels, step, a_desc, b_desc, row, col, b_first_k, k_steps, BLOCK_K, STAGES, B_IS_NK)
+        step = load_tile(panels, step, upper_desc, lower_desc, b_desc, upper, row, col, b_first_k, k_steps,
+                         BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
     else:
         col += side * (BLOCK_N // 2)
-        step = load_tile(panels, step, a_desc, b_half_desc, row, col, b_first_k, k_steps, BLOCK_K, STAGES, B_IS_NK)
+        step = load_tile(panels, step, upper_desc, lower_desc, b_half_desc, upper, row, col, b_first_k, k_steps,
+                         BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
     return step
 
 
@@ -84,18 +96,17 @@ def multiply_tiles(panels, tiles, b_desc, b_half_desc, y_desc, buffers, rank, ab
                    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
-    m_chunk = m_shard // CHUNKS
-    per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
-    halved = first_cut(per_chunk * WORLD * CHUNKS, gl.num_programs(0))
+    strips, tiles_n = gl.cdiv(m_shard // CHUNKS, ROWS), gl.cdiv(n, BLOCK_N)
+    halved = first_cut(tiles_in_run(strips, WORLD * CHUNKS, tiles_n), gl.num_programs(0))
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
-        source, chunk = gather_tile(tile // per_chunk, rank, WORLD, CHUNKS)
-        tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
-        row, col = tile_m * BLOCK_M + PART * ROWS, tile_n * BLOCK_N  # row: in its chunk
+        pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
+        source, chunk, strip = gather_strip(2 * pair + PART, strips, rank, WORLD, CHUNKS)
+        row, col = strip * ROWS, tile_n * BLOCK_N  # row: in its chunk
         place = source * CHUNKS + chunk
         if side == WHOLE:
             acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)

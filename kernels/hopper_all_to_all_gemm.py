@@ -9,39 +9,45 @@ from triton.experimental.gluon import language as gl
 
 from .hopper_all_gather_gemm import SENDERS, load_tile_or_half, multiply_tiles, send_rows
 from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, make_quarters, make_rings
-from .signal import finalize_epoch, next_word, signal_word, wait_signal
-from .tiles import first_cut, tile_and_side, tile_in_block
+from .signal import finalize_epoch, next_word, signal_word, wait_both
+from .tiles import first_cut, strip_in_run, tile_and_side, tile_in_run, tiles_in_run
 
 
 @gluon.jit
 def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes,
           WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
           BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK_M // PARTS
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
-    per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
-    halved = first_cut(per_chunk * CHUNKS, gl.num_programs(0))
+    strips, tiles_n = gl.cdiv(m_chunk, ROWS), gl.cdiv(n, BLOCK_N)
+    total = tiles_in_run(strips, CHUNKS, tiles_n)
+    halved = first_cut(total, gl.num_programs(0))
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     step = 0
     turn = 0
-    index = claim_tile(tiles, turn, counter_ptr, 2 * per_chunk * CHUNKS - halved)
+    index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
-        chunk = tile // per_chunk
-        tile_m, tile_n = tile_in_block(tile % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
-        row, col = chunk * m_chunk + tile_m * BLOCK_M, tile_n * BLOCK_N
-        step = load_tile_or_half(panels, step, own_desc, b_desc, b_half_desc, row, col, rank * k, side,
+        pair, tile_n = tile_in_run(tile, strips, CHUNKS, tiles_n, GROUP_M)
+        upper_chunk, upper_strip = strip_in_run(2 * pair, strips, CHUNKS)
+        chunk, strip = strip_in_run(2 * pair + 1, strips, CHUNKS)
+        upper, row = upper_chunk * m_chunk + upper_strip * ROWS, chunk * m_chunk + strip * ROWS
+        col = tile_n * BLOCK_N
+        step = load_tile_or_half(panels, step, own_desc, own_desc, b_desc, b_half_desc, upper, row, col, rank * k, side,
                                  k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         for distance in range(1, WORLD):
             source = (rank + WORLD - distance) % WORLD
-            wait_signal(signals_ptr, signal_word(source, chunk), expected, abort_ptr, record_ptr, limit, True)
+            word, upper_word = signal_word(source, chunk), signal_word(source, upper_chunk)
+            wait_both(signals_ptr, upper_word, word, expected, abort_ptr, record_ptr, limit, True)
             fence_for_tma()
-            step = load_tile_or_half(panels, step, received_desc, b_desc, b_half_desc, source * m_shard + row, col, source * k,
-                                     side, k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+            above = source * m_shard
+            step = load_tile_or_half(panels, step, received_desc, received_desc, b_desc, b_half_desc, above + upper, above + row,
+                                     col, source * k, side, k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
-        index = claim_tile(tiles, turn, counter_ptr, 2 * per_chunk * CHUNKS - halved)
+        index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
 
 
 @gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])

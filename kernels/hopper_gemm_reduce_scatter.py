@@ -7,6 +7,9 @@ microseconds late.
 The loading warp waits for the peers' partials of an own tile and brings them through the same ring as the panels, in halves
 [BLOCK_M, BLOCK_N / 2] where B's panels lie otherwise. When the multiplying warps loaded them themselves, 4 bytes a thread at a
 time with nothing in flight, the reduction cost 0.1 ms of 0.34 ms (8192 x 4096 x 11008, 4 x H200).
+
+A tile may have a peer's strip above and an own one below, but not where own tiles add: all CTAs might hold such tiles, and wait
+for what their peers' CTAs owe in those that come after (units_in_run).
 """
 
 from triton.experimental import gluon
@@ -27,65 +30,75 @@ from .hopper_tiles import (
     next_tile,
     put_quarter,
     split_tile,
-    store_quarters,
+    store_strip,
     stores_are_written,
 )
-from .signal import finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_signal
-from .tiles import scatter_tile, tile_in_block
+from .signal import finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_both
+from .tiles import scatter_pair, scatter_strip, tiles_in_scatter
 
 
 @gluon.jit
 def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes,
-          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, EXCHANGE: gl.constexpr,
-          BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-          B_IS_NK: gl.constexpr):  # fmt: skip
+          WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
+          EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+          STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK_M // PARTS
     rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
-    per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
+    strips, tiles_n = gl.cdiv(m_chunk, ROWS), gl.cdiv(n, BLOCK_N)
+    total = tiles_in_scatter(strips, tiles_n, WORLD, CHUNKS, RUN)
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     step = 0
     turn = 0
-    index = claim_tile(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
+    index = claim_tile(tiles, turn, counter_ptr, total)
     while index != NO_TILE:
-        target, chunk, tile = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
-        tile_m, tile_n = tile_in_block(tile, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
-        row = chunk * m_chunk + tile_m * BLOCK_M
-        a_row = row if EXCHANGE else target * m_shard + row
+        run, pair, tile_n = scatter_pair(index, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
+        upper_target, upper_chunk, upper_strip = scatter_strip(run, 2 * pair, strips, rank, WORLD, CHUNKS, RUN)
+        target, chunk, strip = scatter_strip(run, 2 * pair + 1, strips, rank, WORLD, CHUNKS, RUN)
+        upper, row = upper_chunk * m_chunk + upper_strip * ROWS, chunk * m_chunk + strip * ROWS
+        upper_a = upper if EXCHANGE else upper_target * m_shard + upper
+        lower_a = row if EXCHANGE else target * m_shard + row
         b_col = target * n + tile_n * BLOCK_N if EXCHANGE else tile_n * BLOCK_N
-        step = load_tile(panels, step, a_desc, b_desc, a_row, b_col, 0, k_steps, BLOCK_K, STAGES, B_IS_NK)
-        if target == rank:
+        step = load_tile(
+            panels, step, a_desc, a_desc, b_desc, upper_a, lower_a, b_col, 0, k_steps, BLOCK_K, STAGES, B_IS_NK
+        )
+        if target == rank:  # and where it adds, so is the upper strip's
             for source in gl.static_range(WORLD):
                 if REDUCE and source != rank:
-                    word = signal_word(source, chunk)
-                    wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, True)
+                    word, upper_word = signal_word(source, chunk), signal_word(source, upper_chunk)
+                    wait_both(signals_ptr, upper_word, word, expected, abort_ptr, record_ptr, limit, True)
                     fence_for_tma()
-                    step = load_halves(panels, step, received_desc, source * m_shard + row, tile_n * BLOCK_N, STAGES)
+                    above = source * m_shard
+                    step = load_halves(
+                        panels, step, received_desc, above + upper, above + row, tile_n * BLOCK_N, STAGES
+                    )
         turn += 1
-        index = claim_tile(tiles, turn, counter_ptr, per_chunk * WORLD * CHUNKS)
+        index = claim_tile(tiles, turn, counter_ptr, total)
 
 
 @gluon.jit
 def _multiply(panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, PART: gl.constexpr,
-              WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, BLOCK_M: gl.constexpr,
-              BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
-              BUFFERS: gl.constexpr):  # fmt: skip
+              WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
+              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+              B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
-    per_chunk = gl.cdiv(m_shard // CHUNKS, BLOCK_M) * gl.cdiv(n, BLOCK_N)
+    strips, tiles_n = gl.cdiv(m_shard // CHUNKS, ROWS), gl.cdiv(n, BLOCK_N)
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
     sent = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
-        target, _, _ = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
+        run, pair, _ = scatter_pair(index, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
+        target, _, _ = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, CHUNKS, RUN)
         acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
         left, right = split_tile(acc, ROWS, BLOCK_N)
         if REDUCE and target == rank:
             for _ in range(WORLD - 1):  # in the order of ranks; unrolled, the additions came last and 550 bytes spilled
-                left, right, step = add_halves(panels, step, left, right, received_desc, PART, ROWS, STAGES)
+                left, right, step = add_halves(panels, step, left, right, received_desc, PART, STAGES)
             if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: whatever was added must not look like a result
                 left, right = left + float("nan"), right + float("nan")
         sent = put_quarter(outbox, sent, left, PART, BUFFERS)
@@ -96,50 +109,75 @@ def _multiply(panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, siz
 
 @gluon.jit
 def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes,
-           WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-           GROUP_M: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+           WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr,
+           BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, _ = sizes
-    m_chunk = m_shard // CHUNKS
-    per_chunk = gl.cdiv(m_chunk, BLOCK_M) * gl.cdiv(n, BLOCK_N)
+    strips, tiles_n = gl.cdiv(m_shard // CHUNKS, ROWS), gl.cdiv(n, BLOCK_N)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     turn = 0
     sent = 0
     index = next_tile(tiles, turn, 1)
     while index != NO_TILE:
-        target, chunk, tile = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
-        tile_m, tile_n = tile_in_block(tile, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
-        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N  # row: in its chunk
-        if target == rank:
-            sent = store_quarters(y_desc, outbox, sent, chunk, row, col, BUFFERS)
-        else:
-            if DIRECT:
-                for distance in gl.static_range(1, WORLD):
-                    if target == (rank + distance) % WORLD:
-                        sent = store_quarters(places[distance - 1], outbox, sent, chunk, row, col, BUFFERS)
-            else:
-                sent = store_quarters(places[0], outbox, sent, target * CHUNKS + chunk, row, col, BUFFERS)
-            stores_are_written()
-            counter_ptr = complete_ptr + signal_word(target, chunk)
-            if DIRECT:
-                signals_ptr = gl.load(outgoing_at_ptr + target).to(complete_ptr.dtype)
-                notify_peer(counter_ptr, per_chunk, signals_ptr + chunk, expected)
-            else:
-                notify_copy_engine(counter_ptr)
+        run, pair, tile_n = scatter_pair(index, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
+        upper_target, upper_chunk, upper_strip = scatter_strip(run, 2 * pair, strips, rank, WORLD, CHUNKS, RUN)
+        target, chunk, strip = scatter_strip(run, 2 * pair + 1, strips, rank, WORLD, CHUNKS, RUN)
+        crosses = strip == 0  # from the chunk before
+        col = tile_n * BLOCK_N
+        _store_strip(outbox, sent, places, y_desc, rank, upper_target, upper_chunk, upper_strip * ROWS, col,
+                     0, WORLD, CHUNKS, DIRECT, BUFFERS)  # fmt: skip
+        if crosses and upper_target != rank:
+            _count(complete_ptr, outgoing_at_ptr, upper_target, upper_chunk, 1, strips * tiles_n, expected, DIRECT)
+        _store_strip(
+            outbox, sent, places, y_desc, rank, target, chunk, strip * ROWS, col, 1, WORLD, CHUNKS, DIRECT, BUFFERS
+        )
+        if target != rank:
+            stored = gl.where(crosses | (strip == strips), 1, 2)  # number `strips` lies beyond the run
+            _count(complete_ptr, outgoing_at_ptr, target, chunk, stored, strips * tiles_n, expected, DIRECT)
+        sent += 2
         turn += 1
         index = next_tile(tiles, turn, 1)
+
+
+@gluon.jit
+def _store_strip(outbox, sent, places, y_desc, rank, target, chunk, row, col, PART: gl.constexpr, WORLD: gl.constexpr,
+                 CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+    """Strip PART of a tile, from `row` of its chunk on, where it belongs: here, in staging or (DIRECT) at the peer."""
+    if target == rank:
+        store_strip(y_desc, outbox, sent, chunk, row, col, PART, BUFFERS)
+    else:
+        if DIRECT:
+            for distance in gl.static_range(1, WORLD):
+                if target == (rank + distance) % WORLD:
+                    store_strip(places[distance - 1], outbox, sent, chunk, row, col, PART, BUFFERS)
+        else:
+            store_strip(places[0], outbox, sent, target * CHUNKS + chunk, row, col, PART, BUFFERS)
+
+
+@gluon.jit
+def _count(complete_ptr, outgoing_at_ptr, target, chunk, stored, of_chunk, expected, DIRECT: gl.constexpr):
+    """Count `stored` strips of the `of_chunk` that a chunk has, once they are written."""
+    stores_are_written()
+    counter_ptr = complete_ptr + signal_word(target, chunk)
+    if DIRECT:
+        signals_ptr = gl.load(outgoing_at_ptr + target).to(complete_ptr.dtype)
+        notify_peer(counter_ptr, of_chunk, signals_ptr + chunk, expected, stored)
+    else:
+        notify_copy_engine(counter_ptr, stored)
 
 
 @gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
 def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc, m_shard, n, k,
     rank, counter_ptr, complete_ptr, left_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr, EXCHANGE: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
+    EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS, rows 16-byte aligned.
 
     received_desc: [M, N], block s from rank s. y_desc: [M/W, N] as [CHUNKS, M/W/CHUNKS, N], as all that is stored.
+    RUN: how many chunks, in their order, the strips of tiles run through before they begin anew (schedule.py: units_in_run).
     EXCHANGE: a is [M/W, K], a destination picks columns of b, and where N stands it is N/W (gemm_reduce_scatter.py).
     REDUCE: the own tiles wait for the peers' partials and add them; else y is the own partial.
     BUFFERS: of each multiplying group for quarter tiles on their way out; two and three stages, or one and four, fit into
@@ -154,14 +192,14 @@ def hopper_gemm_reduce_scatter_kernel(
     words = (rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 0, WORLD, CHUNKS, DIRECT, REDUCE,
-                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK, BUFFERS)),
-        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, CHUNKS, DIRECT, REDUCE,
-                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK, BUFFERS)),
-        (_load, (panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, DIRECT, REDUCE,
-                 EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 0, WORLD, CHUNKS, RUN, DIRECT,
+                     REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
+        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, CHUNKS, RUN, DIRECT,
+                     REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
+        (_load, (panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, RUN, DIRECT,
+                 REDUCE, EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes, WORLD, CHUNKS,
-                  DIRECT, BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
+                  RUN, DIRECT, BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
     ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

@@ -4,16 +4,19 @@ The plain Triton kernels (all_gather_gemm.py, gemm_reduce_scatter.py) run anywhe
 because their loads, waits and stores stop the tensor cores. Here they do not: this form reached 96 to 105 % of cuBLAS on the
 shapes of benchmarks/. Only the loading warp waits for signals, while the tiles before are still being multiplied.
 
-The two multiplying groups, PART 0 and 1, have half of a tile's rows each and do not wait for one another: one stores what it has
-while the other keeps the tensor cores busy, as far ahead as the ring lets it be (and GEMM + RS's storing warp, which takes part 0
-first). In step they stood still for each store; apart they are 1 to 5 % faster, 2 to 3 % at K = 4096.
+The two multiplying groups, PART 0 and 1, have a strip of BLOCK_M / PARTS rows each, a tile's upper one and its lower one. They do
+not wait for one another: one stores what it has while the other keeps the tensor cores busy, as far ahead as the ring lets it be
+(and GEMM + RS's storing warp, which takes part 0 first). In step they stood still for each store; apart they are 1 to 5 % faster,
+2 to 3 % at K = 4096.
 
-Shared memory: a ring of STAGES panels of A [BLOCK_M, BLOCK_K] and B, and a ring of two tile indices that the loading warp hands
-over. Each ring slot has a `full` barrier (its content is there) and a `free` one (all have read it). GEMM + RS has a storing
-warp, which takes quarters of tiles from an outbox with the same two barriers; AG + GEMM stores from the multiplying warps.
+Shared memory: a ring of STAGES panels of A, a strip [BLOCK_M / PARTS, BLOCK_K] for each group, and of B, and a ring of two tile
+indices that the loading warp hands over. Each ring slot has a `full` barrier (its content is there) and a `free` one (all have
+read it). GEMM + RS has a storing warp, which takes quarters of tiles from an outbox with the same two barriers; AG + GEMM stores
+from the multiplying warps.
 
-Chunks need not hold whole tiles. A tile at a chunk's end reads rows beyond it, of the next chunk or zeros, and stores none
-of them: what is stored has a descriptor of [chunks, rows of a chunk, columns], and TMA leaves out what lies beyond an edge.
+Chunks need not hold whole tiles, nor whole strips. The strips of a tile may be of two chunks, or of two ranks (tiles.py): each is
+loaded and stored by itself. A strip at a chunk's end reads rows beyond it, of the next chunk or zeros, and stores none of them:
+what is stored has a descriptor of [chunks, rows of a chunk, columns], and TMA leaves out what lies beyond an edge.
 """
 
 from triton.experimental import gluon
@@ -47,7 +50,7 @@ def make_rings(a_desc, b_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
 
     READERS: how many groups of warps take each tile index.
     """
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * PARTS] + a_desc.block_type.shape, a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     panel_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     panel_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -89,19 +92,21 @@ def next_tile(tiles, turn, READING_WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(panels, step, a_desc, b_desc, a_row, b_col, b_first_k, k_steps,
+def load_tile(panels, step, upper_desc, lower_desc, b_desc, upper_row, lower_row, b_col, b_first_k, k_steps,
               BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     """Loading warp: bring all panels of one tile through the ring; `step` counts panels since the kernel began.
 
-    b_desc: its block is a panel of B, or of the half that a half tile needs. b_first_k: the row of B that A's first column meets.
+    upper_desc, lower_desc: of A, in strips, and the first row of each. b_desc: its block is a panel of B, or of the half that a
+    half tile needs. b_first_k: the row of B that A's first column meets.
     """
     a_ring, _, panel_full, panel_free = panels
     for k in range(k_steps):
         stage = step % STAGES
         mbarrier.wait(panel_free.index(stage), (step // STAGES & 1) ^ 1)
         full = panel_full.index(stage)
-        mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-        tma_load(a_desc, [a_row, k * BLOCK_K], full, a_ring.index(stage))
+        mbarrier.expect(full, PARTS * upper_desc.block_type.nbytes + b_desc.block_type.nbytes)
+        tma_load(upper_desc, [upper_row, k * BLOCK_K], full, a_ring.index(stage * PARTS))
+        tma_load(lower_desc, [lower_row, k * BLOCK_K], full, a_ring.index(stage * PARTS + 1))
         if B_IS_NK:
             tma_load(b_desc, [b_col, b_first_k + k * BLOCK_K], full, b_place(panels, stage, b_desc))
         else:
@@ -111,17 +116,17 @@ def load_tile(panels, step, a_desc, b_desc, a_row, b_col, b_first_k, k_steps,
 
 
 @gluon.jit
-def b_place(panels, stage, desc):
-    """Where a block of `desc` lies in a stage: in the place of B's panel, which is as large, or twice as large."""
+def b_place(panels, stage, desc, PLACE: gl.constexpr = 0):
+    """Where a block of `desc` lies in a stage: in the place of B's panel, which is as large as one block, or two or four."""
     place = panels[1].index(stage)
     FIT: gl.constexpr = place.shape[0] * place.shape[1] // (desc.block_type.shape[0] * desc.block_type.shape[1])
-    return reinterpret(place, desc.dtype, [FIT] + desc.block_type.shape, desc.layout).index(0)
+    return reinterpret(place, desc.dtype, [FIT] + desc.block_type.shape, desc.layout).index(PLACE)
 
 
 @gluon.jit
 def multiply_tile(panels, step, b_desc, k_steps, PART: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
                   STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
-    """One multiplying group: acc [ROWS, COLS] fp32, from row PART x ROWS of a tile. A panel is freed once the next product
+    """One multiplying group: acc [ROWS, COLS] fp32, strip PART of a tile. A panel is freed once the next product
     has been issued and its own is done: the tensor cores always have the next one queued.
 
     b_desc: as for load_tile; its block has COLS columns.
@@ -137,7 +142,7 @@ def multiply_tile(panels, step, b_desc, k_steps, PART: gl.constexpr, ROWS: gl.co
         b = b_place(panels, stage, b_desc)
         if B_IS_NK:
             b = b.permute((1, 0))
-        acc = warpgroup_mma(a_ring.index(stage).slice(PART * ROWS, ROWS), b, acc, is_async=True)
+        acc = warpgroup_mma(a_ring.index(stage * PARTS + PART), b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
         if k > 0:
             mbarrier.arrive(panel_free.index((step - 1) % STAGES), count=1)
@@ -224,48 +229,47 @@ def put_quarter(outbox, sent, values, PART: gl.constexpr, BUFFERS: gl.constexpr)
 
 
 @gluon.jit
-def store_quarters(out_desc, outbox, sent, chunk, row, col, BUFFERS: gl.constexpr):
-    """Storing warp: store the four quarters of a tile at (row, col) of a chunk; buffers are free once they have been read."""
+def store_strip(out_desc, outbox, sent, chunk, row, col, PART: gl.constexpr, BUFFERS: gl.constexpr):
+    """Storing warp: store the two quarters of strip PART of a tile at (row, col) of a chunk; buffers are free once they have been
+    read. `sent` counts quarters that this group has put into the outbox before."""
     quarters, full, free = outbox
-    rows: gl.constexpr = out_desc.block_type.shape[1]
     cols: gl.constexpr = out_desc.block_type.shape[2]
-    for part in gl.static_range(PARTS):
-        for half in gl.static_range(2):
-            slot = part * BUFFERS + (sent + half) % BUFFERS
-            mbarrier.wait(full.index(slot), (sent + half) // BUFFERS & 1)
-            store_inside(out_desc, quarters.index(slot), chunk, row + part * rows, col + half * cols)
-            tma.store_wait(0)
-            mbarrier.arrive(free.index(slot), count=1)
-    return sent + 2
+    for half in gl.static_range(2):
+        slot = PART * BUFFERS + (sent + half) % BUFFERS
+        mbarrier.wait(full.index(slot), (sent + half) // BUFFERS & 1)
+        store_inside(out_desc, quarters.index(slot), chunk, row, col + half * cols)
+        tma.store_wait(0)
+        mbarrier.arrive(free.index(slot), count=1)
 
 
 @gluon.jit
-def load_halves(panels, step, desc, row, col, STAGES: gl.constexpr):
-    """Loading warp: bring the two halves of a tile [BLOCK_M, BLOCK_N] through the ring, in the place of B's panels."""
+def load_halves(panels, step, desc, upper_row, lower_row, col, STAGES: gl.constexpr):
+    """Loading warp: bring the two halves of a tile's strips through the ring, in the place of B's panels."""
     _, _, panel_full, panel_free = panels
     for half in gl.static_range(2):
         stage = step % STAGES
         mbarrier.wait(panel_free.index(stage), (step // STAGES & 1) ^ 1)
         full = panel_full.index(stage)
-        mbarrier.expect(full, desc.block_type.nbytes)
-        tma_load(desc, [row, col + half * desc.block_type.shape[1]], full, b_place(panels, stage, desc))
+        mbarrier.expect(full, PARTS * desc.block_type.nbytes)
+        tma_load(desc, [upper_row, col + half * desc.block_type.shape[1]], full, b_place(panels, stage, desc, 0))
+        tma_load(desc, [lower_row, col + half * desc.block_type.shape[1]], full, b_place(panels, stage, desc, 1))
         step += 1
     return step
 
 
 @gluon.jit
-def add_halves(panels, step, left, right, desc, PART: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    """A multiplying group: (left, right) + its rows of the halves that load_halves brought, in fp32."""
-    left, step = _add_half(panels, step, left, desc, PART, ROWS, STAGES)
-    right, step = _add_half(panels, step, right, desc, PART, ROWS, STAGES)
+def add_halves(panels, step, left, right, desc, PART: gl.constexpr, STAGES: gl.constexpr):
+    """A multiplying group: (left, right) + its strip of the halves that load_halves brought, in fp32."""
+    left, step = _add_half(panels, step, left, desc, PART, STAGES)
+    right, step = _add_half(panels, step, right, desc, PART, STAGES)
     return left, right, step
 
 
 @gluon.jit
-def _add_half(panels, step, values, desc, PART: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
+def _add_half(panels, step, values, desc, PART: gl.constexpr, STAGES: gl.constexpr):
     _, _, panel_full, panel_free = panels
     stage = step % STAGES
     mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
-    values += b_place(panels, stage, desc).slice(PART * ROWS, ROWS).load(values.type.layout).to(gl.float32)
+    values += b_place(panels, stage, desc, PART).load(values.type.layout).to(gl.float32)
     mbarrier.arrive(panel_free.index(stage), count=1)
     return values, step + 1

@@ -75,6 +75,17 @@ def wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED
 
 
 @triton.jit
+def wait_both(signals_ptr, first, last, expected, abort_ptr, record_ptr, limit, TIMED: tl.constexpr):
+    """wait_signal for two signals, which may be the same one. In a loop, so that the code of a wait is there once."""
+    word = last
+    waiting = True
+    while waiting:
+        wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED)
+        waiting = word != first
+        word = first
+
+
+@triton.jit
 def record_fault(abort_ptr, record_ptr, word, expected, seen):
     """Fill the record once: the first wait that fails is the one worth naming. The set word is written last."""
     first = tl.atomic_cas(abort_ptr, tl.cast(0, tl.int64), tl.cast(1, tl.int64))
@@ -86,20 +97,20 @@ def record_fault(abort_ptr, record_ptr, word, expected, seen):
 
 
 @triton.jit
-def notify_copy_engine(counter_ptr):
-    """Count one stored tile. The barrier puts the stores of all threads before the release (rule 1)."""
+def notify_copy_engine(counter_ptr, amount=1):
+    """Count a stored tile, or the strips of one. The barrier puts the stores of all threads before the release (rule 1)."""
     tl.debug_barrier()
-    tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="release", scope="sys")
+    tl.atomic_add(counter_ptr, tl.cast(amount, tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
-def notify_peer(counter_ptr, count, signal_ptr, word):
-    """Count one tile, or piece of rows, that was stored at a peer; the last of a chunk writes the peer's signal.
+def notify_peer(counter_ptr, count, signal_ptr, word, amount=1):
+    """Count a tile, strips of one, or a piece of rows that was stored at a peer; the last of a chunk writes the peer's signal.
 
     The count acquires and releases: the signal follows the stores of all CTAs that counted before (rule 1).
     """
     tl.debug_barrier()
-    counted = tl.atomic_add(counter_ptr, tl.cast(1, tl.int64), sem="acq_rel", scope="sys") + 1
+    counted = tl.atomic_add(counter_ptr, tl.cast(amount, tl.int64), sem="acq_rel", scope="sys") + amount
     if counted == count:
         tl.atomic_xchg(signal_ptr, word, sem="release", scope="sys")
 

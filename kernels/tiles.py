@@ -44,13 +44,91 @@ def exchange_piece(index, per_chunk, rank, WORLD: tl.constexpr):
 @triton.jit
 def tile_in_block(index, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Tile `index` of a [m, n] block -> (tile row, tile column), in groups of GROUP_M rows that share columns in L2."""
-    tiles_m = tl.cdiv(m, BLOCK_M)
-    tiles_n = tl.cdiv(n, BLOCK_N)
+    return tile_in_groups(index, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), GROUP_M)
+
+
+@triton.jit
+def tile_in_groups(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Tile `index` of tiles_m x tiles_n -> (tile row, tile column), in groups of GROUP_M rows."""
     group = index // (GROUP_M * tiles_n)
     first_m = group * GROUP_M
     group_m = tl.minimum(tiles_m - first_m, GROUP_M)
     within = index % (GROUP_M * tiles_n)
     return first_m + within % group_m, within // group_m
+
+
+# The Hopper kernels cut each unit (one chunk of a block) into strips of rows, number the strips through a run of units, and
+# multiply two strips a tile. So a tile may cross from one unit into the next. Only the last tile row of a run may lack a strip.
+
+
+@triton.jit
+def tiles_in_run(strips, units, tiles_n):
+    """Tiles of a run of `units` units with `strips` strips each: two strips a tile, in the last one perhaps one."""
+    return tl.cdiv(strips * units, 2) * tiles_n
+
+
+@triton.jit
+def tile_in_run(index, strips, units, tiles_n, GROUP_M: tl.constexpr):
+    """The index-th tile of a run -> (pair, tile column). Pair p has the run's strips 2p and 2p + 1.
+
+    A pair belongs to the unit of its last strip. One that crosses from the unit before comes first, with all its columns, so that
+    the chunk that ends in it is complete soon. The others follow in groups of GROUP_M.
+    """
+    unit = tl.minimum((2 * (index // tiles_n) + 1) // strips, units - 1)
+    crosses = unit * strips % 2
+    first = unit * strips // 2
+    end = tl.where(unit == units - 1, tl.cdiv(strips * units, 2), (unit + 1) * strips // 2)
+    within = index - (first + crosses) * tiles_n
+    if within < 0:
+        pair, col = first, within + tiles_n
+    else:
+        row, col = tile_in_groups(within, end - first - crosses, tiles_n, GROUP_M)
+        pair = first + crosses + row
+    return pair, col
+
+
+@triton.jit
+def strip_in_run(strip, strips, units):
+    """Strip of a run -> (its unit, number in it). One beyond the run is number `strips` of the last unit: behind its rows."""
+    unit = tl.minimum(strip // strips, units - 1)
+    return unit, strip - unit * strips
+
+
+@triton.jit
+def gather_strip(strip, strips, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
+    """Strip of a gather's only run -> (source rank, its chunk, number in the chunk)."""
+    unit, number = strip_in_run(strip, strips, WORLD * CHUNKS)
+    source, chunk = gather_tile(unit, rank, WORLD, CHUNKS)
+    return source, chunk, number
+
+
+@triton.jit
+def tiles_in_scatter(strips, tiles_n, WORLD: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr):
+    """Tiles of all runs. RUN: units of a run, in the order of scatter_tile; the last run may have fewer."""
+    whole = WORLD * CHUNKS // RUN * tiles_in_run(strips, RUN, tiles_n)
+    return whole + tiles_in_run(strips, WORLD * CHUNKS % RUN, tiles_n)
+
+
+@triton.jit
+def scatter_pair(index, strips, tiles_n, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr,
+                 INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
+    """The index-th tile to be multiplied -> (run, pair in the run, tile column)."""
+    per_run = tiles_in_run(strips, RUN, tiles_n)
+    run = index // per_run
+    within = index % per_run
+    if INTERLEAVED and WORLD > 2:  # a run is one target's
+        target, _, within = scatter_tile(index, per_run, rank, WORLD, 1, INTERLEAVED)
+        run = (target + WORLD - rank - 1) % WORLD
+    pair, col = tile_in_run(within, strips, tl.minimum(RUN, WORLD * CHUNKS - run * RUN), tiles_n, GROUP_M)
+    return run, pair, col
+
+
+@triton.jit
+def scatter_strip(run, strip, strips, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr):
+    """Strip of a scatter's run -> (target rank, its chunk, number in the chunk)."""
+    unit, number = strip_in_run(strip, strips, tl.minimum(RUN, WORLD * CHUNKS - run * RUN))
+    target, chunk, _ = scatter_tile(run * RUN + unit, 1, rank, WORLD, CHUNKS, INTERLEAVED=False)
+    return target, chunk, number
 
 
 @triton.jit

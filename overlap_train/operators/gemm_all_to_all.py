@@ -140,7 +140,7 @@ class FusedGemmAllToAll(ChunkedGemmAllToAll):
     def _launch(self) -> None:
         staging = new_blocks(self._domain, self._a, self._b)
         m_shard, n = self._shape
-        routes = self._call.routes(self._plan.legs, tiles=self._plan.tile.count(m_shard // self._plan.chunks, n))
+        routes = self._call.routes(self._plan.legs, tiles=self._plan.tile.counted(m_shard // self._plan.chunks, n))
         self._call.next_epoch()
         self._domain.engine.launch(lambda: self._kernel(staging), staging, routes)
 

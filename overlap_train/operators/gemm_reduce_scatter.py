@@ -158,7 +158,7 @@ class FusedScatter:
     def _launch(self) -> None:
         m_shard, n = self._y.shape
         staging = self._a.new_empty(self._domain.world_size, m_shard, n)
-        routes = self._call.routes(self._plan.legs, tiles=self._plan.tile.count(m_shard // self._plan.chunks, n))
+        routes = self._call.routes(self._plan.legs, tiles=self._plan.tile.counted(m_shard // self._plan.chunks, n))
         self._call.next_epoch()
         self._domain.engine.launch(lambda: self._kernel(staging), staging, routes)
 

@@ -12,7 +12,7 @@ import torch
 
 from ..gpu.launch import Launch
 from ..planning.plan import MOST_DIRECT_PEERS, EnginePlan
-from ..planning.schedule import A2A_GEMM
+from ..planning.schedule import A2A_GEMM, units_in_run
 from ..planning.tiling import HOPPER_TILE
 from ..protocol.slot import Call
 from ..runtime.domain import OverlapDomain
@@ -27,7 +27,8 @@ from .kernel_args import (
 )
 
 BLOCK_M, BLOCK_N, BLOCK_K = HOPPER_TILE.block_m, HOPPER_TILE.block_n, HOPPER_TILE.block_k
-PART_M, HALF_N = BLOCK_M // 2, BLOCK_N // 2  # what one of two multiplying groups stores at a time
+# A strip, which each of two multiplying groups has of a tile, and half a tile's columns: it stores one such quarter at a time.
+PART_M, HALF_N = BLOCK_M // HOPPER_TILE.parts, BLOCK_N // 2
 # Tiles that are stored at a peer leave at NVLink's pace: buffers for all quarters of one, and a stage less, hide that.
 STAGES, STAGES_DIRECT, BUFFERS_DIRECT = HOPPER_TILE.num_stages, 3, 2
 # What a CTA that sends rows has in flight, in elements. More takes from the product and sends no faster: 8192 x 14336 x 4096 took
@@ -57,13 +58,13 @@ def gather_launch(
     )
     protocol, sending = protocol_arguments(domain, call, direct=sends), sending_arguments(domain, call, sends)
     arguments = dict(
-        own_desc=_descriptor(block, BLOCK_M, BLOCK_K), own_ptr=own,
+        own_desc=_descriptor(block, PART_M, BLOCK_K), own_ptr=own,
         b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N), y_desc=_stored(y, blocks * call.chunks),
         m_shard=m_shard, n=n, k=k, **protocol.arguments, **sending.arguments,
-    ) | {received: _descriptor(call.blocks.flatten(0, 1), BLOCK_M, BLOCK_K)}  # fmt: skip
+    ) | {received: _descriptor(call.blocks.flatten(0, 1), PART_M, BLOCK_K)}  # fmt: skip
     constants = _constants(b_kn, STAGES) | {"STEP": STEP} | protocol.constants | sending.constants
     # Tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
-    halves = 2 * HOPPER_TILE.count(m_shard, n) * blocks
+    halves = 2 * HOPPER_TILE.count(m_shard // call.chunks, n, blocks * call.chunks)
     grid = grid_size(multiprocessors(domain.device) if sends else halves, plan, domain.device)
     replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc",), ("tag",))
     return Launch(kernel, grid, arguments, constants, replaced)
@@ -78,8 +79,8 @@ def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands
     direct = staging is None
     protocol = protocol_arguments(domain, call, direct)
     arguments = dict(
-        a_desc=_descriptor(a_mk, BLOCK_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), y_desc=_stored(y, call.chunks),
-        received_desc=_descriptor(call.blocks.flatten(0, 1), BLOCK_M, HALF_N), m_shard=m_shard, n=n, k=a_mk.shape[1],
+        a_desc=_descriptor(a_mk, PART_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), y_desc=_stored(y, call.chunks),
+        received_desc=_descriptor(call.blocks.flatten(0, 1), PART_M, HALF_N), m_shard=m_shard, n=n, k=a_mk.shape[1],
         **protocol.arguments,
     )  # fmt: skip
     if staging is not None:
@@ -89,7 +90,9 @@ def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands
     places += places[:1] * (MOST_DIRECT_PEERS - len(places))  # every parameter wants a value
     arguments |= {f"to{step}_desc": place for step, place in enumerate(places, start=1)}
     constants = _constants(b_kn, STAGES_DIRECT if direct else STAGES) | protocol.constants
-    constants |= sending_constants(plan, direct) | {"BUFFERS": BUFFERS_DIRECT if direct else 1}
+    sending = sending_constants(plan, direct)
+    run = units_in_run(plan.kind, domain.world_size, call.chunks, direct, sending["REDUCE"])
+    constants |= sending | {"RUN": run, "BUFFERS": BUFFERS_DIRECT if direct else 1}
     grid = grid_size(HOPPER_TILE.count(m_shard, n) * domain.world_size, plan, domain.device)
     replaced = (("a_desc",), ("b_desc",), () if direct else ("to1_desc",), ("y_desc",), ("tag",))
     return Launch(hopper_gemm_reduce_scatter_kernel, grid, arguments, constants, replaced)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from . import cost
-from .schedule import A2A_GEMM, GATHER, SCATTER, tile_order
+from .schedule import SCATTER, Strips, Unit, strip_order, units_in_run
 from .tiling import HOPPER
-from .timeline import Tile, arrived, stored
+from .timeline import Tile, Token, arrived, stored
 from .work import Work
 
 
-def _tiles_a_chunk(work: Work) -> int:
-    return work.plan.tile.count(work.m_shard // work.plan.chunks, work.block_columns)
+def _in_order(work: Work, interleaved: bool = False) -> list[tuple[tuple[int, int, int], dict[Unit, None]]]:
+    """(Place, the chunks that its rows are of) of each tile."""
+    plan, tile = work.plan, work.plan.tile
+    run = units_in_run(plan.kind, work.world, plan.chunks, interleaved, _adds(work))
+    strips = Strips(tile.strips(work.m_shard // plan.chunks), tile.columns(work.block_columns), tile.parts, run)
+    order = strip_order(plan.kind, work.topology, plan.chunks, strips, interleaved)
+    return [(place, dict.fromkeys(units)) for place, units in order]
+
+
+def _adds(work: Work) -> bool:
+    """Whether own tiles wait for the peers' partials."""
+    return work.plan.kind == SCATTER and not work.plan.variant.split_reduction
 
 
 def _tile_us(work: Work, waves: float, idle_us: float = 0.0) -> float:
@@ -30,11 +40,10 @@ def gather_tiles(work: Work) -> tuple[Tile, ...]:
 
 
 def _gather_tiles(work: Work) -> Iterator[Tile]:
-    rank, tiles = work.topology.rank, _tiles_a_chunk(work)
-    total = tiles * work.plan.chunks * work.world
-    us = _tile_us(work, _waves(work, total))
-    for block, chunk, tile in tile_order(GATHER, work.topology, work.plan.chunks, tiles):
-        yield Tile((block, chunk, tile), us, () if block == rank else (arrived(work.call, block, chunk),))
+    tiles = _in_order(work)
+    us = _tile_us(work, _waves(work, len(tiles)))
+    for place, units in tiles:
+        yield Tile(place, us, tuple(arrived(work.call, *unit) for unit in units if unit[0] != work.topology.rank))
 
 
 def _waves(work: Work, tiles: int) -> float:
@@ -58,34 +67,41 @@ def _cut(work: Work, tiles: list[Tile]) -> Iterator[Tile]:
 
 def receive_tiles(work: Work) -> tuple[Tile, ...]:
     """Of A2A + GEMM: a tile multiplies its own block, then waits for the peers' in its chunk and multiplies those."""
-    tiles, chunks = _tiles_a_chunk(work), work.plan.chunks
-    us = _tile_us(work, _waves(work, tiles * chunks))
+    order = _in_order(work)
+    us = _tile_us(work, _waves(work, len(order)))
     own = us / work.world
-    order = tile_order(A2A_GEMM, work.topology, chunks, tiles)
-    return tuple(_cut(work, [Tile(place, own, adds=work.arrivals(place[1]), adds_us=us - own) for place in order]))
+    tiles = [Tile(place, own, adds=_arrivals(work, units), adds_us=us - own) for place, units in order]
+    return tuple(_cut(work, tiles))
+
+
+def _arrivals(work: Work, units: Iterable[Unit]) -> tuple[Token, ...]:
+    """From every peer, of those chunks that are of own rows."""
+    chunks = [chunk for block, chunk in units if block == work.topology.rank]
+    return tuple(token for chunk in chunks for token in work.arrivals(chunk))
 
 
 def scatter_tiles(work: Work) -> tuple[Tile, ...]:
-    """Of GEMM + RS: a peer's tiles fill its chunks, here or (direct) at the peer; own ones add what has arrived. Of GEMM + A2A:
-    the same, with nothing to add."""
+    """Of GEMM + RS: a peer's tiles fill its chunks, here or (direct) at the peer; own ones add what has arrived. One with rows of
+    both fills before it waits. Of GEMM + A2A: the same, with nothing to add."""
     return tuple(_scatter_tiles(work))
 
 
 def _scatter_tiles(work: Work) -> Iterator[Tile]:
-    plan, system, own, tiles = work.plan, work.system, work.topology.rank, _tiles_a_chunk(work)
+    plan, system, own, direct = work.plan, work.system, work.topology.rank, work.plan.method == "direct"
+    tiles = _in_order(work, interleaved=direct)
     nbytes = plan.tile.block_m * plan.tile.block_n * work.pass_.dtype.itemsize
-    direct, adds = plan.method == "direct", plan.kind == SCATTER and not plan.variant.split_reduction
+    adds = _adds(work)
     # All SMs read partials at the same time: a tile's share of the memory's bandwidth is one SM's.
     adds_us = (work.world - 1) * cost.sum_us(system, nbytes * system.sms) if adds else 0.0
-    waves = math.ceil(tiles * plan.chunks * work.world / system.sms)
+    waves = math.ceil(len(tiles) / system.sms)
     idle_us = waves / work.world * (adds_us + (work.world - 1) * system.peer_tile_us * direct)
     us = _tile_us(work, waves, idle_us)
     legs = {(leg.target, leg.chunk): leg for leg in plan.legs}
-    for block, chunk, tile in tile_order(plan.kind, work.topology, plan.chunks, tiles, interleaved=direct):
-        place, fills = (block, chunk, tile), stored(work.call, block, chunk)
-        if block == own:
-            yield Tile(place, us, adds=work.arrivals(chunk) if adds else (), adds_us=adds_us)
-        elif direct:
-            yield Tile(place, us + system.peer_tile_us, fills=fills, leg=legs[block, chunk], nbytes=nbytes)
-        else:
-            yield Tile(place, us, fills=fills)
+    for place, units in tiles:
+        tile = Tile(place, us, fills=tuple(stored(work.call, *unit) for unit in units if unit[0] != own))
+        if direct and tile.fills:
+            sent = tuple(legs[unit] for unit in units if unit[0] != own)
+            tile = replace(tile, us=us + system.peer_tile_us, legs=sent, nbytes=nbytes * len(sent) / len(units))
+        if place[0] == own:
+            tile = replace(tile, adds=_arrivals(work, units) if adds else (), adds_us=adds_us)
+        yield tile

@@ -1,6 +1,7 @@
 """Who sends which piece to whom, after what, and in which order tiles are computed. Nothing else knows an order.
 
-The engines execute the legs; tests hold the order in which kernels take tiles to `tile_order`.
+The engines execute the legs; tests hold the order in which kernels take tiles to `tile_order`, and to `strip_order` those of
+Hopper, whose tiles may cross from one chunk into the next.
 
     gather (AG + GEMM)    rank R sends its shard to R+1, R+2, ...; it multiplies its own shard, then those of R-1, R-2, ...:
                           the order in which they arrive
@@ -22,10 +23,11 @@ Across nodes each byte crosses the network once, between ranks of equal local ra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, product
+from itertools import chain, groupby, product, repeat
 
 GATHER, SCATTER = "gather", "scatter"
 A2A_GEMM, GEMM_A2A = "a2a_gemm", "gemm_a2a"
@@ -33,6 +35,8 @@ INBOUND = (GATHER, A2A_GEMM)  # what arrives is multiplied; the others multiply 
 EXCHANGES = (A2A_GEMM, GEMM_A2A)
 NVLINK, NETWORK = "nvlink", "network"
 OPERAND, ARRIVED, NODE_SUM = "operand", "arrived", "node sum"  # what a leg carries
+
+Unit = tuple[int, int]  # (block, chunk)
 
 
 @dataclass(frozen=True)
@@ -230,20 +234,72 @@ def _shifted(topology: Topology, nodes: int, places: int) -> int:
 def tile_order(
     kind: str, topology: Topology, chunks: int, tiles: int, interleaved: bool = False
 ) -> Iterator[tuple[int, int, int]]:
-    """(block, chunk, tile) in the order in which a persistent kernel takes tiles; `tiles` of each chunk.
+    """(block, chunk, tile) in the order in which a portable kernel takes tiles; `tiles` of each chunk."""
+    run = units_in_run(kind, topology.world, chunks, interleaved, adds=False)
+    return (place for place, _ in strip_order(kind, topology, chunks, Strips(tiles, 1, 1, run), interleaved))
+
+
+@dataclass(frozen=True)
+class Strips:
+    """How chunks are cut: strips of rows of each, columns of tiles, strips of a tile, and chunks of a run (units_in_run)."""
+
+    rows: int
+    columns: int
+    parts: int
+    run: int
+
+
+def strip_order(
+    kind: str, topology: Topology, chunks: int, strips: Strips, interleaved: bool = False
+) -> Iterator[tuple[tuple[int, int, int], tuple[Unit, ...]]]:
+    """((block, chunk, number in it), (block, chunk) of each of its parts) of each tile, in the order in which a persistent kernel
+    takes them.
+
+    Strips are numbered through the chunks of a run. So a tile's strips may be of two chunks: it belongs to the last one's and
+    comes before the others of that. A strip that is missing at the end of a run counts as one of the run's last chunk.
 
     gather: block s is the shard of rank s. scatter: block d are the rows of rank d; gemm_a2a: its columns. a2a_gemm: there is the
     own block only. interleaved: a kernel that stores tiles at the peers takes tiles for all of them in turn; skewed ranks would
     otherwise hit the same destination, halve its ingress bandwidth, and stay skewed.
     """
-    if kind in INBOUND:
-        blocks: tuple[int, ...] = (topology.rank, *sources(topology)) if kind == GATHER else (topology.rank,)
-    elif interleaved:
+    units = _units(kind, topology, chunks)
+    starts = range(0, len(units), strips.run)
+    runs = [list(_tiles_of_run(units[start : start + strips.run], strips)) for start in starts]
+    if interleaved:
         assert topology.nodes == 1, "kernels that store at the peers stay in their node"
-        for place in range(chunks * tiles):
-            yield from ((target, *divmod(place, tiles)) for target in targets(topology))
-        blocks = (topology.rank,)
+        *foreign, own = runs
+        runs = [[tile for turn in zip(*foreign, strict=True) for tile in turn], own]
+    numbers = Counter[Unit]()
+    for parts in chain.from_iterable(runs):
+        yield (*parts[-1], numbers[parts[-1]]), parts
+        numbers[parts[-1]] += 1
+
+
+def units_in_run(kind: str, world: int, chunks: int, interleaved: bool, adds: bool) -> int:
+    """How many chunks a run has, in which tiles may cross from one to the next: all, those of one block, or all but the own
+    block. The last run may have fewer.
+
+    In GEMM + A2A each block has other columns of b, and the strips of a tile share those. Blocks that take turns do not follow
+    one another. adds: own tiles wait for the peers' partials. With a peer's strip above, one would wait for such tiles of the
+    peers. Then all resident CTAs might hold one, and those behind them would never begin (rule 4).
+    """
+    if kind in EXCHANGES or (interleaved and kind not in INBOUND and world > 2):
+        return chunks
+    return chunks * (max(1, world - 1) if adds else world)
+
+
+def _units(kind: str, topology: Topology, chunks: int) -> list[Unit]:
+    rank = topology.rank
+    if kind in INBOUND:
+        blocks: tuple[int, ...] = (rank, *sources(topology)) if kind == GATHER else (rank,)
     else:
-        blocks = (*targets(topology), topology.rank)
-    for block in blocks:
-        yield from ((block, chunk, tile) for chunk in range(chunks) for tile in range(tiles))
+        blocks = (*targets(topology), rank)
+    return list(product(blocks, range(chunks)))
+
+
+def _tiles_of_run(run: list[Unit], strips: Strips) -> Iterator[tuple[Unit, ...]]:
+    """The chunks of the strips of each tile."""
+    numbered = [unit for unit in run for _ in range(strips.rows)]
+    numbered += run[-1:] * (-len(numbered) % strips.parts)
+    for first in range(0, len(numbered), strips.parts):
+        yield from repeat(tuple(numbered[first : first + strips.parts]), strips.columns)

@@ -53,7 +53,7 @@ class SimulatedRank:
         self._world, self.program = world, program
         self._reached: set[Token] = set()
         self._waiting: dict[Token, list[Action]] = {}
-        self._parts = Counter(t.fills for k in program.kernels for t in k.tiles if t.fills is not None)
+        self._parts = Counter(fills for k in program.kernels for t in k.tiles for fills in t.fills)
         self._stored_at: dict[int, float] = {}  # by SM, when its last tile was at the peer
         self._wire_free = 0.0  # of stores to peers
         self._left = len(program.kernels) + len(program.sends)
@@ -130,6 +130,7 @@ class SimulatedRank:
         now = self._world.now
         # the buffer of the tile before must have left
         end = max(now + tile.us, self._stored_at.get(sm, 0.0))
+        self._world.at(end, partial(self._store, sm, tile))
         self._world.at(end, partial(self._add, grid, sm, tile, now))
 
     def _add(self, grid: Grid, sm: int, tile: Tile, start: float) -> None:
@@ -144,27 +145,27 @@ class SimulatedRank:
         self._world.tiles.append(
             Span(self.program.rank, f"SM {sm}", grid.kernel.name, grid.kernel.kind, start, now, tile.place)
         )
-        if tile.leg is not None:
-            self._wire_free = max(self._wire_free, now) + tile.nbytes / (self.program.store_gbs * 1e3)
-            self._stored_at[sm] = self._wire_free
-            self._world.at(self._wire_free, partial(self._count, tile))
-        else:
-            self._count(tile)
         grid.left -= 1
         if not grid.left:
             self._world.at(max(now, self._wire_free) + grid.kernel.us / 2, grid.done)
         self._claim(grid, sm)
 
+    def _store(self, sm: int, tile: Tile) -> None:
+        if tile.legs:
+            self._wire_free = max(self._wire_free, self._world.now) + tile.nbytes / (self.program.store_gbs * 1e3)
+            self._stored_at[sm] = self._wire_free
+            self._world.at(self._wire_free, partial(self._count, tile))
+        else:
+            self._count(tile)
+
     def _count(self, tile: Tile) -> None:
         """The last tile of a chunk announces it."""
-        if tile.fills is None:
-            return
-        self._parts[tile.fills] -= 1
-        if self._parts[tile.fills]:
-            return
-        self.reach(tile.fills)
-        if tile.leg is not None:
-            self._world.deliver(str(tile.fills[1]), tile.leg)
+        for place, fills in enumerate(tile.fills):
+            self._parts[fills] -= 1
+            if not self._parts[fills]:
+                self.reach(fills)
+                if tile.legs:
+                    self._world.deliver(str(fills[1]), tile.legs[place])
 
     # senders
 

@@ -26,7 +26,10 @@ _FILLS_A_GPU = 132
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How a kernel is cut: output tile, depth of a step, rows of tiles that share columns in L2, warps, stages."""
+    """How a kernel is cut: output tile, depth of a step, rows of tiles that share columns in L2, warps, stages.
+
+    parts: strips of rows of a tile, each of which may be of another chunk.
+    """
 
     block_m: int
     block_n: int
@@ -34,13 +37,26 @@ class TileConfig:
     group_m: int = 8
     num_warps: int = 8
     num_stages: int = 3
+    parts: int = 1
 
-    def count(self, rows: int, cols: int) -> int:
-        """Tiles of a [rows, cols] output."""
-        return -(-rows // self.block_m) * -(-cols // self.block_n)
+    def count(self, rows: int, cols: int, chunks: int = 1) -> int:
+        """Tiles of `chunks` outputs [rows, cols], one behind the other."""
+        return -(-chunks * self.strips(rows) // self.parts) * self.columns(cols)
+
+    def strips(self, rows: int) -> int:
+        """Strips, or tiles where they are not cut into any, of so many rows."""
+        return -(-rows * self.parts // self.block_m)
+
+    def columns(self, cols: int) -> int:
+        """Columns of tiles."""
+        return -(-cols // self.block_n)
+
+    def counted(self, rows: int, cols: int) -> int:
+        """What a kernel has counted when a chunk [rows, cols] is stored: each strip in each column of tiles."""
+        return self.strips(rows) * self.columns(cols)
 
 
-HOPPER_TILE = TileConfig(128, 256, 64, num_warps=4, num_stages=4)
+HOPPER_TILE = TileConfig(128, 256, 64, num_warps=4, num_stages=4, parts=2)
 _HALF = TileConfig(128, 256, 64)
 _FULL = TileConfig(64, 64, 32, num_warps=4)  # fp32 has no tensor-core path
 _INTERPRETED = TileConfig(32, 32, 32, num_warps=4)

@@ -27,9 +27,9 @@ def stored(call: str, block: int, chunk: int) -> Token:
 class Tile:
     """A tile of a persistent kernel. place: (block, chunk, number). us: its product, on one SM.
 
-    needs: arrivals that it waits for, holding its SM. adds: arrivals that it waits for after its product, to add them in adds_us.
-    fills: the chunk that it is a part of, where somebody waits for that. leg: where the kernel stores it, with its bytes, if at
-    a peer.
+    needs: arrivals that it waits for, holding its SM. fills: the chunks that it is a part of after its product, where somebody
+    waits for them. legs: of those chunks, where the kernel stores it at peers, with its bytes. adds: arrivals that it waits for
+    then, to add them in adds_us.
     """
 
     place: tuple[int, int, int]
@@ -37,8 +37,8 @@ class Tile:
     needs: tuple[Token, ...] = ()
     adds: tuple[Token, ...] = ()
     adds_us: float = 0.0
-    fills: Token | None = None
-    leg: Leg | None = None
+    fills: tuple[Token, ...] = ()
+    legs: tuple[Leg, ...] = ()
     nbytes: float = 0.0
 
 

@@ -148,7 +148,7 @@ class Call:
         """The copy engine's way for each leg of a schedule.
 
         Args:
-            tiles: how many stored tiles complete a chunk, for legs that leave after them.
+            tiles: what the counter of stored tiles, or strips, reaches when a chunk is complete, for legs that leave after them.
             pitch: elements from one block of the source to the next; 0: they lie one after the other.
         """
         pitch = pitch or self._shape.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,18 @@ def test_chunks_that_end_within_a_tile(case: Case, operator: str, features: tupl
     """Four of 1015 rows that the copy engine sends, two of 2030 that kernels store."""
     assert (chunk_count(4060, 2 * 4136, True), direct_chunk_count(4060, True)) == (4, 2)
     OPERATORS[operator](case, (4060, 1), *features)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("rows", [66, 130, 190, 196])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_tiles_that_cross_from_one_chunk_into_the_next(
+    case: Case, operator: str, rows: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one to four strips of 64 rows, in two columns of tiles and more; features of each, so that plans are its own."""
+    for name in ("chunk_count", "direct_chunk_count"):
+        monkeypatch.setattr(f"overlap_train.planning.plan.{name}", lambda m_shard, *_: math.gcd(m_shard, chunks))
+    OPERATORS[operator](case, (rows, 1), 272 + 8 * chunks, 528 + 8 * chunks, seed=rows)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -16,9 +16,10 @@ import torch
 from overlap_train.kernels import hopper_all_gather_gemm as gather
 from overlap_train.kernels import hopper_all_to_all_gemm as receive
 from overlap_train.kernels import hopper_gemm_reduce_scatter as scatter
-from overlap_train.kernels import hopper_tiles, tiles
+from overlap_train.kernels import hopper_tiles, signal, tiles
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.operators.hopper import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, PART_M
+from overlap_train.planning.schedule import GEMM_A2A, SCATTER, units_in_run
 from overlap_train.planning.tiling import HOPPER_TILE
 
 
@@ -54,11 +55,18 @@ NUMBERS = dict(gl=LANGUAGE, tl=LANGUAGE, NO_TILE=-1, PARTS=2, WARPS=4, WHOLE=-1)
 def python_of(function: Any, **names: Any) -> Any:
     """A jitted function as Python runs it, with other values for some of the names that it uses."""
     plain = function.fn
-    return FunctionType(plain.__code__, {**plain.__globals__, **NOTHING, **NUMBERS, **names}, plain.__name__)
+    known = {**plain.__globals__, **NOTHING, **NUMBERS, **names}
+    return FunctionType(plain.__code__, known, plain.__name__, plain.__defaults__)
 
 
-_ORDER = ("gather_tile", "scatter_tile", "tile_in_block", "first_cut", "tile_and_side")
-ORDER = {name: python_of(getattr(tiles, name)) for name in _ORDER}
+_ORDER = (
+    "gather_tile", "scatter_tile", "tile_in_groups", "tiles_in_run", "tile_in_run", "strip_in_run", "gather_strip",
+    "tiles_in_scatter",
+    "scatter_pair", "scatter_strip", "first_cut", "tile_and_side",
+)  # fmt: skip
+ORDER: dict[str, Any] = {}
+for _name in _ORDER:
+    ORDER[_name] = python_of(getattr(tiles, _name), **ORDER)
 ORDER["signal_word"] = lambda source, chunk: source * MAX_CHUNKS + chunk
 
 
@@ -82,13 +90,24 @@ class Product:
 
 
 @dataclass
-class Tile:
-    """What the loading warp reads for one: from which descriptor, first row of a and first column of b, and what is added."""
+class Added:
+    """A peer's partials for one tile: the signals waited for, the rows of its two strips, and the first column."""
 
-    a_desc: str
-    a_row: int
+    waits: set[int]
+    rows: tuple[int, int]
+    col: int
+
+
+@dataclass
+class Tile:
+    """What the loading warp reads for one: of each strip the descriptor and first row of a, first column of b, signals waited for
+    before that, and what is added."""
+
+    descs: tuple[str, str]
+    a_rows: tuple[int, int]
     b_col: int
-    adds: list[tuple[int, int]] = field(default_factory=list)
+    waits: set[int]
+    adds: list[Added] = field(default_factory=list)
 
 
 class Stored:
@@ -105,7 +124,7 @@ class Stored:
         box = (chunk, slice(row, row + PART_M), slice(col, col + HALF_N))
         rows, cols = self.times[box].shape
         self.times[box] += 1
-        self.rows[box] = (tile.a_row + part * PART_M + torch.arange(rows))[:, None]
+        self.rows[box] = (tile.a_rows[part] + torch.arange(rows))[:, None]
         self.cols[box] = tile.b_col + half * HALF_N + torch.arange(cols)
 
 
@@ -114,6 +133,12 @@ class Loads:
 
     def __init__(self) -> None:
         self.tiles: list[Tile] = []
+        self._waits: set[int] = set()
+        self._wait_both = python_of(signal.wait_both, wait_signal=self._wait)
+
+    def names(self) -> dict[str, Any]:
+        """What the loading warp calls."""
+        return {name: getattr(self, name) for name in ("claim_tile", "load_tile", "load_halves", "wait_both")}
 
     def claim_tile(self, rings: object, turn: int, counter: object, total: int) -> int:
         return turn if turn < total else -1
@@ -121,52 +146,126 @@ class Loads:
     def next_tile(self, rings: object, turn: int, warps: int) -> int:
         return turn if turn < len(self.tiles) else -1
 
+    def wait_both(self, signals: object, first: int, last: int, *rest: object) -> None:
+        self._wait_both(signals, first, last, *rest)
+
+    def _wait(self, signals: object, word: int, *rest: object) -> None:
+        self._waits.add(word)
+
+    def _waited(self) -> set[int]:
+        waits, self._waits = self._waits, set()
+        return waits
+
     def load_tile(
-        self, panels: object, step: int, a_desc: str, b_desc: object, a_row: int, b_col: int, *rest: int
+        self, panels: object, step: int, upper_desc: str, lower_desc: str, b_desc: object, upper: int, lower: int,
+        b_col: int, *rest: int,
+    ) -> int:  # fmt: skip
+        self.tiles.append(Tile((upper_desc, lower_desc), (upper, lower), b_col, self._waited()))
+        return step
+
+    def load_halves(
+        self, panels: object, step: int, desc: object, upper: int, lower: int, col: int, stages: int
     ) -> int:
-        self.tiles.append(Tile(a_desc, a_row, b_col))
-        return step
-
-    def load_halves(self, panels: object, step: int, desc: object, row: int, col: int, stages: int) -> int:
-        self.tiles[-1].adds.append((row, col))
+        self.tiles[-1].adds.append(Added(self._waited(), (upper, lower), col))
         return step
 
 
-def run_scatter(p: Product, direct: bool, exchange: bool) -> tuple[Loads, Stored, list[Stored], Counter[int], set[int]]:
-    """(what was read, own rows, staging or the blocks at rank+1, rank+2, ..., tiles by signal, counts that make a signal)."""
-    loads, own, counted, goals = Loads(), p.stored(), Counter[int](), set[int]()
+@dataclass
+class Scattered:
+    """What a scatter did.
+
+    own: own rows. places: staging, or the blocks at rank+1, rank+2, ... counted: strips by signal. goals: counts that make a
+    signal. stored: by tile the storing warp's stores, (part,), and counts, (signal, strips), in order. multiplied: by group and
+    tile what it did.
+    """
+
+    loads: Loads
+    own: Stored
+    places: list[Stored]
+    counted: Counter[int]
+    goals: set[int]
+    stored: list[list[tuple[int, ...]]]
+    multiplied: list[list[list[str]]]
+
+
+def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True) -> Scattered:
+    """adds: the kernel adds the peers' partials, unless it exchanges."""
+    adds, loads = adds and not exchange, Loads()
+    run = units_in_run(GEMM_A2A if exchange else SCATTER, p.world, p.chunks, direct, adds)
     places = [p.stored() for _ in range(p.world - 1)] if direct else [p.stored(p.world)]
-    claims = dict(claim_tile=loads.claim_tile, load_tile=loads.load_tile, load_halves=loads.load_halves)
-    switches = (p.world, p.chunks, direct, not exchange, exchange)
-    python_of(scatter._load, **claims, **ORDER)(
-        None, None, "a", None, None, None, (p.rank, *[0] * 6), p.sizes, *switches, *_BLOCKS, 4, True
+    switches = (p.world, p.chunks, run, direct, adds)
+    python_of(scatter._load, **loads.names(), **ORDER)(
+        None, None, "a", None, None, None, (p.rank, *[0] * 6), p.sizes, *switches, exchange, *_BLOCKS, 4, True
     )
+    done = Scattered(loads, p.stored(), places, Counter(), set(), [], [])
+    _store_tiles(done, p, run, direct)
+    done.multiplied = [_multiplied(loads, p, part, switches) for part in range(2)]
+    return done
 
-    stores = iter((tile, part, half) for tile in loads.tiles for part in range(2) for half in range(2))
+
+def _store_tiles(done: Scattered, p: Product, run: int, direct: bool) -> None:
+    """The storing warp."""
+
+    def next_tile(rings: object, turn: int, warps: int) -> int:
+        done.stored.append([])
+        return done.loads.next_tile(rings, turn, warps)
 
     def store_inside(desc: Stored, quarter: object, chunk: int, row: int, col: int) -> None:
-        tile, part, half = next(stores)  # as they lie in the outbox
-        desc.store(chunk, row, col, part, half, tile)
+        stored = sum(
+            len(event) == 1 for event in done.stored[-1]
+        )  # as they lie in the outbox: quarters of part 0 first
+        tile = done.loads.tiles[len(done.stored) - 1]
+        desc.store(chunk, row, col, stored // 2, stored % 2, tile)
+        done.stored[-1].append((stored // 2,))
 
-    def notify_peer(counter: int, count: int, signal: int, word: int) -> None:
-        counted[counter] += 1
-        goals.add(count)
+    def count(counter: int, amount: int) -> None:
+        done.counted[counter] += amount
+        done.stored[-1].append((counter, amount))
 
-    quarters = python_of(hopper_tiles.store_quarters, store_inside=store_inside, tma=Nothing())
-    names = dict(next_tile=loads.next_tile, store_quarters=quarters, notify_peer=notify_peer)
-    names |= dict(notify_copy_engine=lambda counter: counted.update([counter]))
-    python_of(scatter._store, **names, **ORDER)(
-        None, [Nothing()] * 3, places, own, Word(), Word(), Word(), 0, p.rank, p.sizes, p.world, p.chunks, direct,
-        BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, 2 if direct else 1,
+    def notify_peer(counter: int, of_chunk: int, signal: int, word: int, amount: int) -> None:
+        count(counter, amount)
+        done.goals.add(of_chunk)
+
+    names: dict[str, Any] = dict(next_tile=next_tile, notify_peer=notify_peer, notify_copy_engine=count)
+    names |= ORDER
+    names["store_strip"] = python_of(hopper_tiles.store_strip, store_inside=store_inside, tma=Nothing())
+    for name in ("_store_strip", "_count"):
+        names[name] = python_of(getattr(scatter, name), **names)
+    python_of(scatter._store, **names)(
+        None, [Nothing()] * 3, done.places, done.own, Word(), Word(), Word(), 0, p.rank, p.sizes, p.world, p.chunks, run,
+        direct, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, 2 if direct else 1,
     )  # fmt: skip
-    assert next(stores, None) is None
-    return loads, own, places, counted, goals
+    assert done.stored.pop() == []
+
+
+def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...]) -> list[list[str]]:
+    """By tile what one multiplying group did."""
+    did: list[list[str]] = []
+
+    def multiply_tile(panels: object, step: int, *rest: object) -> tuple[int, int]:
+        did.append(["product"])
+        return 0, step + 1
+
+    def add_halves(panels: object, step: int, left: int, right: int, *rest: object) -> tuple[int, int, int]:
+        did[-1] += ["add", "add"]
+        return left, right, step + 2
+
+    def put_quarter(outbox: object, sent: int, *rest: object) -> int:
+        did[-1].append("put")
+        return sent + 1
+
+    names = dict(next_tile=loads.next_tile, multiply_tile=multiply_tile, add_halves=add_halves)
+    names |= dict(put_quarter=put_quarter, split_tile=lambda *args: (0, 1), range=range)
+    python_of(scatter._multiply, **names, **ORDER)(
+        None, None, None, None, None, None, p.rank, p.sizes, part, *switches, *_BLOCKS, 4, True, 1
+    )
+    return did
 
 
 def run_gather(p: Product, exchange: bool) -> tuple[Loads, Stored]:
-    """(what was read, y [M, N] or with exchange [M/W, N])."""
+    """(what was read, y [M, N] or with exchange [M/W, N], where a tile has as many loads as there are ranks)."""
     loads, y = Loads(), p.stored(1 if exchange else p.world)
-    names: dict[str, Any] = dict(claim_tile=loads.claim_tile, load_tile=loads.load_tile)
+    names: dict[str, Any] = loads.names()
     names["load_tile_or_half"] = python_of(gather.load_tile_or_half, **names)
     python_of((receive if exchange else gather)._load, **names, **ORDER)(
         None,
@@ -184,8 +283,6 @@ def run_gather(p: Product, exchange: bool) -> tuple[Loads, Stored]:
         4,
         True,
     )
-    if exchange:  # a tile has as many loads as there are blocks, all of the same place in them
-        loads.tiles = loads.tiles[:: p.world]
     for part in range(2):
         _store_products(loads, y, p, part, exchange)
     return loads, y
@@ -193,7 +290,8 @@ def run_gather(p: Product, exchange: bool) -> tuple[Loads, Stored]:
 
 def _store_products(loads: Loads, y: Stored, p: Product, part: int, exchange: bool) -> None:
     """One multiplying group's stores."""
-    tiles_left, quarters_left = iter(loads.tiles), list[Tile]()
+    tiles = loads.tiles[:: p.world] if exchange else loads.tiles  # own blocks; the peers' are of the same rows
+    tiles_left, quarters_left = iter(tiles), list[Tile]()
 
     def multiply_tile(
         panels: object, step: int, desc: object, steps: int, part: int, rows: int, cols: int, *_: int
@@ -204,7 +302,10 @@ def _store_products(loads: Loads, y: Stored, p: Product, part: int, exchange: bo
     def store_quarter(desc: Stored, part: int, half: int, chunk: int, row: int, col: int) -> None:
         desc.store(chunk, row, col, part, half, quarters_left.pop())
 
-    names = dict(next_tile=loads.next_tile, multiply_tile=multiply_tile, store_quarter=store_quarter, tma=Nothing())
+    def next_tile(rings: object, turn: int, warps: int) -> int:
+        return turn if turn < len(tiles) else -1
+
+    names = dict(next_tile=next_tile, multiply_tile=multiply_tile, store_quarter=store_quarter, tma=Nothing())
     names |= dict(split_tile=lambda *args: (0, 1), _unless_aborted=lambda acc, abort: acc)
     buffers, (rank, world) = SimpleNamespace(index=lambda place: place), (0, 1) if exchange else (p.rank, p.world)
     python_of(gather.multiply_tiles, **names, **ORDER)(

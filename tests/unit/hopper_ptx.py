@@ -50,6 +50,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         STAGES_DIRECT,
         STEP,
     )
+    from overlap_train.planning.schedule import GEMM_A2A, SCATTER, units_in_run
     from overlap_train.planning.tiling import HOPPER_TILE
 
     module = __import__(f"overlap_train.kernels.{kernel_name}", fromlist=["kernel"])
@@ -63,7 +64,11 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     else:
         direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
         constants = {"REDUCE": True, "EXCHANGE": False} | constants | direct
-    panel, out = _descriptor(BLOCK_M, BLOCK_K), _descriptor(1, PART_M, HALF_N)
+        kind = GEMM_A2A if constants["EXCHANGE"] else SCATTER
+        constants["RUN"] = units_in_run(
+            kind, constants["WORLD"], constants["CHUNKS"], constants["DIRECT"], constants["REDUCE"]
+        )
+    panel, out = _descriptor(PART_M, BLOCK_K), _descriptor(1, PART_M, HALF_N)
     b, b_half = (_descriptor(n, BLOCK_K) if b_is_nk else _descriptor(BLOCK_K, n) for n in (BLOCK_N, HALF_N))
     types = {
         "own_desc": panel,
@@ -72,7 +77,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         "b_desc": b,
         "b_half_desc": b_half,
         "y_desc": out,
-        "received_desc": panel if "own_desc" in kernel.arg_names else _descriptor(BLOCK_M, HALF_N),
+        "received_desc": panel if "own_desc" in kernel.arg_names else _descriptor(PART_M, HALF_N),
     } | {f"to{step}_desc": out for step in range(1, 8)}
     types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "limit": "i64", "tag": "i64"}
     names = kernel.arg_names

@@ -50,10 +50,11 @@ def test_the_gathering_kernel_waits_and_fences_before_it_loads_a_peers_shard(com
     ptx, _ = compiled("hopper_all_gather_gemm", True)
     assert in_order(ptx, r"globaltimer", ACQUIRE, FENCE, TMA_LOAD)
     assert len(re.findall(ACQUIRE, ptx)) == 2, "one poll before the loop, one inside"
-    # A and B, for whole and for half tiles: of the own shard by loads that no wait guards, of the peers' only behind the fence
-    assert len(re.findall(TMA_LOAD, ptx)) == 8
+    # two strips of A, and B, for whole and for half tiles: of the own shard by loads that no wait guards; of the peers', or with
+    # a strip of each, only behind the fence
+    assert len(re.findall(TMA_LOAD, ptx)) == 18
     for needed in (ACQUIRE, FENCE):
-        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 4
+        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 6
 
 
 def test_the_kernel_after_an_all_to_all_waits_and_fences_at_each_blocks_edge(compiled: Compile) -> None:
@@ -61,9 +62,9 @@ def test_the_kernel_after_an_all_to_all_waits_and_fences_at_each_blocks_edge(com
     ptx, _ = compiled("hopper_all_to_all_gemm", True)
     assert in_order(ptx, r"globaltimer", ACQUIRE, FENCE, TMA_LOAD)
     assert len(re.findall(ACQUIRE, ptx)) == 2
-    assert len(re.findall(TMA_LOAD, ptx)) == 8
+    assert len(re.findall(TMA_LOAD, ptx)) == 12
     for needed in (ACQUIRE, FENCE):
-        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 4, "of the own block"
+        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 6, "of the own block"
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -71,7 +72,7 @@ def test_the_kernel_before_an_all_to_all_polls_nothing_and_loads_a_and_b_only(co
     """Who takes the blocks waits; what is received is no operand."""
     ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=direct, REDUCE=False, EXCHANGE=True)
     assert not re.search(ACQUIRE, ptx) and not re.search("globaltimer", ptx)
-    assert len(re.findall(TMA_LOAD, ptx)) == 2
+    assert len(re.findall(TMA_LOAD, ptx)) == 3, "two strips of A"
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -81,16 +82,22 @@ def test_the_scattering_kernel_counts_a_tile_only_when_it_is_written(
 ) -> None:
     switches = {"REDUCE": False, "EXCHANGE": True} if exchange else {}
     ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=direct, **switches)
-    (written,) = (match.start() for match in re.finditer(WRITTEN, ptx))
-    (count,) = (match.start() for match in re.finditer(COUNT if direct else RELEASE_ADD, ptx))
-    assert written < count
-    assert re.search(r"bar(?:rier)?\.(?:warp\.)?sync", ptx[written:count])
-    assert not re.search(TMA_STORE, ptx[written:count])
+    for written, count in written_and_counted(ptx, COUNT if direct else RELEASE_ADD):
+        assert re.search(r"bar(?:rier)?\.(?:warp\.)?sync", ptx[written:count])
+        assert not re.search(TMA_STORE, ptx[written:count])
+        if direct:  # whoever counts the last strip of a chunk signals
+            assert re.search(SIGNAL, ptx[count : count + 3000])
     stores = [match.start() for match in re.finditer(TMA_STORE, ptx)]
     # the own rows; then staging, or each of three peers; four quarters of two messages each
     assert len(stores) == 8 * (1 + (3 if direct else 1))
-    if direct:  # whoever counts the last tile of a chunk signals
-        assert re.search(SIGNAL, ptx[count : count + 3000])
+
+
+def written_and_counted(ptx: str, count: str) -> list[tuple[int, int]]:
+    """Where the PTX waits until stores are written, and counts: an upper strip alone, and a lower one or both of a tile."""
+    waits, counts = ([match.start() for match in re.finditer(pattern, ptx)] for pattern in (WRITTEN, count))
+    assert len(waits) == len(counts) == 2
+    assert waits[0] < counts[0] < waits[1] < counts[1]
+    return list(zip(waits, counts, strict=True))
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -99,10 +106,10 @@ def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled:
     assert len(re.findall(ACQUIRE, ptx)) == 2 * 4, "a wait for each source rank, the own one skipped at run time"
     behind_fences = re.split(FENCE, ptx)[1:]
     assert len(behind_fences) == 4
-    for part in behind_fences:  # two halves of two messages each; waiting itself lies out of line
-        assert len(re.findall(TMA_LOAD, part.split("globaltimer")[0])) >= 4
+    for part in behind_fences:  # two halves of two strips of two messages each; waiting itself lies out of line
+        assert len(re.findall(TMA_LOAD, part.split("globaltimer")[0])) >= 8
     for needed in (ACQUIRE, FENCE):
-        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 2, "A and B only"
+        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 3, "A and B only"
 
 
 @pytest.mark.parametrize("kernel", ["hopper_all_gather_gemm", "hopper_all_to_all_gemm"])
@@ -180,9 +187,7 @@ def test_a_deferred_reduction_leaves_no_wait_in_the_scattering_kernel(compiled: 
     """Else the weight gradient behind it would wait, too; it counts and stores like the others."""
     ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=False, REDUCE=False)
     assert not re.search(ACQUIRE, ptx)
-    (written,) = (match.start() for match in re.finditer(WRITTEN, ptx))
-    (count,) = (match.start() for match in re.finditer(RELEASE_ADD, ptx))
-    assert written < count
+    assert len(written_and_counted(ptx, RELEASE_ADD)) == 2
     assert len(re.findall(TMA_STORE, ptx)) == 8 * 2, "the own rows and staging"
 
 

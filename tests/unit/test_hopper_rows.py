@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,25 @@ import torch
 pytest.importorskip("triton")
 
 from overlap_train.operators import hopper
+from overlap_train.operators.gemm_all_to_all import FusedGemmAllToAll
+from overlap_train.operators.gemm_reduce_scatter import FusedScatter
 from overlap_train.operators.kernel_args import GatherOperands, ScatterOperands
-from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.tiling import HOPPER_TILE
+from overlap_train.planning.schedule import (
+    A2A_GEMM,
+    GATHER,
+    GEMM_A2A,
+    SCATTER,
+    Strips,
+    Topology,
+    Unit,
+    strip_order,
+    units_in_run,
+)
+from overlap_train.planning.tiling import HOPPER, HOPPER_TILE
 from tests.unit.hopper_model import Product, Stored, run_gather, run_scatter
 
 # (rows of a rank, chunks): within a tile, around one, of many; chunks that end within tiles, too
-ROWS = [(1, 1), (65, 1), (127, 1), (128, 1), (129, 1), (997, 1), (1400, 2), (1024, 2), (4100, 4), (200, 8)]
+ROWS = [(1, 1), (65, 1), (128, 1), (129, 1), (997, 1), (1400, 2), (1024, 2), (4100, 4), (200, 8), (380, 2), (264, 4)]
 RANKS = [(1, 0), (2, 1), (3, 0), (4, 2)]
 WIDE = 264  # two tiles of columns, the second of 8
 
@@ -49,46 +62,110 @@ def test_a_scatter_stores_every_row_of_every_block_once(
     m_shard: int, chunks: int, world: int, rank: int, direct: bool, exchange: bool
 ) -> None:
     p = Product(world, rank, chunks, m_shard, WIDE)
-    _, own, places, counted, goals = run_scatter(p, direct, exchange)
+    done = run_scatter(p, direct, exchange)
 
     def begins(target: int) -> tuple[int, int]:
         return (0, target * WIDE) if exchange else (target * m_shard, 0)
 
-    check(own, *begins(rank))
+    check(done.own, *begins(rank))
     peers = [(rank + distance) % world for distance in range(1, world)]
     for distance, target in enumerate(peers):
-        block = places[distance] if direct else part_of(places[0], target, chunks)
+        block = done.places[distance] if direct else part_of(done.places[0], target, chunks)
         check(block, *begins(target))
     if not direct:
-        assert (part_of(places[0], rank, chunks).times == 0).all(), "the own block is not staged"
-    tiles = HOPPER_TILE.count(m_shard // chunks, WIDE)  # what copies wait for (FusedScatter)
-    assert counted == {target * 8 + chunk: tiles for target in peers for chunk in range(chunks)}
-    assert goals == ({tiles} if direct and peers else set())
+        assert (part_of(done.places[0], rank, chunks).times == 0).all(), "the own block is not staged"
+    strips = HOPPER_TILE.counted(m_shard // chunks, WIDE)  # what copies wait for (FusedScatter)
+    assert strips == -(-m_shard // chunks // 64) * 2, "of 64 rows, in two columns of tiles"
+    assert done.counted == {target * 8 + chunk: strips for target in peers for chunk in range(chunks)}
+    assert done.goals == ({strips} if direct and peers else set())
 
 
+def units_of_tiles(p: Product, kind: str, direct: bool = False, adds: bool = True) -> list[tuple[Unit, ...]]:
+    """Of which blocks and chunks the two strips of each tile are, as the schedule says."""
+    run = units_in_run(kind, p.world, p.chunks, direct, adds and kind == SCATTER)
+    strips, topology = Strips(-(-p.m_shard // p.chunks // 64), 2, 2, run), Topology(1, p.world, p.rank)
+    return [units for _, units in strip_order(kind, topology, p.chunks, strips, direct)]
+
+
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize(("world", "rank"), RANKS)
 @pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
-def test_an_own_tile_adds_the_same_rows_of_every_peer(m_shard: int, chunks: int, world: int, rank: int) -> None:
-    loads, *_ = run_scatter(Product(world, rank, chunks, m_shard, WIDE), direct=True, exchange=False)
-    peers = [source for source in range(world) if source != rank]
-    of_a_block = HOPPER_TILE.count(m_shard // chunks, WIDE) * chunks
-    assert not any(tile.adds for tile in loads.tiles[:-of_a_block])
-    for tile in loads.tiles[-of_a_block:]:
-        row = tile.a_row - rank * m_shard
-        assert tile.adds == [(source * m_shard + row, tile.b_col) for source in peers]
+def test_own_strips_add_the_same_rows_of_every_peer(
+    m_shard: int, chunks: int, world: int, rank: int, direct: bool
+) -> None:
+    """Tiles come in the schedule's order. Own strips wait for their chunks, peers' for nothing."""
+    p = Product(world, rank, chunks, m_shard, WIDE)
+    done, peers = run_scatter(p, direct, exchange=False), [source for source in range(world) if source != rank]
+    expected = units_of_tiles(p, SCATTER, direct)
+    for tile, units in zip(done.loads.tiles, expected, strict=True):
+        own = [part for part, (block, _) in enumerate(units) if block == rank]
+        adding = peers if own else []
+        assert not tile.waits
+        assert [added.waits for added in tile.adds] == [{s * 8 + units[part][1] for part in own} for s in adding]
+        for added, source in zip(tile.adds, adding, strict=True):
+            assert added.col == tile.b_col
+            assert all(tile.a_rows[part] - added.rows[part] == (rank - source) * m_shard for part in own)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(("world", "rank"), RANKS)
+@pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
+def test_a_peers_strip_leaves_before_an_own_one_below_it(
+    m_shard: int, chunks: int, world: int, rank: int, direct: bool, adds: bool
+) -> None:
+    """It is stored and counted before the own one is taken from the outbox. Each group takes as many panels as were loaded."""
+    p = Product(world, rank, chunks, m_shard, WIDE)
+    done, halves = run_scatter(p, direct, exchange=False, adds=adds), 2 * (world - 1)
+    for tile, units in enumerate(units_of_tiles(p, SCATTER, direct, adds)):
+        for part, (block, _) in enumerate(units):
+            does = ["product", *["add"] * (halves if adds and block == rank else 0), "put", "put"]
+            assert done.multiplied[part][tile] == does
+        assert done.stored[tile] == list(stores(units, rank, done.stored[tile]))
+
+
+def stores(units: tuple[Unit, ...], rank: int, did: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """A storing warp's quarters (part,) and counts (signal, strips) of a tile. At a run's end a strip may be missing."""
+    words = [block * 8 + chunk for block, chunk in units]
+    yield from [(0,), (0,)]
+    if units[0] != units[1] and units[0][0] != rank:
+        yield words[0], 1
+    yield from [(1,), (1,)]
+    if units[1][0] != rank:
+        yield words[1], 1 if units[0] != units[1] or (words[1], 1) in did else 2
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize(("world", "rank"), RANKS)
+@pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
+def test_a_tile_waits_for_the_chunks_of_both_strips(
+    m_shard: int, chunks: int, world: int, rank: int, exchange: bool
+) -> None:
+    p = Product(world, rank, chunks, m_shard, WIDE)
+    loads, _ = run_gather(p, exchange)
+    # a tile that is cut into halves is loaded twice, from the same rows
+    seen = dict.fromkeys((t.descs, t.a_rows, t.b_col // 256, frozenset(t.waits)) for t in loads.tiles)
+    expected = units_of_tiles(p, A2A_GEMM if exchange else GATHER)
+    if exchange:
+        for turn, (descs, *_, waits) in enumerate(seen):
+            source, units = (rank - turn % world) % world, expected[turn // world]
+            assert waits == (set() if source == rank else {source * 8 + chunk for _, chunk in units})
+            assert descs == (("own",) if source == rank else ("arrived",)) * 2
+        return
+    for (descs, _, _, waits), units in zip(seen, expected, strict=True):
+        assert waits == {block * 8 + chunk for block, chunk in units if block != rank}
+        assert descs == tuple("own" if block == rank else "arrived" for block, _ in units)
 
 
 @pytest.mark.parametrize("exchange", [False, True])
 @pytest.mark.parametrize(("world", "rank"), RANKS)
 @pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
 def test_a_gather_stores_every_row_once(m_shard: int, chunks: int, world: int, rank: int, exchange: bool) -> None:
-    """Few tiles are cut into halves, of 144 the last 12, and of 72 none."""
-    loads, y = run_gather(Product(world, rank, chunks, m_shard, WIDE), exchange)
+    """Few tiles are cut into halves, of 144 the last 12, and of 72 none. Rows of `own` are 0 ... m_shard - 1."""
+    _, y = run_gather(Product(world, rank, chunks, m_shard, WIDE), exchange)
     if exchange:
         check(y, 0)  # of the own block, to which those of the peers are added
         return
-    own = {tile.a_row for tile in loads.tiles if tile.a_desc == "own"}
-    assert own <= set(range(m_shard))
     for source in range(world):
         check(part_of(y, source, chunks), 0 if source == rank else source * m_shard)
 
@@ -128,3 +205,15 @@ def test_what_a_gather_stores_is_cut_into_chunks(kind: str, blocks: int) -> None
     block = own[1] if kind == A2A_GEMM else own
     shapes = shapes_of(partial(hopper.gather_launch, block=block), kind, operands, world=4)
     assert shapes["y_desc"] == [blocks * CHUNKS, *CUT[1:]]
+
+
+@pytest.mark.parametrize("kind", [SCATTER, GEMM_A2A])
+def test_copies_wait_for_as_many_strips_as_a_chunk_has(kind: str) -> None:
+    """65 rows of a chunk are two strips, of 264 columns in two tiles each."""
+    plan: Any = SimpleNamespace(kernels=HOPPER, tile=HOPPER_TILE, chunks=CHUNKS, legs=())
+    domain, a, b = MagicMock(world_size=2), torch.empty(M_SHARD, K), torch.empty(K, N)
+    if kind == SCATTER:
+        FusedScatter(domain, plan, MagicMock(), torch.cat([a, a]), b).start()
+    else:
+        FusedGemmAllToAll(domain, plan, MagicMock(), a, torch.cat([b, b], dim=1), None).start()
+    domain.workspace.open.return_value.routes.assert_called_once_with((), tiles=2 * 2)

@@ -28,6 +28,9 @@ DIRECT_SCATTER = In(SCATTER.file, (exact("direct", "row"),), gpu=True)
 TILES = In("kernels/hopper_tiles.py", (exact("fused", "column"),), gpu=True)
 RAGGED = In(TILES.file, (ragged("fused", "column"),), gpu=True)
 RAGGED_ROW = In(SCATTER.file, (ragged("fused", "row"),), gpu=True)
+CROSSING = (f"{OPERATORS}::test_tiles_that_cross_from_one_chunk_into_the_next[fused-row-130-2]",)
+STAGED = In("overlap_train/operators/gemm_reduce_scatter.py", CROSSING, gpu=True)
+BROUGHT = In(TILES.file, CROSSING, gpu=True)
 OUTBOX = In(TILES.file, (exact("fused", "row"),), gpu=True)
 DIRECT_OUTBOX = In(TILES.file, (exact("direct", "row"),), gpu=True)
 WEIGHT_GRADIENT = In(
@@ -59,30 +62,37 @@ FAULTS = [
         "mbarrier.arrive(panel_free.index(step % STAGES), count=1)\n        step += 1",
     ),
     # which part of what
-    TILES("GPU: both groups multiply the upper rows", ".slice(PART * ROWS, ROWS), b, acc", ".slice(0, ROWS), b, acc"),
-    TILES("GPU: every step multiplies the first panel of a", "[a_row, k * BLOCK_K]", "[a_row, 0]"),
+    TILES("GPU: both groups multiply the upper rows", "stage * PARTS + PART), b, acc", "stage * PARTS), b, acc"),
+    TILES("GPU: every step multiplies the first panel of a", "[lower_row, k * BLOCK_K]", "[lower_row, 0]"),
     TILES("GPU: every step multiplies the first panel of b", "[b_col, b_first_k + k * BLOCK_K]", "[b_col, b_first_k]"),
-    GATHER("GPU: both groups store the upper rows", "tile_m * BLOCK_M + PART * ROWS", "tile_m * BLOCK_M"),
-    GATHER("GPU: a peer's shard is read from the own", "panels, step, gathered_desc, b_desc", "panels, step, own_desc, b_desc"),
+    GATHER("GPU: both groups store the upper rows", "gather_strip(2 * pair + PART, strips", "gather_strip(2 * pair, strips"),
+    GATHER("GPU: a peer's shard is read from the own", "step, gathered_desc, gathered_desc, b_desc",
+           "step, own_desc, own_desc, b_desc"),
     GATHER("GPU: a peer's shard is the slot's first", "row += source * m_shard", "row += 0 * m_shard"),
     HALVES("GPU: the right half is multiplied by the left columns", "col += side * (BLOCK_N // 2)", "col += 0"),
     HALVES("GPU: the right half is stored over the left", "col + side * (BLOCK_N // 2))", "col)"),
-    OUTBOX("GPU: both groups' quarters are stored above", "row + part * rows", "row"),
+    SCATTER("GPU: both groups' quarters are stored above", "chunk, strip * ROWS, col", "chunk, upper_strip * ROWS, col"),
     OUTBOX("GPU: both quarters are stored on the left", "col + half * cols)", "col)"),
-    OUTBOX("GPU: the reduction adds the left half twice", "col + half * desc.block_type.shape[1]", "col"),
-    OUTBOX("GPU: the reduction adds the upper rows twice", ".slice(PART * ROWS, ROWS).load", ".slice(0, ROWS).load"),
-    SCATTER("GPU: the reduction adds the first block", "received_desc, source * m_shard + row", "received_desc, row"),
-    SCATTER("GPU: the reduction adds the tile to the left", "row, tile_n * BLOCK_N, STAGES)", "row, 0, STAGES)"),
+    OUTBOX("GPU: the reduction adds the left half twice", "[lower_row, col + half * desc.block_type.shape[1]]",
+           "[lower_row, col]"),
+    OUTBOX("GPU: the reduction adds the upper rows twice", "b_place(panels, stage, desc, PART).load",
+           "b_place(panels, stage, desc, 0).load"),
+    SCATTER("GPU: the reduction adds the first block", "above = source * m_shard", "above = 0"),
+    SCATTER("GPU: the reduction adds the tile to the left", "above + row, tile_n * BLOCK_N, STAGES", "above + row, 0, STAGES"),
     SCATTER("GPU: every destination's rows are the first", "row if EXCHANGE else target * m_shard + row", "row"),
     RAGGED("GPU: all chunks are stored over the first", "[chunk, row, col]", "[0, row, col]"),
     RAGGED_ROW("GPU: a chunk's last tile is staged below its end", "target * CHUNKS + chunk, row",
                "target * CHUNKS + chunk, m_chunk - row"),
+    # tiles of two chunks
+    STAGED("GPU: a push waits for as many strips as a chunk has tiles", "tile.counted(", "tile.count("),
+    BROUGHT("GPU: the lower strip's partials lie over the upper ones'", "full, b_place(panels, stage, desc, 1))",
+            "full, b_place(panels, stage, desc, 0))"),
     # signals and epochs
     DIRECT_GATHER("GPU: AG expects the epoch before", "tag) if DIRECT else gl.load", "tag) if False else gl.load"),
     DIRECT_GATHER("GPU: AG signals the epoch before", "next_word(gl.load(words[3]), words[6])", "gl.load(words[3])"),
     DIRECT_GATHER("GPU: AG does not count its epoch", "next_word(gl.load(epoch_ptr), tag), WORLD)", "gl.load(epoch_ptr), WORLD)"),
     DIRECT_SCATTER("GPU: RS does not count epochs", "next_word(gl.load(epoch_ptr), tag), WORLD)", "gl.load(epoch_ptr), WORLD)"),
-    DIRECT_SCATTER("GPU: RS signals a tile early", "per_chunk, signals_ptr + chunk", "per_chunk - 1, signals_ptr + chunk"),
+    DIRECT_SCATTER("GPU: RS signals a tile early", "of_chunk, signals_ptr + chunk", "of_chunk - 1, signals_ptr + chunk"),
     DIRECT_SCATTER("GPU: RS signals for another chunk", "signals_ptr + chunk, expected", "signals_ptr + chunk + 1, expected"),
     GATHER("GPU: what a wait gave up on looks like a result", 'acc = acc + float("nan")', "acc = acc + 0.0",
            f"{STRESS}::test_a_silent_peer_is_named[fused]"),

@@ -28,8 +28,8 @@ FAULTS = [
     SCHEDULE("a gather sends other blocks than its shard", "0 if kind == GATHER else target", "target"),
     SCHEDULE(
         "own rows come first in a scatter",
-        "blocks = (*targets(topology), topology.rank)",
-        "blocks = (topology.rank, *targets(topology))",
+        "blocks = (*targets(topology), rank)",
+        "blocks = (rank, *targets(topology))",
     ),
     SCHEDULE(
         "legs are equal where their pieces are",
@@ -123,7 +123,7 @@ FAULTS = [
         "m_shard * row_bytes >= c * _SHORTEST_COPY",
         "m_shard * row_bytes >= _SHORTEST_COPY",
     ),
-    TILING("tiles are rounded down", "-(-rows // self.block_m)", "(rows // self.block_m)"),
+    TILING("tiles are rounded down", "-(-rows * self.parts // self.block_m)", "(rows * self.parts // self.block_m)"),
     TILING("the layout of a weight is not looked at", "return one_step and pitch > 0 and", "return pitch > 0 and"),
     TILING("an expanded weight is read by TMA", "one_step and pitch > 0 and pitch", "one_step and pitch"),
     TILING("a weight between two words is read by TMA", " and weight.data_ptr() % 16 == 0", ""),

@@ -1,0 +1,185 @@
+"""Tiles of two strips of rows: each strip once, in the schedule's order, and of two chunks only at a chunk's border."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from overlap_train.kernels.tiles import (
+    gather_strip,
+    scatter_pair,
+    scatter_strip,
+    strip_in_run,
+    tile_in_groups,
+    tile_in_run,
+    tiles_in_run,
+    tiles_in_scatter,
+)
+from overlap_train.planning.schedule import (
+    A2A_GEMM,
+    GATHER,
+    GEMM_A2A,
+    SCATTER,
+    Strips,
+    Topology,
+    Unit,
+    strip_order,
+    units_in_run,
+)
+from tests.unit.hopper_model import python_of
+
+Strip = tuple[int, int]  # (unit, number in it)
+NAMES: dict[str, object] = {}
+for _function in (tile_in_groups, tiles_in_run, tile_in_run, strip_in_run):
+    NAMES[_function.fn.__name__] = python_of(_function, **NAMES)
+
+
+def tiles_of(strips: int, units: int, columns: int, group: int) -> list[tuple[Strip, Strip, int]]:
+    """(upper strip, lower strip, column) of each tile of a run, by the kernels' Python."""
+    in_run, strip = NAMES["tile_in_run"], NAMES["strip_in_run"]
+    tiles = (in_run(i, strips, units, columns, group) for i in range(NAMES["tiles_in_run"](strips, units, columns)))  # type: ignore[operator]
+    return [(strip(2 * pair, strips, units), strip(2 * pair + 1, strips, units), col) for pair, col in tiles]  # type: ignore[operator]
+
+
+RUNS = list(product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 7), (1, 3), (1, 2, 8)))  # strips, units, columns, group
+
+
+@pytest.mark.parametrize(("strips", "units", "columns", "group"), RUNS)
+def test_every_strip_is_computed_once(strips: int, units: int, columns: int, group: int) -> None:
+    tiles = tiles_of(strips, units, columns, group)
+    computed = sorted((*strip, col) for upper, lower, col in tiles for strip in (upper, lower))
+    beyond = [(units - 1, strips, col) for col in range(columns * (strips * units % 2))]  # at the end of the run
+    assert computed == sorted([*product(range(units), range(strips), range(columns)), *beyond])
+    for upper, lower, _ in tiles:
+        follows = (upper[0], upper[1] + 1) if upper[1] + 1 < strips or upper[0] == units - 1 else (upper[0] + 1, 0)
+        assert lower == follows, "one behind the other"
+
+
+@pytest.mark.parametrize(("strips", "units", "columns", "group"), RUNS)
+def test_a_unit_begins_with_the_tiles_that_cross_into_it(strips: int, units: int, columns: int, group: int) -> None:
+    """In all columns, one behind the other; then come groups of tile rows."""
+    tiles = tiles_of(strips, units, columns, group)
+    assert [lower[0] for _, lower, _ in tiles] == sorted(lower[0] for _, lower, _ in tiles), "unit by unit"
+    for unit in range(units):
+        mine = [tile for tile in tiles if tile[1][0] == unit]
+        if unit * strips % 2:
+            crossing = [((unit - 1, strips - 1), (unit, 0), col) for col in range(columns)]
+            assert mine[:columns] == crossing
+            mine = mine[columns:]
+        assert all(upper[0] == lower[0] for upper, lower, _ in mine)
+        rows = len(mine) // columns
+        expected = [
+            (row, col)
+            for first in range(0, rows, group)
+            for col in range(columns)
+            for row in range(first, min(first + group, rows))
+        ]
+        first_strip = unit * strips % 2
+        assert [((upper[1] - first_strip) // 2, col) for upper, _, col in mine] == expected
+
+
+@pytest.mark.parametrize(("strips", "units", "columns", "group"), [run for run in RUNS if run[0] % 2 == 0])
+def test_whole_tiles_are_those_of_a_chunk_in_their_old_order(strips: int, units: int, columns: int, group: int) -> None:
+    rows = strips // 2
+    expected = [
+        (unit, *NAMES["tile_in_groups"](index, rows, columns, group))  # type: ignore[operator]
+        for unit in range(units)
+        for index in range(rows * columns)
+    ]
+    tiles = tiles_of(strips, units, columns, group)
+    assert [(upper[0], upper[1] // 2, col) for upper, _, col in tiles] == expected
+    assert all((upper[0], upper[1] + 1) == lower for upper, lower, _ in tiles)
+
+
+def test_a_run_has_as_few_tiles_as_one_product() -> None:
+    """Two shards of 2050 rows, 4096 columns: four waves of 132, where tiles of each shard alone are 544."""
+    assert NAMES["tiles_in_run"](33, 2, 16) == 33 * 16 == 528  # type: ignore[operator]
+
+
+@triton.jit
+def list_gather_kernel(out_ptr, rank, strips, tiles_n, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
+    for index in range(tiles_in_run(strips, WORLD * CHUNKS, tiles_n)):
+        pair, _ = tile_in_run(index, strips, WORLD * CHUNKS, tiles_n, 2)
+        for part in tl.static_range(2):
+            block, chunk, _ = gather_strip(2 * pair + part, strips, rank, WORLD, CHUNKS)
+            tl.store(out_ptr + 4 * index + 2 * part, block)
+            tl.store(out_ptr + 4 * index + 2 * part + 1, chunk)
+
+
+@triton.jit
+def list_scatter_kernel(
+    out_ptr, rank, strips, tiles_n, WORLD: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    for index in range(tiles_in_scatter(strips, tiles_n, WORLD, CHUNKS, RUN)):
+        run, pair, _ = scatter_pair(index, strips, tiles_n, rank, WORLD, CHUNKS, RUN, INTERLEAVED, 2)
+        for part in tl.static_range(2):
+            block, chunk, _ = scatter_strip(run, 2 * pair + part, strips, rank, WORLD, CHUNKS, RUN)
+            tl.store(out_ptr + 4 * index + 2 * part, block)
+            tl.store(out_ptr + 4 * index + 2 * part + 1, chunk)
+
+
+def order_of(kernel: object, count: int, *arguments: int, **constants: object) -> list[tuple[Unit, ...]]:
+    out = torch.full((count, 2, 2), -1, dtype=torch.int64)
+    kernel[(1,)](out, *arguments, **constants)  # type: ignore[index]
+    return [tuple((block, chunk) for block, chunk in tile) for tile in out.tolist()]
+
+
+SIZES = [
+    (1, 1, 1, 1),
+    (2, 1, 3, 2),
+    (2, 2, 1, 1),
+    (2, 2, 2, 2),
+    (3, 2, 3, 1),
+    (4, 1, 5, 1),
+]  # world, chunks, strips, columns
+
+
+@pytest.mark.parametrize(("world", "chunks", "strips", "columns"), SIZES)
+def test_kernels_take_tiles_of_strips_in_the_schedules_order(
+    world: int, chunks: int, strips: int, columns: int
+) -> None:
+    """In Triton's own arithmetic; the other tests run its Python."""
+    rank, constants = world - 1, dict(WORLD=world, CHUNKS=chunks)
+
+    def expected(kind: str, run: int, interleaved: bool = False) -> list[tuple[Unit, ...]]:
+        cut = Strips(strips, columns, 2, run)
+        return [units for _, units in strip_order(kind, Topology(1, world, rank), chunks, cut, interleaved)]
+
+    gathered = expected(GATHER, world * chunks)
+    assert order_of(list_gather_kernel, len(gathered), rank, strips, columns, **constants) == gathered
+    for kind, interleaved, adds in product((SCATTER, GEMM_A2A), (False, True), (False, True)):
+        run = units_in_run(kind, world, chunks, interleaved, adds)
+        scattered = expected(kind, run, interleaved)
+        constants |= dict(RUN=run, INTERLEAVED=interleaved)
+        assert order_of(list_scatter_kernel, len(scattered), rank, strips, columns, **constants) == scattered
+        constants = dict(WORLD=world, CHUNKS=chunks)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_strips_of_two_blocks_share_a_tile_where_that_is_right(world: int, chunks: int) -> None:
+    """They must share columns of b and follow each other. Where own tiles add, a peer's strip must not wait with an own one."""
+    for kind, interleaved, adds in product((GATHER, SCATTER, A2A_GEMM, GEMM_A2A), (False, True), (False, True)):
+        cut = Strips(3, 1, 2, units_in_run(kind, world, chunks, interleaved, adds and kind == SCATTER))
+        tiles = [units for _, units in strip_order(kind, Topology(1, world, 0), chunks, cut, interleaved)]
+        crossing = [(upper, lower) for upper, lower in tiles if upper[0] != lower[0]]
+        if kind in (A2A_GEMM, GEMM_A2A) or (kind == SCATTER and interleaved and world > 2):
+            assert not crossing, "another block of columns, or a block that takes turns"
+        elif kind == SCATTER and adds:
+            assert not [upper for upper, (block, _) in crossing if block == 0]
+        elif chunks % 2 and world > 1:
+            assert crossing
+        if chunks > 1:
+            assert [units for units in tiles if units[0] != units[1]], "from one chunk into the next"
+
+
+def test_places_are_numbered_in_the_chunk_of_the_last_strip() -> None:
+    order = list(strip_order(GATHER, Topology(1, 2, 0), 1, Strips(3, 2, 2, 2)))
+    own, peer = (0, 0), (1, 0)
+    assert [units for _, units in order] == [(own, own)] * 2 + [(own, peer)] * 2 + [(peer, peer)] * 2
+    assert [place for place, _ in order] == [(*own, 0), (*own, 1), *((*peer, number) for number in range(4))]
