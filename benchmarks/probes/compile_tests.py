@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 import compile_ahead
 import torch
@@ -24,31 +25,36 @@ import torch.distributed as dist
 
 from overlap_train import OverlapConfig
 
-Task = tuple[int, str, str, torch.dtype, tuple[int, ...], int, int]  # world, operator, method, dtype, rows, k, n
+# world, operator, method, dtype, (rows, k, n), chunks (0: as many as the plan takes)
+Task = tuple[int, str, str, torch.dtype, tuple[tuple[int, ...], int, int], int]
 
 
 def tasks(worlds: list[int]) -> Iterator[Task]:
     from tests.gpu.test_operators import SHAPES_OF_TILES
     from tests.linear_cases import OPERATORS
 
-    ragged = {rows: ((rows, 1), 264, 520) for rows in (65, 129, 997, 4100)}
+    ragged = [((rows, 1), 264, 520) for rows in (65, 129, 997, 4100)]
     for world, operator, method in itertools.product(worlds, OPERATORS, ("fused", "direct")):
         for name, shape in SHAPES_OF_TILES.items():
-            yield (world, operator, method, torch.bfloat16, *shape)
-            if name in ("odd", "many tiles"):
-                for dtype in (torch.float16, torch.float32):
-                    yield (world, operator, method, dtype, *shape)
-        for shape in ragged.values():
-            yield (world, operator, method, torch.bfloat16, *shape)
+            dtypes = (
+                (torch.bfloat16, torch.float16, torch.float32) if name in ("odd", "many tiles") else (torch.bfloat16,)
+            )
+            yield from ((world, operator, method, dtype, shape, 0) for dtype in dtypes)
+        yield from ((world, operator, method, torch.bfloat16, shape, 0) for shape in ragged)
+        for chunks in (1, 2, 4):
+            shape = ((196, 1), 272 + 8 * chunks, 528 + 8 * chunks)
+            yield (world, operator, method, torch.bfloat16, shape, chunks)
 
 
 def run(task: Task) -> str:
     """One operator, forward and backward, with and without a bias."""
     from tests.linear_cases import OPERATORS, Case
 
-    world, operator, method, dtype, rows, k, n = task
+    world, operator, method, dtype, (rows, k, n), chunks = task
     begin = time.perf_counter()
-    with compile_ahead.compiling(world):
+    with compile_ahead.compiling(world) as stack:
+        for name in ("chunk_count", "direct_chunk_count") if chunks else ():
+            stack.enter_context(mock.patch(f"overlap_train.planning.plan.{name}", return_value=chunks))
         config = OverlapConfig(method=method, symmetric_mib=16384)
         case = Case(dist.group.WORLD, torch.device("cpu"), config, torch.bfloat16)  # type: ignore[arg-type]
         OPERATORS[operator](replace(case, dtype=dtype), rows, k, n)
