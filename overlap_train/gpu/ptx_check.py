@@ -42,7 +42,8 @@ PROOFS: dict[str, _Proofs] = {
     "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT),),
     "hopper_all_to_all_gemm_kernel": ((ACQUIRE, FENCE, TMA_LOAD), POLLS),
     "hopper_all_gather_gemm_kernel": ((ACQUIRE, FENCE, TMA_LOAD), POLLS),  # its loop may lie out of line
-    "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT),),
+    # an upper strip alone, and a lower one or both of a tile
+    "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT) * 2,),
     "low_latency_gather_kernel": FLAGGED,
     "low_latency_scatter_kernel": FLAGGED,
     "reduce_partials_kernel": (),  # runs after a wait kernel
@@ -56,7 +57,7 @@ PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {
         "all_to_all_gemm_kernel": ((STORED_AND_COUNTED, SIGNAL),),
         "hopper_all_to_all_gemm_kernel": ((STORED_AND_COUNTED, SIGNAL),),
         "gemm_reduce_scatter_kernel": ((STORE, BARRIER, COUNT, SIGNAL),),
-        "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT, SIGNAL),),
+        "hopper_gemm_reduce_scatter_kernel": ((TMA_STORED, BARRIER, COUNT, SIGNAL) * 2,),
     },
     "REDUCE": {
         "gemm_reduce_scatter_kernel": (POLLS,),

@@ -23,9 +23,12 @@ from overlap_train.planning.schedule import (
     GEMM_A2A,
     INBOUND,
     SCATTER,
+    Strips,
     Topology,
     legs,
+    strip_order,
     tile_order,
+    units_in_run,
 )
 from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
@@ -38,9 +41,9 @@ KINDS = (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)
 OURS = [(kind, method) for kind in KINDS for method in METHODS if method != "collective"]
 
 
-def work(kind: str, method: str, world: int = 4, rank: int = 0, k: int = 4096) -> Work:
-    """2048 rows, small enough for a fast test, with several chunks by direct and fused."""
-    pass_ = Pass(kind, 2048 * world, 2048, k, torch.bfloat16, world)
+def work(kind: str, method: str, world: int = 4, rank: int = 0, k: int = 4096, rows: int = 2048) -> Work:
+    """2048 rows a rank, small enough for a fast test, with several chunks by direct and fused."""
+    pass_ = Pass(kind, rows * world, 2048, k, torch.bfloat16, world)
     made = work_of(H200, pass_, method, UNTUNED, is_alone=True)
     return replace(made, topology=Topology(1, world, rank), plan=_plan_of(made, Topology(1, world, rank)))
 
@@ -112,19 +115,39 @@ def test_the_schedule_is_kept(kind: str, method: str, world: int) -> None:
     assert not list(problems_of(made, run(made)))
 
 
+@pytest.mark.parametrize("rows", [2048, 2050])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["fused", "direct"])
-def test_tiles_begin_in_the_order_of_the_schedule(kind: str, method: str) -> None:
-    made = work(kind, method)
+def test_tiles_begin_in_the_order_of_the_schedule(kind: str, method: str, rows: int) -> None:
+    """Of rows that fill tiles it is that of tiles of each chunk alone."""
+    made, direct = work(kind, method, rows=rows), method == "direct"
     plan = made.plan
-    tiles = plan.tile.count(made.m_shard // plan.chunks, made.block_columns)
-    expected = list(tile_order(kind, made.topology, plan.chunks, tiles, interleaved=method == "direct"))
+    strips, columns = -(-made.m_shard // plan.chunks // 64), -(-made.block_columns // 256)
+    units = units_in_run(kind, 4, plan.chunks, direct, kind == SCATTER and not plan.variant.split_reduction)
+    order = strip_order(kind, made.topology, plan.chunks, Strips(strips, columns, 2, units), direct)
+    expected = [place for place, _ in order]
+    if rows == 2048:
+        assert expected == list(tile_order(kind, made.topology, plan.chunks, strips // 2 * columns, direct))
     (kernel,) = (kernel for kernel in program(made).kernels if kernel.tiles)
     assert list(dict.fromkeys(tile.place for tile in kernel.tiles)) == expected
     begun = [span.place for span in sorted(run(made).tiles, key=lambda span: span.start)]
     last = {place: number for number, place in enumerate(begun)}
     sms = H200.sms  # that many may begin at one time, in any order
     assert all(abs(last[place] - number) <= 2 * sms for number, place in enumerate(expected))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("kind", "method"), [(kind, method) for kind in KINDS for method in ("fused", "direct")])
+def test_the_schedule_is_kept_where_tiles_cross_between_chunks(kind: str, method: str, world: int) -> None:
+    made = work(kind, method, world, rows=2050)
+    assert not list(problems_of(made, run(made)))
+
+
+def test_tiles_that_cross_save_a_wave() -> None:
+    """Two shards of 2050 rows and 4096 columns are four waves of 132 tiles, and no longer five."""
+    made = work_of(H200, Pass(GATHER, 4100, 4096, 4096, torch.bfloat16, 2), "fused", UNTUNED, is_alone=True)
+    (kernel,) = (kernel for kernel in program(made).kernels if kernel.tiles)
+    assert len(kernel.tiles) == 4 * H200.sms
 
 
 @pytest.mark.parametrize(("kind", "method"), OURS)

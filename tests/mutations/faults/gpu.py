@@ -29,7 +29,6 @@ TILES = In("kernels/hopper_tiles.py", (exact("fused", "column"),), gpu=True)
 RAGGED = In(TILES.file, (ragged("fused", "column"),), gpu=True)
 RAGGED_ROW = In(SCATTER.file, (ragged("fused", "row"),), gpu=True)
 CROSSING = (f"{OPERATORS}::test_tiles_that_cross_from_one_chunk_into_the_next[fused-row-130-2]",)
-STAGED = In("overlap_train/operators/gemm_reduce_scatter.py", CROSSING, gpu=True)
 BROUGHT = In(TILES.file, CROSSING, gpu=True)
 OUTBOX = In(TILES.file, (exact("fused", "row"),), gpu=True)
 DIRECT_OUTBOX = In(TILES.file, (exact("direct", "row"),), gpu=True)
@@ -65,7 +64,6 @@ FAULTS = [
     TILES("GPU: both groups multiply the upper rows", "stage * PARTS + PART), b, acc", "stage * PARTS), b, acc"),
     TILES("GPU: every step multiplies the first panel of a", "[lower_row, k * BLOCK_K]", "[lower_row, 0]"),
     TILES("GPU: every step multiplies the first panel of b", "[b_col, b_first_k + k * BLOCK_K]", "[b_col, b_first_k]"),
-    GATHER("GPU: both groups store the upper rows", "gather_strip(2 * pair + PART, strips", "gather_strip(2 * pair, strips"),
     GATHER("GPU: a peer's shard is read from the own", "step, gathered_desc, gathered_desc, b_desc",
            "step, own_desc, own_desc, b_desc"),
     GATHER("GPU: a peer's shard is the slot's first", "row += source * m_shard", "row += 0 * m_shard"),
@@ -84,7 +82,6 @@ FAULTS = [
     RAGGED_ROW("GPU: a chunk's last tile is staged below its end", "target * CHUNKS + chunk, row",
                "target * CHUNKS + chunk, m_chunk - row"),
     # tiles of two chunks
-    STAGED("GPU: a push waits for as many strips as a chunk has tiles", "tile.counted(", "tile.count("),
     BROUGHT("GPU: the lower strip's partials lie over the upper ones'", "full, b_place(panels, stage, desc, 1))",
             "full, b_place(panels, stage, desc, 0))"),
     # signals and epochs
