@@ -28,6 +28,7 @@ from .hopper_tiles import (
     make_rings,
     multiply_tile,
     next_tile,
+    pass_tile,
     put_quarter,
     split_tile,
     store_strip,
@@ -93,8 +94,11 @@ def _multiply(panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, siz
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
         run, pair, _ = scatter_pair(index, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
-        target, _, _ = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, CHUNKS, RUN)
-        acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
+        target, _, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, CHUNKS, RUN)
+        if strip < strips:
+            acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
+        else:  # beyond the run: it has no rows, and the other group has the tensor cores for itself
+            acc, step = pass_tile(panels, step, k_steps, ROWS, BLOCK_N, STAGES)
         left, right = split_tile(acc, ROWS, BLOCK_N)
         if REDUCE and target == rank:
             for _ in range(WORLD - 1):  # in the order of ranks; unrolled, the additions came last and 550 bytes spilled

@@ -132,10 +132,7 @@ def multiply_tile(panels, step, b_desc, k_steps, PART: gl.constexpr, ROWS: gl.co
     b_desc: as for load_tile; its block has COLS columns.
     """
     a_ring, _, panel_full, panel_free = panels
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, COLS, 16]
-    )
-    acc = gl.zeros((ROWS, COLS), gl.float32, layout)
+    acc = no_product(ROWS, COLS)
     for k in range(k_steps):
         stage = step % STAGES
         mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
@@ -150,6 +147,27 @@ def multiply_tile(panels, step, b_desc, k_steps, PART: gl.constexpr, ROWS: gl.co
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     mbarrier.arrive(panel_free.index((step - 1) % STAGES), count=1)
     return acc, step
+
+
+@gluon.jit
+def pass_tile(panels, step, k_steps, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr):
+    """A multiplying group: let the panels of a tile go by in which it has no strip; acc [ROWS, COLS] fp32 is zero."""
+    _, _, panel_full, panel_free = panels
+    for _ in range(k_steps):
+        stage = step % STAGES
+        mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
+        mbarrier.arrive(panel_free.index(stage), count=1)
+        step += 1
+    return no_product(ROWS, COLS), step
+
+
+@gluon.jit
+def no_product(ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Zeros [ROWS, COLS] fp32, where the tensor cores add up a group's products."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, COLS, 16]
+    )
+    return gl.zeros((ROWS, COLS), gl.float32, layout)
 
 
 @gluon.jit

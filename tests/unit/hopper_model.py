@@ -246,6 +246,10 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...]) 
         did.append(["product"])
         return 0, step + 1
 
+    def pass_tile(panels: object, step: int, *rest: object) -> tuple[int, int]:
+        did.append(["no product"])
+        return 0, step + 1
+
     def add_halves(panels: object, step: int, left: int, right: int, *rest: object) -> tuple[int, int, int]:
         did[-1] += ["add", "add"]
         return left, right, step + 2
@@ -254,7 +258,7 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...]) 
         did[-1].append("put")
         return sent + 1
 
-    names = dict(next_tile=loads.next_tile, multiply_tile=multiply_tile, add_halves=add_halves)
+    names = dict(next_tile=loads.next_tile, multiply_tile=multiply_tile, pass_tile=pass_tile, add_halves=add_halves)
     names |= dict(put_quarter=put_quarter, split_tile=lambda *args: (0, 1), range=range)
     python_of(scatter._multiply, **names, **ORDER)(
         None, None, None, None, None, None, p.rank, p.sizes, part, *switches, *_BLOCKS, 4, True, 1

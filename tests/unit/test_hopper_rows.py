@@ -118,9 +118,11 @@ def test_a_peers_strip_leaves_before_an_own_one_below_it(
     p = Product(world, rank, chunks, m_shard, WIDE)
     done, halves = run_scatter(p, direct, exchange=False, adds=adds), 2 * (world - 1)
     for tile, units in enumerate(units_of_tiles(p, SCATTER, direct, adds)):
-        for part, (block, _) in enumerate(units):
-            does = ["product", *["add"] * (halves if adds and block == rank else 0), "put", "put"]
-            assert done.multiplied[part][tile] == does
+        for part, (block, chunk) in enumerate(units):
+            m_chunk = m_shard // chunks
+            is_there = done.loads.tiles[tile].a_rows[part] < block * m_shard + (chunk + 1) * m_chunk
+            does = ["product" if is_there else "no product", *["add"] * (halves if adds and block == rank else 0)]
+            assert done.multiplied[part][tile] == [*does, "put", "put"]
         assert done.stored[tile] == list(stores(units, rank, done.stored[tile]))
 
 
