@@ -25,14 +25,19 @@ providers=${PROVIDERS:-nvshmem torch}
 if [ "$ranks" -gt "$gpus" ]; then
   providers=torch
   export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
-  if command -v nvidia-cuda-mps-control >/dev/null; then
-    CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) # a daemon of its own, for these tests alone
-    export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
-    export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 * gpus / ranks))
-    nvidia-cuda-mps-control -d
-    trap 'echo quit | nvidia-cuda-mps-control >/dev/null' EXIT
-  fi
+  mps=$(command -v nvidia-cuda-mps-control)
 fi
+
+# A daemon for each session: one whose clients have just been killed refuses new ones for a while (error 807).
+start_mps() {
+  [ -n "${mps-}" ] || return 0
+  CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+  export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 * gpus / ranks))
+  "$mps" -d
+}
+
+stop_mps() { [ -z "${mps-}" ] || echo quit | "$mps" >/dev/null; }
 
 tests=(tests/gpu)
 for argument in "$@"; do
@@ -47,6 +52,7 @@ for size in $sizes; do
       echo "== $ranks ranks on $gpus GPUs: $name"
       sessions=$((sessions + 1))
       mkdir -p "$logs/$name"
+      start_mps
       # CUBLAS_WORKSPACE_CONFIG: the bitwise training test needs a deterministic cuBLAS.
       if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
         --nproc-per-node "$ranks" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \
@@ -55,6 +61,7 @@ for size in $sizes; do
         failed=$((failed + 1))
         find "$logs/$name" -name stdout.log -not -path '*/0/*' -exec sh -c 'echo "-- $1"; tail -n 40 "$1"' _ {} \;
       fi
+      stop_mps
     done
   done
 done
