@@ -14,10 +14,11 @@ The model is sequentially consistent; the memory order that hardware needs on to
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
 import numpy as np
@@ -87,7 +88,8 @@ class Scheduler:
         """Run until all actors have ended; raise `ScheduleError` (or a subclass) naming the seed otherwise."""
         self._hub = getcurrent()
         self._note_python_writes()
-        with torch.no_grad():  # kept per thread, which all actors share, also those that are ended here
+        # Kept per thread, which all actors share, also those that are ended here.
+        with torch.no_grad(), _without_collector():
             try:
                 with self._hooks:
                     self._loop()
@@ -244,7 +246,7 @@ class Scheduler:
 
     def _kill(self) -> None:
         for actor in self._actors:
-            if actor.greenlet:  # started and not ended
+            while actor.greenlet:  # started and not ended; one that cleans up may wait once more
                 actor.greenlet.throw(GreenletExit)
         self._actors.clear()
         self._by_greenlet.clear()
@@ -265,3 +267,15 @@ class Scheduler:
     def _message(self, text: str) -> str:
         latest = "\n  ".join(self._trace)
         return f"seed {self.seed} ({self.policy.name}, step {self.steps}): {text}\nlatest steps:\n  {latest}"
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """No search for garbage inside: it would run finalizers in the middle of a step, at places that no seed decides."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from types import ModuleType
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("greenlet")
+
+from greenlet import getcurrent, greenlet
 
 from tests.protocol import toy_kernels
 from tests.protocol.actors import Deadlock, StepLimit
@@ -187,6 +190,38 @@ def test_an_exception_names_seed_and_actor() -> None:
         return lambda: None
 
     assert re.match(r"seed 3 .*copier raised ZeroDivisionError", str(failure_of(build, 3)))
+
+
+def test_no_actor_outlives_its_schedule() -> None:
+    """One that waits for something while it is ended, as an operator does for its pushes: else Python would end it whenever it
+    finds it as garbage, in the middle of another schedule."""
+    started: list[greenlet] = []
+
+    def build(scheduler: Scheduler):
+        def host() -> None:
+            started.append(getcurrent())
+            try:
+                scheduler.wait_until(lambda: False, "nothing")
+            finally:
+                scheduler.wait_until(lambda: False, "its pushes")
+
+        scheduler.spawn("host", host)
+        return lambda: None
+
+    assert isinstance(failure_of(build, 0), Deadlock)
+    assert [one.dead for one in started] == [True]
+
+
+def test_no_garbage_is_looked_for_within_a_schedule() -> None:
+    """Finalizers would run in the middle of a step, wherever the process has made enough objects."""
+    within: list[bool] = []
+
+    def build(scheduler: Scheduler):
+        scheduler.spawn("host", lambda: within.append(gc.isenabled()))
+        return lambda: None
+
+    run_seed(build, 0)
+    assert within == [False] and gc.isenabled()
 
 
 def test_step_limit_ends_a_schedule_that_never_ends() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -25,16 +25,24 @@ from tests.unit import hopper_ptx
 KERNELS = [("hopper_all_gather_gemm", {}), ("hopper_gemm_reduce_scatter", {"DIRECT": True})]
 
 
+@pytest.fixture(scope="module")
+def compiling() -> Iterator[ProcessPoolExecutor]:
+    """A process where kernels are compiled: the protocol tests of this one interpret them."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
+        yield process
+
+
 def _signature_and_ptx(kernel: str, switches: dict[str, bool]) -> tuple[dict[str, str], str, int]:
     binary = hopper_ptx.compiled_kernel(kernel, True, **switches)
     return dict(binary.src.signature), binary.asm["ptx"], binary.metadata.num_warps
 
 
 @pytest.mark.parametrize(("kernel", "switches"), KERNELS)
-def test_the_layout_is_that_of_the_compiled_kernel(kernel: str, switches: dict[str, bool]) -> None:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
-        signature, ptx, warps = process.submit(_signature_and_ptx, kernel, switches).result(timeout=120)
+def test_the_layout_is_that_of_the_compiled_kernel(
+    compiling: ProcessPoolExecutor, kernel: str, switches: dict[str, bool]
+) -> None:
+    signature, ptx, warps = compiling.submit(_signature_and_ptx, kernel, switches).result(timeout=120)
     sizes, threads = entry_of(ptx)
     assert [size for _, size in layout_of(signature)] + [8, 8] == sizes
     assert threads == 32 * warps, "the loading warps, too"
@@ -46,13 +54,11 @@ def _takes_any_rows(kernel: str) -> bool:
     return rows.do_not_specialize
 
 
-def test_no_kernel_is_compiled_for_a_number_of_rows() -> None:
+def test_no_kernel_is_compiled_for_a_number_of_rows(compiling: ProcessPoolExecutor) -> None:
     """Else one row, 16 rows and 17 took a compilation each, in the middle of training."""
     kernels = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
-        named = [f"{family}{kernel}" for kernel in kernels for family in ("", "hopper_")]
-        assert all(process.map(_takes_any_rows, named, timeout=120))
+    named = [f"{family}{kernel}" for kernel in kernels for family in ("", "hopper_")]
+    assert all(compiling.map(_takes_any_rows, named, timeout=120))
 
 
 def test_a_layout_that_differs_is_noticed() -> None:
