@@ -23,6 +23,7 @@ main() {
         other) env=.venv-other ;;
         *) die "usage: launch/bootstrap.sh main|other" ;;
     esac
+    if [ -L "$env" ]; then die "$env is a link to another folder's environment: remove the link, or run $env/bin/python yourself"; fi
     # Two commands started at once must not build the same environment.
     if command -v flock >/dev/null; then
         exec 9>"$env.lock"
