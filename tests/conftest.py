@@ -19,13 +19,17 @@ def script_server() -> Iterator[ScriptServer]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that share something slow stay together: what a file makes for its tests, and the pool of Megatron processes for all
-    files that use it. Interleavings share nothing, and their files are the longest."""
+    """Tests that share something slow stay together: what a file makes for its tests, and the pool of Megatron processes, or the
+    process that compiles kernels, for all files that use it. Interleavings share nothing, and their files are the longest."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
-    of_pool = {item.path for item in items if "workers" in getattr(item, "fixturenames", ())}
+    shared = {item.path: name for item in items for name in ("workers", "compiling") if name in _fixtures(item)}
     for item in items:
-        if item.path in of_pool:
-            item.add_marker(pytest.mark.xdist_group("workers"))
+        if item.path in shared:
+            item.add_marker(pytest.mark.xdist_group(shared[item.path]))
         elif not item.path.name.startswith("test_interleaving"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _fixtures(item: pytest.Item) -> tuple[str, ...]:
+    return tuple(getattr(item, "fixturenames", ()))

@@ -38,8 +38,8 @@ class ScriptServer:
     def run(self, *program: str, folder: Path, world: int = 2, **variables: str) -> tuple[int, str]:
         """(the highest exit status of the ranks, what they printed).
 
-        program: "-m", MODULE, ... or SCRIPT, ...  folder: the working folder. variables: added to the environment. A program that
-        has not ended after 200 s is killed.
+        program: "-m", MODULE, ... or SCRIPT, ...  folder: the working folder. variables: added to the environment; WORLD_SIZE
+        may say more than `world`, whose ranks alone come. A program that has not ended after 200 s is killed.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -79,7 +79,7 @@ def _free_port() -> int:
 
 
 def _run(program: list[str], folder: str, world: int, variables: dict[str, str]) -> int:
-    shared = {**variables, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), **variables}
     _output(folder).unlink(missing_ok=True)
     running = {_fork(program, folder, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)}
     try:

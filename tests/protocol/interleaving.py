@@ -54,8 +54,9 @@ class Scheduler:
         self.enqueue_launch: Callable[[Callable[[], None]], bool] = lambda run: False  # True: somebody else will run it
         self._trace: deque[str] = deque(maxlen=24)
         self._watched: dict[str, tuple[torch.Tensor, np.ndarray]] = {}
+        self._buffers: list[memoryview] = []  # of all watched tensors
         self._names: dict[int, str] = {}  # by address, of those that were asked for
-        self._seen_bytes = 0
+        self._seen_bytes: bytes | None = None
         self._version = 0  # grows with every write that the scheduler knows of
         self._actors: list[Actor] = []
         self._by_greenlet: dict[greenlet, Actor] = {}
@@ -71,6 +72,7 @@ class Scheduler:
         for name, tensor in memory.items():
             assert tensor.is_contiguous(), f"{name} is not contiguous"
             self._watched[name] = (tensor, tensor.detach().view(-1).view(torch.uint8).numpy())
+        self._buffers = [memoryview(buffer) for _, buffer in self._watched.values()]
 
     def patch(self, owner: object, name: str, value: object) -> None:
         """Set an attribute for the duration of `run`."""
@@ -180,7 +182,7 @@ class Scheduler:
     def _loop(self) -> None:
         idle_rounds = 0
         while self._actors:
-            ready = [actor for actor in self._actors if not actor.blocked(self._version)]
+            ready = [actor for actor in self._actors if not (actor.parked and actor.blocked(self._version))]
             if ready:
                 version = self._version
                 self._resume(self.policy.choose(ready))
@@ -253,9 +255,7 @@ class Scheduler:
 
     def _note_python_writes(self) -> bool:
         """Compare the watched bytes with the last look. Without watched tensors every Python step counts as a write."""
-        now = 0
-        for _, buffer in self._watched.values():
-            now = zlib.crc32(buffer, now)
+        now = b"".join(self._buffers)  # 2.4 us for 90 tensors of some words; a checksum of each took 40
         wrote, self._seen_bytes = now != self._seen_bytes or not self._watched, now
         self._version += wrote
         return wrote

@@ -16,6 +16,7 @@ The interpreter is sequentially consistent, so memory order cannot be seen by ru
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -188,10 +189,15 @@ class InterpreterHooks:
             raise self._scheduler.fail(actor, fault)
 
 
+_signature = functools.lru_cache(64)(inspect.signature)
+
+
 def _bind(executor: interpreter.GridExecutor, args: tuple, kwargs: dict) -> tuple[dict, tuple[int, int, int]]:
     """Arguments by name and the three-dimensional grid, as `GridExecutor.__call__` finds them."""
-    known = inspect.getfullargspec(executor.fn).args
-    bound = inspect.getcallargs(executor.fn, *args, **{k: v for k, v in kwargs.items() if k in known})
+    parameters = _signature(executor.fn)
+    of_call = parameters.bind(*args, **{k: v for k, v in kwargs.items() if k in parameters.parameters})
+    of_call.apply_defaults()
+    bound = of_call.arguments
     grid = executor.grid(bound) if callable(executor.grid) else executor.grid
     return bound, tuple(grid) + (1,) * (3 - len(grid))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,15 +27,17 @@ from overlap_train.tools.doctor.operator import Trial, check_trial
 from overlap_train.tools.doctor.report import FAIL, OK, Finding
 from overlap_train.tools.measure.world import World
 from tests.processes import run_ranks, values
+from tests.script_server import ScriptServer
 
 Body = Callable[[World], list[Finding]]
+DOCTOR = ("-m", "overlap_train", "doctor")
 TRIAL = Trial(32, 24, 48, torch.float32, 0.2, ("chunked",), "host", timeout_s=20.0)
 
 
-def doctor(*arguments: str, torchrun: bool, **variables: str) -> subprocess.CompletedProcess[str]:
+def doctor(*arguments: str, torchrun: bool) -> subprocess.CompletedProcess[str]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2") if torchrun else ()
-    command = [sys.executable, *launcher, "-m", "overlap_train", "doctor", *arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *launcher, *DOCTOR, *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
@@ -80,13 +81,10 @@ def test_a_failure_under_torchrun_is_reported_in_full_and_ends_with_status_1(tmp
     assert "provider='torch' with tensors on cpu" in run.stdout and "doctor: FAIL" in run.stdout
 
 
-def test_a_rank_that_never_came_is_named(tmp_path: Path) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = str(held.getsockname()[1])  # free a moment later
-    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    run = doctor("--limit", "2", "--json", str(tmp_path / "r.json"), torchrun=False, **job)
-    assert run.returncode == 1
+def test_a_rank_that_never_came_is_named(script_server: ScriptServer, tmp_path: Path) -> None:
+    arguments = ("--limit", "2", "--json", str(tmp_path / "r.json"))
+    status, _ = script_server.run(*DOCTOR, *arguments, folder=tmp_path, world=1, WORLD_SIZE="2")
+    assert status == 1
     failed = [row for row in rows(tmp_path / "r.json") if row["status"] == FAIL]
     assert [(row["name"], row["rank"]) for row in failed] == [("start", 1)] and "does not answer" in failed[0][
         "measured"

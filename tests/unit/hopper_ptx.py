@@ -1,8 +1,10 @@
-"""Compiles kernels for sm_90 without a GPU. Runs in a process of its own (see test_hopper_kernels.py)."""
+"""Compiles kernels for sm_90 without a GPU. Runs in a process of its own (see `compiling` in conftest.py)."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 WORDS = (
@@ -22,8 +24,29 @@ OTHERS = {
 
 
 def leave_the_interpreter() -> None:
-    """Kernels are either interpreted or compiled, as this variable says when Triton is imported."""
+    """Kernels are either interpreted or compiled, as this variable says when Triton is imported.
+
+    What is compiled here lies beside Triton's own cache: programs that run kernels must not find one without a binary.
+    """
     os.environ.pop("TRITON_INTERPRET", None)
+    from triton import knobs
+
+    knobs.cache.dir = f"{knobs.cache.dir}-ptx"
+
+
+@contextmanager
+def _without_assembler() -> Iterator[None]:
+    """Inside, kernels are compiled to PTX and no further: ptxas takes a fifth of a large kernel's time."""
+    from triton import knobs
+
+    def stop(*of_compilation: Any) -> tuple[str, str]:
+        if of_compilation:  # backend, stages, ...; newer versions also ask without any what goes into the cache's key
+            of_compilation[1]["cubin"] = lambda ptx, metadata: b""
+        return "to PTX", "to PTX"
+
+    with knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = stop
+        yield
 
 
 def compiled(kernel_name: str, b_is_nk: bool, **switches: int) -> tuple[str, int]:
@@ -33,7 +56,7 @@ def compiled(kernel_name: str, b_is_nk: bool, **switches: int) -> tuple[str, int
 
 
 def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
-    """What Triton's compiler returns."""
+    """What Triton's compiler returns, without a binary."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -82,13 +105,16 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "limit": "i64", "tag": "i64"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
+    values = {
+        (i,): constants[name] for i, name in enumerate(names) if name in constants
+    }  # in one order: it is in the hash
     whole = ("n", "k")  # m_shard is not specialised: rows are any number
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr") or name in whole
     }
     source = GluonASTSource(kernel, signature, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
+    with _without_assembler():
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
 
 
 def _descriptor(*block: int) -> str:
@@ -145,11 +171,12 @@ def binaries_of(launches: list[dict[str, Any]]) -> list[str]:
     stand_in = SimpleNamespace(
         get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
     )
-    driver.set_active(stand_in)  # type: ignore[arg-type]
+    driver.set_active(stand_in)  # type: ignore[arg-type]  # and stays: nothing else here asks for a driver
 
     @triton.jit
     def kernel(x_ptr, size, scale, BLOCK: tl.constexpr):
         at = tl.arange(0, BLOCK)
         tl.store(x_ptr + at, (tl.load(x_ptr + at, mask=at < size) * scale).to(x_ptr.dtype.element_ty))
 
-    return [kernel.warmup(grid=(1,), **launch).hash for launch in launches]
+    with _without_assembler():
+        return [kernel.warmup(grid=(1,), **launch).hash for launch in launches]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import re
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -23,19 +21,11 @@ KERNELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessPoolExecutor]:
-    """Where kernels are compiled: the protocol tests of this one interpret them."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("rotated", [0, 64])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel[1])
 def test_it_compiles_and_no_order_depends_on_timing(
-    process: ProcessPoolExecutor, kernel: tuple[str, str], rotated: int
+    compiling: ProcessPoolExecutor, kernel: tuple[str, str], rotated: int
 ) -> None:
     constants = HEADS | KERNELS[kernel] | {"ROTATED": rotated, "INTERLEAVED": False}
-    ptx = process.submit(hopper_ptx.compiled_portable, *kernel, **constants).result(120)
+    ptx = compiling.submit(hopper_ptx.compiled_portable, *kernel, **constants).result(120)
     assert re.search(r"st\.global", ptx) and not re.search(r"\b(atom|red)\.", ptx)

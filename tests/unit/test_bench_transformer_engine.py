@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +105,15 @@ def test_attention_over_rows_in_another_order_is_noticed(script_server: ScriptSe
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(0.5, 1), (60, 0)])
-def test_the_limit_ends_a_process_and_only_one_that_is_late(seconds: float, status: int) -> None:
+def test_the_limit_ends_a_process_and_only_one_that_is_late(
+    script_server: ScriptServer, tmp_path: Path, seconds: float, status: int
+) -> None:
     """Whatever it does: here it keeps the interpreter's lock, as a C++ library may."""
     work = "re.match('(a+)+b', 'a' * 40)" if status else "pass"
     program = (
         "import re; from overlap_train.tools.bench import transformer_engine as te\n"
         f"te.LIMIT_S = {seconds}\nwith te.limited(0): {work}"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == status, ended.stderr
+    (tmp_path / "program.py").write_text(program)
+    ended, said = script_server.run(str(tmp_path / "program.py"), folder=tmp_path, world=1)
+    assert ended == status, said

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import re
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
@@ -90,27 +88,19 @@ def test_flagged_words_lie_behind_the_blocks() -> None:
     assert layout.covering(100) == layout and layout.covering(0, 8000) == Layout(3, 5000, 8000)
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessPoolExecutor]:
-    """Where kernels are compiled: the protocol tests of this one interpret them."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as pool:
-        yield pool
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
 @pytest.mark.parametrize("per_word", [1, 2])
 @pytest.mark.parametrize("world", [2, 8])
 @pytest.mark.parametrize("kernel", ["low_latency_gather_kernel", "low_latency_scatter_kernel"])
 def test_each_word_is_one_access_beside_that_of_the_next_thread(
-    process: ProcessPoolExecutor, kernel: str, world: int, per_word: int
+    compiling: ProcessPoolExecutor, kernel: str, world: int, per_word: int
 ) -> None:
     """8 words a thread. Adjacent threads have adjacent words: what a warp stores leaves as one packet of 256 bytes."""
     constants = dict(WORLD=world, PER_WORD=per_word, BLOCK=1024, TIMED=True)
     constants |= {"DTYPE": "bfloat16"} if "scatter" in kernel else {}  # type: ignore[dict-item]
-    ptx = process.submit(hopper_ptx.compiled_portable, "low_latency", kernel, **constants).result(120)
+    ptx = compiling.submit(hopper_ptx.compiled_portable, "low_latency", kernel, **constants).result(120)
     assert missing(ptx, kernel, constants) is None
     assert len(re.findall(WORD_STORED, ptx)) == 8 * (world - 1 if "gather" in kernel else 1)
     assert len(re.findall(r"@%p\d+ ld\.volatile\.global\.b64", ptx)) == 8 and "ld.volatile.global.v" not in ptx
-    used = process.submit(hopper_ptx.resources, ptx).result(120)
+    used = compiling.submit(hopper_ptx.resources, ptx).result(120)
     assert "0 bytes spill stores" in used and int(re.findall(r"Used (\d+) registers", used)[0]) <= 128

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,14 +22,6 @@ from overlap_train.gpu.ptx_check import Verifier
 from tests.unit import hopper_ptx
 
 KERNELS = [("hopper_all_gather_gemm", {}), ("hopper_gemm_reduce_scatter", {"DIRECT": True})]
-
-
-@pytest.fixture(scope="module")
-def compiling() -> Iterator[ProcessPoolExecutor]:
-    """A process where kernels are compiled: the protocol tests of this one interpret them."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
-        yield process
 
 
 def _signature_and_ptx(kernel: str, switches: dict[str, bool]) -> tuple[dict[str, str], str, int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import multiprocessing
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -81,20 +80,18 @@ Ptx = Callable[[str, dict[str, bool]], str]
 
 
 @pytest.fixture(scope="module")
-def ptx_of() -> Iterator[Ptx]:
-    """PTX of a kernel by its name, compiled in a process that does not interpret."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
+def ptx_of(compiling: ProcessPoolExecutor) -> Ptx:
+    """PTX of a kernel by its name."""
 
-        @functools.cache
-        def compiled(name: str, *on: tuple[str, bool]) -> str:
-            switches = dict(on)
-            if name in PORTABLE:
-                module, constants = PORTABLE[name]
-                return process.submit(hopper_ptx.compiled_portable, module, name, **(constants | switches)).result(120)
-            return process.submit(hopper_ptx.compiled, name.removesuffix("_kernel"), True, **switches).result(120)[0]
+    @functools.cache
+    def compiled(name: str, *on: tuple[str, bool]) -> str:
+        switches = dict(on)
+        if name in PORTABLE:
+            module, constants = PORTABLE[name]
+            return compiling.submit(hopper_ptx.compiled_portable, module, name, **(constants | switches)).result(120)
+        return compiling.submit(hopper_ptx.compiled, name.removesuffix("_kernel"), True, **switches).result(120)[0]
 
-        yield lambda name, switches: compiled(name, *switches.items())
+    return lambda name, switches: compiled(name, *switches.items())
 
 
 @pytest.mark.parametrize(("name", "switches", "needed"), CASES)

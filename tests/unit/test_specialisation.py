@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +28,9 @@ def _launches() -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
-def test_equal_kinds_are_equal_binaries() -> None:
+def test_equal_kinds_are_equal_binaries(compiling: ProcessPoolExecutor) -> None:
     launches, options = _launches(), ("BLOCK", "num_warps")
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=hopper_ptx.leave_the_interpreter) as process:
-        hashes = process.submit(hopper_ptx.binaries_of, launches).result(240)
+    hashes = compiling.submit(hopper_ptx.binaries_of, launches).result(240)
     found: dict[Any, set[str]] = {}
     for launch, binary in zip(launches, hashes, strict=True):
         constants = {name: launch.pop(name) for name in options if name in launch}
