@@ -58,7 +58,8 @@ class UnequalRows:
         return None
 
     def take(self, part: Part, received: torch.Tensor) -> None:
-        for shard, block in zip(self._shards, self._blocks(received, part), strict=True):
+        blocks = received.reshape(len(self._shards), part.last - part.first, *self.x.shape[1:])
+        for shard, block in zip(self._shards, blocks, strict=True):
             rows = shard[part.first : part.last]
             rows.copy_(block[: len(rows)])
 
@@ -69,9 +70,6 @@ class UnequalRows:
             block[: len(rows)] = rows
             block[len(rows) :] = 0
         return sent.view(self._world, -1, self.x.shape[-1])
-
-    def _blocks(self, received: torch.Tensor, part: Part) -> torch.Tensor:
-        return received.reshape(len(self._shards), part.last - part.first, *self.x.shape[1:])
 
 
 class HeadRows:

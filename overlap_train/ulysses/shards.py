@@ -35,8 +35,8 @@ class Shards:
 
     def padded(self, x_shard_m: torch.Tensor) -> torch.Tensor:
         """[longest, b, K] from [length, b, K]."""
-        missing = self._longest(len(x_shard_m)) - len(x_shard_m)
-        return F.pad(x_shard_m, (0, 0, 0, 0, 0, missing)) if missing else x_shard_m
+        missing = self._longest - len(x_shard_m)
+        return F.pad(x_shard_m, (0, 0, 0, 0, 0, missing)) if missing > 0 else x_shard_m
 
     def cut(self, y_shard_m: torch.Tensor) -> torch.Tensor:
         """[length, b, N] from [longest, b, N]."""
@@ -45,7 +45,7 @@ class Shards:
 
     def as_sent(self, x: torch.Tensor) -> torch.Tensor:
         """For plans: x [s, b, C] as if it had the rows that are exchanged."""
-        sent = self.ranks * self.tensor * self._longest(0)
+        sent = self.ranks * self.tensor * self._longest
         return like(x, sent, x.shape[-1]) if self.layout.lengths else x
 
     def rows(self, s: int, device: torch.device) -> torch.Tensor:
@@ -64,6 +64,7 @@ class Shards:
             return partial(UnequalRows, lengths=self.layout.divided(self.tensor).lengths, world_size=self.ranks)
         return partial(SequenceRows, rows=self.rows(s, device))
 
-    def _longest(self, rows: int) -> int:
-        """Of this call's shards; rows: of each, if all are equal."""
-        return max(self.layout.lengths) // self.tensor if self.layout.lengths else rows
+    @property
+    def _longest(self) -> int:
+        """Rows of the longest shard of a call with lengths; 0 without."""
+        return max(self.layout.lengths, default=0) // self.tensor

@@ -126,7 +126,7 @@ def _refused(rank: int, world: int) -> list[str]:
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, layout=layout(2, 2, 4, 4)),
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, layout=layout(3, 3, 3, 3, kind="zigzag")),
         lambda: attention_output_linear(whole, w, group=group, layout=layout(2, 2, 4, 5)),
-        lambda: qkv_all_to_all(x, w, heads=heads, layout=layout(6, 3), **g.groups),
+        lambda: qkv_all_to_all(x, w, heads=heads, layout=layout(5, 9), **g.groups),
         lambda: qkv_all_to_all(x, w, heads=heads, layout=layout(8, 4), **g.groups),
     )
     said = []
@@ -148,7 +148,7 @@ def test_lengths_that_do_not_fit_are_refused_by_name() -> None:
                 f"linear_qkv: the input has shape (3, 1, 8); by layout.lengths=(2, 2, 4, 4) rank {rank} has {own} rows in it",
                 "linear_qkv: layout.lengths=(3, 3, 3, 3) must be without zigzag and document_starts",
                 "linear_proj: the input has shape (12, 1, 8); by layout.lengths=(2, 2, 4, 5) all ranks together have 13 rows",
-                "linear_qkv: layout.lengths=(6, 3) must be divisible by the 2 ranks of tp_group",
+                "linear_qkv: layout.lengths=(5, 9) must be divisible by the 2 ranks of tp_group",
                 f"linear_qkv: the input has shape (3, 1, 8); by layout.lengths=(8, 4) rank {rank // 2} has {of_two} rows in it",
             ),
             strict=True,
