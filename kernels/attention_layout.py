@@ -1,6 +1,7 @@
 """Between rows of QKV features, as an all-to-all brings or takes them, and the heads that attention wants: one read, one write.
 
-    packed    [r, b, n], row rows[i] of the sequence at i; n = (query + 2 kv) DIM, per KV head its query heads, k, v
+    packed    [r, b, n], row rows[i] of the sequence at i; n = (query + 2 kv) DIM, per KV head its query heads, k, v.
+              Where rows[i] is -1 there is padding: unpack leaves it out, pack writes 0
     q, k, v   [s, b, heads, DIM], any strides but that of DIM, in the order of the sequence
 
 The first ROTATED features of each head of q and k are rotated by cos, sin [s, ROTATED], in fp32:
@@ -33,13 +34,14 @@ def unpack_kernel(
         first, second, inside = _pairs(head, HEADS, ROTATED, INTERLEAVED, PAIRS)
         x1 = packed_features(packed_ptr, bias_ptr, head, first, inside, DIM, HAS_BIAS)
         x2 = packed_features(packed_ptr, bias_ptr, head, second, inside, DIM, HAS_BIAS)
+        inside &= row >= 0
         cos1, sin1, cos2, sin2 = _angles(cos_ptr, sin_ptr, row, head, first, second, inside, PER_GROUP, ROTATED)
         store_heads(q, k, v, head, first, x1 * cos1 - x2 * sin1, inside, PER_GROUP)
         store_heads(q, k, v, head, second, x2 * cos2 + x1 * sin2, inside, PER_GROUP)
     if ROTATED < DIM:
         feature, inside = _rest(head, HEADS, DIM, ROTATED, REST)
         x = packed_features(packed_ptr, bias_ptr, head, feature, inside, DIM, HAS_BIAS)
-        store_heads(q, k, v, head, feature, x, inside, PER_GROUP)
+        store_heads(q, k, v, head, feature, x, inside & (row >= 0), PER_GROUP)
 
 
 @triton.jit
@@ -59,15 +61,16 @@ def pack_kernel(
     dtype = packed_ptr.dtype.element_ty
     if ROTATED > 0:
         first, second, inside = _pairs(head, HEADS, ROTATED, INTERLEAVED, PAIRS)
-        y1 = load_heads(q, k, v, head, first, inside, PER_GROUP)
-        y2 = load_heads(q, k, v, head, second, inside, PER_GROUP)
-        cos1, sin1, cos2, sin2 = _angles(cos_ptr, sin_ptr, row, head, first, second, inside, PER_GROUP, ROTATED)
+        there = inside & (row >= 0)
+        y1 = load_heads(q, k, v, head, first, there, PER_GROUP)
+        y2 = load_heads(q, k, v, head, second, there, PER_GROUP)
+        cos1, sin1, cos2, sin2 = _angles(cos_ptr, sin_ptr, row, head, first, second, there, PER_GROUP, ROTATED)
         places_ptr = packed_ptr + head[:, None] * DIM
         tl.store(places_ptr + first[None, :], (y1 * cos1 + y2 * sin2).to(dtype), mask=inside)
         tl.store(places_ptr + second[None, :], (y2 * cos2 - y1 * sin1).to(dtype), mask=inside)
     if ROTATED < DIM:
         feature, inside = _rest(head, HEADS, DIM, ROTATED, REST)
-        y = load_heads(q, k, v, head, feature, inside, PER_GROUP)
+        y = load_heads(q, k, v, head, feature, inside & (row >= 0), PER_GROUP)
         tl.store(packed_ptr + head[:, None] * DIM + feature[None, :], y.to(dtype), mask=inside)
 
 

@@ -37,7 +37,7 @@ def unpack_normed_kernel(
     inside = (head < HEADS)[:, None] & (feature < DIM)[None, :]
     x = _rounded(packed_features(packed_ptr, bias_ptr, head, feature, inside, DIM, HAS_BIAS), dtype)
     if KEEPS:
-        place, is_kept = _place_before(row * batch + item, head, feature, inside, HEADS, PER_GROUP, DIM)
+        place, is_kept = _place_before(row * batch + item, head, feature, inside & (row >= 0), HEADS, PER_GROUP, DIM)
         tl.store(before_ptr + place, x.to(dtype), mask=is_kept)
     inverse = _inverse_rms(x, head, eps, PER_GROUP, DIM)
     y = _rounded(x * inverse * _scales(q_weight_ptr, k_weight_ptr, head, feature, PER_GROUP, DIM, ZERO_CENTERED), dtype)
@@ -47,7 +47,7 @@ def unpack_normed_kernel(
         scales = _scales(q_weight_ptr, k_weight_ptr, head, other, PER_GROUP, DIM, ZERO_CENTERED)
         cos, sin = _angles(cos_ptr, sin_ptr, row, head, feature, feature, PER_GROUP, ROTATED)
         y = y * cos + _rounded(x2 * inverse * scales, dtype) * sin * sign
-    store_heads(q, k, v, head, feature, y, inside, PER_GROUP)
+    store_heads(q, k, v, head, feature, y, inside & (row >= 0), PER_GROUP)
 
 
 @triton.jit
@@ -70,13 +70,14 @@ def pack_normed_kernel(
         k = (k_ptr + row * k_row + item * k_batch, k_head)
         v = (v_ptr + row * v_row + item * v_batch, v_head)
         inside = (head < HEADS)[:, None] & (feature < DIM)[None, :] & (index < count)
-        dy = load_heads(q, k, v, head, feature, inside, PER_GROUP)
+        there = inside & (row >= 0)
+        dy = load_heads(q, k, v, head, feature, there, PER_GROUP)
         if ROTATED > 0:
             other, sign = _partners(feature, ROTATED, INTERLEAVED)
-            dy2 = load_heads(q, k, v, head, other, inside, PER_GROUP)
+            dy2 = load_heads(q, k, v, head, other, there, PER_GROUP)
             cos, sin = _angles(cos_ptr, sin_ptr, row, head, feature, other, PER_GROUP, ROTATED)
             dy = _rounded(dy * cos - dy2 * sin * sign, dtype)
-        place, is_kept = _place_before(row * batch + item, head, feature, inside, HEADS, PER_GROUP, DIM)
+        place, is_kept = _place_before(row * batch + item, head, feature, there, HEADS, PER_GROUP, DIM)
         # of v there is none: with 0 its gradient passes as it is
         x = tl.load(before_ptr + place, mask=is_kept, other=0.0).to(tl.float32)
         inverse = _inverse_rms(x, head, eps, PER_GROUP, DIM)
@@ -140,6 +141,7 @@ def _partners(feature, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
 @triton.jit
 def _angles(cos_ptr, sin_ptr, row, head, feature, of_sin, PER_GROUP: tl.constexpr, ROTATED: tl.constexpr):
     """(cos of `feature`, sin of `of_sin`) [BLOCK_H, WIDTH] of a row; 1 and 0 for what is not rotated."""
+    row = tl.maximum(row, 0)  # -1, of padding, would be in front of the tables
     cos = tl.load(cos_ptr + row * ROTATED + feature, mask=feature < ROTATED, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + row * ROTATED + of_sin, mask=feature < ROTATED, other=0.0).to(tl.float32)
     turns = (head % (PER_GROUP + 2) <= PER_GROUP)[:, None]

@@ -43,8 +43,8 @@ class Grid:
 
     def rows(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         """Of x [s, ...]: this rank's."""
-        order = layout.rows_of_ranks(len(x), self.ulysses.size(), torch.device("cpu"))
-        return x.detach()[order[self.r].chunk(self.tensor.size())[self.t]].clone()
+        order = layout.rows_of_ranks(len(x), self.ulysses.size(), torch.device("cpu"))[self.r]
+        return x.detach()[order[order >= 0].chunk(self.tensor.size())[self.t]].clone()
 
 
 def grid(tensor: int = 2) -> Grid:

@@ -4,8 +4,8 @@
     pack     the same rows of dq, dk, dv  ->  [r, b, n], the transposed map, which is sent
 
 n = (query + 2 kv) dim: per KV head its query heads, k, v, all of this rank's. `rows` [r] says which rows of the sequence they
-are. A bias is added, and q and k are normalised (qk_norm.py) and rotated, in the same read and write. The copy out of symmetric
-memory thus costs nothing beside what a model does anyway.
+are, and -1 of padding: unpack leaves it out, pack writes 0. A bias is added, and q and k are normalised (qk_norm.py) and rotated,
+in the same read and write. The copy out of symmetric memory thus costs nothing beside what a model does anyway.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def unpack(
     """Write rows of q, k and v (into) from packed [r, b, n] and bias [n]."""
     if packed.device.type == "cuda":
         return unpack_by_kernel(packed, bias, rows, into, rotary, norm)
+    if rows.min() < 0:  # on CPUs nobody waits for the answer
+        packed, rows = packed[rows >= 0], rows[rows >= 0]
     heads = heads_of(into)
     y = packed if bias is None else packed + bias
     qk, v = y.view(*y.shape[:2], heads.kv, heads.per_group + 2, heads.dim).split([heads.per_group + 1, 1], dim=-2)
@@ -59,6 +61,10 @@ def pack(grads: Heads, rows: torch.Tensor, rotary: Rotary | None, norm: HeadNorm
     if grads[0].device.type == "cuda":
         return pack_by_kernel(grads, rows, rotary, norm)
     heads = heads_of(grads)
+    if rows.min() < 0:
+        packed = grads[0].new_zeros(len(rows), grads[0].shape[1], heads.features)
+        packed[rows >= 0] = pack(grads, rows[rows >= 0], rotary, norm)
+        return packed
     dq, dk, dv = (grad[rows] for grad in grads)
     if rotary is not None:
         dq, dk = (_rotated(x, rotary, rows, -1) for x in (dq, dk))

@@ -2,7 +2,7 @@
 
 `W` ranks. Received rows come rank after rank; attention wants them in the order of the sequence:
 
-    contiguous   rank r holds the r-th of W equal parts
+    contiguous   rank r holds the r-th of W parts, which are equal or of given lengths
     zigzag       the sequence is cut into 2 W chunks, and rank r holds chunks r and 2 W - 1 - r (Megatron's causal balance)
     documents    zigzag within each document of a packed sequence (Megatron with packed_seq_params)
 """
@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -21,27 +21,42 @@ LAYOUTS = ("contiguous", "zigzag")
 @dataclass(frozen=True)
 class SequenceLayout:
     """kind: contiguous or zigzag. document_starts: of a packed sequence, first row of each document, then the end of the last;
-    zigzag is then within each. Padded lengths, since each is cut into 2 W chunks."""
+    zigzag is then within each. Padded lengths, since each is cut into 2 W chunks. lengths: of contiguous, how many rows each rank
+    holds, where they differ; the same on every rank."""
 
     kind: str = "contiguous"
     document_starts: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Plain numbers: nothing could be remembered by a list, and each element of a tensor has a hash of its own, which
         ranks would take for another layout. A tensor is read from its device, so a list is better in every step."""
-        starts = self.document_starts
-        numbers = starts.tolist() if isinstance(starts, torch.Tensor) else map(int, starts)
-        object.__setattr__(self, "document_starts", tuple(numbers))
+        for field, given in (("document_starts", self.document_starts), ("lengths", self.lengths)):
+            numbers = given.tolist() if isinstance(given, torch.Tensor) else map(int, given)
+            object.__setattr__(self, field, tuple(numbers))
 
     @property
     def meaning(self) -> str:
         """As ranks compare it. The same numbers have the same hash in every process."""
+        if self.lengths:
+            return f"{self.kind}, rows {' + '.join(map(str, self.lengths))}"
         return f"{self.kind} {hash(self.document_starts):x}" if self.document_starts else self.kind
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether the ranks' blocks, one after the other, are the sequence."""
+        return self.kind == "contiguous" and len(set(self.lengths)) < 2
+
+    def divided(self, shards: int) -> SequenceLayout:
+        """With lengths: of W x shards ranks, where `shards` of them share the rows of one equally."""
+        return replace(self, lengths=tuple(length // shards for length in self.lengths for _ in range(shards)))
 
     def error(self, rows: int, world_size: int, name: str) -> str | None:
         """Why `rows` rows of all ranks cannot lie like this, or None."""
         if self.kind not in LAYOUTS:
             return f"{name}: layout.kind={self.kind!r} is not one of {', '.join(LAYOUTS)}"
+        if self.lengths:
+            return self._lengths_error(world_size, name)
         if self.kind == "contiguous":
             return None
         starts = self.document_starts or (0, rows)
@@ -60,8 +75,19 @@ class SequenceLayout:
             f"zigzag over {world_size} ranks; pad it to a multiple of {2 * world_size}"
         )
 
+    def _lengths_error(self, world_size: int, name: str) -> str | None:
+        said = f"{name}: layout.lengths={self.lengths}"
+        if self.kind != "contiguous" or self.document_starts:
+            return f"{said} must be without zigzag and document_starts, which cut a sequence into equal chunks"
+        if len(self.lengths) != world_size:
+            return f"{said} must be {world_size} numbers, the rows of each rank of the group"
+        if min(self.lengths) < 0 or not any(self.lengths):
+            return f"{said} must not be negative, nor all 0"
+        return None
+
     def rows_of_ranks(self, rows: int, world_size: int, device: torch.device) -> torch.Tensor:
-        """int64 [W, rows / W]: which row of the sequence each row of each rank is.
+        """int64 [W, rows / W]: which row of the sequence each row of each rank is. With lengths [W, longest], -1 beyond a rank's
+        length.
 
         A CUDA graph makes its own: what is made while it is captured is there only after a replay, and what was made before may
         be forgotten here, and its memory used for something else, while the graph still reads it.
@@ -73,11 +99,21 @@ class SequenceLayout:
 
 @functools.lru_cache(maxsize=32)  # 2 MB for 256 k rows; made on the device, so that nobody waits for it
 def _rows_of_ranks(layout: SequenceLayout, rows: int, world_size: int, device: torch.device) -> torch.Tensor:
+    if layout.lengths:
+        return _one_after_another(layout.lengths, device)
     if layout.kind == "contiguous" or world_size == 1:
         return torch.arange(rows, device=device).view(world_size, -1)
     starts = layout.document_starts or (0, rows)
     parts = [_zigzag(first, end, world_size, device) for first, end in pairwise(starts)]
     return torch.cat(parts, dim=1).contiguous()
+
+
+def _one_after_another(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """A launch or two a rank, but no list that the host would have to send: it would wait for the device."""
+    rows = torch.full((len(lengths), max(lengths)), -1, device=device)
+    for of_rank, length, end in zip(rows, lengths, accumulate(lengths), strict=True):
+        of_rank[:length] = torch.arange(end - length, end, device=device)
+    return rows
 
 
 def _zigzag(first: int, end: int, world_size: int, device: torch.device) -> torch.Tensor:

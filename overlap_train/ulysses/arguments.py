@@ -13,17 +13,35 @@ from ..planning.sequence import SequenceLayout
 def sequence_error(
     x: torch.Tensor, rows: int, layout: SequenceLayout, rotary: Rotary | None, world_size: int, name: str
 ) -> str | None:
-    """What is wrong with x and what goes with its rows, or None. rows: of the whole sequence."""
+    """What is wrong with x and what goes with its rows, or None. rows: of the whole sequence, unless layout has lengths."""
     if not isinstance(layout, SequenceLayout):
         return f"{name}: layout={layout!r} must be a SequenceLayout, such as SequenceLayout('zigzag')"
     if not isinstance(rotary, Rotary | None):
         return f"{name}: rotary is a {type(rotary).__name__}; it must be Rotary(cos, sin), or None"
     if x.dim() != 3:
         return f"{name}: the input has shape {tuple(x.shape)}; it must be [sequence, batch, features]"
+    rows = sum(layout.lengths) or rows
     if rotary is not None and (rotary.cos.shape != rotary.sin.shape or rotary.cos.shape[:-1].numel() != rows):
         shapes = f"cos {tuple(rotary.cos.shape)} and sin {tuple(rotary.sin.shape)}"
         return f"{name}: rotary has {shapes}; both must have a row for each of the {rows} rows of all ranks"
     return layout.error(rows, world_size, name)
+
+
+def lengths_error(x: torch.Tensor, layout: SequenceLayout, rank: int | None, shards: int, name: str) -> str | None:
+    """Why x does not have as many rows as layout.lengths says, or None. rank: whose rows they are, of which x has one of `shards`
+    equal parts; None: of the whole sequence."""
+    if not layout.lengths:
+        return None
+    if any(length % shards for length in layout.lengths):
+        return (
+            f"{name}: layout.lengths={layout.lengths} must be divisible by the {shards} ranks of tp_group, which have equal "
+            f"parts of a rank's rows"
+        )
+    expected = sum(layout.lengths) if rank is None else layout.lengths[rank] // shards
+    if x.shape[0] == expected:
+        return None
+    whose = "all ranks together have" if rank is None else f"rank {rank} has"
+    return f"{name}: the input has shape {tuple(x.shape)}; by layout.lengths={layout.lengths} {whose} {expected} rows in it"
 
 
 def heads_error(

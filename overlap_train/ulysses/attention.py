@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,12 @@ from ..operators.once import once_differentiable
 from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
-from .arguments import heads_error, sequence_error
+from .arguments import heads_error, lengths_error, sequence_error
 from .exchange import Linear, Rows
-from .linears import heads_linear, rank_rows, rows_linear
-from .rows import HeadRows, SequenceRows
+from .linears import heads_linear, rows_linear
+from .rows import HeadRows
 from .sharded import Groups, sharded_heads_linear, sharded_rows_linear
+from .shards import Shards
 from .tensor_parallel import ShardedLinear
 
 CONTIGUOUS = SequenceLayout()
@@ -41,7 +43,7 @@ def qkv_all_to_all(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The QKV projection of a Ulysses attention, ready for any attention over all rows and this rank's heads.
 
-        x_shard_m  [s/W, b, K]   a sequence shard
+        x_shard_m  [s/W, b, K]   a sequence shard, or [lengths[r], b, K] on rank r
         w          [N, K]        Megatron's order: for each KV head its query heads, k, v; N = (query + 2 kv) dim
         bias       [N]
         q          [s, b, query/W, dim]
@@ -57,6 +59,9 @@ def qkv_all_to_all(
     With `tp_group` of T ranks weights are divided over it, and x over both groups: the t-th of T equal parts of what this rank's
     position in `group` has. x is [s/(W T), b, K], w [N/T, K], bias [N/T], and heads are those of one tensor-parallel rank. The
     product gathers x over `tp_group`. A long sequence passes in parts; the product of one hides the exchange of another.
+
+    Ranks may have different numbers of rows: `SequenceLayout(lengths=...)`, s = sum(lengths). Each shard is then padded to the
+    longest one, and padding is multiplied and sent as rows are: 6000 and 2000 rows on two ranks cost what 12000 rows cost.
 
     Args:
         layout: how the ranks share the sequence.
@@ -74,12 +79,14 @@ def qkv_all_to_all(
             qkv_all_to_all, x_shard_m, w, bias, group=group, heads=heads, layout=layout, qk_norm=qk_norm, rotary=rotary,
             tp_group=tp_group, config=config, name=name,
         )  # fmt: skip
-    world_size, both = dist.get_world_size(group), _both(group, tp_group)
-    s = x_shard_m.shape[:1].numel() * world_size * (1 if both is None else both.shards)
-    error = sequence_error(x_shard_m, s, layout, rotary, world_size, name)
+    both, shards = _both(group, tp_group), _shards(layout, group, tp_group)
+    rows = x_shard_m.shape[:1].numel() * shards.ranks * shards.tensor
+    error = sequence_error(x_shard_m, rows, layout, rotary, shards.ranks, name)
+    error = error or lengths_error(x_shard_m, layout, shards.rank, shards.tensor, name)
     error = error or heads_error(x_shard_m, heads, qk_norm, rotary, name)
     if error is not None:
         raise ValueError(error)
+    x_shard_m, s = shards.padded(x_shard_m), sum(layout.lengths) or rows
     does = (("normalised", qk_norm), ("rotated", rotary))
     meaning = ", ".join([layout.meaning, *(word for word, how in does if how is not None)])
     linear: Linear | ShardedLinear
@@ -87,8 +94,8 @@ def qkv_all_to_all(
         linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name, meaning)
     else:
         linear, own_bias = sharded_heads_linear(x_shard_m, w, bias, heads, both, config, name, meaning)
-    rows = _rows_of_ranks(layout, s, x_shard_m.device, world_size, both)
-    received = _Received(heads.of_rank(world_size), rows, qk_norm, rotary, torch.is_grad_enabled())
+    of_ranks = shards.rows(s, x_shard_m.device)
+    received = _Received(heads.of_rank(shards.ranks), s, of_ranks, qk_norm, rotary, torch.is_grad_enabled())
     norm_weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
     return _QkvAllToAll.apply(x_shard_m, w, own_bias, *norm_weights, linear, received)
 
@@ -108,7 +115,7 @@ def attention_output_linear(
 
         x          [s, b, K/W]   the attention's output, in the order of the sequence
         w          [N, K]
-        y_shard_m  [s/W, b, N]   a sequence shard
+        y_shard_m  [s/W, b, N]   a sequence shard, or [lengths[r], b, N] on rank r
 
     With `tp_group` of T ranks x is [s, b, K/(W T)], w [N, K/T], and y [s/(W T), b, N]: the product scatters its sums over it.
 
@@ -118,18 +125,20 @@ def attention_output_linear(
         return run_eagerly(
             attention_output_linear, x, w, bias, group=group, layout=layout, tp_group=tp_group, config=config, name=name
         )
-    world_size, both = dist.get_world_size(group), _both(group, tp_group)
-    error = sequence_error(x, x.shape[:1].numel(), layout, None, world_size, name)
+    both, shards = _both(group, tp_group), _shards(layout, group, tp_group)
+    error = sequence_error(x, x.shape[:1].numel(), layout, None, shards.ranks, name)
+    error = error or lengths_error(x, layout, None, shards.tensor, name)
     if error is not None:
         raise ValueError(error)
+    sent = shards.as_sent(x)
     linear: Linear | ShardedLinear
     if both is None:
-        linear = rows_linear(x, w, bias, group, config, name, layout.meaning)
+        linear = rows_linear(sent, w, bias, group, config, name, layout.meaning)
     else:
-        linear = sharded_rows_linear(x, w, bias, both, config, name, layout.meaning)
-    in_turn = layout.kind == "contiguous" and both is None
-    rows = None if in_turn else _rows_of_ranks(layout, x.shape[0], x.device, world_size, both)
-    y = _OutputLinear.apply(x, w, linear, rows, torch.is_grad_enabled()).view(-1, x.shape[1], w.shape[0])
+        linear = sharded_rows_linear(sent, w, bias, both, config, name, layout.meaning)
+    finder = shards.finder(linear, x.shape[0], x.device)
+    y = _OutputLinear.apply(x, w, linear, finder, torch.is_grad_enabled())
+    y = shards.cut(y.view(-1, x.shape[1], w.shape[0]))
     return y if bias is None else y + bias
 
 
@@ -138,30 +147,29 @@ def _both(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> Group
     return None if tp_group is None or dist.get_world_size(tp_group) == 1 else Groups(group, tp_group)
 
 
-def _rows_of_ranks(
-    layout: SequenceLayout, s: int, device: torch.device, world_size: int, both: Groups | None
-) -> torch.Tensor:
-    """int64 [W, s/W], which rows of the sequence each rank has; of both groups [W, T, s/(W T)]."""
-    rows = layout.rows_of_ranks(s, world_size, device)
-    return rows if both is None else rows.unflatten(1, (both.shards, -1))
+def _shards(layout: SequenceLayout, group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> Shards:
+    tensor = 1 if tp_group is None else dist.get_world_size(tp_group)
+    return Shards(layout, dist.get_world_size(group), dist.get_rank(group), tensor)
 
 
 @dataclass(frozen=True)
 class _Received:
     """What a rank receives, and how it becomes q, k and v.
 
-    heads: of this rank. rows: which rows of the sequence each rank has sent (_rows_of_ranks). trains: gradients are enabled.
+    heads: of this rank. s: rows of the sequence. rows: which of them each rank has sent (shards.py). trains: gradients are
+    enabled.
     """
 
     heads: AttentionHeads
+    s: int
     rows: torch.Tensor
     norm: QkNorm | None
     rotary: Rotary | None
     trains: bool
 
     def new_heads(self, x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        """Memory for [s, b, *counts, dim]; x: [s/W, b, K]."""
-        return x.new_empty(self.rows.numel(), x.shape[1], *counts, self.heads.dim)
+        """Memory for [s, b, *counts, dim]; x: [*, b, K]."""
+        return x.new_empty(self.s, x.shape[1], *counts, self.heads.dim)
 
 
 class _QkvAllToAll(torch.autograd.Function):
@@ -205,11 +213,6 @@ class _QkvAllToAll(torch.autograd.Function):
         return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, *of_norm, None, None
 
 
-def _sequence(linear: Linear | ShardedLinear, x: torch.Tensor, rows: torch.Tensor | None) -> Rows:
-    """x [s, b, C] as the exchange finds it. rows: None where the ranks' rows follow each other, and nothing is to be copied."""
-    return SequenceRows(x, rows) if rows is not None else rank_rows(linear, x.flatten(0, 1))  # type: ignore[arg-type]
-
-
 class _OutputLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -217,12 +220,12 @@ class _OutputLinear(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         linear: Linear | ShardedLinear,
-        rows: torch.Tensor | None,
+        finder: Callable[[torch.Tensor], Rows],
         trains: bool,
     ) -> torch.Tensor:
         x = x.contiguous()
-        y, kept = linear.to_rows(_sequence(linear, x, rows), linear.keeps and trains and w.requires_grad)
-        ctx.linear, ctx.rows, ctx.shape = linear, rows, x.shape
+        y, kept = linear.to_rows(finder(x), linear.keeps and trains and w.requires_grad)
+        ctx.linear, ctx.finder, ctx.shape = linear, finder, x.shape
         ctx.save_for_backward(*(kept or [x] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y  # whole and not as a view, which autograd would refuse to have written into
 
@@ -232,8 +235,8 @@ class _OutputLinear(torch.autograd.Function):
         *saved, w = ctx.saved_tensors
         linear = ctx.linear.multiplying(w)
         dx = dy.new_empty(ctx.shape) if ctx.needs_input_grad[0] else None
-        into = None if dx is None else _sequence(linear, dx, ctx.rows)
+        into = None if dx is None else ctx.finder(dx)
         x = None
         if ctx.needs_input_grad[1]:
-            x = saved if linear.keeps else _sequence(linear, saved[0], ctx.rows)
+            x = saved if linear.keeps else ctx.finder(saved[0])
         return dx, linear.rows_backward(x, dy, into), None, None, None

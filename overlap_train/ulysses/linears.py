@@ -146,6 +146,12 @@ def rows_of_position(x: torch.Tensor) -> int:
     return max(1, x.shape[1:-1].numel())
 
 
+def like(x: torch.Tensor, positions: int, features: int) -> torch.Tensor:
+    """For plans: as x [*, b, *], but [positions, b, features], and without memory of its own."""
+    one = x.detach()[:1, :1, :1].expand(positions, x.shape[1], features)
+    return one.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else one
+
+
 def copies_of(
     heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
 ) -> torch.Tensor | None:

@@ -44,8 +44,37 @@ class SequenceRows:
         return self.x.index_select(0, rows_of(self._rows, part)).view(len(self._rows), -1, self.x.shape[-1])
 
 
+class UnequalRows:
+    """x [s, b, C] in the order of the sequence, of which shard i has lengths[i] rows. Each travels as so many rows as the longest
+    has. `world_size` blocks have a shard each, or those of several tensor-parallel ranks.
+
+    A copy for each shard of a part: of 8 ranks 8 small launches, but padding is neither read nor written where it arrives.
+    """
+
+    def __init__(self, x: torch.Tensor, lengths: tuple[int, ...], world_size: int) -> None:
+        self.x, self._shards, self._world = x, x.split(lengths), world_size
+
+    def place(self, part: Part) -> None:
+        return None
+
+    def take(self, part: Part, received: torch.Tensor) -> None:
+        blocks = received.reshape(len(self._shards), part.last - part.first, *self.x.shape[1:])
+        for shard, block in zip(self._shards, blocks, strict=True):
+            rows = shard[part.first : part.last]
+            rows.copy_(block[: len(rows)])
+
+    def give(self, part: Part) -> torch.Tensor:
+        sent = self.x.new_empty(len(self._shards), part.last - part.first, *self.x.shape[1:])
+        for shard, block in zip(self._shards, sent, strict=True):
+            rows = shard[part.first : part.last]
+            block[: len(rows)] = rows
+            block[len(rows) :] = 0
+        return sent.view(self._world, -1, self.x.shape[-1])
+
+
 class HeadRows:
-    """q [s, b, query, dim], k and v [s, b, kv, dim], or their gradients; rows: as SequenceRows; bias: of what is taken."""
+    """q [s, b, query, dim], k and v [s, b, kv, dim], or their gradients. rows: int64 [W, positions], which row of the sequence
+    each row of each rank is; -1: padding. bias: of what is taken."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from ..operators.plan_book import Planned, plan_of
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ..runtime.registry import domain_of
-from .linears import copies_of, rows_of_position
+from .linears import copies_of, like, rows_of_position
 from .parts import cut, parts_that_hide
 from .tensor_parallel import ShardedLinear, ShardedPart
 
@@ -111,7 +111,7 @@ def sharded_rows_linear(
     sizes = sizes_of_rows(x, w, groups, _settings(x, groups, config))
 
     def product(positions: int) -> Planned:
-        received = _like(x, positions * groups.shards, sizes.sent)
+        received = like(x, positions * groups.shards, sizes.sent)
         return plan_of(LINEAR_REDUCE_SCATTER, received, w, bias, groups.tensor, config, name)
 
     return _linear(x, w, None, groups, sizes, product, config, name, meaning)
@@ -137,7 +137,7 @@ def _linear(
         meaning += f", a part of {sizes.positions} positions a rank"
     for first, last in places:
         multiplies = product(last - first)
-        sent = _like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
+        sent = like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
         exchanges = plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name)
         product_of, exchange_of = multiplies.linear(name, meaning), exchanges.linear(name, meaning)
         parts.append(ShardedPart(first, last, multiplies, product_of.tags, product_of, exchange_of))
@@ -146,9 +146,3 @@ def _linear(
 
 def _settings(x: torch.Tensor, groups: Groups, config: OverlapConfig | None) -> OverlapConfig:
     return config or domain_of(groups.tensor, None, x.device).config
-
-
-def _like(x: torch.Tensor, positions: int, features: int) -> torch.Tensor:
-    """For plans: as x [*, b, *], but [positions, b, features], and without memory of its own."""
-    one = x.detach()[:1, :1, :1].expand(positions, x.shape[1], features)
-    return one.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else one

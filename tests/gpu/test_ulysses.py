@@ -85,7 +85,8 @@ def test_heads_are_normalised_as_on_the_cpu(device: torch.device, heads: Attenti
 
 
 class Block:
-    """An attention on `tokens` rows, the same numbers on every rank. kv: its KV heads. With a zigzag it normalises q and k."""
+    """An attention on `tokens` rows, the same numbers on every rank. kv: its KV heads. With a zigzag and with lengths it
+    normalises q and k."""
 
     def __init__(self, case: Case, layout: SequenceLayout, kv: int, tokens: int) -> None:
         generator = torch.Generator(case.device).manual_seed(1)
@@ -98,7 +99,7 @@ class Block:
         self.x, self.dy = normal(tokens, 1, HIDDEN), normal(tokens, 1, HIDDEN).detach()
         self.w_qkv = normal(self.heads.features, HIDDEN, scale=HIDDEN**-0.5)
         self.w_proj = normal(HIDDEN, QUERY * DIM, scale=(QUERY * DIM) ** -0.5)
-        self.norm = QkNorm(normal(DIM), normal(DIM), 1e-6) if layout.kind == "zigzag" else None
+        self.norm = QkNorm(normal(DIM), normal(DIM), 1e-6) if layout.kind == "zigzag" or layout.lengths else None
         of_norm = [] if self.norm is None else [self.norm.q_weight, self.norm.k_weight]
         self.weights = [self.w_qkv, self.w_proj, *of_norm]
         angles = torch.randn(tokens, DIM // 2, device=case.device, generator=generator).repeat(1, 2)
@@ -107,7 +108,7 @@ class Block:
     def mine(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows."""
         rows = self.layout.rows_of_ranks(self.tokens, self.case.world, whole.device)[self.case.rank]
-        return whole.detach()[rows]
+        return whole.detach()[rows[rows >= 0]]
 
     def of_one_gpu(self) -> tuple[torch.Tensor, ...]:
         """y, dx of this rank's rows; gradients of all weights, of all rows."""
@@ -152,6 +153,19 @@ def test_a_block_gives_what_one_gpu_gives(case: Case, layout: SequenceLayout, kv
     needed = 3 * 1536 * AttentionHeads(QUERY, kv, DIM).features * 2
     mib = 512 if parts == 1 else -(-needed // parts) // (1 << 20) + 1
     block = Block(replace(case, config=replace(case.config, exchange_mib=mib)), layout, kv, 1536 * case.world)
+    expected = block.of_one_gpu()
+    for _ in range(3):
+        block.check(block.of_ranks(block.mine(block.x).requires_grad_(), block.mine(block.dy)), expected)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_ranks_with_different_numbers_of_rows(case: Case, parts: int) -> None:
+    """The first has all rows of the longest shard, the last few of them."""
+    skip_where_gpus_are_shared()
+    lengths = tuple(1536 - 1400 * rank // max(1, case.world - 1) for rank in range(case.world))
+    mib = 512 if parts == 1 else -(-3 * 1536 * AttentionHeads(QUERY, 1, DIM).features * 2 // parts) // (1 << 20) + 1
+    case = replace(case, config=replace(case.config, exchange_mib=mib))
+    block = Block(case, SequenceLayout(lengths=lengths), 1, sum(lengths))
     expected = block.of_one_gpu()
     for _ in range(3):
         block.check(block.of_ranks(block.mine(block.x).requires_grad_(), block.mine(block.dy)), expected)

@@ -9,7 +9,7 @@ from overlap_train import AttentionHeads, QkNorm
 from overlap_train.operators import attention_layout
 from overlap_train.operators.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
 from overlap_train.operators.qk_norm import HeadNorm
-from tests.protocol.test_attention_layout_kernel import ROWS, B, S, nan_heads, rotary
+from tests.protocol.test_attention_layout_kernel import IDS, ROWS, B, S, after_nan, nan_heads, nothing_in_front, rotary
 
 CASES = [  # heads, rotated features, interleaved pairs; more heads than a program moves, dimensions that are no power of two
     (AttentionHeads(6, 2, 16), 16, False),
@@ -24,7 +24,7 @@ def head_norm(heads: AttentionHeads, dtype: torch.dtype = torch.float32, zero_ce
     generator = torch.Generator().manual_seed(heads.dim)
     q, k = (torch.randn(2 * heads.dim, generator=generator)[::2].to(dtype) for _ in range(2))
     before = torch.full((S, B, heads.kv, heads.per_group + 1, heads.dim), torch.nan, dtype=dtype)
-    return HeadNorm(QkNorm(q, k, 0.05, zero_centered), before)
+    return HeadNorm(QkNorm(q, k, 0.05, zero_centered), after_nan(before))
 
 
 def gradients(heads: AttentionHeads, dtype: torch.dtype) -> Heads:
@@ -34,7 +34,7 @@ def gradients(heads: AttentionHeads, dtype: torch.dtype) -> Heads:
     return q, k, v
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=["in order", "zigzag", "some"])
+@pytest.mark.parametrize("rows", ROWS, ids=IDS)
 @pytest.mark.parametrize(("heads", "rotated", "interleaved"), CASES)
 def test_both_kernels_do_what_torch_does(
     heads: AttentionHeads, rotated: int, interleaved: bool, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
@@ -48,11 +48,24 @@ def test_both_kernels_do_what_torch_does(
         unpack_by_kernel(packed, bias, rows, actual, turn, ours)
         for part, whole in zip((*actual, ours.before), (*expected, right.before), strict=True):
             torch.testing.assert_close(part, whole, equal_nan=True)
+        assert nothing_in_front((*actual, ours.before))
         grads = gradients(heads, torch.float32)
         torch.testing.assert_close(pack_by_kernel(grads, rows, turn, ours), pack(grads, rows, turn, right))
         torch.testing.assert_close(ours.weight_gradients, right.weight_gradients)
         pack_by_kernel(grads, rows, turn, ours)  # another part adds to the same sums
         torch.testing.assert_close(ours.weight_gradients, 2 * right.weight_gradients)
+
+
+def test_what_lies_in_front_of_the_gradients_is_not_padding() -> None:
+    heads, turn, rows = CASES[1][0], rotary(8, False), ROWS[3]
+    grads = tuple(after_nan(part.contiguous()) for part in gradients(heads, torch.float32))
+    packed, right, ours = torch.randn(S, B, heads.features), head_norm(heads), head_norm(heads)
+    for norm in (right, ours):
+        unpack(packed, None, ROWS[0], nan_heads(heads), turn, norm)
+    sent = pack_by_kernel(grads, rows, turn, ours)  # type: ignore[arg-type]
+    torch.testing.assert_close(sent, pack(grads, rows, turn, right))  # type: ignore[arg-type]
+    assert bool((sent[rows < 0] == 0).all())
+    torch.testing.assert_close(ours.weight_gradients, right.weight_gradients)
 
 
 def test_nothing_is_kept_without_backward() -> None:

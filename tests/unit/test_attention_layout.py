@@ -73,6 +73,19 @@ def test_a_part_of_the_rows_leaves_the_others_alone() -> None:
     torch.testing.assert_close(pack(whole, rows, CASES[1][1]), pack(whole, *CASES[1])[rows])
 
 
+@pytest.mark.parametrize("turn", [None, rotary(4, False)], ids=["not rotated", "rotated"])
+def test_padding_is_left_out_and_sent_as_zeros(turn: Rotary | None) -> None:
+    rows, y = torch.tensor([-1, 4, -1, 1]), received()[:4]
+    y[rows < 0] = torch.nan
+    part = unpacked(y, None, rows, turn)
+    alone = unpacked(y[rows >= 0], None, rows[rows >= 0], turn)
+    for ours, right in zip(part, alone, strict=True):
+        torch.testing.assert_close(ours, right, equal_nan=True)
+    sent = pack(part, rows, turn)
+    assert bool((sent[rows < 0] == 0).all())
+    assert torch.equal(sent[rows >= 0], pack(part, rows[rows >= 0], turn))
+
+
 @pytest.mark.parametrize(("rows", "turn"), CASES)
 def test_packing_is_the_transposed_map(rows: torch.Tensor, turn: Rotary | None) -> None:
     """<unpack(y), g> = <y, pack(g)> for every y and g: for one of each, in fp64's head room."""

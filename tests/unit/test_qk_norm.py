@@ -91,6 +91,18 @@ def test_parts_add_up_and_leave_other_rows_alone() -> None:
     torch.testing.assert_close(parts.weight_gradients, whole.weight_gradients)
 
 
+def test_padding_adds_nothing_to_the_gradients_of_weights() -> None:
+    turn, grads, y = rotary(8, False), random_heads(), received()
+    rows = torch.tensor([3, -1, 4, -1, 2])
+    there, padded, alone = rows >= 0, HeadNorm(qk_norm(), kept()), HeadNorm(qk_norm(), kept())
+    unpacked(y, None, rows, turn, padded)
+    unpacked(y[there], None, rows[there], turn, alone)
+    torch.testing.assert_close(padded.before, alone.before, equal_nan=True)
+    sent = pack(grads, rows, turn, padded)
+    assert torch.equal(sent[there], pack(grads, rows[there], turn, alone)) and bool((sent[~there] == 0).all())
+    assert torch.equal(padded.weight_gradients, alone.weight_gradients)
+
+
 def test_nothing_is_kept_where_there_is_no_backward() -> None:
     q, _, _ = unpacked(received(), None, ROWS, None, HeadNorm(qk_norm(), None))
     assert torch.equal(q, unpacked(received(), None, ROWS, None, HeadNorm(qk_norm(), kept()))[0])

@@ -54,6 +54,11 @@ def test_ranks_hold_what_the_definition_says(layout: SequenceLayout, world: int)
         (SequenceLayout("zigzag", (0, 12, 16)), 16, "document of 12 rows cannot be cut"),
         (SequenceLayout("zigzag", (0, 8, 8, 16)), 16, "document_starts=(0, 8, 8, 16) must rise"),
         (SequenceLayout("zigzag", (0, 16, 8, 16)), 16, "document_starts=(0, 16, 8, 16) must rise"),
+        (SequenceLayout(lengths=(5, 3)), 8, "layout.lengths=(5, 3) must be 4 numbers, the rows of each rank"),
+        (SequenceLayout(lengths=(5, 3, -1, 1)), 8, "layout.lengths=(5, 3, -1, 1) must not be negative"),
+        (SequenceLayout(lengths=(0, 0, 0, 0)), 0, "layout.lengths=(0, 0, 0, 0) must not be negative, nor all 0"),
+        (SequenceLayout("zigzag", lengths=(4, 4, 4, 4)), 16, "lengths=(4, 4, 4, 4) must be without zigzag"),
+        (SequenceLayout("contiguous", (0, 16), (4, 4, 4, 4)), 16, "lengths=(4, 4, 4, 4) must be without zigzag"),
     ],
 )
 def test_rows_that_cannot_lie_so_say_why(layout: SequenceLayout, rows: int, error: str) -> None:
@@ -63,6 +68,27 @@ def test_rows_that_cannot_lie_so_say_why(layout: SequenceLayout, rows: int, erro
 
 def test_equal_parts_need_no_chunks() -> None:
     assert SequenceLayout().error(13, 4, "qkv") is None
+
+
+def test_ranks_hold_as_many_rows_as_lengths_say() -> None:
+    layout = SequenceLayout(lengths=(3, 0, 1, 4))
+    assert layout.error(8, 4, "qkv") is None
+    rows = layout.rows_of_ranks(8, 4, torch.device("cpu"))
+    assert rows.dtype == torch.int64
+    assert rows.tolist() == [[0, 1, 2, -1], [-1, -1, -1, -1], [3, -1, -1, -1], [4, 5, 6, 7]]
+    assert SequenceLayout(lengths=(4, 2)).divided(2).lengths == (2, 2, 1, 1)
+
+
+def test_ranks_compare_lengths() -> None:
+    layouts = [SequenceLayout(lengths=lengths) for lengths in ((), (5, 3), (3, 5))]
+    assert len({layout.meaning for layout in layouts}) == 3
+
+
+def test_blocks_in_turn_are_the_sequence_where_none_is_padded() -> None:
+    for layout in (SequenceLayout(), SequenceLayout(lengths=(4, 4))):
+        assert layout.is_in_turn
+    for layout in (SequenceLayout(lengths=(4, 3)), SequenceLayout("zigzag")):
+        assert not layout.is_in_turn
 
 
 def test_a_graph_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,3 +113,4 @@ def test_document_starts_may_be_a_list_or_a_tensor(kind: str) -> None:
     layout, same = SequenceLayout("zigzag", given), SequenceLayout("zigzag", (0, 24, 48))
     assert layout == same and layout.meaning == same.meaning and layout.error(48, 2, "qkv") is None
     assert layout.rows_of_ranks(48, 2, torch.device("cpu")).shape == (2, 24)
+    assert SequenceLayout(lengths=given) == SequenceLayout(lengths=(0, 24, 48))

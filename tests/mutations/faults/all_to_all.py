@@ -55,6 +55,14 @@ GPU_IN = In(HOPPER.file, (f"{GPU_EXACT}[fused-to_rows-torch.bfloat16]",), gpu=Tr
 GPU_DIRECT_IN = In(HOPPER.file, (f"{GPU_EXACT}[direct-to_rows-torch.bfloat16]",), gpu=True)
 GPU_OUT = In(HOPPER_SCATTER.file, (f"{GPU_EXACT}[fused-to_heads-torch.bfloat16]",), gpu=True)
 
+LENGTHS = f"{PROTOCOL}/test_ulysses_lengths.py"
+REFUSED_LENGTHS = f"{LENGTHS}::test_lengths_that_do_not_fit_are_refused_by_name"
+BESIDE_TENSOR = f"{LENGTHS}::test_beside_tensor_parallelism[regather-False]"
+IN_PADDED_PARTS = "test_in_parts_of_which_some_are_padding[chunked]"
+OF_ONE_PROCESS = f"{LENGTHS}::test_values_and_gradients_are_those_of_one_process[2 ranks-regather]"
+SHARDS, ROWS = (In(f"overlap_train/ulysses/{file}.py", (OF_ONE_PROCESS,)) for file in ("shards", "rows"))
+HEAD_ROWS = In("kernels/attention_layout.py", (f"{PROTOCOL}/test_attention_layout_kernel.py",))
+
 SHARDED = f"{PROTOCOL}/test_tp_ulysses.py"
 EXACT = f"{SHARDED}::test_values_and_gradients_are_those_of_one_process"
 FLIGHT = f"{PROTOCOL}/test_tp_ulysses_order.py::test_a_product_and_the_exchange_of_another_part_are_under_way_together"
@@ -111,7 +119,7 @@ FAULTS = [
             f"{MODES}[nothing_is_kept_without_gradients]"),
     EXCHANGE("A2A: the slot of x that is sent again is not counted", "slots = (0 if again is None else again.slots) +",
              "slots =", f"{OWN}::test_backward_passes_after_each_other"),
-    PROJECTIONS("A2A: heads are split as if one rank had all", "heads.of_rank(world_size), rows", "heads, rows"),
+    PROJECTIONS("A2A: heads are split as if one rank had all", "heads.of_rank(shards.ranks), s", "heads, s"),
     ARGUMENTS("A2A: rotation is not checked", "if rotary is not None and (", "if False and ("),
     LAYOUT("A2A: cos and sin are rounded", "[rows].float().view(", "[rows].to(x.dtype).float().view("),
     LAYOUT("A2A: rows are turned by the angles of the first ones", "t.view(-1, r)[rows].float()",
@@ -214,6 +222,34 @@ FAULTS = [
     LINEARS("an exchange takes more than the group may have", "min((config or domain.config).exchange_mib,",
             "max((config or domain.config).exchange_mib,",
             f"{ATTENTION}::test_an_exchange_takes_no_more_memory_than_the_group_may_have"),
+    # shards of different lengths
+    SEQUENCE("lengths: padding is the last row", "max(lengths)), -1, device", "max(lengths)), sum(lengths) - 1, device"),
+    SEQUENCE("lengths: ranks do not compare them", ", rows {' + '.join(map(str, self.lengths))}", "",
+             f"{LENGTHS}::test_ranks_that_say_other_lengths_are_named"),
+    SEQUENCE("lengths: any number of them", "len(self.lengths) != world_size", "False"),
+    SEQUENCE("lengths: a negative one", "min(self.lengths) < 0 or not", "not"),
+    SEQUENCE("lengths: blocks with padding are the sequence", ' and len(set(self.lengths)) < 2', ""),
+    ARGUMENTS("lengths: a rank may have other rows than it says", "if x.shape[0] == expected:", "if True:", REFUSED_LENGTHS),
+    ARGUMENTS("lengths: tensor-parallel ranks have unequal parts", "if any(length % shards", "if False and any(length % shards",
+              REFUSED_LENGTHS),
+    ARGUMENTS("lengths: angles of as many rows as equal shards have", "rows = sum(layout.lengths) or rows", "pass",
+              BETWEEN_RANKS),
+    SHARDS("lengths: a plan for the rows that are there", "like(x, sent, x.shape[-1]) if self.layout.lengths else x", "x"),
+    SHARDS("lengths: y keeps its padding", "else y_shard_m[:length]", "else y_shard_m"),
+    SHARDS("lengths: tensor-parallel ranks have the rows of all", "partial(UnequalRows, lengths=self.layout.divided(self.tensor)",
+           "partial(UnequalRows, lengths=self.layout.divided(1)", BESIDE_TENSOR),
+    ROWS("lengths: padding is sent as memory was", "            block[len(rows) :] = 0\n", ""),
+    ROWS("lengths: every part takes the first rows", "            rows = shard[part.first : part.last]\n            rows.copy_(",
+         "            rows = shard[: part.last - part.first]\n            rows.copy_(", f"{LENGTHS}::{IN_PADDED_PARTS}"),
+    ROWS("lengths: every part gives the first rows", "            rows = shard[part.first : part.last]\n            block[",
+         "            rows = shard[: part.last - part.first]\n            block[", f"{LENGTHS}::{IN_PADDED_PARTS}"),
+    LAYOUT("lengths: padding is taken for a row", "        packed, rows = packed[rows >= 0], rows[rows >= 0]\n",
+           "        pass\n"),
+    LAYOUT("lengths: a row is sent in the place of padding", "    if rows.min() < 0:\n        packed = grads",
+           "    if False:\n        packed = grads"),
+    HEAD_ROWS("lengths: the kernel stores padding's first features", "        inside &= row >= 0\n", ""),
+    HEAD_ROWS("lengths: the kernel stores padding's last features", "x, inside & (row >= 0), PER_GROUP", "x, inside, PER_GROUP"),
+    HEAD_ROWS("lengths: the kernel sends a row in the place of padding", "there = inside & (row >= 0)", "there = inside"),
     PROJECTIONS("ranks may share the sequence otherwise", "heads, group, config, name, meaning)",
                 "heads, group, config, name)",
                 f"{ATTENTION}::test_ranks_that_share_the_sequence_otherwise_are_named[layout]"),

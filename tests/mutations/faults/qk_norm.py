@@ -8,6 +8,8 @@ ATTENTION, KERNELS = "tests/protocol/test_ulysses_attention.py", "tests/protocol
 BETWEEN_RANKS = f"{ATTENTION}::test_an_attention_between_ranks_is_that_of_one_process[2-kv_heads1]"
 ALONE = f"{ATTENTION}::test_a_norm_alone_may_be_trained_and_gives_the_same_bits_again"
 SAME = f"{KERNELS}::test_both_kernels_do_what_torch_does[heads1-8-False-zigzag]"
+PADDED = SAME.replace("zigzag", "padded")
+IN_FRONT = f"{KERNELS}::test_what_lies_in_front_of_the_gradients_is_not_padding"
 ROUNDED = f"{KERNELS}::test_kernels_round_where_torch_rounds"
 
 NORM = In("overlap_train/operators/qk_norm.py", ("tests/unit/test_qk_norm.py",))
@@ -49,6 +51,10 @@ FAULTS = [
     KERNEL("norm: programs have a row in common", ".to(tl.int64) * ROWS + step", ".to(tl.int64) * (ROWS - 1) + step"),
     KERNEL("norm: a head of k is kept as the next one of q", "group * (PER_GROUP + 1) + part)", "group * PER_GROUP + part)"),
     KERNEL("norm: the mean is over the tile", "(g * normalised, 1) / DIM", "(g * normalised, 1) / WIDTH"),
+    KERNEL("norm: the kernel stores padding", "y, inside & (row >= 0), PER_GROUP", "y, inside, PER_GROUP", PADDED),
+    KERNEL("norm: the kernel keeps padding", "feature, inside & (row >= 0), HEADS", "feature, inside, HEADS", PADDED),
+    KERNEL("norm: padding adds to the gradients of weights", "there = inside & (row >= 0)", "there = inside", IN_FRONT),
+    KERNEL("norm: padding is turned by what lies in front of the angles", "    row = tl.maximum(row, 0)  #", "    #", IN_FRONT),
     KERNEL("norm: programs write one sum over another", "(0) * tl.num_programs(1) + tl.program_id(1)", "(0)"),
     KERNEL("norm: k's gradient goes to q's weight, too", "tl.where(part < PER_GROUP, total", "tl.where(part <= PER_GROUP, total"),
     PROJECTION("norm: nothing is kept for a frozen projection", "if received.trains and any(ctx.needs_input_grad):",
