@@ -50,7 +50,7 @@ _LEFT = 'tl.cast(1, tl.int64), sem="acq_rel", scope="gpu") + 1'
 _COUNTED = '        tl.store(epoch_ptr, word)\n\n\n@triton.jit(do_not_specialize=["tag", "count"])\ndef next_epoch'
 _ZEROED = "tl.store(left_ptr + counter, tl.cast(0, tl.int64))"
 _SIGNAL_AT_PEER = 'tl.atomic_xchg(signal_ptr, word, sem="release", scope="sys")'
-_COUNT = 'tl.cast(1, tl.int64), sem="acq_rel", scope="sys") + 1'
+_COUNT = 'tl.cast(amount, tl.int64), sem="acq_rel", scope="sys") + amount'
 _COUNT_BARRIER = "tl.debug_barrier()\n    counted"
 _OF_PUSHES = (  # and of epochs that the host has counted
     "no epoch increment",

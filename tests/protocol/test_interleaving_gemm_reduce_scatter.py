@@ -23,7 +23,7 @@ TELL = "notify_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal
 CLAIM = 'tl.int64), sem="relaxed", scope="gpu")'
 RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef notify_peer'
 GOAL = "word + 1], tiles)"
-OF_CHUNK = "tile.count(m_shard // self._plan.chunks, n)"
+OF_CHUNK = "tile.counted(m_shard // self._plan.chunks, n)"
 BARRIER = "tl.debug_barrier()\n    tl.atomic_add("
 COUNTER = "word = leg.target * MAX_CHUNKS + leg.chunk"
 DEADLOCK = "deadlock.*complete.* to reach"

@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     if job.rank == speaker:
         report(asked, job.findings, job.hosts)
         job.post("reported", True)
-    job.wait("reported", 10.0, speaker)  # a rank that ends with 1 makes torchrun end the others
+    job.wait_for_report(speaker)  # a rank that ends with 1 makes torchrun end the others
     status = 1 if verdict(job.findings) == FAIL else 0
     if job.broken:
         sys.stdout.flush()

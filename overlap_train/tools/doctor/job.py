@@ -86,6 +86,12 @@ class Job:
             time.sleep(_TURN_S)
         return found
 
+    def wait_for_report(self, speaker: int) -> None:
+        """Until the rank that prints has done so, for ten seconds at most. Under srun rank 0 serves the store, which is gone when
+        that rank has reported and left."""
+        with suppress(dist.DistError):
+            self.wait("reported", 10.0, speaker)
+
     def _settled(self, name: str, future: Future[list[Finding]], limit_s: float, fix: str) -> dict[int, Any]:
         """Post this rank's outcome and wait for the others'. If a rank has raised, the rest get the grace, not the limit."""
         began, posted = time.monotonic(), False

@@ -10,6 +10,7 @@ BRACKET = In("overlap_train/runtime/bracket.py", (f"{UNIT}/test_operator_bracket
 REGISTRY = In("overlap_train/runtime/registry.py", (f"{UNIT}/test_registry.py",))
 GRAPH = In("overlap_train/runtime/graph.py", (f"{UNIT}/test_graph_guard.py",))
 ROOM = In(DOMAIN_FILE, ("tests/protocol/test_new_lengths.py::test_a_thousand_lengths_agree_once_a_bucket",))
+DOCTOR = In("overlap_train/tools/doctor/job.py", (f"{UNIT}/test_doctor_installation.py",))
 GUARD = In(DOMAIN_FILE, (f"{UNIT}/test_graph_guard.py",))
 
 FAULTS = [
@@ -123,4 +124,5 @@ FAULTS = [
         "before = workspace.use",
         f"{PROTOCOL}/test_interleaving_graph.py::test_capturing_leaves_the_use_of_slots_as_it_was",
     ),
+    DOCTOR("a store that is gone fails the job", "with suppress(dist.DistError):", "if True:"),
 ]
