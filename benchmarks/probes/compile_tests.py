@@ -49,7 +49,7 @@ def tasks(worlds: list[int]) -> Iterator[Task]:
 
 
 def run(task: Task) -> str:
-    """One operator, forward and backward, with and without a bias."""
+    """One operator, forward and backward; what was compiled, and the seconds."""
     from tests.linear_cases import OPERATORS, Case
 
     world, operator, method, dtype, (rows, k, n), chunks = task
@@ -71,7 +71,7 @@ def main() -> None:
     if __debug__:
         raise SystemExit("start it by python -O: assertions would compare what was never computed")
     sys.path.append(str(Path(__file__).parents[2]))
-    with ProcessPoolExecutor(a.jobs, mp_context=get_context("spawn"), max_tasks_per_child=None) as pool:
+    with ProcessPoolExecutor(a.jobs, mp_context=get_context("spawn")) as pool:
         for future in [pool.submit(run, task) for task in tasks(a.world)]:
             print(future.result() if future.exception() is None else f"failed: {future.exception()}", flush=True)
 
