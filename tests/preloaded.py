@@ -18,7 +18,6 @@ _MODULES = (
     "torch.distributed.checkpoint",
     "torch.fx.experimental.symbolic_shapes",
     "torch._dynamo",  # use_deterministic_algorithms imports it, too
-    "torch.utils.cpp_extension",
     "pytest",
     "triton",
     "triton.experimental.gluon",

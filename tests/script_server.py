@@ -28,7 +28,6 @@ _IMPORTED_BY_MEGATRON = (
     "torch.distributed.checkpoint",
     "torch._dynamo",
     "torch._inductor.standalone_compile",
-    "torch.utils.cpp_extension",
 )
 _GRACE_S = 10.0  # for the other ranks, after one has failed
 
