@@ -22,7 +22,13 @@ import time
 import traceback
 from pathlib import Path
 
-_IMPORTED_BY_MEGATRON = ("torch", "torch.distributed.tensor", "torch._dynamo", "torch._inductor.standalone_compile")
+_IMPORTED_BY_MEGATRON = (
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",
+    "torch._inductor.standalone_compile",
+)
 _GRACE_S = 10.0  # for the other ranks, after one has failed
 
 

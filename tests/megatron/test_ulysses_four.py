@@ -13,6 +13,7 @@ import torch
 
 from tests.processes import run_ranks, values
 
+STEPS = 8  # of two micro-batches; test_ulysses.py takes twenty
 LAYOUTS = {"ulysses 4": (1, 4), "tp 2 x ulysses 2": (2, 2), "tp 2 x ulysses 2 in parts": (2, 2)}
 
 
@@ -23,10 +24,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_twenty_steps_are_those_of_one_rank(ranks: list[dict[str, Any]], layout: str):
+def test_eight_steps_are_those_of_one_rank(ranks: list[dict[str, Any]], layout: str):
     for facts in (rank[layout] for rank in ranks):
         assert facts["losses"] == pytest.approx(facts["losses alone"], rel=2e-6)
-        assert facts["losses"][-1] < 0.75 * facts["losses"][0], "it learns"
+        assert facts["losses"][-1] < 0.9 * facts["losses"][0], "it learns"
         assert facts["weights"] < 2e-5
         assert facts["gradients"] < 5e-6
         assert facts["gradients packed"] < 5e-6
@@ -56,17 +57,17 @@ def test_the_table_says_that_parts_hide_each_others_exchange(ranks: list[dict[st
         rows = {name.rpartition(".layers.")[2]: row for name, *row in facts["rows"]}
         assert rows["0.self_attention.linear_qkv"] == [
             "AG(x) + GEMM (TP 2), A2A (CP 2)", "A2A(dy) (CP 2), GEMM + RS (TP 2)", "AG(x) under dgrad, then GEMM", hidden,
-            "overlapped 40",
+            f"overlapped {2 * STEPS}",
         ]  # fmt: skip
         assert rows["1.self_attention.linear_proj"] == [
             "A2A(x) (CP 2), GEMM + RS (TP 2)", "AG(dy) + GEMM (TP 2), A2A (CP 2)", "A2A(x) under dgrad, then GEMM", hidden,
-            "overlapped 40",
+            f"overlapped {2 * STEPS}",
         ]  # fmt: skip
 
 
 def test_validation_runs_the_linear_over_tensor_parallelism_and_a_collective(ranks: list[dict[str, Any]]):
     for facts in (rank["tp 2 x ulysses 2 in parts"] for rank in ranks):
-        assert facts["evaluated"] == {"overlapped 40, evaluation mode 1"}
+        assert facts["evaluated"] == {f"overlapped {2 * STEPS}, evaluation mode 1"}
 
 
 def everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
     expected = {
         "gradients": ulysses.gradients(one),
         "packed": ulysses.gradients(ulysses.Run(packed=True)),
-        "trained": ulysses.train(one, 20),
+        "trained": ulysses.train(one, STEPS),
     }
     ulysses.save(expected["trained"][1].module, folder / "one")
     expected["weights"] = ulysses.weights(expected["trained"][1])
@@ -100,7 +101,7 @@ def compare(expected: dict[str, Any], folder: Path, name: str, tensor: int, cont
     facts["gradients"] = difference(ulysses.gradients(run), expected["gradients"], True)
     built = ulysses.Run(tensor, context, OverlapConfig(method="chunked", gathered_input="keep"), spec_linears=True)
     facts["gradients of built linears"] = difference(ulysses.gradients(built), expected["gradients"], True)
-    facts["losses"], model = ulysses.train(run, 20)
+    facts["losses"], model = ulysses.train(run, STEPS)
     facts["losses alone"] = expected["trained"][0]
     facts["weights"] = difference(ulysses.weights(model), expected["weights"])
     facts["table"] = [(linear.name, linear.method, linear.reason) for linear in report(model).linears]

@@ -1,8 +1,7 @@
 """Two CPU processes over gloo that run one test function after another.
 
-Starting a process and importing torch and Megatron-Core takes several seconds, so the processes live as long as the
-test session. A function that fails or does not return in time takes its processes with it; the next call starts new
-ones.
+They are forked from a process that has imported torch, import Megatron-Core themselves, and live as long as the test session. A
+function that fails or does not return in time takes its processes with it; the next call starts new ones.
 """
 
 from __future__ import annotations
@@ -73,22 +72,20 @@ class Workers:
         return "no answer within the time limit", None
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
         # Kept here: a port that a rank opened later could be somebody else's by then.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests run on the CPU on every machine
+        # These tests run on the CPU on every machine.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         for rank in range(WORLD):
             mine, theirs = context.Pipe()
             # Not daemons: saving a checkpoint starts processes of its own, which a daemon may not.
-            process = context.Process(target=_serve, args=(rank, self._store.port, theirs))
+            process = context.Process(target=_serve, args=(rank, self._store.port, theirs, environment))
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(mine)
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
     def _kill(self) -> None:
         _end_children(self._processes)
@@ -108,7 +105,12 @@ def _end_children(ranks: list[mp.Process]) -> None:
                 child.kill()
 
 
-def _serve(rank: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    from tests import preloaded
+
+    preloaded.load_for_this_environment()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import pkgutil
 from dataclasses import dataclass
@@ -89,7 +90,10 @@ def _exists(test: str, root: Path) -> bool:
     file, _, function = test.partition("::")
     if not (root / file).exists():
         return False
-    tree = ast.parse((root / file).read_text()) if function else None
-    return tree is None or function.partition("[")[0] in {
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef)
-    }
+    return not function or function.partition("[")[0] in _functions_of(root / file)
+
+
+@functools.cache
+def _functions_of(file: Path) -> frozenset[str]:
+    """Read once: a file is named by many entries."""
+    return frozenset(node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))

@@ -45,9 +45,10 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["rows"]
 
 
-def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
-    run = doctor("--seconds", "0.5", "--json", str(tmp_path / "r.json"), torchrun=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_two_ranks_that_are_well(script_server: ScriptServer, tmp_path: Path) -> None:
+    arguments = ("--seconds", "0.2", "--json", str(tmp_path / "r.json"))
+    status, said = script_server.run(*DOCTOR, *arguments, folder=tmp_path)
+    assert status == 0, said
     found = {(row["name"], row["rank"]): row for row in rows(tmp_path / "r.json")}
     for name in (
         "device",
@@ -61,7 +62,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     ):
         assert (name, 0) in found and (name, 1) in found, name
     assert "bitwise" in found["operator chunked", 1]["expected"] and found["rendezvous host", 1]["status"] == OK
-    assert run.stdout.count("overlap-train doctor") == 1 and "NVLink" in found["gpu visible", 0]["measured"]
+    assert said.count("overlap-train doctor") == 1 and "NVLink" in found["gpu visible", 0]["measured"]
 
 
 def test_a_single_process_without_gpu_says_what_it_cannot_check(tmp_path: Path) -> None:

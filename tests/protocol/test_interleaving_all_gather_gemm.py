@@ -65,18 +65,18 @@ STATIC_PIECES = (
 
 
 def test_fused_passes() -> None:
-    assert_passes(gathers("fused", Simulation(2)), range(45))
-    assert_passes(gathers("fused", Simulation(3)), range(15))
+    assert_passes(gathers("fused", Simulation(2)), range(21))
+    assert_passes(gathers("fused", Simulation(3)), range(9))
 
 
 def test_fused_passes_with_one_resident_cta_of_three() -> None:
-    assert_passes(gathers("fused", Simulation(2, ctas=3)), range(15), resident=1)
+    assert_passes(gathers("fused", Simulation(2, ctas=3)), range(9), resident=1)
 
 
 def test_direct_passes() -> None:
-    assert_passes(gathers("direct", Simulation(2)), range(45))
-    assert_passes(gathers("direct", Simulation(3)), range(15))
-    assert_passes(gathers("direct", Simulation(2, ctas=3)), range(15), resident=1)
+    assert_passes(gathers("direct", Simulation(2)), range(21))
+    assert_passes(gathers("direct", Simulation(3)), range(9))
+    assert_passes(gathers("direct", Simulation(2, ctas=3)), range(9), resident=1)
 
 
 @pytest.mark.parametrize("method", ["chunked", "fused", "direct"])
@@ -89,7 +89,7 @@ def test_what_is_gathered_can_be_multiplied_twice(method: str) -> None:
 def test_what_is_gathered_by_direct_without_a_product_is_sent_all_the_same(device_waits: bool) -> None:
     """A row linear whose input is frozen multiplies only for its weight gradient."""
     problem = gathers("direct", Simulation(2, device_waits=device_waits), complete=True)
-    assert_passes(problem, range(15))
+    assert_passes(problem, range(9))
     with Fault(OPERATOR, "if not self._multiplied:", "if False:").planted():
         assert re.search("wrong result|deadlock", str(assert_caught(problem, range(5))))
 
@@ -113,7 +113,7 @@ def test_who_leaves_while_others_work_must_not_count_the_epoch() -> None:
 @pytest.mark.parametrize("device_waits", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_chunked_passes(world: int, device_waits: bool) -> None:
-    assert_passes(gathers("chunked", Simulation(world, device_waits=device_waits)), range(60))
+    assert_passes(gathers("chunked", Simulation(world, device_waits=device_waits)), range(24))
 
 
 @pytest.mark.parametrize("fault", FUSED_FAULTS)

@@ -36,8 +36,8 @@ def raises_before_its_kernel(domain: SimulatedDomain) -> None:
 def test_the_operator_behind_one_that_raised_waits_for_all_ranks(
     before: Callable[[SimulatedDomain], None], device_waits: bool
 ) -> None:
-    assert_passes(gathers("chunked", Simulation(3, device_waits=device_waits), before=before), range(20))
-    assert_passes(gathers("direct", Simulation(2, device_waits=device_waits), before=before, complete=True), range(10))
+    assert_passes(gathers("chunked", Simulation(3, device_waits=device_waits), before=before), range(12))
+    assert_passes(gathers("direct", Simulation(2, device_waits=device_waits), before=before, complete=True), range(6))
 
 
 def test_without_doubt_it_overwrites_what_a_peer_still_reads() -> None:

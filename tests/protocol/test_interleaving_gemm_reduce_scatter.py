@@ -134,8 +134,8 @@ def size_for(fault: str) -> dict[str, int]:
 
 
 def test_fused_passes() -> None:
-    assert_passes(scatters("fused", Simulation(2)), range(45))
-    assert_passes(scatters("fused", Simulation(3)), range(15))
+    assert_passes(scatters("fused", Simulation(2)), range(21))
+    assert_passes(scatters("fused", Simulation(3)), range(9))
 
 
 def test_fused_passes_where_a_chunk_has_fewer_tiles_than_its_block() -> None:
@@ -143,19 +143,19 @@ def test_fused_passes_where_a_chunk_has_fewer_tiles_than_its_block() -> None:
 
 
 def test_direct_passes() -> None:
-    assert_passes(scatters("direct", Simulation(2)), range(45))
-    assert_passes(scatters("direct", Simulation(3)), range(15))
-    assert_passes(scatters("direct", Simulation(2, ctas=3), columns=2 * TILE), range(15), resident=1)
+    assert_passes(scatters("direct", Simulation(2)), range(21))
+    assert_passes(scatters("direct", Simulation(3)), range(9))
+    assert_passes(scatters("direct", Simulation(2, ctas=3), columns=2 * TILE), range(9), resident=1)
 
 
 @pytest.mark.parametrize("device_waits", [False, True])
 def test_a_deferred_reduction_passes(device_waits: bool) -> None:
-    assert_passes(scatters("fused", Simulation(2, device_waits=device_waits), split_reduction=True), range(20))
-    assert_passes(scatters("fused", Simulation(3, device_waits=device_waits), split_reduction=True), range(8))
+    assert_passes(scatters("fused", Simulation(2, device_waits=device_waits), split_reduction=True), range(12))
+    assert_passes(scatters("fused", Simulation(3, device_waits=device_waits), split_reduction=True), range(6))
 
 
 def test_fused_passes_with_one_resident_cta_of_three() -> None:
-    assert_passes(scatters("fused", Simulation(2, ctas=3)), range(15), resident=1)
+    assert_passes(scatters("fused", Simulation(2, ctas=3)), range(9), resident=1)
 
 
 def test_static_tile_map_deadlocks_two_ranks_with_fewer_resident_ctas_than_the_grid() -> None:
@@ -171,7 +171,7 @@ def test_static_tile_map_deadlocks_two_ranks_with_fewer_resident_ctas_than_the_g
 @pytest.mark.parametrize("device_waits", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_chunked_passes(world: int, device_waits: bool) -> None:
-    assert_passes(scatters("chunked", Simulation(world, device_waits=device_waits)), range(60))
+    assert_passes(scatters("chunked", Simulation(world, device_waits=device_waits)), range(24))
 
 
 @pytest.mark.parametrize("fault", FUSED_FAULTS)

@@ -36,7 +36,7 @@ def forgetful(domain: SimulatedDomain) -> None:
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("operator", PROBLEMS)
 def test_calls_behind_barriers_may_use_one_slot_again_and_again(operator: str, machine: str) -> None:
-    assert_passes(PROBLEMS[operator]("chunked", MACHINES[machine](), before=replays), range(20))
+    assert_passes(PROBLEMS[operator]("chunked", MACHINES[machine](), before=replays), range(12))
 
 
 @pytest.mark.parametrize("operator", PROBLEMS)

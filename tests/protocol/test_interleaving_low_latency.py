@@ -35,7 +35,7 @@ operators = pytest.mark.parametrize("operator", by_words)
 
 @operators
 def test_it_passes(operator: str) -> None:
-    assert_passes(by_words[operator](Simulation(2)), range(8))
+    assert_passes(by_words[operator](Simulation(2)), range(6))
     assert_passes(by_words[operator](Simulation(3)), range(3))
 
 

@@ -14,6 +14,7 @@ from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy
 from overlap_train.tools.plan.prediction import COLLECTIVE, METHODS, Prediction, predict, total
 from overlap_train.tools.plan.tables import linears_table, not_measured
+from tests.unit.test_plan_check import part_of
 
 SMALL = {"hidden_size": 1024, "ffn_hidden_size": 3584, "num_attention_heads": 8, "num_query_groups": 8, "num_layers": 2}
 
@@ -62,8 +63,7 @@ def test_the_pictures_are_drawn(model: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert run(model, "--plot", str(tmp_path / "plan.png")) == 0
     checked = tmp_path / "check.png"
-    record = Path(__file__).parents[2] / "benchmarks" / "h200x2"
-    assert command.main(["--check", str(record), "--plot", str(checked)]) == 0
+    assert command.main(["--check", str(part_of("h200x2", tmp_path)), "--plot", str(checked)]) == 0
     assert (tmp_path / "plan.png").stat().st_size > 10_000 and checked.stat().st_size > 10_000
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from overlap_train.tools.bench import plots
+from tests.recipes import bench_te_stand_in
 from tests.script_server import ScriptServer
-from tests.unit import bench_te_stand_in
 
 BENCH = ("-m", "overlap_train", "bench")
 TINY = ("--tiny", "--quick", "--methods", "chunked")
