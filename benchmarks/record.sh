@@ -58,6 +58,8 @@ step operators 35 -m overlap_train bench operators --methods auto,fused,direct,c
 step layers 50 -m overlap_train bench layers --methods auto,fused,direct,chunked --out "$out"
 te_step layers_te 150 -m overlap_train bench layers --methods auto,direct --out "$out/te"
 step small_m 30 -m overlap_train bench operators --rows 128 256 512 1024 --methods auto,low_latency,direct,collective --out "$out/small_m"
+step ragged 50 -m overlap_train bench operators --rows 1992 1994 2048 4096 4100 8192 8200 --shapes llama3-8b --methods auto,fused,direct \
+  --out "$out/ragged"
 step sweep 60 -m overlap_train bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
   --methods auto,fused,chunked --quick --out "$out/sweep"
 step ulysses 90 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"

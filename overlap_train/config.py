@@ -10,6 +10,7 @@ from .methods import TRAITS
 
 SLOTS = ("qkv", "proj", "fc1", "fc2", "output")
 METHODS = ("auto", *TRAITS)
+MOST_CTAS = 32  # of one of NCCL's communicators
 
 
 def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -65,6 +66,11 @@ class OverlapConfig:
         "ranks per node, where a group spans several nodes; 0: CPU processes find their nodes by mapping memory, GPUs are one "
         "node",
     )
+    network_sms: int = _setting(
+        4,
+        "SMs that NCCL may hold to send between nodes, of GPUs only; products that run meanwhile leave them alone. Each carries "
+        "about 20 GB/s: 6 for a NIC of 400 Gbit/s in both directions",
+    )
     tuning_dir: str = _setting(
         "~/.cache/overlap_train",
         "folder of the measurements of overlap-train tune, which method=auto uses; rank 0 of a group reads it for all its ranks",
@@ -98,6 +104,14 @@ class OverlapConfig:
         if isinstance(self.node_ranks, bool) or not isinstance(self.node_ranks, int) or self.node_ranks < 0:
             raise ValueError(
                 f"node_ranks={self.node_ranks!r} must be a number of ranks, or 0 to find the nodes ({flag_name('node_ranks')})"
+            )
+        if (
+            isinstance(self.network_sms, bool)
+            or not isinstance(self.network_sms, int)
+            or not 1 <= self.network_sms <= MOST_CTAS
+        ):
+            raise ValueError(
+                f"network_sms={self.network_sms!r} must be a number from 1 to {MOST_CTAS} ({flag_name('network_sms')})"
             )
         if not self.tuning_dir:
             raise ValueError(f"tuning_dir='' must name a folder, which need not exist ({flag_name('tuning_dir')})")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from ..config import MOST_CTAS
+from .hardware import NETWORK_CTA_GBS
 from .machines import System
 
 # Output tiles that a library chooses from: 128 x 256 and the like, and 128 x 128 where larger ones leave SMs idle.
@@ -33,6 +35,12 @@ def _rate(system: System, us: float) -> float:
 def tile_at_full_clock_us(system: System, rows: int, cols: int, k: int) -> float:
     """A tile [rows, cols] on one SM, at the highest clock."""
     return 2 * rows * cols * k * system.sms / (system.tile_tflops * 1e6)
+
+
+def network_sms(nic_gbs: float) -> int:
+    """SMs that NCCL needs for a NIC of so many GB/s in each direction, an even number: sparing two or four of 132 costs a product
+    1 %, eight 5 % (2 x H200, benchmarks/probes/network_sms.py)."""
+    return min(2 * math.ceil(nic_gbs / NETWORK_CTA_GBS), MOST_CTAS)
 
 
 def library_gemm_us(system: System, m: int, n: int, k: int, parts: int = 1, spared_sms: int = 0) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 # NVLink 4 with the gaps between copies.
 GEMM_TFLOPS = 650.0
 COPY_GBS = 300.0
+NETWORK_CTA_GBS = 20.0  # what one CTA of NCCL copies between nodes, sent and received
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,6 @@ from .tiling import (
 )
 from .variants import PLAIN, Variant
 
-# SMs that NCCL may take between nodes. One of its CTAs copies about 20 GB/s; a NIC of 400 Gbit/s takes 50 GB/s in each direction,
-# which is five or six CTAs for both. With 8 the product keeps 124 of 132 SMs. NCCL's own limit would be 32.
-NETWORK_SMS = 8
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 
 
@@ -98,7 +95,9 @@ def make_plan(
     if spec.multiplies:
         fprop, dgrad = (_engine(p, config, table, topology, x.device, w) for p in (first, first.dgrad))
     else:
-        fprop = dgrad = engine_plan(_without_product(config, topology), first, topology, x.device, w)
+        fprop = dgrad = engine_plan(
+            _without_product(config, topology), first, topology, x.device, w, config.network_sms
+        )
     sends_again = spec.sends_input and config.gathered_input == "regather"
     wgrad = sent_again(fprop, topology) if sends_again else None
     how = (
@@ -119,7 +118,8 @@ def make_plan(
 def _engine(
     pass_: Pass, config: OverlapConfig, table: Table, topology: Topology, device: torch.device, w: torch.Tensor
 ) -> EnginePlan:
-    return engine_plan(choose(config.method, pass_, device, table, topology.nodes), pass_, topology, device, w)
+    choice = choose(config.method, pass_, device, table, topology.nodes)
+    return engine_plan(choice, pass_, topology, device, w, config.network_sms)
 
 
 def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
@@ -131,8 +131,10 @@ def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
     return Choice("chunked", "beside a product")
 
 
-def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor) -> EnginePlan:
-    """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
+def engine_plan(
+    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, network_sms: int
+) -> EnginePlan:
+    """How a pass runs by a choice. w: the weight shard, of which its layout counts. network_sms: see OverlapConfig."""
     kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
     chunks = _chunks(choice, pass_, device, topology.nodes)
     kernels = _kernels(kind, choice, pass_, device, w)
@@ -141,7 +143,7 @@ def engine_plan(choice: Choice, pass_: Pass, topology: Topology, device: torch.d
     route = legs(kind, topology, chunks, after_tiles)
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
-        sms=_sms(device, topology.nodes), nodes=topology.nodes, crossings=_crossings(kind, topology, chunks),
+        sms=_sms(device, topology.nodes, network_sms), nodes=topology.nodes, crossings=_crossings(kind, topology, chunks),
     )  # fmt: skip
 
 
@@ -160,9 +162,9 @@ def _crossings(kind: str, topology: Topology, chunks: int) -> tuple[Crossing, ..
     return crossings(kind, topology, chunks) if topology.nodes > 1 and kind not in EXCHANGES else ()
 
 
-def _sms(device: torch.device, nodes: int) -> SmBudget:
+def _sms(device: torch.device, nodes: int, network: int) -> SmBudget:
     """NCCL's kernels between nodes wait on SMs for the network; a product that counts on those SMs would wait with them."""
-    return SmBudget(send=NETWORK_SMS) if nodes > 1 and device.type == "cuda" else SmBudget()
+    return SmBudget(send=network) if nodes > 1 and device.type == "cuda" else SmBudget()
 
 
 def _chunks(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:

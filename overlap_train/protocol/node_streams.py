@@ -52,14 +52,17 @@ class NodeStreamEngine(StreamCopyEngine):
         """`join` runs it first: peers may need what nobody here has waited for."""
         self._unfinished.append(task)
 
+    def send_after_this(self) -> None:
+        """What is sent from now on leaves after what the caller's stream has been given so far."""
+        self._order(self._driver.current_stream(), self._sending.cuda_stream)
+
     def cross(
         self, call: NodeCall, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None = None
     ) -> Exchange:
-        """Start to send `source`, and to receive, after what the caller's stream has been given so far.
+        """Start to send `source`, and to receive, when the exchange before it has ended.
 
         make: enqueues what fills `source`, in the sending stream.
         """
-        self._order(self._driver.current_stream(), self._sending.cuda_stream)
         self._held.append(source)
         block, chunk = crossing.received.fills, crossing.received.chunk
         into = Piece(call.chunk_of(block, chunk), call.slot.crossed[block, chunk : chunk + 1])
@@ -87,6 +90,7 @@ class NodeStreamEngine(StreamCopyEngine):
         """Tell all twins that this rank has come, and let their words arrive."""
         nothing = call.blocks.flatten()[:0]
         turns = crossings(GATHER, topology, chunks=1)
+        self.send_after_this()
         exchanges = [self.cross(call, turn, nothing) for turn in turns]
         for turn, exchange in zip(turns, exchanges, strict=True):
             self.arrive(call, replace(turn, passed_on=Legs(())), exchange)

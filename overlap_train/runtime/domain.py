@@ -199,7 +199,7 @@ class OverlapDomain:
             gloo = GlooTransport(self.agreement, topology, timeout_s)
             engine: NodeEngine | NodeStreamEngine = NodeEngine(timeout_s, gloo, self.fault)
         else:
-            nccl = NcclTransport(self.agreement, topology, self.device, timeout_s, self.fault)
+            nccl = NcclTransport(self.agreement, topology, self.device, self.config, self.fault)
             engine = NodeStreamEngine(self.device, self._launcher.driver, nccl, self.fault, Blas(self.device))
         self.engine.close()
         self.engine, self.fault.link_of = engine, partial(link_of, topology)

@@ -15,8 +15,8 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
     """The domain of `group`, made at its first use. Symmetric memory is allocated when the first operator asks for it.
 
     Raises:
-        ValueError: no group, this process is not in it, or provider, symmetric_mib, timeout_s or node_ranks differ from the
-            domain's.
+        ValueError: no group, this process is not in it, or provider, symmetric_mib, timeout_s, node_ranks or network_sms
+            differ from the domain's.
     """
     domain = _domains.get(group)
     if domain is None:
@@ -62,7 +62,7 @@ def _check_same(
     if config is None or config is domain.config:
         return
     _check_type(config)
-    for name in ("provider", "symmetric_mib", "timeout_s", "node_ranks"):
+    for name in ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network_sms"):
         mine, theirs = getattr(config, name), getattr(domain.config, name)
         if mine != theirs:
             raise ValueError(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planning.plan import NETWORK_SMS
+from ..config import OverlapConfig
 from ..planning.schedule import Crossing, Topology
 from .agreement import Agreement, OverlapTimeoutError
 from .inter_node import Failures, Piece
@@ -49,9 +49,10 @@ class NcclTransport:
     """
 
     def __init__(
-        self, agreement: Agreement, topology: Topology, device: torch.device, timeout_s: float, failures: Failures
+        self, agreement: Agreement, topology: Topology, device: torch.device, config: OverlapConfig, failures: Failures
     ) -> None:
-        self._topology, self._timeout_s, self._failures = topology, timeout_s, failures
+        self._topology, self._timeout_s, self._failures = topology, config.timeout_s, failures
+        self._most_ctas = config.network_sms
         self._under_way: deque[NcclExchange] = deque()
         self._ended = threading.Event()
         agreement.barrier(_CONNECT)  # NCCL's own rendezvous is not bounded by us
@@ -63,7 +64,7 @@ class NcclTransport:
         topology = self._topology
         store = agreement.store_of(f"network/{topology.rank % topology.local}")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # before the products' next wave of CTAs
-        options.config.max_ctas = NETWORK_SMS
+        options.config.max_ctas = self._most_ctas
         options._timeout = timedelta(
             seconds=2 * self._timeout_s + 60
         )  # torch's watchdog ends the process: ours comes first

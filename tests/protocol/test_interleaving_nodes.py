@@ -18,6 +18,7 @@ from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
 from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers, scatters, tag_of
+from tests.protocol.simulated_gpu import Operation
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 
@@ -103,6 +104,9 @@ FAULTS = {
         in_streams(FORKED, "", "wrong|deadlock|Mismatch"),
         "scatter 2 1",
     ),
+    "a shard is sent before the caller has written it": (
+        Fault(ENGINES, "        engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "gather 2 1",
+    ),
     "nothing is passed on": (in_streams(f"                {PASSED}\n", "                break\n", "deadlock"), "gather 4 2"),
     "passed on without the data": (in_streams(PASSED, "pass"), "gather 4 2"),
     "partial sums are added before they are here": (
@@ -158,6 +162,36 @@ def test_what_nobody_waits_for_is_passed_on_before_the_operator_ends() -> None:
         assert isinstance(assert_caught(build, range(4)), Deadlock)
     with in_streams(LEFT, "pass").planted():
         assert "wrong result" in str(assert_caught(build, range(30)))
+
+
+def test_the_network_does_not_wait_for_products() -> None:
+    """The second exchange begins while the product before it runs, here one that only ends then."""
+    machine = NodeSimulation(2)
+
+    def build(scheduler: Scheduler) -> Any:
+        x, y = integers(2, TILE, TILE, seed=1), torch.full((2, 2 * TILE, TILE), torch.nan)
+
+        def host(domain: SimulatedDomain) -> None:
+            rank, own = domain.rank, x[domain.rank].clone()
+            with domain.operator(tag_of("gather"), slots=1):
+                plan = domain.plan("chunked", own, own).fprop
+                gather = core("operators.all_gather_gemm").start_gather(domain, plan, tag_of("gather"), own)
+                long = Operation("a long product", lambda: None, lambda: (rank, 2) in machine.posted)
+                machine.gpus[rank].current.enqueue(long)
+                y[rank] = gather.matmul(torch.eye(TILE))
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert (y == x.flatten(0, 1)).all()
+
+        return check
+
+    assert_passes(build, range(4))
+    ordered = Fault(ENGINES, "        crossing = self._waiting.popleft()\n",
+                    "        crossing = self._waiting.popleft()\n        self._engine.send_after_this()\n")  # fmt: skip
+    with ordered.planted():
+        assert isinstance(assert_caught(build, range(4)), Deadlock)
 
 
 def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:

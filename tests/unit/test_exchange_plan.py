@@ -40,7 +40,7 @@ def test_slots_have_room_for_what_one_rank_receives() -> None:
 
 def engine(method: str, kind: str, m: int = 8192, n: int = 4096, k: int = 4096, world: int = 4) -> EnginePlan:
     w = torch.empty(8, 8, dtype=BF16)
-    return engine_plan(Choice(method, "asked for"), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w)
+    return engine_plan(Choice(method, "asked for"), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w, 4)
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -64,7 +64,7 @@ def test_across_nodes_those_of_cpu_processes_overlap() -> None:
         on_cpu, on_gpu = (choose("auto", one, device, UNTUNED, nodes=2) for device in (torch.device("cpu"), GPU))
         assert on_cpu == Choice("chunked", "auto: CPU tensors on several nodes")
         assert on_gpu == Choice("collective", "auto: all-to-alls of GPUs do not overlap across nodes yet")
-    plan = engine_plan(on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16))
+    plan = engine_plan(on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16), 4)
     again = sent_again(plan, Topology(2, 2, 0))
     assert plan.sources == again.sources == (1, 3, 2), "the own node's, then of the far node the twin's last"
     assert [leg.target for leg in again.legs] == [3, 2, 1]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overlap_train import OverlapConfig
 from overlap_train.planning.schedule import GATHER, Topology, crossings
 from overlap_train.protocol.watchdog import FaultRecord
 from overlap_train.symmetric import nccl
@@ -81,7 +82,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Any]]:
 
     def make(timeout_s: float) -> tuple[nccl.NcclTransport, FaultRecord]:
         fault = FaultRecord(CPU, TOPOLOGY.rank, timeout_s)
-        open_ones.append(nccl.NcclTransport(agreement, TOPOLOGY, CPU, timeout_s, fault))
+        open_ones.append(
+            nccl.NcclTransport(agreement, TOPOLOGY, CPU, OverlapConfig(timeout_s=timeout_s, network_sms=6), fault)
+        )
         return open_ones[-1], fault
 
     yield make
@@ -111,7 +114,7 @@ def test_a_send_and_a_receive_are_one_group_each_with_its_word(opened: Callable[
 
 def test_it_may_take_few_sms_and_its_own_watchdog_comes_last(opened: Callable[[float], Any]) -> None:
     rank, size, options = opened(60.0)[0]._group.made
-    assert (rank, size, options.config.max_ctas, options.is_high_priority_stream) == (1, 3, 8, True)
+    assert (rank, size, options.config.max_ctas, options.is_high_priority_stream) == (1, 3, 6, True)
     assert options._timeout.total_seconds() > 60.0
 
 

@@ -50,7 +50,7 @@ def engine(
     """The plan of one pass on a GPU. w: the weight, else one of [n, k]."""
     w = torch.empty(8, 8, dtype=BF16) if w is None else w
     return engine_plan(
-        Choice(method, "asked for", Variant(**how)), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w
+        Choice(method, "asked for", Variant(**how)), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w, 6
     )
 
 
@@ -143,7 +143,7 @@ def test_rows_and_memory_of_each_operator() -> None:
 def across_nodes(pass_: Pass, method: str = "auto", nodes: int = 2, device: torch.device = GPU) -> EnginePlan:
     topology = Topology(nodes, pass_.world // nodes, 0)
     choice = choose(method, pass_, device, UNTUNED, nodes)
-    return engine_plan(choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16))
+    return engine_plan(choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16), network_sms=6)
 
 
 def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_sms() -> None:
@@ -151,9 +151,9 @@ def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_
     gather = Pass(GATHER, 8192, 14336, 4096, BF16, 2)
     plan = across_nodes(gather)
     assert (plan.method, plan.reason) == ("chunked", "auto: GPUs on several nodes")
-    assert (plan.chunks, len(plan.crossings), plan.sms.send) == (4, 4, 8)
+    assert (plan.chunks, len(plan.crossings), plan.sms.send) == (4, 4, 6)
     again = sent_again(plan, Topology(2, 1, 0))
-    assert (again.chunks, len(again.crossings), again.sms.send) == (1, 1, 8)
+    assert (again.chunks, len(again.crossings), again.sms.send) == (1, 1, 6)
     assert across_nodes(Pass(GATHER, 1024, 14336, 4096, BF16, 2)).chunks == 1, "a chunk is 8 MiB at least"
     on_cpu = across_nodes(gather, device=CPU)
     assert (on_cpu.chunks, on_cpu.sms.send, on_cpu.reason) == (1, 0, "auto: CPU tensors on several nodes")

@@ -10,6 +10,7 @@ import torch
 from ...methods import TRAITS
 from ...planning.backward import backward, communication_us, wgrad_us
 from ...planning.choice import choose
+from ...planning.cost import network_sms
 from ...planning.machines import System, Target
 from ...planning.passes import Pass
 from ...planning.plan import engine_plan
@@ -140,7 +141,9 @@ def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bo
     if is_alone:
         choice = replace(choice, variant=replace(choice.variant, split_reduction=False))
     weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")
-    return Work(system, engine_plan(choice, pass_, topology, target, weight), pass_, topology)  # type: ignore[arg-type]
+    return Work(
+        system, engine_plan(choice, pass_, topology, target, weight, network_sms(system.nic_gbs)), pass_, topology
+    )  # type: ignore[arg-type]
 
 
 def estimate(work: Work, what: Program) -> Estimate:
