@@ -94,6 +94,10 @@ class IdleDomain(domain.OverlapDomain):
         self.nodes = Nodes(Topology(1, self.world_size, self.rank))
 
 
+# Which of them describe launches. Kernels that are not told what a GPU's are told are others, and a GPU compiles them again.
+LAUNCHING = ("kernel_args", "portable", "low_latency")
+
+
 def stand_in() -> ExitStack:
     """Bracket in which this process is rank 0 of two, and host tensors are taken for a GPU's."""
     stack = ExitStack()
@@ -109,6 +113,7 @@ def stand_in() -> ExitStack:
         "overlap_train.operators.plan_book.make_plan": planned,
         "overlap_train.operators.plan_book.why_not": lambda *arguments: None,
         "overlap_train.operators.hopper.multiprocessors": lambda device: SMS,
+        **{f"overlap_train.operators.{module}.on_a_gpu": lambda domain: True for module in LAUNCHING},
         "torch.cuda.Stream": lambda *arguments, **options: stream,
         "torch.cuda.synchronize": lambda device=None: None,
         "torch.cuda.is_current_stream_capturing": bool,

@@ -57,10 +57,15 @@ class KernelArguments:
     constants: dict[str, Any]
 
 
+def on_a_gpu(domain: OverlapDomain) -> bool:
+    """Whether kernels are compiled for a GPU, and not run by the interpreter, which has no clock and takes small pieces."""
+    return domain.device.type == "cuda"
+
+
 def protocol_arguments(domain: OverlapDomain, call: Call, direct: bool) -> KernelArguments:
     """Of one call. direct: the kernel stores at the peers itself, and advances the epoch."""
     counters = call.slot.direct_counters if direct else call.slot.counters
-    timeout_s, on_gpu = domain.config.timeout_s, domain.device.type == "cuda"
+    timeout_s, on_gpu = domain.config.timeout_s, on_a_gpu(domain)
     arguments = dict(
         rank=domain.rank, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, outgoing_at_ptr=call.slot.outgoing_at,
         counter_ptr=counters.claimed, complete_ptr=counters.complete, left_ptr=counters.left,
@@ -79,7 +84,7 @@ def sending_arguments(domain: OverlapDomain, call: Call, sends: bool) -> KernelA
     chunk in the tests.
     """
     arguments = dict(sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at)
-    return KernelArguments(arguments, dict(DIRECT=sends, PIECE=16384 if domain.device.type == "cuda" else 64))
+    return KernelArguments(arguments, dict(DIRECT=sends, PIECE=16384 if on_a_gpu(domain) else 64))
 
 
 def sending_constants(plan: EnginePlan, direct: bool) -> dict[str, Any]:

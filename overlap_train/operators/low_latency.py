@@ -12,7 +12,7 @@ from ..planning.low_latency import flagged_bytes
 from ..protocol.slot import Call
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
-from .kernel_args import multiprocessors, protocol_arguments
+from .kernel_args import multiprocessors, on_a_gpu, protocol_arguments
 
 _WARPS = 4
 _PART = 1024  # words that a CTA sends or waits for at once: eight a thread, each 32 of which leave as one packet of 256 bytes
@@ -85,9 +85,8 @@ def _launch(
         words_ptr=call.slot.flagged, words_at_ptr=call.slot.flagged_at, size=block_bytes // unit,
         sent_ptr=call.slot.direct_counters.sent, **{name: protocol[name] for name in _TOLD},
     )  # fmt: skip
-    timed = domain.device.type == "cuda"
     constants = constants | dict(
-        WORLD=domain.world_size, PER_WORD=4 // unit, BLOCK=_PART, TIMED=timed, num_warps=_WARPS
+        WORLD=domain.world_size, PER_WORD=4 // unit, BLOCK=_PART, TIMED=on_a_gpu(domain), num_warps=_WARPS
     )
     parts = -(-block_bytes // (4 * _PART)) * max(1, domain.world_size - 1)
     return Launch(kernel, _grid(parts, domain.device), arguments, constants, (*((name,) for name in tensors), ("tag",)))

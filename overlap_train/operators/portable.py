@@ -15,6 +15,7 @@ from .kernel_args import (
     GatherOperands,
     ScatterOperands,
     grid_size,
+    on_a_gpu,
     protocol_arguments,
     sending_arguments,
     sending_constants,
@@ -77,5 +78,5 @@ def _constants(plan: EnginePlan, domain: OverlapDomain) -> dict[str, Any]:
     tile = plan.tile
     return dict(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, PRECISION="ieee", TIMED=domain.device.type == "cuda",
+        num_stages=tile.num_stages, PRECISION="ieee", TIMED=on_a_gpu(domain),
     )  # fmt: skip
