@@ -152,7 +152,7 @@ class OverlapDomain:
     @cached_property
     def nodes(self) -> Nodes:
         """The nodes of the group. Collective at its first use: where the group's plans begin, before any memory is shared."""
-        return find_nodes(self.agreement, self.device, self.config.node_ranks)
+        return find_nodes(self.agreement, self.device, self.config.node_ranks, self.config.network_sms)
 
     @property
     def topology(self) -> Topology:

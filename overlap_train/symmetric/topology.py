@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -31,11 +32,19 @@ class Nodes:
     problem: str | None = None
 
 
-def find_nodes(agreement: Agreement, device: torch.device, node_ranks: int) -> Nodes:
+class NodeSettings(NamedTuple):
+    """The settings of a rank that all ranks must share."""
+
+    node_ranks: int
+    network_sms: int
+
+
+def find_nodes(agreement: Agreement, device: torch.device, node_ranks: int, network_sms: int) -> Nodes:
     """The nodes of the agreement's group. Collective. Rank 0 prints them if there are several.
 
     Args:
         node_ranks: how many ranks a node has, the same on all ranks; 0: found out.
+        network_sms: see OverlapConfig; the same on all ranks, or twins would multiply beside different numbers of NCCL's CTAs.
 
     Raises:
         OverlapTimeoutError: a rank did not come.
@@ -43,14 +52,14 @@ def find_nodes(agreement: Agreement, device: torch.device, node_ranks: int) -> N
     world, rank = agreement.world_size, agreement.rank
     if world == 1 or (device.type == "cuda" and not node_ranks):
         return Nodes(Topology(1, world, rank))
-    told, reached = _look(agreement, node_ranks)
+    told, reached = _look(agreement, NodeSettings(node_ranks, network_sms))
     problem = _setting_error(told) or nodes_error(_as_told(world, node_ranks) if node_ranks else reached)
     if problem is not None:
         return Nodes(Topology(1, world, rank), problem)
     local = node_ranks or len(reached[0])
     topology = Topology(world // local, local, rank)
     if rank == 0 and topology.nodes > 1:
-        _print(topology, node_ranks, "NCCL" if device.type == "cuda" else "gloo")
+        _print(topology, node_ranks, f"NCCL on {network_sms} SMs" if device.type == "cuda" else "gloo")
     return Nodes(topology)
 
 
@@ -79,10 +88,11 @@ def nodes_error(reached: Sequence[tuple[int, ...]]) -> str | None:
     return None
 
 
-def _setting_error(told: Sequence[int]) -> str | None:
-    world, node_ranks = len(told), told[0]
-    if len(set(told)) > 1:
-        return f"node_ranks is {', '.join(map(str, told))} on the ranks of the group; it must be the same on all"
+def _setting_error(told: Sequence[NodeSettings]) -> str | None:
+    world, node_ranks = len(told), told[0].node_ranks
+    for name, values in zip(NodeSettings._fields, zip(*told, strict=True), strict=True):
+        if len(set(values)) > 1:
+            return f"{name} is {', '.join(map(str, values))} on the ranks of the group; it must be the same on all"
     if node_ranks and world % node_ranks:
         return (
             f"node_ranks={node_ranks} does not divide the group's {world} ranks; use a divisor, or 0 to find the nodes "
@@ -96,13 +106,13 @@ def _as_told(world: int, node_ranks: int) -> list[tuple[int, ...]]:
     return [tuple(node) for node in ranks for _ in node]
 
 
-def _look(agreement: Agreement, node_ranks: int) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Of each rank its node_ranks, and the ranks whose memory it can map."""
+def _look(agreement: Agreement, own: NodeSettings) -> tuple[list[NodeSettings], list[tuple[int, ...]]]:
+    """Of each rank its settings, and the ranks whose memory it can map."""
     token = os.urandom(16)
     descriptor = os.memfd_create(_NAME)
     try:
         os.write(descriptor, token)
-        places = agreement.exchange((node_ranks, os.getpid(), descriptor, token), _FIND)
+        places = agreement.exchange((own, os.getpid(), descriptor, token), _FIND)
         mine = tuple(rank for rank, (_, pid, number, text) in enumerate(places) if _read(pid, number) == text)
         reached = agreement.exchange(mine, _COMPARE)  # and every peer has looked before it is closed
         return [told for told, *_ in places], reached

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from overlap_train import OverlapConfig
 from overlap_train.planning.refusals import why_not_across_nodes
 from overlap_train.planning.schedule import A2A_GEMM, GATHER
 from overlap_train.symmetric import topology
-from overlap_train.symmetric.topology import find_nodes, nodes_error
+from overlap_train.symmetric.topology import NodeSettings, find_nodes, nodes_error
 
 CPU = torch.device("cpu")
 Reached = list[tuple[int, ...]]
@@ -38,15 +39,16 @@ def test_other_nodes_are_refused_by_name(reached: Reached, error: str) -> None:
 
 
 class Told:
-    """An agreement in which all ranks say what this one says."""
+    """An agreement in which all ranks say what this one says, but for node_ranks and, where a pair is given, network_sms."""
 
-    def __init__(self, rank: int, others: list[Any]) -> None:
+    def __init__(self, rank: int, others: Sequence[int | tuple[int, int]]) -> None:
         self.rank, self.world_size, self._others = rank, len(others) + 1, others
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        if isinstance(value[0] if value else 0, int) and len(value) == 4:
-            return [(node_ranks, *value[1:]) for node_ranks in (value[0], *self._others)]
-        return [value] * self.world_size
+        if not isinstance(value[0], NodeSettings):
+            return [value] * self.world_size
+        others = [other if isinstance(other, tuple) else (other, value[0].network_sms) for other in self._others]
+        return [value, *((NodeSettings(*other), *value[1:]) for other in others)]
 
 
 @pytest.mark.parametrize(
@@ -54,14 +56,15 @@ class Told:
     [
         (2, [2, 2], "node_ranks=2 does not divide the group's 3 ranks"),
         (2, [0, 2, 2], "node_ranks is 2, 0, 2, 2 on the ranks of the group"),
+        (2, [2, (2, 6), 2], "network_sms is 4, 4, 6, 4 on the ranks of the group"),
         (2, [2, 2, 2], None),
     ],
 )
-def test_the_setting_is_checked(
-    node_ranks: int, others: list[int], error: str | None, capsys: pytest.CaptureFixture[str]
+def test_the_settings_are_checked(
+    node_ranks: int, others: list[int | tuple[int, int]], error: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agreement: Any = Told(0, others)
-    found = find_nodes(agreement, CPU, node_ranks)
+    found = find_nodes(agreement, CPU, node_ranks, 4)
     assert (found.problem is None) if error is None else error in (found.problem or "")
     assert found.topology.nodes == (2 if error is None else 1)
     printed = "4 ranks on 2 nodes of 2, as node_ranks says: ranks 0-1, 2-3; gloo between nodes\n"
@@ -70,24 +73,24 @@ def test_the_setting_is_checked(
 
 def test_rank_0_alone_prints(capsys: pytest.CaptureFixture[str]) -> None:
     agreement: Any = Told(1, [2, 2, 2])
-    assert find_nodes(agreement, CPU, 2).topology.nodes == 2
+    assert find_nodes(agreement, CPU, 2, 4).topology.nodes == 2
     assert capsys.readouterr().err == ""
 
 
 def test_nothing_is_asked_of_one_rank_or_of_gpus() -> None:
     alone: Any = SimpleNamespace(rank=0, world_size=1)
-    assert find_nodes(alone, CPU, 0).topology.nodes == 1
+    assert find_nodes(alone, CPU, 0, 4).topology.nodes == 1
     gpus: Any = SimpleNamespace(rank=1, world_size=4)
-    assert find_nodes(gpus, torch.device("cuda", 0), 0).problem is None
+    assert find_nodes(gpus, torch.device("cuda", 0), 0, 4).problem is None
 
 
 def test_gpus_form_the_nodes_that_they_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     agreement: Any = Told(0, [2, 2, 2])
-    found = find_nodes(agreement, torch.device("cuda", 0), 2)
+    found = find_nodes(agreement, torch.device("cuda", 0), 2, 4)
     assert found.problem is None and (found.topology.nodes, found.topology.local) == (2, 2)
-    assert capsys.readouterr().err.endswith("ranks 0-1, 2-3; NCCL between nodes\n")
+    assert capsys.readouterr().err.endswith("ranks 0-1, 2-3; NCCL on 4 SMs between nodes\n")
     agreement = Told(0, [4])
-    assert "node_ranks is 2, 4 on the ranks" in (find_nodes(agreement, torch.device("cuda", 0), 2).problem or "")
+    assert "node_ranks is 2, 4 on the ranks" in (find_nodes(agreement, torch.device("cuda", 0), 2, 4).problem or "")
 
 
 def test_the_file_of_another_process_is_neither_waited_for_nor_taken() -> None:

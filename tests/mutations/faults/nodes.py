@@ -44,7 +44,7 @@ FAULTS = [
     TOPOLOGY("ranks may be numbered across nodes", "!= tuple(range(ranks[0], ranks[0] + len(ranks)))", "!= ranks"),
     TOPOLOGY("a rank that is not reached back is in the node", "if rank not in ranks or other is not None:", "if False:"),
     TOPOLOGY("every rank prints the nodes", "if rank == 0 and topology.nodes > 1:", "if topology.nodes > 1:"),
-    TOPOLOGY("node_ranks may differ", "if len(set(told)) > 1:", "if False:"),
+    TOPOLOGY("settings of nodes may differ", "if len(set(values)) > 1:", "if False:"),
     REFUSALS("kernels are taken across nodes", 'if engine.nodes > 1 and engine.method != "chunked":', "if False:"),
     REFUSALS("an all-to-all of GPUs is taken across nodes", 'engine.kind in EXCHANGES and device.type == "cuda":', "False:"),
     AUTO("auto takes collective for all-to-alls between nodes of CPU processes",
