@@ -18,7 +18,7 @@ from overlap_train.planning.choice import SCATTER_AND_WGRAD, Choice, Pass, choos
 from overlap_train.planning.plan import EnginePlan, barrier_first, engine_plan, make_plan, sent_again
 from overlap_train.planning.refusals import why_not
 from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
-from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import (
     HOPPER,
@@ -159,6 +159,26 @@ def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_
     assert (on_cpu.chunks, on_cpu.sms.send, on_cpu.reason) == (1, 0, "auto: CPU tensors on several nodes")
     alone = across_nodes(gather, "chunked", nodes=1)
     assert (alone.chunks, alone.crossings, alone.sms.send) == (1, (), 0)
+
+
+class OnGpu:
+    """A tensor as planning sees it on a GPU."""
+
+    device = GPU
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("spec", [ALL_GATHER_LINEAR, ALL_TO_ALL], ids=lambda spec: spec.name)
+def test_as_many_sms_are_spared_as_the_config_gives_the_network(spec: Any) -> None:
+    x, w = (OnGpu(torch.empty(rows, 64, dtype=BF16)) for rows in (1024, 256))
+    plan = make_plan(spec, OverlapConfig(network_sms=10), UNTUNED, Topology(2, 1, 0), x, w)  # type: ignore[arg-type]
+    assert {engine.sms.send for engine in (plan.fprop, plan.dgrad)} == {10}
 
 
 def test_across_nodes_no_backward_starts_with_a_barrier() -> None:

@@ -283,6 +283,11 @@ def test_nccl_is_as_fast_as_its_slowest_link() -> None:
     assert cost.collective_us(fast, nbytes, 2, 2) == pytest.approx(20 + 10 + 1e6 / 400e3), "nor its limit"
 
 
+def test_the_network_has_the_sms_that_its_nic_needs() -> None:
+    """Two for each 20 GB/s, one of which sends while the other receives; never more than NCCL has."""
+    assert [cost.network_sms(gbs) for gbs in (3.0, 20.0, 25.0, 50.0, 1000.0)] == [2, 2, 4, 6, 32]
+
+
 def test_an_all_to_all_crosses_by_every_ranks_own_nic() -> None:
     nccl = replace(H200, nccl_us=20.0, nic_us=10.0, nccl_ring_gbs=200.0, nic_gbs=50.0)
     assert cost.all_to_all_us(nccl, 15e6, 16, 2) == pytest.approx(20 + 10 + 8e6 / 50e3)

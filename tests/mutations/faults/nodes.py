@@ -101,6 +101,8 @@ FAULTS = [
     SUM("sums between nodes begin at another block's chunk", "* pitch", "* size"),
     BLAS("products go on sparing SMs", "self._check(self._set(handle, 0))", "pass"),
     BLAS("products spare all other SMs", "self._count - sms", "sms"),
+    CHUNKS("products spare what NCCL has by default",
+           "topology, device, w, config.network_sms)", "topology, device, w, 4)"),
     CHUNKS("blocks cross the network whole", 'if nodes > 1 and choice.method == "chunked" and on_gpu:', "if False:"),
     CHUNKS("NCCL gets no SMs",
            'SmBudget(send=network) if nodes > 1 and device.type == "cuda" else', "SmBudget() if True else"),
