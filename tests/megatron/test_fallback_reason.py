@@ -192,7 +192,7 @@ def test_on_gpus_both_are_hidden_where_a_method_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     x: Any = SimpleNamespace(shape=torch.Size((4096, 1, 4096)), is_cuda=True, element_size=lambda: 2, dim=lambda: 3)
     assert _over_tp(x, method="fused") is None
-    reason = "nobody has measured yet whether hiding both pays on GPUs: name a method, as --overlap-train-method fused"
+    reason = "hiding both is not measured on GPUs yet: name a method, as --overlap-train-method fused"
     assert reason in str(_over_tp(x))
 
 

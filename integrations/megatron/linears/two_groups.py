@@ -29,7 +29,7 @@ def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
     if x.is_cuda and spans_hosts(exchange.group, torch.cuda.device_count()):
         return "the context-parallel ranks are not on the GPUs of one host"
     if x.is_cuda and linear.overlap.config.method == "auto":
-        return f"nobody has measured yet whether hiding both pays on GPUs: name a method, as {flag_name('method')} fused, to try it"
+        return f"hiding both is not measured on GPUs yet: name a method, as {flag_name('method')} fused, to try it"
     if parts_of_call(linear, x, exchange)[0] == 1:
         return "too short to be cut into parts that hide each other's exchange"
     return None

@@ -56,7 +56,7 @@ FAULTS = [
     two_groups("two groups: products as Megatron cuts them are taken for whole ones",
                "linear.weight.shape[0] != exchange.heads.features", "False"),
     two_groups("two groups: hosts do not count", "x.is_cuda and spans_hosts(", "False and spans_hosts("),
-    two_groups("two groups: auto takes what nobody has measured", 'x.is_cuda and linear.overlap.config.method == "auto"', "False"),
+    two_groups("two groups: auto takes what is not measured", 'x.is_cuda and linear.overlap.config.method == "auto"', "False"),
     two_groups("two groups: any sequence is cut", "if parts_of_call(linear, x, exchange)[0] == 1:", "if False:"),
     linears("two groups: only the Ulysses group is told", "rotary=rotary, tp_group=self.tp_group,", "rotary=rotary,", FOUR),
     packed("lengths that have changed are not read again", "if kept is None or kept[0] != key", "if kept is None"),
