@@ -94,7 +94,8 @@ class IdleDomain(domain.OverlapDomain):
         self.nodes = Nodes(Topology(1, self.world_size, self.rank))
 
 
-# Which of them describe launches. Kernels that are not told what a GPU's are told are others, and a GPU compiles them again.
+# Modules of operators/ that describe launches. They must tell kernels what they tell them on a GPU: told anything else, Triton
+# compiles another kernel, which a GPU never asks for.
 LAUNCHING = ("kernel_args", "portable", "low_latency")
 
 

@@ -38,8 +38,7 @@ def tile_at_full_clock_us(system: System, rows: int, cols: int, k: int) -> float
 
 
 def network_sms(nic_gbs: float) -> int:
-    """SMs that NCCL needs for a NIC of so many GB/s in each direction, an even number: sparing two or four of 132 costs a product
-    1 %, eight 5 % (2 x H200, benchmarks/probes/network_sms.py)."""
+    """SMs that NCCL needs for a NIC of so many GB/s in each direction: per NETWORK_CTA_GBS one that sends, one that receives."""
     return min(2 * math.ceil(nic_gbs / NETWORK_CTA_GBS), MOST_CTAS)
 
 

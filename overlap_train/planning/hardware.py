@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # NVLink 4 with the gaps between copies.
 GEMM_TFLOPS = 650.0
 COPY_GBS = 300.0
-NETWORK_CTA_GBS = 20.0  # what one CTA of NCCL copies between nodes, sent and received
+NETWORK_CTA_GBS = 20.0  # what one CTA of NCCL sends or receives between nodes; about, not measured here
 
 
 @dataclass(frozen=True)

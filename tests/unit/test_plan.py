@@ -161,23 +161,17 @@ def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_
     assert (alone.chunks, alone.crossings, alone.sms.send) == (1, (), 0)
 
 
-class OnGpu:
-    """A tensor as planning sees it on a GPU."""
+class OnGpu(torch.Tensor):
+    """As planning sees a tensor on a GPU."""
 
     device = GPU
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
 
 
 @pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize("spec", [ALL_GATHER_LINEAR, ALL_TO_ALL], ids=lambda spec: spec.name)
 def test_as_many_sms_are_spared_as_the_config_gives_the_network(spec: Any) -> None:
-    x, w = (OnGpu(torch.empty(rows, 64, dtype=BF16)) for rows in (1024, 256))
-    plan = make_plan(spec, OverlapConfig(network_sms=10), UNTUNED, Topology(2, 1, 0), x, w)  # type: ignore[arg-type]
+    x, w = (torch.empty(rows, 64, dtype=BF16).as_subclass(OnGpu) for rows in (1024, 256))
+    plan = make_plan(spec, OverlapConfig(network_sms=10), UNTUNED, Topology(2, 1, 0), x, w)
     assert {engine.sms.send for engine in (plan.fprop, plan.dgrad)} == {10}
 
 
