@@ -63,14 +63,12 @@ class OverlapConfig:
     )
     node_ranks: int = _setting(
         0,
-        "ranks per node, where a group spans several nodes; 0: CPU processes find their nodes by mapping memory, GPUs are one "
-        "node",
+        "ranks per node, where a group spans several nodes; 0: those that can map each other's memory, which they find out",
     )
-    # Sparing 4 of 132 SMs takes 1.4 % of a product, 8 take 5 %; sockets are as fast with 2 as with 16 (probes/network_sms.py).
     network_sms: int = _setting(
-        4,
-        "SMs that NCCL may hold to send between nodes, of GPUs only; products that run meanwhile leave them alone. Each carries "
-        "about 20 GB/s: 6 for a NIC of 400 Gbit/s in both directions",
+        0,
+        "SMs that NCCL may hold to send between nodes, of GPUs only; products that run meanwhile leave them alone. 0: as many as "
+        "the network needs, which is measured when the nodes are connected",
     )
     tuning_dir: str = _setting(
         "~/.cache/overlap_train",
@@ -109,10 +107,11 @@ class OverlapConfig:
         if (
             isinstance(self.network_sms, bool)
             or not isinstance(self.network_sms, int)
-            or not 1 <= self.network_sms <= MOST_CTAS
+            or not 0 <= self.network_sms <= MOST_CTAS
         ):
             raise ValueError(
-                f"network_sms={self.network_sms!r} must be a number from 1 to {MOST_CTAS} ({flag_name('network_sms')})"
+                f"network_sms={self.network_sms!r} must be a number from 1 to {MOST_CTAS}, or 0 to measure it "
+                f"({flag_name('network_sms')})"
             )
         if not self.tuning_dir:
             raise ValueError(f"tuning_dir='' must name a folder, which need not exist ({flag_name('tuning_dir')})")

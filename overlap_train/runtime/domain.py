@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from ..symmetric.agreement import Agreement
 from ..symmetric.inter_node import GlooTransport
 from ..symmetric.nccl import NcclTransport
 from ..symmetric.topology import Nodes, find_nodes
+from ..symmetric.wire import connect
 from .bracket import Exclusively, Operator
 
 _MIB = 1 << 20
@@ -159,6 +161,14 @@ class OverlapDomain:
         """The nodes of the group, as this rank sees them."""
         return self.nodes.topology
 
+    def settled(self, config: OverlapConfig) -> OverlapConfig:
+        """The same with what was found out for its zeros. Collective at the first use that needs the network."""
+        if not self._on_gpu or self.topology.nodes == 1 or config.method == "collective" or self.is_capturing():
+            return config
+        engine = self._engine_across_nodes()
+        assert isinstance(engine, NodeStreamEngine)
+        return replace(config, network_sms=engine.network.sms)
+
     @torch.inference_mode(False)
     def _reallocate(self, layout: Layout) -> None:
         """Replace the heap by a larger one. Collective, and outside the hot path: once for each larger shape.
@@ -199,7 +209,8 @@ class OverlapDomain:
             gloo = GlooTransport(self.agreement, topology, timeout_s)
             engine: NodeEngine | NodeStreamEngine = NodeEngine(timeout_s, gloo, self.fault)
         else:
-            nccl = NcclTransport(self.agreement, topology, self.device, self.config, self.fault)
+            by = partial(NcclTransport, self.agreement, topology, self.device, timeout_s, self.fault)
+            nccl = connect(self.agreement, topology, self.device, self.config.network_sms, by, self.fault)
             engine = NodeStreamEngine(self.device, self._launcher.driver, nccl, self.fault, Blas(self.device))
         self.engine.close()
         self.engine, self.fault.link_of = engine, partial(link_of, topology)

@@ -84,7 +84,11 @@ class StreamTransport(Protocol):
 
     Twins start their exchanges in the same order, so NCCL may carry them: one group each. Where only the sender acts (NVSHMEM's
     put with signal), `exchange` puts into the place that the target receives into, and `arrive` waits for the word.
+
+    sms: that its kernels hold while something is under way.
     """
+
+    sms: int
 
     def exchange(self, crossing: Crossing, sent: Piece, received: Piece) -> Exchange:
         """Enqueue a send to `crossing.sent.target`, and a receive from `crossing.received.source`, after what the current stream

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import OverlapConfig
 from ..planning.schedule import Crossing, Topology
 from .agreement import Agreement, OverlapTimeoutError
 from .inter_node import Failures, Piece
@@ -46,13 +45,20 @@ class NcclTransport:
 
     NCCL waits without end. A thread looks at the oldest exchange, and at what the waits of this rank have found. It ends the
     communicator when either has failed: then no stream hangs, and the error with the name comes first.
+
+    sms: of NCCL's CTAs, at most; each holds one.
     """
 
     def __init__(
-        self, agreement: Agreement, topology: Topology, device: torch.device, config: OverlapConfig, failures: Failures
+        self,
+        agreement: Agreement,
+        topology: Topology,
+        device: torch.device,
+        timeout_s: float,
+        failures: Failures,
+        sms: int,
     ) -> None:
-        self._topology, self._timeout_s, self._failures = topology, config.timeout_s, failures
-        self._most_ctas = config.network_sms
+        self._topology, self._timeout_s, self._failures, self.sms = topology, timeout_s, failures, sms
         self._under_way: deque[NcclExchange] = deque()
         self._ended = threading.Event()
         agreement.barrier(_CONNECT)  # NCCL's own rendezvous is not bounded by us
@@ -62,9 +68,9 @@ class NcclTransport:
 
     def _connect(self, agreement: Agreement, device: torch.device) -> tuple[Any, str | None]:
         topology = self._topology
-        store = agreement.store_of(f"network/{topology.rank % topology.local}")
+        store = agreement.store_of(f"network/{topology.rank % topology.local}/{self.sms}")  # of no other communicator
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # before the products' next wave of CTAs
-        options.config.max_ctas = self._most_ctas
+        options.config.max_ctas = self.sms
         options._timeout = timedelta(
             seconds=2 * self._timeout_s + 60
         )  # torch's watchdog ends the process: ours comes first

@@ -1,13 +1,7 @@
-"""Which ranks of a group form a node: those that can map each other's memory. Never by host name, and before any is shared.
-
-CPU processes find out by trying: each opens what every other has put into a memfd. Containers on one host are several nodes where
-they do not see each other's processes. Groups of GPUs are taken for one node unless node_ranks says otherwise; where they are
-not, their provider says so.
-"""
+"""Which ranks of a group form a node: those that can map each other's memory (reach.py), or as many as node_ranks says."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +13,9 @@ import torch
 from ..config import flag_name
 from ..planning.schedule import Topology
 from .agreement import Agreement
+from .reach import new_sample
 
 _FIND, _COMPARE = "overlap_train: find the nodes of the group", "overlap_train: compare the nodes of the group"
-_NAME = "overlap_train node"
 
 
 @dataclass(frozen=True)
@@ -44,22 +38,22 @@ def find_nodes(agreement: Agreement, device: torch.device, node_ranks: int, netw
 
     Args:
         node_ranks: how many ranks a node has, the same on all ranks; 0: found out.
-        network_sms: see OverlapConfig; the same on all ranks, or twins would multiply beside different numbers of NCCL's CTAs.
+        network_sms: see OverlapConfig; the same on all ranks, or some would measure the network and others not.
 
     Raises:
         OverlapTimeoutError: a rank did not come.
     """
     world, rank = agreement.world_size, agreement.rank
-    if world == 1 or (device.type == "cuda" and not node_ranks):
+    if world == 1:
         return Nodes(Topology(1, world, rank))
-    told, reached = _look(agreement, NodeSettings(node_ranks, network_sms))
+    told, reached = _look(agreement, device, NodeSettings(node_ranks, network_sms))
     problem = _setting_error(told) or nodes_error(_as_told(world, node_ranks) if node_ranks else reached)
     if problem is not None:
         return Nodes(Topology(1, world, rank), problem)
     local = node_ranks or len(reached[0])
     topology = Topology(world // local, local, rank)
     if rank == 0 and topology.nodes > 1:
-        _print(topology, node_ranks, f"NCCL on {network_sms} SMs" if device.type == "cuda" else "gloo")
+        _print(topology, node_ranks, "NCCL" if device.type == "cuda" else "gloo")
     return Nodes(topology)
 
 
@@ -106,30 +100,18 @@ def _as_told(world: int, node_ranks: int) -> list[tuple[int, ...]]:
     return [tuple(node) for node in ranks for _ in node]
 
 
-def _look(agreement: Agreement, own: NodeSettings) -> tuple[list[NodeSettings], list[tuple[int, ...]]]:
+def _look(
+    agreement: Agreement, device: torch.device, own: NodeSettings
+) -> tuple[list[NodeSettings], list[tuple[int, ...]]]:
     """Of each rank its settings, and the ranks whose memory it can map."""
-    token = os.urandom(16)
-    descriptor = os.memfd_create(_NAME)
+    sample = new_sample(device)
     try:
-        os.write(descriptor, token)
-        places = agreement.exchange((own, os.getpid(), descriptor, token), _FIND)
-        mine = tuple(rank for rank, (_, pid, number, text) in enumerate(places) if _read(pid, number) == text)
+        places = agreement.exchange((own, sample.told), _FIND)
+        mine = tuple(rank for rank, (_, told) in enumerate(places) if sample.reaches(told))
         reached = agreement.exchange(mine, _COMPARE)  # and every peer has looked before it is closed
-        return [told for told, *_ in places], reached
+        return [settings for settings, _ in places], reached
     finally:
-        os.close(descriptor)
-
-
-def _read(pid: int, number: int) -> bytes | None:
-    """What is there, or None. In another PID namespace it is another process's file, which might never end an open or read."""
-    path = f"/proc/{pid}/fd/{number}"
-    try:
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            return None
-        with open(path, "rb") as file:
-            return file.read(16)
-    except OSError:
-        return None
+        sample.close()
 
 
 def _print(topology: Topology, node_ranks: int, transport: str) -> None:

@@ -60,7 +60,7 @@ def test_a_flag_that_cannot_act_is_an_error() -> None:
         ({"provider": "mpi"}, "provider='mpi'"),
         ({"symmetric_mib": 0}, "symmetric_mib=0 must be a positive"),
         ({"timeout_s": -1.0}, "timeout_s=-1.0 must be a positive"),
-        ({"network_sms": 0}, "network_sms=0 must be a number from 1 to 32.*--overlap-train-network-sms"),
+        ({"network_sms": -1}, "network_sms=-1 must be a number from 1 to 32, or 0.*--overlap-train-network-sms"),
         ({"network_sms": 33}, "network_sms=33 must"),
         ({"network_sms": 4.0}, "network_sms=4.0 must"),
         ({"network_sms": True}, "network_sms=True must"),

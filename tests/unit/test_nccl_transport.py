@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train import OverlapConfig
 from overlap_train.planning.schedule import GATHER, Topology, crossings
 from overlap_train.protocol.watchdog import FaultRecord
 from overlap_train.symmetric import nccl
@@ -39,7 +38,7 @@ class Group:
     """A process group that writes down what it is told."""
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self.made, self.told, self.works = (rank, size, options), [], []
+        self.store, self.made, self.told, self.works = store, (rank, size, options), [], []
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.told.append("connect")
@@ -80,11 +79,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Any]]:
         barrier=lambda what: None, store_of=lambda name: name, all_succeed=lambda error, what: None
     )
 
-    def make(timeout_s: float) -> tuple[nccl.NcclTransport, FaultRecord]:
+    def make(timeout_s: float, sms: int = 6) -> tuple[nccl.NcclTransport, FaultRecord]:
         fault = FaultRecord(CPU, TOPOLOGY.rank, timeout_s)
-        open_ones.append(
-            nccl.NcclTransport(agreement, TOPOLOGY, CPU, OverlapConfig(timeout_s=timeout_s, network_sms=6), fault)
-        )
+        open_ones.append(nccl.NcclTransport(agreement, TOPOLOGY, CPU, timeout_s, fault, sms))
         return open_ones[-1], fault
 
     yield make
@@ -116,6 +113,11 @@ def test_it_may_take_few_sms_and_its_own_watchdog_comes_last(opened: Callable[[f
     rank, size, options = opened(60.0)[0]._group.made
     assert (rank, size, options.config.max_ctas, options.is_high_priority_stream) == (1, 3, 6, True)
     assert options._timeout.total_seconds() > 60.0
+
+
+def test_a_communicator_meets_in_a_place_of_its_own(opened: Callable[..., Any]) -> None:
+    """Twins alone, and only with as many SMs: several are made one after the other (wire.py)."""
+    assert {opened(60.0, sms)[0]._group.store for sms in (2, 4)} == {"network/1/2", "network/1/4"}
 
 
 def wait_until(ready: Callable[[], bool]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ import torch
 from overlap_train import OverlapConfig
 from overlap_train.planning.refusals import why_not_across_nodes
 from overlap_train.planning.schedule import A2A_GEMM, GATHER
-from overlap_train.symmetric import topology
+from overlap_train.symmetric import reach, topology
+from overlap_train.symmetric.reach import GpuPlace, GpuSample, new_sample, read_token
 from overlap_train.symmetric.topology import NodeSettings, find_nodes, nodes_error
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 Reached = list[tuple[int, ...]]
 
 
@@ -77,32 +80,106 @@ def test_rank_0_alone_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_is_asked_of_one_rank_or_of_gpus() -> None:
+def test_nothing_is_asked_of_one_rank() -> None:
     alone: Any = SimpleNamespace(rank=0, world_size=1)
     assert find_nodes(alone, CPU, 0, 4).topology.nodes == 1
-    gpus: Any = SimpleNamespace(rank=1, world_size=4)
-    assert find_nodes(gpus, torch.device("cuda", 0), 0, 4).problem is None
+
+
+class Fabric:
+    """A stand-in for FabricMemory: of GPUs with the same first letter in their handles one can map the other's memory."""
+
+    def __init__(self, handle: bytes | None) -> None:
+        self.handle, self.open = handle, True
+
+    def reaches(self, handle: bytes) -> bool:
+        return self.handle is not None and self.handle[:1] == handle[:1]
+
+    def close(self) -> None:
+        self.open = False
+
+
+class Hosts:
+    """An agreement of GPUs: of each rank the boot id of its host and its fabric handle; this is rank 0."""
+
+    def __init__(self, *places: GpuPlace) -> None:
+        self.rank, self.world_size, self._places = 0, len(places), places
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        if isinstance(value[0], NodeSettings):
+            return [(value[0], place) for place in self._places]
+        samples = [sample_of(place) for place in self._places]
+        reached = [tuple(r for r, place in enumerate(self._places) if s.reaches(place)) for s in samples]
+        assert value == reached[0]
+        return reached
+
+
+def sample_of(place: GpuPlace) -> GpuSample:
+    memory = mock.patch("overlap_train.gpu.fabric.FabricMemory", return_value=Fabric(place.fabric))
+    with memory, mock.patch.object(reach, "_boot", return_value=place.boot):
+        return GpuSample(GPU)
+
+
+@pytest.mark.parametrize(
+    ("places", "nodes"),
+    [
+        ("a a a a", 1),
+        ("a a b b", 2),
+        ("a b c d", 4),
+        ("a/X1 a/X2 b/X3 b/X4", 1),
+        ("a/X b/X c/Y d/Y", 2),
+        ("a/X a b b/X", 0),
+        ("? ? ? ?", 1),
+    ],
+)
+def test_gpus_of_one_operating_system_or_one_fabric_form_a_node(
+    places: str, nodes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A letter: of the host; after a slash: of the fabric. 0 nodes: some map memory that others cannot."""
+    told = [place.partition("/") for place in places.split()]
+    hosts = [GpuPlace("" if host == "?" else host, fabric.encode() or None) for host, _, fabric in told]
+    with mock.patch.object(topology, "new_sample", return_value=sample_of(hosts[0])):
+        agreement: Any = Hosts(*hosts)
+        found = find_nodes(agreement, GPU, 0, 0)
+    assert (found.topology.nodes if found.problem is None else 0) == nodes
+    expected = "4 ranks on 2 nodes of 2, found by mapping memory: ranks 0-1, 2-3; NCCL between nodes\n"
+    assert capsys.readouterr().err.endswith(expected if nodes == 2 else "")
+
+
+def test_what_was_tried_is_given_back() -> None:
+    sample = sample_of(GpuPlace("a", b"X"))
+    memory: Any = sample._memory
+    agreement: Any = Hosts(GpuPlace("a", b"X"), GpuPlace("a", b"X"))
+    with mock.patch.object(topology, "new_sample", return_value=sample):
+        find_nodes(agreement, GPU, 0, 0)
+    assert not memory.open
+
+
+def test_an_operating_system_that_does_not_say_which_it_is_has_no_name(tmp_path: Path) -> None:
+    assert len(reach._boot()) == 36
+    with mock.patch.object(reach, "_BOOT", str(tmp_path / "none")):
+        assert reach._boot() == ""
 
 
 def test_gpus_form_the_nodes_that_they_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     agreement: Any = Told(0, [2, 2, 2])
-    found = find_nodes(agreement, torch.device("cuda", 0), 2, 4)
-    assert found.problem is None and (found.topology.nodes, found.topology.local) == (2, 2)
-    assert capsys.readouterr().err.endswith("ranks 0-1, 2-3; NCCL on 4 SMs between nodes\n")
-    agreement = Told(0, [4])
-    assert "node_ranks is 2, 4 on the ranks" in (find_nodes(agreement, torch.device("cuda", 0), 2, 4).problem or "")
+    with mock.patch.object(topology, "new_sample", side_effect=lambda device: new_sample(CPU)):
+        found = find_nodes(agreement, GPU, 2, 4)
+        assert found.problem is None and (found.topology.nodes, found.topology.local) == (2, 2)
+        assert capsys.readouterr().err.endswith("ranks 0-1, 2-3; NCCL between nodes\n")
+        agreement = Told(0, [4])
+        assert "node_ranks is 2, 4 on the ranks" in (find_nodes(agreement, GPU, 2, 4).problem or "")
 
 
 def test_the_file_of_another_process_is_neither_waited_for_nor_taken() -> None:
     """In another PID namespace a number is somebody else's: a pipe, which would never end an open or a read."""
     reading, writing = os.pipe()
-    own = os.memfd_create(topology._NAME)
+    own = os.memfd_create(reach._NAME)
     os.write(own, b"0123456789abcdef")
     try:
         for number in (reading, writing, 1 << 20):
-            assert topology._read(os.getpid(), number) is None
-        assert topology._read(os.getpid(), own) == b"0123456789abcdef"
-        assert topology._read(1 << 30, own) is None
+            assert read_token(os.getpid(), number) is None
+        assert read_token(os.getpid(), own) == b"0123456789abcdef"
+        assert read_token(1 << 30, own) is None
     finally:
         for number in (reading, writing, own):
             os.close(number)

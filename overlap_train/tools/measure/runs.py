@@ -102,7 +102,9 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
     """How the case runs by a choice; like: one of its input sets."""
     weight = like.right if like.right.is_contiguous() else like.right.t()
     planned = case.planned(domain.world_size, like.left.dtype)
-    return engine_plan(choice, planned, topology_of(domain), domain.device, weight, domain.config.network_sms)
+    return engine_plan(
+        choice, planned, topology_of(domain), domain.device, weight, domain.settled(domain.config).network_sms
+    )
 
 
 def topology_of(domain: OverlapDomain) -> Topology:

@@ -8,6 +8,9 @@ NODES = "tests/protocol/test_nodes.py"
 SHAPES = f"{NODES}::test_every_shape"
 SCHEDULE = In("overlap_train/planning/schedule.py", ("tests/protocol/test_node_schedule.py",))
 TOPOLOGY = In("overlap_train/symmetric/topology.py", ("tests/unit/test_topology.py",))
+REACH = In("overlap_train/symmetric/reach.py", ("tests/unit/test_topology.py",))
+FABRIC = In("overlap_train/gpu/fabric.py", ("tests/unit/test_fabric.py",))
+WIRE = In("overlap_train/symmetric/wire.py", ("tests/unit/test_wire.py",))
 NETWORK = In("overlap_train/symmetric/inter_node.py", (SHAPES,))
 SLOT = In("overlap_train/protocol/node_slot.py", (SHAPES,))
 WORKSPACE = In("overlap_train/protocol/node_workspace.py", (SHAPES,))
@@ -16,6 +19,7 @@ SCATTER = In("overlap_train/operators/gemm_reduce_scatter.py", (SHAPES,))
 OUT = In("overlap_train/operators/gemm_all_to_all.py", (SHAPES,))
 BACK = In("overlap_train/operators/all_to_all_gemm.py", (SHAPES,))
 DOMAIN = In("overlap_train/runtime/domain.py", (SHAPES,))
+SETTLED = In("overlap_train/runtime/domain.py", ("tests/unit/test_wire.py",))
 STREAMED = "tests/protocol/test_interleaving_nodes.py"
 PASSES = f"{STREAMED}::test_operators_pass"
 STREAMS = In("overlap_train/protocol/node_streams.py", (PASSES,))
@@ -39,7 +43,20 @@ FAULTS = [
         "return block if block // self.local != self.node else",
     ),
     SCHEDULE("sums cross before their blocks are computed", "in product(targets(topology)", "in product(targets(topology)[::-1]"),
-    TOPOLOGY("any file of another process is opened", 'if not os.readlink(path).startswith(f"/memfd:{_NAME}"):', "if False:"),
+    REACH("any file of another process is opened", 'if not os.readlink(path).startswith(f"/memfd:{_NAME}"):', "if False:"),
+    REACH("GPUs of all hosts are one node", "if told.boot == self.told.boot:", "if True:"),
+    REACH("no fabric is tried", "return told.fabric is not None and", "return False and"),
+    TOPOLOGY("what was tried is kept", "        sample.close()\n", "        pass\n"),
+    FABRIC("memory has no fabric handle", "_Properties(_PINNED, _FABRIC,", "_Properties(_PINNED, 1,"),
+    FABRIC("what was taken in is kept", "        self._library.cuMemRelease(memory)\n        return", "        return"),
+    FABRIC("a handle that is of no use is in reach", "ctypes.byref(theirs), _FABRIC):", "ctypes.byref(theirs), _FABRIC) < 0:"),
+    WIRE("SMs that carry nothing more are taken", "if more_gbs < WORTH * gbs:", "if more_gbs < gbs:"),
+    WIRE("ranks take different numbers of SMs", "return min(agreement.exchange(gbs, _MEASURE))",
+         "return agreement.exchange(gbs, _MEASURE)[0]"),
+    WIRE("connections stay where others are taken", "        best.close(orderly=True)\n", ""),
+    WIRE("an exchange that failed is a measurement", "        failures.check()\n", ""),
+    WIRE("the time to connect counts", "    seconds(1)  # NCCL", "    # NCCL"),
+    WIRE("a setting is measured, too", "    if sms:\n", "    if False:\n"),
     TOPOLOGY("nodes of unequal size are accepted", "len({len(ranks) for ranks in nodes}) > 1", "False"),
     TOPOLOGY("ranks may be numbered across nodes", "!= tuple(range(ranks[0], ranks[0] + len(ranks)))", "!= ranks"),
     TOPOLOGY("a rank that is not reached back is in the node", "if rank not in ranks or other is not None:", "if False:"),
@@ -54,6 +71,9 @@ FAULTS = [
     NETWORK("who takes a block from the network keeps it", "heap = self._heaps[rank]",
             "heap = self._heaps[self._topology.rank]"),
     DOMAIN("blocks for the ranks beside this one have no place", "for rank in node})", "for rank in [self.rank]})"),
+    SETTLED("plans do not know what NCCL takes", "network_sms=engine.network.sms", "network_sms=0"),
+    SETTLED("a group of one node connects", "self.topology.nodes == 1 or config.method", "config.method"),
+    SETTLED("who asks for NCCL alone connects", 'config.method == "collective" or self.is_capturing():', "self.is_capturing():"),
     SLOT("every block is for who takes it from the network", "Place(receiver, target,", "Place(receiver, receiver,"),
     SCHEDULE("a rank is connected with all others", "return self.twin(target // self.local)", "return target"),
     SCHEDULE("far blocks are expected in the order of a gather", "first = int(kind in EXCHANGES)", "first = 0"),
@@ -87,7 +107,8 @@ FAULTS = [
     STREAM_ENGINES("the own node's partials are left out", "order = self._others(topology.rank)", "order = []"),
     STREAM_ENGINES("chunks of the second far node are those of the first", "near + turn // call.chunks * local", "near"),
     NCCL("a receive is posted outside its group", "        group._start_coalescing()\n", ""),
-    NCCL("NCCL may take all SMs", "        options.config.max_ctas = self._most_ctas\n", ""),
+    NCCL("NCCL may take all SMs", "        options.config.max_ctas = self.sms\n", ""),
+    NCCL("communicators of several sizes meet in one place", "{topology.rank % topology.local}/{self.sms}", "0"),
     NCCL("torch's watchdog ends the process first", "2 * self._timeout_s + 60", "self._timeout_s / 2"),
     NCCL("nobody looks how old an exchange is",
          "- self._under_way[0].began > self._timeout_s", "- self._under_way[0].began > 1e9"),

@@ -1,0 +1,128 @@
+"""How many SMs NCCL gets between nodes, on stand-ins for NCCL and for the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from overlap_train import OverlapConfig
+from overlap_train.planning.schedule import Topology
+from overlap_train.protocol.node_streams import NodeStreamEngine
+from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.symmetric import wire
+from overlap_train.symmetric.agreement import OverlapTimeoutError
+
+CPU, TOPOLOGY = torch.device("cpu"), Topology(2, 2, 0)
+
+
+class Network:
+    """A stand-in for a transport of so many SMs. open: not yet closed."""
+
+    def __init__(self, sms: int) -> None:
+        self.sms, self.open, self.crossed = sms, True, 0
+
+    def exchange(self, crossing: Any, sent: Any, received: Any) -> Any:
+        assert (crossing.sent.target, crossing.received.source) == (2, 2) and sent.data.numel() == 32 << 20
+        self.crossed += 1
+        return SimpleNamespace(arrive=lambda: None)
+
+    def close(self, orderly: bool) -> None:
+        assert self.open and orderly
+        self.open = False
+
+
+class Made:
+    """Makes networks, and keeps them."""
+
+    def __init__(self) -> None:
+        self.networks: list[Network] = []
+
+    def __call__(self, sms: int) -> Any:
+        self.networks.append(Network(sms))
+        return self.networks[-1]
+
+
+@pytest.mark.parametrize(
+    ("gbs", "tried", "taken"),
+    [
+        ((2.0, 2.0), (2, 4), 2),  # sockets
+        ((20.0, 40.0, 41.9), (2, 4, 8), 4),
+        ((20.0, 40.0, 42.0, 43.0), (2, 4, 8, 16), 8),
+        ((20.0, 40.0, 80.0, 160.0), (2, 4, 8, 16), 16),
+    ],
+)
+def test_the_fewest_sms_with_which_the_wire_carries_what_it_can(
+    gbs: Sequence[float], tried: Sequence[int], taken: int
+) -> None:
+    by, rates = Made(), iter(gbs)
+    network, carried = wire.fewest(by, lambda network: next(rates))
+    assert tuple(one.sms for one in by.networks) == tried
+    assert network.sms == taken and carried == gbs[tried.index(taken)]
+    assert [one.sms for one in by.networks if one.open] == [taken]
+
+
+def agreement(rank: int, gbs: Sequence[float]) -> Any:
+    """The others' figures of each measurement."""
+    theirs = iter(gbs)
+    return SimpleNamespace(rank=rank, exchange=lambda mine, what: [mine, next(theirs)])
+
+
+def connect(rank: int, sms: int, own: Sequence[float], others: Sequence[float], fails: bool = False) -> Made:
+    by, failure = Made(), OverlapTimeoutError("rank 3 does not come") if fails else None
+    failures: Any = SimpleNamespace(check=mock.Mock(side_effect=failure))
+    with mock.patch.object(wire, "_gbs", side_effect=list(own)):
+        network = wire.connect(agreement(rank, others), TOPOLOGY, CPU, sms, by, failures)
+    assert [one for one in by.networks if one.open] == [network]
+    return by
+
+
+def test_the_slowest_rank_decides_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    found = connect(0, 0, own=(20.0, 40.0, 50.0), others=(20.0, 30.0, 30.0))
+    assert [one.sms for one in found.networks if one.open] == [4]
+    assert capsys.readouterr().err == (
+        "overlap_train: NCCL between nodes carries 30.0 GB/s in each direction, and takes 4 SMs for it (see network_sms)\n"
+    )
+    connect(1, 0, own=(20.0, 20.0), others=(20.0, 20.0))
+    assert capsys.readouterr().err == ""  # rank 0 alone says so
+
+
+def test_a_setting_is_taken_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [one.sms for one in connect(0, 6, own=(), others=()).networks] == [6]
+    assert capsys.readouterr().err == ""
+
+
+def test_an_exchange_that_did_not_end_is_no_measurement() -> None:
+    with pytest.raises(OverlapTimeoutError, match="rank 3"):
+        connect(0, 0, own=(1.0,), others=(1.0,), fails=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sms"),
+    [({}, 8), ({"_on_gpu": False}, 0), ({"topology": Topology(1, 4, 0)}, 0), ({"is_capturing": lambda: True}, 0)],
+)
+def test_plans_spare_the_sms_that_were_found(changed: dict[str, Any], sms: int) -> None:
+    """And nothing is connected where nothing goes over the network, or where it could not be."""
+    engine = mock.Mock(spec=NodeStreamEngine, network=Network(8))
+    connect = mock.Mock(return_value=engine)
+    own = {"_on_gpu": True, "topology": TOPOLOGY, "is_capturing": lambda: False, "_engine_across_nodes": connect}
+    domain: Any = SimpleNamespace(**(own | changed))
+    assert OverlapDomain.settled(domain, OverlapConfig()) == OverlapConfig(network_sms=sms)
+    assert connect.called == bool(sms)
+    by_nccl = OverlapConfig(method="collective")
+    assert OverlapDomain.settled(SimpleNamespace(**own), by_nccl) is by_nccl  # type: ignore[arg-type]
+
+
+def test_exchanges_are_timed_once_the_twins_have_met() -> None:
+    network, times = Network(2), iter((0.0, 7.0, 10.0, 10.5))
+    stream = SimpleNamespace(synchronize=lambda: None)
+    with (
+        mock.patch.object(wire.time, "perf_counter", side_effect=times),
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+    ):
+        gbs = wire._gbs(TOPOLOGY, CPU, network)  # type: ignore[arg-type]
+    assert network.crossed == 5 and gbs == pytest.approx(4 * (32 << 20) / 0.5e9)
