@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..methods import TRAITS
+from .hardware import SUM_GBS
 from .low_latency import LOW_LATENCY, pays
 from .passes import SCATTER_AND_WGRAD, Pass
 from .schedule import A2A_GEMM, EXCHANGES, GATHER, SCATTER
 from .table import Table, Winner
-from .tiling import HOPPER_TILE, tma_reads
+from .tiling import FILLS_A_GPU, HOPPER_TILE, tma_reads
 from .variants import PLAIN, Variant
 
-__all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "choose", "untuned"]
+__all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "alone", "choose", "saves_a_wave", "untuned"]
 
 # SMALL_M: up to here the GEMM and the copies together take less than a call's host time, and NCCL's path for small messages
 # wins (4 x H200: by 1.3 to 2 at M = 256, by up to 1.1 at M = 512). SMALL_M_DIRECT: where a rank's rows fill a tile, NCCL wins
@@ -37,6 +38,8 @@ FEW_ROWS = 1024
 # A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
 # the own tiles: at 1.58 it gained 7 % (11008 x 4096), at 1.41 it cost 2 and 8 % (8B qkv on 2 GPUs), at 1.21 it cost 3 % (4 GPUs).
 LATE = 1.5
+# Beside reading and writing: what the second kernel of a split reduction takes from the end of the first.
+SUM_LAUNCH_US = 5.0
 # Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
 # A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
 LONG_GEMM_US = 1000.0
@@ -76,8 +79,10 @@ def _variant(method: str, pass_: Pass, device: torch.device, table: Table) -> Va
     """As measured, else by the model."""
     winner, collides = _winner(pass_, device, table), _collides(pass_, method)
     measured = None if winner is None else winner.variant_of(method)
+    splits = TRAITS[method].splits and saves_a_wave(pass_, device)  # rows that share a measurement may have other waves
     if measured is None:
-        return Variant(_outweighs(pass_, method), _is_late(pass_, method), collides)
+        return Variant(_outweighs(pass_, method), splits or _is_late(pass_, method), collides)
+    measured = replace(measured, split_reduction=splits or measured.split_reduction)
     # Backward passes that follow each other wait for each other anyway, for their slots: the tuner cannot tell what a barrier
     # gains.
     return replace(measured, barrier_first=collides) if pass_.kind == SCATTER_AND_WGRAD else measured
@@ -97,6 +102,30 @@ def _is_late(pass_: Pass, method: str) -> bool:
     """
     until_own = (pass_.world - 1) / pass_.world * pass_.gemm_us
     return pass_.kind == SCATTER_AND_WGRAD and TRAITS[method].splits and 2 * pass_.copy_us > LATE * until_own
+
+
+def saves_a_wave(pass_: Pass, device: torch.device) -> bool:
+    """Whether GEMM + RS by the Hopper kernels takes a wave of tiles less, and less time, with a split reduction.
+
+    Own tiles that add the peers' partials have no rows of peers (schedule.py: units_in_run). So 4100 rows of 4096 columns on two
+    GPUs are 544 tiles, five waves, and with a split reduction 528, four. The simulator says 364 us for 440; not measured.
+    """
+    if pass_.kind not in (SCATTER, SCATTER_AND_WGRAD) or not _on_hopper(pass_, device):
+        return False
+    rows, peers = pass_.m // pass_.world, pass_.world - 1
+    apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE.count(rows, pass_.n)
+    together = HOPPER_TILE.count(rows, pass_.n, pass_.world)
+    before, after = (-(-tiles // FILLS_A_GPU) for tiles in (apart, together))
+    if before == after:
+        return False
+    nbytes = (pass_.world + 1) * rows * pass_.n * pass_.dtype.itemsize  # own and received partials, and their sum
+    return (before - after) / before * pass_.gemm_us > SUM_LAUNCH_US + nbytes / (SUM_GBS * 1e3)
+
+
+def alone(choice: Choice, pass_: Pass, device: torch.device) -> Choice:
+    """The choice for a pass that nothing comes after: a reduction that is split to let a weight gradient run first is not."""
+    splits = choice.variant.split_reduction and saves_a_wave(pass_, device)
+    return replace(choice, variant=replace(choice.variant, split_reduction=splits))
 
 
 def _collides(pass_: Pass, method: str) -> bool:

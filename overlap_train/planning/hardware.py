@@ -8,6 +8,7 @@ from dataclasses import dataclass
 # NVLink 4 with the gaps between copies.
 GEMM_TFLOPS = 650.0
 COPY_GBS = 300.0
+SUM_GBS = 3700.0  # of local memory, read and written where partial sums are added: reached on H200
 NETWORK_CTA_GBS = 20.0  # what one CTA of NCCL sends or receives between nodes; about, not measured here
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from .hardware import SUM_GBS
+
 
 @dataclass(frozen=True)
 class System:
@@ -84,7 +86,7 @@ H200 = System(
     "h200", "NVIDIA H200 SXM data sheet; measured in benchmarks/h200x2 and h200x4", (9, 0), 132, 989.4, 450.0, 50.0, 8,
     nic_us=14.0,
     tile_tflops=850.0, burst_tflops=755.0, sustained_tflops=655.0, settle_us=490.0, small_tile=0.88, portable=0.83,
-    memory_gbs=3700.0, copy_gbs=360.0, push_us=6.2, store_gbs=240.0, tile_store_gbs=330.0, peer_tile_us=11.0,
+    memory_gbs=SUM_GBS, copy_gbs=360.0, push_us=6.2, store_gbs=240.0, tile_store_gbs=330.0, peer_tile_us=11.0,
     nccl_us=19.0, nccl_pair_gbs=220.0, nccl_ring_gbs=285.0, nccl_beside=0.5, gap_us=1.5, wait_us=2.0, ramp_us=10.0,
     host_call_us=4.0, measured=SPEEDS,
 )  # fmt: skip

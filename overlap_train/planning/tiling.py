@@ -21,7 +21,7 @@ _SHORTEST_DIRECT = 1024
 
 # A product with fewer tiles than a GPU has SMs takes as long as one of so many (H100, H200). Cut further, the gathers of eight
 # models over two nodes of 8 x H800 are 1.13 times as fast as NCCL, like this 1.40 (benchmarks/planner/ditron.md, planned).
-_FILLS_A_GPU = 132
+FILLS_A_GPU = 132
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4) -> in
 @functools.cache
 def network_chunk_count(m_shard: int, n: int, row_bytes: int) -> int:
     """As chunk_count on GPUs, for blocks whose chunks the library multiplies one by one, each a product of n columns."""
-    return chunk_count(m_shard, row_bytes, True, max(1, min(4, HOPPER_TILE.count(m_shard, n) // _FILLS_A_GPU)))
+    return chunk_count(m_shard, row_bytes, True, max(1, min(4, HOPPER_TILE.count(m_shard, n) // FILLS_A_GPU)))
 
 
 @functools.cache

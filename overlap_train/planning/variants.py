@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Variant:
     """whole: every block in one piece, where a fused operator would cut it into chunks (fewer pushes, a longer tail).
     split_reduction: a fused scatter leaves the peers' partials to a second kernel, after what its caller does meanwhile. In a
-    column linear's backward they come after x's blocks; waiting for them would keep all SMs from the weight gradient.
+    column linear's backward they come after x's blocks; waiting for them would keep all SMs from the weight gradient. And own
+    rows may then share tiles with those of peers, which can save a wave of tiles.
     barrier_first: the ranks meet before they begin, because the pushes of skewed ranks collide.
     """
 
@@ -25,7 +26,7 @@ class Variant:
     def __str__(self) -> str:
         return (
             "; blocks are sent whole" * self.whole
-            + "; the reduction runs after the weight gradient" * self.split_reduction
+            + "; the reduction runs in a second kernel" * self.split_reduction
             + "; starts with a barrier" * self.barrier_first
         )
 

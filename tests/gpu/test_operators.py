@@ -14,6 +14,7 @@ from overlap_train import all_gather_linear, all_to_all_linear, linear_all_to_al
 from overlap_train.operators.all_gather_gemm import start_gather
 from overlap_train.operators.gemm_reduce_scatter import start_scatter
 from overlap_train.planning.arguments import Request
+from overlap_train.planning.choice import Pass, choose
 from overlap_train.planning.plan import EnginePlan, make_plan
 from overlap_train.planning.schedule import SCATTER, Topology, legs
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
@@ -77,6 +78,15 @@ def test_keeping_the_gathered_input(case: Case, operator: str) -> None:
     keeping = replace(case, config=replace(case.config, gathered_input="keep"))
     for name in ("one row a rank", "several tiles"):
         OPERATORS[operator](keeping, *SHAPES_OF_TILES[name])
+
+
+def test_own_rows_share_tiles_with_a_peers_where_that_saves_a_wave(case: Case) -> None:
+    """Forward, by a split reduction: 4100 rows of 4096 columns are four waves of tiles instead of five on an H200."""
+    if (case.config.method, case.world) != ("fused", 2):
+        pytest.skip("4100 rows of fewer or more ranks are other tiles")
+    assert choose("fused", Pass(SCATTER, 4100, 4096, 2048, case.dtype, 2), case.device, UNTUNED).variant.split_reduction
+    for seed in range(3):
+        OPERATORS["row"](case, (2050, 1), 2048, 4096, seed=seed)
 
 
 def test_the_fused_kernel_really_ran(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

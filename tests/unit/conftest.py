@@ -7,8 +7,19 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 
+from overlap_train.planning.tiling import tma_reads
 from tests.unit import hopper_ptx
+
+
+@pytest.fixture
+def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """What torch says of an H200; without a GPU it would refuse to answer."""
+    tma_reads.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    yield monkeypatch
+    tma_reads.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,11 +16,13 @@ from overlap_train.planning.choice import (
     SMALL_M,
     SMALL_M_DIRECT,
     Pass,
+    alone,
     choose,
     untuned,
 )
+from overlap_train.planning.schedule import Strips, Topology, strip_order, units_in_run
 from overlap_train.planning.table import UNTUNED, Table, Winner
-from overlap_train.planning.tiling import tma_reads
+from overlap_train.planning.tiling import HOPPER_TILE
 from overlap_train.planning.variants import PLAIN, VARIANTS, Variant
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -30,15 +31,6 @@ FC1 = Pass(GATHER, 8192, 7168, 4096, torch.bfloat16, WORLD)  # Llama-3-8B
 FC2 = Pass(SCATTER, 8192, 4096, 3584, torch.bfloat16, WORLD)
 QKV = Pass(GATHER, 8192, 1536, 4096, torch.bfloat16, WORLD)
 PROJ = Pass(SCATTER, 8192, 4096, 1024, torch.bfloat16, WORLD)
-
-
-@pytest.fixture
-def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """What torch says of an H200; without a GPU it would refuse to answer."""
-    tma_reads.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    yield monkeypatch
-    tma_reads.cache_clear()
 
 
 def table_of(*winners: Winner) -> Table:
@@ -200,9 +192,56 @@ def test_blocks_are_gathered_whole_where_copies_outweigh_the_product(hopper_gpu:
 def test_a_reduction_is_split_where_partials_come_after_long_copies(hopper_gpu: pytest.MonkeyPatch) -> None:
     choice = choose("fused", replace(FC1.dgrad, k=2752), GPU, UNTUNED)
     assert choice.variant == Variant(split_reduction=True)
-    assert choice.reason == "asked for; the reduction runs after the weight gradient"
+    assert choice.reason == "asked for; the reduction runs in a second kernel"
     elsewhere = [("fused", FC1.dgrad), ("fused", PROJ), ("fused", QKV), ("chunked", QKV.dgrad), ("direct", QKV.dgrad)]
     assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).variant.split_reduction]
+
+
+RAGGED = Pass(SCATTER, 4100, 4096, 7168, torch.bfloat16, 2)  # five waves of tiles, or four
+
+
+@pytest.mark.parametrize(
+    ("pass_", "splits"),
+    [
+        (RAGGED, True),
+        (replace(RAGGED, kind=SCATTER_AND_WGRAD), True),
+        (replace(RAGGED, m=4096), False),  # four waves either way
+        (replace(RAGGED, m=8200), False),  # eight
+        (replace(RAGGED, m=1994), False),
+        (replace(RAGGED, k=256), False),  # a wave takes less time than the second kernel
+        (replace(RAGGED, world=4, m=8200), True),  # 2050 rows a rank: 1088 tiles, nine waves, or 1040, eight
+        (replace(RAGGED, world=4, m=4352, n=3840), False),  # 525 tiles or 510, four waves; no block shared tiles, 540
+        (replace(RAGGED, dtype=torch.float32), False),  # by the plain kernels, whose tiles never cross
+        (replace(RAGGED, kind=GATHER), False),
+    ],
+    ids=str,
+)
+def test_a_reduction_is_split_where_that_saves_a_wave_of_tiles(
+    pass_: Pass, splits: bool, hopper_gpu: pytest.MonkeyPatch
+) -> None:
+    """Where the rows tell, whatever was measured for a pass of about as many."""
+    measured = table_of(Winner(pass_, "fused", {"fused": 1.0, "fused split": 1.1}))
+    for table in (UNTUNED, measured):
+        choice = choose("fused", pass_, GPU, table)
+        assert choice.variant.split_reduction == splits
+        assert alone(choice, pass_, GPU).variant == choice.variant
+    assert not choose("direct", pass_, GPU, UNTUNED).variant.split_reduction
+    assert not choose("fused", pass_, CPU, UNTUNED).variant.split_reduction
+
+
+def test_the_tiles_that_are_saved_are_those_of_the_schedule(hopper_gpu: pytest.MonkeyPatch) -> None:
+    topology, block = Topology(1, 2, 0), HOPPER_TILE.strips(2050)
+    counts = []
+    for adds in (True, False):
+        strips = Strips(block, HOPPER_TILE.columns(4096), 2, units_in_run(SCATTER, 2, 1, interleaved=False, adds=adds))
+        counts.append(len(list(strip_order(SCATTER, topology, 1, strips))))
+    assert counts == [544, 528]
+
+
+def test_alone_nothing_runs_before_a_reduction_that_was_split_for_it(hopper_gpu: pytest.MonkeyPatch) -> None:
+    late = replace(FC1.dgrad, k=2752)
+    choice = choose("fused", late, GPU, UNTUNED)
+    assert choice.variant == Variant(split_reduction=True) and alone(choice, late, GPU).variant == PLAIN
 
 
 @pytest.mark.parametrize("faster", ["fused", "fused whole", "fused barrier first", "fused whole barrier first"])

@@ -322,9 +322,12 @@ BARRIER_FIRST, WHOLE, SPLIT = Variant(barrier_first=True), Variant(whole=True), 
         (replace(FC1, world=2), "fused", [PLAIN, WHOLE]),
         (replace(FC1, m=4096), "fused", [PLAIN, BARRIER_FIRST]),
         (replace(FC1, m=512), "fused", [PLAIN]),
+        (Pass(SCATTER, 4100, 4096, 7168, torch.bfloat16, 2), "fused", [PLAIN, SPLIT]),
     ],
 )
-def test_the_variants_that_are_tried(pass_: Pass, method: str, variants: list[Variant]) -> None:
+def test_the_variants_that_are_tried(
+    pass_: Pass, method: str, variants: list[Variant], hopper_gpu: pytest.MonkeyPatch
+) -> None:
     assert variants_to_run(pass_, method, GPU) == variants
 
 

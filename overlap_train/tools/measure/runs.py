@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from ...operators.gemm_all_to_all import start_gemm_all_to_all
 from ...operators.gemm_reduce_scatter import start_scatter
 from ...operators.weight_gradient import add_product
 from ...planning.arguments import Request
-from ...planning.choice import Choice
+from ...planning.choice import Choice, alone
 from ...planning.low_latency import MOST_BYTES, flagged_bytes
 from ...planning.plan import EnginePlan, engine_plan, sent_again
 from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
@@ -118,9 +118,9 @@ def tag_of(case: Case, choice: Choice) -> Tag:
 
 
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
-    """Our pass, as autograd runs it (linear.py), but without a split reduction: alone, nothing can run before its second half."""
-    alone = replace(choice, variant=replace(choice.variant, split_reduction=False))
-    plan, tag = plan_of(case, domain, alone, like), tag_of(case, alone)
+    """Our pass, as autograd runs it (linear.py), with nothing after it."""
+    by = alone(choice, case.planned(domain.world_size, like.left.dtype), domain.device)
+    plan, tag = plan_of(case, domain, by, like), tag_of(case, by)
     whole = sent_again(plan, topology_of(domain))
 
     def blocks(x: torch.Tensor) -> torch.Tensor:

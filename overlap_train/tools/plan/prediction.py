@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ...methods import TRAITS
 from ...planning.backward import backward, communication_us, wgrad_us
-from ...planning.choice import choose
+from ...planning.choice import alone, choose
 from ...planning.cost import network_sms
 from ...planning.machines import System, Target
 from ...planning.passes import Pass
@@ -139,7 +139,7 @@ def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bo
     target, topology = Target(system.capability), Topology(nodes, pass_.world // nodes, RANK)
     choice = choose(method, pass_, target, table)  # type: ignore[arg-type]  # a GPU that need not be here
     if is_alone:
-        choice = replace(choice, variant=replace(choice.variant, split_reduction=False))
+        choice = alone(choice, pass_, target)  # type: ignore[arg-type]
     weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")
     return Work(
         system, engine_plan(choice, pass_, topology, target, weight, network_sms(system.nic_gbs)), pass_, topology

@@ -14,7 +14,7 @@ import torch
 from ...methods import TRAITS
 from ...operators.all_gather_gemm import start_gather
 from ...operators.gemm_reduce_scatter import start_scatter
-from ...planning.choice import SCATTER_AND_WGRAD, Choice, Pass, untuned
+from ...planning.choice import SCATTER_AND_WGRAD, Choice, Pass, saves_a_wave, untuned
 from ...planning.low_latency import serving
 from ...planning.plan import sent_again
 from ...planning.schedule import GATHER, SCATTER
@@ -52,7 +52,8 @@ def variants_to_run(pass_: Pass, method: str, device: torch.device) -> list[Vari
     """The variants of a method that are worth a measurement.
 
     Whole blocks: where the method would cut them into several chunks. Split reduction: in a column linear's backward, whose
-    weight gradient can run in between. Starting with a barrier: where pushes of several ranks may meet on one link.
+    weight gradient can run in between, and where it saves a wave of tiles. Starting with a barrier: where pushes of several ranks
+    may meet on one link.
     """
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     traits = TRAITS[method]
@@ -61,7 +62,7 @@ def variants_to_run(pass_: Pass, method: str, device: torch.device) -> list[Vari
     # starts with one.
     is_free = pass_.kind in (GATHER, SCATTER)
     collides = pass_.world > 2 and traits.pushes and pass_.copy_us > SHORT_COPY_US and is_free
-    splits = traits.splits and pass_.kind == SCATTER_AND_WGRAD
+    splits = traits.splits and (pass_.kind == SCATTER_AND_WGRAD or saves_a_wave(pass_, device))
     return [v for v in VARIANTS if cuts >= v.whole and splits >= v.split_reduction and collides >= v.barrier_first]
 
 

@@ -150,6 +150,27 @@ FAULTS = [
         "pass_.kind == SCATTER_AND_WGRAD and TRAITS[method].splits",
         "TRAITS[method].splits",
     ),
+    CHOICE("whatever saves no wave is split", "    if before == after:\n", "    if False:\n"),
+    CHOICE(
+        "a wave of tiles is worth any time",
+        "/ before * pass_.gemm_us > SUM_LAUNCH_US + nbytes / (SUM_GBS * 1e3)",
+        "/ before * pass_.gemm_us > 0",
+    ),
+    CHOICE(
+        "tiles of all ranks are counted apart",
+        "apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE",
+        "apart = peers * HOPPER_TILE.count(rows, pass_.n) + HOPPER_TILE",
+    ),
+    CHOICE(
+        "tuned passes keep the wave",
+        "split_reduction=splits or measured.split_reduction)",
+        "split_reduction=measured.split_reduction)",
+    ),
+    CHOICE(
+        "alone, nothing is split",
+        "    splits = choice.variant.split_reduction and saves_a_wave(pass_, device)\n",
+        "    splits = False\n",
+    ),
     PASSES(
         "a dgrad multiplies the same shape", "self.m, self.k, self.n, self.dtype", "self.m, self.n, self.k, self.dtype"
     ),
