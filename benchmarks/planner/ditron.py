@@ -123,8 +123,7 @@ def planned(system: System, kind: str, model: str, rows: int, nodes: int) -> Pre
     world, (n, k) = GPUS * nodes, SHAPES[model]
     n, k = (n // world, k) if kind == GATHER else (k, n // world)
     pass_ = Pass(kind, rows, n, k, torch.bfloat16, world)
-    methods = methods_of(kind, nodes)
-    works = {name: work_of(system, pass_, name, UNTUNED, is_alone=True, nodes=nodes) for name in methods}
+    works = {name: work_of(system, pass_, name, UNTUNED, is_alone=True, nodes=nodes) for name in methods_of(nodes)}
     estimates = {name: estimate(work, program(work)) for name, work in works.items()}
     alone = works[COLLECTIVE]
     return Prediction(model, FORWARD, pass_.rows, n, k, alone.gemm_us, alone.collective_us, estimates)

@@ -18,6 +18,7 @@ from ..planning.schedule import Legs
 from ..planning.tiling import HOPPER
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_slot import NodeCall
+from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent
@@ -47,7 +48,7 @@ class Receiver(Protocol):
 
 def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> Receiver:
     """A started engine that exchanges sent [W, M/W, K/W]: block d goes to rank d. Each block is contiguous."""
-    receiver = _engine(plan)(domain, plan, tag, sent)
+    receiver = _engine(domain, plan)(domain, plan, tag, sent)
     receiver.start()
     return receiver
 
@@ -197,5 +198,9 @@ ALL_TO_ALL_GEMMS: dict[str, _Engine] = {
 }
 
 
-def _engine(plan: EnginePlan) -> _Engine:
-    return ALL_TO_ALL_GEMMS[plan.method] if plan.nodes == 1 or plan.method == "collective" else NodeAllToAllGemm
+def _engine(domain: OverlapDomain, plan: EnginePlan) -> _Engine:
+    if plan.nodes == 1 or plan.method == "collective":
+        return ALL_TO_ALL_GEMMS[plan.method]
+    from .node_exchanges import NodeStreamAllToAllGemm  # which is made of what is above
+
+    return NodeStreamAllToAllGemm if isinstance(domain.engine, NodeStreamEngine) else NodeAllToAllGemm

@@ -16,6 +16,7 @@ from ..planning.plan import EnginePlan
 from ..planning.schedule import Legs
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_slot import NodeCall
+from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent
@@ -44,7 +45,7 @@ def start_gemm_all_to_all(
     into: [W, M/W, N/W], each block contiguous, where the result belongs. The GEMM writes the own block there, which leaves the
     peers' to be copied out of the slot. None: all stay in the slot, for who reads them there.
     """
-    exchange = _engine(plan)(domain, plan, tag, a_shard_m, b_kn, into)
+    exchange = _engine(domain, plan)(domain, plan, tag, a_shard_m, b_kn, into)
     exchange.start()
     return exchange
 
@@ -172,5 +173,9 @@ GEMM_ALL_TO_ALLS: dict[str, _Engine] = {
 }
 
 
-def _engine(plan: EnginePlan) -> _Engine:
-    return GEMM_ALL_TO_ALLS[plan.method] if plan.nodes == 1 or plan.method == "collective" else NodeGemmAllToAll
+def _engine(domain: OverlapDomain, plan: EnginePlan) -> _Engine:
+    if plan.nodes == 1 or plan.method == "collective":
+        return GEMM_ALL_TO_ALLS[plan.method]
+    from .node_exchanges import NodeStreamGemmAllToAll  # which is made of what is above
+
+    return NodeStreamGemmAllToAll if isinstance(domain.engine, NodeStreamEngine) else NodeGemmAllToAll

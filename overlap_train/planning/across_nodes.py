@@ -1,7 +1,7 @@
-"""What a rank does besides where its group spans nodes, as operators/ has it (NodeGather, NodeScatter).
+"""What a rank does besides where its group spans nodes, as operators/ has it (node_streams.py, node_exchanges.py).
 
-Three things wait apart, so that none holds up another: own data for the network, what is passed on once it has arrived, and sums
-of a node, each of which crosses the network when it is added.
+Three things wait apart, so that none holds up another: own data for the network, what is passed on once it has arrived or landed,
+and sums of a node, each of which crosses the network when it is added.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import cost
-from .schedule import ARRIVED, NETWORK, NODE_SUM, Leg, Legs
-from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived
+from .schedule import ARRIVED, LANDED, NETWORK, NODE_SUM, SCATTER, Leg
+from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived, landed
 from .work import Work
 
 SUMS = 2  # their stream; 1 is NCCL's (backward.py)
@@ -29,20 +29,26 @@ def summed(work: Work, block: int, chunk: int) -> Token:
 def lane_of(leg: Leg) -> str:
     if leg.link == NETWORK:
         return TO_NETWORK
-    return PASSED_ON if leg.carries == ARRIVED else COPIES
+    return PASSED_ON if leg.carries in (ARRIVED, LANDED) else COPIES
 
 
-def in_order(legs: Legs) -> Iterator[Leg]:
-    """As engines send them: what arrives is passed on chunk by chunk, to every rank of the node."""
+def in_order(work: Work) -> Iterator[Leg]:
+    """As engines send them: what arrives is passed on chunk by chunk, to every rank of the node; what lands as it comes."""
+    legs = work.plan.legs
     yield from (leg for leg in legs if leg.carries != ARRIVED)
     for _, passed_on in legs.passed_on.by_block:
         yield from sorted(passed_on, key=lambda leg: leg.chunk)
+    for crossing in work.plan.crossings:
+        if crossing.lands:
+            yield from crossing.passed_on
 
 
 def waits_for(work: Work, leg: Leg) -> Token | None:
     """What a leg that does not carry an own operand waits for."""
     if leg.carries == NODE_SUM:
         return summed(work, leg.block, leg.chunk)
+    if leg.carries == LANDED:
+        return landed(work.call, leg.target, leg.block, leg.chunk)
     return arrived(work.call, leg.block, leg.chunk) if leg.carries == ARRIVED else None
 
 
@@ -74,4 +80,4 @@ def _node_sum_us(work: Work) -> float:
 
 def sums_us(work: Work) -> float:
     """By how much the products of a scatter are longer for the sums beside them, which want all SMs, too. Not measured."""
-    return (work.topology.nodes - 1) * _node_sum_us(work)
+    return (work.topology.nodes - 1) * _node_sum_us(work) if work.plan.kind == SCATTER else 0.0

@@ -12,7 +12,7 @@ from .arguments import Request, shapes_of
 from .choice import Choice, choose
 from .low_latency import LOW_LATENCY, flagged_bytes
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule import A2A_GEMM, EXCHANGES, INBOUND, SCATTER, Crossing, Legs, Topology, crossings, legs, sources
+from .schedule import A2A_GEMM, GEMM_A2A, INBOUND, SCATTER, Crossing, Legs, Topology, crossings, legs, sources
 from .spec import OperatorSpec
 from .table import Table
 from .tiling import (
@@ -21,6 +21,7 @@ from .tiling import (
     LIBRARY,
     PORTABLE,
     TileConfig,
+    blocks_together,
     chunk_count,
     direct_chunk_count,
     network_chunk_count,
@@ -49,6 +50,7 @@ class EnginePlan:
     kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
     workspace. nodes: that the group spans. crossings: what goes over the network between them, each with what comes meanwhile.
+    together: blocks that A2A + GEMM multiplies at once across nodes of GPUs.
     """
 
     kind: str
@@ -63,6 +65,7 @@ class EnginePlan:
     sms: SmBudget = SmBudget()
     nodes: int = 1
     crossings: tuple[Crossing, ...] = ()
+    together: int = 1
 
     @property
     def slots(self) -> int:
@@ -144,6 +147,7 @@ def engine_plan(
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
         sms=_sms(device, topology.nodes, network_sms), nodes=topology.nodes, crossings=_crossings(kind, topology, chunks),
+        together=_together(pass_, topology, device),
     )  # fmt: skip
 
 
@@ -159,7 +163,14 @@ def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
 
 
 def _crossings(kind: str, topology: Topology, chunks: int) -> tuple[Crossing, ...]:
-    return crossings(kind, topology, chunks) if topology.nodes > 1 and kind not in EXCHANGES else ()
+    return crossings(kind, topology, chunks) if topology.nodes > 1 else ()
+
+
+def _together(pass_: Pass, topology: Topology, device: torch.device) -> int:
+    """Blocks that are multiplied at once."""
+    if pass_.kind != A2A_GEMM or topology.nodes == 1 or device.type != "cuda":
+        return 1
+    return blocks_together(pass_.k // pass_.world, topology.local)
 
 
 def _sms(device: torch.device, nodes: int, network: int) -> SmBudget:
@@ -172,7 +183,7 @@ def _chunks(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> in
     m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     if nodes > 1 and choice.method == "chunked" and on_gpu:  # one is multiplied while the next is on its way
-        return network_chunk_count(m_shard, pass_.n, row_bytes)
+        return network_chunk_count(m_shard, pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1), row_bytes)
     if not TRAITS[choice.method].multiplies or choice.variant.whole:
         return 1
     if choice.method == "direct":

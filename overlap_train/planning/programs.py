@@ -13,7 +13,7 @@ from .across_nodes import far_turns, in_order, lane_of, multiplied, node_sums, s
 from .low_latency import LOW_LATENCY
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
-from .schedule import GATHER, INBOUND, NETWORK, SCATTER, Leg
+from .schedule import GATHER, INBOUND, NETWORK, SCATTER, Leg, multiplied_together
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived, stored
 from .work import Work
 
@@ -68,7 +68,7 @@ def receive_part(work: Work) -> Part:
         exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, gap)
         return [exchange, _copy(work, work.world), _product(work, work.gemm_us)], []
     if method == "chunked":
-        return _chunked_gather(work), sends(work)
+        return [*(_chunked_gather(work) if work.topology.nodes == 1 else _received_together(work))], sends(work)
     return [_persistent(work, "all_to_all_gemm_kernel", receive_tiles(work))], sends(work)
 
 
@@ -105,7 +105,7 @@ def sends(work: Work) -> list[Send]:
     nbytes = work.shard_bytes / work.plan.chunks
     if work.plan.method == "direct":
         return [Send(work.call, leg, nbytes, work.system.store_gbs, 0.0, STARTED) for leg in work.plan.legs]
-    return [_send(work, leg, nbytes) for leg in in_order(work.plan.legs)]
+    return [_send(work, leg, nbytes) for leg in in_order(work)]
 
 
 def _send(work: Work, leg: Leg, nbytes: float) -> Send:
@@ -118,7 +118,9 @@ def _ready(work: Work, leg: Leg) -> Token:
     """When an own operand may leave."""
     if work.plan.kind in INBOUND:
         return BEGUN
-    return stored(work.call, leg.block, leg.chunk) if work.plan.method == "fused" else multiplied(work, leg.block)
+    if work.plan.method == "fused":
+        return stored(work.call, leg.block, leg.chunk)
+    return multiplied(work, leg.block, leg.chunk if leg.link == NETWORK else 0)
 
 
 def program(work: Work) -> Program:
@@ -185,6 +187,26 @@ def _chunked_gather(work: Work) -> list[Kernel]:
         product = _product(work, work.chunk_us(work.plan.chunks))
         kernels += [wait(work, (arrived(work.call, source, chunk),)), product]
     return kernels
+
+
+def _received_together(work: Work) -> Iterator[Kernel]:
+    """A2A + GEMM across nodes: several blocks at once, side by side; of far nodes each chunk of the last one as it comes."""
+    chunks, own = range(work.plan.chunks), work.topology.rank
+    for blocks in multiplied_together(work.topology, work.plan.together):
+        is_far = blocks[0] not in work.topology.ranks_of(work.topology.node)
+        if len(blocks) > 1:
+            yield _side_by_side(work, len(blocks))
+        for turn in [(chunk,) for chunk in chunks] if is_far else [tuple(chunks)]:
+            for block in blocks:
+                if block != own:
+                    yield wait(work, tuple(arrived(work.call, block, chunk) for chunk in turn))
+            yield _product(work, work.terms_us(len(blocks), work.plan.chunks if is_far else 1))
+
+
+def _side_by_side(work: Work, blocks: int) -> Kernel:
+    """The copy of so many blocks, and of their rows of the weight: read and written."""
+    terms = blocks * work.pass_.k // work.world * (work.m_shard + work.pass_.n) * work.pass_.dtype.itemsize
+    return Kernel("copy of the blocks", COMPUTE, cost.sum_us(work.system, 2 * terms), work.system.gap_us)
 
 
 def _products(work: Work) -> list[Kernel]:

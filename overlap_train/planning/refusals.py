@@ -8,7 +8,6 @@ from ..config import flag_name
 from ..methods import TRAITS
 from .low_latency import LOW_LATENCY, refusal
 from .plan import Plan
-from .schedule import EXCHANGES
 
 
 def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
@@ -42,10 +41,11 @@ def why_not_across_nodes(plan: Plan, topology_problem: str | None, device: torch
     for engine in sharing:
         if topology_problem is not None:
             return topology_problem
-        if engine.nodes > 1 and engine.kind in EXCHANGES and device.type == "cuda":
+        if engine.nodes > 1 and not plan.spec.multiplies and device.type == "cuda":
             return (
-                f"{plan.spec.name} with method={engine.method!r} in a group of {engine.nodes} nodes: all-to-alls of GPUs do not "
-                f"overlap across nodes yet; use 'auto' or 'collective', or a group inside one node ({flag_name('method')})"
+                f"{plan.spec.name} with method={engine.method!r} in a group of {engine.nodes} nodes: all-to-alls of GPUs beside "
+                f"a product of another group do not overlap across nodes yet; use 'auto' or 'collective', or a group inside one "
+                f"node ({flag_name('method')})"
             )
         if engine.nodes > 1 and engine.method != "chunked":
             return (

@@ -17,8 +17,9 @@ Across nodes each byte crosses the network once, between ranks of equal local ra
     scatter               for each node, far ones first and the own one last: the blocks of its ranks go to their twins inside
                           this node, which add them up; the sum goes to the far twin
     a2a_gemm, gemm_a2a    blocks of far nodes go first, and of each node that of the twin last. The twin takes them from the
-                          network and puts each into the memory of the rank that it is for. a2a_gemm multiplies the blocks of
-                          the own node first, then far node by far node
+                          network and puts each into the memory of the rank that it is for: CPU processes at once, GPUs by a
+                          copy out of memory beside the slot. a2a_gemm multiplies the blocks of the own node first, then far
+                          node by far node
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, groupby, product, repeat
 
 GATHER, SCATTER = "gather", "scatter"
@@ -34,7 +35,7 @@ A2A_GEMM, GEMM_A2A = "a2a_gemm", "gemm_a2a"
 INBOUND = (GATHER, A2A_GEMM)  # what arrives is multiplied; the others multiply what leaves
 EXCHANGES = (A2A_GEMM, GEMM_A2A)
 NVLINK, NETWORK = "nvlink", "network"
-OPERAND, ARRIVED, NODE_SUM = "operand", "arrived", "node sum"  # what a leg carries
+OPERAND, ARRIVED, NODE_SUM, LANDED = "operand", "arrived", "node sum", "landed"  # what a leg carries
 
 Unit = tuple[int, int]  # (block, chunk)
 
@@ -82,7 +83,8 @@ class Leg:
     is one shard for all, else whose rows or columns they are. after_tiles: the chunk's tiles must be stored first; else it may
     leave at once. fills: the sender's block, except where it acts for a far twin. carries: OPERAND, from what the caller has or
     its tiles; ARRIVED, passed on out of the own slot once it is there; NODE_SUM, once this node's partial sums of the block are
-    there and added. The signal is that of (fills, chunk) at the target.
+    there and added; LANDED, passed on out of memory beside the slot, where the network has brought it for the target (crossings
+    alone have such legs). The signal is that of (fills, chunk) at the target.
     """
 
     link: str
@@ -155,6 +157,11 @@ class Crossing:
     received: Leg
     passed_on: Legs
 
+    @property
+    def lands(self) -> bool:
+        """Whether what is received is for another rank of this node, in whose memory the network does not write."""
+        return self.received.target != self.sent.source
+
 
 def crossings(kind: str, topology: Topology, chunks: int) -> tuple[Crossing, ...]:
     """All of one pass, in order, for transports whose receiver must say what it expects: twins work out the same.
@@ -162,13 +169,20 @@ def crossings(kind: str, topology: Topology, chunks: int) -> tuple[Crossing, ...
     The legs of all ranks go equally far in each turn. So twins come to their parts of a crossing in the same order.
     """
     mine, found = legs(kind, topology, chunks), []
+    twins = {rank: legs(kind, replace(topology, rank=rank), chunks).network.all for rank in _twins(topology, -1)}
     for turn, sent in enumerate(mine.network):
         distance = sent.target // topology.local - topology.node
-        twin = replace(topology, rank=topology.twin((topology.node - distance) % topology.nodes))
-        received = legs(kind, twin, chunks).network.all[turn]
-        passed_on = [leg for leg in mine.passed_on if (leg.block, leg.chunk) == (received.fills, received.chunk)]
-        found.append(Crossing(sent, received, Legs(tuple(passed_on))))
+        received = twins[topology.twin((topology.node - distance) % topology.nodes)][turn]
+        found.append(Crossing(sent, received, _passed_on(mine, topology.rank, received)))
     return tuple(found)
+
+
+def _passed_on(mine: Legs, rank: int, received: Leg) -> Legs:
+    """What rank `rank`, whose legs are `mine`, does with what it has received."""
+    block, chunk, target = received.fills, received.chunk, received.target
+    if target != rank:
+        return Legs((Leg(NVLINK, rank, target, block, chunk, False, fills=block, carries=LANDED),))
+    return Legs(tuple(leg for leg in mine.passed_on if (leg.block, leg.chunk) == (block, chunk)))
 
 
 def _link(topology: Topology, target: int) -> str:
@@ -223,6 +237,15 @@ def sources(topology: Topology, kind: str = GATHER) -> tuple[int, ...]:
     near = [_shifted(topology, 0, -place) for place in range(1, topology.local)]
     nodes, locals_ = range(1, topology.nodes), range(first, topology.local + first)
     return *near, *(_shifted(topology, -node, -place) for node in nodes for place in locals_)
+
+
+@cache
+def multiplied_together(topology: Topology, together: int) -> tuple[tuple[int, ...], ...]:
+    """The blocks of a2a_gemm in the order in which the library multiplies them: the own one, then as they arrive; up to
+    `together` of one node at once."""
+    order, local = (topology.rank, *sources(topology, A2A_GEMM)), topology.local
+    nodes = [order[first : first + local] for first in range(0, topology.world, local)]
+    return tuple(node[first : first + together] for node in nodes for first in range(0, local, together))
 
 
 def _shifted(topology: Topology, nodes: int, places: int) -> int:

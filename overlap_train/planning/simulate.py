@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from .schedule import NETWORK, NVLINK, Leg
+from .schedule import NETWORK, NVLINK, Leg, Topology
 from .simulated_rank import Action, SimulatedRank
-from .timeline import Program, Send, Span, Timeline, Token, arrived
+from .timeline import Program, Send, Span, Timeline, Token, arrived, landed
 
 
 def simulate(programs: Sequence[Program], nvlink_gbs: float, nic_gbs: float = math.inf) -> Timeline:
@@ -83,21 +83,23 @@ class _World:
         flow.done()
 
     def deliver(self, call: str, leg: Leg) -> None:
-        """What a leg carries has arrived."""
-        if not self.stands_for_all:
-            self.ranks[leg.target].reach(arrived(call, leg.fills, leg.chunk))
+        """What a leg carries has arrived: at who takes it from the network, or at its target."""
+        topology = self.ranks[leg.source].program.topology
+        taker = topology.receiver(leg.target) if leg.link == NETWORK else leg.target
+        rank = self.ranks[leg.source if self.stands_for_all else taker]
+        block = _mirror(topology, leg, taker) if self.stands_for_all else leg.fills
+        if taker == leg.target:
+            rank.reach(arrived(call, block, leg.chunk))
             return
-        (rank,) = self.ranks.values()
-        rank.reach(arrived(call, _mirror(rank.program, leg), leg.chunk))
+        beside = rank.program.topology.ranks_of(rank.program.topology.node)[leg.target % topology.local]
+        rank.reach(landed(call, beside, block, leg.chunk))
 
 
-def _mirror(program: Program, leg: Leg) -> int:
-    """The block that a leg fills at its target, as the same leg of another rank fills it here."""
-    local = program.topology.local
-    (node, place), (there, beside), (to_node, to_place) = (
-        divmod(r, local) for r in (leg.source, leg.fills, leg.target)
-    )
-    return (node + there - to_node) % program.nodes * local + (place + beside - to_place) % local
+def _mirror(topology: Topology, leg: Leg, taker: int) -> int:
+    """The block that a leg fills for who takes it, as the same leg of another rank fills it here."""
+    local = topology.local
+    (node, place), (there, beside), (to_node, to_place) = (divmod(r, local) for r in (leg.source, leg.fills, taker))
+    return (node + there - to_node) % topology.nodes * local + (place + beside - to_place) % local
 
 
 @dataclass(eq=False)

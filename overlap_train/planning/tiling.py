@@ -60,6 +60,7 @@ HOPPER_TILE = TileConfig(128, 256, 64, num_warps=4, num_stages=4, parts=2)
 _HALF = TileConfig(128, 256, 64)
 _FULL = TileConfig(64, 64, 32, num_warps=4)  # fp32 has no tensor-core path
 _INTERPRETED = TileConfig(32, 32, 32, num_warps=4)
+_DEEP = 1024  # features of a product that outweighs its sum in fp32
 # Tiles of every kernel are at most this tall.
 _TALLEST_TILE = 128
 
@@ -92,6 +93,14 @@ def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4) -> in
 def network_chunk_count(m_shard: int, n: int, row_bytes: int) -> int:
     """As chunk_count on GPUs, for blocks whose chunks the library multiplies one by one, each a product of n columns."""
     return chunk_count(m_shard, row_bytes, True, max(1, min(4, HOPPER_TILE.count(m_shard, n) // FILLS_A_GPU)))
+
+
+def blocks_together(depth: int, local: int) -> int:
+    """How many of a node's `local` blocks of `depth` features A2A + GEMM multiplies at once, by the library across nodes of GPUs.
+
+    Each product reads and writes the sum in fp32: 8 bytes an element, which takes an H200 as long as a product of 700 features.
+    """
+    return min(local, -(-_DEEP // depth))
 
 
 @functools.cache

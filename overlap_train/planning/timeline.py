@@ -1,7 +1,8 @@
 """What a pass is made of, and what a simulation of it says: programs of ranks, and spans of time.
 
 A rank's program is its kernels, stream by stream, and what its copy engine sends, in order. Tokens are what things wait for:
-("arrived", call, block, chunk), a chunk of a peer's block; ("stored", call, block, chunk), all tiles of a chunk; or a kernel's.
+("arrived", call, block, chunk), a chunk of a peer's block; ("landed", call, target, block, chunk), one that is for another rank
+of the node; ("stored", call, block, chunk), all tiles of a chunk; or a kernel's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ SENDERS = COPIES, PASSED_ON, TO_NETWORK = "copies", "passed on", "network"
 
 def arrived(call: str, block: int, chunk: int) -> Token:
     return ("arrived", call, block, chunk)
+
+
+def landed(call: str, target: int, block: int, chunk: int) -> Token:
+    return ("landed", call, target, block, chunk)
 
 
 def stored(call: str, block: int, chunk: int) -> Token:

@@ -61,6 +61,13 @@ class Work:
         rows, parts = self.m_shard // chunks, self.world * chunks
         return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, self.plan.sms.send)
 
+    def terms_us(self, blocks: int, chunks: int) -> float:
+        """Of A2A + GEMM one of `chunks` parts of the product of so many ranks' terms, which is added to a sum in fp32."""
+        rows, k = self.m_shard // chunks, self.pass_.k // self.world * blocks
+        parts = self.world * chunks // blocks
+        product = cost.library_gemm_us(self.system, rows, self.pass_.n, k, parts, self.plan.sms.send)
+        return max(product, cost.sum_us(self.system, 8 * rows * self.pass_.n))
+
     def arrivals(self, chunk: int) -> tuple[Token, ...]:
         """That chunk of every peer."""
         return tuple(arrived(self.call, source, chunk) for source in self.plan.sources)

@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.signal_words import MAX_CHUNKS
 from ..planning.cache import BoundedCache
-from ..planning.schedule import ARRIVED, Leg, Topology
+from ..planning.schedule import ARRIVED, LANDED, Leg, Topology
 from ..symmetric import SymmetricHeap
 from ..symmetric.inter_node import Place
 from .copy_engine import Route
@@ -36,7 +36,8 @@ class NodeSlot(Slot):
         own = self.node_memory[topology.rank]
         self.memory = [self.node_memory.get(rank, own[:0]) for rank in range(layout.world_size)]
         self.signals = self.words[topology.rank]
-        # What came over the network beside the data, where it has to become a signal only after them.
+        # What came over the network beside the data, where it has to become a signal only after them. By sender and chunk: all
+        # that one sends in a call, for whomever, has the same word.
         self.crossed = torch.zeros_like(self.signals)
         self._count(layout.world_size, device)
         self.calls = BoundedCache(_MOST_CALLS)
@@ -61,14 +62,20 @@ class NodeCall(Call):
     def _route(self, leg: Leg, tiles: int, pitch: int) -> Route:
         """Inside the node. What is passed on carries the word that came with it: of a call that this rank is not in, too."""
         chunk = self._blocks(self.slot.node_memory[leg.target])[leg.fills].chunk(self.chunks)[leg.chunk]
-        first = leg.block * pitch + leg.chunk * chunk.numel()
         signal = self.slot.words[leg.target][leg.fills, leg.chunk : leg.chunk + 1]
+        if leg.carries == LANDED:
+            return Route(0, chunk, signal, self.crossed(leg), None)
+        first = leg.block * pitch + leg.chunk * chunk.numel()
         word = self.signal_of(leg.block, leg.chunk) if leg.carries == ARRIVED else self.slot.epoch
         return Route(first, chunk, signal, word, None)
 
     def signal_of(self, block: int, chunk: int) -> torch.Tensor:
         """int64 [1]: of a chunk of the own slot."""
         return self.slot.signals[block, chunk : chunk + 1]
+
+    def crossed(self, leg: Leg) -> torch.Tensor:
+        """int64 [1]: the word that comes over the network with a leg."""
+        return self.slot.crossed[leg.fills, leg.chunk : leg.chunk + 1]
 
     def chunk_rows(self, chunk: int) -> slice:
         """Of a block."""

@@ -3,6 +3,9 @@
     sending     adds up partial sums, where there are any, and starts the exchanges with the twins, in order
     arriving    waits for an exchange, then tells those who wait for its chunk, then passes it on inside the node
 
+The network writes into the memory of its own rank only. What is for another rank of the node is received beside the slot, and
+the arriving stream copies it there: data, then the sender's word.
+
 Nothing else waits for the network but the products that need it, and they by `wait_kernel`, as inside a node. What waits is
 enqueued as late as it may be (`arrive`): where one hardware queue serves all streams, what stands at its head holds up the rest.
 """
@@ -17,9 +20,9 @@ import torch
 
 from ..gpu.blas import Blas
 from ..gpu.driver import CudaDriver
-from ..planning.schedule import GATHER, Crossing, Legs, Topology, crossings
+from ..planning.schedule import GATHER, Crossing, Leg, Legs, Topology, crossings
 from ..symmetric.inter_node import Exchange, Piece, StreamTransport
-from .copy_engine import StreamCopyEngine
+from .copy_engine import Route, StreamCopyEngine
 from .node_slot import NodeCall
 from .watchdog import FaultRecord
 
@@ -33,7 +36,7 @@ class NodeStreamEngine(StreamCopyEngine):
         super().__init__(device, driver)
         self.network, self._fault, self._blas = network, fault, blas
         self._sending, self._arriving = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
-        self._told = driver.new_event()
+        self._told, self._marks = driver.new_event(), (driver.new_event(), driver.new_event())
         self._unfinished: list[Callable[[], None]] = []
 
     def begin(self) -> None:
@@ -49,42 +52,63 @@ class NodeStreamEngine(StreamCopyEngine):
         return nullcontext() if self._blas is None else self._blas.sparing(spared_sms)
 
     def at_end(self, task: Callable[[], None]) -> None:
-        """`join` runs it first: peers may need what nobody here has waited for."""
+        """`finish_started` runs it, at the latest in `join`: peers may need what nobody here has waited for."""
         self._unfinished.append(task)
+
+    def finish_started(self) -> None:
+        """Enqueue what is left of the calls that have begun."""
+        while self._unfinished:
+            self._unfinished.pop(0)()
 
     def send_after_this(self) -> None:
         """What is sent from now on leaves after what the caller's stream has been given so far."""
         self._order(self._driver.current_stream(), self._sending.cuda_stream)
 
     def cross(
-        self, call: NodeCall, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None = None
-    ) -> Exchange:
+        self, call: NodeCall, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None = None,
+        landing: torch.Tensor | None = None,
+    ) -> Exchange:  # fmt: skip
         """Start to send `source`, and to receive, when the exchange before it has ended.
 
-        make: enqueues what fills `source`, in the sending stream.
+        make: enqueues what fills `source`, in the sending stream. landing: where to receive what `Crossing.lands`, which waits
+        until all that `arrive` was called for is passed on; None: in its place in the own slot.
         """
+        received = crossing.received
+        into = call.chunk_of(received.fills, received.chunk) if landing is None else landing
         self._held.append(source)
-        block, chunk = crossing.received.fills, crossing.received.chunk
-        into = Piece(call.chunk_of(block, chunk), call.slot.crossed[block, chunk : chunk + 1])
+        if landing is not None:
+            self._held.append(landing)
+            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
         with self._driver.in_stream(self._sending):
             if make is not None:
                 make()
-            return self.network.exchange(crossing, Piece(source, call.slot.epoch), into)
+            return self.network.exchange(crossing, Piece(source, call.slot.epoch), Piece(into, call.crossed(received)))
 
-    def arrive(self, call: NodeCall, crossing: Crossing, exchange: Exchange) -> None:
-        """After the exchange its chunk has a signal (rule 1: data first), and is passed on inside the node."""
-        block, chunk, stream = crossing.received.fills, crossing.received.chunk, self._arriving.cuda_stream
-        crossed, signal = call.slot.crossed[block, chunk : chunk + 1], call.signal_of(block, chunk)
+    def arrive(
+        self, call: NodeCall, crossing: Crossing, exchange: Exchange, landing: torch.Tensor | None = None
+    ) -> None:
+        """After the exchange its chunk has a signal (rule 1: data first), and is passed on inside the node. landing: as for
+        `cross`; who reads what landed compares its word."""
+        received, passed_on = crossing.received, crossing.passed_on
         with self._driver.in_stream(self._arriving):
             exchange.arrive()
-            self._driver.check(self._driver.copy(signal.data_ptr(), crossed.data_ptr(), 8, stream))
-            if not crossing.passed_on.all:
-                return
-            call.wait_chunk(block, chunk)  # bounded, and it notices a twin that is in another call
-            start = call.blocks.data_ptr()
-            for route in call.routes(crossing.passed_on):
-                self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))
-                self._driver.check(self._driver.copy(route.signal_at, route.epoch_at, 8, stream))
+            if landing is None:
+                self._tell(call, received)
+                if not passed_on.all:
+                    return
+                # Bounded, and it notices a twin that is in another call.
+                call.wait_chunk(received.fills, received.chunk)
+            self._pass_on(call.routes(passed_on), call.blocks if landing is None else landing)
+
+    def _tell(self, call: NodeCall, received: Leg) -> None:
+        signal, word = call.signal_of(received.fills, received.chunk), call.crossed(received)
+        self._driver.check(self._driver.copy(signal.data_ptr(), word.data_ptr(), 8, self._arriving.cuda_stream))
+
+    def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
+        start, stream = source.data_ptr(), self._arriving.cuda_stream
+        for route in routes:
+            self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))
+            self._driver.check(self._driver.copy(route.signal_at, route.epoch_at, 8, stream))
 
     def meet(self, call: NodeCall, topology: Topology) -> None:
         """Tell all twins that this rank has come, and let their words arrive."""
@@ -95,12 +119,24 @@ class NodeStreamEngine(StreamCopyEngine):
         for turn, exchange in zip(turns, exchanges, strict=True):
             self.arrive(call, replace(turn, passed_on=Legs(())), exchange)
 
+    def begin_ahead(self) -> None:
+        """The running operator's exchanges are all enqueued first: before the next one is sent, its slot may have to be waited
+        for, and with one hardware queue what comes after that wait would never start."""
+        self.finish_started()
+        for mark, stream in zip(self._marks, (self._sending, self._arriving), strict=True):
+            self._driver.check(self._driver.record_event(mark, stream.cuda_stream))
+        super().begin_ahead()
+
     def join(self) -> None:
-        while self._unfinished:
-            self._unfinished.pop(0)()
-        if self._held:
-            for stream in (self._sending, self._arriving):
-                self._order(stream.cuda_stream, self._driver.current_stream())
+        current = self._driver.current_stream()
+        if self._ahead is not None:  # what has been enqueued since is the next operator's
+            for mark in self._marks:
+                self._driver.check(self._driver.wait_event(current, mark, 0))
+        else:
+            self.finish_started()
+            if self._held:
+                for stream in (self._sending, self._arriving):
+                    self._order(stream.cuda_stream, current)
         super().join()
 
     def _order(self, first: int, second: int) -> None:

@@ -91,8 +91,9 @@ class StreamTransport(Protocol):
     sms: int
 
     def exchange(self, crossing: Crossing, sent: Piece, received: Piece) -> Exchange:
-        """Enqueue a send to `crossing.sent.target`, and a receive from `crossing.received.source`, after what the current stream
-        has been given so far. It waits for nothing that comes after it in this rank's order of exchanges."""
+        """Enqueue a send to the twin in the node of `crossing.sent.target`, and a receive from `crossing.received.source`, after
+        what the current stream has been given so far. It waits for nothing that comes after it in this rank's order of
+        exchanges."""
         ...
 
     def close(self, orderly: bool) -> None:

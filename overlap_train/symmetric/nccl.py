@@ -108,7 +108,8 @@ class NcclTransport:
                 self.close(orderly=False)
 
     def _late(self, crossing: Crossing) -> OverlapTimeoutError:
-        topology, target, source = self._topology, crossing.sent.target, crossing.received.source
+        topology, source = self._topology, crossing.received.source
+        target = topology.receiver(crossing.sent.target)
         return OverlapTimeoutError(
             f"rank {topology.rank} of node {topology.node} waited {self._timeout_s:g} s to send to rank {target} of node "
             f"{target // topology.local} and to receive from rank {source} of node {source // topology.local}, by NCCL. One of "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,8 +22,11 @@ from overlap_train import (
     OverlapMismatchError,
     OverlapTimeoutError,
     all_gather_linear,
+    all_to_all_linear,
+    linear_all_to_all,
     linear_reduce_scatter,
 )
+from overlap_train.protocol.layout import SLOTS
 from overlap_train.protocol.node_streams import NodeStreamEngine
 from overlap_train.runtime.registry import domain_of
 from tests.linear_cases import OPERATORS, SHAPES, Case
@@ -30,6 +34,7 @@ from tests.linear_cases import OPERATORS, SHAPES, Case
 pytestmark = pytest.mark.skipif("NCCL_HOSTID" not in os.environ, reason="needs NCCL_HOSTID: run this file alone")
 LARGE = {
     "several chunks": ((4096, 1), 4096, 1024),  # gathered in four of 8 MiB
+    "all-to-alls in several chunks": ((4096, 1), 4096, 4096),  # two of 16 MiB a block
     "rows that end within a tile": ((997, 1), 264, 520),
 }
 
@@ -48,16 +53,27 @@ def nodes(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("operator", ["column", "row"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_every_shape_is_exact(nodes: Case, operator: str, dtype: torch.dtype) -> None:
     for seed, (rows, k, n) in enumerate((SHAPES | LARGE).values()):
         OPERATORS[operator](replace(nodes, dtype=dtype), rows, k, n, seed=seed, bias=seed % 2 == 0)
     assert isinstance(domain_of(nodes.group, nodes.config, nodes.device).engine, NodeStreamEngine)
 
 
-def test_auto_takes_chunked_and_kept_inputs_work(nodes: Case) -> None:
+@pytest.mark.parametrize("operator", ["column", "to_heads", "to_rows"])
+def test_auto_takes_chunked_and_kept_inputs_work(nodes: Case, operator: str) -> None:
+    """Of all-to-alls with blocks of 4 MiB, and `collective` with shorter ones."""
     for settings in ({"method": "auto"}, {"gathered_input": "keep"}):
-        OPERATORS["column"](replace(nodes, config=replace(nodes.config, **settings)), (256, 1), 512, 256)
+        for rows in (256, 2048):
+            OPERATORS[operator](replace(nodes, config=replace(nodes.config, **settings)), (rows, 1), 1024, 1024)
+
+
+@pytest.mark.parametrize("operator", ["to_heads", "to_rows"])
+def test_long_sequences_pass_in_parts(nodes: Case, operator: str) -> None:
+    """Each but the first is sent before the one before it is multiplied; there are more of them than slots."""
+    row_bytes = nodes.world * 512 * nodes.dtype.itemsize  # that a rank receives for one position of every rank
+    rows = 5 * ((1 << 20) // (SLOTS * row_bytes))
+    OPERATORS[operator](replace(nodes, config=replace(nodes.config, exchange_mib=1)), (rows, 1), 512, 512)
 
 
 def test_the_same_bits_whoever_is_late(nodes: Case) -> None:
@@ -66,13 +82,19 @@ def test_the_same_bits_whoever_is_late(nodes: Case) -> None:
     x, w = (
         torch.randn(rows, 512, device=nodes.device, dtype=torch.bfloat16, requires_grad=True) for rows in (512, 256)
     )
+    back = torch.randn(128, 256, device=nodes.device, dtype=torch.bfloat16, requires_grad=True)
+    options = dict(group=nodes.group, config=nodes.config)
     found: list[tuple[torch.Tensor, ...]] = []
     for turn in range(12):
         if turn % nodes.world == nodes.rank:
             torch.cuda._sleep(20_000_000)
-        ys = [all_gather_linear(x, w, group=nodes.group, config=nodes.config, name=name) for name in "ab"]
-        z = linear_reduce_scatter(ys[0].detach(), w.detach().t().contiguous(), group=nodes.group, config=nodes.config)
-        found.append((*ys, z, *torch.autograd.grad(ys[0].sum() + ys[1].float().square().sum(), (x, w))))
+        ys = [all_gather_linear(x, w, name=name, **options) for name in "ab"]
+        z = linear_reduce_scatter(ys[0].detach(), w.detach().t().contiguous(), **options)
+        heads = linear_all_to_all(x, w, **options)  # [512 W, 256 / W]
+        rows = all_to_all_linear(heads, back, **options)  # [512, 128]
+        grads = torch.autograd.grad(ys[0].sum() + ys[1].float().square().sum(), (x, w))
+        grads += torch.autograd.grad(rows.float().square().sum(), (x, w, back))
+        found.append((*ys, z, heads, rows, *grads))
     torch.cuda.synchronize()
     for later in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], later, strict=True))
@@ -89,27 +111,28 @@ def test_a_captured_graph_is_refused(nodes: Case) -> None:
     assert torch.equal(all_gather_linear(x, w, group=nodes.group, config=nodes.config), y)
 
 
-def three_calls(case: Case, name: str) -> None:
+def three_calls(case: Case, operator: Callable[..., torch.Tensor], name: str) -> None:
     x, w = (torch.ones(256, 512, device=case.device, dtype=case.dtype) for _ in range(2))
     for _ in range(3):
-        all_gather_linear(x, w, group=case.group, config=case.config, name=name)
+        operator(x, w, group=case.group, config=case.config, name=name)
         torch.cuda.synchronize()
         overlap_train.check()
 
 
+@pytest.mark.parametrize("operator", [all_gather_linear, linear_all_to_all])
 @pytest.mark.parametrize("mistake", ["is in another layer", "does not come"])
-def test_a_twin_that_goes_wrong_is_named(nodes: Case, mistake: str) -> None:
+def test_a_twin_that_goes_wrong_is_named(nodes: Case, mistake: str, operator: Callable[..., torch.Tensor]) -> None:
     """On every rank that waits for it, within the time-out and what the watching thread needs; then a new domain works."""
     nodes = replace(nodes, config=replace(nodes.config, timeout_s=4.0))
     for name in ("layers.0", "layers.1"):
-        three_calls(nodes, name)
+        three_calls(nodes, operator, name)
     dist.barrier(nodes.group)
     begin, wrong = time.monotonic(), nodes.rank == nodes.world - 1
     if wrong and mistake == "does not come":
         time.sleep(8)
     else:
         with pytest.raises((OverlapMismatchError, OverlapTimeoutError), match="rank"):
-            three_calls(nodes, "layers.1" if wrong else "layers.0")
+            three_calls(nodes, operator, "layers.1" if wrong else "layers.0")
     assert time.monotonic() - begin < 12
     dist.barrier(nodes.group)
     overlap_train.shutdown()

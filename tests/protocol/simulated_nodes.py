@@ -17,7 +17,8 @@ from unittest import mock
 
 import torch
 
-import overlap_train.operators.node_streams  # noqa: F401  # before a fault is planted in what it imports
+import overlap_train.operators.node_exchanges
+import overlap_train.operators.node_streams  # noqa: F401  # before a fault is planted in what they import
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.simulated_gpu import Operation, SimulatedDriver, SimulatedGpu
 from tests.protocol.simulated_ranks import SimulatedDomain, SimulatedHeap, core
@@ -28,10 +29,11 @@ Posted = dict[tuple[int, int], "Post"]  # by rank and number
 
 @dataclass(frozen=True)
 class NodeSimulation(StreamSimulation):
-    """world_size ranks, node_ranks in each node. chunks: of a block."""
+    """world_size ranks, node_ranks in each node. chunks: of a block. together: blocks that A2A + GEMM multiplies at once."""
 
     node_ranks: int = 1
     chunks: int = 2
+    together: int = 1
     posted: Posted = field(default_factory=dict)
 
     def topology(self, rank: int) -> Any:
@@ -48,7 +50,8 @@ class NodeSimulation(StreamSimulation):
         """The real engine on simulated side streams."""
         self.gpus[rank] = gpu = SimulatedGpu(scheduler, rank, self.one_queue)
         driver = SimulatedDriver(gpu)
-        network, fault = SimulatedNccl(gpu, driver, self.posted), SimpleNamespace(failed=False)
+        network = SimulatedNccl(gpu, driver, self.topology(rank), self.posted)
+        fault = SimpleNamespace(failed=False)
         make = core("protocol.node_streams").NodeStreamEngine
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
             return make(torch.device("cpu"), driver, network, fault, None)
@@ -61,11 +64,12 @@ class NodeDomain(SimulatedDomain):
         self, simulation: NodeSimulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int
     ) -> None:
         super().__init__(simulation, scheduler, heap, layout, rank)
-        self.topology, self._chunks = simulation.topology(rank), simulation.chunks
+        self.topology, self._simulation = simulation.topology(rank), simulation
         waits = core("protocol.node_workspace").NodeWaits(
             self.topology, simulation.timeout_s, self.fault, self.engine, None
         )
         waits.wait, waits.wait_chunk = waits.on_stream, waits.chunk_on_stream
+        waits.wait_for_start = waits.start_on_stream
         waits.next_epoch = core("protocol.waits").next_epoch_on_stream
         self.workspace = core("protocol.node_workspace").NodeWorkspace(heap, layout, self.device, waits)
 
@@ -80,9 +84,14 @@ class NodeDomain(SimulatedDomain):
     def _in_chunks(self, engine: Any) -> Any:
         """On the CPU `chunked` sends whole blocks."""
         schedule = core("planning.schedule")
-        of_kind = (engine.kind, self.topology, self._chunks)
+        chunks, together = self._simulation.chunks, self._simulation.together
+        of_kind = (engine.kind, self.topology, chunks)
         return replace(
-            engine, chunks=self._chunks, legs=schedule.legs(*of_kind), crossings=schedule.crossings(*of_kind)
+            engine,
+            chunks=chunks,
+            legs=schedule.legs(*of_kind),
+            crossings=schedule.crossings(*of_kind),
+            together=together,
         )
 
 
@@ -96,10 +105,10 @@ class Post:
 
 
 class SimulatedNccl:
-    """A `StreamTransport` of one rank. posted: of all ranks."""
+    """A `StreamTransport` of one rank, which is connected with its twins. posted: of all ranks."""
 
-    def __init__(self, gpu: SimulatedGpu, driver: SimulatedDriver, posted: Posted) -> None:
-        self._gpu, self._driver, self._posted = gpu, driver, posted
+    def __init__(self, gpu: SimulatedGpu, driver: SimulatedDriver, topology: Any, posted: Posted) -> None:
+        self._gpu, self._driver, self._topology, self._posted = gpu, driver, topology, posted
         self._stream, self._event, self._number = gpu.new_stream(), driver.new_event(), 0
 
     def exchange(self, crossing: Any, sent: Any, received: Any) -> SimulatedExchange:
@@ -113,7 +122,8 @@ class SimulatedNccl:
 
     def _run(self, number: int, crossing: Any, sent: Any, received: Any) -> None:
         rank, source, scheduler = self._gpu.rank, crossing.received.source, self._gpu.scheduler
-        mine = self._posted[rank, number] = Post(crossing.sent.target, [sent.word, sent.data])
+        taker = self._topology.receiver(crossing.sent.target)
+        mine = self._posted[rank, number] = Post(taker, [sent.word, sent.data])
         scheduler.wait_until(lambda: (source, number) in self._posted, f"rank {source} to come to exchange {number}")
         theirs = self._posted[source, number]
         assert theirs.target == rank, f"exchange {number} of rank {source} goes to {theirs.target}"

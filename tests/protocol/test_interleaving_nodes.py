@@ -17,13 +17,13 @@ from tests.protocol.actors import Deadlock
 from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
 from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.operator_problems import gathers, integers, scatters, tag_of
+from tests.protocol.operator_problems import gathers, integers, scatters, tag_of, to_heads, to_rows
 from tests.protocol.simulated_gpu import Operation
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 
-PROBLEMS = {"gather": gathers, "scatter": scatters}
-SIZES = [(2, 1), (4, 2), (3, 1), (6, 2)]  # ranks, of them in a node
+PROBLEMS = {"gather": gathers, "scatter": scatters, "to_heads": to_heads, "to_rows": to_rows}
+SIZES = [(2, 1), (4, 2), (3, 1), (6, 2), (6, 3)]  # ranks, of them in a node
 
 
 def problem(operator: str, world: int, node_ranks: int, one_queue: bool = False, calls: int = 4) -> Build:
@@ -78,17 +78,79 @@ def test_a_backward_that_gathers_and_scatters_passes(world: int, node_ranks: int
     assert_passes(backward(NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue)), range(4))
 
 
-ENGINES = "operators.node_streams"
+def in_turns(machine: NodeSimulation, order: str) -> Build:
+    """Operators of all kinds, which share slots and streams: g, s, h, r for gather, scatter, to_heads, to_rows."""
+    world = machine.world_size
+    x = integers(len(order), world, world, TILE, TILE, seed=1)  # by step, rank and block
+
+    def run(domain: SimulatedDomain, kind: str, own: torch.Tensor) -> torch.Tensor:
+        eye, tag = torch.eye(TILE), tag_of(kind)
+        if kind == "g":
+            plan = domain.plan("chunked", own[0], eye).fprop
+            return core("operators.all_gather_gemm").start_gather(domain, plan, tag, own[0]).matmul(eye)
+        if kind == "s":
+            plan = domain.plan("chunked", own.flatten(0, 1), eye, "LINEAR_REDUCE_SCATTER").fprop
+            return (
+                core("operators.gemm_reduce_scatter").start_scatter(domain, plan, tag, own.flatten(0, 1), eye).finish()
+            )
+        if kind == "r":
+            plan = domain.plan("chunked", own.flatten(0, 1), torch.ones(TILE, world * TILE), "ALL_TO_ALL_LINEAR").fprop
+            start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+            return start(domain, plan, tag, own).received_view().clone()
+        columns = own.transpose(0, 1).flatten(1)  # block d for rank d
+        plan = domain.plan("chunked", eye, columns.t(), "LINEAR_ALL_TO_ALL").fprop
+        return (
+            core("operators.gemm_all_to_all").start_gemm_all_to_all(domain, plan, tag, eye, columns).received().clone()
+        )
+
+    def expected(kind: str, rank: int, all_ranks: torch.Tensor) -> torch.Tensor:
+        if kind == "g":
+            return all_ranks[:, 0].flatten(0, 1)
+        return all_ranks[:, rank].sum(0) if kind == "s" else all_ranks[:, rank]
+
+    def build(scheduler: Scheduler) -> Any:
+        found: dict[tuple[int, int], torch.Tensor] = {}
+
+        def host(domain: SimulatedDomain) -> None:
+            for step, kind in enumerate(order):
+                with domain.operator(tag_of("call"), slots=1):
+                    found[step, domain.rank] = run(domain, kind, x[step, domain.rank])
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            wrong = [key for key, y in found.items() if not torch.equal(y, expected(order[key[0]], key[1], x[key[0]]))]
+            assert not wrong and len(found) == len(order) * world, f"(step, rank) {sorted(wrong)}"
+
+        return check
+
+    return build
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_operators_of_all_kinds_follow_each_other(one_queue: bool) -> None:
+    for order in ("rghrs", "hshrgr"):
+        assert_passes(in_turns(NodeSimulation(4, node_ranks=2, one_queue=one_queue), order), range(3))
+
+
+def test_a_slot_that_operators_of_several_kinds_reuse_early_is_found() -> None:
+    with in_workspace(SLOT_REUSED_EARLY).planted():
+        assert_caught(in_turns(NodeSimulation(4, node_ranks=2), "rghrsrhg"), range(30))
+
+
+ENGINES, EXCHANGES = "operators.node_streams", "operators.node_exchanges"
 ARRIVE = "            exchange.arrive()\n"
-SIGNAL = "            self._driver.check(self._driver.copy(signal.data_ptr(), crossed.data_ptr(), 8, stream))\n"
+OWN = "            if landing is None:\n"
+SIGNAL = f"{OWN}                self._tell(call, received)\n"
 PASSED = "self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))"
 FORKED = "        self._order(self._driver.current_stream(), self._sending.cuda_stream)\n"
-LEFT = "self._order(stream.cuda_stream, self._driver.current_stream())"
+LEFT = "self._order(stream.cuda_stream, current)"
 
 
 def in_streams(old: str, new: str, report: str = "wrong result") -> Fault:
     """A fault of the engine, whose class the operators know."""
-    importers = ("operators.all_gather_gemm", "operators.gemm_reduce_scatter", ENGINES)
+    linears = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_to_all", "all_to_all_gemm")
+    importers = (*(f"operators.{name}" for name in linears), ENGINES, EXCHANGES)
     return Fault("protocol.node_streams", old, new, report, importers)
 
 
@@ -98,8 +160,10 @@ def in_workspace(fault: Fault) -> Fault:
 
 
 FAULTS = {
-    "a signal before its data": (in_streams(ARRIVE + SIGNAL, SIGNAL + ARRIVE, "wrong|deadlock"), "gather 2 1"),
-    "no signal of what has crossed": (in_streams(SIGNAL, "", "deadlock"), "scatter 2 1"),
+    "a signal before its data": (in_streams(ARRIVE + SIGNAL, SIGNAL + ARRIVE + OWN, "wrong|deadlock"), "gather 2 1"),
+    "no signal of what has crossed": (
+        in_streams(SIGNAL, OWN, "deadlock"), "scatter 2 1",
+    ),
     "sent before the caller has written it": (
         in_streams(FORKED, "", "wrong|deadlock|Mismatch"),
         "scatter 2 1",
@@ -107,7 +171,7 @@ FAULTS = {
     "a shard is sent before the caller has written it": (
         Fault(ENGINES, "        engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "gather 2 1",
     ),
-    "nothing is passed on": (in_streams(f"                {PASSED}\n", "                break\n", "deadlock"), "gather 4 2"),
+    "nothing is passed on": (in_streams(f"            {PASSED}\n", "            break\n", "deadlock"), "gather 4 2"),
     "passed on without the data": (in_streams(PASSED, "pass"), "gather 4 2"),
     "partial sums are added before they are here": (
         Fault(ENGINES, "            self._call.wait_chunk(block, chunk)\n", "            pass\n"), "scatter 4 2",
@@ -127,7 +191,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str) -> None:
-    fault, where = FAULTS[name]
+    assert_fault_is_caught(*FAULTS[name])
+
+
+def assert_fault_is_caught(fault: Fault, where: str) -> None:
+    """where: operator, ranks, and ranks of a node."""
     operator, world, node_ranks = where.split()
     with fault.planted():
         error = assert_caught(problem(operator, int(world), int(node_ranks)), range(30))
@@ -158,39 +226,67 @@ def test_what_nobody_waits_for_is_passed_on_before_the_operator_ends() -> None:
         return check
 
     assert_passes(build, range(4))
-    with in_streams("        while self._unfinished:\n            self._unfinished.pop(0)()\n", "").planted():
+    with in_streams(
+        "            self.finish_started()\n            if self._held:\n", "            if self._held:\n"
+    ).planted():
         assert isinstance(assert_caught(build, range(4)), Deadlock)
     with in_streams(LEFT, "pass").planted():
         assert "wrong result" in str(assert_caught(build, range(30)))
 
 
-def test_the_network_does_not_wait_for_products() -> None:
-    """The second exchange begins while the product before it runs, here one that only ends then."""
-    machine = NodeSimulation(2)
+def beside_a_long_product(machine: NodeSimulation, operator: str) -> Build:
+    """What a rank has from the beginning crosses the network beside a product that ends when the second exchange has begun."""
 
     def build(scheduler: Scheduler) -> Any:
-        x, y = integers(2, TILE, TILE, seed=1), torch.full((2, 2 * TILE, TILE), torch.nan)
+        x, y = integers(2, 2 * TILE, TILE, seed=1), torch.full((2, 2, TILE, TILE), torch.nan)
 
         def host(domain: SimulatedDomain) -> None:
             rank, own = domain.rank, x[domain.rank].clone()
-            with domain.operator(tag_of("gather"), slots=1):
-                plan = domain.plan("chunked", own, own).fprop
-                gather = core("operators.all_gather_gemm").start_gather(domain, plan, tag_of("gather"), own)
+            with domain.operator(tag_of("call"), slots=1):
+                multiply = _started(domain, operator, own)
                 long = Operation("a long product", lambda: None, lambda: (rank, 2) in machine.posted)
                 machine.gpus[rank].current.enqueue(long)
-                y[rank] = gather.matmul(torch.eye(TILE))
+                y[rank] = multiply()
 
         machine.spawn_hosts(scheduler, host)
 
         def check() -> None:
-            assert (y == x.flatten(0, 1)).all()
+            halves = x.unflatten(1, (2, TILE))
+            assert (y == (halves[:, 0] if operator == "gather" else halves.transpose(0, 1))).all()
 
         return check
 
+    return build
+
+
+def _started(domain: SimulatedDomain, operator: str, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A call under way; what it returns multiplies by ones of the diagonal: two blocks [2, TILE, TILE]."""
+    if operator == "gather":
+        shard = own[:TILE]
+        plan = domain.plan("chunked", shard, shard).fprop
+        gather = core("operators.all_gather_gemm").start_gather(domain, plan, tag_of("call"), shard)
+        return lambda: gather.matmul(torch.eye(TILE)).unflatten(0, (2, TILE))
+    plan = domain.plan("chunked", own, own.new_empty(2 * TILE, 2 * TILE), "ALL_TO_ALL_LINEAR").fprop
+    start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+    receiver = start(domain, plan, tag_of("call"), own.unflatten(0, (2, TILE)))
+    y = own.new_empty(TILE, 2 * TILE)
+    return lambda: receiver.matmul(torch.eye(2 * TILE), y).unflatten(1, (2, TILE)).transpose(0, 1)
+
+
+ORDERED = {
+    "gather": Fault(ENGINES, "        crossing = self._waiting.popleft()\n",
+                    "        crossing = self._waiting.popleft()\n        self._engine.send_after_this()\n"),
+    "to_rows": Fault(EXCHANGES, "            self._crossings.start(self._sent",
+                     "            self._engine.send_after_this()\n            self._crossings.start(self._sent"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", ORDERED)
+def test_the_network_does_not_wait_for_products(operator: str) -> None:
+    """The second exchange begins while the product before it runs."""
+    build = beside_a_long_product(NodeSimulation(2), operator)
     assert_passes(build, range(4))
-    ordered = Fault(ENGINES, "        crossing = self._waiting.popleft()\n",
-                    "        crossing = self._waiting.popleft()\n        self._engine.send_after_this()\n")  # fmt: skip
-    with ordered.planted():
+    with ORDERED[operator].planted():
         assert isinstance(assert_caught(build, range(4)), Deadlock)
 
 
@@ -214,7 +310,8 @@ def test_twins_that_start_their_exchanges_in_different_order_are_found() -> None
                    "    mine, found = legs(kind, topology, chunks), []\n"
                    "    if topology.rank == 0:\n        mine = Legs(mine.all[::-1])\n")  # fmt: skip
     with turned.planted():
-        assert_caught(problem("gather", 3, 1), range(4))
+        for operator, world, node_ranks in (("gather", 3, 1), ("to_heads", 4, 2), ("to_rows", 6, 3)):
+            assert_caught(problem(operator, world, node_ranks), range(4))
 
 
 def test_a_graph_is_refused_by_name() -> None:

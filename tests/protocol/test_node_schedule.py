@@ -15,6 +15,7 @@ import pytest
 
 from overlap_train.planning import schedule
 from overlap_train.planning.schedule import (
+    A2A_GEMM,
     EXCHANGES,
     GATHER,
     GEMM_A2A,
@@ -140,6 +141,17 @@ def blocks_of_an_all_to_all_arrive_in_the_order_of_its_product(module: ModuleTyp
             assert turns == list(range((nodes - 1) * local))
 
 
+def a_product_takes_blocks_of_one_node_in_the_order_in_which_they_arrive(
+    module: ModuleType, nodes: int, local: int
+) -> None:
+    """The own one first; each once; as many as it may but for what is left of a node."""
+    for topology, together in product(topologies(module, nodes, local), (1, 2, local)):
+        found = module.multiplied_together(topology, together)
+        assert [block for blocks in found for block in blocks] == [topology.rank, *module.sources(topology, A2A_GEMM)]
+        assert all(len({block // local for block in blocks}) == 1 for blocks in found)
+        assert max(map(len, found)) == min(together, local) and len(found) == nodes * -(-local // together)
+
+
 def nodes_do_not_all_send_to_the_same_one(module: ModuleType, nodes: int, local: int) -> None:
     """In each turn every node has one sender, and what came in that turn is what is multiplied next."""
     world = topologies(module, nodes, local)
@@ -179,10 +191,31 @@ def twins_expect_what_is_sent(module: ModuleType, nodes: int, local: int) -> Non
             for rank, crossing in enumerate(turn):
                 assert crossing.sent.source == rank
                 assert world[crossing.received.source].receiver(crossing.received.target) == rank
-                beside = set(world[rank].ranks_of(world[rank].node)) - {rank} if kind == GATHER else set()
+                node = set(world[rank].ranks_of(world[rank].node)) if kind == GATHER else {crossing.received.target}
                 chunk = (crossing.received.fills, crossing.received.chunk)
-                assert {leg.target for leg in crossing.passed_on} == beside
+                assert {leg.target for leg in crossing.passed_on} == node - {rank}
                 assert {(leg.block, leg.chunk) for leg in crossing.passed_on} <= {chunk}
+
+
+def far_blocks_of_an_all_to_all_are_received_or_passed_on_once(module: ModuleType, nodes: int, local: int) -> None:
+    """Whoever takes a block from the network keeps it, or copies it once to the rank that it is for, as its one writer."""
+    world = topologies(module, nodes, local)
+    for kind in EXCHANGES:
+        came = Counter()
+        for topology in world:
+            for crossing in module.crossings(kind, topology, CHUNKS):
+                copies = list(crossing.passed_on)
+                assert crossing.lands == bool(copies)
+                assert {(leg.source, leg.link, leg.carries) for leg in copies} <= {
+                    (topology.rank, NVLINK, module.LANDED)
+                }
+                for leg in copies or [crossing.received]:
+                    assert leg.target == topology.rank or world[leg.target].sender(leg.fills) == topology.rank
+                    came[leg.target, leg.fills, leg.chunk] += 1
+        far = [
+            (t.rank, b, c) for t, b, c in product(world, range(nodes * local), range(CHUNKS)) if b // local != t.node
+        ]
+        assert came == dict.fromkeys(far, 1)
 
 
 def key_of(leg: Any) -> tuple[int, ...]:
@@ -200,6 +233,8 @@ RULES: list[Callable[[ModuleType, int, int], None]] = [
     nodes_do_not_all_send_to_the_same_one,
     tiles_are_taken_in_the_order_of_the_legs,
     twins_expect_what_is_sent,
+    far_blocks_of_an_all_to_all_are_received_or_passed_on_once,
+    a_product_takes_blocks_of_one_node_in_the_order_in_which_they_arrive,
 ]
 FAULTS = {
     "shards go to every far rank": (
@@ -210,7 +245,7 @@ FAULTS = {
     "all nodes send to the first one first": ("return [topology.twin(node) for node in far]",
                                               "return [topology.twin(node) for node in sorted(far)]"),
     "what arrives is passed on in another order": ("in _twins(topology, -1):", "in _twins(topology, -1)[:-1]:"),
-    "what arrives is passed on as the own block": ("block, chunk, False, fills=block", "block, chunk, False, fills=rank"),
+    "what arrives is passed on as the own block": ("fills=block, carries=ARRIVED", "fills=rank, carries=ARRIVED"),
     "a partial fills the sender's block": ("after_tiles, fills=topology.twin(node))", "after_tiles, fills=rank)"),
     "a partial goes to the far rank itself": ("yield Leg(NVLINK, rank, beside,", "yield Leg(NETWORK, rank, block,"),
     "a sum goes to the twin of another node": (
@@ -222,11 +257,25 @@ FAULTS = {
         "_shifted(topology, -node, -place)", "_shifted(topology, -node, -place - (node > 0))",
     ),
     "a rank expects what it sends": ("(topology.node - distance) %", "(topology.node + distance) %"),
-    "what crosses is passed on in the first chunk": ("(received.fills, received.chunk)]", "(received.fills, 0)]"),
+    "what crosses is passed on in the first chunk": ("== (block, chunk)))", "== (block, 0)))"),
+    "what lands stays with who takes it from the network": ("    if target != rank:\n", "    if False:\n"),
+    "what lands is passed on as the own block": ("fills=block, carries=LANDED", "fills=rank, carries=LANDED"),
+    "what lands is passed on as the first chunk": (
+        "block, chunk, False, fills=block, carries=LANDED", "block, 0, False, fills=block, carries=LANDED",
+    ),
+    "what lands is taken for a shard": ("carries=LANDED),))", "carries=ARRIVED),))"),
+    "what is for another rank does not land": ("return self.received.target != self.sent.source", "return False"),
     "a rank is connected with all": ("return self.twin(target // self.local)", "return target"),
     "a block goes to who takes it from the network": ("rank, target, 0 if kind", "rank, topology.receiver(target), 0 if kind"),
     "blocks of an all-to-all arrive as shards do": ("first = int(kind in EXCHANGES)", "first = 0"),
     "all blocks of an all-to-all are whole at the end": ("if kind == A2A_GEMM and topology.nodes == 1:", "if kind == A2A_GEMM:"),
+    "blocks are multiplied as shards arrive": (
+        "*sources(topology, A2A_GEMM)), topology.local", "*sources(topology)), topology.local",
+    ),
+    "a product takes blocks of two nodes": (
+        "for node in nodes for first in range(0, local, together)",
+        "for node in [order] for first in range(0, len(order), together)",
+    ),
     "a block has two writers": ("return block if block == self.twin(block // self.local) else", "return block if False else"),
 }  # fmt: skip
 

@@ -58,16 +58,48 @@ def test_whose_kernels_multiply_and_in_which_chunks() -> None:
     assert [leg.after_tiles for leg in engine("fused", A2A_GEMM).legs] == [False] * 3
 
 
-def test_across_nodes_those_of_cpu_processes_overlap() -> None:
+def test_across_nodes_they_overlap() -> None:
     pass_ = Pass(A2A_GEMM, 8192, 4096, 4096, BF16, 4)
+    short = Pass(A2A_GEMM, 8192 - 4, 4096, 4096, BF16, 4).dgrad
+    assert choose("auto", short, GPU, UNTUNED, nodes=2) == Choice(
+        "collective", "auto: blocks of 4 MiB are too short to cross nodes one by one"
+    )
+    assert choose("auto", short, torch.device("cpu"), UNTUNED, nodes=2).method == "chunked"
     for one in (pass_, pass_.dgrad):
         on_cpu, on_gpu = (choose("auto", one, device, UNTUNED, nodes=2) for device in (torch.device("cpu"), GPU))
         assert on_cpu == Choice("chunked", "auto: CPU tensors on several nodes")
-        assert on_gpu == Choice("collective", "auto: all-to-alls of GPUs do not overlap across nodes yet")
+        assert on_gpu == Choice("chunked", "auto: GPUs on several nodes")
     plan = engine_plan(on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16), 4)
     again = sent_again(plan, Topology(2, 2, 0))
     assert plan.sources == again.sources == (1, 3, 2), "the own node's, then of the far node the twin's last"
     assert [leg.target for leg in again.legs] == [3, 2, 1]
+    assert [(crossing.sent.target, crossing.lands) for crossing in again.crossings] == [(3, True), (2, False)]
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_shallow_blocks_are_multiplied_together() -> None:
+    """At least 1024 features at once, where a node has so many; of GPUs, across nodes."""
+
+    def together(k: int, nodes: int = 2, device: torch.device = GPU, kind: str = A2A_GEMM) -> int:
+        pass_, choice = Pass(kind, 16384, 4096, k, BF16, 8), Choice("chunked", "asked for")
+        weight = torch.empty(8, 8, dtype=BF16)
+        return engine_plan(choice, pass_, Topology(nodes, 8 // nodes, 0), device, weight, 4).together
+
+    assert [together(8 * depth) for depth in (1024, 1000, 512, 300, 8)] == [1, 2, 2, 4, 4]
+    assert together(4096, nodes=1) == together(4096, device=torch.device("cpu")) == together(4096, kind=GEMM_A2A) == 1
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_chunks_that_cross_nodes_of_gpus_are_products_that_fill_a_gpu() -> None:
+    """Of 16384 rows A2A + GEMM multiplies 8192 for all 4096 columns, GEMM + A2A for half of them."""
+
+    def chunks(kind: str, n: int) -> int:
+        pass_ = Pass(kind, 16384, n, 4096, BF16, 2)
+        choice = Choice("chunked", "asked for")
+        return engine_plan(choice, pass_, Topology(2, 1, 0), GPU, torch.empty(8, 8, dtype=BF16), 4).chunks
+
+    assert (chunks(A2A_GEMM, 4096), chunks(A2A_GEMM, 1024)) == (4, 1)
+    assert (chunks(GEMM_A2A, 4096), chunks(GEMM_A2A, 1024)) == (2, 1)
 
 
 @pytest.mark.usefixtures("_hopper")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.planning.schedule import GATHER, Topology, crossings
+from overlap_train.planning.schedule import A2A_GEMM, GATHER, Topology, crossings
 from overlap_train.protocol.watchdog import FaultRecord
 from overlap_train.symmetric import nccl
 from overlap_train.symmetric.agreement import OverlapTimeoutError
@@ -93,15 +93,16 @@ def piece(elements: int = 4) -> Piece:
     return Piece(torch.zeros(elements), torch.zeros(1, dtype=torch.int64))
 
 
-def exchange(transport: nccl.NcclTransport, elements: int = 4) -> Any:
-    return transport.exchange(crossings(GATHER, TOPOLOGY, 1)[0], piece(elements), piece(elements))
+def exchange(transport: nccl.NcclTransport, elements: int = 4, kind: str = GATHER) -> Any:
+    return transport.exchange(crossings(kind, TOPOLOGY, 1)[0], piece(elements), piece(elements))
 
 
-def test_a_send_and_a_receive_are_one_group_each_with_its_word(opened: Callable[[float], Any]) -> None:
-    """First to the next node and from the one before; a barrier has words only."""
+@pytest.mark.parametrize("kind", [GATHER, A2A_GEMM])
+def test_a_send_and_a_receive_are_one_group_each_with_its_word(opened: Callable[[float], Any], kind: str) -> None:
+    """First to the next node and from the one before; a barrier has words only. A block for any rank there goes to the twin."""
     transport, _ = opened(60.0)
-    exchange(transport)
-    exchange(transport, 0)
+    exchange(transport, kind=kind)
+    exchange(transport, 0, kind)
     data, words = (
         [("send", torch.float32, 2), ("receive", torch.float32, 0)],
         [("send", torch.int64, 2), ("receive", torch.int64, 0)],
@@ -127,9 +128,10 @@ def wait_until(ready: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_an_exchange_that_does_not_end_is_named_and_ended(opened: Callable[[float], Any]) -> None:
+@pytest.mark.parametrize("kind", [GATHER, A2A_GEMM])
+def test_an_exchange_that_does_not_end_is_named_and_ended(opened: Callable[[float], Any], kind: str) -> None:
     transport, fault = opened(0.05)
-    exchange(transport)
+    exchange(transport, kind=kind)
     wait_until(lambda: "abort" in transport._group.told)
     named = r"rank 3 of node 1 waited 0\.05 s to send to rank 5 of node 2 and to receive from rank 1 of node 0"
     with pytest.raises(OverlapTimeoutError, match=named):

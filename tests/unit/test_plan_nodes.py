@@ -22,11 +22,14 @@ from overlap_train.planning.schedule import (
     EXCHANGES,
     GATHER,
     GEMM_A2A,
+    LANDED,
     NETWORK,
     NODE_SUM,
+    OPERAND,
     SCATTER,
     Leg,
     Topology,
+    crossings,
     legs,
     sources,
 )
@@ -43,12 +46,13 @@ from overlap_train.planning.timeline import (
     Timeline,
     Token,
     arrived,
+    landed,
 )
 from overlap_train.planning.work import Work
 from overlap_train.tools.plan.prediction import work_of
 
 H200 = SYSTEMS["h200"]
-KINDS = (GATHER, SCATTER)
+KINDS = (GATHER, SCATTER, *EXCHANGES)
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (3, 4)]
 # Easy to reckon with: a shard of 1 MB takes 10 us over NVLink and 100 over the network.
 ROUND = replace(
@@ -57,13 +61,16 @@ ROUND = replace(
 SHARD = 1e6
 
 
-def work(kind: str, nodes: int, local: int, rank: int = 0, chunks: int = 1) -> Work:
+def work(kind: str, nodes: int, local: int, rank: int = 0, chunks: int = 1, together: int = 1) -> Work:
     """Blocks of 500 rows x 1000 features."""
     world = nodes * local
     n, k = {GATHER: (64, 1000), SCATTER: (1000, 64), A2A_GEMM: (64, 1000 * world), GEMM_A2A: (1000 * world, 64)}[kind]
     made = work_of(ROUND, Pass(kind, 500 * world, n, k, torch.bfloat16, world), "chunked", UNTUNED, nodes=nodes)
     topology = Topology(nodes, local, rank)
-    plan = replace(made.plan, chunks=chunks, legs=legs(kind, topology, chunks), sources=sources(topology, kind))
+    plan = replace(
+        made.plan, chunks=chunks, legs=legs(kind, topology, chunks), sources=sources(topology, kind),
+        crossings=crossings(kind, topology, chunks), together=together,
+    )  # fmt: skip
     return replace(made, plan=plan, topology=topology)
 
 
@@ -100,14 +107,40 @@ def test_a_scatter_of_two_nodes_of_two_by_hand() -> None:
     assert run(made).us == pytest.approx(crossed + 1 + 1 + 4)  # wait, gap; two partials, a far sum, and what is written
 
 
+def test_an_all_to_all_of_two_nodes_of_two_by_hand() -> None:
+    """Rank 2 sends rank 0 the block of rank 1 first, which is copied there while that of rank 0 crosses. Rank 1 does alike."""
+    made = work(A2A_GEMM, 2, 2)
+    assert made.shard_bytes == SHARD and made.part_us < 8
+    begun = 1 + 1  # gap, epoch
+    first, second = begun + 10 + 100, begun + 2 * (10 + 100)
+    timeline = run(made)
+    assert {token: time for _, token, time in timeline.tokens if token[0] in ("arrived", "landed")} == {
+        arrived("call", 1, 0): pytest.approx(begun + 2 + 10),
+        landed("call", 1, 2, 0): pytest.approx(first),
+        arrived("call", 3, 0): pytest.approx(first + 2 + 10),
+        arrived("call", 2, 0): pytest.approx(second),
+    }
+    assert timeline.us == pytest.approx(second + 1 + 1 + made.part_us)  # wait, gap, product
+
+
+def all_legs(made: Work) -> list[Leg]:
+    """Also those of what lands."""
+    return [*made.plan.legs, *(leg for c in made.plan.crossings for leg in c.passed_on if leg.carries == LANDED)]
+
+
 def problems_of(made: Work, timeline: Timeline) -> Iterator[str]:
     """What a run did that the two steps forbid."""
     tokens = {token: time for _, token, time in timeline.tokens}
     topology = made.topology
-    for leg in made.plan.legs:
+    for leg in all_legs(made):
         span = span_of(timeline, leg)
         if leg.carries == ARRIVED and span.start < tokens[arrived("call", leg.block, leg.chunk)]:
             yield "passed on before it had arrived"
+        if leg.carries == LANDED and span.start < tokens[landed("call", leg.target, leg.block, leg.chunk)]:
+            yield "passed on before it had landed"
+        product = ("call", "rows", leg.block, leg.chunk)
+        if leg.carries == OPERAND and leg.link == NETWORK and span.start < tokens.get(product, 0.0):
+            yield "sent before it was multiplied"
         if leg.carries != NODE_SUM:
             continue
         ranks = topology.ranks_of(leg.target // topology.local)
@@ -123,8 +156,8 @@ def problems_of(made: Work, timeline: Timeline) -> Iterator[str]:
 def lane_problems(made: Work, timeline: Timeline) -> Iterator[str]:
     for lane in SENDERS:
         spans = [span for span in timeline.spans if span.lane == lane]
-        expected = [(leg.target, leg.block, leg.chunk) for leg in made.plan.legs if across_nodes.lane_of(leg) == lane]
-        if lane == PASSED_ON:  # to every rank of the node as it comes
+        expected = [(leg.target, leg.block, leg.chunk) for leg in all_legs(made) if across_nodes.lane_of(leg) == lane]
+        if lane == PASSED_ON and made.plan.kind == GATHER:  # to every rank of the node as it comes
             blocks = list(dict.fromkeys(block for _, block, _ in expected))
             expected.sort(key=lambda place: (blocks.index(place[1]), place[2]))
         if [span.place for span in spans] != expected:
@@ -135,7 +168,7 @@ def lane_problems(made: Work, timeline: Timeline) -> Iterator[str]:
 
 def span_of(timeline: Timeline, leg: Leg) -> Span:
     place = (leg.target, leg.block, leg.chunk)
-    (span,) = (one for one in timeline.spans if one.lane in SENDERS and one.place == place)
+    (span,) = (one for one in timeline.spans if one.lane == across_nodes.lane_of(leg) and one.place == place)
     return span
 
 
@@ -158,6 +191,8 @@ def hasty_sums(made: Work) -> list[object]:
 FAULTS: list[tuple[str, Callable[..., object], str, str]] = [
     ("waits_for", impatient, GATHER, "passed on before"),
     ("waits_for", impatient, SCATTER, "sent before"),
+    ("waits_for", impatient, A2A_GEMM, "before it had landed"),
+    ("_ready", impatient, GEMM_A2A, "before it was multiplied"),
     ("node_sums", hasty_sums, SCATTER, "added before"),
 ]
 
@@ -189,32 +224,19 @@ def test_one_rank_stands_for_all_of_all_nodes(kind: str, nodes: int, local: int,
 @pytest.mark.parametrize(("nodes", "local"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_byte_crosses_the_network_once(kind: str, nodes: int, local: int, chunks: int) -> None:
-    works = everyone(kind, nodes, local, chunks)
+    """A shard, or a sum, for each far node; of an all-to-all a block for each far rank."""
+    works, per_node = everyone(kind, nodes, local, chunks), local if kind in EXCHANGES else 1
     timeline = run(*works)
     for made in works:
         topology = made.topology
         twins = {topology.twin(node) for node in range(nodes)} - {topology.rank}
         crossed = [s for s in timeline.spans if s.rank == topology.rank and s.lane == TO_NETWORK]
-        assert Counter(span.place[0] for span in crossed) == dict.fromkeys(twins, chunks)
+        taken = Counter(topology.receiver(span.place[0]) for span in crossed)
+        assert taken == dict.fromkeys(twins, chunks * per_node)
         sent = sum(send.nbytes for send in program(made).sends if send.leg.link == NETWORK)
-        assert sent == (nodes - 1) * SHARD
+        assert sent == (nodes - 1) * SHARD * per_node
         got = [token for rank, token, _ in timeline.tokens if rank == topology.rank and token[0] == "arrived"]
         assert sorted(got) == sorted(made.all_arrivals())
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize(("nodes", "local"), SIZES)
-@pytest.mark.parametrize("kind", EXCHANGES)
-def test_all_to_alls_cross_by_the_legs_of_the_schedule(kind: str, nodes: int, local: int, chunks: int) -> None:
-    """Every rank as one that stands for all; each far rank's block once. (GPUs have no engine for it yet: no plan offers it.)"""
-    works = everyone(kind, nodes, local, chunks)
-    timeline = run(*works)
-    assert timeline.us == pytest.approx(run(works[0]).us)
-    for made in works:
-        alone = replace(timeline, spans=tuple(span for span in timeline.spans if span.rank == made.topology.rank))
-        assert not list(lane_problems(made, alone))
-        crossed = sum(send.nbytes for send in program(made).sends if send.leg.link == NETWORK)
-        assert crossed == (nodes - 1) * local * SHARD
 
 
 def test_two_senders_of_one_rank_get_half_of_its_link_each() -> None:
@@ -250,12 +272,14 @@ def test_what_is_passed_on_shares_nvlink_with_own_copies() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_ranks_on_128_nodes(kind: str) -> None:
-    world = 1024
-    made = work_of(H200, Pass(kind, 128 * world, 256, 512, torch.bfloat16, world), "chunked", UNTUNED, nodes=128)
+    world, n, k = 1024, *{A2A_GEMM: (256, 4096), GEMM_A2A: (4096, 512)}.get(kind, (256, 512))
+    made = work_of(H200, Pass(kind, 128 * world, n, k, torch.bfloat16, world), "chunked", UNTUNED, nodes=128)
     timeline = simulate([program(made)], H200.copy_gbs, H200.nic_gbs)
     lanes = Counter(span.lane for span in timeline.spans)
-    assert lanes[TO_NETWORK] == 127
-    assert sum(lanes[lane] for lane in SENDERS) == 1023
+    per_node = 8 if kind in EXCHANGES else 1
+    assert lanes[TO_NETWORK] == 127 * per_node
+    assert sum(lanes[lane] for lane in SENDERS) == 1023 + 127 * (per_node - 1), "what lands goes on"
+    assert lanes[PASSED_ON] == (0 if kind == SCATTER else 127 * 7)
 
 
 @pytest.mark.parametrize("method", ["chunked", "collective"])
@@ -302,6 +326,9 @@ def test_products_pay_for_the_sums_beside_them_and_spare_nccls_sms() -> None:
     assert sum(kernel.us for kernel in products) == pytest.approx(6 * made.part_us + 2 * 3)
     sums = [kernel for kernel in program(work(SCATTER, 3, 2, chunks=2)).kernels if kernel.name == "node sum"]
     assert len(sums) == 4 and sum(kernel.us for kernel in sums) == pytest.approx(2 * 3)
+    exchange = work(GEMM_A2A, 3, 2)
+    alone = [kernel.us for kernel in program(exchange).kernels if kernel.name == "library gemm"]
+    assert alone == pytest.approx([exchange.part_us] * 6), "an all-to-all adds nothing"
     full = cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096)  # one wave of 132 tiles
     assert cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096, spared_sms=8) > 1.4 * full
     spared = replace(made, plan=replace(made.plan, sms=SmBudget(send=130)))
@@ -309,14 +336,36 @@ def test_products_pay_for_the_sums_beside_them_and_spare_nccls_sms() -> None:
 
 
 def test_far_blocks_are_multiplied_by_the_chunks_that_cross() -> None:
-    """A gather of two nodes of two: own, own node, then chunk by chunk the twin's and what it passes on."""
+    """A gather of two nodes of two: own, own node, then chunk by chunk the twin's and what it passes on. A2A + GEMM: block by
+    block, that of the twin last."""
     made = work(GATHER, 2, 2, chunks=2)
     waits = [kernel.needs for kernel in program(made).kernels if kernel.name == "wait_kernel"]
     whole = (arrived("call", 1, 0), arrived("call", 1, 1))
     assert waits == [whole, *((arrived("call", block, chunk),) for chunk in (0, 1) for block in (2, 3))]
     products = [kernel.us for kernel in program(made).kernels if kernel.name == "library gemm"]
     assert products == pytest.approx([made.part_us] * 2 + [made.chunk_us(2)] * 4)
+    received = [
+        kernel.needs for kernel in program(work(A2A_GEMM, 2, 2, chunks=2)).kernels if kernel.name == "wait_kernel"
+    ]
+    assert received == [whole, *((arrived("call", block, chunk),) for block in (3, 2) for chunk in (0, 1))]
     scatter = [
         kernel.ends for kernel in program(work(SCATTER, 2, 2, chunks=2)).kernels if kernel.name == "library gemm"
     ]
     assert scatter == [("call", "rows", *piece) for piece in ((3, 0), (2, 0), (2, 1), (1, 0), (0, 0))]
+    leaving = [send for send in program(work(GEMM_A2A, 2, 2, chunks=2)).sends if send.leg.link == NETWORK]
+    assert [send.ready for send in leaving] == [("call", "rows", block, chunk) for block in (3, 2) for chunk in (0, 1)]
+
+
+def test_shallow_blocks_are_multiplied_side_by_side() -> None:
+    """Two blocks of a node at once: their chunks as those of the last one come, and a copy before each product."""
+    made = work(A2A_GEMM, 2, 2, chunks=2, together=2)
+    kernels = [kernel for kernel in program(made).kernels if kernel.name in ("wait_kernel", "library gemm")]
+    whole = (arrived("call", 1, 0), arrived("call", 1, 1))
+    far = [((arrived("call", 3, chunk),), (arrived("call", 2, chunk),), ()) for chunk in (0, 1)]
+    assert [kernel.needs for kernel in kernels] == [whole, (), *far[0], *far[1]]
+    assert kernels[1].us == pytest.approx(made.terms_us(2, 1)) and kernels[-1].us == pytest.approx(made.terms_us(2, 2))
+    assert sum(kernel.name == "copy of the blocks" for kernel in program(made).kernels) == 2
+    wide = replace(made, pass_=replace(made.pass_, n=64_000))
+    assert wide.terms_us(1, 1) == pytest.approx(8 * 500 * 64_000 / 1e6), "the sum in fp32 is read and written"
+    (copy, _) = (kernel.us for kernel in program(wide).kernels if kernel.name == "copy of the blocks")
+    assert copy == pytest.approx(2 * (2 * SHARD + 2 * 2 * 1000 * 64_000) / 1e6), "and so are both operands"

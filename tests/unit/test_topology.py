@@ -185,9 +185,9 @@ def test_the_file_of_another_process_is_neither_waited_for_nor_taken() -> None:
             os.close(number)
 
 
-def plan(method: str, kind: str = GATHER, nodes: int = 2) -> Any:
+def plan(method: str, kind: str = GATHER, nodes: int = 2, multiplies: bool = True) -> Any:
     engine = SimpleNamespace(method=method, kind=kind, nodes=nodes, slots=int(method != "collective"))
-    return SimpleNamespace(fprop=engine, dgrad=engine, spec=SimpleNamespace(name="a linear"))
+    return SimpleNamespace(fprop=engine, dgrad=engine, spec=SimpleNamespace(name="a linear", multiplies=multiplies))
 
 
 def test_what_does_not_cross_nodes_is_refused_by_name() -> None:
@@ -201,9 +201,11 @@ def test_what_does_not_cross_nodes_is_refused_by_name() -> None:
         assert why_not_across_nodes(plan("chunked", nodes=1), "unequal", device) == "unequal"
         for problem in (None, "unequal"):
             assert why_not_across_nodes(plan("collective", A2A_GEMM), problem, device) is None
-    assert why_not_across_nodes(plan("chunked", A2A_GEMM), None, CPU) is None
-    assert "its kernels send" in (why_not_across_nodes(plan("direct", A2A_GEMM), None, CPU) or "")
-    assert "all-to-alls of GPUs do not" in (why_not_across_nodes(plan("chunked", A2A_GEMM), None, gpu) or "")
+        assert why_not_across_nodes(plan("chunked", A2A_GEMM), None, device) is None
+        assert "its kernels send" in (why_not_across_nodes(plan("direct", A2A_GEMM), None, device) or "")
+    alone = plan("chunked", A2A_GEMM, multiplies=False)
+    assert why_not_across_nodes(alone, None, CPU) is None
+    assert "all-to-alls of GPUs beside a product of another" in (why_not_across_nodes(alone, None, gpu) or "")
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, "2"])

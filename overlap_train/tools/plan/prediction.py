@@ -15,7 +15,7 @@ from ...planning.machines import System, Target
 from ...planning.passes import Pass
 from ...planning.plan import engine_plan
 from ...planning.programs import program
-from ...planning.schedule import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER, Topology
+from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from ...planning.simulate import simulate
 from ...planning.table import SAME, UNTUNED, Table
 from ...planning.timeline import Program, Timeline
@@ -116,7 +116,7 @@ def _predict(system: System, strategy: Strategy, linear: Linear, direction: str)
     is_backward = direction == BACKWARD
     pass_ = first.dgrad if is_backward else first
     nodes = strategy.nodes if pass_.world > 1 else 1
-    works = {method: work_of(system, pass_, method, UNTUNED, nodes=nodes) for method in methods_of(pass_.kind, nodes)}
+    works = {method: work_of(system, pass_, method, UNTUNED, nodes=nodes) for method in methods_of(nodes)}
     alone = works[COLLECTIVE]
     gemm_us = alone.gemm_us + (wgrad_us(alone) if is_backward else 0.0)
     nccl_us = communication_us(alone) if is_backward else alone.collective_us
@@ -126,11 +126,9 @@ def _predict(system: System, strategy: Strategy, linear: Linear, direction: str)
     return Prediction(linear.name, direction, pass_.rows, pass_.n, pass_.k, gemm_us, nccl_us, estimates)
 
 
-def methods_of(kind: str, nodes: int) -> tuple[str, ...]:
+def methods_of(nodes: int) -> tuple[str, ...]:
     """Those with engines for a group that spans so many nodes (planning/refusals.py: why_not_across_nodes)."""
-    if nodes == 1:
-        return METHODS
-    return (COLLECTIVE,) if kind in EXCHANGES else ("chunked", COLLECTIVE)
+    return METHODS if nodes == 1 else ("chunked", COLLECTIVE)
 
 
 def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bool = False, nodes: int = 1) -> Work:

@@ -15,10 +15,7 @@ HEADINGS = (
     "linear", "pass", "M, N, K of a rank", "GEMM", "NCCL", "bound", *METHODS, "exposed", "choose", "gain",
 )  # fmt: skip
 KEEP, NO_ENGINE = "no overlap", "-"
-ACROSS_NODES = (
-    "-: not estimated. The kernels of fused and direct send and wait inside one node only, so far, and all-to-alls of GPUs "
-    "do not overlap across nodes yet."
-)
+ACROSS_NODES = "-: not estimated. The kernels of fused and direct send and wait inside one node only, so far."
 MEASURED_RANKS = (1, 2, 4)
 FEW_ROWS = 1024
 

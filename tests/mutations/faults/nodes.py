@@ -22,12 +22,18 @@ DOMAIN = In("overlap_train/runtime/domain.py", (SHAPES,))
 SETTLED = In("overlap_train/runtime/domain.py", ("tests/unit/test_wire.py",))
 STREAMED = "tests/protocol/test_interleaving_nodes.py"
 PASSES = f"{STREAMED}::test_operators_pass"
+EXCHANGED = "tests/protocol/test_interleaving_node_exchanges.py"
 STREAMS = In("overlap_train/protocol/node_streams.py", (PASSES,))
 STREAM_ENGINES = In("overlap_train/operators/node_streams.py", (PASSES,))
+SHALLOW = f"{EXCHANGED}::test_shallow_blocks_are_multiplied_together"
+EXCHANGES = In("overlap_train/operators/node_exchanges.py", (PASSES,))
+STREAMED_SLOT = In("overlap_train/protocol/node_slot.py", (PASSES,))
 NCCL = In("overlap_train/symmetric/nccl.py", ("tests/unit/test_nccl_transport.py",))
 SUM = In("kernels/add_blocks.py", ("tests/protocol/test_add_blocks.py",))
 BLAS = In("overlap_train/gpu/blas.py", ("tests/unit/test_blas.py",))
 CHUNKS = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
+TOGETHER = In("overlap_train/planning/tiling.py", ("tests/unit/test_exchange_plan.py",))
+EXCHANGE_CHUNKS = In("overlap_train/planning/plan.py", ("tests/unit/test_exchange_plan.py",))
 BARRIERS = In("overlap_train/planning/choice.py", ("tests/unit/test_plan.py",))
 AUTO = In("overlap_train/planning/choice.py", ("tests/unit/test_exchange_plan.py",))
 BENCH = In(
@@ -63,9 +69,13 @@ FAULTS = [
     TOPOLOGY("every rank prints the nodes", "if rank == 0 and topology.nodes > 1:", "if topology.nodes > 1:"),
     TOPOLOGY("settings of nodes may differ", "if len(set(values)) > 1:", "if False:"),
     REFUSALS("kernels are taken across nodes", 'if engine.nodes > 1 and engine.method != "chunked":', "if False:"),
-    REFUSALS("an all-to-all of GPUs is taken across nodes", 'engine.kind in EXCHANGES and device.type == "cuda":', "False:"),
-    AUTO("auto takes collective for all-to-alls between nodes of CPU processes",
-         'if pass_.kind in EXCHANGES and device.type == "cuda":', "if pass_.kind in EXCHANGES:"),
+    REFUSALS("an all-to-all beside a product is taken across nodes of GPUs",
+             'not plan.spec.multiplies and device.type == "cuda":', "False:"),
+    REFUSALS("an all-to-all beside a product is refused between CPU processes",
+             'not plan.spec.multiplies and device.type == "cuda":', "not plan.spec.multiplies:"),
+    AUTO("auto sends short blocks across nodes of GPUs one by one", "and block < LEAST_BLOCK:", "and block < 0:"),
+    AUTO("auto takes collective for short blocks between nodes of CPU processes",
+         'if device.type == "cuda" and pass_.kind in EXCHANGES and block', "if pass_.kind in EXCHANGES and block"),
     REFUSALS("nodes that cannot share memory are taken", "if topology_problem is not None:", "if False:"),
     NETWORK("data goes to the start of the heap", "heap[data : data + nbytes]", "heap[:nbytes]"),
     NETWORK("who takes a block from the network keeps it", "heap = self._heaps[rank]",
@@ -88,13 +98,60 @@ FAULTS = [
         "what is passed on tells of the own call", "if leg.carries == ARRIVED else", "if False else",
         f"{STREAMED}::test_what_is_passed_on_names_the_call_that_it_is_of",
     ),
-    STREAMS("words of what crosses lie in one place",
-            "call.slot.crossed[block, chunk : chunk + 1])", "call.slot.crossed[0, :1])"),
+    STREAMS("words of what crosses lie in another place",
+            "Piece(into, call.crossed(received))", "Piece(into, call.crossed(crossing.sent))"),
+    STREAMED_SLOT("what lands is taken from where its chunk would be in a slot", "Route(0, chunk, signal, self.crossed(leg)",
+                  "Route(leg.chunk * chunk.numel(), chunk, signal, self.crossed(leg)"),
+    STREAMED_SLOT(
+        "what lands tells of the call of who passes it on", "signal, self.crossed(leg), None)", "signal, self.slot.epoch, None)",
+        f"{EXCHANGED}::test_what_lands_names_the_call_that_it_is_of",
+    ),
     STREAMS(
         "a graph is captured across nodes", "        if self._driver.is_capturing():", "        if False:",
         f"{STREAMED}::test_a_graph_is_refused_by_name",
     ),
     STREAMS("what came is told before it is here", "            exchange.arrive()\n", ""),
+    STREAMS(
+        "a place is used again before what landed there is passed on",
+        "            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)\n", "",
+        f"{STREAMED}::test_operators_pass",
+    ),
+    STREAMS(
+        "memory of what landed is not held", "            self._held.append(landing)\n", "",
+        f"{EXCHANGED}::test_memory_of_what_landed_is_held_until_it_is_passed_on",
+    ),
+    STREAMS(
+        "the next part begins before one is enqueued", "        self.finish_started()\n        for mark", "        for mark",
+        f"{EXCHANGED}::test_parts_of_a_long_sequence_pass",
+    ),
+    STREAMS(
+        "a part's end waits for nothing that crosses",
+        "                self._driver.check(self._driver.wait_event(current, mark, 0))\n", "                pass\n",
+        f"{EXCHANGED}::test_a_part_ends_when_it_has_crossed_though_nobody_reads_it",
+    ),
+    EXCHANGES("all that lands is in one place",
+              "chunk.new_empty(places, *chunk.shape))", "chunk.new_empty(places, *chunk.shape)[:1])"),
+    EXCHANGES("every chunk of rows that leave is the first", "self._sent[block].chunk(self._call.chunks)[chunk]",
+              "self._sent[block].chunk(self._call.chunks)[0]"),
+    EXCHANGES("sums of all chunks are in the first", "            add_product_in_fp32(rows, _joined",
+              "            add_product_in_fp32(total.chunk(call.chunks)[0], _joined"),
+    EXCHANGES("far blocks are multiplied as those of the own node",
+              "if blocks[0] in topology.ranks_of(topology.node):", "if True:"),
+    EXCHANGES("blocks are multiplied by the rows of b of the first",
+              "self._call, _joined([self._b_blocks[block] for", "self._call, _joined([self._b_blocks[blocks[0]] for", SHALLOW),
+    EXCHANGES("too few exchanges are enqueued for blocks that are multiplied together",
+              "(len(blocks) - 1) * call.chunks * (chunk == 0) + 1", "1", SHALLOW),
+    EXCHANGES("columns of the own node stay with who multiplies them",
+              "                engine.push(staging, call.routes(legs))\n", "                pass\n"),
+    EXCHANGES(
+        "what is sent again crosses after dx", "        engine.finish_started()\n", "",
+        f"{EXCHANGED}::test_what_is_sent_again_crosses_before_dx",
+    ),
+    EXCHANGES(
+        "blocks are passed on after the wait for all", "        self._crossings.arrive_all()\n        return super().received()",
+        "        return super().received()",
+        f"{EXCHANGED}::test_blocks_that_are_passed_on_after_the_wait_for_all_stop_one_hardware_queue",
+    ),
     STREAMS(
         "twins are not told of a barrier",
         "            self.arrive(call, replace(turn, passed_on=Legs(())), exchange)\n", "            pass\n",
@@ -110,6 +167,8 @@ FAULTS = [
     NCCL("NCCL may take all SMs", "        options.config.max_ctas = self.sms\n", ""),
     NCCL("communicators of several sizes meet in one place", "{topology.rank % topology.local}/{self.sms}", "0"),
     NCCL("torch's watchdog ends the process first", "2 * self._timeout_s + 60", "self._timeout_s / 2"),
+    NCCL("who is late is said to be the rank that a block is for",
+         "topology.receiver(crossing.sent.target)", "crossing.sent.target"),
     NCCL("nobody looks how old an exchange is",
          "- self._under_way[0].began > self._timeout_s", "- self._under_way[0].began > 1e9"),
     NCCL("exchanges that ended are late", "while self._under_way and self._under_way[0].done:", "while False:"),
@@ -122,6 +181,11 @@ FAULTS = [
     SUM("sums between nodes begin at another block's chunk", "* pitch", "* size"),
     BLAS("products go on sparing SMs", "self._check(self._set(handle, 0))", "pass"),
     BLAS("products spare all other SMs", "self._count - sms", "sms"),
+    EXCHANGE_CHUNKS("CPU processes multiply blocks together",
+                    'topology.nodes == 1 or device.type != "cuda":', "topology.nodes == 1:"),
+    TOGETHER("blocks are multiplied together whose sum takes less", "_DEEP = 1024", "_DEEP = 512"),
+    EXCHANGE_CHUNKS("chunks of GEMM + A2A are counted by all columns",
+                    "pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)", "pass_.n"),
     CHUNKS("products spare what NCCL has by default",
            "topology, device, w, config.network_sms)", "topology, device, w, 4)"),
     CHUNKS("blocks cross the network whole", 'if nodes > 1 and choice.method == "chunked" and on_gpu:', "if False:"),

@@ -9,6 +9,7 @@ ACROSS = In("overlap_train/planning/across_nodes.py", (NODES,))
 COST = In("overlap_train/planning/cost.py", (NODES,))
 PROGRAMS = In("overlap_train/planning/programs.py", (NODES,))
 SIMULATE = In("overlap_train/planning/simulate.py", (NODES,))
+WORK = In("overlap_train/planning/work.py", (NODES,))
 RANK = In("overlap_train/planning/simulated_rank.py", (ONE_NODE,))
 ACROSS_SPANS = f"{COMMAND}::test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays"
 COMMANDS = In("overlap_train/tools/plan/command.py", (ACROSS_SPANS,))
@@ -44,6 +45,17 @@ FAULTS = [
         "for chunk in range(work.plan.chunks) for source in sources[first : first + local])",
         "for source in sources[first : first + local] for chunk in range(work.plan.chunks))",
     ),
+    PROGRAMS("plan: blocks of an all-to-all are multiplied as those of a gather",
+             "_chunked_gather(work) if work.topology.nodes == 1 else", "_chunked_gather(work) if True else"),
+    PROGRAMS("plan: blocks come to lie side by side by themselves", "        if len(blocks) > 1:\n", "        if False:\n"),
+    WORK("plan: sums in fp32 cost nothing", "8 * rows * self.pass_.n", "0"),
+    ACROSS("plan: exchanges pay for sums", "if work.plan.kind == SCATTER else 0.0", "if True else 0.0"),
+    ACROSS("plan: what lands waits in the copy engine's queue", "leg.carries in (ARRIVED, LANDED)", "leg.carries == ARRIVED"),
+    ACROSS("plan: what lands is passed on before it is there",
+           "        return landed(work.call, leg.target, leg.block, leg.chunk)\n", "        return None\n"),
+    PROGRAMS("plan: a chunk that crosses leaves after the first", "leg.chunk if leg.link == NETWORK else 0)", "0)"),
+    SIMULATE("plan: what is for another rank arrives at once",
+             "taker = topology.receiver(leg.target) if leg.link == NETWORK else", "taker ="),
     COST("plan: products have NCCL's SMs, too", "sms = system.sms - spared_sms", "sms = system.sms"),
     COST("plan: NCCL is as fast as its fastest link", "(min(gbs) * 1e3)", "(max(gbs) * 1e3)"),
     COST("plan: NCCL leaves a node by one NIC", "gbs.append(local * system.nic_gbs)", "gbs.append(system.nic_gbs)"),
@@ -65,8 +77,8 @@ FAULTS = [
     SIMULATE("plan: senders of a rank do not share its link", "in flow.ends)) * 1e3", "in flow.ends[1:])) * 1e3"),
     SIMULATE(
         "plan: a block arrives under its sender's number",
-        "reach(arrived(call, leg.fills,",
-        "reach(arrived(call, leg.source,",
+        "if self.stands_for_all else leg.fills",
+        "if self.stands_for_all else leg.source",
     ),
     SIMULATE("plan: a mirrored block is of another place", "(place + beside - to_place)", "(place + to_place - beside)"),
     SIMULATE("plan: a mirrored block is of another node", "(node + there - to_node)", "(node + to_node - there)"),

@@ -1,0 +1,258 @@
+"""All-to-alls of GPUs across nodes, on simulated streams and NCCL: what lands beside a slot, parts, two exchanges at once.
+
+test_interleaving_nodes.py runs the same operators without these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("greenlet")
+
+import torch
+
+from tests.protocol.actors import Deadlock
+from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
+from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.operator_problems import Before, integers, tag_of, to_rows
+from tests.protocol.simulated_gpu import Operation
+from tests.protocol.simulated_nodes import NodeSimulation
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
+from tests.protocol.test_interleaving_nodes import (
+    ARRIVE,
+    EXCHANGES,
+    OWN,
+    PASSED,
+    assert_fault_is_caught,
+    in_streams,
+    in_workspace,
+    problem,
+)
+from tests.protocol.test_interleaving_parts import passes
+
+TOLD = "self._driver.check(self._driver.copy(route.signal_at, route.epoch_at, 8, stream))"
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize(("world", "node_ranks", "together"), [(4, 2, 2), (6, 3, 2), (6, 3, 3), (3, 1, 1)])
+def test_shallow_blocks_are_multiplied_together(world: int, node_ranks: int, together: int, one_queue: bool) -> None:
+    machine = NodeSimulation(world, node_ranks=node_ranks, together=together, one_queue=one_queue)
+    assert_passes(to_rows("chunked", machine, 4), range(2))
+
+
+def exchanged_backward(machine: NodeSimulation, calls: int = 2, first: Before | None = None) -> Build:
+    """Of Ulysses' output projection: x is sent again for the weight gradient while dx leaves block by block.
+
+    first: what the caller's stream is given between the two.
+    """
+    world = machine.world_size
+    x, dy = integers(calls, world, world * TILE, TILE, seed=1), integers(calls, world, TILE, TILE, seed=2)
+    w = integers(TILE, world * TILE, seed=3)
+    received = x.unflatten(2, (world, TILE)).transpose(1, 2)  # [calls, to, from, TILE, TILE]
+    sent = (dy @ w).unflatten(3, (world, TILE)).permute(0, 3, 1, 2, 4)
+
+    def build(scheduler: Scheduler) -> Any:
+        blocks, dx = (torch.full((calls, world, world, TILE, TILE), torch.nan) for _ in range(2))
+        operands = x.clone(), dy.clone()
+
+        def host(domain: SimulatedDomain) -> None:
+            rank = domain.rank
+            for call in range(calls):
+                (own, own_dy) = (operand[call, rank] for operand in operands)
+                plan = domain.plan("chunked", own, w, "ALL_TO_ALL_LINEAR")
+                with domain.operator(tag_of("backward"), slots=2):
+                    start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+                    receiver = start(domain, plan.wgrad, tag_of("x"), own.unflatten(0, (world, TILE)))
+                    if first is not None:
+                        first(domain)
+                    send = core("operators.gemm_all_to_all").start_gemm_all_to_all
+                    exchange = send(domain, plan.dgrad, tag_of("dx"), own_dy, w)
+                    blocks[call, rank] = receiver.received_view()
+                    dx[call, rank] = exchange.received()
+                for operand in (own, own_dy):
+                    operand.fill_(torch.nan)
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert (blocks == received).all(), "x"
+            assert (dx == sent).all(), "dx"
+
+        return check
+
+    return build
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2)])
+def test_a_backward_with_two_exchanges_passes(world: int, node_ranks: int, one_queue: bool) -> None:
+    assert_passes(exchanged_backward(NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue)), range(4))
+
+
+def test_what_is_sent_again_crosses_before_dx() -> None:
+    """All of it: the weight gradient, which hides the exchanges of dx, waits for its last block."""
+    machine = NodeSimulation(4, node_ranks=2)
+
+    def long_product(domain: SimulatedDomain) -> None:
+        posted = Operation("a long product", lambda: None, lambda: (domain.rank, 2) in machine.posted)
+        machine.gpus[domain.rank].current.enqueue(posted)
+
+    build = exchanged_backward(machine, calls=1, first=long_product)
+    assert_passes(build, range(4))
+    with Fault(EXCHANGES, "        engine.finish_started()\n", "").planted():
+        assert isinstance(assert_caught(build, range(4)), Deadlock)
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_parts_of_a_long_sequence_pass(backward: bool, one_queue: bool) -> None:
+    """Each is sent before the one before it is multiplied: more of them than there are slots."""
+    for world, node_ranks in ((2, 1), (4, 2)):
+        machine = NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue)
+        assert_passes(passes("chunked", machine, backward), range(3))
+
+
+FAULTS = {
+    "what landed is not passed on": (in_streams(f"            {PASSED}\n", "            break\n", "deadlock"), "to_heads 4 2"),
+    "the word of what landed goes before it": (
+        in_streams(f"{PASSED}\n            {TOLD}\n", f"{TOLD}\n            {PASSED}\n"), "to_rows 4 2",
+    ),
+    "what is to land is passed on before it is here": (
+        in_streams(ARRIVE, f"{OWN}    {ARRIVE}", "wrong|deadlock|Mismatch"), "to_heads 4 2",
+    ),
+    "a place is used again before what landed there is passed on": (
+        in_streams("            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)\n", ""), "to_rows 6 3",
+    ),
+    "all that lands is in one place": (
+        Fault(EXCHANGES, "cycle(chunk.new_empty(places, *chunk.shape))", "cycle(chunk.new_empty(places, *chunk.shape)[:1])"),
+        "to_heads 6 3",
+    ),
+    "a block leaves before its product": (
+        Fault(EXCHANGES, "                engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
+    ),
+    "rows leave before the caller has written them": (
+        Fault(EXCHANGES, "        engine.send_after_this()  #", "        #", "wrong|deadlock|Mismatch"), "to_rows 2 1",
+    ),
+    "a far block is multiplied before it is here": (
+        Fault(EXCHANGES, "                call.wait_chunk(block, chunk)\n", "                pass\n"), "to_rows 4 2",
+    ),
+    "exchanges reuse a slot early": (in_workspace(SLOT_REUSED_EARLY), "to_rows 4 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name: str) -> None:
+    assert_fault_is_caught(*FAULTS[name])
+
+
+def test_a_part_is_finished_before_the_next_one_waits_for_a_slot() -> None:
+    """With one hardware queue that wait would hold up what it waits for."""
+    unfinished = in_streams("        self.finish_started()\n        for mark", "        for mark")
+    with replace(unfinished, reload=(*unfinished.reload, "ulysses.ahead", "ulysses.exchange")).planted():
+        error = assert_caught(passes("chunked", NodeSimulation(4, node_ranks=2, one_queue=True)), range(3))
+    assert isinstance(error, Deadlock)
+
+
+def test_a_part_ends_when_it_has_crossed_though_nobody_reads_it() -> None:
+    """The next part has begun by then. The caller writes over what it has sent."""
+    machine = NodeSimulation(4, node_ranks=2)
+
+    def build(scheduler: Scheduler) -> Any:
+        x, seen = integers(4, 4, TILE, TILE, seed=1), torch.full((4, 4, TILE, TILE), torch.nan)
+
+        def host(domain: SimulatedDomain) -> None:
+            first, second = x[domain.rank].clone(), x[domain.rank].clone()
+            plan = domain.plan("chunked", first.flatten(0, 1), torch.ones(TILE, 4 * TILE), "ALL_TO_ALL_LINEAR").fprop
+            start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+            with domain.operator(tag_of("first"), slots=1):
+                receiver = start(domain, plan, tag_of("first"), first)
+                domain.begin_ahead()
+                following = start(domain, plan, tag_of("second"), second)
+                if domain.rank % 2:
+                    seen[domain.rank] = receiver.received_view()
+            first.fill_(torch.nan)
+            with domain.operator(tag_of("second"), slots=1):
+                following.received_view()
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert (seen[1::2] == x.transpose(0, 1)[1::2]).all()
+
+        return check
+
+    assert_passes(build, range(4))
+    unmarked = in_streams(
+        "            self._driver.check(self._driver.record_event(mark, stream.cuda_stream))\n", "            pass\n"
+    )
+    with unmarked.planted():
+        assert "wrong result" in str(assert_caught(build, range(30)))
+
+
+def test_blocks_that_are_passed_on_after_the_wait_for_all_stop_one_hardware_queue() -> None:
+    """Rule 4: each rank waits for what its neighbour would only enqueue later."""
+    late = Fault(EXCHANGES, "    def received(self) -> torch.Tensor:\n        self._crossings.arrive_all()\n",
+                 "    def received(self) -> torch.Tensor:\n")  # fmt: skip
+    with late.planted():
+        assert_passes(problem("to_heads", 4, 2), range(2))
+        error = assert_caught(problem("to_heads", 4, 2, one_queue=True), range(2))
+    assert isinstance(error, Deadlock)
+
+
+def test_memory_of_what_landed_is_held_until_it_is_passed_on() -> None:
+    """Whoever asked for the exchange may be gone by then, and the allocator would give it to the caller's stream."""
+    machine, held = NodeSimulation(4, node_ranks=2), {}
+
+    def build(scheduler: Scheduler) -> Any:
+        def host(domain: SimulatedDomain) -> None:
+            x = integers(4, TILE, TILE, seed=domain.rank)
+            plan = domain.plan("chunked", x.flatten(0, 1), torch.ones(TILE, 4 * TILE), "ALL_TO_ALL_LINEAR").fprop
+            landings = []
+            with domain.operator(tag_of("call"), slots=1):
+                start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+                receiver = start(domain, plan, tag_of("call"), x)
+                landings += [landing for _, _, landing in receiver._crossings._under_way]
+                receiver.received_view()
+                addresses = {tensor.data_ptr() for tensor in domain.engine._held}
+            held[domain.rank] = {landing.data_ptr() for landing in landings} <= addresses, len(landings)
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert held == dict.fromkeys(range(4), (True, 1))
+
+        return check
+
+    assert_passes(build, range(1))
+    with in_streams("            self._held.append(landing)\n", "").planted():
+        assert_caught(build, range(1))
+
+
+def test_what_lands_names_the_call_that_it_is_of() -> None:
+    """Rank 3 is in another call. Its block for rank 0 lands at rank 1, which does not look into it."""
+    faults: dict[int, Any] = {}
+    machine = NodeSimulation(4, node_ranks=2, timeout_s=3e-7)
+
+    def build(scheduler: Scheduler) -> Any:
+        def host(domain: SimulatedDomain) -> None:
+            faults[domain.rank] = domain.fault
+            x, w = integers(4, TILE, TILE, seed=1), torch.ones(TILE, 4 * TILE)
+            plan, tag = (
+                domain.plan("chunked", x.flatten(0, 1), w, "ALL_TO_ALL_LINEAR"),
+                tag_of(f"layer {domain.rank // 3}"),
+            )
+            with domain.operator(tag_of("call"), slots=1):
+                start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+                start(domain, plan.fprop, tag, x).received_view()
+
+        machine.spawn_hosts(scheduler, host)
+        return lambda: None
+
+    run_seed(build, 0, spin=True)
+    for rank in (0, 1, 2):
+        with pytest.raises(core("protocol.watchdog").OverlapMismatchError, match="but rank 3 is in"):
+            faults[rank].check()
