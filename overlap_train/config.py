@@ -65,6 +65,12 @@ class OverlapConfig:
         0,
         "ranks per node, where a group spans several nodes; 0: those that can map each other's memory, which they find out",
     )
+    network: str = _setting(
+        "auto",
+        "what carries data between nodes, of GPUs only: nccl, or nvshmem, which needs provider nvshmem for the whole group and "
+        "takes no SMs; auto: nccl",
+        ("auto", "nccl", "nvshmem"),
+    )
     network_sms: int = _setting(
         0,
         "SMs that NCCL may hold to send between nodes, of GPUs only; products that run meanwhile leave them alone. 0: as many as "

@@ -39,9 +39,12 @@ class Crossings:
     def __init__(self, engine: NodeStreamEngine, call: NodeCall, crossings: Sequence[Crossing]) -> None:
         self._engine, self._call, self._waiting = engine, call, deque(crossings)
         self._under_way: deque[tuple[Crossing, Exchange, torch.Tensor | None]] = deque()
-        places = _MOST if any(crossing.lands for crossing in crossings) else 0
+        places = _MOST if any(map(self._lands, crossings)) else 0
         chunk = call.chunk_of(call.rank, 0)
         self._places = cycle(chunk.new_empty(places, *chunk.shape))
+
+    def _lands(self, crossing: Crossing) -> bool:
+        return crossing.lands and self._engine.lands
 
     @property
     def next(self) -> Crossing | None:
@@ -53,7 +56,7 @@ class Crossings:
         if len(self._under_way) == _MOST:
             self.arrive()
         crossing = self._waiting.popleft()
-        landing = next(self._places) if crossing.lands else None
+        landing = next(self._places) if self._lands(crossing) else None
         exchange = self._engine.cross(self._call, crossing, source, landing=landing)
         self._under_way.append((crossing, exchange, landing))
 

@@ -16,6 +16,7 @@ from ..symmetric.inter_node import Place
 from .copy_engine import Route
 from .layout import Layout
 from .slot import _MOST_CALLS, Call, Slot, Waits
+from .tags import next_word
 
 
 class NodeSlot(Slot):
@@ -40,6 +41,7 @@ class NodeSlot(Slot):
         # that one sends in a call, for whomever, has the same word.
         self.crossed = torch.zeros_like(self.signals)
         self._count(layout.world_size, device)
+        self.word = 0  # as `epoch` on the device. No graph is replayed across nodes, so the host can count
         self.calls = BoundedCache(_MOST_CALLS)
 
 
@@ -98,7 +100,11 @@ class NodeCall(Call):
         receiver = self.slot.topology.receiver(target)
         return Place(receiver, target, data, self.slot.words_start + 8 * (block * MAX_CHUNKS + chunk))
 
+    def next_epoch(self) -> None:
+        self.slot.word = next_word(self.slot.word, self.tag)
+        super().next_epoch()
+
     @property
     def word(self) -> int:
-        """What its signals are."""
-        return int(self.slot.epoch)
+        """What its signals are: the epoch, as the host counts it for transports that it tells what to signal."""
+        return self.slot.word

@@ -1,10 +1,7 @@
 """What moves data in a group of GPUs that spans nodes: the copy engine, and a stream each for what leaves and for what arrives.
 
-    sending     adds up partial sums, where there are any, and starts the exchanges with the twins, in order
-    arriving    waits for an exchange, then tells those who wait for its chunk, then passes it on inside the node
-
-The network writes into the memory of its own rank only. What is for another rank of the node is received beside the slot, and
-the arriving stream copies it there: data, then the sender's word.
+    sending     adds up partial sums, where there are any, and starts what crosses the network, in order
+    arriving    waits for what has crossed, and passes it on inside the node (node_networks.py)
 
 Nothing else waits for the network but the products that need it, and they by `wait_kernel`, as inside a node. What waits is
 enqueued as late as it may be (`arrive`): where one hardware queue serves all streams, what stands at its head holds up the rest.
@@ -12,26 +9,45 @@ enqueued as late as it may be (`arrive`): where one hardware queue serves all st
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from ..gpu.blas import Blas
 from ..gpu.driver import CudaDriver
-from ..planning.schedule import GATHER, Crossing, Leg, Legs, Topology, crossings
-from ..symmetric.inter_node import Exchange, Piece, StreamTransport
+from ..planning.schedule import GATHER, Crossing, Legs, Topology, crossings
+from ..symmetric.inter_node import Exchange
 from .copy_engine import Route, StreamCopyEngine
 from .node_slot import NodeCall
 from .watchdog import FaultRecord
 
 
-class NodeStreamEngine(StreamCopyEngine):
-    """A copy engine whose operators end when what crosses the network has left, has arrived and is passed on."""
+class Network(Protocol):
+    """What this file needs of a transport.
+
+    sms: that its kernels hold while something is under way.
+    """
+
+    sms: int
+
+    def close(self, orderly: bool) -> None: ...
+
+
+class NodeStreamEngine(StreamCopyEngine, ABC):
+    """A copy engine whose operators end when what crosses the network has left, has arrived and is passed on.
+
+    lands: whether what is for another rank of this node comes to this one first, and needs memory here.
+    """
+
+    lands = True
+    network: Network
 
     def __init__(
-        self, device: torch.device, driver: CudaDriver, network: StreamTransport, fault: FaultRecord, blas: Blas | None
+        self, device: torch.device, driver: CudaDriver, network: Network, fault: FaultRecord, blas: Blas | None = None
     ) -> None:
         super().__init__(device, driver)
         self.network, self._fault, self._blas = network, fault, blas
@@ -42,8 +58,8 @@ class NodeStreamEngine(StreamCopyEngine):
     def begin(self) -> None:
         if self._driver.is_capturing():
             raise RuntimeError(
-                "a CUDA graph is being captured in a group that spans nodes, whose exchanges by NCCL a thread has to watch; "
-                "train without CUDA graphs, or use method='collective'"
+                "a CUDA graph is being captured in a group that spans nodes, whose exchanges the host has to watch; train "
+                "without CUDA graphs, or use method='collective'"
             )
         super().begin()
 
@@ -64,45 +80,25 @@ class NodeStreamEngine(StreamCopyEngine):
         """What is sent from now on leaves after what the caller's stream has been given so far."""
         self._order(self._driver.current_stream(), self._sending.cuda_stream)
 
+    @abstractmethod
     def cross(
         self, call: NodeCall, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None = None,
         landing: torch.Tensor | None = None,
     ) -> Exchange:  # fmt: skip
-        """Start to send `source`, and to receive, when the exchange before it has ended.
+        """Start to send `source`, and to receive, after what was started before.
 
         make: enqueues what fills `source`, in the sending stream. landing: where to receive what `Crossing.lands`, which waits
         until all that `arrive` was called for is passed on; None: in its place in the own slot.
         """
-        received = crossing.received
-        into = call.chunk_of(received.fills, received.chunk) if landing is None else landing
-        self._held.append(source)
-        if landing is not None:
-            self._held.append(landing)
-            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
-        with self._driver.in_stream(self._sending):
-            if make is not None:
-                make()
-            return self.network.exchange(crossing, Piece(source, call.slot.epoch), Piece(into, call.crossed(received)))
+        ...
 
+    @abstractmethod
     def arrive(
         self, call: NodeCall, crossing: Crossing, exchange: Exchange, landing: torch.Tensor | None = None
     ) -> None:
         """After the exchange its chunk has a signal (rule 1: data first), and is passed on inside the node. landing: as for
         `cross`; who reads what landed compares its word."""
-        received, passed_on = crossing.received, crossing.passed_on
-        with self._driver.in_stream(self._arriving):
-            exchange.arrive()
-            if landing is None:
-                self._tell(call, received)
-                if not passed_on.all:
-                    return
-                # Bounded, and it notices a twin that is in another call.
-                call.wait_chunk(received.fills, received.chunk)
-            self._pass_on(call.routes(passed_on), call.blocks if landing is None else landing)
-
-    def _tell(self, call: NodeCall, received: Leg) -> None:
-        signal, word = call.signal_of(received.fills, received.chunk), call.crossed(received)
-        self._driver.check(self._driver.copy(signal.data_ptr(), word.data_ptr(), 8, self._arriving.cuda_stream))
+        ...
 
     def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
         start, stream = source.data_ptr(), self._arriving.cuda_stream

@@ -46,7 +46,7 @@ class NodeWaits(BoundedWaits):
         """The twins meet, then the ranks of each node: who hears from a rank of the own node knows that its twins are here."""
         assert isinstance(call, NodeCall)
         topology = self.topology
-        self.next_epoch(call)
+        call.next_epoch()
         self._engine.meet(call, topology)
         for node in range(topology.nodes):
             if node != topology.node:

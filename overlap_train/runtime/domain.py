@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig, flag_name
-from ..gpu.blas import Blas
 from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
 from ..planning.arguments import Request
@@ -25,17 +24,15 @@ from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from ..protocol.layout import SLOTS, Layout, with_room
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_streams import NodeStreamEngine
-from ..protocol.node_workspace import NodeWaits, NodeWorkspace, link_of
+from ..protocol.node_workspace import link_of
 from ..protocol.tags import Tag
 from ..protocol.waits import BoundedWaits
 from ..protocol.watchdog import FaultRecord, OverlapMismatchError
 from ..protocol.workspace import Workspace
-from ..symmetric import SymmetricHeap, open_heap, resolve_provider
+from ..symmetric import SymmetricHeap, open_heap
 from ..symmetric.agreement import Agreement
-from ..symmetric.inter_node import GlooTransport
-from ..symmetric.nccl import NcclTransport
-from ..symmetric.topology import Nodes, find_nodes
-from ..symmetric.wire import connect
+from ..symmetric.topology import Nodes, NodeSettings, find_nodes
+from .across_nodes import AcrossNodes
 from .bracket import Exclusively, Operator
 
 _MIB = 1 << 20
@@ -123,10 +120,7 @@ class OverlapDomain:
         if not request.shares_memory:
             return limits, None
         try:
-            topology = self.topology
-            node = topology.ranks_of(topology.node) if topology.nodes > 1 else None
-            provider = resolve_provider(self.group, self.config.provider, self.device, node)
-            return f"provider={provider}, {limits}", None
+            return f"provider={self._across_nodes.provider()}, {limits}", None
         except ValueError as error:
             return limits, str(error)
 
@@ -154,7 +148,10 @@ class OverlapDomain:
     @cached_property
     def nodes(self) -> Nodes:
         """The nodes of the group. Collective at its first use: where the group's plans begin, before any memory is shared."""
-        return find_nodes(self.agreement, self.device, self.config.node_ranks, self.config.network_sms)
+        config = self.config
+        return find_nodes(
+            self.agreement, self.device, NodeSettings(config.node_ranks, config.network, config.network_sms)
+        )
 
     @property
     def topology(self) -> Topology:
@@ -179,7 +176,7 @@ class OverlapDomain:
             torch.cuda.synchronize(self.device)
         self.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
         if self.topology.nodes > 1:
-            heap, workspace = self._across_nodes(layout)
+            heap, workspace = self._across_nodes.new_memory(layout, self._engine_across_nodes())
         else:
             heap = open_heap(self.agreement, layout.nbytes, self.config.provider, self.device)
             waits = BoundedWaits(self.rank, self.world_size, self.config.timeout_s, self.fault, self._launcher)
@@ -190,30 +187,17 @@ class OverlapDomain:
             self, Tag("overlap_train/open", "barrier")
         )  # its kernel is loaded now: while a graph is captured it could not be
 
-    def _across_nodes(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
-        topology, engine = self.topology, self._engine_across_nodes()
-        node = topology.ranks_of(topology.node)
-        heap = open_heap(self.agreement, layout.nbytes, self.config.provider, self.device, node)
-        if isinstance(engine, NodeEngine):
-            engine.network.attach({rank: heap.view(rank) for rank in node})
-        self.agreement.barrier("overlap_train: grow symmetric memory")  # every rank receives into the new heap now
-        waits = NodeWaits(topology, self.config.timeout_s, self.fault, engine, self._launcher)
-        return heap, NodeWorkspace(heap, layout, self.device, waits)
+    @cached_property
+    def _across_nodes(self) -> AcrossNodes:
+        return AcrossNodes(self.config, self.device, self.topology, self.agreement, self.fault, self._launcher)
 
     def _engine_across_nodes(self) -> NodeEngine | NodeStreamEngine:
         """Made when it is needed first, with its connections."""
-        topology, timeout_s = self.topology, self.config.timeout_s
         if isinstance(self.engine, NodeEngine | NodeStreamEngine):
             return self.engine
-        if self._launcher is None:
-            gloo = GlooTransport(self.agreement, topology, timeout_s)
-            engine: NodeEngine | NodeStreamEngine = NodeEngine(timeout_s, gloo, self.fault)
-        else:
-            by = partial(NcclTransport, self.agreement, topology, self.device, timeout_s, self.fault)
-            nccl = connect(self.agreement, topology, self.device, self.config.network_sms, by, self.fault)
-            engine = NodeStreamEngine(self.device, self._launcher.driver, nccl, self.fault, Blas(self.device))
+        engine = self._across_nodes.new_engine()
         self.engine.close()
-        self.engine, self.fault.link_of = engine, partial(link_of, topology)
+        self.engine, self.fault.link_of = engine, partial(link_of, self.topology)
         return engine
 
     def _close_heap(self) -> None:

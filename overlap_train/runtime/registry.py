@@ -8,6 +8,9 @@ import torch.distributed as dist
 from ..config import OverlapConfig
 from .domain import OverlapDomain
 
+# Settings that all calls of a group share.
+DOMAIN_WIDE = ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms")
+
 _domains: dict[dist.ProcessGroup, OverlapDomain] = {}
 
 
@@ -15,8 +18,7 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
     """The domain of `group`, made at its first use. Symmetric memory is allocated when the first operator asks for it.
 
     Raises:
-        ValueError: no group, this process is not in it, or provider, symmetric_mib, timeout_s, node_ranks or network_sms
-            differ from the domain's.
+        ValueError: no group, this process is not in it, or one of DOMAIN_WIDE differs from the domain's.
     """
     domain = _domains.get(group)
     if domain is None:
@@ -62,7 +64,7 @@ def _check_same(
     if config is None or config is domain.config:
         return
     _check_type(config)
-    for name in ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network_sms"):
+    for name in DOMAIN_WIDE:
         mine, theirs = getattr(config, name), getattr(domain.config, name)
         if mine != theirs:
             raise ValueError(

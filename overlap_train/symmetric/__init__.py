@@ -28,12 +28,18 @@ class SymmetricHeap(Protocol):
 
 
 def open_heap(
-    agreement: Agreement, nbytes: int, provider: str, device: torch.device, ranks: range | None = None
+    agreement: Agreement,
+    nbytes: int,
+    provider: str,
+    device: torch.device,
+    ranks: range | None = None,
+    carries: bool = False,
 ) -> SymmetricHeap:
     """Allocate a heap collectively over the agreement's group.
 
     Args:
         ranks: of this rank's node, where the group has several: only their memory is mapped.
+        carries: whether NVSHMEM also carries data between nodes. Its world then is the whole group.
         provider: "nvshmem", "torch", "host", or "auto": host on CPU; on GPUs nvshmem where nvshmem4py is installed and its one
             world is not taken by another group, else torch.
 
@@ -42,8 +48,8 @@ def open_heap(
         RuntimeError: a rank could not allocate or map; on every rank, naming it.
         OverlapTimeoutError: a rank did not come.
     """
-    chosen = resolve_provider(agreement.group, provider, device, ranks)
-    if ranks is not None and len(ranks) == 1 and chosen != "host":
+    chosen = resolve_provider(agreement.group, provider, device, None if carries else ranks)
+    if ranks is not None and len(ranks) == 1 and chosen != "host" and not carries:
         from .alone import AloneHeap
 
         return AloneHeap(agreement, nbytes, device)
@@ -54,7 +60,7 @@ def open_heap(
     if chosen == "nvshmem":
         from .nvshmem import NvshmemHeap
 
-        return NvshmemHeap(agreement, nbytes, device, ranks)
+        return NvshmemHeap(agreement, nbytes, device, ranks, carries)
     from .torch_symm import TorchHeap
 
     return TorchHeap(agreement, nbytes, device, ranks)

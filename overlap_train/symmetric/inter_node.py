@@ -2,7 +2,7 @@
 
 One small protocol, made for the strictest transport: pieces to one rank arrive in order, each before its signal, and a source may
 be used again when `join` has returned. gloo, for CPU processes, does that (GlooTransport). On GPUs what waits is a
-stream, and NCCL's receiver must say what it expects (StreamTransport, nccl.py).
+stream. NCCL's receiver must say what it expects (StreamTransport, nccl.py), NVSHMEM's need not (PutTransport, puts.py).
 """
 
 from __future__ import annotations
@@ -80,10 +80,7 @@ class Exchange(Protocol):
 
 
 class StreamTransport(Protocol):
-    """The same in streams, for GPUs.
-
-    Twins start their exchanges in the same order, so NCCL may carry them: one group each. Where only the sender acts (NVSHMEM's
-    put with signal), `exchange` puts into the place that the target receives into, and `arrive` waits for the word.
+    """The same in streams, for GPUs. Twins start their exchanges in the same order, so NCCL may carry them: one group each.
 
     sms: that its kernels hold while something is under way.
     """
@@ -98,6 +95,28 @@ class StreamTransport(Protocol):
 
     def close(self, orderly: bool) -> None:
         """End. orderly: the peers do the same, and nothing is under way; else what is under way ends at once."""
+        ...
+
+
+class PutTransport(Protocol):
+    """The same where only the sender acts: nobody has to say what it expects.
+
+    sms: that its kernels hold while something is under way.
+    """
+
+    sms: int
+
+    def attach(self, memory: torch.Tensor, staging: int) -> None:
+        """The group's heap, as this rank has it (uint8); from byte `staging` on it may be used to send from. Collective."""
+        ...
+
+    def put(self, source: torch.Tensor, place: Place, word: int, stream: int) -> None:
+        """Enqueue `source`, contiguous and perhaps empty, then the signal `word`, into the memory of `place.rank`. What comes
+        after it in the stream may write over the source."""
+        ...
+
+    def close(self, orderly: bool) -> None:
+        """End."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Symmetric memory from NVSHMEM through nvshmem4py: the default on GPUs, and the one that will reach across nodes.
+"""Symmetric memory from NVSHMEM through nvshmem4py: the default on GPUs, and the one that reaches across nodes.
 
 NVSHMEM has one world a process. It is initialised over the overlap domain, not over the job, by a unique id sent through
 torch.distributed: no MPI, no launcher, and other domains of the job cannot disturb it (docs/design.md, rule 7).
@@ -30,14 +30,20 @@ def can_serve(group: dist.ProcessGroup, ranks: range | None = None) -> bool:
 
 
 class NvshmemHeap:
-    """See SymmetricHeap. The first heap of a process initialises NVSHMEM over the group (about 0.8 s), or over `ranks`, those of
-    this node, where the group has several; the others have no view."""
+    """See SymmetricHeap. ranks: of this node, where the group has several; the others have no view.
+
+    The first heap of a process initialises NVSHMEM (about 0.8 s): over `ranks`, or over the group, where NVSHMEM carries data
+    between its nodes (puts.py), too.
+    """
 
     provider = "nvshmem"
 
-    def __init__(self, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None) -> None:
-        ranks = range(agreement.world_size) if ranks is None else ranks
-        self._nvshmem, self._first = _world(agreement, device, ranks), ranks.start
+    def __init__(
+        self, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None, carries: bool = False
+    ) -> None:
+        everyone = range(agreement.world_size)
+        ranks, world = ranks or everyone, everyone if carries else ranks or everyone
+        self._nvshmem, self._first, self._world_first = _world(agreement, device, world), ranks.start, world.start
         agreement.barrier("overlap_train: allocate NVSHMEM memory")  # what follows is collective, and not bounded by us
         memory, error = None, None
         try:
@@ -48,16 +54,16 @@ class NvshmemHeap:
         agreement.all_succeed(error, "overlap_train: allocate NVSHMEM memory")
         assert memory is not None
         self._memory = memory
-        self._views = [memory if rank == agreement.rank else self._peer(memory, rank - self._first) for rank in ranks]
+        self._views = [memory if rank == agreement.rank else self._peer(memory, rank) for rank in ranks]
         torch.cuda.synchronize(device)
         agreement.barrier("overlap_train: open NVSHMEM memory")
 
     def _peer(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
         try:
-            return self._nvshmem.get_peer_tensor(memory, rank)
+            return self._nvshmem.get_peer_tensor(memory, rank - self._world_first)
         except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
             raise ValueError(
-                f"group: rank {rank + self._first} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
+                f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
                 f"operators need; put the tensor-parallel group on GPUs of one node, or say how many of its ranks a node has "
                 f"(--overlap-train-node-ranks)"
             ) from error

@@ -27,33 +27,31 @@ class Nodes:
 
 
 class NodeSettings(NamedTuple):
-    """The settings of a rank that all ranks must share."""
+    """The settings of a rank that all ranks must share: see OverlapConfig."""
 
     node_ranks: int
+    network: str
     network_sms: int
 
 
-def find_nodes(agreement: Agreement, device: torch.device, node_ranks: int, network_sms: int) -> Nodes:
+def find_nodes(agreement: Agreement, device: torch.device, settings: NodeSettings) -> Nodes:
     """The nodes of the agreement's group. Collective. Rank 0 prints them if there are several.
-
-    Args:
-        node_ranks: how many ranks a node has, the same on all ranks; 0: found out.
-        network_sms: see OverlapConfig; the same on all ranks, or some would measure the network and others not.
 
     Raises:
         OverlapTimeoutError: a rank did not come.
     """
-    world, rank = agreement.world_size, agreement.rank
+    world, rank, node_ranks = agreement.world_size, agreement.rank, settings.node_ranks
     if world == 1:
         return Nodes(Topology(1, world, rank))
-    told, reached = _look(agreement, device, NodeSettings(node_ranks, network_sms))
+    told, reached = _look(agreement, device, settings)
     problem = _setting_error(told) or nodes_error(_as_told(world, node_ranks) if node_ranks else reached)
     if problem is not None:
         return Nodes(Topology(1, world, rank), problem)
     local = node_ranks or len(reached[0])
     topology = Topology(world // local, local, rank)
     if rank == 0 and topology.nodes > 1:
-        _print(topology, node_ranks, "NCCL" if device.type == "cuda" else "gloo")
+        by_puts = settings.network == "nvshmem"
+        _print(topology, node_ranks, "gloo" if device.type == "cpu" else "NVSHMEM" if by_puts else "NCCL")
     return Nodes(topology)
 
 

@@ -1,4 +1,5 @@
 """Groups that span nodes, on the GPUs of one machine: NCCL is told that ranks are on different hosts, and goes over sockets.
+NVSHMEM, with --provider nvshmem, goes over NVLink.
 
     torchrun --standalone --nproc-per-node 2 -m pytest tests/gpu/test_nodes.py     2 nodes of 1
     torchrun --standalone --nproc-per-node 4 -m pytest tests/gpu/test_nodes.py     2 nodes of 2, four ranks on two GPUs or more
@@ -46,8 +47,10 @@ def method() -> str:
 
 @pytest.fixture
 def nodes(case: Case) -> Case:
-    """Two nodes. The group's domain is a fresh one: those of other tests have one node."""
-    config = replace(case.config, node_ranks=case.world // 2, provider="torch")
+    """Two nodes, with what `--provider nvshmem` or `--provider torch` puts between them. The group's domain is a fresh one: those
+    of other tests have one node."""
+    by = ("nvshmem", "nvshmem") if case.config.provider == "nvshmem" else ("torch", "nccl")
+    config = replace(case.config, node_ranks=case.world // 2, provider=by[0], network=by[1])
     overlap_train.shutdown()
     return replace(case, config=config)
 

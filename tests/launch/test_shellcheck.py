@@ -17,7 +17,7 @@ FILES = [
     *sorted((ROOT / "launch").glob("*.sh")),
     *sorted((ROOT / "launch").glob("*.sbatch")),
     ROOT / ".ci" / "run",
-    ROOT / "benchmarks" / "record.sh",
+    *sorted((ROOT / "benchmarks").rglob("*.sh")),
 ]
 SHELLCHECK = shutil.which(
     "shellcheck", path=f"{Path(sys.executable).parent}:{Path(sys.prefix, 'bin')}"

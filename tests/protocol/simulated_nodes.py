@@ -29,18 +29,22 @@ Posted = dict[tuple[int, int], "Post"]  # by rank and number
 
 @dataclass(frozen=True)
 class NodeSimulation(StreamSimulation):
-    """world_size ranks, node_ranks in each node. chunks: of a block. together: blocks that A2A + GEMM multiplies at once."""
+    """world_size ranks, node_ranks in each node. chunks: of a block. together: blocks that A2A + GEMM multiplies at once. puts:
+    NVSHMEM is between the nodes instead of NCCL."""
 
     node_ranks: int = 1
     chunks: int = 2
     together: int = 1
+    puts: bool = False
     posted: Posted = field(default_factory=dict)
+    heaps: dict[int, torch.Tensor] = field(default_factory=dict)  # by rank, with room for what is put
 
     def topology(self, rank: int) -> Any:
         return core("planning.schedule").Topology(self.world_size // self.node_ranks, self.node_ranks, rank)
 
     def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
         self.posted.clear()
+        self.heaps.clear()
         return super().ranks(scheduler)
 
     def domain(self, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int) -> SimulatedDomain:
@@ -50,9 +54,11 @@ class NodeSimulation(StreamSimulation):
         """The real engine on simulated side streams."""
         self.gpus[rank] = gpu = SimulatedGpu(scheduler, rank, self.one_queue)
         driver = SimulatedDriver(gpu)
-        network = SimulatedNccl(gpu, driver, self.topology(rank), self.posted)
-        fault = SimpleNamespace(failed=False)
-        make = core("protocol.node_streams").NodeStreamEngine
+        networks, fault = core("protocol.node_networks"), SimpleNamespace(failed=False)
+        network: Any = SimulatedNccl(gpu, driver, self.topology(rank), self.posted)
+        if self.puts:
+            network = core("symmetric.puts").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps))
+        make = networks.NodePutEngine if self.puts else networks.NodeExchangeEngine
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
             return make(torch.device("cpu"), driver, network, fault, None)
 
@@ -72,6 +78,9 @@ class NodeDomain(SimulatedDomain):
         waits.wait_for_start = waits.start_on_stream
         waits.next_epoch = core("protocol.waits").next_epoch_on_stream
         self.workspace = core("protocol.node_workspace").NodeWorkspace(heap, layout, self.device, waits)
+        simulation.heaps[rank] = memory = heap.view(rank)
+        if simulation.puts:
+            self.engine.network.attach(memory, layout.nbytes)
 
     def plan(
         self, method: str, x: torch.Tensor, w: torch.Tensor, spec: str = "ALL_GATHER_LINEAR", *_: Any, **settings: Any
@@ -140,6 +149,46 @@ class SimulatedNccl:
         pass
 
 
+class SimulatedNvshmem:
+    """NVSHMEM's bindings: a put is on its way when it has left its stream, and the signal comes after the data. heaps: of all
+    ranks, which addresses in the own one stand for."""
+
+    Signal_op = SimpleNamespace(SIGNAL_SET=9)
+
+    def __init__(self, gpu: SimulatedGpu, driver: SimulatedDriver, heaps: dict[int, torch.Tensor]) -> None:
+        self._gpu, self._driver, self._heaps = gpu, driver, heaps
+        self._wire, self._left = gpu.new_stream(), driver.new_event()
+
+    def putmem_signal_on_stream(
+        self, data: int, source: int, nbytes: int, signal: int, word: int, how: int, rank: int, stream: int
+    ) -> None:
+        """The source may be written over when the stream goes on; then the data may still be on their way."""
+        sent, there = ctypes.create_string_buffer(nbytes), self._there(data, rank)
+        at = ctypes.addressof(sent)
+        self._gpu.streams[stream].enqueue(Operation("put", lambda: _copy(self._gpu.scheduler, source, at, nbytes)))
+        self._deliver(stream, lambda: _copy(self._gpu.scheduler, at, there.data_ptr(), len(sent)))
+        self._tell(signal, word, how, rank)
+
+    def signal_op_on_stream(self, signal: int, word: int, how: int, rank: int, stream: int) -> None:
+        self._deliver(stream, lambda: None)
+        self._tell(signal, word, how, rank)
+
+    def _tell(self, signal: int, word: int, how: int, rank: int) -> None:
+        assert how == self.Signal_op.SIGNAL_SET
+        there = self._there(signal, rank)[:8].view(torch.int64)
+        signed = word - (1 << 64) if word >> 63 else word
+        self._wire.enqueue(Operation("signal", lambda: there.fill_(signed)))
+
+    def _deliver(self, stream: int, deliver: Callable[[], None]) -> None:
+        """On the wire, when `stream` has come so far."""
+        self._driver.record_event(self._left, stream)
+        self._driver.wait_event(self._wire.cuda_stream, self._left, 0)
+        self._wire.enqueue(Operation("deliver", deliver))
+
+    def _there(self, address: int, rank: int) -> torch.Tensor:
+        return self._heaps[rank][address - self._heaps[self._gpu.rank].data_ptr() :]
+
+
 class SimulatedExchange:
     """See Exchange."""
 
@@ -152,9 +201,12 @@ class SimulatedExchange:
 
 
 def _move(scheduler: Scheduler, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Others may run in the middle."""
-    nbytes = source.numel() * source.element_size()
+    _copy(scheduler, source.data_ptr(), target.data_ptr(), source.numel() * source.element_size())
+
+
+def _copy(scheduler: Scheduler, source: int, target: int, nbytes: int) -> None:
+    """From one address to another. Others may run in the middle."""
     half = nbytes // 2 if nbytes > 8 else 0
     for start, end in ((0, half), (half, nbytes)):
         scheduler.step()
-        ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, end - start)
+        ctypes.memmove(target + start, source + start, end - start)

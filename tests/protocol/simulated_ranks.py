@@ -104,7 +104,8 @@ class SimulatedHeap:
 
     def __init__(self, world_size: int, layout: Any) -> None:
         self.words = layout.offset(0)
-        self._views = [torch.full((layout.nbytes,), 255, dtype=torch.uint8) for _ in range(world_size)]
+        room = layout.nbytes + SLOT_BYTES  # what NVSHMEM sends from comes last (simulated_nodes.py)
+        self._views = [torch.full((room,), 255, dtype=torch.uint8) for _ in range(world_size)]
         for view in self._views:
             view[: self.words] = 0
             view[layout.flagged_offset(0) :] = 0

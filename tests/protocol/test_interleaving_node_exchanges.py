@@ -28,6 +28,7 @@ from tests.protocol.test_interleaving_nodes import (
     OWN,
     PASSED,
     assert_fault_is_caught,
+    in_networks,
     in_streams,
     in_workspace,
     problem,
@@ -122,10 +123,10 @@ FAULTS = {
         in_streams(f"{PASSED}\n            {TOLD}\n", f"{TOLD}\n            {PASSED}\n"), "to_rows 4 2",
     ),
     "what is to land is passed on before it is here": (
-        in_streams(ARRIVE, f"{OWN}    {ARRIVE}", "wrong|deadlock|Mismatch"), "to_heads 4 2",
+        in_networks(ARRIVE, f"{OWN}    {ARRIVE}", "wrong|deadlock|Mismatch"), "to_heads 4 2",
     ),
     "a place is used again before what landed there is passed on": (
-        in_streams("            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)\n", ""), "to_rows 6 3",
+        in_networks("            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)\n", ""), "to_rows 6 3",
     ),
     "all that lands is in one place": (
         Fault(EXCHANGES, "cycle(chunk.new_empty(places, *chunk.shape))", "cycle(chunk.new_empty(places, *chunk.shape)[:1])"),
@@ -228,7 +229,7 @@ def test_memory_of_what_landed_is_held_until_it_is_passed_on() -> None:
         return check
 
     assert_passes(build, range(1))
-    with in_streams("            self._held.append(landing)\n", "").planted():
+    with in_networks("            self._held.append(landing)\n", "").planted():
         assert_caught(build, range(1))
 
 

@@ -47,11 +47,12 @@ def backward(machine: NodeSimulation, calls: int = 2) -> Build:
     def build(scheduler: Scheduler) -> Any:
         gathered = torch.full((calls, world, world * TILE, TILE), torch.nan)
         dx = torch.full((calls, world, TILE, TILE), torch.nan)
+        operands = x.clone(), dy.clone()  # they outlive the streams, which know only where they lie
 
         def host(domain: SimulatedDomain) -> None:
             rank = domain.rank
             for call in range(calls):
-                own, own_dy = x[call, rank].clone(), dy[call, rank].clone()
+                own, own_dy = (operand[call, rank] for operand in operands)
                 plan = domain.plan("chunked", own, w[rank].t())
                 with domain.operator(tag_of("backward"), slots=2):
                     gather = core("operators.all_gather_gemm").start_gather(domain, plan.fprop, tag_of("x"), own)
@@ -150,8 +151,13 @@ LEFT = "self._order(stream.cuda_stream, current)"
 def in_streams(old: str, new: str, report: str = "wrong result") -> Fault:
     """A fault of the engine, whose class the operators know."""
     linears = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_to_all", "all_to_all_gemm")
-    importers = (*(f"operators.{name}" for name in linears), ENGINES, EXCHANGES)
+    importers = ("protocol.node_networks", *(f"operators.{name}" for name in linears), ENGINES, EXCHANGES)
     return Fault("protocol.node_streams", old, new, report, importers)
+
+
+def in_networks(old: str, new: str, report: str = "wrong result") -> Fault:
+    """A fault of how something crosses the network."""
+    return Fault("protocol.node_networks", old, new, report)
 
 
 def in_workspace(fault: Fault) -> Fault:
@@ -160,9 +166,9 @@ def in_workspace(fault: Fault) -> Fault:
 
 
 FAULTS = {
-    "a signal before its data": (in_streams(ARRIVE + SIGNAL, SIGNAL + ARRIVE + OWN, "wrong|deadlock"), "gather 2 1"),
+    "a signal before its data": (in_networks(ARRIVE + SIGNAL, SIGNAL + ARRIVE + OWN, "wrong|deadlock"), "gather 2 1"),
     "no signal of what has crossed": (
-        in_streams(SIGNAL, OWN, "deadlock"), "scatter 2 1",
+        in_networks(SIGNAL, OWN, "deadlock"), "scatter 2 1",
     ),
     "sent before the caller has written it": (
         in_streams(FORKED, "", "wrong|deadlock|Mismatch"),

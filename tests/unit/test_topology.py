@@ -23,6 +23,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 Reached = list[tuple[int, ...]]
 
 
+def settings(node_ranks: int, network: str = "auto") -> NodeSettings:
+    return NodeSettings(node_ranks, network, network_sms=4)
+
+
 @pytest.mark.parametrize("reached", [[(0, 1), (0, 1)], [(0, 1), (0, 1), (2, 3), (2, 3)], [(0,), (1,), (2,)]])
 def test_equal_nodes_of_ranks_that_follow_each_other_will_do(reached: Reached) -> None:
     assert nodes_error(reached) is None
@@ -50,8 +54,9 @@ class Told:
     def exchange(self, value: Any, what: str) -> list[Any]:
         if not isinstance(value[0], NodeSettings):
             return [value] * self.world_size
-        others = [other if isinstance(other, tuple) else (other, value[0].network_sms) for other in self._others]
-        return [value, *((NodeSettings(*other), *value[1:]) for other in others)]
+        pairs = [other if isinstance(other, tuple) else (other, value[0].network_sms) for other in self._others]
+        others = [value[0]._replace(node_ranks=ranks, network_sms=sms) for ranks, sms in pairs]
+        return [value, *((other, *value[1:]) for other in others)]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,7 @@ def test_the_settings_are_checked(
     node_ranks: int, others: list[int | tuple[int, int]], error: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agreement: Any = Told(0, others)
-    found = find_nodes(agreement, CPU, node_ranks, 4)
+    found = find_nodes(agreement, CPU, settings(node_ranks))
     assert (found.problem is None) if error is None else error in (found.problem or "")
     assert found.topology.nodes == (2 if error is None else 1)
     printed = "4 ranks on 2 nodes of 2, as node_ranks says: ranks 0-1, 2-3; gloo between nodes\n"
@@ -76,13 +81,13 @@ def test_the_settings_are_checked(
 
 def test_rank_0_alone_prints(capsys: pytest.CaptureFixture[str]) -> None:
     agreement: Any = Told(1, [2, 2, 2])
-    assert find_nodes(agreement, CPU, 2, 4).topology.nodes == 2
+    assert find_nodes(agreement, CPU, settings(2)).topology.nodes == 2
     assert capsys.readouterr().err == ""
 
 
 def test_nothing_is_asked_of_one_rank() -> None:
     alone: Any = SimpleNamespace(rank=0, world_size=1)
-    assert find_nodes(alone, CPU, 0, 4).topology.nodes == 1
+    assert find_nodes(alone, CPU, settings(0)).topology.nodes == 1
 
 
 class Fabric:
@@ -139,7 +144,7 @@ def test_gpus_of_one_operating_system_or_one_fabric_form_a_node(
     hosts = [GpuPlace("" if host == "?" else host, fabric.encode() or None) for host, _, fabric in told]
     with mock.patch.object(topology, "new_sample", return_value=sample_of(hosts[0])):
         agreement: Any = Hosts(*hosts)
-        found = find_nodes(agreement, GPU, 0, 0)
+        found = find_nodes(agreement, GPU, settings(0))
     assert (found.topology.nodes if found.problem is None else 0) == nodes
     expected = "4 ranks on 2 nodes of 2, found by mapping memory: ranks 0-1, 2-3; NCCL between nodes\n"
     assert capsys.readouterr().err.endswith(expected if nodes == 2 else "")
@@ -150,7 +155,7 @@ def test_what_was_tried_is_given_back() -> None:
     memory: Any = sample._memory
     agreement: Any = Hosts(GpuPlace("a", b"X"), GpuPlace("a", b"X"))
     with mock.patch.object(topology, "new_sample", return_value=sample):
-        find_nodes(agreement, GPU, 0, 0)
+        find_nodes(agreement, GPU, settings(0))
     assert not memory.open
 
 
@@ -163,11 +168,13 @@ def test_an_operating_system_that_does_not_say_which_it_is_has_no_name(tmp_path:
 def test_gpus_form_the_nodes_that_they_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     agreement: Any = Told(0, [2, 2, 2])
     with mock.patch.object(topology, "new_sample", side_effect=lambda device: new_sample(CPU)):
-        found = find_nodes(agreement, GPU, 2, 4)
+        found = find_nodes(agreement, GPU, settings(2))
         assert found.problem is None and (found.topology.nodes, found.topology.local) == (2, 2)
         assert capsys.readouterr().err.endswith("ranks 0-1, 2-3; NCCL between nodes\n")
+        assert find_nodes(agreement, GPU, settings(2, "nvshmem")).problem is None
+        assert capsys.readouterr().err.endswith("ranks 0-1, 2-3; NVSHMEM between nodes\n")
         agreement = Told(0, [4])
-        assert "node_ranks is 2, 4 on the ranks" in (find_nodes(agreement, GPU, 2, 4).problem or "")
+        assert "node_ranks is 2, 4 on the ranks" in (find_nodes(agreement, GPU, settings(2)).problem or "")
 
 
 def test_the_file_of_another_process_is_neither_waited_for_nor_taken() -> None:

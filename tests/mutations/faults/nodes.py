@@ -18,12 +18,16 @@ GATHER = In("overlap_train/operators/all_gather_gemm.py", (SHAPES,))
 SCATTER = In("overlap_train/operators/gemm_reduce_scatter.py", (SHAPES,))
 OUT = In("overlap_train/operators/gemm_all_to_all.py", (SHAPES,))
 BACK = In("overlap_train/operators/all_to_all_gemm.py", (SHAPES,))
-DOMAIN = In("overlap_train/runtime/domain.py", (SHAPES,))
 SETTLED = In("overlap_train/runtime/domain.py", ("tests/unit/test_wire.py",))
 STREAMED = "tests/protocol/test_interleaving_nodes.py"
 PASSES = f"{STREAMED}::test_operators_pass"
 EXCHANGED = "tests/protocol/test_interleaving_node_exchanges.py"
 STREAMS = In("overlap_train/protocol/node_streams.py", (PASSES,))
+NETWORKS = In("overlap_train/protocol/node_networks.py", (PASSES,))
+PUT = "tests/protocol/test_interleaving_node_puts.py"
+PUTS = In("overlap_train/symmetric/puts.py", ("tests/unit/test_puts.py",))
+PUT_ENGINE = In("overlap_train/protocol/node_networks.py", (f"{PUT}::test_operators_pass",))
+ACROSS = In("overlap_train/runtime/across_nodes.py", (SHAPES,))
 STREAM_ENGINES = In("overlap_train/operators/node_streams.py", (PASSES,))
 SHALLOW = f"{EXCHANGED}::test_shallow_blocks_are_multiplied_together"
 EXCHANGES = In("overlap_train/operators/node_exchanges.py", (PASSES,))
@@ -80,7 +84,7 @@ FAULTS = [
     NETWORK("data goes to the start of the heap", "heap[data : data + nbytes]", "heap[:nbytes]"),
     NETWORK("who takes a block from the network keeps it", "heap = self._heaps[rank]",
             "heap = self._heaps[self._topology.rank]"),
-    DOMAIN("blocks for the ranks beside this one have no place", "for rank in node})", "for rank in [self.rank]})"),
+    ACROSS("blocks for the ranks beside this one have no place", "for rank in node})", "for rank in [self.rank]})"),
     SETTLED("plans do not know what NCCL takes", "network_sms=engine.network.sms", "network_sms=0"),
     SETTLED("a group of one node connects", "self.topology.nodes == 1 or config.method", "config.method"),
     SETTLED("who asks for NCCL alone connects", 'config.method == "collective" or self.is_capturing():', "self.is_capturing():"),
@@ -98,7 +102,7 @@ FAULTS = [
         "what is passed on tells of the own call", "if leg.carries == ARRIVED else", "if False else",
         f"{STREAMED}::test_what_is_passed_on_names_the_call_that_it_is_of",
     ),
-    STREAMS("words of what crosses lie in another place",
+    NETWORKS("words of what crosses lie in another place",
             "Piece(into, call.crossed(received))", "Piece(into, call.crossed(crossing.sent))"),
     STREAMED_SLOT("what lands is taken from where its chunk would be in a slot", "Route(0, chunk, signal, self.crossed(leg)",
                   "Route(leg.chunk * chunk.numel(), chunk, signal, self.crossed(leg)"),
@@ -110,13 +114,13 @@ FAULTS = [
         "a graph is captured across nodes", "        if self._driver.is_capturing():", "        if False:",
         f"{STREAMED}::test_a_graph_is_refused_by_name",
     ),
-    STREAMS("what came is told before it is here", "            exchange.arrive()\n", ""),
-    STREAMS(
+    NETWORKS("what came is told before it is here", "            exchange.arrive()\n", ""),
+    NETWORKS(
         "a place is used again before what landed there is passed on",
         "            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)\n", "",
         f"{STREAMED}::test_operators_pass",
     ),
-    STREAMS(
+    NETWORKS(
         "memory of what landed is not held", "            self._held.append(landing)\n", "",
         f"{EXCHANGED}::test_memory_of_what_landed_is_held_until_it_is_passed_on",
     ),
@@ -163,6 +167,16 @@ FAULTS = [
                    "received = self._call.blocks[:, self._call.chunk_rows(0)]"),
     STREAM_ENGINES("the own node's partials are left out", "order = self._others(topology.rank)", "order = []"),
     STREAM_ENGINES("chunks of the second far node are those of the first", "near + turn // call.chunks * local", "near"),
+    PUTS("a signal goes to the twin", "self._set, place.rank, stream)", "self._set, place.receiver, stream)"),
+    PUTS("words are signed to NVSHMEM", "word % _WORD", "word"),
+    PUTS("nothing is staged", "        self._driver.check(self._driver.copy(staged, source.data_ptr(), nbytes, stream))\n", ""),
+    PUTS("a barrier puts data", "        if not nbytes:\n", "        if False:\n"),
+    PUTS("what does not fit is put", "        assert nbytes <= self._room and source.is_contiguous()\n", ""),
+    PUT_ENGINE("what comes is looked for by the epoch before",
+               "        self._order(self._driver.current_stream(), self._arriving.cuda_stream)\n", ""),
+    PUT_ENGINE("the signal of a put is the one before", "call.place(crossing.sent), call.word,",
+               "call.place(crossing.sent), call.word - (1 << 32),"),
+    SLOT("the host does not count", "self.slot.word = next_word(self.slot.word, self.tag)", "pass"),
     NCCL("a receive is posted outside its group", "        group._start_coalescing()\n", ""),
     NCCL("NCCL may take all SMs", "        options.config.max_ctas = self.sms\n", ""),
     NCCL("communicators of several sizes meet in one place", "{topology.rank % topology.local}/{self.sms}", "0"),

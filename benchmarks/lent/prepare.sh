@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Prepares a session on a GPU machine that is lent by the minute and has no network: wheels that it lacks (in .whl, where
+# launch/bootstrap.sh looks), and kernels compiled here.
+#   benchmarks/lent/prepare.sh [FOLDER] [JOBS]        FOLDER: default runs/lent; about 20 minutes on two cores
+# Take .whl and FOLDER there with the tree, and run session.sh.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+folder=${1:-runs/lent}
+jobs=${2:-$(nproc)}
+mkdir -p "$folder" .whl
+python=$PWD/.venv/bin/python
+
+# For Python 3.12 on x86-64 with torch, Triton, NVSHMEM, pytest and matplotlib, as the image there has them.
+wheels="megatron-core==0.19.2 nvshmem4py-cu13==0.4.1 cuda-core greenlet==3.5.6"
+platforms=$(printf -- '--platform manylinux_2_%s_x86_64 ' 17 24 26 27 28 31 34 35)
+# shellcheck disable=SC2086 # both are lists
+"$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $platforms \
+  --platform manylinux2014_x86_64 -d .whl $wheels
+
+export PYTHONPATH=$PWD:$PWD/benchmarks/lent TRITON_CACHE_DIR=$PWD/$folder/triton
+"$python" -O benchmarks/probes/compile_tests.py --world 2 4 8 --jobs "$jobs" >"$folder/tests.log"
+"$python" benchmarks/probes/compile_ahead.py --rows 128 1024 2048 4100 8192 --cache "$TRITON_CACHE_DIR" >"$folder/shapes.log"
+if grep failed "$folder"/*.log; then exit 1; fi
+tar c -C "$TRITON_CACHE_DIR" . | xz -T0 >"$folder/kernels.tar.xz"
+"$python" -c 'import torch, triton; print(f"compiled with torch {torch.__version__} and Triton {triton.__version__}")'
+ls -lh "$folder/kernels.tar.xz" .whl

@@ -1,0 +1,99 @@
+"""The two ways in which something crosses the network between GPUs of several nodes (node_streams.py).
+
+by exchanges    NCCL: a send to one twin and a receive from another, as one group. It writes into the memory of its own rank
+                only. What is for another rank of the node is received beside the slot, and the arriving stream copies it
+                there: data, then the sender's word
+by puts         NVSHMEM: data, then their signal, straight into the memory of the rank that they are for. Nobody has to say
+                what it expects, and nothing lands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..planning.schedule import Crossing, Leg
+from ..symmetric.inter_node import Exchange, Piece, PutTransport, StreamTransport
+from .node_slot import NodeCall
+from .node_streams import NodeStreamEngine
+
+
+class NodeExchangeEngine(NodeStreamEngine):
+    """By NCCL."""
+
+    network: StreamTransport
+
+    def cross(
+        self, call: NodeCall, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None = None,
+        landing: torch.Tensor | None = None,
+    ) -> Exchange:  # fmt: skip
+        received = crossing.received
+        into = call.chunk_of(received.fills, received.chunk) if landing is None else landing
+        self._held.append(source)
+        if landing is not None:
+            self._held.append(landing)
+            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
+        with self._driver.in_stream(self._sending):
+            if make is not None:
+                make()
+            return self.network.exchange(crossing, Piece(source, call.slot.epoch), Piece(into, call.crossed(received)))
+
+    def arrive(
+        self, call: NodeCall, crossing: Crossing, exchange: Exchange, landing: torch.Tensor | None = None
+    ) -> None:
+        received, passed_on = crossing.received, crossing.passed_on
+        with self._driver.in_stream(self._arriving):
+            exchange.arrive()
+            if landing is None:
+                self._tell(call, received)
+                if not passed_on.all:
+                    return
+                # Bounded, and it notices a twin that is in another call.
+                call.wait_chunk(received.fills, received.chunk)
+            self._pass_on(call.routes(passed_on), call.blocks if landing is None else landing)
+
+    def _tell(self, call: NodeCall, received: Leg) -> None:
+        signal, word = call.signal_of(received.fills, received.chunk), call.crossed(received)
+        self._driver.check(self._driver.copy(signal.data_ptr(), word.data_ptr(), 8, self._arriving.cuda_stream))
+
+
+class Put:
+    """An Exchange of which this rank need not wait for anything: its own part is done when its stream has come so far, and those
+    who read what comes wait for its signal."""
+
+    def arrive(self) -> None: ...
+
+
+class NodePutEngine(NodeStreamEngine):
+    """By NVSHMEM."""
+
+    network: PutTransport
+    lands = False
+
+    def send_after_this(self) -> None:
+        """What is passed on comes after it, too. Looked for before the call's epoch has begun it would seem to be there, by the
+        epoch before. An exchange of NCCL is ordered after it by what it sends."""
+        super().send_after_this()
+        self._order(self._driver.current_stream(), self._arriving.cuda_stream)
+
+    def cross(
+        self, call: NodeCall, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None = None,
+        landing: torch.Tensor | None = None,
+    ) -> Exchange:  # fmt: skip
+        self._held.append(source)
+        with self._driver.in_stream(self._sending):
+            if make is not None:
+                make()
+            self.network.put(source, call.place(crossing.sent), call.word, self._sending.cuda_stream)
+        return Put()
+
+    def arrive(
+        self, call: NodeCall, crossing: Crossing, exchange: Exchange, landing: torch.Tensor | None = None
+    ) -> None:
+        received, passed_on = crossing.received, crossing.passed_on
+        if crossing.lands or not passed_on.all:
+            return
+        with self._driver.in_stream(self._arriving):
+            call.wait_chunk(received.fills, received.chunk)  # bounded, and it notices a twin that is in another call
+            self._pass_on(call.routes(passed_on), call.blocks)

@@ -1,0 +1,87 @@
+"""What a domain has of its own where its group spans nodes: what carries data between them, and the heap and slots for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..config import OverlapConfig, flag_name
+from ..gpu.blas import Blas
+from ..gpu.launch import Launcher
+from ..planning.schedule import Topology
+from ..protocol.layout import Layout
+from ..protocol.node_engine import NodeEngine
+from ..protocol.node_networks import NodeExchangeEngine, NodePutEngine
+from ..protocol.node_streams import NodeStreamEngine
+from ..protocol.node_workspace import NodeWaits, NodeWorkspace
+from ..protocol.watchdog import FaultRecord
+from ..protocol.workspace import Workspace
+from ..symmetric import SymmetricHeap, open_heap, resolve_provider
+from ..symmetric.agreement import Agreement
+from ..symmetric.inter_node import GlooTransport
+from ..symmetric.nccl import NcclTransport
+from ..symmetric.puts import NvshmemPuts
+from ..symmetric.wire import connect
+
+
+@dataclass(frozen=True)
+class AcrossNodes:
+    """Of one domain. launcher: None on CPUs."""
+
+    config: OverlapConfig
+    device: torch.device
+    topology: Topology
+    agreement: Agreement
+    fault: FaultRecord
+    launcher: Launcher | None
+
+    @property
+    def by_nvshmem(self) -> bool:
+        """Whether NVSHMEM carries data between the nodes."""
+        return self.launcher is not None and self.topology.nodes > 1 and self.config.network == "nvshmem"
+
+    def provider(self) -> str:
+        """Of the domain's symmetric memory.
+
+        Raises:
+            ValueError: it cannot serve the group, or carry data between its nodes.
+        """
+        config, topology = self.config, self.topology
+        node = None if self.by_nvshmem or topology.nodes == 1 else topology.ranks_of(topology.node)
+        provider = resolve_provider(self.agreement.group, config.provider, self.device, node)
+        if self.by_nvshmem and provider != "nvshmem":
+            raise ValueError(
+                f"network='nvshmem' with symmetric memory of {provider}: it needs NVSHMEM's for the whole group; install "
+                f"nvshmem4py, leave NVSHMEM's one world to this group, or use network='nccl' ({flag_name('network')})"
+            )
+        return provider
+
+    def new_engine(self) -> NodeEngine | NodeStreamEngine:
+        """Connected with the peers. Collective."""
+        agreement, topology, timeout_s, launcher = self.agreement, self.topology, self.config.timeout_s, self.launcher
+        if launcher is None:
+            return NodeEngine(timeout_s, GlooTransport(agreement, topology, timeout_s), self.fault)
+        if self.by_nvshmem:
+            from nvshmem import bindings
+
+            return NodePutEngine(self.device, launcher.driver, NvshmemPuts(launcher.driver, bindings), self.fault)
+        by = partial(NcclTransport, agreement, topology, self.device, timeout_s, self.fault)
+        nccl = connect(agreement, topology, self.device, self.config.network_sms, by, self.fault)
+        return NodeExchangeEngine(self.device, launcher.driver, nccl, self.fault, Blas(self.device))
+
+    def new_memory(self, layout: Layout, engine: NodeEngine | NodeStreamEngine) -> tuple[SymmetricHeap, Workspace]:
+        """A heap, into which peers may send from now on, and its slots. Collective."""
+        topology, device = self.topology, self.device
+        node = topology.ranks_of(topology.node)
+        staging = layout.slot_bytes // topology.world if self.by_nvshmem else 0  # a block, which NVSHMEM sends from
+        nbytes = layout.nbytes + staging
+        heap = open_heap(self.agreement, nbytes, self.config.provider, device, node, carries=self.by_nvshmem)
+        if isinstance(engine, NodeEngine):
+            engine.network.attach({rank: heap.view(rank) for rank in node})
+        elif isinstance(engine, NodePutEngine):
+            engine.network.attach(heap.view(topology.rank), layout.nbytes)
+        self.agreement.barrier("overlap_train: grow symmetric memory")  # every rank receives into the new heap now
+        waits = NodeWaits(topology, self.config.timeout_s, self.fault, engine, self.launcher)
+        return heap, NodeWorkspace(heap, layout, device, waits)

@@ -1,0 +1,74 @@
+"""What carries data between the nodes of a domain, and what symmetric memory it asks for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from overlap_train import OverlapConfig
+from overlap_train.planning.schedule import Topology
+from overlap_train.protocol.layout import Layout
+from overlap_train.runtime import across_nodes
+from overlap_train.runtime.across_nodes import AcrossNodes
+
+GPU, TWO_BY_TWO = torch.device("cuda", 0), Topology(2, 2, 3)
+
+
+def across(topology: Topology = TWO_BY_TWO, on_gpu: bool = True, **settings: Any) -> AcrossNodes:
+    agreement: Any = SimpleNamespace(group="group", barrier=lambda what: None)
+    launcher: Any = object() if on_gpu else None
+    fault: Any = object()
+    return AcrossNodes(OverlapConfig(**settings), GPU, topology, agreement, fault, launcher)
+
+
+@pytest.mark.parametrize(
+    ("where", "by_nvshmem"),
+    [
+        (across(network="nvshmem"), True),
+        (across(network="nccl"), False),
+        (across(), False),
+        (across(Topology(1, 4, 3), network="nvshmem"), False),
+        (across(on_gpu=False, network="nvshmem"), False),
+    ],
+)
+def test_nvshmem_carries_where_it_is_asked_for_between_nodes_of_gpus(where: AcrossNodes, by_nvshmem: bool) -> None:
+    assert where.by_nvshmem == by_nvshmem
+
+
+def asked(where: AcrossNodes, provider: str = "nvshmem") -> Any:
+    """Of which ranks the provider is asked for."""
+    with mock.patch.object(across_nodes, "resolve_provider", return_value=provider) as resolve:
+        where.provider()
+    return resolve.call_args.args[3]
+
+
+def test_its_world_is_the_whole_group() -> None:
+    assert asked(across(network="nvshmem")) is None
+    assert asked(across(network="nccl")) == range(2, 4)
+    assert asked(across(Topology(1, 4, 3), network="nvshmem"), "torch") is None
+
+
+def test_other_memory_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"network='nvshmem' with symmetric memory of torch.*--overlap-train-network"):
+        asked(across(network="nvshmem"), "torch")
+
+
+@pytest.mark.parametrize(("network", "staging"), [("nvshmem", 1000), ("nccl", 0)])
+def test_a_block_more_is_held_to_send_from(network: str, staging: int) -> None:
+    layout, where = Layout(4, 4000), across(network=network)
+    heap = mock.Mock(**{"view.return_value": "memory"})
+    engine = mock.Mock(spec=across_nodes.NodePutEngine if staging else across_nodes.NodeExchangeEngine)
+    engine.network = mock.Mock()
+    with (
+        mock.patch.object(across_nodes, "open_heap", return_value=heap) as open_heap,
+        mock.patch.object(across_nodes, "NodeWaits"),
+        mock.patch.object(across_nodes, "NodeWorkspace"),
+    ):
+        where.new_memory(layout, engine)
+    assert open_heap.call_args.args[1] == layout.nbytes + staging
+    assert open_heap.call_args.kwargs == {"carries": bool(staging)}
+    assert engine.network.attach.call_args_list == ([mock.call("memory", layout.nbytes)] if staging else [])
