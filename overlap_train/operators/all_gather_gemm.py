@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from ..planning.plan import EnginePlan
-from ..planning.schedule import Legs
+from ..planning.schedule import Crossing
 from ..protocol.copy_engine import run_push
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_slot import NodeCall
@@ -119,7 +119,8 @@ class ChunkedGather:
 
 
 class NodeGather(ChunkedGather):
-    """The same across nodes: the network first, then the own node; what arrives from far is passed on inside the node."""
+    """The same across nodes: the network first, then the own node; each chunk that arrives from far is passed on inside the
+    node."""
 
     _call: NodeCall
 
@@ -130,13 +131,30 @@ class NodeGather(ChunkedGather):
         for leg in legs.network:
             engine.send(call, self._own, leg)
         engine.push(self._own, call.routes(legs.inside))
-        for block, passed_on in legs.passed_on.by_block:
-            engine.later.run(partial(self._pass_on, block, passed_on))
+        for crossing in self._plan.crossings:
+            engine.later.run(partial(self._pass_on, crossing))
 
-    def _pass_on(self, block: int, legs: Legs) -> None:
-        self._call.wait(block)
-        for route in self._call.routes(legs):
+    def _pass_on(self, crossing: Crossing) -> None:
+        self._call.wait_chunk(crossing.received.fills, crossing.received.chunk)
+        for route in self._call.routes(crossing.passed_on):
             run_push(route.push(self._call.blocks))
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        """Blocks of the own node whole, those of each far node chunk by chunk, in the order in which they come."""
+        call, world, local = self._call, self._domain.world_size, self._domain.topology.local
+        y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
+        blocks, near = y.unflatten(0, (world, -1)), local - 1
+        torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
+        for source in self._plan.sources[:near]:
+            call.wait(source)
+            torch.mm(call.blocks[source], b_kn, out=blocks[source])
+        for turn, crossing in enumerate(self._plan.crossings):
+            first, chunk = near + turn // call.chunks * local, crossing.received.chunk
+            for source in self._plan.sources[first : first + local]:
+                call.wait_chunk(source, chunk)
+                torch.mm(call.chunk_of(source, chunk), b_kn, out=blocks[source].chunk(call.chunks)[chunk])
+        self._arrived = True
+        return y
 
 
 class FusedGather(ChunkedGather):

@@ -103,42 +103,48 @@ class NodeScatter(ChunkedScatter):
     def start(self) -> None:
         domain, world = self._domain, self._domain.world_size
         self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
-        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag)
+        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, self._plan.chunks)
         call.next_epoch()
         rows = self._a.unflatten(0, (world, -1))
         assert isinstance(call, NodeCall) and isinstance(domain.engine, NodeEngine)
         self._call = call
         for block, legs in self._plan.legs.by_block:
-            torch.mm(rows[block], self._b, out=self._partials[block])
-            domain.engine.push(self._partials, call.routes(legs.inside))
             for leg in legs.network:
+                part = call.chunk_rows(leg.chunk)
+                torch.mm(rows[block, part], self._b, out=self._partials[block, part])
                 domain.engine.later.run(partial(self._send_sum, domain.engine.network, leg))
+            if legs.inside.all:
+                torch.mm(rows[block], self._b, out=self._partials[block])
+                domain.engine.push(self._partials, call.routes(legs.inside))
         own = domain.rank
         torch.mm(rows[own], self._b, out=self._partials[own])
 
     def _send_sum(self, network: Transport, leg: Leg) -> None:
-        total = self._sum_for(leg.block).to(self._a.dtype)
+        total = self._sum_for(leg.block, leg.chunk).to(self._a.dtype)
         network.put(total, self._call.place(leg), self._call.word)
 
-    def _sum_for(self, twin: int) -> torch.Tensor:
-        """The partials of this node for the rows of `twin`, in fp32 [M/W, N]: the own one, then the others in rank order."""
-        topology = self._domain.topology
-        total = self._partials[twin].to(torch.float32, copy=True)
+    def _sum_for(self, twin: int, chunk: int) -> torch.Tensor:
+        """The partials of this node for a chunk of the rows of `twin`, in fp32: the own one, then the others in rank order."""
+        topology, rows = self._domain.topology, self._call.chunk_rows(chunk)
+        total = self._partials[twin, rows].to(torch.float32, copy=True)
         for block in topology.ranks_of(twin // topology.local):
             if block != twin:
-                self._call.wait(block)
-                total += self._call.blocks[block]
+                self._call.wait_chunk(block, chunk)
+                total += self._call.chunk_of(block, chunk)
         return total
 
     def finish(self) -> torch.Tensor:
         """Own node first, then the sums of the others in order of nodes."""
-        topology = self._domain.topology
-        total = self._sum_for(topology.rank)
-        for node in range(topology.nodes):
-            if node != topology.node:
-                self._call.wait(topology.twin(node))
-                total += self._call.blocks[topology.twin(node)]
-        return total.to(self._a.dtype)
+        topology, call = self._domain.topology, self._call
+        y = self._partials.new_empty(self._partials.shape[1:])
+        for chunk in range(call.chunks):
+            total = self._sum_for(topology.rank, chunk)
+            for node in range(topology.nodes):
+                if node != topology.node:
+                    call.wait_chunk(topology.twin(node), chunk)
+                    total += call.chunk_of(topology.twin(node), chunk)
+            y[call.chunk_rows(chunk)] = total
+        return y
 
 
 class FusedScatter:

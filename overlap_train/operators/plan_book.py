@@ -73,9 +73,10 @@ class PlanBook:
 
     def __init__(self, domain: OverlapDomain, name: str) -> None:
         self.domain = domain
-        what = f"{name}: read the tuning table before the group's first call"
-        self.table = domain.agreement.exchange(self._read_table(), what, kind="first call of a group")[0]
+        domain.agreement.exchange(None, f"{name}: the group's first call", kind="first call of a group")
         self.topology = domain.topology
+        what = f"{name}: read the tuning table before the group's first call"
+        self.table = domain.agreement.exchange(self._read_table(), what, kind="tuning table")[0]
         # By what all ranks have in common; then by how this rank's weight lies in memory, which its peers need not know.
         self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_PLANS)
         # Keys without the rows: of calls that were agreed on with some number of them.
@@ -86,7 +87,7 @@ class PlanBook:
         domain = self.domain
         if domain.rank:
             return None
-        return table.read(domain.config.tuning_dir, table.key_of(domain.device, domain.world_size))
+        return table.read(domain.config.tuning_dir, table.key_of(domain.device, domain.world_size, self.topology.nodes))
 
     def look_up(
         self,

@@ -71,19 +71,22 @@ class Choice:
 def choose(requested: str, pass_: Pass, device: torch.device, table: Table, nodes: int = 1) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or a model-based default.
 
-    nodes: that the group spans. Across several nothing was measured.
+    nodes: that the group spans. What a group of another number has measured says nothing about it.
     """
-    if nodes > 1 and requested == "auto":
-        return _across_nodes(pass_, device)
-    choice = _method(requested, pass_, device, table)
-    variant = _variant(choice.method, pass_, device, table) if device.type == "cuda" and nodes == 1 else PLAIN
+    winner = _winner(pass_, device, table, nodes)
+    choice = _method(requested, pass_, device, table, winner, nodes)
+    variant = _variant(choice.method, pass_, device, winner, nodes)
     return replace(choice, reason=f"{choice.reason}{variant}", variant=variant)
 
 
-def _variant(method: str, pass_: Pass, device: torch.device, table: Table) -> Variant:
+def _variant(method: str, pass_: Pass, device: torch.device, winner: Winner | None, nodes: int) -> Variant:
     """As measured, else by the model."""
-    winner, collides = _winner(pass_, device, table), _collides(pass_, method)
     measured = None if winner is None else winner.variant_of(method)
+    if nodes > 1:  # on CPUs, too: into how many chunks blocks are cut depends on the network
+        return measured or PLAIN
+    if device.type != "cuda":
+        return PLAIN
+    collides = _collides(pass_, method)
     splits = TRAITS[method].splits and saves_a_wave(pass_, device)  # rows that share a measurement may have other waves
     if measured is None:
         return Variant(_outweighs(pass_, method), splits or _is_late(pass_, method), collides)
@@ -139,33 +142,38 @@ def _collides(pass_: Pass, method: str) -> bool:
     return pushes and pass_.copy_us > max(LONG_COPY_US, pass_.gemm_us)
 
 
-def _method(requested: str, pass_: Pass, device: torch.device, table: Table) -> Choice:
+def _method(
+    requested: str, pass_: Pass, device: torch.device, table: Table, winner: Winner | None, nodes: int
+) -> Choice:
     if requested != "auto":
         return Choice(requested, "asked for")
-    winner = _winner(pass_, device, table)
     if winner is not None:
-        return Choice(winner.method, f"auto: tuned for {winner.measured} on {table.gpu}")
-    return untuned(pass_, device)
+        return Choice(winner.method, f"auto: tuned for {winner.measured} on {table.where}")
+    return untuned(pass_, device, nodes)
 
 
-def _winner(pass_: Pass, device: torch.device, table: Table) -> Winner | None:
+def _winner(pass_: Pass, device: torch.device, table: Table, nodes: int) -> Winner | None:
     """What was measured for a pass. A bucket may hold features that the Hopper kernels serve and others: a measurement of one
     kind says nothing about the other. They serve any number of rows: rows that end within a tile count as whole tiles do."""
-    winner = table.find(pass_)
+    winner = table.find(pass_) if table.nodes == nodes else None
     fits = winner is not None and _on_hopper(winner.measured, device) == _on_hopper(pass_, device)
     return winner if fits else None
 
 
 def _across_nodes(pass_: Pass, device: torch.device) -> Choice:
     """The one method that reaches across nodes, but for short blocks of an all-to-all."""
-    block = pass_.rows * pass_.row_features * pass_.dtype.itemsize
+    default, block = "auto: default, not tuned:", pass_.rows * pass_.row_features * pass_.dtype.itemsize
     if device.type == "cuda" and pass_.kind in EXCHANGES and block < LEAST_BLOCK:
-        return Choice("collective", f"auto: blocks of {block / 2**20:.2g} MiB are too short to cross nodes one by one")
-    return Choice("chunked", f"auto: {'CPU tensors' if device.type == 'cpu' else 'GPUs'} on several nodes")
+        return Choice(
+            "collective", f"{default} blocks of {block / 2**20:.2g} MiB are too short to cross nodes one by one"
+        )
+    return Choice("chunked", f"{default} {'CPU tensors' if device.type == 'cpu' else 'GPUs'} on several nodes")
 
 
-def untuned(pass_: Pass, device: torch.device) -> Choice:
+def untuned(pass_: Pass, device: torch.device, nodes: int = 1) -> Choice:
     """What `auto` takes where nothing was measured: a model of the hardware, with what was seen on H200."""
+    if nodes > 1:
+        return _across_nodes(pass_, device)
     method, why = _model(pass_, device)
     return Choice(method, f"auto: default, not tuned: {why}")
 

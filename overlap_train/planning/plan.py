@@ -24,6 +24,7 @@ from .tiling import (
     blocks_together,
     chunk_count,
     direct_chunk_count,
+    equal_chunks,
     network_chunk_count,
     portable_tile,
     tma_reads,
@@ -139,7 +140,7 @@ def engine_plan(
 ) -> EnginePlan:
     """How a pass runs by a choice. w: the weight shard, of which its layout counts. network_sms: see OverlapConfig."""
     kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
-    chunks = _chunks(choice, pass_, device, topology.nodes)
+    chunks = chunks_of(choice, pass_, device, topology.nodes)
     kernels = _kernels(kind, choice, pass_, device, w)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
     after_tiles = kind not in INBOUND and choice.method == "fused"
@@ -178,10 +179,12 @@ def _sms(device: torch.device, nodes: int, network: int) -> SmBudget:
     return SmBudget(send=network) if nodes > 1 and device.type == "cuda" else SmBudget()
 
 
-def _chunks(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:
-    """Of each block."""
+def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:
+    """Into how many each block is cut: as measured across nodes, else as a rule says."""
     m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
     row_bytes = pass_.row_features * pass_.dtype.itemsize
+    if choice.variant.chunks:
+        return equal_chunks(m_shard, choice.variant.chunks)
     if nodes > 1 and choice.method == "chunked" and on_gpu:  # one is multiplied while the next is on its way
         return network_chunk_count(m_shard, pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1), row_bytes)
     if not TRAITS[choice.method].multiplies or choice.variant.whole:
@@ -219,6 +222,7 @@ __all__ = [
     "Plan",
     "SmBudget",
     "barrier_first",
+    "chunks_of",
     "engine_plan",
     "make_plan",
     "sent_again",

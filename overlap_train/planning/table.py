@@ -1,5 +1,8 @@
 """Measured winners: in memory, and in one JSON file for each key. Rank 0 of a group reads it for all of its ranks.
 
+A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`; without `nodes` it means one node. Each winner has
+the pass that was measured (kind, dtype, m, n, k), the method that won, and ms: the time of each method and variant that ran.
+
 A file is replaced as a whole (os.replace): a reader sees the old or the new one, never a part. Two tuners that write the
 same file at once both leave a whole file; the later one may leave out what the earlier one has just added.
 """
@@ -44,21 +47,28 @@ class Key:
     overlap_train: str
     world: int
     kernels: int = KERNELS
+    nodes: int = 1  # that the ranks are on, as many on each
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a file has it. One node is left out: so it was before groups could span several."""
+        return {name: value for name, value in asdict(self).items() if name != "nodes" or value > 1}
 
     @property
     def file_name(self) -> str:
-        """For people the GPU and the number of ranks; the digest tells versions apart."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
-        return f"tuned-{re.sub('[^A-Za-z0-9]+', '-', self.gpu)}-{self.world}-ranks-{digest}.json"
+        """For people the GPU and the numbers of ranks and nodes; the digest tells versions apart."""
+        digest = hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:12]
+        nodes = f"-{self.nodes}-nodes" if self.nodes > 1 else ""
+        return f"tuned-{re.sub('[^A-Za-z0-9]+', '-', self.gpu)}-{self.world}-ranks{nodes}-{digest}.json"
 
 
 @functools.cache
-def key_of(device: torch.device, world: int) -> Key:
+def key_of(device: torch.device, world: int, nodes: int = 1) -> Key:
     """Of this machine and installation."""
     on_gpu = device.type == "cuda"
     gpu = torch.cuda.get_device_name(device) if on_gpu else "cpu"
     driver = _driver_version() if on_gpu else "none"
-    return Key(gpu, str(torch.__version__), _installed("triton"), driver, _installed("overlap-train"), world)
+    versions = str(torch.__version__), _installed("triton"), driver, _installed("overlap-train")
+    return Key(gpu, *versions, world, nodes=nodes)
 
 
 def _installed(package: str) -> str:
@@ -106,6 +116,12 @@ class Table:
 
     gpu: str
     winners: Mapping[Bucket, Winner]
+    nodes: int = 1
+
+    @property
+    def where(self) -> str:
+        """What they were measured on, in words."""
+        return self.gpu + f" on {self.nodes} nodes" * (self.nodes > 1)
 
     def find(self, pass_: Pass) -> Winner | None:
         """The winner for a pass, or None."""
@@ -126,7 +142,7 @@ def read(folder: str, key: Key) -> Table:
     try:
         return _from_document(json.loads(path.read_text()), key)
     except FileNotFoundError:
-        return Table(key.gpu, {})
+        return Table(key.gpu, {}, key.nodes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         warnings.warn(
@@ -134,7 +150,7 @@ def read(folder: str, key: Key) -> Table:
             f"again, or name another folder ({flag_name('tuning_dir')})",
             stacklevel=2,
         )
-        return Table(key.gpu, {})
+        return Table(key.gpu, {}, key.nodes)
 
 
 def save(folder: str, key: Key, winners: Iterable[Winner]) -> Path:
@@ -142,7 +158,7 @@ def save(folder: str, key: Key, winners: Iterable[Winner]) -> Path:
     path = path_of(folder, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     merged = {**read(folder, key).winners, **{winner.measured.bucket: winner for winner in winners}}
-    document = {"key": asdict(key), "winners": [_to_entry(winner) for winner in merged.values()]}
+    document = {"key": key.as_dict(), "winners": [_to_entry(winner) for winner in merged.values()]}
     # On the same file system; unique over the hosts that share it; not of tempfile, whose files only their owner may read.
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -161,10 +177,11 @@ def _to_entry(winner: Winner) -> dict[str, Any]:
 
 def _from_document(document: dict[str, Any], key: Key) -> Table:
     """Raises ValueError, KeyError, TypeError or AttributeError for anything that `save` does not write."""
-    if document["key"] != asdict(key):
-        raise ValueError(f"it was measured with {document['key']}, this is {asdict(key)}")
+    found = {"nodes": 1} | document["key"]
+    if found != asdict(key):
+        raise ValueError(f"it was measured with {found}, this is {asdict(key)}")
     winners = [_from_entry(entry, key.world) for entry in document["winners"]]
-    return Table(key.gpu, {winner.measured.bucket: winner for winner in winners})
+    return Table(key.gpu, {winner.measured.bucket: winner for winner in winners}, key.nodes)
 
 
 def _from_entry(entry: dict[str, Any], world: int) -> Winner:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .machines import Target
+from .variants import CHUNK_COUNTS
 
 HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'
 
@@ -93,6 +94,12 @@ def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4) -> in
 def network_chunk_count(m_shard: int, n: int, row_bytes: int) -> int:
     """As chunk_count on GPUs, for blocks whose chunks the library multiplies one by one, each a product of n columns."""
     return chunk_count(m_shard, row_bytes, True, max(1, min(4, HOPPER_TILE.count(m_shard, n) // FILLS_A_GPU)))
+
+
+def equal_chunks(m_shard: int, most: int) -> int:
+    """The largest of 1, 2, 4 and 8, up to `most`, that cuts m_shard rows into equal chunks. What was measured with `most` chunks
+    may have had other rows."""
+    return max(count for count in CHUNK_COUNTS if count <= most and m_shard % count == 0)
 
 
 def blocks_together(depth: int, local: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+CHUNK_COUNTS = (1, 2, 4, 8)  # of a block; a slot has signals for eight
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -13,26 +15,31 @@ class Variant:
     column linear's backward they come after x's blocks; waiting for them would keep all SMs from the weight gradient. And own
     rows may then share tiles with those of peers, which can save a wave of tiles.
     barrier_first: the ranks meet before they begin, because the pushes of skewed ranks collide.
+    chunks: of CHUNK_COUNTS, where a group spans nodes: into how many chunks each block is cut. 0: as many as the plan works out.
     """
 
     whole: bool = False
     split_reduction: bool = False
     barrier_first: bool = False
+    chunks: int = 0
 
     def named(self, method: str) -> str:
-        """What a method that runs like this is called among measurements: "fused whole barrier first"."""
-        return method + " whole" * self.whole + " split" * self.split_reduction + " barrier first" * self.barrier_first
+        """What a method that runs like this is called among measurements: "fused whole barrier first", "chunked in 4"."""
+        cut = " whole" * self.whole + f" in {self.chunks}" * bool(self.chunks)
+        return method + cut + " split" * self.split_reduction + " barrier first" * self.barrier_first
 
     def __str__(self) -> str:
         return (
-            "; blocks are sent whole" * self.whole
+            "; blocks are sent whole" * (self.whole or self.chunks == 1)
+            + f"; blocks are sent in {self.chunks} chunks" * (self.chunks > 1)
             + "; the reduction runs in a second kernel" * self.split_reduction
             + "; starts with a barrier" * self.barrier_first
         )
 
 
 PLAIN = Variant()
-VARIANTS = tuple(itertools.starmap(Variant, itertools.product((False, True), repeat=3)))
+IN_CHUNKS = tuple(Variant(chunks=count) for count in CHUNK_COUNTS)  # across nodes
+VARIANTS = (*itertools.starmap(Variant, itertools.product((False, True), repeat=3)), *IN_CHUNKS)
 
 
 def method_of(name: str) -> str:

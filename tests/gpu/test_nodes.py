@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +28,12 @@ from overlap_train import (
     linear_all_to_all,
     linear_reduce_scatter,
 )
+from overlap_train.planning import choice
+from overlap_train.planning.variants import Variant
 from overlap_train.protocol.layout import SLOTS
 from overlap_train.protocol.node_streams import NodeStreamEngine
 from overlap_train.runtime.registry import domain_of
+from overlap_train.tools.doctor import network
 from tests.linear_cases import OPERATORS, SHAPES, Case
 
 pytestmark = pytest.mark.skipif("NCCL_HOSTID" not in os.environ, reason="needs NCCL_HOSTID: run this file alone")
@@ -61,6 +65,22 @@ def test_every_shape_is_exact(nodes: Case, operator: str, dtype: torch.dtype) ->
     for seed, (rows, k, n) in enumerate((SHAPES | LARGE).values()):
         OPERATORS[operator](replace(nodes, dtype=dtype), rows, k, n, seed=seed, bias=seed % 2 == 0)
     assert isinstance(domain_of(nodes.group, nodes.config, nodes.device).engine, NodeStreamEngine)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8])
+def test_every_number_of_chunks_that_the_tuner_may_find_is_exact(nodes: Case, chunks: int) -> None:
+    with mock.patch.object(choice, "PLAIN", Variant(chunks=chunks)):  # as if it had been measured as the fastest
+        for seed, (rows, k, n) in enumerate((SHAPES | LARGE).values()):
+            for operator in ("column", "row", "to_heads", "to_rows"):
+                OPERATORS[operator](replace(nodes, dtype=torch.bfloat16), rows, k, n, seed=seed)
+
+
+def test_the_doctor_finds_all_pieces_whole(nodes: Case) -> None:
+    domain = domain_of(nodes.group, nodes.config, nodes.device)
+    gathers = network.connected(domain)
+    broken = [gathers.broken(turn) for turn in range(20)]
+    assert not torch.stack(broken).any()
+    assert gathers.far_pieces == domain.world_size // 2 * network.CHUNKS
 
 
 @pytest.mark.parametrize("operator", ["column", "to_heads", "to_rows"])

@@ -38,6 +38,13 @@ def test_operators_pass(operator: str, world: int, node_ranks: int, one_queue: b
     assert_passes(problem(operator, world, node_ranks, one_queue), range(8 // world))
 
 
+@pytest.mark.parametrize("chunks", [1, 8])
+@pytest.mark.parametrize("operator", PROBLEMS)
+def test_every_number_of_chunks_that_the_tuner_may_find_passes(operator: str, chunks: int) -> None:
+    machine = NodeSimulation(4, node_ranks=2, chunks=chunks)
+    assert_passes(PROBLEMS[operator]("chunked", machine, 4), range(2))
+
+
 def backward(machine: NodeSimulation, calls: int = 2) -> Build:
     """A column linear's: x is gathered for the weight gradient while partial sums of dx are scattered; then the ranks meet."""
     world = machine.world_size

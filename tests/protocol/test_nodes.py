@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ from overlap_train.operators.all_gather_gemm import NodeGather
 from overlap_train.operators.all_to_all_gemm import NodeAllToAllGemm
 from overlap_train.operators.gemm_all_to_all import NodeGemmAllToAll
 from overlap_train.operators.gemm_reduce_scatter import NodeScatter
+from overlap_train.planning import choice
+from overlap_train.planning.variants import Variant
 from overlap_train.protocol.node_engine import Later, NodeEngine
 from overlap_train.protocol.node_workspace import NodeWaits
 from overlap_train.protocol.tags import Tag
@@ -65,6 +68,26 @@ def _every_shape(rank: int, world: int, node_ranks: int, method: str) -> int:
 @pytest.mark.parametrize(("world", "node_ranks"), [(4, 2), (6, 2), (6, 3), (2, 1)])
 def test_every_shape(world: int, node_ranks: int) -> None:
     assert values(run_ranks(world, _every_shape, node_ranks, "chunked", limit_s=60)) == [world] * world
+
+
+def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int) -> list[int]:
+    """Operators of tensor parallelism as if so many chunks had been measured as the fastest; how many each plan then has."""
+    case, counts = case_of(node_ranks), []
+    with mock.patch.object(choice, "PLAIN", Variant(chunks=chunks)):
+        for number, (rows, k, n) in enumerate([*SHAPES.values(), ((6, 1), 24, 20)]):
+            for operator in ("column", "row"):
+                OPERATORS[operator](case, rows, k, n, seed=number, bias=bool(number % 2))
+        domain = made_domain(case.group)
+        assert domain is not None
+        for planned in domain.book.plans._values.values():
+            counts += [one.plan.fprop.chunks for one in planned.values()]
+    return counts
+
+
+@pytest.mark.parametrize(("world", "node_ranks"), [(4, 2), (3, 1)])
+def test_every_shape_in_chunks(world: int, node_ranks: int) -> None:
+    for counts in values(run_ranks(world, _in_chunks, node_ranks, 4, limit_s=60)):
+        assert set(counts) == {1, 2, 4}, "as many as cut the rows into equal chunks"
 
 
 @pytest.mark.parametrize("method", ["collective", "auto"])
@@ -310,6 +333,9 @@ class _Impatient:
         self._call = call
 
     def wait(self, source: int) -> None:
+        pass
+
+    def wait_chunk(self, source: int, chunk: int) -> None:
         pass
 
     def wait_for_all(self) -> None:

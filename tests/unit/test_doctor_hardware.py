@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from overlap_train.planning.hardware import HARDWARE, Hardware, hardware_of
-from overlap_train.tools.doctor import gpus, links, operator
+from overlap_train.planning.schedule import Topology
+from overlap_train.tools.doctor import gpus, links, network, operator
 from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding
 from overlap_train.tools.measure.timing import Call, Pace, Timing
 from tests.unit.doctor_cases import only, world
@@ -180,3 +183,18 @@ def test_overlap_that_does_not_pay_is_a_warning_on_known_gpus(monkeypatch: pytes
 def test_the_trials_sizes_are_divisible(size: int) -> None:
     trial = operator.trial_of(world(0, size), 30.0, "auto")
     assert trial.m % size == trial.n % size == 0 and trial.m > 7000 and trial.n > 14000
+
+
+def test_the_line_of_gpus_across_nodes_names_nccl() -> None:
+    gathers = SimpleNamespace(topology=Topology(2, 2, 1), block_bytes=32 << 20, far_pieces=8)
+    trial: Any = SimpleNamespace(gathers=gathers, rounds=10, counts=torch.zeros(4, dtype=torch.int64))
+    (good,) = network.judge(world(), trial, 0.8)
+    assert good.status == OK and good.measured == (
+        "NCCL between 2 nodes of 2: 80 pieces of 8192 KiB were whole when their signals came; 41.9 GB/s out of each rank"
+    )
+    assert network.judge(world(), trial, None) == [], "another rank has found something"
+    trial.counts[2] = 3
+    (wrong,) = network.judge(world(), trial, None)
+    assert wrong.status == FAIL and wrong.measured == (
+        "NCCL: 3 of 80 pieces of 8192 KiB were not whole when their signals came, from rank 6 on node1"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import tomllib
 from pathlib import Path
 
@@ -137,6 +138,20 @@ def test_multicast_is_off_in_the_doctors_process_whatever_was_set(monkeypatch: p
     monkeypatch.setattr(command, "open_job", no_store)
     assert command.main([]) == 1
     assert seen == {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def test_the_rank_that_prints_leaves_when_all_others_know() -> None:
+    """Under srun it serves the store: a rank that is still asking for findings would fail."""
+    store = dist.HashStore()
+    speaker, other = Job(store, rank=0, size=2), Job(store, rank=1, size=2)
+    speaker.post("reported", True)
+    leaving = threading.Thread(target=speaker.wait_for_report, args=(0,), daemon=True)
+    leaving.start()
+    leaving.join(0.3)
+    assert leaving.is_alive()
+    other.wait_for_report(speaker=0)
+    leaving.join(5.0)
+    assert not leaving.is_alive()
 
 
 class GoneStore:

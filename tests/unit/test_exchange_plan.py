@@ -62,13 +62,13 @@ def test_across_nodes_they_overlap() -> None:
     pass_ = Pass(A2A_GEMM, 8192, 4096, 4096, BF16, 4)
     short = Pass(A2A_GEMM, 8192 - 4, 4096, 4096, BF16, 4).dgrad
     assert choose("auto", short, GPU, UNTUNED, nodes=2) == Choice(
-        "collective", "auto: blocks of 4 MiB are too short to cross nodes one by one"
+        "collective", "auto: default, not tuned: blocks of 4 MiB are too short to cross nodes one by one"
     )
     assert choose("auto", short, torch.device("cpu"), UNTUNED, nodes=2).method == "chunked"
     for one in (pass_, pass_.dgrad):
         on_cpu, on_gpu = (choose("auto", one, device, UNTUNED, nodes=2) for device in (torch.device("cpu"), GPU))
-        assert on_cpu == Choice("chunked", "auto: CPU tensors on several nodes")
-        assert on_gpu == Choice("chunked", "auto: GPUs on several nodes")
+        assert on_cpu == Choice("chunked", "auto: default, not tuned: CPU tensors on several nodes")
+        assert on_gpu == Choice("chunked", "auto: default, not tuned: GPUs on several nodes")
     plan = engine_plan(on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16), 4)
     again = sent_again(plan, Topology(2, 2, 0))
     assert plan.sources == again.sources == (1, 3, 2), "the own node's, then of the far node the twin's last"

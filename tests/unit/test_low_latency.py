@@ -22,7 +22,6 @@ from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LI
 from overlap_train.planning.table import UNTUNED
 from overlap_train.protocol.layout import SLOTS, Layout
 from tests.unit import hopper_ptx
-from tests.unit.test_choice import hopper_gpu  # noqa: F401  # a fixture
 
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
 FEW = Pass(GATHER, 256, 7168, 4096, BF16, 4)

@@ -150,13 +150,17 @@ def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_
     """CPU processes send whole blocks, and a node alone needs none of that."""
     gather = Pass(GATHER, 8192, 14336, 4096, BF16, 2)
     plan = across_nodes(gather)
-    assert (plan.method, plan.reason) == ("chunked", "auto: GPUs on several nodes")
+    assert (plan.method, plan.reason) == ("chunked", "auto: default, not tuned: GPUs on several nodes")
     assert (plan.chunks, len(plan.crossings), plan.sms.send) == (4, 4, 6)
     again = sent_again(plan, Topology(2, 1, 0))
     assert (again.chunks, len(again.crossings), again.sms.send) == (1, 1, 6)
     assert across_nodes(Pass(GATHER, 1024, 14336, 4096, BF16, 2)).chunks == 1, "a chunk is 8 MiB at least"
     on_cpu = across_nodes(gather, device=CPU)
-    assert (on_cpu.chunks, on_cpu.sms.send, on_cpu.reason) == (1, 0, "auto: CPU tensors on several nodes")
+    assert (on_cpu.chunks, on_cpu.sms.send, on_cpu.reason) == (
+        1,
+        0,
+        "auto: default, not tuned: CPU tensors on several nodes",
+    )
     alone = across_nodes(gather, "chunked", nodes=1)
     assert (alone.chunks, alone.crossings, alone.sms.send) == (1, (), 0)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from overlap_train.flags import Parser, add_options, from_args
+from overlap_train.planning.cost import network_sms
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy
@@ -33,6 +34,7 @@ def run(model: str, *arguments: str) -> int:
 def test_the_tables_fit_and_name_everything(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(model, "--tp", "2", "--system", "h100") == 0
     said = capsys.readouterr().out
+    assert "for the network" not in said
     assert all(len(line) <= 120 for line in said.splitlines())
     for name in ("qkv", "proj", "fc1", "fc2", "output", "layer", "forward", "backward", *METHODS, "bound", "exposed"):
         assert name in said
@@ -50,6 +52,7 @@ def test_what_is_written_can_be_read(model: str, tmp_path: Path, capsys: pytest.
     results, trace = tmp_path / "plan.json", tmp_path / "plan.trace.json"
     assert run(model, "--json", str(results), "--trace", str(trace)) == 0
     document = json.loads(results.read_text())
+    assert "network_sms" not in document, "of groups that span nodes only"
     assert document["strategy"] == {"tp": 4, "seq": 4096, "micro_batch": 1, "nodes": 1, "cp": 1}
     assert len(document["passes"]) == 10 and set(document["passes"][0]["methods"]) == set(METHODS)
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
@@ -142,6 +145,8 @@ def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
     assert spans == [["1", "1"], ["2", "1"], ["4", "1"], ["8", "1"], ["16", "2"]]
     assert "the network: nic_gbs, nic_us of h20" in said
     document = json.loads(results.read_text())
+    sms = network_sms(SYSTEMS["h20"].nic_gbs)
+    assert f"Reckons with {sms} SMs for the network." in said.splitlines() and document["network_sms"] == sms
     assert [(span["tp"], span["nodes"]) for span in document["spans"]][-2:] == [(8, 1), (16, 2)]
     assert set(document["passes"][0]["methods"]) == {"chunked", COLLECTIVE}
 

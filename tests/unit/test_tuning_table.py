@@ -67,7 +67,7 @@ def test_others_may_read_what_one_user_has_measured(tmp_path: Path) -> None:
     "other",
     [
         {"gpu": "NVIDIA H100 80GB HBM3"}, {"torch": "2.13.0"}, {"triton": "3.9.0"}, {"driver": "580.65.06"},
-        {"overlap_train": "0.2.0"}, {"world": 2},
+        {"overlap_train": "0.2.0"}, {"world": 2}, {"nodes": 2},
     ],
     ids=lambda other: next(iter(other)),
 )  # fmt: skip
@@ -302,7 +302,7 @@ def test_another_variant_has_to_gain_more_than_noise(other: dict[str, float], va
 
 def test_every_variant_has_a_name_of_its_own_that_says_the_method() -> None:
     names = {variant.named(method) for variant in VARIANTS for method in ("fused", "chunked")}
-    assert len(names) == 16 and {method_of(name) for name in names} == {"fused", "chunked"}
+    assert len(names) == 24 and {method_of(name) for name in names} == {"fused", "chunked"}
 
 
 GPU = torch.device("cuda", 0)

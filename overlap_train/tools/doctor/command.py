@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ... import shutdown
-from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_float
+from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_float, positive_int
 from ...symmetric.nvshmem import finalize
 from ..measure.world import World, first_line, join
-from . import environment, gpus, links, memory, operator, versions
+from . import environment, gpus, links, memory, network, operator, versions
 from .job import Job, Work, open_job
 from .report import FAIL, WARN, Finding, fail, ok, render, verdict, warn, write
 from .system import write_system
@@ -39,9 +39,20 @@ class Doctor:
     system_json: str = option("", "write what was measured to FILE, for overlap-train plan --system", metavar="FILE")
     provider: str = option("auto", "check this one only; auto: all of them", choices=PROVIDERS)
     seconds: float | None = option(
-        None, "how long to repeat the operators; default 30 on GPUs, 3 on CPUs", parse=positive_float, metavar="S"
+        None,
+        "how long to repeat the operators, and gathers between nodes; default 30 on GPUs, 3 on CPUs",
+        parse=positive_float,
+        metavar="S",
     )
-    limit: float = option(60.0, "longest time for one check (operators: more)", parse=positive_float, metavar="SECONDS")
+    limit: float = option(
+        60.0, "longest time for one check (operators and network: more)", parse=positive_float, metavar="SECONDS"
+    )
+    node_ranks: int = option(
+        0,
+        "ranks per node; 0: those that can map each other's memory, which they find out",
+        parse=positive_int,
+        metavar="N",
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -99,6 +110,7 @@ class Examination:
         self._local, self._is_alone = int(variables.get("LOCAL_RANK", "0")), "RANK" not in variables
         self._on_gpu = False
         self._world: World | None = None  # the ranks of this node, once they have joined
+        self._all: World | None = None  # those of the job
 
     def run(self) -> None:
         """All checks; what could not be checked is a finding too."""
@@ -115,6 +127,7 @@ class Examination:
             self._check(f"rendezvous {provider}", work, memory.FIXES[provider])
         self._check("links", self._links)
         seconds = self._asked.seconds or (30.0 if self._on_gpu else 3.0)
+        self._check(network.NAME, partial(self._network, seconds), limit_s=self._asked.limit + seconds)
         trial = partial(operator.trial_of, seconds=seconds, provider=self._asked.provider)
         operators = self._needs_ranks("operators", lambda here: operator.check_trial(here, trial(here)))
         self._check("operators", operators, limit_s=2 * self._asked.limit + seconds)  # kernels are compiled there
@@ -175,7 +188,7 @@ class Examination:
 
     def _join(self) -> list[Finding]:
         world = join(may_be_alone=True)
-        self._world = world.node(tuple(self._job.hosts))
+        self._world, self._all = world.node(tuple(self._job.hosts)), replace(world, hosts=tuple(self._job.hosts))
         return check_collectives(world, nodes=len(set(self._job.hosts)))
 
     def _providers(self) -> list[str]:
@@ -187,6 +200,13 @@ class Examination:
         if self._on_gpu and self._here.size == 1:
             return links.check_alone(self._here, torch.cuda.device_count() if self._is_alone else 1)
         return links.check_links(self._here, self._asked.provider)
+
+    def _network(self, seconds: float) -> list[Finding]:
+        """Between the nodes of the job."""
+        assert self._all is not None
+        if self._all.size == 1:
+            return []
+        return network.check_network(self._all, self._asked.node_ranks, self._asked.provider, seconds)
 
     def _needs_ranks(self, name: str, check: Callable[[World], list[Finding]]) -> Work:
         """The check, or, on a node with one GPU rank, a line that says what it needs."""
@@ -212,7 +232,7 @@ def check_collectives(world: World, nodes: int) -> list[Finding]:
         return [fail("collectives", f"{backend}: {wrong} of {total.numel()} sums wrong", "right sums", fix)]
     found = [ok("collectives", f"{backend} all-reduce over {world.size} rank{'s' * (world.size > 1)} is right")]
     if nodes > 1:
-        several = "the job has several hosts; each host's ranks are checked among themselves"
+        several = "the job has several hosts; each host's ranks are checked among themselves; see `network` for what joins them"
         fix = "keep the tensor-parallel size within a node where it fits; across nodes only chunked overlaps (docs/multi-node.md)"
         found.append(warn("nodes", several, "tensor-parallel groups inside a host", fix))
     return found

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -79,18 +79,24 @@ class Job:
         keys = {rank: f"{name}/{rank}" for rank in range(self.size)}
         return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
-    def wait(self, name: str, limit_s: float, rank: int | None = None) -> dict[int, Any]:
-        """What is posted when all ranks, or the one that is named, have posted, at the latest after `limit_s` seconds."""
-        deadline = time.monotonic() + limit_s
-        while (len(found := self.posted(name)) < self.size and rank not in found) and time.monotonic() < deadline:
+    def wait(self, name: str, limit_s: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
+        """What is posted when all ranks, or those that are named, have posted, at the latest after `limit_s` seconds."""
+        deadline, needed = time.monotonic() + limit_s, set(range(self.size) if ranks is None else ranks)
+        while not needed <= (found := self.posted(name)).keys() and time.monotonic() < deadline:
             time.sleep(_TURN_S)
         return found
 
     def wait_for_report(self, speaker: int) -> None:
-        """Until the rank that prints has done so, for ten seconds at most. Under srun rank 0 serves the store, which is gone when
-        that rank has reported and left."""
+        """Until the rank that prints has done so; on that rank, until all that answer know. Ten seconds at most.
+
+        Under srun rank 0 serves the store, which is gone when that rank has left. Others may still be asking it for the findings
+        of the last check.
+        """
         with suppress(dist.DistError):
-            self.wait("reported", 10.0, speaker)
+            self.wait("reported", 10.0, [speaker])
+            self.post("known", True)
+            if self.rank == speaker:
+                self.wait("known", 10.0, self.answering)
 
     def _settled(self, name: str, future: Future[list[Finding]], limit_s: float, fix: str) -> dict[int, Any]:
         """Post this rank's outcome and wait for the others'. If a rank has raised, the rest get the grace, not the limit."""

@@ -122,7 +122,7 @@ def _lines(
     tokens = f"{strategy.rows} tokens"
     machine = f"{strategy.ranks} x {system.name}" + (f" by Ulysses (cp {strategy.cp})" if strategy.cp > 1 else "")
     machine += f" on {strategy.nodes} nodes" if strategy.nodes > 1 else ""
-    across = ["", *wrap(tables.ACROSS_NODES, WIDTH)] if strategy.nodes > 1 else []
+    across = ["", *wrap(tables.ACROSS_NODES, WIDTH), tables.network_line(system)] if strategy.nodes > 1 else []
     title = f"{Path(asked.model).stem} on {machine}, {tokens}, bf16. Planned, not measured; times in ms."
     what = "tensor parallelism" if strategy.cp == 1 else "Ulysses (cp)"
     return [

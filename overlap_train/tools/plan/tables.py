@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ...planning.cost import network_sms
 from ...planning.machines import System
 from ..measure.models import Model
 from .inputs import OUTPUT, Strategy
@@ -50,6 +51,11 @@ def spans_table(spans: Mapping[Strategy, Sequence[Prediction]], strategy: Strate
     return _aligned(rows)
 
 
+def network_line(system: System) -> str:
+    """How many SMs the products of a group that spans nodes leave alone."""
+    return f"Reckons with {network_sms(system.nic_gbs)} SMs for the network."
+
+
 def not_measured(system: System, strategy: Strategy, spans: Iterable[Strategy]) -> list[str]:
     """What the figures of this plan do not rest on. spans: all that are in it."""
     found = []
@@ -90,6 +96,7 @@ def document(
         "passes": [_entry(p) for p in predictions],
         "layer": asdict(total(layer)), "output": asdict(total(output)),
         "model_sum": asdict(total([*layer * model.num_layers, *output])),
+        **({"network_sms": network_sms(system.nic_gbs)} if strategy.nodes > 1 else {}),
         "spans": [
             {"tp": span.tp, "cp": span.cp, "nodes": span.nodes, **asdict(total(in_layer(some)))} for span, some in spans.items()
         ],

@@ -16,11 +16,11 @@ from ...operators.all_gather_gemm import start_gather
 from ...operators.gemm_reduce_scatter import start_scatter
 from ...planning.choice import SCATTER_AND_WGRAD, Choice, Pass, saves_a_wave, untuned
 from ...planning.low_latency import serving
-from ...planning.plan import sent_again
-from ...planning.schedule import GATHER, SCATTER
+from ...planning.plan import chunks_of, sent_again
+from ...planning.schedule import EXCHANGES, GATHER, SCATTER
 from ...planning.table import Winner
-from ...planning.tiling import chunk_count
-from ...planning.variants import VARIANTS, Variant, method_of
+from ...planning.tiling import chunk_count, equal_chunks
+from ...planning.variants import IN_CHUNKS, PLAIN, VARIANTS, Variant, method_of
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
 from ..measure.cases import Case
@@ -40,21 +40,26 @@ LAUNCHES_THAT_SHOW = 0.5
 WORTH_LAUNCHES = 0.1
 # A barrier takes 10 microseconds; collisions of shorter copies cost less than that.
 SHORT_COPY_US = 40.0
+# A message between nodes takes about 14 microseconds (machines.py: nic_us, not measured), in which a NIC of 50 GB/s sends 0.7 MB.
+SHORTEST_MESSAGE = 1 << 20
 
 
-def candidates(methods: Sequence[str], default: str, pass_: Pass) -> list[str]:
+def candidates(methods: Sequence[str], default: str, pass_: Pass, nodes: int = 1) -> list[str]:
     """The methods to try: those asked for that serve the pass, the default, and always collective: auto must never be slower
-    than that."""
-    return list(dict.fromkeys([*serving(methods, pass_), default, "collective"]))
+    than that. Across nodes only those without kernels of ours."""
+    asked = [method for method in serving(methods, pass_) if nodes == 1 or not TRAITS[method].kernels]
+    return list(dict.fromkeys([*asked, default, "collective"]))
 
 
-def variants_to_run(pass_: Pass, method: str, device: torch.device) -> list[Variant]:
-    """The variants of a method that are worth a measurement.
+def variants_to_run(pass_: Pass, method: str, device: torch.device, nodes: int = 1) -> list[Variant]:
+    """The variants of a method that are worth a measurement: across nodes numbers of chunks, inside a node these.
 
     Whole blocks: where the method would cut them into several chunks. Split reduction: in a column linear's backward, whose
     weight gradient can run in between, and where it saves a wave of tiles. Starting with a barrier: where pushes of several ranks
     may meet on one link.
     """
+    if nodes > 1:
+        return _in_chunks(pass_, method, device, nodes)
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     traits = TRAITS[method]
     cuts = traits.cuts and chunk_count(pass_.m // pass_.world, row_bytes, device.type == "cuda") > 1
@@ -63,7 +68,22 @@ def variants_to_run(pass_: Pass, method: str, device: torch.device) -> list[Vari
     is_free = pass_.kind in (GATHER, SCATTER)
     collides = pass_.world > 2 and traits.pushes and pass_.copy_us > SHORT_COPY_US and is_free
     splits = traits.splits and (pass_.kind == SCATTER_AND_WGRAD or saves_a_wave(pass_, device))
-    return [v for v in VARIANTS if cuts >= v.whole and splits >= v.split_reduction and collides >= v.barrier_first]
+    inside = [v for v in VARIANTS if not v.chunks]
+    return [v for v in inside if cuts >= v.whole and splits >= v.split_reduction and collides >= v.barrier_first]
+
+
+def _in_chunks(pass_: Pass, method: str, device: torch.device, nodes: int) -> list[Variant]:
+    """The plan's own number of chunks, and all others that cut a block into equal chunks, none too short for a message.
+
+    An all-to-all of CPU processes has one number only: it multiplies whole blocks, and more chunks would be messages for nothing.
+    """
+    if method != "chunked" or (pass_.kind in EXCHANGES and device.type != "cuda"):
+        return [PLAIN]
+    rows = pass_.m // pass_.world
+    most = rows * pass_.row_features * pass_.dtype.itemsize // SHORTEST_MESSAGE if device.type == "cuda" else rows
+    own = chunks_of(Choice(method, "a candidate"), pass_, device, nodes)
+    fits = [v for v in IN_CHUNKS if v.chunks <= max(1, most) and equal_chunks(rows, v.chunks) == v.chunks]
+    return [PLAIN, *(v for v in fits if v.chunks != own)]
 
 
 def decide(timings: Mapping[str, Timing], default: str) -> str:
@@ -109,9 +129,9 @@ def launches_show(timing: Timing) -> bool:
 def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | None:
     """The winner of one pass, None if no method works; what fails is left out and noted in the results. Collective."""
     world, settings = session.world, session.settings
-    planned = case.planned(world.size, settings.dtype)
-    default = untuned(planned, world.device).method
-    calls = working(case, candidates(settings.methods, default, planned), domain, session)
+    planned, nodes = case.planned(world.size, settings.dtype), domain.topology.nodes
+    default = untuned(planned, world.device, nodes).method
+    calls = working(case, candidates(settings.methods, default, planned, nodes), domain, session)
     if not any(method_of(name) == name for name in calls):
         session.results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
         return None
@@ -133,12 +153,12 @@ def working(case: Case, methods: Sequence[str], domain: OverlapDomain, session: 
 
 def runs_of(case: Case, methods: Sequence[str], domain: OverlapDomain, like: Operands) -> dict[str, Run]:
     """Every method, in every variant."""
-    planned = case.planned(domain.world_size, like.left.dtype)
+    planned, nodes = case.planned(domain.world_size, like.left.dtype), domain.topology.nodes
     run_of = backward if planned.kind == SCATTER_AND_WGRAD else overlapped
     return {
         variant.named(method): run_of(case, domain, Choice(method, "a candidate", variant), like)
         for method in methods
-        for variant in variants_to_run(planned, method, domain.device)
+        for variant in variants_to_run(planned, method, domain.device, nodes)
     }
 
 

@@ -19,6 +19,7 @@ from ...methods import TRAITS
 from ...operators.portable import is_interpreted
 from ...planning.table import Key, Winner, key_of, save
 from ...planning.variants import PLAIN, VARIANTS
+from ...runtime.registry import domain_of
 from ..measure import world
 from ..measure.cases import Case
 from ..measure.models import MODELS
@@ -73,6 +74,12 @@ class Tune:
         "collective are always among them",
         choices=CANDIDATES,
         metavar="METHOD,...",
+    )
+    node_ranks: int = option(
+        OverlapConfig().node_ranks,
+        "ranks per node, where the group spans several; 0: those that can map each other's memory, which they find out",
+        parse=positive_int,
+        metavar="N",
     )
     dtype: str | None = option(None, "default bf16; on the CPU fp32", choices=tuple(DTYPES))
     provider: str = option("auto", "symmetric memory", choices=PROVIDERS)
@@ -133,7 +140,8 @@ def tune(asked: Tune, cases: list[Case]) -> int:
     """Join the ranks, measure, store after each case, and print."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(asked.connections)  # read when CUDA starts, which is in join
     began, here = time.monotonic(), world.join()
-    session, key = Session(settings_of(asked, here.device), here, Results()), key_of(here.device, here.size)
+    session = Session(settings_of(asked, here.device), here, Results())
+    key = key_of(here.device, here.size, nodes_of(session, asked.methods))
     keep(asked.tuning_dir, key, None, here)  # a folder that cannot be written is said before minutes of measuring
     domain = session.domain([case.slot_bytes(session.world.size, session.settings.dtype) for case in cases])
     results = session.results
@@ -164,8 +172,21 @@ def settings_of(asked: Tune, device: torch.device) -> Settings:
         if method not in possible:
             raise ValueError(f"--methods: {method!r} is not one of {', '.join(possible)}, which run on CPU tensors")
     limits = OverlapConfig(symmetric_mib=8192, timeout_s=30.0, main_grad="off")
-    config = replace(limits, provider=asked.provider, tuning_dir=asked.tuning_dir)
+    config = replace(limits, provider=asked.provider, tuning_dir=asked.tuning_dir, node_ranks=asked.node_ranks)
     return Settings(methods, dtype, asked.quick, config)
+
+
+def nodes_of(session: Session, asked: tuple[str, ...]) -> int:
+    """How many nodes the ranks are on. Collective. Raises ValueError where they cannot share memory, or a method that was asked
+    for stays inside a node."""
+    here, config = session.world, session.settings.config
+    found = domain_of(here.group, config, here.device).nodes
+    if found.problem is not None:
+        raise ValueError(found.problem)
+    nodes, inside = found.topology.nodes, [method for method in asked if TRAITS[method].kernels]
+    if nodes > 1 and inside:
+        raise ValueError(f"--methods: {inside[0]!r} stays inside a node, and the ranks are on {nodes}; leave it out")
+    return nodes
 
 
 def keep(folder: str, key: Key, winner: Winner | None, here: world.World) -> None:

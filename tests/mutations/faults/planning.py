@@ -188,7 +188,7 @@ FAULTS = [
         "{**read(folder, key).winners, **{winner.measured.bucket: winner for winner in winners}}",
         "{**{winner.measured.bucket: winner for winner in winners}, **read(folder, key).winners}",
     ),
-    TABLE("a file of another version is used", 'if document["key"] != asdict(key):', "if False:"),
+    TABLE("a file of another version is used", "if found != asdict(key):", "if False:"),
     TABLE(
         "a reader sees half a file", "        os.replace(scratch, path)", "        path.write_text(scratch.read_text())"
     ),

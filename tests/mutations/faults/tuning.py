@@ -1,0 +1,46 @@
+"""Faults of what is measured across nodes: whose measurements they are, and into how many chunks blocks are cut."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+UNIT = "tests/unit/test_tuning_nodes.py"
+PROCESSES = "tests/protocol/test_tuning_nodes.py"
+IN_CHUNKS = ("tests/protocol/test_nodes.py::test_every_shape_in_chunks",)
+CHOICE = In("overlap_train/planning/choice.py", (UNIT,))
+TABLE = In("overlap_train/planning/table.py", (UNIT,))
+PLAN = In("overlap_train/planning/plan.py", (UNIT,))
+TILING = In("overlap_train/planning/tiling.py", (UNIT,))
+CANDIDATES = In("overlap_train/tools/tune/candidates.py", (UNIT,))
+COMMAND = In("overlap_train/tools/tune/command.py", (PROCESSES,))
+BOOK = In("overlap_train/operators/plan_book.py", (PROCESSES,))
+GATHER = In("overlap_train/operators/all_gather_gemm.py", IN_CHUNKS)
+SCATTER = In("overlap_train/operators/gemm_reduce_scatter.py", IN_CHUNKS)
+
+FAULTS = [
+    CHOICE("a row of another number of nodes is taken",
+           "table.find(pass_) if table.nodes == nodes else None", "table.find(pass_)"),
+    CHOICE("a measured number of chunks is not taken", "        return measured or PLAIN\n", "        return PLAIN\n"),
+    TABLE("the number of nodes is not in a file", 'if name != "nodes" or value > 1}', 'if name != "nodes"}'),
+    TABLE("files from before nodes were counted are another's", 'if name != "nodes" or value > 1}', "}"),
+    TABLE("a table does not say how many nodes it is of",
+          "return Table(key.gpu, {winner.measured.bucket: winner for winner in winners}, key.nodes)",
+          "return Table(key.gpu, {winner.measured.bucket: winner for winner in winners})", PROCESSES),
+    PLAN("a number of chunks is ignored", "    if choice.variant.chunks:\n", "    if False:\n"),
+    TILING("rows are cut into unequal chunks", "if count <= most and m_shard % count == 0)", "if count <= most)"),
+    CANDIDATES("methods that stay in a node are measured across", "if nodes == 1 or not TRAITS", "if nodes or not TRAITS"),
+    CANDIDATES("an all-to-all is measured in chunks", "(pass_.kind in EXCHANGES and device", "(False and device"),
+    CANDIDATES("one number of chunks is measured twice", "if v.chunks != own)", "if v.chunks)"),
+    CANDIDATES("chunks are too short for a message", '// SHORTEST_MESSAGE if device.type == "cuda"', 'if device.type == "cuda"'),
+    COMMAND("what is measured across nodes is stored as of one",
+            "key_of(here.device, here.size, nodes_of(session, asked.methods))", "key_of(here.device, here.size)"),
+    BOOK("a group across nodes reads what one node has measured",
+         "domain.world_size, self.topology.nodes)", "domain.world_size)"),
+    GATHER("a chunk of a far block is multiplied before it is there", "                call.wait_chunk(source, chunk)\n", ""),
+    GATHER("every chunk of a far block is the first",
+           "torch.mm(call.chunk_of(source, chunk), b_kn", "torch.mm(call.chunk_of(source, 0), b_kn"),
+    SCATTER("every sum is that of the first chunk", "self._sum_for(leg.block, leg.chunk)", "self._sum_for(leg.block, 0)"),
+    SCATTER("a scatter across nodes expects whole blocks",
+            "self._partials.shape[1:], self._a.dtype, self._tag, self._plan.chunks)",
+            "self._partials.shape[1:], self._a.dtype, self._tag)"),
+]  # fmt: skip
