@@ -38,8 +38,15 @@ class IdleDriver(CudaDriver):
             function = ctypes.CDLL(None)["pthread_condattr_destroy"]  # returns 0 whatever it is given
             function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, function)
+        self.replace_address = _replace_address
         self._context = 1
         self.current_stream, self.is_capturing, self.new_event = int, bool, itertools.count(1).__next__  # type: ignore
+
+
+def _replace_address(place: int, address: int) -> int:
+    """As we expect of the driver, which no GPU has been asked yet: the address is a map's first word."""
+    ctypes.c_uint64.from_address(place).value = address
+    return 0
 
 
 class Unchecked:
@@ -94,9 +101,9 @@ class IdleDomain(domain.OverlapDomain):
         self.nodes = Nodes(Topology(1, self.world_size, self.rank))
 
 
-# Modules of operators/ that describe launches. They must tell kernels what they tell them on a GPU: told anything else, Triton
+# Modules of operators/ that launch kernels. They must tell kernels what they tell them on a GPU: told anything else, Triton
 # compiles another kernel, which a GPU never asks for.
-LAUNCHING = ("kernel_args", "portable", "low_latency")
+LAUNCHING = ("kernel_args", "portable", "low_latency", "gemm_reduce_scatter")
 
 
 def stand_in() -> ExitStack:

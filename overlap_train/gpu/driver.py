@@ -21,7 +21,7 @@ _SIGNATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "create_event": ("cuEventCreate", (ctypes.POINTER(_HANDLE), _FLAGS)),
     "record_event": ("cuEventRecord", (_HANDLE, _HANDLE)),
     "wait_event": ("cuStreamWaitEvent", (_HANDLE, _HANDLE, _FLAGS)),
-    "launch": ("cuLaunchKernel", (_HANDLE, *[_FLAGS] * 7, _HANDLE, _HANDLE, _HANDLE)),
+    "launch": ("cuLaunchKernelEx", (_HANDLE,) * 4),
     "encode_tensor_map": ("cuTensorMapEncodeTiled", (_HANDLE, _FLAGS, _FLAGS, _HANDLE, *[_HANDLE] * 4, *[_FLAGS] * 4)),
     "replace_address": ("cuTensorMapReplaceAddress", (_HANDLE, _HANDLE)),
 }
@@ -32,7 +32,7 @@ class CudaDriver:
     """The driver for one device. Each call returns a status, 0 if all went well, for `check`.
 
     copy(target, source, nbytes, stream), wait_value(stream, address, least, flags), record_event(event, stream),
-    wait_event(stream, event, flags), launch(function, grid x 3, block x 3, shared bytes, stream, parameters, None).
+    wait_event(stream, event, flags), launch(configuration, function, parameters, None).
     """
 
     copy: Any
@@ -60,8 +60,9 @@ class CudaDriver:
 
     def enter(self) -> None:
         """Make the device's context current in this thread: a thread of autograd may come here before its first CUDA call."""
-        if self._context is not None:
-            self.check(self.set_context(self._context))
+        failed = 0 if self._context is None else self.set_context(self._context)
+        if failed:
+            self.check(failed)
 
     def current_stream(self) -> int:
         """The handle of torch's current stream; Triton asks the same way. torch.cuda.current_stream takes ten times longer."""

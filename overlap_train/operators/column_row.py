@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 
-from ..planning.plan import barrier_first
 from ..runtime.profiling import profiled
 from .all_gather_gemm import start_gather
 from .gemm_reduce_scatter import start_scatter
@@ -25,7 +24,7 @@ def column_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T, x for backward: [M, K] if it is kept, else the shard)."""
     domain, plan, tags = linear.domain, linear.plan, linear.tags
-    with domain.operator(tags.fprop, plan.fprop.slots, plan.fprop.variant.barrier_first), profiled(tags.ranges[0]):
+    with linear.forward:
         gather = start_gather(domain, plan.fprop, tags.fprop, x_shard_m)
         y_shard_n = gather.matmul(w_shard_n.t())
         return y_shard_n, gather.gathered_copy() if linear.keeps else x_shard_m
@@ -42,9 +41,7 @@ def column_backward(
     domain, plan, tags = linear.domain, linear.plan, linear.tags
     dx_shard_m = scatter = gather = None
     wgrad = None if dw is None else plan.wgrad
-    slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
-    begins_with_barrier = wants_dx and barrier_first(plan, wgrad is not None)
-    with domain.operator(tags.dgrad, slots, begins_with_barrier), profiled(tags.ranges[1]):
+    with linear.backward(wants_dx, dw is not None):
         if wgrad is not None:
             assert x is not None
             gather = start_gather(domain, wgrad, tags.wgrad, x)
@@ -62,9 +59,8 @@ def column_backward(
 
 def row_forward(linear: PlannedLinear, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor) -> torch.Tensor:
     """y_shard_m [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T)."""
-    domain, plan, tags = linear.domain, linear.plan, linear.tags
-    with domain.operator(tags.fprop, plan.fprop.slots, plan.fprop.variant.barrier_first), profiled(tags.ranges[0]):
-        return start_scatter(domain, plan.fprop, tags.fprop, x_shard_k, w_shard_k.t()).finish()
+    with linear.forward:
+        return start_scatter(linear.domain, linear.plan.fprop, linear.tags.fprop, x_shard_k, w_shard_k.t()).finish()
 
 
 def row_backward(
@@ -77,7 +73,7 @@ def row_backward(
     not wanted.
     """
     domain, plan, tags, dx_shard_k = linear.domain, linear.plan, linear.tags, None
-    with domain.operator(tags.dgrad, plan.dgrad.slots, barrier_first(plan, gathers=True)), profiled(tags.ranges[1]):
+    with linear.backward(True, dw is not None):  # the peers want dy_shard_m, whatever this rank does
         gather = start_gather(domain, plan.dgrad, tags.dgrad, dy_shard_m)
         if wants_dx:
             dx_shard_k = gather.matmul(w_shard_k)

@@ -17,7 +17,7 @@ from ..runtime.domain import OverlapDomain
 _INTERPRETER_POLLS_PER_SECOND = 10_000
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # made at each call: frozen it would take 0.4 microseconds more
 class GatherOperands:
     """What a product of what arrives is made of. sends: the kernel stores own at the peers.
 
@@ -33,7 +33,7 @@ class GatherOperands:
     sends: bool
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ScatterOperands:
     """What a product that leaves is made of.
 

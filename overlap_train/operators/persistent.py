@@ -20,13 +20,15 @@ _SHORTEST_ASYNC = 8 << 20
 
 def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> torch.Tensor:
     """Launch the kernel of AG + GEMM or A2A + GEMM that fills `operands.y`, and return it."""
-    if plan.kernels == HOPPER and operands.own.data_ptr() % 16:  # TMA wants its start aligned
-        operands = replace(operands, own=operands.own.clone(memory_format=torch.contiguous_format))
     own, b_kn, y = operands.own, operands.b_kn, operands.y
+    own_at = own.data_ptr()
+    if plan.kernels == HOPPER and own_at % 16:  # TMA wants its start aligned
+        aligned_own = own.clone(memory_format=torch.contiguous_format)
+        return receive_and_multiply(domain, call, plan, replace(operands, own=aligned_own))
     block = own[domain.rank] if plan.kind == A2A_GEMM else own
-    addresses = (block.data_ptr(), own.data_ptr(), b_kn.data_ptr(), y.data_ptr())
-    shapes = (own.shape, b_kn.shape, b_kn.stride())
-    key = (plan.kind, plan.kernels, operands.sends, shapes, _compiled_for(plan, addresses))
+    addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr())
+    # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
+    key = (plan.kind, plan.kernels, operands.sends, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
     call.launches.run(
         key,
         (*addresses, call.tag.word),
@@ -43,9 +45,9 @@ def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, opera
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
     written = y if staging is None else staging
     addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())
-    shapes = (a_mk.shape, a_mk.stride(), b_kn.shape, b_kn.stride())
+    layout = (a_mk.stride(), b_kn.shape, b_kn.stride())  # a's shape follows, as above
     how = (plan.kernels, staging is None, plan.variant.split_reduction)
-    key = (plan.kind, how, shapes, _compiled_for(plan, addresses))
+    key = (plan.kind, how, layout, _compiled_for(plan, addresses))
     call.launches.run(
         key,
         (*addresses, call.tag.word),
@@ -57,8 +59,9 @@ def operand(plan: EnginePlan, a_mk: torch.Tensor) -> torch.Tensor:
     """a_mk, or a copy where TMA could not read it: an expanded gradient, a slice that starts between 16-byte words."""
     if plan.kernels != HOPPER:
         return a_mk
-    pitch = a_mk.stride(0) * a_mk.element_size()
-    readable = a_mk.stride(1) == 1 and pitch > 0 and pitch % 16 == 0 and a_mk.data_ptr() % 16 == 0
+    pitch, step = a_mk.stride()
+    nbytes = pitch * a_mk.itemsize
+    readable = step == 1 and nbytes > 0 and nbytes % 16 == 0 and a_mk.data_ptr() % 16 == 0
     return a_mk if readable else a_mk.clone(memory_format=torch.contiguous_format)
 
 

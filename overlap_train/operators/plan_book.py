@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -11,16 +12,18 @@ from ..config import OverlapConfig, flag_name
 from ..planning import table
 from ..planning.arguments import autocast_error
 from ..planning.cache import BoundedCache
-from ..planning.plan import Plan, make_plan
+from ..planning.plan import Plan, barrier_first, make_plan
 from ..planning.refusals import why_not, why_not_across_nodes
 from ..planning.spec import OperatorSpec
 from ..protocol.tags import Tag
+from ..runtime.bracket import Operator
 from ..runtime.domain import OverlapDomain
-from ..runtime.registry import domain_of
+from ..runtime.registry import domain_of, made_domain
 from . import portable
 
 _MOST_PLANS = 1024
 _MOST_NAMES = 4096  # linears of one shape
+_CONFIGS = (OverlapConfig, type(None))
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,25 @@ class PlannedLinear:
     plan: Plan
     tags: PassTags
     keeps: bool
+    _backwards: dict[tuple[bool, bool], Operator] = field(default_factory=dict)
+
+    @cached_property
+    def forward(self) -> Operator:
+        """The bracket of the forward pass."""
+        fprop = self.plan.fprop
+        return self.domain.operator(self.tags.fprop, fprop.slots, fprop.variant.barrier_first, self.tags.ranges[0])
+
+    def backward(self, wants_dx: bool, wants_dw: bool) -> Operator:
+        """The bracket of the backward pass."""
+        wanted = (wants_dx, wants_dw)
+        return self._backwards.get(wanted) or self._backwards.setdefault(wanted, self._new_backward(*wanted))
+
+    def _new_backward(self, wants_dx: bool, wants_dw: bool) -> Operator:
+        plan, tags = self.plan, self.tags
+        wgrad = plan.wgrad if wants_dw else None
+        slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
+        begins_with_barrier = wants_dx and barrier_first(plan, wgrad is not None)
+        return self.domain.operator(tags.dgrad, slots, begins_with_barrier, tags.ranges[1])
 
 
 @dataclass(frozen=True)
@@ -100,7 +122,7 @@ class PlanBook:
         """The key of a call, and its plan if it was agreed on."""
         trains = (x.requires_grad, w.requires_grad) if torch.is_grad_enabled() else None
         shape_of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
-        key = (spec.name, x.shape, x.dtype, w.shape, w.dtype, w.device, shape_of_bias, trains, config)
+        key = (spec.name, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, shape_of_bias, trains, config)
         planned = self.plans.get(key)
         return key, None if planned is None else planned.get((w.stride(), w.data_ptr() % 16))
 
@@ -152,11 +174,16 @@ def plan_of(
     config: OverlapConfig | None,
     name: str,
 ) -> Planned:
-    """The plan of a call."""
-    domain = domain_of(group, config, x.device)
+    """The plan of a call. Whatever is wrong with one whose plan is known was looked at when it was made, but for autocast."""
     wrong = autocast_error(name, x)
     if wrong is not None:
         raise ValueError(wrong)
+    domain = made_domain(group)
+    if domain is not None and domain.book is not None and isinstance(config, _CONFIGS):
+        planned = domain.book.look_up(spec, x, w, bias, config)[1]
+        if planned is not None:
+            return planned
+    domain = domain_of(group, config, x.device)
     book = book_of(domain, name)
     key, planned = book.look_up(spec, x, w, bias, config)
     if planned is None:

@@ -21,14 +21,14 @@ _LONG_AGO = -2
 class SlotUse:
     """The number of the operator that runs, or was begun ahead, and of the last that used each slot.
 
-    _sent_after: the last operator that each rank was done with when it sent for that one. _done: the last one that, as this rank
-    knows, all are done with.
+    _sent_after: the last operator that each rank was done with when it sent for that one. _free: the slots of those that, as this
+    rank knows, all are done with.
     """
 
     def __init__(self) -> None:
         self._operator = 0
-        self._sent_after = self._done = _LONG_AGO
-        self._last_used = [_LONG_AGO] * SLOTS
+        self._sent_after = _LONG_AGO
+        self.clear()
         self.is_ahead = False  # the next operator has begun
 
     def begin(self) -> None:
@@ -47,23 +47,23 @@ class SlotUse:
 
     def receive(self) -> None:
         """Blocks of the operator that runs have come from every peer."""
-        self._done = self._sent_after
+        self._free = [slot for slot, user in enumerate(self._last_used) if user <= self._sent_after]
 
     def free(self) -> list[int]:
         """The slots that, as this rank knows, no rank reads any more."""
-        return [slot for slot, user in enumerate(self._last_used) if user <= self._done]
+        return self._free
 
     def take(self) -> int:
         """The first free slot, for a call of this operator: the same slots again and again, as far as that goes."""
-        slot = self.free()[0]
+        slot, *self._free = self.free()
         self._last_used[slot] = self._operator
         return slot
 
     def clear(self) -> None:
         """All ranks have met: every slot is free."""
-        self._last_used = [_LONG_AGO] * SLOTS
+        self._last_used, self._free = [_LONG_AGO] * SLOTS, list(range(SLOTS))
 
     def invalidate(self) -> None:
         """The operator has raised, perhaps before it had received anything: no slot is known to be free before ranks meet."""
-        self._last_used = [self._operator] * SLOTS
+        self._last_used, self._free = [self._operator] * SLOTS, []
         self.is_ahead = False

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.tags import Tag
+from .profiling import OUTSIDE, is_profiling, profiled
 
 if TYPE_CHECKING:
     from .domain import OverlapDomain
 
 
-def _take(lock: Any, name: str) -> None:
-    if not lock.acquire(blocking=False):
-        raise RuntimeError(
-            f"{name}: another thread of this process is in an operator of the same group; the ranks' calls of a "
-            f"group need one order: call from one thread, or give each thread a group of its own"
-        )
+def _another_thread(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name}: another thread of this process is in an operator of the same group; the ranks' calls of a "
+        f"group need one order: call from one thread, or give each thread a group of its own"
+    )
 
 
 class Exclusively:
@@ -25,32 +25,42 @@ class Exclusively:
         self._lock, self._name = lock, name
 
     def __enter__(self) -> None:
-        _take(self._lock, self._name)
+        if not self._lock.acquire(False):
+            raise _another_thread(self._name)
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
 
 class Operator:
-    """OverlapDomain.operator; not a generator, which would take 2 microseconds more."""
+    """OverlapDomain.operator; not a generator, which would take 2 microseconds more. A linear keeps its own, which saves 1."""
 
-    def __init__(self, domain: OverlapDomain, tag: Tag, slots: int, barrier_first: bool) -> None:
+    def __init__(self, domain: OverlapDomain, tag: Tag, slots: int, barrier_first: bool, shown_as: str) -> None:
         self._domain, self._tag, self._slots, self._barrier_first = domain, tag, slots, barrier_first
+        self._shown_as, self._range = shown_as, OUTSIDE
 
     def __enter__(self) -> None:
-        domain = self._domain
+        domain, slots = self._domain, self._slots
+        domain.check_usable(self._tag, slots)
         domain.fault.check()
-        _take(domain.in_use, self._tag.op)
+        if not domain.in_use.acquire(False):
+            raise _another_thread(self._tag.op)
         try:
             domain.engine.begin()
-            if self._slots:
-                domain.workspace.begin(self._tag, self._slots, self._barrier_first)
+            if slots:
+                domain.workspace.begin(self._tag, slots, self._barrier_first)
+            if self._shown_as and is_profiling():
+                self._range = profiled(self._shown_as)
+                self._range.__enter__()
         except BaseException:
             self.__exit__(True)
             raise
 
     def __exit__(self, raised: object, *_: object) -> None:
         domain = self._domain
+        if self._range is not OUTSIDE:
+            self._range, ended = OUTSIDE, self._range
+            ended.__exit__(None, None, None)
         try:
             domain.engine.join()  # whatever was raised, pushes must not outlive the operator: the next call resets their counters
             if raised is not None and self._slots:

@@ -210,16 +210,26 @@ class OverlapDomain:
         self.heap.close()
         self.heap = None
 
-    def operator(self, tag: Tag, slots: int, barrier_first: bool = False) -> AbstractContextManager[None]:
+    def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Operator:
         """Bracket of everything that one autograd pass of one operator does here: up to `slots` gathers and scatters by way of
-        symmetric memory, each waited for before the end. barrier_first: it starts with a barrier.
+        symmetric memory, each waited for before the end. It may be kept, and entered again and again.
+
+        barrier_first: it starts with a barrier. shown_as: its range in profiles.
 
         Raises an earlier failure of a wait before and, without waiting for the device, after. Calls from several streams are
         put in order. Pushes are joined at the end; then their sources may be freed.
 
         Raises:
-            RuntimeError: it is captured into a CUDA graph whose replays would not be between barriers, the symmetric memory is
-                gone, or another thread is in an operator of the same group.
+            RuntimeError: see check_usable, or another thread is in an operator of the same group.
+        """
+        return Operator(self, tag, slots, barrier_first, shown_as)
+
+    def check_usable(self, tag: Tag, slots: int) -> None:
+        """Before an operator.
+
+        Raises:
+            RuntimeError: it is captured into a CUDA graph whose replays would not be between barriers, or the symmetric memory is
+                gone.
         """
         if self.closed or (slots and self.heap is None):
             raise RuntimeError(
@@ -231,7 +241,6 @@ class OverlapDomain:
                 "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
                 "those of the full iteration are), or train without CUDA graphs"
             )
-        return Operator(self, tag, slots, barrier_first)
 
     def begin_ahead(self) -> None:
         """The next operator, of one call, sends before the running one reads what it receives. Its own bracket comes next.

@@ -35,7 +35,7 @@ def in_slot(old: str, new: str, report: str = "wrong result") -> Fault:
 
 
 _IMPORTERS = ("protocol.workspace",)  # of slot.py and slot_use.py
-SLOT_REUSED_EARLY = Fault("protocol.slot_use", "self._done]", "self._done + 1]", reload=_IMPORTERS)
+SLOT_REUSED_EARLY = Fault("protocol.slot_use", "self._sent_after]", "self._sent_after + 1]", reload=_IMPORTERS)
 _COPY = "push.target.copy_(push.source)\n"
 _SIGNAL = "push.signal.copy_(push.epoch)\n"
 _WORD = "word = signal_word(source, chunk)"
@@ -90,7 +90,7 @@ def host_faults(device_waits: bool = False) -> dict[str, Fault]:
         "dropped signal": Fault("protocol.copy_engine", _SIGNAL, "pass\n", "deadlock"),
         "dropped data": Fault("protocol.copy_engine", _COPY, "pass\n"),
         "slot reused one operator early": SLOT_REUSED_EARLY,
-        "always the same slot": Fault("protocol.slot_use", "if user <= self._done", "", reload=_IMPORTERS),
+        "always the same slot": Fault("protocol.slot_use", "if user <= self._sent_after", "", reload=_IMPORTERS),
         "wrong block at the peer": in_slot("memory[peer])[self.rank]", "memory[peer])[peer]"),
         "wrong signal word": in_slot("outgoing[leg.target]", "outgoing[self.rank]", "deadlock"),
         "operator ends before its pushes": Fault(

@@ -138,8 +138,13 @@ class SimulatedDomain:
             waits.next_epoch = core("protocol.waits").next_epoch_on_stream
         self.workspace = core("protocol.workspace").Workspace(heap, layout, self.device, waits)
 
-    def operator(self, tag: Any, slots: int, barrier_first: bool = False) -> AbstractContextManager[None]:
-        return core("runtime.domain").OverlapDomain.operator(self, tag, slots, barrier_first)
+    def operator(
+        self, tag: Any, slots: int, barrier_first: bool = False, shown_as: str = ""
+    ) -> AbstractContextManager[None]:
+        return core("runtime.domain").OverlapDomain.operator(self, tag, slots, barrier_first, shown_as)
+
+    def check_usable(self, tag: Any, slots: int) -> None:
+        core("runtime.domain").OverlapDomain.check_usable(self, tag, slots)
 
     def begin_ahead(self) -> None:
         core("runtime.domain").OverlapDomain.begin_ahead(self)

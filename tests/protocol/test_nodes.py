@@ -79,7 +79,7 @@ def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int) -> list[int]
                 OPERATORS[operator](case, rows, k, n, seed=number, bias=bool(number % 2))
         domain = made_domain(case.group)
         assert domain is not None
-        for planned in domain.book.plans._values.values():
+        for planned in map(domain.book.plans.get, domain.book.plans):
             counts += [one.plan.fprop.chunks for one in planned.values()]
     return counts
 

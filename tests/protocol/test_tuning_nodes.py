@@ -73,7 +73,7 @@ def _engines() -> Engines:
     domain, found = made_domain(dist.group.WORLD), {}
     assert domain is not None
     names = {"all_gather_linear": "fc1", "linear_reduce_scatter": "fc2", "linear_all_to_all": "qkv"}
-    for planned in domain.book.plans._values.values():
+    for planned in map(domain.book.plans.get, domain.book.plans):
         for one in planned.values():
             for part in ("fprop", "dgrad"):
                 engine: Any = getattr(one.plan, part)

@@ -52,7 +52,7 @@ def test_every_call_is_declared(driver: CudaDriver, library: SimpleNamespace) ->
         function = getattr(driver, name)
         assert function is getattr(library, symbol)
         assert function.argtypes == arguments and function.restype is ctypes.c_int
-    assert len(_SIGNATURES["launch"][1]) == 11 and len(_SIGNATURES["encode_tensor_map"][1]) == 12
+    assert len(_SIGNATURES["launch"][1]) == 4 and len(_SIGNATURES["encode_tensor_map"][1]) == 12
 
 
 def test_an_event_is_a_plain_number(driver: CudaDriver) -> None:

@@ -30,12 +30,12 @@ def domain_on_gpu(monkeypatch: pytest.MonkeyPatch, capturing: bool, graphed: boo
 def test_operators_run_eagerly_and_inside_graphed(
     monkeypatch: pytest.MonkeyPatch, capturing: bool, graphed: bool
 ) -> None:
-    assert domain_on_gpu(monkeypatch, capturing, graphed).operator(FC1, slots=1) is not None
+    domain_on_gpu(monkeypatch, capturing, graphed).check_usable(FC1, slots=1)
 
 
 def test_an_operator_in_a_foreign_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"not inside overlap_train.graphed\(group\)"):
-        domain_on_gpu(monkeypatch, capturing=True, graphed=False).operator(FC1, slots=1)
+        domain_on_gpu(monkeypatch, capturing=True, graphed=False).check_usable(FC1, slots=1)
 
 
 @pytest.mark.parametrize("graphed", [False, True])
@@ -49,14 +49,14 @@ def test_new_shapes_are_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch, gr
 def test_on_the_cpu_nobody_asks_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     domain = domain_on_gpu(monkeypatch, capturing=True, graphed=False)
     domain._on_gpu = False
-    assert domain.operator(FC1, slots=1) is not None
+    domain.check_usable(FC1, slots=1)
 
 
 def test_after_shutdown_an_operator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     domain = domain_on_gpu(monkeypatch, capturing=False, graphed=False)
     domain.closed = True
     with pytest.raises(RuntimeError, match=r"fc1: the symmetric memory of its group is gone"):
-        domain.operator(FC1, slots=1)
+        domain.check_usable(FC1, slots=1)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 from overlap_train.gpu.entry import Entry, entry_of, layout_of
-from overlap_train.gpu.launch import Launch, LaunchCache, PackedLaunch, _Parameters
+from overlap_train.gpu.launch import Launch, LaunchCache, PackedLaunch, _Configuration, _Parameters
 from overlap_train.gpu.ptx_check import Verifier
 from tests.unit import hopper_ptx
 
@@ -92,15 +92,16 @@ def test_a_kernel_that_cannot_be_packed_runs_through_triton_and_says_so_once() -
 
 
 class Driver:
-    """Remembers what it was told; refuses the tensor map's address REFUSED."""
+    """Remembers what it was told. Its tensor maps begin with their address; it refuses REFUSED."""
 
-    REFUSED = 13
+    REFUSED, PLACE = 1 << 20, 0  # PLACE: the word of a map that is its address
 
     def __init__(self) -> None:
         self.replaced: list[int] = []
         self.launches: list[tuple[int, int]] = []  # the addresses in the map and in the pointer
         self.grids: list[int] = []
-        self.map_address = 0
+        self.streams: list[int | None] = []
+        self.stream = 0
 
     def encode_tensor_map(self, *arguments: object) -> int:
         return 0
@@ -109,26 +110,34 @@ class Driver:
         self.replaced.append(address)
         if address == self.REFUSED:
             return 1
-        self.map_address = address
+        words_at(place)[self.PLACE] = address
         return 0
 
-    def launch(self, *arguments: Any) -> int:
-        self.grids.append(arguments[1].value)
-        place = table_at(arguments[-2].value)[-3]  # behind it two pointers to scratch
-        self.launches.append((self.map_address, ctypes.c_uint64.from_address(place).value))
-        return 0
+    def launch(self, configuration: Any, function: Any, table: Any, nothing: None) -> int:
+        told = _Configuration.from_address(configuration.value)
+        self.grids.append(told.grid)
+        self.streams.append(told.stream)
+        places = (ctypes.c_void_p * 8).from_address(table.value)
+        self.launches.append((words_at(places[0])[self.PLACE], words_at(places[5])[0]))
+        return int(self.launches[-1][1] == self.REFUSED)
 
     def current_stream(self) -> int:
-        return 0
+        return self.stream
 
     def check(self, status: int) -> None:
         if status:
             raise RuntimeError("refused")
 
 
-def table_at(address: int) -> Any:
-    """The addresses of the parameters of `compiled`."""
-    return (ctypes.c_void_p * 8).from_address(address)
+class SealedDriver(Driver):
+    """Of maps whose address is elsewhere."""
+
+    PLACE = 3
+
+
+def words_at(address: int) -> Any:
+    """The words of a parameter of `compiled`."""
+    return (ctypes.c_uint64 * 16).from_address(address)
 
 
 def compiled() -> SimpleNamespace:
@@ -224,13 +233,34 @@ def test_sizes_that_cannot_be_packed_run_through_triton() -> None:
     assert (kernel.launches, driver.launches) == (3, [])
 
 
-def test_addresses_are_replaced_where_they_have_changed() -> None:
-    driver = Driver()
+@pytest.mark.parametrize("kind", [Driver, SealedDriver])
+def test_addresses_and_the_stream_are_those_of_the_launch(kind: type[Driver]) -> None:
+    driver = kind()
     launch = packed(driver)
-    for addresses in ((2, 3), (2, 4), (5, 4), (2, 3)):
+    for stream, addresses in enumerate(((2, 3), (2, 4), (5, 4), (2, 3)), start=7):
+        driver.stream = stream
         launch(addresses)
-    assert driver.launches == [(2, 3), (2, 4), (5, 4), (2, 3)]
-    assert driver.replaced == [2, 5, 2]
+    assert driver.launches == [(2, 3), (2, 4), (5, 4), (2, 3)] and driver.streams == [7, 8, 9, 10]
+
+
+def test_the_driver_replaces_an_address_only_where_a_store_does_not() -> None:
+    """It is asked once how it does that."""
+    for driver, asked in ((Driver(), 0), (SealedDriver(), 2)):
+        launch = packed(driver)
+        driver.replaced.clear()
+        for addresses in ((2, 3), (5, 4)):
+            launch(addresses)
+        assert len(driver.replaced) == asked, driver.PLACE
+
+
+def test_a_launch_is_as_the_driver_declares_it() -> None:
+    """CUlaunchConfig in cuda.h: seven 32-bit numbers, a stream, the attributes and their number."""
+    sizes = [
+        (field, getattr(_Configuration, field).offset)
+        for field in ("shared", "stream", "attributes", "attribute_count")
+    ]
+    assert sizes == [("shared", 24), ("stream", 32), ("attributes", 40), ("attribute_count", 48)]
+    assert ctypes.sizeof(_Configuration) == 56
 
 
 def test_a_value_for_what_is_no_parameter_is_refused() -> None:
@@ -240,12 +270,11 @@ def test_a_value_for_what_is_no_parameter_is_refused() -> None:
         PackedLaunch(Driver(), Entry(compiled()), launch)  # type: ignore[arg-type]
 
 
-def test_behind_a_launch_that_failed_all_addresses_are_replaced() -> None:
-    driver = Driver()
+@pytest.mark.parametrize(("kind", "values"), [(Driver, (2, Driver.REFUSED)), (SealedDriver, (Driver.REFUSED, 2))])
+def test_what_the_driver_refuses_raises_and_does_not_last(kind: type[Driver], values: tuple[int, int]) -> None:
+    driver = kind()
     launch = packed(driver)
-    launch((2, 3))
     with pytest.raises(RuntimeError, match="refused"):
-        launch((Driver.REFUSED, 4))
-    driver.map_address = 7  # whatever the driver has left there
+        launch(values)
     launch((2, 3))
     assert driver.launches[-1] == (2, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -247,15 +248,28 @@ def test_what_is_wrong_with_arguments(
 
 
 def test_the_least_recently_used_is_forgotten() -> None:
-    cache: BoundedCache[str, int] = BoundedCache(2)
+    cache: BoundedCache[str, int] = BoundedCache(1)
     made: list[str] = []
     for key in ("a", "b", "a", "c", "a", "b"):
         if cache.get(key) is None:
             made.append(key)
             assert cache.put(key, len(made)) == len(made)
     assert made == ["a", "b", "c", "b"] and len(cache) == 2
+    assert sorted(cache) == ["a", "b"]
     cache.clear()
     assert cache.get("a") is None
+
+
+def test_what_was_used_last_is_remembered() -> None:
+    cache, pick, used = BoundedCache[int, int](4), random.Random(0), []
+    for _ in range(2000):
+        key = min(int(pick.expovariate(0.2)), 20)
+        found = cache.get(key)
+        assert found == key or key not in list(dict.fromkeys(reversed(used)))[:4], "one of the last four that were used"
+        if found is None or pick.random() < 0.1:
+            cache.put(key, key)
+        used.append(key)
+        assert len(cache) == len(set(cache)) <= 8
 
 
 def test_slots_signals_and_the_barrier_do_not_overlap() -> None:

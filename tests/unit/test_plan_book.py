@@ -5,12 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.operators.plan_book import PlanBook, Planned, _other_table
 from overlap_train.planning.cache import BoundedCache
+from overlap_train.planning.plan import make_plan
+from overlap_train.planning.schedule import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+from overlap_train.planning.table import UNTUNED
 
 X, W, BIAS = torch.empty(4, 8), torch.empty(6, 8), torch.empty(6)
 CONFIG = OverlapConfig(method="chunked")
@@ -78,3 +82,17 @@ def test_another_folder_of_measurements_is_refused() -> None:
     assert "'/elsewhere', but the group's domain" in (
         _other_table(domain, OverlapConfig(tuning_dir="/elsewhere")) or ""
     )
+
+
+@pytest.mark.parametrize(("wants_dx", "wants_dw", "slots"), [(True, True, 2), (True, False, 1), (False, True, 1)])
+def test_a_backward_has_the_slots_of_what_is_wanted(wants_dx: bool, wants_dw: bool, slots: int) -> None:
+    """And a linear makes its brackets once."""
+    told: list[tuple[Any, ...]] = []
+    domain: Any = SimpleNamespace(operator=lambda *settings: told.append(settings) or object())
+    x, w = torch.empty(4, 8, device="meta"), torch.empty(6, 8, device="meta")
+    plan = make_plan(ALL_GATHER_LINEAR, CONFIG, UNTUNED, Topology(1, 2, 0), x, w)
+    linear = Planned(domain, plan).linear("layers.0.linear_fc1")
+    assert linear.backward(wants_dx, wants_dw) is linear.backward(wants_dx, wants_dw)
+    assert linear.forward is linear.forward
+    (_, taken, _, shown_as), (tag, forward, _, _) = told
+    assert (taken, shown_as) == (slots, "fc1/dgrad") and (tag, forward) == (linear.tags.fprop, 1)

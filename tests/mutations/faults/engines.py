@@ -27,7 +27,7 @@ LINEAR = In("overlap_train/linear.py", (FOOTPRINT,))
 ONCE = In(f"{OPERATORS}/once.py", (MODES,))
 LAUNCH = In(
     "overlap_train/gpu/launch.py",
-    (f"{UNIT}/test_packed_launch.py::test_addresses_are_replaced_where_they_have_changed",),
+    (f"{UNIT}/test_packed_launch.py::test_addresses_and_the_stream_are_those_of_the_launch",),
 )
 PTX = In(
     "overlap_train/gpu/ptx_check.py", (f"{UNIT}/test_ptx_check.py::test_a_kernel_that_lacks_its_wait_is_not_launched",)
@@ -56,8 +56,8 @@ FAULTS = [
     ),
     GATHER(
         "a shard that is not contiguous is sent",
-        "_engine(domain, plan)(domain, plan, tag, x_shard_m.contiguous())",
-        "_engine(domain, plan)(domain, plan, tag, x_shard_m)",
+        "engine(domain, plan, tag, x_shard_m.contiguous())",
+        "engine(domain, plan, tag, x_shard_m)",
         f"{PROTOCOL}/test_processes.py::test_layouts_freezing_microbatches_and_recomputation",
     ),
     GATHER(
@@ -128,18 +128,18 @@ FAULTS = [
     ),
     PERSISTENT(
         "TMA is given a matrix between two words",
-        "and pitch % 16 == 0 and a_mk.data_ptr() % 16 == 0",
-        "and pitch % 16 == 0",
+        "and nbytes % 16 == 0 and a_mk.data_ptr() % 16 == 0",
+        "and nbytes % 16 == 0",
     ),
-    PERSISTENT("TMA is given rows between two words", "and pitch % 16 == 0 and", "and"),
-    PERSISTENT("TMA is given an expanded gradient", "and pitch > 0 and", "and"),
-    PERSISTENT("TMA is given columns", "a_mk.stride(1) == 1 and pitch", "pitch"),
+    PERSISTENT("TMA is given rows between two words", "and nbytes % 16 == 0 and", "and"),
+    PERSISTENT("TMA is given an expanded gradient", "and nbytes > 0 and", "and"),
+    PERSISTENT("TMA is given columns", "step == 1 and nbytes", "nbytes"),
     PERSISTENT("portable kernels get a copy", "    if plan.kernels != HOPPER:\n        return a_mk\n", ""),
     PERSISTENT("an address on 8 bytes counts as aligned", "address % 16 == 0 for", "address % 8 == 0 for"),
     PERSISTENT(
         "a product that sends shares the launch of one that does not",
-        "(plan.kind, plan.kernels, operands.sends, shapes",
-        "(plan.kind, plan.kernels, shapes",
+        "(plan.kind, plan.kernels, operands.sends, b_kn",
+        "(plan.kind, plan.kernels, b_kn",
     ),
     PERSISTENT(
         "a split reduction shares the launch of a whole one",
@@ -147,7 +147,7 @@ FAULTS = [
         "staging is None)",
     ),
     PERSISTENT(
-        "a weight of another layout shares a launch", "own.shape, b_kn.shape, b_kn.stride())", "own.shape, b_kn.shape)"
+        "a weight of another layout shares a launch", "b_kn.shape, b_kn.stride(), _compiled", "b_kn.shape, _compiled"
     ),
     LENGTHS("every length is agreed on", "self.agreed.put(any_rows, True)", "pass"),
     LENGTHS(
@@ -170,6 +170,13 @@ FAULTS = [
         "key = (name, meaning)",
         'key = ("", meaning)',
     ),
+    BOOK(
+        "all backwards of a linear have the slots of the first",
+        "wanted = (wants_dx, wants_dw)",
+        "wanted = (True, True)",
+    ),
+    BOOK("a backward without dw takes the slot of its gather", "plan.wgrad if wants_dw else None", "plan.wgrad"),
+    BOOK("a backward without dx takes the slot of its scatter", "wants_dx * plan.dgrad.slots", "plan.dgrad.slots"),
     BOOK(
         "ranks read tables of their own",
         "        if domain.rank:\n            return None\n",
@@ -208,21 +215,29 @@ FAULTS = [
         f"{PROTOCOL}/test_processes.py::test_every_shape[chunked-2]",
     ),
     LAUNCH(
-        "an address that has changed is not replaced", "if values[which] != last[which]:", "if last[which] is None:"
+        "a sealed address stays that of the first launch", "self._check(self._replace(place, values[which]))", "pass"
+    ),
+    LAUNCH("an address is stored where it is not read", "== expected", "is not None"),
+    LAUNCH(
+        "an address is never stored",
+        "== expected",
+        "is None",
+        f"{UNIT}/test_packed_launch.py::test_the_driver_replaces_an_address_only_where_a_store_does_not",
+    ),
+    LAUNCH("a launch stays in the stream of the first", "self._configuration.stream = self._current_stream()", "pass"),
+    LAUNCH(
+        "a launch that the driver refuses goes unnoticed",
+        "        if failed:\n            self._check(failed)",
+        "",
+        f"{UNIT}/test_packed_launch.py::test_what_the_driver_refuses_raises_and_does_not_last",
     ),
     LAUNCH(
         "a value for what is no parameter is dropped",
-        "for which, name in replaced if name not in self._maps)",
-        "for which, name in replaced if name in self._words)",
+        "for which, name in replaced if name not in sealed)",
+        "for which, name in replaced if name in self._indices)",
         f"{UNIT}/test_packed_launch.py::test_a_value_for_what_is_no_parameter_is_refused",
     ),
     LAUNCH("pointers stay those of the first launch", "            words[index] = values[which]", "            pass"),
-    LAUNCH(
-        "after a launch that failed addresses count as replaced",
-        "last, self._last = self._last, self._unknown",
-        "last = self._last",
-        f"{UNIT}/test_packed_launch.py::test_behind_a_launch_that_failed_all_addresses_are_replaced",
-    ),
     LAUNCH(
         "a kernel is packed again and again",
         "            self._refused.add(key)\n",

@@ -105,13 +105,12 @@ FAULTS = [
     ARGUMENTS("a bias of another length is accepted", "bias.shape != w.shape[:1]", "bias.dim() != 1"),
     ARGUMENTS("an empty weight is accepted", "if x.numel() == 0 or w.numel() == 0:", "if x.numel() == 0:"),
     ARGUMENTS("operands on two devices are accepted", "if other.device != x.device:", "if False:"),
-    CACHE("what was used last is forgotten first", "popitem(last=False)", "popitem()"),
+    CACHE("what was used last is forgotten first", "self._old, self._recent = self._recent, {}", "self._recent = {}"),
     CACHE(
-        "a value that was used does not count as used",
-        "        if value is not None:\n            self._use(key)\n",
-        "",
+        "a value that was used does not count as used", "return self.put(key, self._old[key])", "return self._old[key]"
     ),
-    CACHE("one more is kept", "if len(self._values) > self._most:", "if len(self._values) > self._most + 1:"),
+    CACHE("one more is kept", "len(self._recent) >= self._least", "len(self._recent) > self._least"),
+    CACHE("what is put again is there twice", "        self._old.pop(key, None)\n", ""),
     TILING(
         "chunks cost tiles",
         "_costs_no_tile(m_shard, c) and m_shard * row_bytes",

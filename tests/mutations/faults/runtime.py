@@ -21,26 +21,28 @@ FAULTS = [
     ),
     BRACKET(
         "nobody looks at the record before an operator",
-        "        domain = self._domain\n        domain.fault.check()\n",
-        "        domain = self._domain\n",
+        "        domain.fault.check()\n        if not",
+        "        if not",
     ),
     BRACKET(
         "an operator that cannot begin stays under way",
         "            self.__exit__(True)\n            raise",
         "            raise",
     ),
+    BRACKET("a range in a profile never ends", "ended.__exit__(None, None, None)", "pass"),
+    BRACKET("a range in a profile ends once", "self._range, ended = OUTSIDE, self._range", "ended = self._range"),
     BRACKET("slots count as free after an operator that raised", "domain.workspace.use.invalidate()", "pass"),
     BRACKET(
         "slots never count as free",
         "if raised is not None and self._slots:",
         "if self._slots:",
     ),
-    BRACKET("two threads are let in", "lock.acquire(blocking=False)", "True"),
+    BRACKET("two threads are let in", "not domain.in_use.acquire(False)", "domain.in_use.acquire(False) and False"),
     BRACKET("pushes outlive their operator", "domain.engine.join()  # whatever", "pass  # whatever"),
     BRACKET(
         "the flag of a barrier is dropped",
-        "domain.workspace.begin(self._tag, self._slots, self._barrier_first)",
-        "domain.workspace.begin(self._tag, self._slots, False)",
+        "domain.workspace.begin(self._tag, slots, self._barrier_first)",
+        "domain.workspace.begin(self._tag, slots, False)",
         f"{PROTOCOL}/test_interleaving_columns.py::test_ranks_meet_where_asked_and_where_slots_run_out",
     ),
     ROOM(
