@@ -54,13 +54,16 @@ class CudaDriver:
             function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, function)
         context = ctypes.c_void_p()
-        torch.cuda.current_stream(device)  # torch is up and has made the context
+        torch.cuda.synchronize(
+            device
+        )  # makes the device's context current in this thread, which may not have used CUDA yet
         self.check(self.current_context(ctypes.byref(context)))
+        assert context.value is not None
         self._context = context.value
 
     def enter(self) -> None:
         """Make the device's context current in this thread: a thread of autograd may come here before its first CUDA call."""
-        failed = 0 if self._context is None else self.set_context(self._context)
+        failed = self.set_context(self._context)
         if failed:
             self.check(failed)
 

@@ -145,7 +145,9 @@ class PlanBook:
         domain, layout = self.domain, (w.stride(), w.data_ptr() % 16)
         trains = torch.is_grad_enabled() and w.requires_grad
         error = spec.error(x, w, bias, domain.world_size, name)
-        plan = make_plan(spec, domain.settled(config), self.table, self.topology, x, w)
+        plan = make_plan(spec, config, self.table, self.topology, x, w)
+        if any(engine.nodes > 1 and engine.slots for engine in (plan.fprop, plan.dgrad)):
+            plan = make_plan(spec, domain.settled(config), self.table, self.topology, x, w)
         planned = self.plans.get(key)
         if planned is not None:
             return planned.setdefault(layout, Planned(domain, plan, trains))

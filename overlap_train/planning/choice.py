@@ -87,7 +87,8 @@ def _variant(method: str, pass_: Pass, device: torch.device, winner: Winner | No
     if device.type != "cuda":
         return PLAIN
     collides = _collides(pass_, method)
-    splits = TRAITS[method].splits and saves_a_wave(pass_, device)  # rows that share a measurement may have other waves
+    is_its_own = winner is not None and winner.measured == pass_  # rows that share a measurement may have other waves
+    splits = TRAITS[method].splits and not is_its_own and saves_a_wave(pass_, device)
     if measured is None:
         return Variant(_outweighs(pass_, method), splits or _is_late(pass_, method), collides)
     measured = replace(measured, split_reduction=splits or measured.split_reduction)

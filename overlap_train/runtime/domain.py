@@ -159,8 +159,8 @@ class OverlapDomain:
         return self.nodes.topology
 
     def settled(self, config: OverlapConfig) -> OverlapConfig:
-        """The same with what was found out for its zeros. Collective at the first use that needs the network."""
-        if not self._on_gpu or self.topology.nodes == 1 or config.method == "collective" or self.is_capturing():
+        """The same with what was found out for its zeros. Collective at its first use: it connects the nodes."""
+        if not self._on_gpu or self.topology.nodes == 1 or self.is_capturing():
             return config
         engine = self._engine_across_nodes()
         assert isinstance(engine, NodeStreamEngine)

@@ -102,7 +102,7 @@ class NcclTransport:
                 while self._under_way and self._under_way[0].done:
                     self._under_way.popleft()
             if self._under_way and time.monotonic() - self._under_way[0].began > self._timeout_s:
-                with contextlib.suppress(OverlapTimeoutError):
+                with contextlib.suppress(RuntimeError):  # this failure, or an earlier one
                     self._failures.keep(self._late(self._under_way[0].crossing))
             if self._failures.failed:
                 self.close(orderly=False)

@@ -160,9 +160,10 @@ class ShardedLinear:
         return sent
 
     def _of_product(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The inverse: what has come [W, rows, N'/W] as [rows, N]; of columns that several ranks have, the sum."""
+        """The inverse: what has come [W, rows, N'/W] as [rows, N]; of columns that several ranks have, the sum. Never a view: it
+        may be kept, and its slot is used again."""
         if self.copies is None:
-            return blocks.transpose(0, 1).flatten(1)
+            return torch.cat(blocks.unbind(), dim=1)
         return summed_copies(blocks, self.copies, self.weight.shape[0])
 
 

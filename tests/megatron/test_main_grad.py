@@ -61,6 +61,18 @@ def zeros_for_tied_weights(kind: str) -> None:
     assert torch.equal(pair.overlapped.weight.grad, torch.zeros_like(pair.overlapped.weight))
 
 
+def tied_weights_of_a_later_stage(kind: str) -> None:
+    """Multi-token prediction embeds by the same weight: once the mark is set DDP would drop that gradient."""
+    pair, x = make(kind)
+    weight, pair.overlapped.config.mtp_num_layers = pair.overlapped.weight, 1
+    as_in_ddp(weight)
+    weight.shared_embedding = True
+    returned_in_grad(pair, x)
+    weight.grad, pair.overlapped.config.mtp_num_layers = None, None
+    run(pair.overlapped, x)
+    assert weight.grad_added_to_main_grad, "nothing else on this stage embeds by it"
+
+
 def switched_off(kind: str) -> None:
     pair, x = make(kind, main_grad="off")
     as_in_ddp(pair.overlapped.weight)
@@ -130,6 +142,7 @@ def mixed_paths(kind: str) -> None:
         accumulated,
         accumulated_from_bf16,
         zeros_for_tied_weights,
+        tied_weights_of_a_later_stage,
         switched_off,
         sixteen_bit_main_grad,
         not_ddp,

@@ -238,5 +238,25 @@ def _alone(rank: int, world: int) -> None:
         assert torch.equal(actual, right)
 
 
+def _one_rank_of_ulysses(rank: int, world: int, gathered_input: str) -> None:
+    """Several layers: what the first one keeps for its backward, later ones must not write over."""
+    g, config = grid(tensor=2), replace(CONFIG, gathered_input=gathered_input)
+    assert g.ulysses.size() == 1
+    common = dict(**g.groups, config=config)
+    leaves = [(integers(8, B, 8, seed=rank + i), integers(HIDDEN, 8, seed=7 + rank + i)) for i in range(5)]
+    leaves = [(x.requires_grad_(), w.requires_grad_()) for x, w in leaves]
+    ys = [attention_output_linear(x, w, **common, name=f"layer {i}") for i, (x, w) in enumerate(leaves)]
+    dy = integers(*ys[0].shape, seed=3)
+    all_dy = dy.repeat(2, 1, 1)  # the same on both ranks
+    for y, (x, w) in zip(ys, leaves, strict=True):
+        (dw,) = torch.autograd.grad(y, w, dy)
+        assert torch.equal(dw, all_dy.flatten(0, 1).t() @ x.detach().flatten(0, 1))
+
+
+@pytest.mark.parametrize("gathered_input", ["keep", "regather"])
+def test_a_ulysses_group_of_one_rank(gathered_input: str) -> None:
+    values(run_ranks(2, _one_rank_of_ulysses, gathered_input))
+
+
 def test_a_tensor_parallel_group_of_one_rank() -> None:
     values(run_ranks(2, _alone))

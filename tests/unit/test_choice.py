@@ -220,13 +220,19 @@ def test_a_reduction_is_split_where_that_saves_a_wave_of_tiles(
     pass_: Pass, splits: bool, hopper_gpu: pytest.MonkeyPatch
 ) -> None:
     """Where the rows tell, whatever was measured for a pass of about as many."""
-    measured = table_of(Winner(pass_, "fused", {"fused": 1.0, "fused split": 1.1}))
+    measured = table_of(Winner(replace(pass_, m=pass_.m + pass_.world), "fused", {"fused": 1.0, "fused split": 1.1}))
     for table in (UNTUNED, measured):
         choice = choose("fused", pass_, GPU, table)
         assert choice.variant.split_reduction == splits
         assert alone(choice, pass_, GPU).variant == choice.variant
     assert not choose("direct", pass_, GPU, UNTUNED).variant.split_reduction
     assert not choose("fused", pass_, CPU, UNTUNED).variant.split_reduction
+
+
+@pytest.mark.parametrize("split_ms", [0.9, 1.1])
+def test_where_these_rows_were_measured_the_faster_runs(split_ms: float, hopper_gpu: pytest.MonkeyPatch) -> None:
+    table = table_of(Winner(RAGGED, "fused", {"fused": 1.0, "fused split": split_ms}))
+    assert choose("auto", RAGGED, GPU, table).variant.split_reduction == (split_ms < 1)
 
 
 def test_the_tiles_that_are_saved_are_those_of_the_schedule(hopper_gpu: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def _error_name(status: int, name: object) -> int:
 def driver(library: SimpleNamespace) -> CudaDriver:
     with (
         mock.patch.object(module.ctypes, "CDLL", return_value=library),
-        mock.patch.object(torch.cuda, "current_stream"),
+        mock.patch.object(torch.cuda, "synchronize"),
     ):
         return CudaDriver(torch.device("cuda", 0))
 

@@ -96,3 +96,19 @@ def test_a_backward_has_the_slots_of_what_is_wanted(wants_dx: bool, wants_dw: bo
     assert linear.forward is linear.forward
     (_, taken, _, shown_as), (tag, forward, _, _) = told
     assert (taken, shown_as) == (slots, "fc1/dgrad") and (tag, forward) == (linear.tags.fprop, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "method", "connects"), [(2, "chunked", True), (2, "collective", False), (1, "chunked", False)]
+)
+def test_nodes_are_connected_only_for_plans_that_send_between_them(nodes: int, method: str, connects: bool) -> None:
+    """Connecting measures the network."""
+    settled: list[OverlapConfig] = []
+    one, config = book(), OverlapConfig(method=method)
+    one.table, one.topology, one.agreed = UNTUNED, Topology(nodes, 2 // nodes, 0), BoundedCache(8)
+    one.domain = SimpleNamespace(  # type: ignore[assignment]
+        world_size=2, device=X.device, config=config, nodes=SimpleNamespace(problem=None), book=one,
+        settled=lambda config: settled.append(config) or config, prepare=lambda *arguments: None,
+    )  # fmt: skip
+    one.agree(one.look_up(ALL_GATHER_LINEAR, X, W, None, config)[0], ALL_GATHER_LINEAR, X, W, None, config, "fc1")
+    assert settled == [config] * connects

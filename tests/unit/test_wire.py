@@ -113,8 +113,6 @@ def test_plans_spare_the_sms_that_were_found(changed: dict[str, Any], sms: int) 
     domain: Any = SimpleNamespace(**(own | changed))
     assert OverlapDomain.settled(domain, OverlapConfig()) == OverlapConfig(network_sms=sms)
     assert connect.called == bool(sms)
-    by_nccl = OverlapConfig(method="collective")
-    assert OverlapDomain.settled(SimpleNamespace(**own), by_nccl) is by_nccl  # type: ignore[arg-type]
 
 
 def test_exchanges_are_timed_once_the_twins_have_met() -> None:

@@ -26,9 +26,19 @@ def accumulates(linear: Any, weight: torch.Tensor, config: OverlapConfig) -> boo
     main_grad = getattr(weight, "main_grad", None)
     if config.main_grad != "accumulate" or main_grad is None or main_grad.dtype != torch.float32:
         return False
-    if getattr(weight, "__fsdp_param__", False):
+    if getattr(weight, "__fsdp_param__", False) or _is_used_twice(linear, weight):
         return False
     return hasattr(weight, "grad_added_to_main_grad") or linear.gradient_accumulation_fusion
+
+
+def _is_used_twice(linear: Any, weight: torch.Tensor) -> bool:
+    """Whether an embedding of the same pipeline stage has this weight, too, and DDP would not look at its gradient any more.
+
+    So it is on the last stage of a model with multi-token prediction and tied embeddings. With one stage Megatron sets
+    zero_out_wgrad, which tells DDP to add both.
+    """
+    tied = getattr(weight, "shared_embedding", False) and bool(getattr(linear.config, "mtp_num_layers", None))
+    return tied and not getattr(weight, "zero_out_wgrad", False)
 
 
 def through_main_grad(linear: Any, weight: torch.Tensor) -> torch.Tensor:

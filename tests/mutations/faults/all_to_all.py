@@ -189,6 +189,8 @@ FAULTS = [
     BRACKET("parts: what an operator that raised had sent ahead goes on", "if domain.workspace.use.is_ahead:", "if False:",
             f"{UNIT}/test_operator_bracket.py"),
     # TP x Ulysses
+    TWO_GROUPS("TP x A2A: what is kept is a view of the slot", "return torch.cat(blocks.unbind(), dim=1)",
+               "return blocks.transpose(0, 1).flatten(1)", f"{SHARDED}::test_a_ulysses_group_of_one_rank"),
     STEPS("two groups: what a product makes is sent before the product", "            if following is not None and",
           "            if False and", f"{FLIGHT}[column_forward]", f"{FLIGHT}[row_forward]"),
     TWO_GROUPS("two groups: columns are sent as they lie", "torch.index_select(product, 1, columns, out=block)",

@@ -30,6 +30,20 @@ FAULTS = [
         (T + "table.py::test_a_tied_weight_falls_back",),
     ),
     Mutation(
+        "main_grad: an embedding's share of a tied weight is lost",
+        M + "linears/main_grad.py",
+        " or _is_used_twice(linear, weight):",
+        ":",
+        ("tests/megatron/test_main_grad.py",),
+    ),
+    Mutation(
+        "main_grad: no weight of an embedding goes into main_grad",
+        M + "linears/main_grad.py",
+        ' and bool(getattr(linear.config, "mtp_num_layers", None))',
+        "",
+        ("tests/megatron/test_main_grad.py",),
+    ),
+    Mutation(
         "in_model: return type(linear) in OVERLAPPED and not... -> return type(linear) in OVERLAPPED",
         M + "linears/in_model.py",
         "return type(linear) in OVERLAPPED and not linear.is_expert",

@@ -18,6 +18,7 @@ GATHER = In("overlap_train/operators/all_gather_gemm.py", (SHAPES,))
 SCATTER = In("overlap_train/operators/gemm_reduce_scatter.py", (SHAPES,))
 OUT = In("overlap_train/operators/gemm_all_to_all.py", (SHAPES,))
 BACK = In("overlap_train/operators/all_to_all_gemm.py", (SHAPES,))
+BOOK = In("overlap_train/operators/plan_book.py", ("tests/unit/test_plan_book.py",))
 SETTLED = In("overlap_train/runtime/domain.py", ("tests/unit/test_wire.py",))
 STREAMED = "tests/protocol/test_interleaving_nodes.py"
 PASSES = f"{STREAMED}::test_operators_pass"
@@ -86,8 +87,10 @@ FAULTS = [
             "heap = self._heaps[self._topology.rank]"),
     ACROSS("blocks for the ranks beside this one have no place", "for rank in node})", "for rank in [self.rank]})"),
     SETTLED("plans do not know what NCCL takes", "network_sms=engine.network.sms", "network_sms=0"),
-    SETTLED("a group of one node connects", "self.topology.nodes == 1 or config.method", "config.method"),
-    SETTLED("who asks for NCCL alone connects", 'config.method == "collective" or self.is_capturing():', "self.is_capturing():"),
+    SETTLED("a group of one node connects", "self.topology.nodes == 1 or self.is_capturing()", "self.is_capturing()"),
+    BOOK("who asks for NCCL alone connects", "if any(engine.nodes > 1 and engine.slots for", "if any(engine.nodes > 1 for"),
+    BOOK("plans keep what was not measured", "plan = make_plan(spec, domain.settled(config),", "plan = make_plan(spec, config,"),
+    SETTLED("nodes are connected while a graph is captured", " or self.is_capturing():", ":"),
     SLOT("every block is for who takes it from the network", "Place(receiver, target,", "Place(receiver, receiver,"),
     SCHEDULE("a rank is connected with all others", "return self.twin(target // self.local)", "return target"),
     SCHEDULE("far blocks are expected in the order of a gather", "first = int(kind in EXCHANGES)", "first = 0"),

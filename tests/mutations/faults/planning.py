@@ -160,6 +160,7 @@ FAULTS = [
         "apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE",
         "apart = peers * HOPPER_TILE.count(rows, pass_.n) + HOPPER_TILE",
     ),
+    CHOICE("a measured loser is taken", "not is_its_own and saves_a_wave", "saves_a_wave"),
     CHOICE(
         "tuned passes keep the wave",
         "split_reduction=splits or measured.split_reduction)",
