@@ -17,21 +17,19 @@ class Hardware:
     """One GPU model.
 
     peak_tflops: dense bf16, data sheet. nvlink_lanes: of one GPU; 0: none, or not the same in all machines.
-    nvlink_gbs: all lanes in one direction, data sheet.
     gemm_tflops: bf16 product of 8192 x 8192 x 8192 in a long run. push_gbs: copy engine to one peer, 128 MiB. Both were measured;
     None: not measured here, so that the doctor does not judge by it.
     """
 
     peak_tflops: float
     nvlink_lanes: int = 0
-    nvlink_gbs: float = 0.0
     gemm_tflops: float | None = None
     push_gbs: float | None = None
 
 
 # Measured on 4 x H200: 380 GB/s to a peer; 650 to 690 TFLOP/s under the 700 W cap. The H100 with HBM3 (SXM) has the same NVLink,
 # SMs and power.
-_HOPPER_SXM = Hardware(989.4, nvlink_lanes=18, nvlink_gbs=450.0, gemm_tflops=GEMM_TFLOPS, push_gbs=380.0)
+_HOPPER_SXM = Hardware(989.4, nvlink_lanes=18, gemm_tflops=GEMM_TFLOPS, push_gbs=380.0)
 
 # By a part of the name that CUDA reports; the first that fits counts.
 HARDWARE = {
@@ -41,9 +39,9 @@ HARDWARE = {
     "H100 PCIe": Hardware(756.0),
     "H100 NVL": Hardware(835.5),
     "H100": Hardware(989.4),
-    "H20": Hardware(148.0, nvlink_lanes=18, nvlink_gbs=450.0),
-    "B200": Hardware(2250.0, nvlink_lanes=18, nvlink_gbs=900.0),
-    "A100-SXM": Hardware(312.0, nvlink_lanes=12, nvlink_gbs=300.0),
+    "H20": Hardware(148.0, nvlink_lanes=18),
+    "B200": Hardware(2250.0, nvlink_lanes=18),
+    "A100-SXM": Hardware(312.0, nvlink_lanes=12),
     "A100": Hardware(312.0),
 }
 

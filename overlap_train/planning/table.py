@@ -29,6 +29,7 @@ from ..methods import TRAITS
 from .passes import KINDS, Bucket, Pass, dtype_name
 from .variants import PLAIN, VARIANTS, Variant
 
+_NONE = "not installed"  # of overlap-train: a checkout on the path
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -67,15 +68,16 @@ def key_of(device: torch.device, world: int, nodes: int = 1) -> Key:
     on_gpu = device.type == "cuda"
     gpu = torch.cuda.get_device_name(device) if on_gpu else "cpu"
     driver = _driver_version() if on_gpu else "none"
-    versions = str(torch.__version__), _installed("triton"), driver, _installed("overlap-train")
+    versions = str(torch.__version__), installed("triton") or _NONE, driver, installed("overlap-train") or _NONE
     return Key(gpu, *versions, world, nodes=nodes)
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str | None:
+    """Its version; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # of overlap-train: a checkout on the path
+        return None
 
 
 def _driver_version() -> str:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gpt.program import RecipeError, refused_by_rule
 from gpt.settings import SMALL, Settings
-from gpt.streams import graph_stream, on_stream, prepare_random_states
+from gpt.streams import on_stream, prepare_random_states
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec
 
@@ -68,7 +68,7 @@ def build_model(
             enable(bare, overlap)
     if change is not None:
         change(bare)
-    config, stream = bare.config, graph_stream(settings)
+    config, stream = bare.config, torch.cuda.Stream() if settings.cuda_graph else None
     with on_stream(stream):
         trained = DistributedDataParallel(config, _ddp_config(on_gpu), Float16Module(config, bare) if on_gpu else bare)
     return Model(bare, trained, config, stream)

@@ -61,7 +61,8 @@ def run_program(name: str, work: Callable[[], None]) -> int:
         print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         abandon()
     except RuntimeError as error:
-        if not _is_lost_connection(error):
+        # It waited its time, or its peer closed the connection. NCCL's watchdog ends the process by itself.
+        if "gloo/transport" not in str(error):
             raise
         traceback.print_exc()  # shows which collective it was
         reason = str(error).splitlines()[0]
@@ -101,11 +102,6 @@ def leave() -> None:
             state.destroy_model_parallel()
         dist.destroy_process_group()
         gc.collect()
-
-
-def _is_lost_connection(error: RuntimeError) -> bool:
-    """Whether gloo waited its time, or its peer closed the connection. NCCL's watchdog ends the process by itself."""
-    return "gloo/transport" in str(error)
 
 
 def abandon() -> NoReturn:

@@ -16,11 +16,6 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from gpt.settings import Settings
 
 
-def graph_stream(settings: Settings) -> torch.cuda.Stream | None:
-    """A new stream with `--cuda-graph 1`, else None: whatever stream is current."""
-    return torch.cuda.Stream() if settings.cuda_graph else None
-
-
 def prepare_random_states(settings: Settings) -> None:
     """With `--cuda-graph 1`, before a model is built: let a capture switch between Megatron's random states from now on.
 

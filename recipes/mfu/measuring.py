@@ -68,7 +68,7 @@ def compare(plan: Plan, number: int, overlap: OverlapConfig, world: World, layou
     shared = Shared(measured.settings, overlap, world.device, layouts)
     trained = start_all(plan, shared, measured, world)
     capture_all(trained, measured, world)
-    heat(world.device, 0.5)
+    heat(world.device)
     train_in_turns(plan, trained, measured, world)
     collect(trained, measured, world)
     problem = world.attempt(lambda: time_without_communication(plan, trained, measured, world))

@@ -29,11 +29,6 @@ _NOT_ULYSSES = {
 }
 
 
-def default_variants(cp: int) -> tuple[str, ...]:
-    """What is compared where the user names nothing."""
-    return ULYSSES_DEFAULTS if cp > 1 else TENSOR_PARALLEL_DEFAULTS
-
-
 def pairing_problem(names: Sequence[str], cp: int, models: int) -> str | None:
     """Why variants and repetitions cannot be compared over `cp` context-parallel ranks, on so many models; or None."""
     for name in names:

@@ -17,7 +17,6 @@ from mfu.names import (
     OVERLAP,
     TENSOR_PARALLEL_DEFAULTS,
     ULYSSES_DEFAULTS,
-    default_variants,
     pairing_problem,
 )
 from overlap_train import OverlapConfig
@@ -101,7 +100,7 @@ def _completed(plan: Plan) -> Plan:
     plan = replace(
         plan,
         layers=plan.layers or tuple(_few_layers(model, plan.cp) for model in plan.model),
-        variants=tuple(dict.fromkeys(plan.variants)) or default_variants(plan.cp),
+        variants=tuple(dict.fromkeys(plan.variants)) or (ULYSSES_DEFAULTS if plan.cp > 1 else TENSOR_PARALLEL_DEFAULTS),
         repeat=tuple(dict.fromkeys(plan.repeat)) or ((OVERLAP,) if plan.bitwise else ()),
         **({"steps": 10, "round_steps": 2} if plan.quick else {}),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gpt.graph import with_graph
 from gpt.model import OURS, Modules, build_model
@@ -105,13 +105,9 @@ def modules_of(variant: str) -> Modules:
     """TransformerEngine's modules overlap by userbuffers where their config says so when they are built."""
     if not is_transformer_engine(variant):
         return OURS
+    spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
     userbuffers = {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": variant == TE_RING}
-    return Modules(transformer_engine_spec, userbuffers if variant in USERBUFFERS else {})
-
-
-def transformer_engine_spec(config: TransformerConfig) -> Any:
-    """Megatron's own spec of a block."""
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    return Modules(spec, userbuffers if variant in USERBUFFERS else {})
 
 
 def use_async_tp(model: GPTModel) -> None:

@@ -189,6 +189,44 @@ def wrong_scatter(here: World) -> list[Finding]:
     return found
 
 
+def by_all_kernels(here: World) -> list[Finding]:
+    """In Triton's interpreter; the few rows of low_latency are wrong on rank 1."""
+
+    def gather(x: torch.Tensor, *arguments: Any, **settings: Any) -> torch.Tensor:
+        y = all_gather_linear(x, *arguments, **settings)
+        return y + (here.rank == 1 and len(x) == 2)
+
+    methods = ("fused", "direct", "low_latency")
+    found = check_trial(here, replace(TRIAL, methods=methods, few_rows=4, gather=gather))
+    shutdown()
+    return found
+
+
+def test_every_method_that_auto_takes_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """low_latency with few rows, and without the all-to-alls, which it does not serve."""
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    healthy, faulty = values(run_ranks(2, examined, str(tmp_path), by_all_kernels, 60.0, limit_s=90))
+    said = {finding.name: finding.measured for finding in healthy[0] if finding.rank == 0}
+    assert "round of all four operators on new" in said["operator fused"].replace("rounds", "round")
+    assert "all four operators" in said["operator direct"]
+    assert said["operator low_latency"] == "1 round of AG + GEMM and GEMM + RS of 4 rows on new inputs"
+    (fault,) = [finding for finding in faulty[0] if finding.status == FAIL]
+    assert (fault.name, fault.rank) == ("operator low_latency", 1) and "AG + GEMM: 96 of 96 elements" in fault.measured
+
+
+def timed(here: World) -> list[Finding]:
+    found = check_trial(here, replace(TRIAL, methods=("chunked", "low_latency"), few_rows=4))
+    shutdown()
+    return found
+
+
+def test_methods_for_few_rows_are_not_timed_with_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    (found, _, _), _ = values(run_ranks(2, examined, str(tmp_path), timed, 60.0, limit_s=90))
+    (time,) = [finding.measured for finding in found if finding.name == "operator time"]
+    assert "chunked " in time and "low_latency" not in time
+
+
 def wrong_exchanges(here: World) -> list[Finding]:
     """Rank 1 gets its columns of another weight, and sends its own to the wrong rank."""
 
@@ -214,7 +252,11 @@ def test_wrong_exchanges_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"), [(wrong_gather, "gathered from rank 0 on node0, in round 2"), (wrong_scatter, "GEMM + RS: ")]
+    ("body", "says"),
+    [
+        (wrong_gather, "AG + GEMM: 24 of 768 elements wrong, in rows of rank 0 on node0, in round 2"),
+        (wrong_scatter, "GEMM + RS: "),
+    ],
 )
 def test_a_wrong_result_names_the_rank_that_has_it(body: Body, says: str, tmp_path: Path) -> None:
     for found, broken, _ in values(run_ranks(2, examined, str(tmp_path), body, 60.0, limit_s=90)):

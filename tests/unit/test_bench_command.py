@@ -5,38 +5,39 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from overlap_train import cli
 from overlap_train.flags import from_args
-from overlap_train.tools.bench import command, hierarchical, plots
+from overlap_train.tools.bench import command, hierarchical, kinds, plots
 from overlap_train.tools.measure.cases import EXCHANGES, OPS, PASSES
 from tests.script_server import ScriptServer
 
 BENCH = ("-m", "overlap_train", "bench")
 
 
-def parsed(line: str) -> command.Operators | command.Layers:
+def parsed(line: str) -> Any:
     args = command.parser().parse_args(line.split())
-    return from_args(command.KINDS[args.command](), args)
+    return from_args(kinds.KINDS[args.command](), args)
 
 
 def test_defaults() -> None:
     bench = parsed("operators")
-    assert bench == command.Operators()
+    assert bench == kinds.Operators()
     assert (bench.passes, bench.ops, bench.rows, bench.methods) == (("fprop", "dgrad"), ("ag_gemm", "gemm_rs"), (), ())
     assert (bench.connections, parsed("layers").connections) == (None, 1), "Megatron-Core's linears need 1"
 
 
 def test_lists_are_separated_by_commas_and_sizes_by_blanks(tmp_path: Path) -> None:
     bench = parsed(
-        f"operators --shapes llama3-8b,all --methods fused,auto --passes wgrad --rows 256 1024 --out {tmp_path}"
+        f"operators --shapes llama3-8b,all --methods fused,auto --passes dgrad --rows 256 1024 --out {tmp_path}"
     )
     assert bench.shapes == ("llama3-8b", "all")
     assert (bench.methods, bench.passes, bench.rows, bench.out) == (
         ("fused", "auto"),
-        ("wgrad",),
+        ("dgrad",),
         (256, 1024),
         str(tmp_path),
     )
@@ -88,7 +89,7 @@ def test_without_torchrun_the_message_says_how_to_start(
 
 
 def test_operators_run_on_two_processes(script_server: ScriptServer, tmp_path: Path) -> None:
-    arguments = ("--tiny", "--quick", "--passes", "fprop,dgrad,wgrad", "--out", str(tmp_path))
+    arguments = ("--tiny", "--quick", "--out", str(tmp_path))
     status, said = script_server.run(*BENCH, "operators", *arguments, folder=tmp_path)
     assert status == 0, said
     rows = json.loads((tmp_path / "operators.json").read_text())["rows"]
@@ -145,7 +146,7 @@ def test_layers_run_on_two_processes(script_server: ScriptServer, tmp_path: Path
 
 def test_ulysses_runs_on_two_processes(script_server: ScriptServer, tmp_path: Path) -> None:
     """Projections alone, and whole attention blocks."""
-    arguments = ("--tiny", "--quick", "--passes", "fprop,dgrad,wgrad", "--out", str(tmp_path))
+    arguments = ("--tiny", "--quick", "--out", str(tmp_path))
     status, said = script_server.run(*BENCH, "ulysses", *arguments, folder=tmp_path)
     assert status == 0, said
     rows = json.loads((tmp_path / "operators.json").read_text())["rows"]

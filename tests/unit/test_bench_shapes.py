@@ -37,10 +37,8 @@ def test_dgrad_runs_the_other_operators_engine() -> None:
     assert kinds == {
         ("ag_gemm", "fprop"): "gather",
         ("ag_gemm", "dgrad"): "scatter",
-        ("ag_gemm", "wgrad"): "weight",
         ("gemm_rs", "fprop"): "scatter",
         ("gemm_rs", "dgrad"): "gather",
-        ("gemm_rs", "wgrad"): "weight",
     }
 
 

@@ -33,7 +33,9 @@ def test_equal_lines_become_one_and_a_failure_shows_rank_host_and_fix() -> None:
 
 
 def test_ok_lines_of_one_check_are_told_rank_by_rank() -> None:
-    findings = [Finding("link", OK, f"38{rank} GB/s", "300", rank=rank, host="node0") for rank in range(2)]
+    findings = [
+        Finding("link", OK, f"38{rank} GB/s", "300", rank=rank, host="node0", figure=380.0 + rank) for rank in range(2)
+    ]
     text = lines(findings, 2)
     assert text.count("link") == 1 and "0: 380 GB/s" in text and "1: 381 GB/s" in text
     assert lines([replace(finding, status=WARN) for finding in findings], 2).count("link") == 2

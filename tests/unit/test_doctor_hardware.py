@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_train.planning.choice import untuned
 from overlap_train.planning.hardware import HARDWARE, Hardware, hardware_of
-from overlap_train.planning.schedule import Topology
+from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from overlap_train.tools.doctor import gpus, links, network, operator
 from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding
+from overlap_train.tools.measure.models import MODELS
 from overlap_train.tools.measure.timing import Call, Pace, Timing
 from tests.unit.doctor_cases import only, world
 
@@ -180,9 +183,30 @@ def test_overlap_that_does_not_pay_is_a_warning_on_known_gpus(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_the_trials_sizes_are_divisible(size: int) -> None:
+def test_the_trials_sizes_are_divisible(hopper_gpu: pytest.MonkeyPatch, size: int) -> None:
     trial = operator.trial_of(world(0, size), 30.0, "auto")
-    assert trial.m % size == trial.n % size == 0 and trial.m > 7000 and trial.n > 14000
+    assert trial.m % size == trial.n % size == trial.few_rows % size == 0 and trial.m > 7000 and trial.n > 14000
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_the_trial_has_every_method_that_untuned_auto_takes(
+    hopper_gpu: pytest.MonkeyPatch, capability: tuple[int, int], size: int
+) -> None:
+    hopper_gpu.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    trial = operator.trial_of(world(0, size), 30.0, "auto")
+    passes = [
+        Pass(kind, m, n // size, k, torch.bfloat16, size)
+        for kind in (GATHER, SCATTER, SCATTER_AND_WGRAD, A2A_GEMM, GEMM_A2A)
+        for m in (16 * size, 512, 1024, 8192, 32768)
+        for n, k in MODELS["llama3-70b"].linears.values()
+    ]
+    taken = {untuned(pass_, torch.device("cuda")).method for pass_ in passes} - {"collective"}
+    on_hopper = {"fused", "direct"} if capability == (9, 0) else set()
+    assert taken == {"chunked", "low_latency"} | on_hopper
+    assert set(trial.methods) == taken | {"fused"}
+    few = Pass(GATHER, trial.few_rows, trial.n // size, trial.k, trial.dtype, size)
+    assert untuned(few, torch.device("cuda")).method == "low_latency"
 
 
 def test_the_line_of_gpus_across_nodes_names_nccl() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..measure.cases import EXCHANGES, Case
 from ..measure.operands import Operands
-from ..measure.runs import Run, into_target
+from ..measure.runs import Run
 from ..measure.world import World
 from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
 from .exchange_baselines import exchange_baselines
@@ -24,19 +24,19 @@ from .exchange_baselines import exchange_baselines
 
 def baselines_of(case: Case, world: World, sets: Sequence[Operands]) -> dict[str, Run]:
     """The baselines of a pass; `sets` are all inputs that they will get."""
-    like = sets[0]
     if case.op in EXCHANGES:
         return exchange_baselines(case, world, sets)
-    if case.kind == "scatter":
-        return _scatter(world)
-    if case.kind == "gather":
-        return _gather(world, like)
-    return _column_weight(world, like) if case.op == "ag_gemm" else _row_weight()
+    return _scatter(world) if case.kind == "scatter" else _gather(world, sets[0])
 
 
 def _gather(world: World, like: Operands) -> dict[str, Run]:
     """y [M, F] = all_gather(left) @ right"""
-    comm = _gather_into(torch.empty_like(like.whole), world)
+    buffer = torch.empty_like(like.whole)
+
+    def comm(o: Operands) -> torch.Tensor:
+        dist.all_gather_into_tensor(buffer, o.left, group=world.group)
+        return buffer
+
     return {
         "sequence": lambda o: comm(o) @ o.right,
         "async_tp": lambda o: async_all_gather_matmul(o.left, o.right, world.group)[1],
@@ -59,39 +59,3 @@ def _scatter(world: World) -> dict[str, Run]:
         "gemm": lambda o: o.left @ o.right,
         "comm": lambda o: scattered(o.whole),
     }
-
-
-def _column_weight(world: World, like: Operands) -> dict[str, Run]:
-    """target [N/W, K] += right.T @ all_gather(left): the column linear's weight gradient, x gathered again"""
-    comm = _gather_into(torch.empty_like(like.whole), world)
-
-    def async_tp(o: Operands) -> torch.Tensor:
-        """Async-TP gathers along the first dimension of x.T [K, M], of which each rank keeps K/W rows."""
-        x_shard_k = o.whole.chunk(world.size, dim=1)[world.rank]
-        _, dw_t = async_all_gather_matmul(x_shard_k.t().contiguous(), o.right, world.group)
-        assert o.target is not None
-        return o.target.add_(dw_t.t())
-
-    return {
-        "sequence": lambda o: into_target(o, o.right, comm(o)),
-        "async_tp": async_tp,
-        "gemm": lambda o: into_target(o, o.right, o.whole),
-        "comm": comm,
-    }
-
-
-def _row_weight() -> dict[str, Run]:
-    """target [N, K/W] += whole.T @ right: the row linear's weight gradient, with the dy gathered for dgrad"""
-
-    def gemm(o: Operands) -> torch.Tensor:
-        return into_target(o, o.whole, o.right)
-
-    return {"sequence": gemm, "async_tp": gemm, "gemm": gemm, "comm": lambda o: o.whole}
-
-
-def _gather_into(buffer: torch.Tensor, world: World) -> Run:
-    def comm(o: Operands) -> torch.Tensor:
-        dist.all_gather_into_tensor(buffer, o.left, group=world.group)
-        return buffer
-
-    return comm

@@ -15,20 +15,16 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ...planning.schedule import A2A_GEMM, GEMM_A2A
+from ...planning.schedule import GEMM_A2A
 from ..measure.cases import Case
 from ..measure.operands import Operands
-from ..measure.runs import Run, into_target
+from ..measure.runs import Run
 from ..measure.world import World
 
 
 def exchange_baselines(case: Case, world: World, sets: Sequence[Operands]) -> dict[str, Run]:
     """The baselines of a pass of linear_all_to_all or all_to_all_linear; `sets` are all inputs that they will get."""
-    if case.kind == GEMM_A2A:
-        return _gemm_a2a(world, sets)
-    if case.kind == A2A_GEMM:
-        return _a2a_gemm(world)
-    return _weight_of_x(world) if case.op == A2A_GEMM else _weight_of_dy()
+    return _gemm_a2a(world, sets) if case.kind == GEMM_A2A else _a2a_gemm(world)
 
 
 def _gemm_a2a(world: World, sets: Sequence[Operands]) -> dict[str, Run]:
@@ -63,7 +59,8 @@ def _a2a_gemm(world: World) -> dict[str, Run]:
     """y [M/W, F] = what all ranks have of this rank's rows @ right"""
 
     def received(o: Operands) -> torch.Tensor:
-        return _side_by_side(_exchange(o.left, world), world)
+        """[M/W, C]: block s from rank s, side by side."""
+        return _exchange(o.left, world).unflatten(0, (world.size, -1)).transpose(0, 1).flatten(1)
 
     return {
         "sequence": lambda o: received(o) @ o.right,
@@ -72,35 +69,12 @@ def _a2a_gemm(world: World) -> dict[str, Run]:
     }
 
 
-def _weight_of_x(world: World) -> dict[str, Run]:
-    """target [N, K] += right.T @ exchanged left: all_to_all_linear's weight gradient, x sent again"""
-    return {
-        "sequence": lambda o: into_target(o, o.right, _side_by_side(_exchange(o.left, world), world)),
-        "gemm": lambda o: into_target(o, o.right, o.whole),
-        "comm": lambda o: _exchange(o.left, world),
-    }
-
-
-def _weight_of_dy() -> dict[str, Run]:
-    """target [N, K] += whole.T @ right: linear_all_to_all's weight gradient, with the dy received for dgrad"""
-
-    def gemm(o: Operands) -> torch.Tensor:
-        return into_target(o, o.whole, o.right)
-
-    return {"sequence": gemm, "gemm": gemm, "comm": lambda o: o.whole}
-
-
 def _exchange(blocks: torch.Tensor, world: World) -> torch.Tensor:
     """[M, C], W blocks of rows -> the same of all ranks' blocks for this one."""
     blocks = blocks.contiguous()
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks, group=world.group)
     return received
-
-
-def _side_by_side(received: torch.Tensor, world: World) -> torch.Tensor:
-    """[M, C/W], block s from rank s -> [M/W, C]."""
-    return received.unflatten(0, (world.size, -1)).transpose(0, 1).flatten(1)
 
 
 def three_weights(right: torch.Tensor, ranks: int) -> list[torch.Tensor]:

@@ -83,9 +83,7 @@ def row(case: Case, method: str, timings: dict[str, Timing], world: int, dtype: 
     """One line of operators.json; times in milliseconds of one run, host_us in microseconds."""
     async_tp = timings.get("async_tp")
     sequence, gemm = timings["sequence"].ms, timings["gemm"].ms
-    has_none = case.kind == "weight" and case.op in ("gemm_rs", GEMM_A2A)
-    comm = 0.0 if has_none else timings["comm"].ms
-    three_gemms = timings.get("three_gemms")
+    comm, three_gemms = timings["comm"].ms, timings.get("three_gemms")
     return {
         "op": case.op, "pass": case.pass_, "world": world, "m": case.m, "n": case.n, "k": case.k,
         "dtype": str(dtype).removeprefix("torch."), "method": method, "ms": timings[method].ms,

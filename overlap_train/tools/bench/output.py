@@ -73,10 +73,11 @@ LAYER_COLUMNS: Columns = (
 
 
 def summary(rows: list[Row]) -> list[str]:
-    """Of operator rows, for each method and pass: the lowest figure and the geometric mean of the ratio to the bound."""
+    """Of operator rows only, for each method and pass: the lowest figure and the geometric mean of the ratio to the bound."""
     groups: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        groups.setdefault((row["method"], row["pass"]), []).append(speed_up(row) / row["bound"])
+        if "bound" in row:
+            groups.setdefault((row["method"], row["pass"]), []).append(speed_up(row) / row["bound"])
     return [
         f"{method} {pass_}: speed-up/bound lowest {min(ratios):.3f}, "
         f"geometric mean {statistics.geometric_mean(ratios):.3f} over {len(ratios)} shapes"

@@ -27,7 +27,7 @@ OPERATORS = {
     "a2a_gemm": "all_to_all_linear",
 }
 BASELINES = ("async_tp", "three_gemms")  # of operators, beside the sequence
-PASSES = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient"}
+PASSES = {"fprop": "forward", "dgrad": "input gradient"}
 CEILING = (
     f"Higher is better. {PERFECT.capitalize()}: the longer of cuBLAS GEMM and NCCL alone (a faster GEMM passes it)."
 )

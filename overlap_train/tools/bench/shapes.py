@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...planning.schedule import A2A_GEMM, GEMM_A2A
-from ..measure.cases import Case, check_divisible
+from ..measure.cases import Case, cases_of, check_divisible
 from ..measure.models import MODELS, TINY
 
 # Weights of Tables 1 and 2 (M = 8192) of the Ditron paper; Tables 4 and 5 have the same at M = 32768.
@@ -32,17 +32,14 @@ def cases(
     Raises:
         ValueError: a size cannot be sharded over the ranks.
     """
-    names = WEIGHTS if "all" in models else models
-    found = []
-    for m in sorted(ms, reverse=True):
-        check_divisible("--rows", m, world)
-        for op in ops:
-            for name in names:
-                inside, outside = weight_of(name)
-                check_divisible(f"{name}: features", inside, world)
-                n, k = (inside, outside) if op == "ag_gemm" else (outside, inside)
-                found += [Case(name, op, pass_, m, n, k) for pass_ in passes]
-    return found
+    return [
+        case
+        for m in sorted(ms, reverse=True)
+        for op in ops
+        for name in (WEIGHTS if "all" in models else models)
+        for weight in (weight_of(name) if op == "ag_gemm" else weight_of(name)[::-1],)
+        for case in cases_of(name, op, weight, m, world, name, passes, "--rows")
+    ]
 
 
 # Table 6 of the Ditron paper: (sequence, heads), of 128 features each; one of q, k and v.
@@ -57,16 +54,13 @@ def exchange_cases(models: Sequence[str], tokens: Sequence[int], passes: Sequenc
     """
     found = []
     for name in models:
-        shapes = [(m, heads * 128, heads * 128, heads * 128, heads * 128) for m, heads in TABLE_6]
-        if name != "table6":
-            linears = MODELS[name].linears
-            shapes = [(m, *linears["qkv"], *linears["proj"]) for m in tokens]
-        for m, qkv_n, qkv_k, proj_n, proj_k in shapes:
-            check_divisible("--seq", m, world)
-            check_divisible(f"{name}: features", qkv_n, world)
-            check_divisible(f"{name}: features", proj_k, world)
-            weights = ((GEMM_A2A, qkv_n, qkv_k), (A2A_GEMM, proj_n, proj_k))
-            found += [Case(name, op, pass_, m, n, k) for op, n, k in weights for pass_ in passes]
+        if name == "table6":
+            shapes = [(m, (heads * 128, heads * 128), (heads * 128, heads * 128)) for m, heads in TABLE_6]
+        else:
+            shapes = [(m, MODELS[name].linears["qkv"], MODELS[name].linears["proj"]) for m in tokens]
+        for m, qkv, proj in shapes:
+            found += cases_of(name, GEMM_A2A, qkv, m, world, name, passes)
+            found += cases_of(name, A2A_GEMM, proj, m, world, name, passes)
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 import torch
@@ -41,7 +42,7 @@ _SLOW_FIX = (
 def check_links(here: World, provider: str) -> list[Finding]:
     """Measure and judge. Collective; each rank reports its own links and its own speed."""
     on_gpu = here.device.type == "cuda"
-    world.heat(here.device, 0.5)
+    world.heat(here.device)
     tflops = gemm_speeds(here, 8192 if on_gpu else 256, timing.measure)
     heap = open_heap(Agreement(here.group, AGREE_S), (128 << 20) if on_gpu else (4 << 20), provider, here.device)
     speeds = link_speeds(here, [heap.view(rank) for rank in range(here.size)], timing.measure)
@@ -55,7 +56,7 @@ def check_links(here: World, provider: str) -> list[Finding]:
 
 def check_alone(here: World, count: int) -> list[Finding]:
     """A single process with `count` GPUs: its own GPU's speed, and copies between all pairs, judged like the links of ranks."""
-    world.heat(here.device, 0.5)
+    world.heat(here.device)
     model = hardware_of(torch.cuda.get_device_name(here.device))
     found = [judge_speed(gemm_speeds(here, 8192, timing.measure)[0], model)]
     speeds = _copies_between_gpus(here, count)
@@ -104,18 +105,17 @@ def judge_links(source: int, who: Who, speeds: Speeds, model: Hardware | None) -
         elif speed < ODD_BELOW * usual:
             found.append(warn("link", measured, f"about {usual:.0f} GB/s, as the median link has", _LINK_FIX))
     told = f"{min(mine.values()):.0f} to {max(mine.values()):.0f} GB/s to {len(mine)} peers"
-    return found or [ok("link", told, expected)]
+    first, *others = found or [ok("link", told, expected)]
+    return [replace(first, figure=min(mine.values())), *others]  # one figure of each source
 
 
 def judge_speed(tflops: float, model: Hardware | None) -> Finding:
     """Of one GPU against what its model should reach."""
     measured, should = f"{tflops:.0f} TFLOP/s (8192 x 8192 x 8192, bf16)", model.gemm_tflops if model else None
-    if should is None:
-        return ok("gemm", measured, "not judged: unknown GPU")
-    expected = f"at least {WARN_BELOW * should:.0f} TFLOP/s"
-    if tflops < WARN_BELOW * should:
-        return warn("gemm", measured, expected, _SLOW_FIX)
-    return ok("gemm", measured, expected)
+    expected = f"at least {WARN_BELOW * should:.0f} TFLOP/s" if should else "not judged: unknown GPU"
+    is_slow = should is not None and tflops < WARN_BELOW * should
+    found = warn("gemm", measured, expected, _SLOW_FIX) if is_slow else ok("gemm", measured, expected)
+    return replace(found, figure=tflops)
 
 
 def slow_ranks(here: World, speeds: Speeds, tflops: dict[int, float]) -> list[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -32,20 +31,20 @@ def write_system(path: Path, findings: Sequence[Finding]) -> str:
 
 
 def probed(device_name: str, findings: Sequence[Finding]) -> System | None:
-    """The named system with this machine's speed of products and copies. Its other figures are of the H200, or scaled from it."""
+    """The named system with this machine's speed of products, and of copies over each rank's slowest link: medians over ranks.
+    Other figures are of the H200, or scaled from it."""
     base = next((system for name, system in SYSTEMS.items() if name.upper() in device_name.upper()), None)
-    products = _figures(findings, "gemm", r"(\d+) TFLOP/s \(8192")
+    products = _figures(findings, "gemm")
     if base is None or not products:
         return None
     ratio = statistics.median(products) / (_FLOPS * 1e-6 / power_us(base, _FLOPS))
     rates = {rate: round(ratio * getattr(base, rate), 1) for rate in _RATES}
     made = replace(base, source=f"overlap-train doctor on {device_name}", **rates, measured=_RATES)
-    copies = _figures(findings, "link", r"to (\d+) GB/s to")
+    copies = _figures(findings, "link")
     if not copies:
         return made
     return replace(made, copy_gbs=round(_OF_PROBE * statistics.median(copies), 1), measured=(*_RATES, "copy_gbs"))
 
 
-def _figures(findings: Sequence[Finding], name: str, pattern: str) -> list[float]:
-    found = (re.search(pattern, finding.measured) for finding in findings if finding.name == name)
-    return [float(match[1]) for match in found if match]
+def _figures(findings: Sequence[Finding], name: str) -> list[float]:
+    return [finding.figure for finding in findings if finding.name == name and finding.figure is not None]

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from ...planning.table import installed
 from .report import FAIL, Finding, fail, ok, warn
 
 US = "overlap-train"
@@ -58,7 +59,7 @@ class Inventory:
 
 def read_inventory() -> Inventory:
     """Of this process."""
-    versions = {name: version for name in (*PURPOSES, US) if (version := _installed(name)) is not None}
+    versions = {name: version for name in (*PURPOSES, US) if (version := installed(name)) is not None}
     versions["torch"] = torch.__version__  # that of a source build has no other place
     demands = tuple(demand for name in _ASKING for demand in _demands(name))
     return Inventory(versions, demands, torch.version.cuda)
@@ -158,13 +159,6 @@ def _without_upper_bound(allowed: str) -> str:
     return ",".join(str(part) for part in SpecifierSet(allowed) if not part.operator.startswith("<"))
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _demands(by: str) -> Iterator[Demand]:
     for requirement in map(Requirement, _requirements(by)):
         marker, extras = requirement.marker, EXTRAS if by == US else ("",)
@@ -173,7 +167,7 @@ def _demands(by: str) -> Iterator[Demand]:
 
 
 def _requirements(by: str) -> list[str]:
-    if _installed(by) is not None:
+    if installed(by) is not None:
         return importlib.metadata.requires(by) or []
     source = Path(__file__).parents[3] / "pyproject.toml"
     if by != US or not source.exists():

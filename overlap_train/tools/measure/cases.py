@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ OPS = ("ag_gemm", "gemm_rs")
 EXCHANGES = (GEMM_A2A, A2A_GEMM)  # Ulysses': linear_all_to_all and all_to_all_linear
 _FPROP = {"ag_gemm": GATHER, "gemm_rs": SCATTER, GEMM_A2A: GEMM_A2A, A2A_GEMM: A2A_GEMM}
 _DGRAD = {"ag_gemm": SCATTER, "gemm_rs": GATHER, GEMM_A2A: A2A_GEMM, A2A_GEMM: GEMM_A2A}
-PASSES = ("fprop", "dgrad", "wgrad")
+PASSES = ("fprop", "dgrad")
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,11 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """What the pass does: gather (AG + GEMM), scatter (GEMM + RS), gemm_a2a, a2a_gemm, or weight (the weight gradient)."""
-        if self.pass_ == "wgrad":
-            return "weight"
+        """What the pass does: gather (AG + GEMM), scatter (GEMM + RS), gemm_a2a or a2a_gemm."""
         return (_FPROP if self.pass_ == "fprop" else _DGRAD)[self.op]
 
     def flops(self, world: int) -> float:
-        """Of one rank's GEMM; the same in all three passes."""
+        """Of one rank's GEMM; the same in both passes."""
         return 2 * self.m * self.n * self.k / world
 
     def slot_bytes(self, world: int, dtype: torch.dtype) -> int:
@@ -53,7 +52,7 @@ class Case:
         return self.m * features * dtype.itemsize // (world if self.op in EXCHANGES else 1)
 
     def planned(self, world: int, dtype: torch.dtype) -> Pass:
-        """What one rank multiplies, as the choice of a method sees it; for a weight gradient the fprop, whose method it takes."""
+        """What one rank multiplies, as the choice of a method sees it."""
         n = self.n // world if self.op == "ag_gemm" else self.n
         k = self.k // world if self.op == "gemm_rs" else self.k
         fprop = Pass(_FPROP[self.op], self.m, n, k, dtype, world)
@@ -66,3 +65,18 @@ def check_divisible(what: str, size: int, world: int) -> None:
         raise ValueError(
             f"{what}: {size} must be divisible by the {world} ranks; choose another size or number of ranks"
         )
+
+
+def cases_of(
+    model: str, op: str, weight: tuple[int, int], m: int, world: int, what: str,
+    passes: Iterable[str] = PASSES, rows: str = "--seq",
+) -> list[Case]:  # fmt: skip
+    """Passes of a linear by its whole weight [N, K]. what, rows: the arguments that name the weight and M, for messages.
+
+    Raises:
+        ValueError: a size cannot be shared by the ranks.
+    """
+    n, k = weight
+    check_divisible(rows, m, world)
+    check_divisible(f"{what}: features", n if op in ("ag_gemm", GEMM_A2A) else k, world)
+    return [Case(model, op, pass_, m, n, k) for pass_ in passes]

@@ -10,9 +10,6 @@ W ranks, weight [N, K], x [M, K], dy [M, N]. Each kind of pass (Case.kind) has i
              y [M, F/W] = this rank's columns of whole @ right
     a2a_gemm left [M, C/W]  right [C, F] view, the same on every rank   whole [M/W, C], this rank's rows of all columns
              y [M/W, F] = whole @ right
-    weight   whole, left of all ranks           target fp32 += dy.T @ x
-             ag_gemm: left x [M/W, K], right dy [M, N/W];  gemm_rs: left dy [M/W, N], right x [M, K/W]
-             gemm_a2a: left dy [M, N/W], right x [M/W, K];  a2a_gemm: left x [M, K/W], right dy [M/W, N]; whole: left exchanged
 """
 
 from __future__ import annotations
@@ -30,12 +27,11 @@ from .world import World
 
 @dataclass(frozen=True)
 class Operands:
-    """One input set; target exists for weight gradients only."""
+    """One input set."""
 
     left: torch.Tensor
     right: torch.Tensor
     whole: torch.Tensor
-    target: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -54,30 +50,18 @@ def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Op
     if case.op in EXCHANGES:
         return _of_exchange(case, world, dtype, seed, normal)
     column = case.op == "ag_gemm"
-    n_local, k_local = (n // shards, k) if column else (n, k // shards)
-    weight = normal(n_local, k_local)
+    weight = normal(n // shards, k) if column else normal(n, k // shards)
     if case.kind == "gather":
         left = normal(m // shards, k if column else n)
         return Operands(left, weight.t() if column else weight, gathered(left, world))
-    if case.kind == "scatter":
-        left, right = (normal(m, n // shards), weight) if column else (normal(m, k // shards), weight.t())
-        return Operands(left, right, normal(m, right.shape[1]))
-    left, right = (
-        (normal(m // shards, k), normal(m, n_local)) if column else (normal(m // shards, n), normal(m, k_local))
-    )
-    target = torch.zeros(n_local, k_local, dtype=torch.float32, device=world.device)
-    return Operands(left, right, gathered(left, world), target)
+    left, right = (normal(m, n // shards), weight) if column else (normal(m, k // shards), weight.t())
+    return Operands(left, right, normal(m, right.shape[1]))
 
 
 def _of_exchange(
     case: Case, world: World, dtype: torch.dtype, seed: int, normal: Callable[[int, int], torch.Tensor]
 ) -> Operands:
     m, n, k, shards = case.m, case.n, case.k, world.size
-    if case.kind == "weight":
-        sends_dy = case.op == GEMM_A2A
-        left, right = normal(m, (n if sends_dy else k) // shards), normal(m // shards, k if sends_dy else n)
-        target = torch.zeros(n, k, dtype=torch.float32, device=world.device)
-        return Operands(left, right, exchanged(left, world), target)
     same = torch.Generator(world.device).manual_seed(seed)
     weight = torch.randn(n, k, dtype=dtype, device=world.device, generator=same)
     right = weight.t() if case.pass_ == "fprop" else weight

@@ -5,7 +5,6 @@ A file is {"hardware", "versions", "date", "rows"}. Rows keep all digits; tables
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ...planning.table import installed
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], Any]]
@@ -96,20 +97,16 @@ def versions() -> dict[str, str]:
         "transformer-engine",
         "overlap-train",
     )
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return found | {package: version for package in packages if (version := installed(package)) is not None}
 
 
 def cells(rows: list[Row], columns: Columns) -> list[list[str]]:
-    """The table as text, headings first. Numbers have three digits after the point below 10, two above."""
-    return [[heading for heading, _ in columns], *([_cell(value(row)) for _, value in columns] for row in rows)]
+    """The table as text, headings first."""
+    return [[heading for heading, _ in columns], *([cell(value(row)) for _, value in columns] for row in rows)]
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A dash for None. Numbers have three digits after the point below 10, two above."""
     if value is None:
         return "-"
     return (f"{value:.3f}" if value < 10 else f"{value:.2f}") if isinstance(value, float) else str(value)
@@ -125,7 +122,13 @@ def markdown(rows: list[Row], notes: Sequence[str], columns: Columns, summary: S
 
 def screen(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
     """Aligned columns, the summary, then the notes."""
-    table = cells(rows, columns)
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
-    return "\n".join([*lines, *summary, *notes])
+    return "\n".join([*aligned(cells(rows, columns)), *summary, *notes])
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Its lines: names to the left, numbers to the right."""
+    texts = []
+    for index, column in enumerate(zip(*table, strict=True)):
+        width, is_name = max(map(len, column)), not index or column[-1][:1].isalpha()
+        texts.append([text.ljust(width) if is_name else text.rjust(width) for text in column])
+    return ["  ".join(line).rstrip() for line in zip(*texts, strict=True)]

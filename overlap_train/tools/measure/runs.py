@@ -13,12 +13,11 @@ from ...operators.all_gather_gemm import start_gather
 from ...operators.all_to_all_gemm import start_all_to_all_gemm
 from ...operators.gemm_all_to_all import start_gemm_all_to_all
 from ...operators.gemm_reduce_scatter import start_scatter
-from ...operators.weight_gradient import add_product
 from ...planning.arguments import Request
 from ...planning.choice import Choice, alone
 from ...planning.low_latency import MOST_BYTES, flagged_bytes
-from ...planning.plan import EnginePlan, engine_plan, sent_again
-from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
+from ...planning.plan import EnginePlan, engine_plan
+from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
 from ...runtime.registry import check as check_timeouts
@@ -90,8 +89,6 @@ def _try(name: str, run: Run, inputs: Inputs, reference: Reference | None) -> No
     """Run twice on other inputs, so that whatever is left in slots and freed memory is wrong, then check."""
     for _ in range(2):
         run(inputs.decoy)
-    if inputs.first.target is not None:
-        inputs.first.target.zero_()
     result = run(inputs.first)
     check_timeouts()
     if reference is not None:
@@ -103,13 +100,8 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
     weight = like.right if like.right.is_contiguous() else like.right.t()
     planned = case.planned(domain.world_size, like.left.dtype)
     return engine_plan(
-        choice, planned, topology_of(domain), domain.device, weight, domain.settled(domain.config).network_sms
+        choice, planned, domain.topology, domain.device, weight, domain.settled(domain.config).network_sms
     )
-
-
-def topology_of(domain: OverlapDomain) -> Topology:
-    """The nodes of a domain's group, as this rank sees them. Collective at its first use."""
-    return domain.topology
 
 
 def tag_of(case: Case, choice: Choice) -> Tag:
@@ -120,59 +112,35 @@ def tag_of(case: Case, choice: Choice) -> Tag:
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
     """Our pass, as autograd runs it (linear.py), with nothing after it."""
     by = alone(choice, case.planned(domain.world_size, like.left.dtype), domain.device)
-    plan, tag = plan_of(case, domain, by, like), tag_of(case, by)
-    whole = sent_again(plan, topology_of(domain))
+    plan, tag, engine = plan_of(case, domain, by, like), tag_of(case, by), _ENGINES[case.kind]
 
-    def blocks(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(0, (domain.world_size, -1))
-
-    def gather(o: Operands) -> torch.Tensor:
+    def run(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots, plan.variant.barrier_first):
-            return start_gather(domain, plan, tag, o.left).matmul(o.right)
+            return engine(domain, plan, tag, o)
 
-    def scatter(o: Operands) -> torch.Tensor:
-        with domain.operator(tag, plan.slots, plan.variant.barrier_first):
-            return start_scatter(domain, plan, tag, o.left, o.right).finish()
-
-    def column_weight(o: Operands) -> torch.Tensor:
-        with domain.operator(tag, whole.slots):
-            return into_target(o, o.right, start_gather(domain, whole, tag, o.left).gathered_view())
-
-    def row_weight(o: Operands) -> torch.Tensor:
-        return into_target(o, o.whole, o.right)
-
-    def gemm_a2a(o: Operands) -> torch.Tensor:
-        with domain.operator(tag, plan.slots):
-            y = o.left.new_empty(domain.world_size, len(o.left), o.right.shape[1] // domain.world_size)
-            return start_gemm_all_to_all(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
-
-    def a2a_gemm(o: Operands) -> torch.Tensor:
-        with domain.operator(tag, plan.slots):
-            y = o.left.new_empty(len(o.left) // domain.world_size, o.right.shape[1])
-            return start_all_to_all_gemm(domain, plan, tag, blocks(o.left)).matmul(o.right, y)
-
-    def exchanged_x_weight(o: Operands) -> torch.Tensor:
-        with domain.operator(tag, whole.slots):
-            return into_target(o, o.right, start_all_to_all_gemm(domain, whole, tag, blocks(o.left)).received_view())
-
-    def exchanged_dy_weight(o: Operands) -> torch.Tensor:
-        return into_target(o, o.whole, o.right)
-
-    weights = {
-        "ag_gemm": column_weight,
-        "gemm_rs": row_weight,
-        A2A_GEMM: exchanged_x_weight,
-        GEMM_A2A: exchanged_dy_weight,
-    }
-    passes = {GATHER: gather, SCATTER: scatter, GEMM_A2A: gemm_a2a, A2A_GEMM: a2a_gemm}
-    return weights[case.op] if case.kind == "weight" else passes[case.kind]
+    return run
 
 
-def into_target(o: Operands, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """target [N, K] += dy.T @ x in fp32."""
-    assert o.target is not None
-    add_product(o.target, dy, x)
-    return o.target
+def _gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
+    return start_gather(domain, plan, tag, o.left).matmul(o.right)
+
+
+def _scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
+    return start_scatter(domain, plan, tag, o.left, o.right).finish()
+
+
+def _gemm_a2a(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
+    y = o.left.new_empty(domain.world_size, len(o.left), o.right.shape[1] // domain.world_size)
+    return start_gemm_all_to_all(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
+
+
+def _a2a_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
+    y = o.left.new_empty(len(o.left) // domain.world_size, o.right.shape[1])
+    blocks = o.left.unflatten(0, (domain.world_size, -1))
+    return start_all_to_all_gemm(domain, plan, tag, blocks).matmul(o.right, y)
+
+
+_ENGINES = {GATHER: _gather, SCATTER: _scatter, GEMM_A2A: _gemm_a2a, A2A_GEMM: _a2a_gemm}
 
 
 def reference_of(case: Case, o: Operands, world: World) -> Reference:
@@ -181,7 +149,4 @@ def reference_of(case: Case, o: Operands, world: World) -> Reference:
         return scatter_reference(o.left, o.right, world.group)
     if case.kind == GEMM_A2A:
         return product_reference(o.whole, o.right.chunk(world.size, dim=1)[world.rank])
-    if case.kind in (GATHER, A2A_GEMM):
-        return product_reference(o.whole, o.right)
-    sends_x = case.op in ("ag_gemm", A2A_GEMM)
-    return product_reference(*((o.right.t(), o.whole) if sends_x else (o.whole.t(), o.right)))
+    return product_reference(o.whole, o.right)

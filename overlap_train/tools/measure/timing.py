@@ -43,9 +43,9 @@ def pace(flops: float, quick: bool = False) -> Pace:
     return Pace(3, max(2, burst // 2)) if quick else Pace(5, burst)
 
 
-def input_sets(nbytes: int, cache_bytes: int = 60 << 20, most: int = 8) -> int:
-    """How many input sets to rotate among, so that none is still in the L2 cache when its turn comes again."""
-    return min(most, max(1, -(-2 * cache_bytes // nbytes)))
+def input_sets(nbytes: int) -> int:
+    """How many input sets to rotate among, at most 8: none is still in the L2 cache (60 MiB) when its turn comes again."""
+    return min(8, -(-(120 << 20) // nbytes))
 
 
 def measure(calls: Mapping[str, Call], pace: Pace, group: dist.ProcessGroup, device: torch.device) -> dict[str, Timing]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from textwrap import wrap
 
 from ...flags import Parser, add_options, from_args, option, positive_int
+from ...planning.cost import network_sms
 from ...planning.machines import SYSTEMS, System
 from ..measure.models import Model
 from . import check, picture, tables, trace
@@ -122,19 +124,19 @@ def _lines(
     tokens = f"{strategy.rows} tokens"
     machine = f"{strategy.ranks} x {system.name}" + (f" by Ulysses (cp {strategy.cp})" if strategy.cp > 1 else "")
     machine += f" on {strategy.nodes} nodes" if strategy.nodes > 1 else ""
-    across = ["", *wrap(tables.ACROSS_NODES, WIDTH), tables.network_line(system)] if strategy.nodes > 1 else []
+    network = f"Reckons with {network_sms(system.nic_gbs)} SMs for the network."
+    across = ["", *wrap(tables.ACROSS_NODES, WIDTH), network] if strategy.nodes > 1 else []
+    bullets = (
+        wrap(f"- {text}", WIDTH, subsequent_indent="  ") for text in tables.not_measured(system, strategy, spans)
+    )
     title = f"{Path(asked.model).stem} on {machine}, {tokens}, bf16. Planned, not measured; times in ms."
     what = "tensor parallelism" if strategy.cp == 1 else "Ulysses (cp)"
     return [
         *wrap(title, WIDTH), "", *tables.linears_table(predictions, model.num_layers),
         "", "gain: over collective, which is NCCL and the product one after the other, as stock Megatron-Core has it.",
         *across, "", f"Spans of {what}, one layer forward and backward:", *tables.spans_table(spans, strategy),
-        "", "Not measured:", *(line for text in tables.not_measured(system, strategy, spans) for line in _bullet(text)),
+        "", "Not measured:", *chain.from_iterable(bullets),
     ]  # fmt: skip
-
-
-def _bullet(text: str) -> list[str]:
-    return wrap(text, WIDTH, initial_indent="- ", subsequent_indent="  ")
 
 
 def _check(asked: Asked, system: System) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from ...planning.cost import network_sms
 from ...planning.machines import System
 from ..measure.models import Model
+from ..measure.results import aligned, cell
 from .inputs import OUTPUT, Strategy
 from .prediction import COLLECTIVE, METHODS, Prediction, Sum, in_layer, total
 
@@ -32,7 +33,7 @@ def linears_table(predictions: Sequence[Prediction], num_layers: int) -> list[st
         rows.append(_sum_row("layer", what, total(some)))
     output = [p for p in predictions if p.linear == OUTPUT]
     rows.append(_sum_row("model", "both", total([*layer * num_layers, *output])))
-    return _aligned([HEADINGS, *rows])
+    return aligned([HEADINGS, *rows])
 
 
 def spans_table(spans: Mapping[Strategy, Sequence[Prediction]], strategy: Strategy) -> list[str]:
@@ -48,12 +49,7 @@ def spans_table(spans: Mapping[Strategy, Sequence[Prediction]], strategy: Strate
         paid, nodes = span.ranks * layer.ours_us, (str(span.nodes),) if across else ()
         gain = _gain(layer.without_us, layer.ours_us)
         rows.append((str(span.ranks), *nodes, *map(_ms, times), gain, _ms(paid), f"{paid / least:.2f}"))
-    return _aligned(rows)
-
-
-def network_line(system: System) -> str:
-    """How many SMs the products of a group that spans nodes leave alone."""
-    return f"Reckons with {network_sms(system.nic_gbs)} SMs for the network."
+    return aligned(rows)
 
 
 def not_measured(system: System, strategy: Strategy, spans: Iterable[Strategy]) -> list[str]:
@@ -134,22 +130,8 @@ def _sum_row(name: str, what: str, s: Sum) -> tuple[str, ...]:
 
 
 def _ms(us: float) -> str:
-    ms = us / 1e3
-    return f"{ms:.3f}" if ms < 10 else f"{ms:.2f}"
+    return cell(us / 1e3)
 
 
 def _gain(without_us: float, ours_us: float) -> str:
     return f"{without_us / ours_us:.2f}" if ours_us else "-"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Names to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if rows[-1][column][:1].isalpha() or not column else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -25,7 +25,7 @@ from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
 from ..measure.cases import Case
 from ..measure.operands import Operands
-from ..measure.runs import Inputs, Run, Session, overlapped, plan_of, problem_of, tag_of, topology_of
+from ..measure.runs import Inputs, Run, Session, overlapped, plan_of, problem_of, tag_of
 from ..measure.timing import Call, Timing
 
 # Two measurements of one method differ by 2 %, and in a layer the order may change: collective won one backward by 2.1 % here,
@@ -166,7 +166,7 @@ def backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) 
     """A column linear's whole backward, as autograd runs it (linear.py). Without the weight gradient, a method whose reduction
     ends under that gradient would look slower than it is."""
     plan, tag = plan_of(case, domain, choice, like), tag_of(case, choice)
-    whole = sent_again(replace(plan, kind=GATHER), topology_of(domain))
+    whole = sent_again(replace(plan, kind=GATHER), domain.topology)
     wgrad = Tag(f"{tag.op}/wgrad", tag.what)
 
     def run(o: Operands) -> torch.Tensor:

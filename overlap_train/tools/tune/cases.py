@@ -9,7 +9,7 @@ import torch
 
 from ...planning.schedule import A2A_GEMM, GEMM_A2A
 from ...ulysses.parts import cut
-from ..measure.cases import OPS, Case, check_divisible
+from ..measure.cases import OPS, Case, cases_of, check_divisible
 from ..measure.models import MODELS
 
 COLUMN, ROW = OPS
@@ -23,12 +23,11 @@ def model_cases(model: str, rows: Iterable[int], ranks: int) -> list[Case]:
     Raises:
         ValueError: a size cannot be sharded over the ranks.
     """
-    linears = MODELS[model].linears.items()
     return [
         case
         for m in sorted(set(rows), reverse=True)
-        for slot, weight in linears
-        for case in _passes(slot, OP_OF[slot], m, weight, f"--model {model}: {slot}", ranks)
+        for slot, weight in MODELS[model].linears.items()
+        for case in cases_of(slot, OP_OF[slot], weight, m, ranks, f"--model {model}: {slot}")
     ]
 
 
@@ -41,11 +40,10 @@ def ulysses_cases(model: str, rows: Iterable[int], ranks: int, limit_mib: int) -
     linears, found = MODELS[model].linears, []
     for m in sorted(set(rows), reverse=True):
         for slot, op in (("qkv", GEMM_A2A), ("proj", A2A_GEMM)):
-            (n, k), sent = linears[slot], 0 if op == GEMM_A2A else 1
             check_divisible("--seq", m, ranks)
-            check_divisible(f"--model {model}: {slot}: features", linears[slot][sent], ranks)
-            ((_, positions), *_) = cut(m // ranks, linears[slot][sent] * 2, limit_mib)  # of two bytes each
-            found += [Case(slot, op, pass_, positions * ranks, n, k) for pass_ in ("fprop", "dgrad")]
+            features = linears[slot][0 if op == GEMM_A2A else 1]  # that are sent, of two bytes each
+            ((_, positions), *_) = cut(m // ranks, features * 2, limit_mib)
+            found += cases_of(slot, op, linears[slot], positions * ranks, ranks, f"--model {model}: {slot}")
     return found
 
 
@@ -60,7 +58,7 @@ def weight_cases(columns: Sequence[Sizes], rows: Sequence[Sizes], ms: Iterable[i
         for m in ms
         for kind, op, weights in (("column", COLUMN, columns), ("row", ROW, rows))
         for n, k in weights
-        for case in _passes(kind, op, m, (n, k), f"--{kind} {n},{k}", ranks)
+        for case in cases_of(kind, op, (n, k), m, ranks, f"--{kind} {n},{k}")
     ]
 
 
@@ -70,9 +68,3 @@ def one_a_bucket(cases: Iterable[Case], ranks: int) -> list[Case]:
     for case in sorted(cases, key=lambda case: -case.m):
         found.setdefault(case.planned(ranks, torch.float32).bucket, case)
     return list(found.values())
-
-
-def _passes(slot: str, op: str, m: int, weight: Sizes, what: str, ranks: int) -> list[Case]:
-    check_divisible("--seq", m, ranks)
-    check_divisible(f"{what}: features", weight[0] if op == COLUMN else weight[1], ranks)
-    return [Case(slot, op, pass_, m, *weight) for pass_ in ("fprop", "dgrad")]

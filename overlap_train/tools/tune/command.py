@@ -145,7 +145,7 @@ def tune(asked: Tune, cases: list[Case]) -> int:
     keep(asked.tuning_dir, key, None, here)  # a folder that cannot be written is said before minutes of measuring
     domain = session.domain([case.slot_bytes(session.world.size, session.settings.dtype) for case in cases])
     results = session.results
-    world.heat(here.device, 0.5)
+    world.heat(here.device)
     for number, case in enumerate(cases):
         winner, shape = tune_case(case, domain, session), shape_row(case, here.size)
         if winner is not None:

@@ -1,0 +1,174 @@
+"""The benchmarks: what each is told, which files it writes, and how it measures."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ... import OverlapConfig
+from ...config import METHODS
+from ...flags import PROVIDERS, option, positive_int
+from ..measure.cases import OPS, PASSES
+from ..measure.models import MODELS, TINY
+from ..measure.runs import Session, Settings
+from . import attention_blocks, hierarchical, layers, operators, output
+from .shapes import LAYERS, PUBLISHED, TABLES_1_2, WEIGHTS, cases, exchange_cases, layer_cases
+
+
+@dataclass(frozen=True)
+class File:
+    """NAME.json and NAME.md, and what measures their rows: all shapes that were asked for, collectively."""
+
+    name: str
+    columns: output.Columns
+    measure: Callable[[Session], None]
+
+
+@dataclass(frozen=True)
+class Bench(ABC):
+    """What all benchmarks are told."""
+
+    out: str = option("", "write DIR/operators.json or layers.json, and .md", metavar="DIR")
+    methods: tuple[str, ...] = option(
+        (),
+        f"of {','.join(METHODS)}; default fused,direct,chunked,collective; on the CPU chunked,collective",
+        choices=METHODS,
+        metavar="METHOD,...",
+    )
+    provider: str = option("auto", "symmetric memory", choices=PROVIDERS)
+    quick: bool = option(False, "fewer and shorter rounds")
+    tiny: bool = option(False, "one tiny shape in fp32, to try the code on CPU processes")
+    connections: int | None = option(
+        None, "CUDA_DEVICE_MAX_CONNECTIONS; default: left as it is", parse=positive_int, metavar="N"
+    )
+    node_ranks = 0  # no option here: nodes as they are found
+
+    @abstractmethod
+    def files(self) -> list[File]:
+        """In the order in which they are measured."""
+
+    def settings(self, device: torch.device) -> Settings:
+        """What the measurements themselves need."""
+        in_node = ("fused", "direct") if device.type == "cuda" and not self.node_ranks else ()
+        methods = self.methods or (*in_node, "chunked", "collective")
+        dtype = torch.float32 if self.tiny else torch.bfloat16
+        # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
+        config = OverlapConfig(
+            provider=self.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=self.node_ranks
+        )
+        return Settings(methods, dtype, self.quick, config)
+
+
+@dataclass(frozen=True)
+class OfPasses(Bench):
+    """What those of single passes are told."""
+
+    passes: tuple[str, ...] = option(PASSES, f"of {','.join(PASSES)}", choices=PASSES, metavar="PASS,...")
+
+
+@dataclass(frozen=True)
+class Operators(OfPasses):
+    """`bench operators`"""
+
+    shapes: tuple[str, ...] = option(
+        TABLES_1_2,
+        "models, for a product of their MLPs; MODEL-qkv, MODEL-proj; or all",
+        choices=(*WEIGHTS, "all"),
+        metavar="MODEL,...",
+    )
+    ops: tuple[str, ...] = option(OPS, f"of {','.join(OPS)}", choices=OPS, metavar="OP,...")
+    rows: tuple[int, ...] = option((), "global rows; default 8192", parse=positive_int, metavar="M", spaced=True)
+
+    def files(self) -> list[File]:
+        return [File("operators", output.OPERATOR_COLUMNS, self._measure)]
+
+    def _measure(self, session: Session) -> None:
+        models, m = ((TINY,), 16) if self.tiny else (self.shapes, 8192)
+        operators.run(cases(models, self.ops, self.passes, self.rows or (m,), session.world.size), session)
+
+
+@dataclass(frozen=True)
+class Layers(Bench):
+    """`bench layers`"""
+
+    layers: tuple[str, ...] = option(
+        (), "MODEL-mlp or MODEL-attn; default: those of the table of goals", choices=tuple(LAYERS), metavar="LAYER,..."
+    )
+    seq: tuple[int, ...] = option(
+        (), "sequence lengths; default 8192, and 4096 for llama3-8b-mlp", parse=positive_int, metavar="S", spaced=True
+    )
+    connections: int | None = option(
+        1, "CUDA_DEVICE_MAX_CONNECTIONS; Megatron-Core needs 1", parse=positive_int, metavar="N"
+    )
+
+    def files(self) -> list[File]:
+        return [File("layers", output.LAYER_COLUMNS, self._measure)]
+
+    def _measure(self, session: Session) -> None:
+        names, sequences = ([f"{TINY}-mlp"], [16]) if self.tiny else (self.layers, self.seq)
+        layers.run(layer_cases(names, sequences, session.world.size), session)
+
+
+@dataclass(frozen=True)
+class Ulysses(OfPasses):
+    """`bench ulysses`"""
+
+    what: tuple[str, ...] = option(
+        ("operators", "blocks"),
+        "projections alone, whole attention blocks",
+        choices=("operators", "blocks"),
+        metavar="WHAT,...",
+    )
+    models: tuple[str, ...] = option(
+        ("table6", "llama3-8b", "llama3-70b"),
+        "models, and table6 for the shapes of Ditron's Table 6",
+        choices=("table6", *PUBLISHED),
+        metavar="MODEL,...",
+    )
+    seq: tuple[int, ...] = option((8192, 32768, 131072), "tokens in all", parse=positive_int, metavar="S", spaced=True)
+
+    def files(self) -> list[File]:
+        found = {
+            "operators": File("operators", output.EXCHANGE_COLUMNS, self._operators),
+            "blocks": File("layers", output.BLOCK_COLUMNS, self._blocks),
+        }
+        return [found[what] for what in self.what]
+
+    @property
+    def _shapes(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        return ((TINY,), (16,)) if self.tiny else (self.models, self.seq)
+
+    def _operators(self, session: Session) -> None:
+        models, tokens = self._shapes
+        operators.run(exchange_cases(models, tokens, self.passes, session.world.size), session)
+
+    def _blocks(self, session: Session) -> None:
+        models, tokens = self._shapes
+        chosen = [(model, MODELS[model]) for model in models if model != "table6"]
+        attention_blocks.run(chosen, tokens, session)
+
+
+@dataclass(frozen=True)
+class Hierarchical(OfPasses):
+    """`bench hierarchical`"""
+
+    node_ranks: int = option(
+        1, "ranks of each node, all of this machine or of several", parse=positive_int, metavar="L"
+    )
+
+    def files(self) -> list[File]:
+        return [File("hierarchical", output.HIERARCHICAL_COLUMNS, self._measure)]
+
+    def _measure(self, session: Session) -> None:
+        operators.run(hierarchical.hierarchical_cases(session, self.passes, self.tiny), session)
+
+
+KINDS: dict[str, type[Bench]] = {
+    "operators": Operators,
+    "layers": Layers,
+    "ulysses": Ulysses,
+    "hierarchical": Hierarchical,
+}

@@ -1,0 +1,33 @@
+"""Faults of what the doctor tries and reports on one node."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+PROCESSES = "tests/protocol/test_doctor_processes.py"
+HARDWARE = "tests/unit/test_doctor_hardware.py"
+OPERATOR = In("overlap_train/tools/doctor/operator.py", (f"{PROCESSES}::test_every_method_that_auto_takes_is_tried",))
+LINKS = In("overlap_train/tools/doctor/links.py", ("tests/unit/test_plan_inputs.py",))
+REPORT = In("overlap_train/tools/doctor/report.py", ("tests/unit/test_doctor.py",))
+_TRIAL = f"{HARDWARE}::test_the_trial_has_every_method_that_untuned_auto_takes"
+
+FAULTS = [
+    OPERATOR("the doctor does not try direct", '= ("direct",) if tma_reads', "= () if tma_reads", _TRIAL),
+    OPERATOR("the doctor tries direct where no Hopper kernel serves",
+             "if tma_reads(here.device, torch.bfloat16, 4096, n // size)", "if True", _TRIAL),
+    OPERATOR("the doctor does not try low_latency", '*direct, "low_latency")', "*direct)", _TRIAL),
+    OPERATOR("low_latency gets more rows than auto gives it", "few_rows=16 * size)", "few_rows=m)", _TRIAL),
+    OPERATOR("low_latency gets the rows of the others", "trial.few_rows if TRAITS[method].few_rows else trial.m", "trial.m"),
+    OPERATOR("low_latency gets all-to-alls", "if not TRAITS[method].few_rows:\n", "if True:\n"),
+    OPERATOR("the others get no all-to-alls", "if not TRAITS[method].few_rows:\n", "if False:\n",
+             f"{PROCESSES}::test_wrong_exchanges_are_found"),
+    OPERATOR("low_latency is timed with many rows", "for method in trial.methods if not TRAITS[method].few_rows}",
+             "for method in trial.methods}", f"{PROCESSES}::test_methods_for_few_rows_are_not_timed_with_many"),
+    OPERATOR("only the first operator is compared", "in zip(results, ", "in zip(results[:1], ",
+             f"{PROCESSES}::test_wrong_exchanges_are_found"),
+    LINKS("slow links leave no figure", "[replace(first, figure=min(mine.values())), *others]", "[first, *others]"),
+    LINKS("a rank copies as fast as over its fastest link", "figure=min(mine.values())", "figure=max(mine.values())"),
+    LINKS("every slow link counts as a rank", "*others]", "*(replace(other, figure=min(mine.values())) for other in others)]"),
+    LINKS("products leave no figure", "return replace(found, figure=tflops)", "return found"),
+    REPORT("what is measured keeps equal lines apart", 'host="", figure=None)', 'host="")'),
+]  # fmt: skip
