@@ -6,7 +6,7 @@ Set-up and throughput have the names of Megatron-Bridge's performance summary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mfu.flops import step_flops
@@ -157,40 +157,39 @@ def tables_of(rows: Sequence[Row]) -> list[tuple[list[Row], Columns]]:
     return [(list(models.values()), SETUP), *((list(rows), columns) for columns in (SPEED, COMMUNICATION, OUTCOME))]
 
 
+# Where any variant is one of these, a reader of the table must know this.
+NOTES: Sequence[tuple[Callable[[str], bool], str]] = (
+    (DATA_PARALLEL.__eq__, f"{look_of(DATA_PARALLEL).label}: the same global batches without context parallelism, whole "
+     "sequences on each rank; losses are compared with its"),
+    (is_transformer_engine,
+     "TransformerEngine's modules: exposed communication is unknown; weight gradients are returned to DDP"),
+    (is_graph, "CUDA graph: forward and backward are replayed, the optimizer is not; exposed communication is unknown, the calls "
+     "of linears are those before the first replay, and the graph's memory counts"),
+)  # fmt: skip
+
+
 def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
     """What a reader of the table must know, and what it does not show."""
-    peak = next((row["peak_tflops"] for row in rows if row["peak_tflops"]), None)
-    notes = [
+    peak, names = (
+        next((row["peak_tflops"] for row in rows if row["peak_tflops"]), None),
+        {row["variant"] for row in rows},
+    )
+    return [
         f"MFU against {peak:g} TFLOP/s a GPU" if peak else "no MFU: no peak is known for this device (--peak-tflops)",
         "model FLOPs: matrix products of forward and backward, causal half of attention, no recomputation "
         "(Megatron-LM's num_floating_point_operations)",
         f"step: {plan.steps} steps or more in rounds of {plan.round_steps}, variants in turns; median of rounds, slowest rank",
         "exposed: forward and backward, less the same with the linears' communication left out and all products by cuBLAS",
+        *(f"{_title(row)} did not run: {row['status']}" for row in rows if row["status"] != "ran"),
+        *(_repeated(row) for row in rows if row["same_bits"] is not None),
+        *(text for applies, text in NOTES if any(map(applies, names))),
+        *["deterministic kernels: these times are not those of ordinary training"] * plan.bitwise,
     ]
-    for row in rows:
-        if row["status"] != "ran":
-            notes.append(f"{_title(row)} did not run: {row['status']}")
-        if row["same_bits"] is not None:
-            verdict = "the same bits" if row["same_bits"] else "other bits"
-            notes.append(
-                f"{row['model']}: {row['variant']}: losses and weights have {verdict} as those of the first run; "
-                f"from the baseline's losses at most {row['loss_difference']:.1e}"
-            )
-    names = {row["variant"] for row in rows}
-    if DATA_PARALLEL in names:
-        notes.append(
-            f"{look_of(DATA_PARALLEL).label}: the same global batches without context parallelism, whole sequences on each rank; "
-            "losses are compared with its"
-        )
-    if any(map(is_transformer_engine, names)):
-        notes.append(
-            "TransformerEngine's modules: exposed communication is unknown; weight gradients are returned to DDP"
-        )
-    if any(map(is_graph, names)):
-        notes.append(
-            "CUDA graph: forward and backward are replayed, the optimizer is not; exposed communication is unknown, the calls of "
-            "linears are those before the first replay, and the graph's memory counts"
-        )
-    if plan.bitwise:
-        notes.append("deterministic kernels: these times are not those of ordinary training")
-    return notes
+
+
+def _repeated(row: Row) -> str:
+    verdict = "the same bits" if row["same_bits"] else "other bits"
+    return (
+        f"{row['model']}: {row['variant']}: losses and weights have {verdict} as those of the first run; "
+        f"from the baseline's losses at most {row['loss_difference']:.1e}"
+    )
