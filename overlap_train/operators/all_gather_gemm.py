@@ -7,18 +7,11 @@ for each (planning/schedule.py has the orders).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
 
 from ..planning.plan import EnginePlan
-from ..planning.schedule import Crossing
-from ..protocol.copy_engine import run_push
-from ..protocol.node_engine import NodeEngine
-from ..protocol.node_slot import NodeCall
-from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import collectives, low_latency, persistent
@@ -44,14 +37,6 @@ class Gather(Protocol):
     def gathered_copy(self) -> torch.Tensor:
         """x [M, K], complete, in memory of its own."""
         ...
-
-
-def start_gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> Gather:
-    """A started engine that gathers x_shard_m [M/W, K]."""
-    engine = GATHERS[plan.method] if plan.nodes == 1 else _across_nodes(domain, plan)
-    gather = engine(domain, plan, tag, x_shard_m.contiguous())
-    gather.start()
-    return gather
 
 
 class CollectiveGather:
@@ -120,45 +105,6 @@ class ChunkedGather:
         return self.gathered_view().clone()
 
 
-class NodeGather(ChunkedGather):
-    """The same across nodes: the network first, then the own node; each chunk that arrives from far is passed on inside the
-    node."""
-
-    _call: NodeCall
-
-    def _push(self) -> None:
-        call, engine, legs = self._call, self._domain.engine, self._plan.legs
-        assert isinstance(engine, NodeEngine)
-        call.next_epoch()
-        for leg in legs.network:
-            engine.send(call, self._own, leg)
-        engine.push(self._own, call.routes(legs.inside))
-        for crossing in self._plan.crossings:
-            engine.later.run(partial(self._pass_on, crossing))
-
-    def _pass_on(self, crossing: Crossing) -> None:
-        self._call.wait_chunk(crossing.received.fills, crossing.received.chunk)
-        for route in self._call.routes(crossing.passed_on):
-            run_push(route.push(self._call.blocks))
-
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        """Blocks of the own node whole, those of each far node chunk by chunk, in the order in which they come."""
-        call, world, local = self._call, self._domain.world_size, self._domain.topology.local
-        y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
-        blocks, near = y.unflatten(0, (world, -1)), local - 1
-        torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
-        for source in self._plan.sources[:near]:
-            call.wait(source)
-            torch.mm(call.blocks[source], b_kn, out=blocks[source])
-        for turn, crossing in enumerate(self._plan.crossings):
-            first, chunk = near + turn // call.chunks * local, crossing.received.chunk
-            for source in self._plan.sources[first : first + local]:
-                call.wait_chunk(source, chunk)
-                torch.mm(call.chunk_of(source, chunk), b_kn, out=blocks[source].chunk(call.chunks)[chunk])
-        self._arrived = True
-        return y
-
-
 class FusedGather(ChunkedGather):
     """One persistent kernel whose tiles wait for their chunk."""
 
@@ -208,22 +154,3 @@ class LowLatencyGather:
 
     def gathered_copy(self) -> torch.Tensor:
         return self._x
-
-
-GATHERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gather]] = {
-    "collective": CollectiveGather,
-    "chunked": ChunkedGather,
-    "fused": FusedGather,
-    "direct": DirectGather,
-    "low_latency": LowLatencyGather,
-}
-
-
-def _across_nodes(
-    domain: OverlapDomain, plan: EnginePlan
-) -> Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gather]:
-    if plan.method == "collective":
-        return GATHERS[plan.method]
-    from .node_streams import NodeStreamGather  # which is made of what is above
-
-    return NodeStreamGather if isinstance(domain.engine, NodeStreamEngine) else NodeGather

@@ -7,7 +7,6 @@ own first, in one fp32 accumulator (planning/schedule.py has the orders).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,9 +15,6 @@ import torch.distributed as dist
 from ..planning.plan import EnginePlan
 from ..planning.schedule import Legs
 from ..planning.tiling import HOPPER
-from ..protocol.node_engine import NodeEngine
-from ..protocol.node_slot import NodeCall
-from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent
@@ -44,13 +40,6 @@ class Receiver(Protocol):
     def received_copy(self) -> torch.Tensor:
         """The same as [M, K/W], in memory of its own."""
         ...
-
-
-def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> Receiver:
-    """A started engine that exchanges sent [W, M/W, K/W]: block d goes to rank d. Each block is contiguous."""
-    receiver = _engine(domain, plan)(domain, plan, tag, sent)
-    receiver.start()
-    return receiver
 
 
 class CollectiveAllToAllGemm:
@@ -123,19 +112,6 @@ class ChunkedAllToAllGemm:
         return self.received_view().flatten(0, 1).clone()
 
 
-class NodeAllToAllGemm(ChunkedAllToAllGemm):
-    """The same across nodes: blocks of far ranks leave first, over the network; the own node's are multiplied first."""
-
-    _call: NodeCall
-
-    def _send(self, legs: Legs) -> None:
-        engine = self._domain.engine
-        assert isinstance(engine, NodeEngine)
-        for leg in legs.network:
-            engine.send(self._call, self._sent[leg.block], leg)
-        super()._send(legs.inside)
-
-
 class FusedAllToAllGemm(ChunkedAllToAllGemm):
     """One persistent kernel whose tiles wait at each block's edge."""
 
@@ -186,21 +162,3 @@ def add_product_in_fp32(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.float(), b.float())
-
-
-_Engine = Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Receiver]
-
-ALL_TO_ALL_GEMMS: dict[str, _Engine] = {
-    "collective": CollectiveAllToAllGemm,
-    "chunked": ChunkedAllToAllGemm,
-    "fused": FusedAllToAllGemm,
-    "direct": DirectAllToAllGemm,
-}
-
-
-def _engine(domain: OverlapDomain, plan: EnginePlan) -> _Engine:
-    if plan.nodes == 1 or plan.method == "collective":
-        return ALL_TO_ALL_GEMMS[plan.method]
-    from .node_exchanges import NodeStreamAllToAllGemm  # which is made of what is above
-
-    return NodeStreamAllToAllGemm if isinstance(domain.engine, NodeStreamEngine) else NodeAllToAllGemm

@@ -13,9 +13,8 @@ from collections.abc import Callable
 import torch
 
 from ..runtime.profiling import profiled
-from .all_gather_gemm import start_gather
-from .gemm_reduce_scatter import start_scatter
 from .plan_book import PlannedLinear
+from .start import start_gather, start_scatter
 from .weight_gradient import WeightGradient
 
 

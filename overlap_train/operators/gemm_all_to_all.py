@@ -6,7 +6,6 @@ its place among the received ones. Nothing in the GEMM waits: who takes the bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,9 +13,6 @@ import torch.distributed as dist
 
 from ..planning.plan import EnginePlan
 from ..planning.schedule import Legs
-from ..protocol.node_engine import NodeEngine
-from ..protocol.node_slot import NodeCall
-from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent
@@ -34,20 +30,6 @@ class Exchange(Protocol):
     def received(self) -> torch.Tensor:
         """[W, M/W, N/W], complete: `into`; or in the slot, valid until the operator ends."""
         ...
-
-
-def start_gemm_all_to_all(
-    domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor,
-    into: torch.Tensor | None = None,
-) -> Exchange:  # fmt: skip
-    """A started engine that multiplies and exchanges.
-
-    into: [W, M/W, N/W], each block contiguous, where the result belongs. The GEMM writes the own block there, which leaves the
-    peers' to be copied out of the slot. None: all stay in the slot, for who reads them there.
-    """
-    exchange = _engine(domain, plan)(domain, plan, tag, a_shard_m, b_kn, into)
-    exchange.start()
-    return exchange
 
 
 class CollectiveGemmAllToAll:
@@ -116,19 +98,6 @@ class ChunkedGemmAllToAll:
         return self._into
 
 
-class NodeGemmAllToAll(ChunkedGemmAllToAll):
-    """The same across nodes: the columns of far ranks leave first, over the network, while those of the own node are computed."""
-
-    _call: NodeCall
-
-    def _send(self, staging: torch.Tensor, legs: Legs) -> None:
-        engine = self._domain.engine
-        assert isinstance(engine, NodeEngine)
-        for leg in legs.network:
-            engine.send(self._call, staging[leg.block], leg)
-        super()._send(staging, legs.inside)
-
-
 class FusedGemmAllToAll(ChunkedGemmAllToAll):
     """One persistent kernel. A counter per destination and chunk releases its push by the copy engine."""
 
@@ -161,21 +130,3 @@ class DirectGemmAllToAll(FusedGemmAllToAll):
 def new_blocks(domain: OverlapDomain, a_shard_m: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
     """Memory for [W, M/W, N/W], block d for rank d."""
     return a_shard_m.new_empty(domain.world_size, a_shard_m.shape[0], b_kn.shape[1] // domain.world_size)
-
-
-_Engine = Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor, torch.Tensor | None], Exchange]
-
-GEMM_ALL_TO_ALLS: dict[str, _Engine] = {
-    "collective": CollectiveGemmAllToAll,
-    "chunked": ChunkedGemmAllToAll,
-    "fused": FusedGemmAllToAll,
-    "direct": DirectGemmAllToAll,
-}
-
-
-def _engine(domain: OverlapDomain, plan: EnginePlan) -> _Engine:
-    if plan.nodes == 1 or plan.method == "collective":
-        return GEMM_ALL_TO_ALLS[plan.method]
-    from .node_exchanges import NodeStreamGemmAllToAll  # which is made of what is above
-
-    return NodeStreamGemmAllToAll if isinstance(domain.engine, NodeStreamEngine) else NodeGemmAllToAll

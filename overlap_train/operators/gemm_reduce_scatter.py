@@ -8,7 +8,6 @@ every run. The last tiles of a persistent kernel do that, or a kernel of its own
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -16,14 +15,9 @@ import torch
 
 from ..gpu.launch import Launch
 from ..planning.plan import EnginePlan
-from ..planning.schedule import Leg
-from ..protocol.node_engine import NodeEngine
-from ..protocol.node_slot import NodeCall
-from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.slot import Call
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
-from ..symmetric.inter_node import Transport
 from . import collectives, low_latency, persistent
 from .kernel_args import ScatterOperands, on_a_gpu
 from .persistent import aligned, should_run_async
@@ -39,14 +33,6 @@ class Scatter(Protocol):
     def finish(self) -> torch.Tensor:
         """Wait for the peers' partials; y_shard_m, complete."""
         ...
-
-
-def start_scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor) -> Scatter:
-    """A started engine that multiplies and reduces."""
-    engine = SCATTERS[plan.method] if plan.nodes == 1 else _across_nodes(domain, plan)
-    scatter = engine(domain, plan, tag, a_mk, b_kn)
-    scatter.start()
-    return scatter
 
 
 class CollectiveScatter:
@@ -91,59 +77,6 @@ class ChunkedScatter:
 
     def finish(self) -> torch.Tensor:
         return reduce_partials(self._domain, self._call, self._partials[self._domain.rank])
-
-
-class NodeScatter(ChunkedScatter):
-    """The same across nodes, far nodes first: the blocks of a node go to its ranks' twins in this node, each of which adds them
-    up and sends the sum. Sums and sends run beside the GEMMs of the next node."""
-
-    _call: NodeCall
-
-    def start(self) -> None:
-        domain, world = self._domain, self._domain.world_size
-        self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
-        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, self._plan.chunks)
-        call.next_epoch()
-        rows = self._a.unflatten(0, (world, -1))
-        assert isinstance(call, NodeCall) and isinstance(domain.engine, NodeEngine)
-        self._call = call
-        for block, legs in self._plan.legs.by_block:
-            for leg in legs.network:
-                part = call.chunk_rows(leg.chunk)
-                torch.mm(rows[block, part], self._b, out=self._partials[block, part])
-                domain.engine.later.run(partial(self._send_sum, domain.engine.network, leg))
-            if legs.inside.all:
-                torch.mm(rows[block], self._b, out=self._partials[block])
-                domain.engine.push(self._partials, call.routes(legs.inside))
-        own = domain.rank
-        torch.mm(rows[own], self._b, out=self._partials[own])
-
-    def _send_sum(self, network: Transport, leg: Leg) -> None:
-        total = self._sum_for(leg.block, leg.chunk).to(self._a.dtype)
-        network.put(total, self._call.place(leg), self._call.word)
-
-    def _sum_for(self, twin: int, chunk: int) -> torch.Tensor:
-        """The partials of this node for a chunk of the rows of `twin`, in fp32: the own one, then the others in rank order."""
-        topology, rows = self._domain.topology, self._call.chunk_rows(chunk)
-        total = self._partials[twin, rows].to(torch.float32, copy=True)
-        for block in topology.ranks_of(twin // topology.local):
-            if block != twin:
-                self._call.wait_chunk(block, chunk)
-                total += self._call.chunk_of(block, chunk)
-        return total
-
-    def finish(self) -> torch.Tensor:
-        """Own node first, then the sums of the others in order of nodes."""
-        topology, call = self._domain.topology, self._call
-        y = self._partials.new_empty(self._partials.shape[1:])
-        for chunk in range(call.chunks):
-            total = self._sum_for(topology.rank, chunk)
-            for node in range(topology.nodes):
-                if node != topology.node:
-                    call.wait_chunk(topology.twin(node), chunk)
-                    total += call.chunk_of(topology.twin(node), chunk)
-            y[call.chunk_rows(chunk)] = total
-        return y
 
 
 class FusedScatter:
@@ -225,22 +158,3 @@ def _reduce_launch(domain: OverlapDomain, call: Call, own: torch.Tensor, y: torc
     constants = dict(WORLD=call.world_size, BLOCK=block)
     grid = (-(-own.numel() // block),)
     return Launch(reduce_partials_kernel, grid, arguments, constants, (("own_ptr",), ("y_ptr",)))
-
-
-SCATTERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor], Scatter]] = {
-    "collective": CollectiveScatter,
-    "chunked": ChunkedScatter,
-    "fused": FusedScatter,
-    "direct": DirectScatter,
-    "low_latency": LowLatencyScatter,
-}
-
-
-def _across_nodes(
-    domain: OverlapDomain, plan: EnginePlan
-) -> Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor], Scatter]:
-    if plan.method == "collective":
-        return SCATTERS[plan.method]
-    from .node_streams import NodeStreamScatter  # which is made of what is above
-
-    return NodeStreamScatter if isinstance(domain.engine, NodeStreamEngine) else NodeScatter

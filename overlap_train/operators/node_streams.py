@@ -20,15 +20,13 @@ from ..planning.schedule import Crossing
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..symmetric.inter_node import Exchange
-from .all_gather_gemm import ChunkedGather
 from .gemm_reduce_scatter import ChunkedScatter
+from .node_processes import NodeGather
 from .persistent import aligned
 
 
-class NodeStreamGather(ChunkedGather):
+class NodeStreamGather(NodeGather):
     """See Gather."""
-
-    _call: NodeCall
 
     def _push(self) -> None:
         call, engine = self._call, self._domain.engine
@@ -61,22 +59,8 @@ class NodeStreamGather(ChunkedGather):
             self._go_on()
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        call, world, local = self._call, self._domain.world_size, self._domain.topology.local
-        y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
-        blocks, near = y.unflatten(0, (world, -1)), local - 1
         with self._engine.products(self._plan.sms.send):
-            torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
-            for source in self._plan.sources[:near]:
-                call.wait(source)
-                torch.mm(call.blocks[source], b_kn, out=blocks[source])
-            for turn, crossing in enumerate(self._plan.crossings):
-                self._go_on()
-                first, chunk = near + turn // call.chunks * local, crossing.received.chunk
-                for source in self._plan.sources[first : first + local]:
-                    call.wait_chunk(source, chunk)
-                    torch.mm(call.chunk_of(source, chunk), b_kn, out=blocks[source].chunk(call.chunks)[chunk])
-        self._arrived = True
-        return y
+            return super().matmul(b_kn)
 
     def gathered_view(self) -> torch.Tensor:
         self._finish()

@@ -8,7 +8,8 @@ from itertools import zip_longest
 
 import torch
 
-from ..operators.all_to_all_gemm import Receiver, start_all_to_all_gemm
+from ..operators.all_to_all_gemm import Receiver
+from ..operators.start import start_all_to_all_gemm
 from ..planning.plan import EnginePlan
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain

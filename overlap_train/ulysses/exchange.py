@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
-from ..operators.all_to_all_gemm import Receiver, start_all_to_all_gemm
-from ..operators.gemm_all_to_all import start_gemm_all_to_all
+from ..operators.all_to_all_gemm import Receiver
+from ..operators.start import start_all_to_all_gemm, start_gemm_all_to_all
 from ..operators.weight_gradient import WeightGradient
 from ..planning.plan import EnginePlan
 from ..protocol.tags import Tag

@@ -170,10 +170,8 @@ NOTES: Sequence[tuple[Callable[[str], bool], str]] = (
 
 def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
     """What a reader of the table must know, and what it does not show."""
-    peak, names = (
-        next((row["peak_tflops"] for row in rows if row["peak_tflops"]), None),
-        {row["variant"] for row in rows},
-    )
+    peak = next((row["peak_tflops"] for row in rows if row["peak_tflops"]), None)
+    names = {row["variant"] for row in rows}
     return [
         f"MFU against {peak:g} TFLOP/s a GPU" if peak else "no MFU: no peak is known for this device (--peak-tflops)",
         "model FLOPs: matrix products of forward and backward, causal half of attention, no recomputation "

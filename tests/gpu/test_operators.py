@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from overlap_train import all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
-from overlap_train.operators.all_gather_gemm import start_gather
-from overlap_train.operators.gemm_reduce_scatter import start_scatter
+from overlap_train.operators.start import start_gather, start_scatter
 from overlap_train.planning.arguments import Request
 from overlap_train.planning.choice import Pass, choose
 from overlap_train.planning.plan import EnginePlan, make_plan

@@ -13,6 +13,13 @@ for _kernel in ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter", "lo
     importlib.import_module(f"overlap_train.kernels.{_kernel}")
 
 
+# Engines, and what is made of them, in that order.
+ENGINES = (
+    *(f"operators.{name}" for name in ("all_gather_gemm", "gemm_reduce_scatter", "all_to_all_gemm", "gemm_all_to_all")),
+    *(f"operators.{name}" for name in ("node_processes", "node_streams", "node_exchanges", "start")),
+)
+
+
 @dataclass(frozen=True)
 class Fault:
     """One textual change of one module of the package, and what has to be reported then (a regular expression)."""
@@ -25,7 +32,8 @@ class Fault:
 
     def planted(self) -> AbstractContextManager[None]:
         """Inside, the package runs with the fault."""
-        reload = tuple(f"overlap_train.{name}" for name in self.reload)
+        engines = ENGINES[ENGINES.index(self.module) + 1 :] if self.module in ENGINES else ()
+        reload = tuple(f"overlap_train.{name}" for name in (*engines, *self.reload))
         return planted(f"overlap_train.{self.module}", self.old, self.new, reload=reload)
 
 

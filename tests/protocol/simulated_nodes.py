@@ -17,8 +17,7 @@ from unittest import mock
 
 import torch
 
-import overlap_train.operators.node_exchanges
-import overlap_train.operators.node_streams  # noqa: F401  # before a fault is planted in what they import
+import overlap_train.operators.start  # noqa: F401  # before a fault is planted in what it imports
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.simulated_gpu import Operation, SimulatedDriver, SimulatedGpu
 from tests.protocol.simulated_ranks import SimulatedDomain, SimulatedHeap, core

@@ -32,7 +32,7 @@ from overlap_train import (
     qkv_all_to_all,
     shutdown,
 )
-from overlap_train.operators.gemm_all_to_all import NodeGemmAllToAll
+from overlap_train.operators.node_processes import NodeGemmAllToAll
 from overlap_train.planning.sequence import SequenceLayout
 from overlap_train.protocol.node_engine import NodeEngine
 from overlap_train.protocol.slot_use import SlotUse

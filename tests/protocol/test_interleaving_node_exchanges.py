@@ -66,11 +66,11 @@ def exchanged_backward(machine: NodeSimulation, calls: int = 2, first: Before | 
                 (own, own_dy) = (operand[call, rank] for operand in operands)
                 plan = domain.plan("chunked", own, w, "ALL_TO_ALL_LINEAR")
                 with domain.operator(tag_of("backward"), slots=2):
-                    start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+                    start = core("operators.start").start_all_to_all_gemm
                     receiver = start(domain, plan.wgrad, tag_of("x"), own.unflatten(0, (world, TILE)))
                     if first is not None:
                         first(domain)
-                    send = core("operators.gemm_all_to_all").start_gemm_all_to_all
+                    send = core("operators.start").start_gemm_all_to_all
                     exchange = send(domain, plan.dgrad, tag_of("dx"), own_dy, w)
                     blocks[call, rank] = receiver.received_view()
                     dx[call, rank] = exchange.received()
@@ -168,7 +168,7 @@ def test_a_part_ends_when_it_has_crossed_though_nobody_reads_it() -> None:
         def host(domain: SimulatedDomain) -> None:
             first, second = x[domain.rank].clone(), x[domain.rank].clone()
             plan = domain.plan("chunked", first.flatten(0, 1), torch.ones(TILE, 4 * TILE), "ALL_TO_ALL_LINEAR").fprop
-            start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+            start = core("operators.start").start_all_to_all_gemm
             with domain.operator(tag_of("first"), slots=1):
                 receiver = start(domain, plan, tag_of("first"), first)
                 domain.begin_ahead()
@@ -214,7 +214,7 @@ def test_memory_of_what_landed_is_held_until_it_is_passed_on() -> None:
             plan = domain.plan("chunked", x.flatten(0, 1), torch.ones(TILE, 4 * TILE), "ALL_TO_ALL_LINEAR").fprop
             landings = []
             with domain.operator(tag_of("call"), slots=1):
-                start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+                start = core("operators.start").start_all_to_all_gemm
                 receiver = start(domain, plan, tag_of("call"), x)
                 landings += [landing for _, _, landing in receiver._crossings._under_way]
                 receiver.received_view()
@@ -247,7 +247,7 @@ def test_what_lands_names_the_call_that_it_is_of() -> None:
                 tag_of(f"layer {domain.rank // 3}"),
             )
             with domain.operator(tag_of("call"), slots=1):
-                start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+                start = core("operators.start").start_all_to_all_gemm
                 start(domain, plan.fprop, tag, x).received_view()
 
         machine.spawn_hosts(scheduler, host)

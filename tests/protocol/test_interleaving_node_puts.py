@@ -17,10 +17,10 @@ from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import core
 from tests.protocol.test_interleaving_node_exchanges import exchanged_backward
 from tests.protocol.test_interleaving_nodes import (
-    ENGINES,
     EXCHANGES,
     PROBLEMS,
     SIZES,
+    STREAMS,
     backward,
     in_networks,
     in_turns,
@@ -94,7 +94,7 @@ FAULTS = {
         Fault(EXCHANGES, "                engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
     ),
     "sums of other nodes are not waited for": (
-        Fault(ENGINES, "            call.wait(block)\n", "            pass\n"), "scatter 2 1",
+        Fault(STREAMS, "            call.wait(block)\n", "            pass\n"), "scatter 2 1",
     ),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
-from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
+from tests.protocol.faults import ENGINES, SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers, scatters, tag_of, to_heads, to_rows
 from tests.protocol.simulated_gpu import Operation
@@ -62,8 +62,8 @@ def backward(machine: NodeSimulation, calls: int = 2) -> Build:
                 own, own_dy = (operand[call, rank] for operand in operands)
                 plan = domain.plan("chunked", own, w[rank].t())
                 with domain.operator(tag_of("backward"), slots=2):
-                    gather = core("operators.all_gather_gemm").start_gather(domain, plan.fprop, tag_of("x"), own)
-                    start = core("operators.gemm_reduce_scatter").start_scatter
+                    gather = core("operators.start").start_gather(domain, plan.fprop, tag_of("x"), own)
+                    start = core("operators.start").start_scatter
                     scatter = start(domain, plan.dgrad, tag_of("dx"), own_dy, w[rank])
                     gathered[call, rank] = gather.gathered_view()
                     dx[call, rank] = scatter.finish()
@@ -95,21 +95,17 @@ def in_turns(machine: NodeSimulation, order: str) -> Build:
         eye, tag = torch.eye(TILE), tag_of(kind)
         if kind == "g":
             plan = domain.plan("chunked", own[0], eye).fprop
-            return core("operators.all_gather_gemm").start_gather(domain, plan, tag, own[0]).matmul(eye)
+            return core("operators.start").start_gather(domain, plan, tag, own[0]).matmul(eye)
         if kind == "s":
             plan = domain.plan("chunked", own.flatten(0, 1), eye, "LINEAR_REDUCE_SCATTER").fprop
-            return (
-                core("operators.gemm_reduce_scatter").start_scatter(domain, plan, tag, own.flatten(0, 1), eye).finish()
-            )
+            return core("operators.start").start_scatter(domain, plan, tag, own.flatten(0, 1), eye).finish()
         if kind == "r":
             plan = domain.plan("chunked", own.flatten(0, 1), torch.ones(TILE, world * TILE), "ALL_TO_ALL_LINEAR").fprop
-            start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+            start = core("operators.start").start_all_to_all_gemm
             return start(domain, plan, tag, own).received_view().clone()
         columns = own.transpose(0, 1).flatten(1)  # block d for rank d
         plan = domain.plan("chunked", eye, columns.t(), "LINEAR_ALL_TO_ALL").fprop
-        return (
-            core("operators.gemm_all_to_all").start_gemm_all_to_all(domain, plan, tag, eye, columns).received().clone()
-        )
+        return core("operators.start").start_gemm_all_to_all(domain, plan, tag, eye, columns).received().clone()
 
     def expected(kind: str, rank: int, all_ranks: torch.Tensor) -> torch.Tensor:
         if kind == "g":
@@ -146,7 +142,7 @@ def test_a_slot_that_operators_of_several_kinds_reuse_early_is_found() -> None:
         assert_caught(in_turns(NodeSimulation(4, node_ranks=2), "rghrsrhg"), range(30))
 
 
-ENGINES, EXCHANGES = "operators.node_streams", "operators.node_exchanges"
+PROCESSES, STREAMS, EXCHANGES = (f"operators.node_{name}" for name in ("processes", "streams", "exchanges"))
 ARRIVE = "            exchange.arrive()\n"
 OWN = "            if landing is None:\n"
 SIGNAL = f"{OWN}                self._tell(call, received)\n"
@@ -157,9 +153,7 @@ LEFT = "self._order(stream.cuda_stream, current)"
 
 def in_streams(old: str, new: str, report: str = "wrong result") -> Fault:
     """A fault of the engine, whose class the operators know."""
-    linears = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_to_all", "all_to_all_gemm")
-    importers = ("protocol.node_networks", *(f"operators.{name}" for name in linears), ENGINES, EXCHANGES)
-    return Fault("protocol.node_streams", old, new, report, importers)
+    return Fault("protocol.node_streams", old, new, report, ("protocol.node_networks", *ENGINES))
 
 
 def in_networks(old: str, new: str, report: str = "wrong result") -> Fault:
@@ -182,21 +176,21 @@ FAULTS = {
         "scatter 2 1",
     ),
     "a shard is sent before the caller has written it": (
-        Fault(ENGINES, "        engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "gather 2 1",
+        Fault(STREAMS, "        engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "gather 2 1",
     ),
     "nothing is passed on": (in_streams(f"            {PASSED}\n", "            break\n", "deadlock"), "gather 4 2"),
     "passed on without the data": (in_streams(PASSED, "pass"), "gather 4 2"),
     "partial sums are added before they are here": (
-        Fault(ENGINES, "            self._call.wait_chunk(block, chunk)\n", "            pass\n"), "scatter 4 2",
+        Fault(STREAMS, "            self._call.wait_chunk(block, chunk)\n", "            pass\n"), "scatter 4 2",
     ),
     "a chunk is multiplied before it is here": (
-        Fault(ENGINES, "                    call.wait_chunk(source, chunk)\n", ""), "gather 2 1",
+        Fault(PROCESSES, "                call.wait_chunk(source, chunk)\n", ""), "gather 2 1",
     ),
     "the first chunk is waited for instead": (
         in_workspace(Fault("protocol.waits", "first_chunk=chunk or 0", "first_chunk=0")), "gather 2 1",
     ),
     "sums of other nodes are not waited for": (
-        Fault(ENGINES, "            call.wait(block)\n", "            pass\n"), "scatter 2 1",
+        Fault(STREAMS, "            call.wait(block)\n", "            pass\n"), "scatter 2 1",
     ),
     "slot reused early": (in_workspace(SLOT_REUSED_EARLY), "gather 4 2"),
 }  # fmt: skip
@@ -226,7 +220,7 @@ def test_what_nobody_waits_for_is_passed_on_before_the_operator_ends() -> None:
             own = x[domain.rank].clone()
             plan = domain.plan("chunked", own, own)
             with domain.operator(tag_of("call"), slots=1):
-                gather = core("operators.all_gather_gemm").start_gather(domain, plan.fprop, tag_of("x"), own)
+                gather = core("operators.start").start_gather(domain, plan.fprop, tag_of("x"), own)
                 if domain.rank % 2:
                     seen[domain.rank] = gather.gathered_view().view(4, TILE, TILE).sum(0)
             own.fill_(torch.nan)
@@ -277,17 +271,17 @@ def _started(domain: SimulatedDomain, operator: str, own: torch.Tensor) -> Calla
     if operator == "gather":
         shard = own[:TILE]
         plan = domain.plan("chunked", shard, shard).fprop
-        gather = core("operators.all_gather_gemm").start_gather(domain, plan, tag_of("call"), shard)
+        gather = core("operators.start").start_gather(domain, plan, tag_of("call"), shard)
         return lambda: gather.matmul(torch.eye(TILE)).unflatten(0, (2, TILE))
     plan = domain.plan("chunked", own, own.new_empty(2 * TILE, 2 * TILE), "ALL_TO_ALL_LINEAR").fprop
-    start = core("operators.all_to_all_gemm").start_all_to_all_gemm
+    start = core("operators.start").start_all_to_all_gemm
     receiver = start(domain, plan, tag_of("call"), own.unflatten(0, (2, TILE)))
     y = own.new_empty(TILE, 2 * TILE)
     return lambda: receiver.matmul(torch.eye(2 * TILE), y).unflatten(1, (2, TILE)).transpose(0, 1)
 
 
 ORDERED = {
-    "gather": Fault(ENGINES, "        crossing = self._waiting.popleft()\n",
+    "gather": Fault(STREAMS, "        crossing = self._waiting.popleft()\n",
                     "        crossing = self._waiting.popleft()\n        self._engine.send_after_this()\n"),
     "to_rows": Fault(EXCHANGES, "            self._crossings.start(self._sent",
                      "            self._engine.send_after_this()\n            self._crossings.start(self._sent"),
@@ -307,7 +301,7 @@ def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:
     """Rule 4: each rank's sum waits for what its neighbour computes after its own sum. With a queue for each stream nobody would
     notice."""
     first = Fault(
-        ENGINES,
+        STREAMS,
         "for block, legs in plan.legs.by_block:",
         "for block, legs in sorted(plan.legs.by_block, key=lambda item: not item[1].network.all):",
     )
@@ -356,7 +350,7 @@ def wrong_calls(machine: NodeSimulation, op_of: Callable[[int], str]) -> tuple[B
             x = integers(TILE, TILE, seed=1)
             plan, tag = domain.plan("chunked", x, x), tag_of(op_of(domain.rank))
             with domain.operator(tag_of("call"), slots=1):
-                core("operators.all_gather_gemm").start_gather(domain, plan.fprop, tag, x).matmul(x)
+                core("operators.start").start_gather(domain, plan.fprop, tag, x).matmul(x)
 
         machine.spawn_hosts(scheduler, host)
         return lambda: None

@@ -138,7 +138,7 @@ def test_fault_of_streams_is_caught(fault: str) -> None:
 
 def _order(method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of rank 0, in its first pass."""
-    engines, order = core("operators.all_to_all_gemm"), []
+    engines, order = core("operators.start"), []
     engine = engines.ALL_TO_ALL_GEMMS[method]
 
     def noted(what: str, plain: Callable[..., Any]) -> Callable[..., Any]:

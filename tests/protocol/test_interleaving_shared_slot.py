@@ -23,7 +23,7 @@ def gather_and_barrier(method: str) -> Before:
         own = torch.ones(TILE, TILE)
         with domain.operator(tag_of("other"), slots=1):
             plan = domain.plan(method, own, own).fprop
-            core("operators.all_gather_gemm").start_gather(domain, plan, tag_of("other"), own).matmul(own)
+            core("operators.start").start_gather(domain, plan, tag_of("other"), own).matmul(own)
         domain.workspace.barrier(tag_of("between"))
 
     return before
@@ -67,10 +67,10 @@ def without_a_peer(method: str, operator: str) -> Build:
         def run(domain: SimulatedDomain) -> torch.Tensor:
             if operator == "gather":
                 plan = domain.plan(method, x[:TILE], b.t()).fprop
-                gather = core("operators.all_gather_gemm").start_gather(domain, plan, tag_of("call"), x[:TILE])
+                gather = core("operators.start").start_gather(domain, plan, tag_of("call"), x[:TILE])
                 return gather.matmul(b)[TILE:]
             plan = domain.plan(method, x, b.t(), "LINEAR_REDUCE_SCATTER").fprop
-            return core("operators.gemm_reduce_scatter").start_scatter(domain, plan, tag_of("call"), x, b).finish()
+            return core("operators.start").start_scatter(domain, plan, tag_of("call"), x, b).finish()
 
         machine.spawn_hosts(scheduler, host)
 

@@ -29,10 +29,7 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
-from overlap_train.operators.all_gather_gemm import NodeGather
-from overlap_train.operators.all_to_all_gemm import NodeAllToAllGemm
-from overlap_train.operators.gemm_all_to_all import NodeGemmAllToAll
-from overlap_train.operators.gemm_reduce_scatter import NodeScatter
+from overlap_train.operators.node_processes import NodeAllToAllGemm, NodeGather, NodeGemmAllToAll, NodeScatter
 from overlap_train.planning import choice
 from overlap_train.planning.variants import Variant
 from overlap_train.protocol.node_engine import Later, NodeEngine

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
-from overlap_train.operators.all_gather_gemm import GATHERS, ChunkedGather
-from overlap_train.operators.gemm_reduce_scatter import SCATTERS, ChunkedScatter
+from overlap_train.operators.all_gather_gemm import ChunkedGather
+from overlap_train.operators.gemm_reduce_scatter import ChunkedScatter
+from overlap_train.operators.start import GATHERS, SCATTERS
 from overlap_train.planning.choice import Choice
 from overlap_train.planning.passes import GATHER, SCATTER, SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.plan import EnginePlan

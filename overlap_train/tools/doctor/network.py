@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ... import OverlapConfig
 from ... import check as check_timeouts
-from ...operators.all_gather_gemm import start_gather
+from ...operators.start import start_gather
 from ...planning.arguments import Request
 from ...planning.choice import Choice
 from ...planning.variants import CHUNK_COUNTS, Variant

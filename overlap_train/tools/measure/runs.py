@@ -9,10 +9,7 @@ from functools import partial
 import torch
 
 from ...config import OverlapConfig
-from ...operators.all_gather_gemm import start_gather
-from ...operators.all_to_all_gemm import start_all_to_all_gemm
-from ...operators.gemm_all_to_all import start_gemm_all_to_all
-from ...operators.gemm_reduce_scatter import start_scatter
+from ...operators.start import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
 from ...planning.arguments import Request
 from ...planning.choice import Choice, alone
 from ...planning.low_latency import MOST_BYTES, flagged_bytes

@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 
 from ...methods import TRAITS
-from ...operators.all_gather_gemm import start_gather
-from ...operators.gemm_reduce_scatter import start_scatter
+from ...operators.start import start_gather, start_scatter
 from ...planning.choice import SCATTER_AND_WGRAD, Choice, Pass, saves_a_wave, untuned
 from ...planning.low_latency import serving
 from ...planning.plan import chunks_of, sent_again

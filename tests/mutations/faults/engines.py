@@ -10,6 +10,9 @@ LINEAR_RUNS = f"{PROTOCOL}/test_interleaving_linear.py"
 SHAPES, MODES = f"{PROTOCOL}/test_processes.py::test_every_shape", f"{PROTOCOL}/test_modes.py::test_modes"
 FOOTPRINT = f"{PROTOCOL}/test_footprint.py::test_what_is_kept_for_backward_how_peers_find_memory_and_when_it_is_freed"
 
+START = In(
+    f"{OPERATORS}/start.py", (f"{PROTOCOL}/test_processes.py::test_layouts_freezing_microbatches_and_recomputation",)
+)
 GATHER = In(f"{OPERATORS}/all_gather_gemm.py", (f"{LINEAR_RUNS}::test_chunked_passes",))
 SCATTER = In(
     f"{OPERATORS}/gemm_reduce_scatter.py",
@@ -54,11 +57,10 @@ FAULTS = [
         "        if False:  # no",
         f"{PROTOCOL}/test_interleaving_all_gather_gemm.py::test_what_is_gathered_by_direct_without_a_product_is_sent_all_the_same",
     ),
-    GATHER(
+    START(
         "a shard that is not contiguous is sent",
         "engine(domain, plan, tag, x_shard_m.contiguous())",
         "engine(domain, plan, tag, x_shard_m)",
-        f"{PROTOCOL}/test_processes.py::test_layouts_freezing_microbatches_and_recomputation",
     ),
     GATHER(
         "a gather by NCCL is read before it has come",

@@ -14,10 +14,7 @@ WIRE = In("overlap_train/symmetric/wire.py", ("tests/unit/test_wire.py",))
 NETWORK = In("overlap_train/symmetric/inter_node.py", (SHAPES,))
 SLOT = In("overlap_train/protocol/node_slot.py", (SHAPES,))
 WORKSPACE = In("overlap_train/protocol/node_workspace.py", (SHAPES,))
-GATHER = In("overlap_train/operators/all_gather_gemm.py", (SHAPES,))
-SCATTER = In("overlap_train/operators/gemm_reduce_scatter.py", (SHAPES,))
-OUT = In("overlap_train/operators/gemm_all_to_all.py", (SHAPES,))
-BACK = In("overlap_train/operators/all_to_all_gemm.py", (SHAPES,))
+PROCESSES = In("overlap_train/operators/node_processes.py", (SHAPES,))
 BOOK = In("overlap_train/operators/plan_book.py", ("tests/unit/test_plan_book.py",))
 SETTLED = In("overlap_train/runtime/domain.py", ("tests/unit/test_wire.py",))
 STREAMED = "tests/protocol/test_interleaving_nodes.py"
@@ -94,12 +91,12 @@ FAULTS = [
     SLOT("every block is for who takes it from the network", "Place(receiver, target,", "Place(receiver, receiver,"),
     SCHEDULE("a rank is connected with all others", "return self.twin(target // self.local)", "return target"),
     SCHEDULE("far blocks are expected in the order of a gather", "first = int(kind in EXCHANGES)", "first = 0"),
-    OUT("every far rank gets the first rank's columns", "engine.send(self._call, staging[leg.block], leg)",
+    PROCESSES("every far rank gets the first rank's columns", "engine.send(self._call, staging[leg.block], leg)",
         "engine.send(self._call, staging[0], leg)"),
-    OUT("columns of the own node stay here", "        super()._send(staging, legs.inside)\n", "        pass\n"),
-    BACK("every far rank gets the first rank's rows", "engine.send(self._call, self._sent[leg.block], leg)",
+    PROCESSES("columns of the own node stay here", "        super()._send(staging, legs.inside)\n", "        pass\n"),
+    PROCESSES("every far rank gets the first rank's rows", "engine.send(self._call, self._sent[leg.block], leg)",
          "engine.send(self._call, self._sent[0], leg)"),
-    BACK("rows of the own node stay here", "        super()._send(legs.inside)\n", "        pass\n"),
+    PROCESSES("rows of the own node stay here", "        super()._send(legs.inside)\n", "        pass\n"),
     NETWORK("a signal carries another word", "place.signal, word], dtype", "place.signal, word + 1], dtype"),
     SLOT(
         "what is passed on tells of the own call", "if leg.carries == ARRIVED else", "if False else",
@@ -169,7 +166,7 @@ FAULTS = [
     STREAM_ENGINES("sums are those of the first chunk", "received = self._call.blocks[:, self._call.chunk_rows(chunk)]",
                    "received = self._call.blocks[:, self._call.chunk_rows(0)]"),
     STREAM_ENGINES("the own node's partials are left out", "order = self._others(topology.rank)", "order = []"),
-    STREAM_ENGINES("chunks of the second far node are those of the first", "near + turn // call.chunks * local", "near"),
+    PROCESSES("chunks of the second far node are those of the first", "near + turn // call.chunks * local", "near", PASSES),
     PUTS("a signal goes to the twin", "self._set, place.rank, stream)", "self._set, place.receiver, stream)"),
     PUTS("words are signed to NVSHMEM", "word % _WORD", "word"),
     PUTS("nothing is staged", "        self._driver.check(self._driver.copy(staged, source.data_ptr(), nbytes, stream))\n", ""),
@@ -218,8 +215,8 @@ FAULTS = [
         "twins do not meet", "                self.wait(call, topology.twin(node), 1)\n", "                pass\n",
         f"{NODES}::test_nobody_leaves_a_barrier_before_all_have_come",
     ),
-    GATHER("a block is passed on before it is there",
+    PROCESSES("a block is passed on before it is there",
            "        self._call.wait_chunk(crossing.received.fills, crossing.received.chunk)\n", ""),
-    SCATTER("the own node's partials are added twice", "if block != twin:", "if True:"),
-    SCATTER("sums of other nodes are left out", "                    total += call.chunk_of(topology.twin(node), chunk)\n", ""),
+    PROCESSES("the own node's partials are added twice", "if block != twin:", "if True:"),
+    PROCESSES("sums of other nodes are left out", "                    total += call.chunk_of(topology.twin(node), chunk)\n", ""),
 ]  # fmt: skip

@@ -14,8 +14,7 @@ TILING = In("overlap_train/planning/tiling.py", (UNIT,))
 CANDIDATES = In("overlap_train/tools/tune/candidates.py", (UNIT,))
 COMMAND = In("overlap_train/tools/tune/command.py", (PROCESSES,))
 BOOK = In("overlap_train/operators/plan_book.py", (PROCESSES,))
-GATHER = In("overlap_train/operators/all_gather_gemm.py", IN_CHUNKS)
-SCATTER = In("overlap_train/operators/gemm_reduce_scatter.py", IN_CHUNKS)
+ENGINES = In("overlap_train/operators/node_processes.py", IN_CHUNKS)
 
 FAULTS = [
     CHOICE("a row of another number of nodes is taken",
@@ -36,11 +35,11 @@ FAULTS = [
             "key_of(here.device, here.size, nodes_of(session, asked.methods))", "key_of(here.device, here.size)"),
     BOOK("a group across nodes reads what one node has measured",
          "domain.world_size, self.topology.nodes)", "domain.world_size)"),
-    GATHER("a chunk of a far block is multiplied before it is there", "                call.wait_chunk(source, chunk)\n", ""),
-    GATHER("every chunk of a far block is the first",
+    ENGINES("a chunk of a far block is multiplied before it is there", "                call.wait_chunk(source, chunk)\n", ""),
+    ENGINES("every chunk of a far block is the first",
            "torch.mm(call.chunk_of(source, chunk), b_kn", "torch.mm(call.chunk_of(source, 0), b_kn"),
-    SCATTER("every sum is that of the first chunk", "self._sum_for(leg.block, leg.chunk)", "self._sum_for(leg.block, 0)"),
-    SCATTER("a scatter across nodes expects whole blocks",
+    ENGINES("every sum is that of the first chunk", "self._sum_for(leg.block, leg.chunk)", "self._sum_for(leg.block, 0)"),
+    ENGINES("a scatter across nodes expects whole blocks",
             "self._partials.shape[1:], self._a.dtype, self._tag, self._plan.chunks)",
             "self._partials.shape[1:], self._a.dtype, self._tag)"),
 ]  # fmt: skip

@@ -1,0 +1,139 @@
+"""`chunked` across nodes on CPU processes: what waits for the network has a thread of its own (protocol/node_engine.py)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ..planning.schedule import Crossing, Leg, Legs
+from ..protocol.copy_engine import run_push
+from ..protocol.node_engine import NodeEngine
+from ..protocol.node_slot import NodeCall
+from ..symmetric.inter_node import Transport
+from .all_gather_gemm import ChunkedGather
+from .all_to_all_gemm import ChunkedAllToAllGemm
+from .gemm_all_to_all import ChunkedGemmAllToAll
+from .gemm_reduce_scatter import ChunkedScatter
+
+
+class NodeGather(ChunkedGather):
+    """AllGather + GEMM: the network first, then the own node; each chunk that arrives from far is passed on inside the
+    node."""
+
+    _call: NodeCall
+
+    def _push(self) -> None:
+        call, engine, legs = self._call, self._domain.engine, self._plan.legs
+        assert isinstance(engine, NodeEngine)
+        call.next_epoch()
+        for leg in legs.network:
+            engine.send(call, self._own, leg)
+        engine.push(self._own, call.routes(legs.inside))
+        for crossing in self._plan.crossings:
+            engine.later.run(partial(self._pass_on, crossing))
+
+    def _pass_on(self, crossing: Crossing) -> None:
+        self._call.wait_chunk(crossing.received.fills, crossing.received.chunk)
+        for route in self._call.routes(crossing.passed_on):
+            run_push(route.push(self._call.blocks))
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        """Blocks of the own node whole, those of each far node chunk by chunk, in the order in which they come."""
+        call, world, local = self._call, self._domain.world_size, self._domain.topology.local
+        y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
+        blocks, near = y.unflatten(0, (world, -1)), local - 1
+        torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
+        for source in self._plan.sources[:near]:
+            call.wait(source)
+            torch.mm(call.blocks[source], b_kn, out=blocks[source])
+        for turn, crossing in enumerate(self._plan.crossings):
+            self._go_on()
+            first, chunk = near + turn // call.chunks * local, crossing.received.chunk
+            for source in self._plan.sources[first : first + local]:
+                call.wait_chunk(source, chunk)
+                torch.mm(call.chunk_of(source, chunk), b_kn, out=blocks[source].chunk(call.chunks)[chunk])
+        self._arrived = True
+        return y
+
+    def _go_on(self) -> None:
+        """Before a chunk from far is waited for."""
+
+
+class NodeScatter(ChunkedScatter):
+    """GEMM + ReduceScatter, far nodes first: the blocks of a node go to its ranks' twins in this node, each of which adds them
+    up and sends the sum. Sums and sends run beside the GEMMs of the next node."""
+
+    _call: NodeCall
+
+    def start(self) -> None:
+        domain, world = self._domain, self._domain.world_size
+        self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
+        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, self._plan.chunks)
+        call.next_epoch()
+        rows = self._a.unflatten(0, (world, -1))
+        assert isinstance(call, NodeCall) and isinstance(domain.engine, NodeEngine)
+        self._call = call
+        for block, legs in self._plan.legs.by_block:
+            for leg in legs.network:
+                part = call.chunk_rows(leg.chunk)
+                torch.mm(rows[block, part], self._b, out=self._partials[block, part])
+                domain.engine.later.run(partial(self._send_sum, domain.engine.network, leg))
+            if legs.inside.all:
+                torch.mm(rows[block], self._b, out=self._partials[block])
+                domain.engine.push(self._partials, call.routes(legs.inside))
+        own = domain.rank
+        torch.mm(rows[own], self._b, out=self._partials[own])
+
+    def _send_sum(self, network: Transport, leg: Leg) -> None:
+        total = self._sum_for(leg.block, leg.chunk).to(self._a.dtype)
+        network.put(total, self._call.place(leg), self._call.word)
+
+    def _sum_for(self, twin: int, chunk: int) -> torch.Tensor:
+        """The partials of this node for a chunk of the rows of `twin`, in fp32: the own one, then the others in rank order."""
+        topology, rows = self._domain.topology, self._call.chunk_rows(chunk)
+        total = self._partials[twin, rows].to(torch.float32, copy=True)
+        for block in topology.ranks_of(twin // topology.local):
+            if block != twin:
+                self._call.wait_chunk(block, chunk)
+                total += self._call.chunk_of(block, chunk)
+        return total
+
+    def finish(self) -> torch.Tensor:
+        """Own node first, then the sums of the others in order of nodes."""
+        topology, call = self._domain.topology, self._call
+        y = self._partials.new_empty(self._partials.shape[1:])
+        for chunk in range(call.chunks):
+            total = self._sum_for(topology.rank, chunk)
+            for node in range(topology.nodes):
+                if node != topology.node:
+                    call.wait_chunk(topology.twin(node), chunk)
+                    total += call.chunk_of(topology.twin(node), chunk)
+            y[call.chunk_rows(chunk)] = total
+        return y
+
+
+class NodeGemmAllToAll(ChunkedGemmAllToAll):
+    """GEMM + AllToAll: the columns of far ranks leave first, over the network, while those of the own node are computed."""
+
+    _call: NodeCall
+
+    def _send(self, staging: torch.Tensor, legs: Legs) -> None:
+        engine = self._domain.engine
+        assert isinstance(engine, NodeEngine)
+        for leg in legs.network:
+            engine.send(self._call, staging[leg.block], leg)
+        super()._send(staging, legs.inside)
+
+
+class NodeAllToAllGemm(ChunkedAllToAllGemm):
+    """AllToAll + GEMM: blocks of far ranks leave first, over the network; the own node's are multiplied first."""
+
+    _call: NodeCall
+
+    def _send(self, legs: Legs) -> None:
+        engine = self._domain.engine
+        assert isinstance(engine, NodeEngine)
+        for leg in legs.network:
+            engine.send(self._call, self._sent[leg.block], leg)
+        super()._send(legs.inside)

@@ -1,0 +1,127 @@
+"""Every engine by the method of its plan, and the start of one.
+
+In a group that spans nodes `chunked` has two engines of each kind: between CPU processes, and between GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..planning.plan import EnginePlan
+from ..protocol.node_streams import NodeStreamEngine
+from ..protocol.tags import Tag
+from ..runtime.domain import OverlapDomain
+from .all_gather_gemm import ChunkedGather, CollectiveGather, DirectGather, FusedGather, Gather, LowLatencyGather
+from .all_to_all_gemm import (
+    ChunkedAllToAllGemm,
+    CollectiveAllToAllGemm,
+    DirectAllToAllGemm,
+    FusedAllToAllGemm,
+    Receiver,
+)
+from .gemm_all_to_all import (
+    ChunkedGemmAllToAll,
+    CollectiveGemmAllToAll,
+    DirectGemmAllToAll,
+    Exchange,
+    FusedGemmAllToAll,
+)
+from .gemm_reduce_scatter import (
+    ChunkedScatter,
+    CollectiveScatter,
+    DirectScatter,
+    FusedScatter,
+    LowLatencyScatter,
+    Scatter,
+)
+from .node_exchanges import NodeStreamAllToAllGemm, NodeStreamGemmAllToAll
+from .node_processes import NodeAllToAllGemm, NodeGather, NodeGemmAllToAll, NodeScatter
+from .node_streams import NodeStreamGather, NodeStreamScatter
+
+PROCESSES, GPUS = "chunked, nodes of CPU processes", "chunked, nodes of GPUs"
+
+GATHERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gather]] = {
+    "collective": CollectiveGather,
+    "chunked": ChunkedGather,
+    "fused": FusedGather,
+    "direct": DirectGather,
+    "low_latency": LowLatencyGather,
+    PROCESSES: NodeGather,
+    GPUS: NodeStreamGather,
+}
+SCATTERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor], Scatter]] = {
+    "collective": CollectiveScatter,
+    "chunked": ChunkedScatter,
+    "fused": FusedScatter,
+    "direct": DirectScatter,
+    "low_latency": LowLatencyScatter,
+    PROCESSES: NodeScatter,
+    GPUS: NodeStreamScatter,
+}
+GEMM_ALL_TO_ALLS: dict[
+    str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor, torch.Tensor | None], Exchange]
+] = {
+    "collective": CollectiveGemmAllToAll,
+    "chunked": ChunkedGemmAllToAll,
+    "fused": FusedGemmAllToAll,
+    "direct": DirectGemmAllToAll,
+    PROCESSES: NodeGemmAllToAll,
+    GPUS: NodeStreamGemmAllToAll,
+}
+ALL_TO_ALL_GEMMS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Receiver]] = {
+    "collective": CollectiveAllToAllGemm,
+    "chunked": ChunkedAllToAllGemm,
+    "fused": FusedAllToAllGemm,
+    "direct": DirectAllToAllGemm,
+    PROCESSES: NodeAllToAllGemm,
+    GPUS: NodeStreamAllToAllGemm,
+}
+
+
+def start_gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> Gather:
+    """A started engine that gathers x_shard_m [M/W, K]."""
+    engine = GATHERS[plan.method if plan.nodes == 1 else _across_nodes(domain, plan)]
+    gather = engine(domain, plan, tag, x_shard_m.contiguous())
+    gather.start()
+    return gather
+
+
+def start_scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor) -> Scatter:
+    """A started engine that multiplies and reduces."""
+    engine = SCATTERS[plan.method if plan.nodes == 1 else _across_nodes(domain, plan)]
+    scatter = engine(domain, plan, tag, a_mk, b_kn)
+    scatter.start()
+    return scatter
+
+
+def start_gemm_all_to_all(
+    domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor,
+    into: torch.Tensor | None = None,
+) -> Exchange:  # fmt: skip
+    """A started engine that multiplies and exchanges.
+
+    into: [W, M/W, N/W], each block contiguous, where the result belongs. The GEMM writes the own block there, which leaves the
+    peers' to be copied out of the slot. None: all stay in the slot, for who reads them there.
+    """
+    engine = GEMM_ALL_TO_ALLS[plan.method if plan.nodes == 1 else _across_nodes(domain, plan)]
+    exchange = engine(domain, plan, tag, a_shard_m, b_kn, into)
+    exchange.start()
+    return exchange
+
+
+def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> Receiver:
+    """A started engine that exchanges sent [W, M/W, K/W]: block d goes to rank d. Each block is contiguous."""
+    engine = ALL_TO_ALL_GEMMS[plan.method if plan.nodes == 1 else _across_nodes(domain, plan)]
+    receiver = engine(domain, plan, tag, sent)
+    receiver.start()
+    return receiver
+
+
+def _across_nodes(domain: OverlapDomain, plan: EnginePlan) -> str:
+    """Which engine of a kind."""
+    if plan.method == "collective":
+        return plan.method
+    assert plan.method == "chunked", f"{plan.method} stays inside one node (planning/refusals.py)"
+    return GPUS if isinstance(domain.engine, NodeStreamEngine) else PROCESSES
