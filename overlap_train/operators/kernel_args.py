@@ -93,11 +93,11 @@ def sending_constants(plan: EnginePlan, direct: bool) -> dict[str, Any]:
     return dict(DIRECT=direct, REDUCE=not exchange and not plan.variant.split_reduction, EXCHANGE=exchange)
 
 
-def grid_size(programs: int, plan: EnginePlan, device: torch.device) -> tuple[int]:
-    """One CTA per SM of the GEMM's budget, or per program if there are fewer; one in the interpreter, which runs them in turn."""
+def grid_size(programs: int, device: torch.device) -> tuple[int]:
+    """One CTA per SM, or per program if there are fewer; one in the interpreter, which runs them in turn."""
     if device.type != "cuda":
         return (1,)
-    return (min(programs, plan.sms.gemm or multiprocessors(device)),)
+    return (min(programs, multiprocessors(device)),)
 
 
 @functools.cache

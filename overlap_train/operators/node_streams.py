@@ -10,7 +10,6 @@ enqueued, everywhere, in a step before it.
 
 from __future__ import annotations
 
-from collections import deque
 from functools import partial
 
 import torch
@@ -19,7 +18,7 @@ from ..gpu.launch import Launch
 from ..planning.schedule import Crossing
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
-from ..symmetric.inter_node import Exchange
+from .crossings import Crossings, OperandCrossings
 from .gemm_reduce_scatter import ChunkedScatter
 from .node_processes import NodeGather
 from .persistent import aligned
@@ -33,37 +32,22 @@ class NodeStreamGather(NodeGather):
         assert isinstance(engine, NodeStreamEngine)
         self._engine = engine
         call.next_epoch()
-        self._waiting = deque(self._plan.crossings)
-        # Once, for all exchanges. If each waited for the product before it, the network would stand still whenever a product
-        # takes longer than an exchange: the second of four, of 1.7 ms each, began 1.2 ms late (2 x H200, sockets).
-        engine.send_after_this()
-        self._under_way = self._start_next()
+        self._crossings = OperandCrossings(engine, call, self._plan.crossings, self._part)
         engine.push(self._own, call.routes(self._plan.legs.inside))
-        engine.at_end(self._finish)
+        engine.at_end(self._crossings.finish)
 
-    def _start_next(self) -> tuple[Crossing, Exchange] | None:
-        if not self._waiting:
-            return None
-        crossing = self._waiting.popleft()
-        shard = self._own.chunk(self._call.chunks)[crossing.sent.chunk]
-        return crossing, self._engine.cross(self._call, crossing, shard)
+    def _part(self, crossing: Crossing) -> torch.Tensor:
+        return self._own.chunk(self._call.chunks)[crossing.sent.chunk]
 
     def _go_on(self) -> None:
-        """Enqueue the next exchange, then what lets the present one arrive: what is owed goes before what is waited for."""
-        if self._under_way is not None:
-            present, self._under_way = self._under_way, self._start_next()
-            self._engine.arrive(self._call, *present)
-
-    def _finish(self) -> None:
-        while self._under_way is not None:
-            self._go_on()
+        self._crossings.go_on()
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        with self._engine.products(self._plan.sms.send):
+        with self._engine.products(self._plan.send_sms):
             return super().matmul(b_kn)
 
     def gathered_view(self) -> torch.Tensor:
-        self._finish()
+        self._crossings.finish()
         return super().gathered_view()
 
 
@@ -76,7 +60,6 @@ class NodeStreamScatter(ChunkedScatter):
         domain, plan, world = self._domain, self._plan, self._domain.world_size
         engine = domain.engine
         assert isinstance(engine, NodeStreamEngine)
-        self._engine = engine
         self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
         # A node of one rank sends its partials as they are.
         self._sums = self._partials if domain.topology.local == 1 else self._partials.new_empty(self._partials.shape)
@@ -84,15 +67,17 @@ class NodeStreamScatter(ChunkedScatter):
         assert isinstance(call, NodeCall)
         self._call = call
         call.next_epoch()
-        self._under_way: list[tuple[Crossing, Exchange]] = []
-        engine.at_end(self._arrive)
-        crossings, rows = iter(plan.crossings), self._a.unflatten(0, (world, -1))
-        with engine.products(plan.sms.send):
+        # Nothing waits for what comes but `finish`.
+        self._crossings = Crossings(engine, call, plan.crossings, most=len(plan.crossings))
+        engine.at_end(self._crossings.arrive_all)
+        rows = self._a.unflatten(0, (world, -1))
+        with engine.products(plan.send_sms):
             for block, legs in plan.legs.by_block:
                 for leg in legs.network:
                     part = self._chunk(self._partials, block, leg.chunk)
                     torch.mm(self._chunk(rows, block, leg.chunk), self._b, out=part)
-                    self._cross(next(crossings))
+                    engine.send_after_this()
+                    self._send_sum(block, leg.chunk)
                 if legs.inside.all:
                     torch.mm(rows[block], self._b, out=self._partials[block])
                     engine.push(self._partials, call.routes(legs.inside))
@@ -101,12 +86,10 @@ class NodeStreamScatter(ChunkedScatter):
     def _chunk(self, blocks: torch.Tensor, block: int, chunk: int) -> torch.Tensor:
         return blocks[block].chunk(self._call.chunks)[chunk]
 
-    def _cross(self, crossing: Crossing) -> None:
-        twin, chunk = crossing.sent.block, crossing.sent.chunk
+    def _send_sum(self, twin: int, chunk: int) -> None:
         total = self._chunk(self._sums, twin, chunk)
         make = partial(self._add_node, twin, chunk, total) if self._sums is not self._partials else None
-        self._engine.send_after_this()
-        self._under_way.append((crossing, self._engine.cross(self._call, crossing, total, make)))
+        self._crossings.start(total, make)
 
     def _add_node(self, twin: int, chunk: int, total: torch.Tensor) -> None:
         """total = what the ranks of this node have for a chunk of `twin`: the own one, then the others in rank order."""
@@ -121,14 +104,10 @@ class NodeStreamScatter(ChunkedScatter):
         topology = self._domain.topology
         return [block for block in topology.ranks_of(twin // topology.local) if block != twin]
 
-    def _arrive(self) -> None:
-        while self._under_way:
-            self._engine.arrive(self._call, *self._under_way.pop(0))
-
     def finish(self) -> torch.Tensor:
         """Own node first, then the sums of the others in order of nodes."""
         topology, call = self._domain.topology, self._call
-        self._arrive()
+        self._crossings.arrive_all()
         order = self._others(topology.rank)
         order += [topology.twin(node) for node in range(topology.nodes) if node != topology.node]
         for block in order:

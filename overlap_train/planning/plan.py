@@ -36,22 +36,14 @@ MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a te
 
 
 @dataclass(frozen=True)
-class SmBudget:
-    """How many SMs each part of a pass may hold. gemm: None for all that there are. reduce, send: beside the GEMM."""
-
-    gemm: int | None = None
-    reduce: int = 0
-    send: int = 0
-
-
-@dataclass(frozen=True)
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
     kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
-    workspace. nodes: that the group spans. crossings: what goes over the network between them, each with what comes meanwhile.
-    together: blocks that A2A + GEMM multiplies at once across nodes of GPUs.
+    workspace. send_sms: those that NCCL has between nodes, and the library's products leave. nodes: that the group spans.
+    crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
+    multiplies at once across nodes of GPUs.
     """
 
     kind: str
@@ -63,7 +55,7 @@ class EnginePlan:
     chunks: int
     legs: Legs
     sources: tuple[int, ...]
-    sms: SmBudget = SmBudget()
+    send_sms: int = 0
     nodes: int = 1
     crossings: tuple[Crossing, ...] = ()
     together: int = 1
@@ -147,8 +139,8 @@ def engine_plan(
     route = legs(kind, topology, chunks, after_tiles)
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
-        sms=_sms(device, topology.nodes, network_sms), nodes=topology.nodes, crossings=_crossings(kind, topology, chunks),
-        together=_together(pass_, topology, device),
+        send_sms=_send_sms(device, topology.nodes, network_sms), nodes=topology.nodes,
+        crossings=_crossings(kind, topology, chunks), together=_together(pass_, topology, device),
     )  # fmt: skip
 
 
@@ -159,7 +151,7 @@ def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
     route = legs(fprop.kind, topology, chunks=1)
     return EnginePlan(
         fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, fprop.sources,
-        sms=fprop.sms, nodes=topology.nodes, crossings=_crossings(fprop.kind, topology, chunks=1),
+        send_sms=fprop.send_sms, nodes=topology.nodes, crossings=_crossings(fprop.kind, topology, chunks=1),
     )  # fmt: skip
 
 
@@ -174,9 +166,9 @@ def _together(pass_: Pass, topology: Topology, device: torch.device) -> int:
     return blocks_together(pass_.k // pass_.world, topology.local)
 
 
-def _sms(device: torch.device, nodes: int, network: int) -> SmBudget:
+def _send_sms(device: torch.device, nodes: int, network: int) -> int:
     """NCCL's kernels between nodes wait on SMs for the network; a product that counts on those SMs would wait with them."""
-    return SmBudget(send=network) if nodes > 1 and device.type == "cuda" else SmBudget()
+    return network if nodes > 1 and device.type == "cuda" else 0
 
 
 def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:
@@ -220,7 +212,6 @@ def barrier_first(plan: Plan, gathers: bool) -> bool:
 __all__ = [
     "EnginePlan",
     "Plan",
-    "SmBudget",
     "barrier_first",
     "chunks_of",
     "engine_plan",

@@ -59,13 +59,13 @@ class Work:
         """One of `chunks` equal parts of such a part."""
         depth = self.pass_.k // (self.world if self.plan.kind == A2A_GEMM else 1)
         rows, parts = self.m_shard // chunks, self.world * chunks
-        return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, self.plan.sms.send)
+        return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, self.plan.send_sms)
 
     def terms_us(self, blocks: int, chunks: int) -> float:
         """Of A2A + GEMM one of `chunks` parts of the product of so many ranks' terms, which is added to a sum in fp32."""
         rows, k = self.m_shard // chunks, self.pass_.k // self.world * blocks
         parts = self.world * chunks // blocks
-        product = cost.library_gemm_us(self.system, rows, self.pass_.n, k, parts, self.plan.sms.send)
+        product = cost.library_gemm_us(self.system, rows, self.pass_.n, k, parts, self.plan.send_sms)
         return max(product, cost.sum_us(self.system, 8 * rows * self.pass_.n))
 
     def arrivals(self, chunk: int) -> tuple[Token, ...]:

@@ -15,6 +15,9 @@ from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from ..runtime.profiling import profiled
 
+Give = Callable[[], torch.Tensor]
+Read = Callable[[Receiver], None]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -28,8 +31,8 @@ class Step:
     plan: EnginePlan
     tag: Tag
     range: str
-    give: Callable[[], torch.Tensor]
-    read: Callable[[Receiver], None]
+    give: Give
+    read: Read
 
     def start(self, sent: torch.Tensor) -> Receiver:
         return start_all_to_all_gemm(self.domain, self.plan, self.tag, sent)

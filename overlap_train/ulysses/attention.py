@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,8 @@ from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
 from .arguments import heads_error, lengths_error, sequence_error
-from .exchange import Linear, Rows
-from .linears import heads_linear, rows_linear
+from .exchange import Linear
+from .linears import ToRows, heads_linear, rows_linear
 from .rows import HeadRows
 from .sharded import Groups, sharded_heads_linear, sharded_rows_linear
 from .shards import Shards
@@ -137,7 +136,7 @@ def attention_output_linear(
     else:
         linear = sharded_rows_linear(sent, w, bias, both, config, name, layout.meaning)
     finder = shards.finder(linear, x.shape[0], x.device)
-    y = _OutputLinear.apply(x, w, linear, finder, torch.is_grad_enabled())
+    y = ToRows.apply(x, w, linear, finder, torch.is_grad_enabled())
     y = shards.cut(y.view(-1, x.shape[1], w.shape[0]))
     return y if bias is None else y + bias
 
@@ -211,32 +210,3 @@ class _QkvAllToAll(torch.autograd.Function):
         if norm is not None:
             of_norm = norm.of_weights()
         return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, *of_norm, None, None
-
-
-class _OutputLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        linear: Linear | ShardedLinear,
-        finder: Callable[[torch.Tensor], Rows],
-        trains: bool,
-    ) -> torch.Tensor:
-        x = x.contiguous()
-        y, kept = linear.to_rows(finder(x), linear.keeps and trains and w.requires_grad)
-        ctx.linear, ctx.finder, ctx.shape = linear, finder, x.shape
-        ctx.save_for_backward(*(kept or [x] if ctx.needs_input_grad[1] else [None]), linear.w)
-        return y  # whole and not as a view, which autograd would refuse to have written into
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        *saved, w = ctx.saved_tensors
-        linear = ctx.linear.multiplying(w)
-        dx = dy.new_empty(ctx.shape) if ctx.needs_input_grad[0] else None
-        into = None if dx is None else ctx.finder(dx)
-        x = None
-        if ctx.needs_input_grad[1]:
-            x = saved if linear.keeps else ctx.finder(saved[0])
-        return dx, linear.rows_backward(x, dy, into), None, None, None

@@ -10,7 +10,6 @@ Of `to_rows` and `heads_backward` the next part is sent before one is multiplied
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -20,10 +19,8 @@ import torch
 from ..operators.all_to_all_gemm import Receiver
 from ..operators.start import start_all_to_all_gemm, start_gemm_all_to_all
 from ..operators.weight_gradient import WeightGradient
-from ..planning.plan import EnginePlan
-from ..protocol.tags import Tag
 from ..runtime.profiling import profiled
-from .ahead import Step, run_steps
+from .ahead import run_steps
 from .parts import Part
 
 
@@ -58,12 +55,12 @@ class Linear:
 
     @property
     def main_grad(self) -> str:
-        return self.parts[0].planned.plan.config.main_grad
+        return self.parts[0].exchange.plan.config.main_grad
 
     @property
     def keeps(self) -> bool:
         """Whether what arrives is kept for the weight gradient, and not sent again."""
-        return self.parts[0].planned.plan.wgrad is None
+        return self.parts[0].exchange.plan.wgrad is None
 
     def multiplying(self, w: torch.Tensor) -> Linear:
         """The same with w as autograd has kept it: hooks on saved tensors (checkpointing) give back another object."""
@@ -75,7 +72,7 @@ class Linear:
 
     @property
     def world_size(self) -> int:
-        return self.parts[0].planned.domain.world_size
+        return self.parts[0].exchange.domain.world_size
 
     @property
     def rows_of_rank(self) -> int:
@@ -92,7 +89,7 @@ class Linear:
     def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
         """y = all_to_all(x [M/W, K] @ w.T). Returns what the weight gradient needs of x: x."""
         for part in self.parts:
-            domain, fprop, tags = part.planned.domain, part.planned.plan.fprop, part.tags
+            domain, fprop, tags = part.exchange.domain, part.exchange.plan.fprop, part.exchange.tags
             with domain.operator(tags.fprop, fprop.slots), profiled(tags.ranges[0]):
                 x_rows, place = self.rows(x, part), y.place(part)
                 y.take(part, start_gemm_all_to_all(domain, fprop, tags.fprop, x_rows, self.w.t(), place).received())
@@ -110,10 +107,10 @@ class Linear:
             if x is not None or dx is None:  # the peers need what this rank sends, whatever is frozen here
                 blocks = receiver.received_view()
             if x is not None:
-                with profiled(part.tags.ranges[2]):
+                with profiled(part.exchange.tags.ranges[2]):
                     gradient.add(_of_weight(self, blocks), self.rows(x, part))
 
-        run_steps([_dgrad_step(part, dy, multiply) for part in self.parts])
+        run_steps([part.backward(partial(dy.give, part), partial(multiply, part)) for part in self.parts])
         return dx, gradient.result() if x is not None else None
 
     def to_rows(self, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -125,7 +122,7 @@ class Linear:
             if keep:
                 kept.append(receiver.received_copy())
 
-        run_steps([_fprop_step(part, x, multiply) for part in self.parts])
+        run_steps([part.forward(partial(x.give, part), partial(multiply, part)) for part in self.parts])
         return y, kept
 
     def rows_backward(
@@ -134,7 +131,7 @@ class Linear:
         """dw; dx is written. x: what to send again, or what was kept, or None if dw is not wanted."""
         gradient = self.gradient()
         for number, part in enumerate(self.parts):
-            domain, plan, tags = part.planned.domain, part.planned.plan, part.tags
+            domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
             again = None if x is None or isinstance(x, list) else plan.wgrad
             slots = (0 if again is None else again.slots) + (0 if dx is None else plan.dgrad.slots)
             dy_rows, receiver, exchange = self.rows(dy, part), None, None
@@ -150,21 +147,6 @@ class Linear:
                 if exchange is not None:
                     dx.take(part, exchange.received())  # type: ignore[union-attr]
         return gradient.result() if x is not None else None
-
-
-Multiply = Callable[[Part, Receiver], None]
-
-
-def _fprop_step(part: Part, x: Rows, multiply: Multiply) -> Step:
-    return _step(part, part.planned.plan.fprop, part.tags.fprop, part.tags.ranges[0], x, multiply)
-
-
-def _dgrad_step(part: Part, dy: Rows, multiply: Multiply) -> Step:
-    return _step(part, part.planned.plan.dgrad, part.tags.dgrad, part.tags.ranges[1], dy, multiply)
-
-
-def _step(part: Part, plan: EnginePlan, tag: Tag, range: str, rows: Rows, multiply: Multiply) -> Step:
-    return Step(part.planned.domain, plan, tag, range, partial(rows.give, part), partial(multiply, part))
 
 
 def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:

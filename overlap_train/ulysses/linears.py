@@ -9,6 +9,8 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509) for the all-to-alls around attentio
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +24,10 @@ from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of
-from .exchange import Linear
+from .exchange import Linear, Rows
 from .parts import parts_of
 from .rows import RankRows
+from .tensor_parallel import ShardedLinear
 
 
 def linear_all_to_all(
@@ -97,7 +100,7 @@ def all_to_all_linear(
     if torch.compiler.is_compiling():
         return run_eagerly(all_to_all_linear, x_shard_k, w, bias, group=group, config=config, name=name)
     linear = rows_linear(x_shard_k, w, bias, group, config, name)
-    y = _AllToAllLinear.apply(as_rows(x_shard_k), w, linear, torch.is_grad_enabled())
+    y = ToRows.apply(as_rows(x_shard_k), w, linear, partial(rank_rows, linear), torch.is_grad_enabled())
     if x_shard_k.dim() > 2:
         y = y.view(-1, *x_shard_k.shape[1:-1], y.shape[-1])
     return y if bias is None else y + bias
@@ -169,7 +172,8 @@ def copies_of(
 class _LinearAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, linear: Linear) -> torch.Tensor:
-        y = new_rank_rows(linear, linear.w.shape[0])
+        world_size, features = linear.world_size, linear.w.shape[0]
+        y = rank_rows(linear, linear.w.new_empty(world_size * linear.rows_of_rank, features // world_size))
         linear.to_heads(x_shard_m, y)
         ctx.linear = linear
         ctx.save_for_backward(x_shard_m if ctx.needs_input_grad[1] else None, linear.w)
@@ -183,33 +187,35 @@ class _LinearAllToAll(torch.autograd.Function):
         return *ctx.linear.multiplying(w).heads_backward(x_shard_m, dy, ctx.needs_input_grad[0]), None
 
 
-class _AllToAllLinear(torch.autograd.Function):
+class ToRows(torch.autograd.Function):
+    """y = all_to_all(x) @ w.T. finder: where the rows that are exchanged lie in x, and in dx. trains: gradients are enabled."""
+
     @staticmethod
-    def forward(ctx: Any, x_shard_k: torch.Tensor, w: torch.Tensor, linear: Linear, trains: bool) -> torch.Tensor:
-        x_shard_k = x_shard_k.contiguous()
-        keeps = linear.keeps and trains and w.requires_grad
-        y_shard_m, kept = linear.to_rows(rank_rows(linear, x_shard_k), keeps)
-        ctx.linear = linear
-        ctx.save_for_backward(*(kept or [x_shard_k] if ctx.needs_input_grad[1] else [None]), linear.w)
-        return y_shard_m
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        linear: Linear | ShardedLinear,
+        finder: Callable[[torch.Tensor], Rows],
+        trains: bool,
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        y, kept = linear.to_rows(finder(x), linear.keeps and trains and w.requires_grad)
+        ctx.linear, ctx.finder, ctx.shape = linear, finder, x.shape
+        ctx.save_for_backward(*(kept or [x] if ctx.needs_input_grad[1] else [None]), linear.w)
+        return y  # whole and not as a view, which autograd would refuse to have written into
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         *saved, w = ctx.saved_tensors
         linear = ctx.linear.multiplying(w)
-        dx = new_rank_rows(linear, w.shape[1]) if ctx.needs_input_grad[0] else None
+        dx = dy.new_empty(ctx.shape) if ctx.needs_input_grad[0] else None
+        into = None if dx is None else ctx.finder(dx)
         x = None
         if ctx.needs_input_grad[1]:
-            x = saved if linear.keeps else rank_rows(linear, saved[0])
-        dw = linear.rows_backward(x, dy_shard_m, dx)
-        return None if dx is None else dx.x, dw, None, None
-
-
-def new_rank_rows(linear: Linear, features: int) -> RankRows:
-    """For what arrives, [M, features / W]."""
-    world_size = linear.world_size
-    return rank_rows(linear, linear.w.new_empty(world_size * linear.rows_of_rank, features // world_size))
+            x = saved if linear.keeps else ctx.finder(saved[0])
+        return dx, linear.rows_backward(x, dy, into), None, None, None
 
 
 def rank_rows(linear: Linear, x: torch.Tensor) -> RankRows:

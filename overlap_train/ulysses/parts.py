@@ -12,9 +12,10 @@ from math import gcd
 
 import torch
 
-from ..operators.plan_book import PassTags, Planned
+from ..operators.plan_book import Planned, PlannedLinear
 from ..planning.hardware import GEMM_TFLOPS
 from ..protocol.layout import SLOTS
+from .ahead import Give, Read, Step
 
 _MIB = 1 << 20
 _MOST_OF = 7 / 8  # a part uses at least so much of what fits
@@ -29,12 +30,28 @@ _MOST_TO_HIDE, _LEAST_ROWS, _LEAST_GEMM_US = 4, 1024, 150.0
 
 @dataclass(frozen=True)
 class Part:
-    """Positions first ... last - 1 of the first dimension of every rank's shard, and the plan of their exchange."""
+    """Positions first ... last - 1 of the first dimension of every rank's shard, and the plan of their exchange.
+
+    Of a pass that receives and then reads: what it gives, [W, rows, C], and reads.
+    """
 
     first: int
     last: int
-    planned: Planned
-    tags: PassTags
+    exchange: PlannedLinear
+
+    def forward(self, give: Give, read: Read) -> Step:
+        plan, tags = self.exchange.plan, self.exchange.tags
+        return Step(self.exchange.domain, plan.fprop, tags.fprop, tags.ranges[0], give, read)
+
+    def backward(self, give: Give, read: Read) -> Step:
+        plan, tags = self.exchange.plan, self.exchange.tags
+        return Step(self.exchange.domain, plan.dgrad, tags.dgrad, tags.ranges[1], give, read)
+
+    def again(self, give: Give, read: Read) -> Step:
+        """What forward has sent, once more for the weight gradient."""
+        plan, tags = self.exchange.plan.wgrad, self.exchange.tags
+        assert plan is not None, "what forward has received was kept"
+        return Step(self.exchange.domain, plan, tags.wgrad, tags.ranges[2], give, read)
 
 
 def parts_that_hide(rows: int, n: int, k: int) -> int:
@@ -90,5 +107,5 @@ def parts_of(
         meaning = ", ".join(filter(None, (meaning, f"a part of {positions} positions a rank")))
     for first, last in places:
         planned = plan(x if last - first == positions else x[: (last - first) * shards])
-        found.append(Part(first, last, planned, planned.linear(name, meaning).tags))
+        found.append(Part(first, last, planned.linear(name, meaning)))
     return tuple(found)

@@ -13,33 +13,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 import torch
 
 from ..operators.all_to_all_gemm import Receiver
-from ..operators.column_row import row_backward
-from ..operators.weight_gradient import WeightGradient
 from .ahead import run_steps
 from .exchange import Rows
+from .parts import Part
 
-if TYPE_CHECKING:
-    from .tensor_parallel import ShardedLinear, ShardedPart
+P = TypeVar("P", bound=Part)
 
 
-class RowsBackward:
-    """Of one call. dx: where it is written, or None. dw: gets the weight gradient, or None."""
+class RowsBackward(Generic[P]):
+    """Of one call. x: as for ShardedLinear.rows_backward. dx: where it is written, or None.
+
+    product: of a part, given what gives its x when dx is under way; returns dx as it is sent, or None.
+    """
 
     def __init__(
-        self, linear: ShardedLinear, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None,
-        dw: WeightGradient | None,
+        self, x: Rows | list[torch.Tensor] | None, dx: Rows | None,
+        product: Callable[[P, Callable[[], torch.Tensor]], torch.Tensor | None],
     ) -> None:  # fmt: skip
-        self._linear, self._dy, self._dx, self._dw = linear, dy, dx, dw
+        self._dx, self._product = dx, product
         self._again = None if isinstance(x, list) else x
         self._kept = iter(x) if isinstance(x, list) else iter(())
         self._made: torch.Tensor | None = None  # dx of the last product, as it is sent
 
-    def run(self, before: ShardedPart | None, part: ShardedPart | None) -> None:
+    def run(self, before: P | None, part: P | None) -> None:
         """One turn; before: None in the first, part: None in the last."""
         again = None if self._again is None or part is None else self._again.give(part)
         sent = [blocks for blocks in (self._made, again) if blocks is not None]
@@ -62,9 +63,5 @@ class RowsBackward:
     def _next_kept(self) -> torch.Tensor:
         return next(self._kept)
 
-    def _multiply(self, part: ShardedPart | None, x: Callable[[], torch.Tensor]) -> None:
-        self._made = None
-        if part is not None:
-            linear, dy_rows = self._linear, self._linear.rows(self._dy, part)
-            dx = row_backward(part.product, dy_rows, x, linear.w, self._dw, self._dx is not None)
-            self._made = None if dx is None else linear.packed(dx)
+    def _multiply(self, part: P | None, x: Callable[[], torch.Tensor]) -> None:
+        self._made = None if part is None else self._product(part, x)

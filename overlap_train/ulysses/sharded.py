@@ -139,8 +139,7 @@ def _linear(
         multiplies = product(last - first)
         sent = like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
         exchanges = plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name)
-        product_of, exchange_of = multiplies.linear(name, meaning), exchanges.linear(name, meaning)
-        parts.append(ShardedPart(first, last, multiplies, product_of.tags, product_of, exchange_of))
+        parts.append(ShardedPart(first, last, exchanges.linear(name, meaning), multiplies.linear(name, meaning)))
     return ShardedLinear(tuple(parts), w, w.detach(), copies, rows_of_position(x), groups.shards)
 
 

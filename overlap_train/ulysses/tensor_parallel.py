@@ -25,38 +25,20 @@ from itertools import pairwise
 import torch
 
 from ..operators.all_to_all_gemm import Receiver
-from ..operators.column_row import column_backward, column_forward, row_forward
+from ..operators.column_row import column_backward, column_forward, row_backward, row_forward
 from ..operators.plan_book import PlannedLinear
 from ..operators.weight_gradient import WeightGradient
-from .ahead import Step, run_steps
+from .ahead import run_steps
 from .exchange import Rows, summed_copies
 from .parts import Part
 from .rows_backward import RowsBackward
 
-Give = Callable[[], torch.Tensor]
-Read = Callable[[Receiver], None]
-
 
 @dataclass(frozen=True)
 class ShardedPart(Part):
-    """Positions of every TP rank's shard. planned, tags, product: of the TP group. exchange: of the all-to-all."""
+    """Positions of every TP rank's shard. product: of the TP group."""
 
     product: PlannedLinear
-    exchange: PlannedLinear
-
-    def forward(self, give: Give, read: Read) -> Step:
-        tags = self.exchange.tags
-        return Step(self.exchange.domain, self.exchange.plan.fprop, tags.fprop, tags.ranges[0], give, read)
-
-    def backward(self, give: Give, read: Read) -> Step:
-        tags = self.exchange.tags
-        return Step(self.exchange.domain, self.exchange.plan.dgrad, tags.dgrad, tags.ranges[1], give, read)
-
-    def again(self, give: Give, read: Read) -> Step:
-        """What forward has sent, once more for the weight gradient."""
-        plan, tags = self.exchange.plan.wgrad, self.exchange.tags
-        assert plan is not None, "what forward has received was kept"
-        return Step(self.exchange.domain, plan, tags.wgrad, tags.ranges[2], give, read)
 
 
 @dataclass(frozen=True)
@@ -137,7 +119,12 @@ class ShardedLinear:
     ) -> torch.Tensor | None:
         """dw; dx is written. x: what to send again, or what was kept, or None if dw is not wanted."""
         dw = None if x is None else self._gradient()
-        turns = RowsBackward(self, x, dy, dx, dw)
+
+        def multiplied(part: ShardedPart, received: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+            product = row_backward(part.product, self.rows(dy, part), received, self.w, dw, dx is not None)
+            return None if product is None else self.packed(product)
+
+        turns = RowsBackward(x, dx, multiplied)
         for before, part in pairwise((None, *self.parts, None)):
             turns.run(before, part)
         return None if dw is None else dw.result()

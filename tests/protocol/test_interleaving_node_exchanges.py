@@ -24,6 +24,7 @@ from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 from tests.protocol.test_interleaving_nodes import (
     ARRIVE,
+    CROSSINGS,
     EXCHANGES,
     OWN,
     PASSED,
@@ -129,14 +130,14 @@ FAULTS = {
         in_networks("            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)\n", ""), "to_rows 6 3",
     ),
     "all that lands is in one place": (
-        Fault(EXCHANGES, "cycle(chunk.new_empty(places, *chunk.shape))", "cycle(chunk.new_empty(places, *chunk.shape)[:1])"),
+        Fault(CROSSINGS, "cycle(chunk.new_empty(places, *chunk.shape))", "cycle(chunk.new_empty(places, *chunk.shape)[:1])"),
         "to_heads 6 3",
     ),
     "a block leaves before its product": (
         Fault(EXCHANGES, "                engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
     ),
     "rows leave before the caller has written them": (
-        Fault(EXCHANGES, "        engine.send_after_this()  #", "        #", "wrong|deadlock|Mismatch"), "to_rows 2 1",
+        Fault(CROSSINGS, "        engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_rows 2 1",
     ),
     "a far block is multiplied before it is here": (
         Fault(EXCHANGES, "                call.wait_chunk(block, chunk)\n", "                pass\n"), "to_rows 4 2",
@@ -153,7 +154,9 @@ def test_fault_is_caught(name: str) -> None:
 def test_a_part_is_finished_before_the_next_one_waits_for_a_slot() -> None:
     """With one hardware queue that wait would hold up what it waits for."""
     unfinished = in_streams("        self.finish_started()\n        for mark", "        for mark")
-    with replace(unfinished, reload=(*unfinished.reload, "ulysses.ahead", "ulysses.exchange")).planted():
+    with replace(
+        unfinished, reload=(*unfinished.reload, "ulysses.ahead", "ulysses.parts", "ulysses.exchange")
+    ).planted():
         error = assert_caught(passes("chunked", NodeSimulation(4, node_ranks=2, one_queue=True)), range(3))
     assert isinstance(error, Deadlock)
 

@@ -80,7 +80,7 @@ def _one_pass(
     weight = w if backward else w.t()
     planned = plan_book.Planned(domain, domain.plan(method, operand, weight, spec, main_grad="off"))
     places = [(first, first + TILE) for first in range(0, PARTS * TILE, TILE)]
-    of_call = tuple(parts.Part(*place, planned, planned.linear("linear").tags) for place in places)
+    of_call = tuple(parts.Part(*place, planned.linear("linear")) for place in places)
     linear = exchange.Linear(of_call, weight, weight, None, 1)
     if backward:
         return list(linear.heads_backward(rows, x, True))

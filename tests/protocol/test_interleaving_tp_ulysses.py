@@ -98,14 +98,7 @@ def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
 
     def linear(planned: Any) -> Any:
         parts = tuple(
-            sharded.ShardedPart(
-                first,
-                first + TILE,
-                planned,
-                planned.linear("linear").tags,
-                planned.linear("linear"),
-                exchanged.linear("linear"),
-            )
+            sharded.ShardedPart(first, first + TILE, exchanged.linear("linear"), planned.linear("linear"))
             for first in range(0, PARTS * TILE, TILE)
         )
         return sharded.ShardedLinear(parts, w, w, None, 1, 2)
@@ -204,7 +197,7 @@ def test_products_by_kernels_with_one_resident_cta(which: str, one_queue: bool) 
 FAULTS = {
     "an exchange is read before it has come": Fault(
         "operators.all_to_all_gemm", "self._call.receive(own)", "self._call.keep(own)",
-        reload=("ulysses.ahead", "ulysses.exchange", "ulysses.rows_backward", "ulysses.tensor_parallel")),
+        reload=tuple(f"ulysses.{name}" for name in ("ahead", "parts", "exchange", "rows_backward", "tensor_parallel"))),
     "what an operator sends ahead is given to others": Fault(
         "protocol.copy_engine", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"),
     "the next operator's mark comes too early": Fault(

@@ -26,7 +26,7 @@ from overlap_train import (
 )
 from overlap_train.protocol import copy_engine
 from overlap_train.runtime.registry import domain_of
-from overlap_train.ulysses import parts, rows_backward, tensor_parallel
+from overlap_train.ulysses import parts, tensor_parallel
 from tests.processes import Outcome, run_ranks, values
 from tests.tp_ulysses_cases import DIM, HIDDEN, B, Grid, grid
 
@@ -37,7 +37,6 @@ CONFIG = {
     "row": OverlapConfig(method="chunked", exchange_mib=14, timeout_s=20.0),
 }
 PRODUCTS = ("column_forward", "column_backward", "row_forward", "row_backward")
-CALLER = dict.fromkeys(PRODUCTS[:3], tensor_parallel) | {PRODUCTS[3]: rows_backward}
 
 Pair = tuple[int, int]  # of a pass: the number of a product, and of an exchange
 # Exchanges of row_backward: x 0; dx 0 and x 1; dx 1 and x 2; dx 2.
@@ -88,7 +87,7 @@ class Log:
 
 def _record(g: Grid, product: str, log: Log) -> None:
     """Of products named `product` and of the exchanges meanwhile; other passes run as ever."""
-    plain_product, plain_push = getattr(CALLER[product], product), copy_engine.run_push
+    plain_product, plain_push = getattr(tensor_parallel, product), copy_engine.run_push
     engine = domain_of(g.ulysses, None, torch.device("cpu")).engine
 
     def multiplied(*args: Any) -> Any:
@@ -99,14 +98,14 @@ def _record(g: Grid, product: str, log: Log) -> None:
             return plain_push(*args, **settings)
         return log.run("exchange", lambda: plain_push(*args, **settings))
 
-    setattr(CALLER[product], product, multiplied)
+    setattr(tensor_parallel, product, multiplied)
     copy_engine.run_push = pushed
 
 
 def _pass(g: Grid, product: str, log: Log | None) -> None:
     """One pass with that product. log: None for one that makes plans and memory."""
     common = dict(layout=SequenceLayout("zigzag"), config=CONFIG[product.partition("_")[0]], **g.groups)
-    plain = getattr(CALLER[product], product), copy_engine.run_push
+    plain = getattr(tensor_parallel, product), copy_engine.run_push
 
     def begin() -> None:
         if log is not None:
@@ -123,7 +122,7 @@ def _pass(g: Grid, product: str, log: Log | None) -> None:
     if product.endswith("backward"):
         begin()
         y.sum().backward()
-    setattr(CALLER[product], product, plain[0])
+    setattr(tensor_parallel, product, plain[0])
     copy_engine.run_push = plain[1]
 
 

@@ -152,18 +152,18 @@ def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_
     gather = Pass(GATHER, 8192, 14336, 4096, BF16, 2)
     plan = across_nodes(gather)
     assert (plan.method, plan.reason) == ("chunked", "auto: default, not tuned: GPUs on several nodes")
-    assert (plan.chunks, len(plan.crossings), plan.sms.send) == (4, 4, 6)
+    assert (plan.chunks, len(plan.crossings), plan.send_sms) == (4, 4, 6)
     again = sent_again(plan, Topology(2, 1, 0))
-    assert (again.chunks, len(again.crossings), again.sms.send) == (1, 1, 6)
+    assert (again.chunks, len(again.crossings), again.send_sms) == (1, 1, 6)
     assert across_nodes(Pass(GATHER, 1024, 14336, 4096, BF16, 2)).chunks == 1, "a chunk is 8 MiB at least"
     on_cpu = across_nodes(gather, device=CPU)
-    assert (on_cpu.chunks, on_cpu.sms.send, on_cpu.reason) == (
+    assert (on_cpu.chunks, on_cpu.send_sms, on_cpu.reason) == (
         1,
         0,
         "auto: default, not tuned: CPU tensors on several nodes",
     )
     alone = across_nodes(gather, "chunked", nodes=1)
-    assert (alone.chunks, alone.crossings, alone.sms.send) == (1, (), 0)
+    assert (alone.chunks, alone.crossings, alone.send_sms) == (1, (), 0)
 
 
 class OnGpu(torch.Tensor):
@@ -177,7 +177,7 @@ class OnGpu(torch.Tensor):
 def test_as_many_sms_are_spared_as_the_config_gives_the_network(spec: Any) -> None:
     x, w = (torch.empty(rows, 64, dtype=BF16).as_subclass(OnGpu) for rows in (1024, 256))
     plan = make_plan(spec, OverlapConfig(network_sms=10), UNTUNED, Topology(2, 1, 0), x, w)
-    assert {engine.sms.send for engine in (plan.fprop, plan.dgrad)} == {10}
+    assert {engine.send_sms for engine in (plan.fprop, plan.dgrad)} == {10}
 
 
 def test_across_nodes_no_backward_starts_with_a_barrier() -> None:

@@ -14,7 +14,6 @@ from overlap_train.planning import across_nodes, cost, programs
 from overlap_train.planning.backward import backward
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import SmBudget
 from overlap_train.planning.programs import program
 from overlap_train.planning.schedule import (
     A2A_GEMM,
@@ -331,7 +330,7 @@ def test_products_pay_for_the_sums_beside_them_and_spare_nccls_sms() -> None:
     assert alone == pytest.approx([exchange.part_us] * 6), "an all-to-all adds nothing"
     full = cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096)  # one wave of 132 tiles
     assert cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096, spared_sms=8) > 1.4 * full
-    spared = replace(made, plan=replace(made.plan, sms=SmBudget(send=130)))
+    spared = replace(made, plan=replace(made.plan, send_sms=130))
     assert spared.part_us > 10 * made.part_us
 
 

@@ -115,7 +115,7 @@ FAULTS = [
     LINEARS("A2A: heads are not checked", "error = heads.error(world_size, name)", "error = None", REFUSED),
     LINEARS("A2A: the input of a frozen weight is kept", "x_shard_m if ctx.needs_input_grad[1] else None, linear.w)",
             "x_shard_m, linear.w)", f"{MODES}[frozen_weights]"),
-    LINEARS("A2A: x is kept although nothing is trained", "keeps = linear.keeps and trains and", "keeps = linear.keeps and",
+    LINEARS("A2A: x is kept although nothing is trained", "linear.keeps and trains and", "linear.keeps and",
             f"{MODES}[nothing_is_kept_without_gradients]"),
     EXCHANGE("A2A: the slot of x that is sent again is not counted", "slots = (0 if again is None else again.slots) +",
              "slots =", f"{OWN}::test_backward_passes_after_each_other"),

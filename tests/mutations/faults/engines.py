@@ -122,11 +122,10 @@ FAULTS = [
         "sent_ptr=call.slot.direct_counters.sent",
         "sent_ptr=call.slot.counters.sent",
     ),
-    TOLD("the budget of SMs is not kept", "plan.sms.gemm or multiprocessors(device)", "multiprocessors(device)"),
     TOLD(
         "more CTAs than tiles",
-        "return (min(programs, plan.sms.gemm or multiprocessors(device)),)",
-        "return (plan.sms.gemm or multiprocessors(device),)",
+        "return (min(programs, multiprocessors(device)),)",
+        "return (multiprocessors(device),)",
     ),
     PERSISTENT(
         "TMA is given a matrix between two words",
