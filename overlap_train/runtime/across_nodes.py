@@ -64,9 +64,7 @@ class AcrossNodes:
         if launcher is None:
             return NodeEngine(timeout_s, GlooTransport(agreement, topology, timeout_s), self.fault)
         if self.by_nvshmem:
-            from nvshmem import bindings
-
-            return NodePutEngine(self.device, launcher.driver, NvshmemPuts(launcher.driver, bindings), self.fault)
+            return NodePutEngine(self.device, launcher.driver, NvshmemPuts(launcher.driver), self.fault)
         by = partial(NcclTransport, agreement, topology, self.device, timeout_s, self.fault)
         nccl = connect(agreement, topology, self.device, self.config.network_sms, by, self.fault)
         return NodeExchangeEngine(self.device, launcher.driver, nccl, self.fault, Blas(self.device))

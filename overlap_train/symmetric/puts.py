@@ -6,6 +6,7 @@ copied there first. A card carries 50 GB/s, the copy 3700.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ class NvshmemPuts:
 
     sms = 0
 
-    def __init__(self, driver: CudaDriver, bindings: Any) -> None:
-        """bindings: the module nvshmem.bindings."""
-        self._driver, self._bindings, self._set = driver, bindings, int(bindings.Signal_op.SIGNAL_SET)
+    def __init__(self, driver: CudaDriver, bindings: Any = None) -> None:
+        """bindings: the module nvshmem.bindings; None: imported when there is memory. A rank that lacks it was named before."""
+        self._driver, self._bindings = driver, bindings
 
     def attach(self, memory: torch.Tensor, staging: int) -> None:
         """Nothing is under way. Addresses in the own memory stand for those of all ranks."""
+        self._bindings = self._bindings or importlib.import_module("nvshmem.bindings")
+        self._set = int(self._bindings.Signal_op.SIGNAL_SET)
         self._start, self._staging, self._room = memory.data_ptr(), staging, memory.numel() - staging
 
     def put(self, source: torch.Tensor, place: Place, word: int, stream: int) -> None:

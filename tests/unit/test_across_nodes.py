@@ -72,3 +72,11 @@ def test_a_block_more_is_held_to_send_from(network: str, staging: int) -> None:
     assert open_heap.call_args.args[1] == layout.nbytes + staging
     assert open_heap.call_args.kwargs == {"carries": bool(staging)}
     assert engine.network.attach.call_args_list == ([mock.call("memory", layout.nbytes)] if staging else [])
+
+
+def test_a_rank_without_nvshmem_is_not_stopped_before_the_others_know() -> None:
+    """The engine is made before ranks agree on the first call; what is missing is said there."""
+    with mock.patch.object(across_nodes, "NodePutEngine") as engine, mock.patch.dict("sys.modules", {"nvshmem": None}):
+        where = across(network="nvshmem")
+        object.__setattr__(where, "launcher", mock.Mock())
+        assert where.new_engine() is engine.return_value
