@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from .linear import all_gather_linear, linear_reduce_scatter
     from .operators.attention_layout import Rotary
     from .operators.qk_norm import QkNorm
-    from .planning.choice import Choice, Pass, choose
+    from .planning.choice import Choice, choose
     from .planning.heads import AttentionHeads
+    from .planning.passes import Pass
     from .planning.sequence import SequenceLayout
     from .runtime.graph import forget_graphs, graphed
     from .runtime.registry import check, shutdown
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 _MODULES = {
     "config": ("OverlapConfig",),
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
-    "planning.choice": ("Choice", "Pass", "choose"),
+    "planning.choice": ("Choice", "choose"),
     "operators.attention_layout": ("Rotary",),
     "operators.qk_norm": ("QkNorm",),
     "planning.heads": ("AttentionHeads",),
+    "planning.passes": ("Pass",),
     "planning.sequence": ("SequenceLayout",),
     "runtime.graph": ("forget_graphs", "graphed"),
     "runtime.registry": ("check", "shutdown"),

@@ -57,7 +57,7 @@ class NodeGather(ChunkedGather):
         return y
 
     def _go_on(self) -> None:
-        """Before a chunk from far is waited for."""
+        """Before a chunk from far is waited for: of GPUs what lets it arrive (node_streams.py)."""
 
 
 class NodeScatter(ChunkedScatter):

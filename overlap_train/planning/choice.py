@@ -15,8 +15,6 @@ from .table import Table, Winner
 from .tiling import FILLS_A_GPU, HOPPER_TILE, tma_reads
 from .variants import PLAIN, Variant
 
-__all__ = ["GATHER", "SCATTER", "SCATTER_AND_WGRAD", "Choice", "Pass", "alone", "choose", "saves_a_wave", "untuned"]
-
 # SMALL_M: up to here the GEMM and the copies together take less than a call's host time, and NCCL's path for small messages
 # wins (4 x H200: by 1.3 to 2 at M = 256, by up to 1.1 at M = 512). SMALL_M_DIRECT: where a rank's rows fill a tile, NCCL wins
 # only up to here, because direct is one launch. Over NCCL + cuBLAS it is 1.1 times as fast at M = 512 (0.82 to 1.22), and 0.9

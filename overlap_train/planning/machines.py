@@ -139,11 +139,3 @@ def scaled(name: str, sheet: Sheet) -> System:
 
 
 SYSTEMS: Mapping[str, System] = {"h200": H200, **{name: scaled(name, sheet) for name, sheet in SHEETS.items()}}
-
-
-@dataclass(frozen=True)
-class Target:
-    """A GPU that need not be here, where plans ask for a device (tiling.py)."""
-
-    capability: tuple[int, int]
-    type: str = "cuda"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .machines import Target
 from .variants import CHUNK_COUNTS
 
 HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'
@@ -23,6 +22,14 @@ _SHORTEST_DIRECT = 1024
 # A product with fewer tiles than a GPU has SMs takes as long as one of so many (H100, H200). Cut further, the gathers of eight
 # models over two nodes of 8 x H800 are 1.13 times as fast as NCCL, like this 1.40 (benchmarks/planner/ditron.md, planned).
 FILLS_A_GPU = 132
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU that need not be here, where plans ask for a device."""
+
+    capability: tuple[int, int]
+    type: str = "cuda"
 
 
 @dataclass(frozen=True)

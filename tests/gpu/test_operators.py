@@ -13,7 +13,8 @@ import torch.utils.checkpoint
 from overlap_train import all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
 from overlap_train.operators.start import start_gather, start_scatter
 from overlap_train.planning.arguments import Request
-from overlap_train.planning.choice import Pass, choose
+from overlap_train.planning.choice import choose
+from overlap_train.planning.passes import Pass
 from overlap_train.planning.plan import EnginePlan, make_plan
 from overlap_train.planning.schedule import SCATTER, Topology, legs
 from overlap_train.planning.spec import ALL_GATHER_LINEAR

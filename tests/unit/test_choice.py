@@ -10,17 +10,14 @@ import torch
 from overlap_train.config import METHODS
 from overlap_train.planning.choice import (
     FEW_ROWS,
-    GATHER,
-    SCATTER,
-    SCATTER_AND_WGRAD,
     SMALL_M,
     SMALL_M_DIRECT,
-    Pass,
     alone,
     choose,
     untuned,
 )
-from overlap_train.planning.schedule import Strips, Topology, strip_order, units_in_run
+from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.planning.schedule import GATHER, SCATTER, Strips, Topology, strip_order, units_in_run
 from overlap_train.planning.table import UNTUNED, Table, Winner
 from overlap_train.planning.tiling import HOPPER_TILE
 from overlap_train.planning.variants import PLAIN, VARIANTS, Variant

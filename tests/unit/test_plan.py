@@ -15,7 +15,8 @@ from overlap_train import OverlapConfig
 from overlap_train.planning import tiling
 from overlap_train.planning.arguments import all_gather_error, reduce_scatter_error
 from overlap_train.planning.cache import BoundedCache
-from overlap_train.planning.choice import SCATTER_AND_WGRAD, Choice, Pass, choose
+from overlap_train.planning.choice import Choice, choose
+from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.plan import EnginePlan, barrier_first, engine_plan, make_plan, sent_again
 from overlap_train.planning.refusals import why_not
 from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...planning.choice import GATHER, SCATTER, Pass
-from ...planning.schedule import A2A_GEMM, GEMM_A2A
+from ...planning.passes import Pass
+from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 
 OPS = ("ag_gemm", "gemm_rs")
 EXCHANGES = (GEMM_A2A, A2A_GEMM)  # Ulysses': linear_all_to_all and all_to_all_linear

@@ -11,13 +11,14 @@ from ...methods import TRAITS
 from ...planning.backward import backward, communication_us, wgrad_us
 from ...planning.choice import alone, choose
 from ...planning.cost import network_sms
-from ...planning.machines import System, Target
+from ...planning.machines import System
 from ...planning.passes import Pass
 from ...planning.plan import engine_plan
 from ...planning.programs import program
 from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from ...planning.simulate import simulate
 from ...planning.table import SAME, UNTUNED, Table
+from ...planning.tiling import Target
 from ...planning.timeline import Program, Timeline
 from ...planning.work import Work
 from ..measure.models import Model

@@ -13,8 +13,9 @@ import torch
 
 from ...methods import TRAITS
 from ...operators.start import start_gather, start_scatter
-from ...planning.choice import SCATTER_AND_WGRAD, Choice, Pass, saves_a_wave, untuned
+from ...planning.choice import Choice, saves_a_wave, untuned
 from ...planning.low_latency import serving
+from ...planning.passes import SCATTER_AND_WGRAD, Pass
 from ...planning.plan import chunks_of, sent_again
 from ...planning.schedule import EXCHANGES, GATHER, SCATTER
 from ...planning.table import Winner
