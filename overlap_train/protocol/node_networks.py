@@ -1,10 +1,12 @@
 """The two ways in which something crosses the network between GPUs of several nodes (node_streams.py).
 
-by exchanges    NCCL: a send to one twin and a receive from another, as one group. It writes into the memory of its own rank
-                only. What is for another rank of the node is received beside the slot, and the arriving stream copies it
-                there: data, then the sender's word
-by puts         NVSHMEM: data, then their signal, straight into the memory of the rank that they are for. Nobody has to say
-                what it expects, and nothing lands
+    by exchanges    NCCL: a send to one twin and a receive from another, as one group. It writes into the memory of its own rank
+                    only. What is for another rank of the node is received beside the slot, and the arriving stream copies it
+                    there: data, then the sender's word
+    by puts         NVSHMEM: data, then their signal, straight into the memory of the rank that they are for. Nobody has to say
+                    what it expects, and nothing lands
+
+The operators enqueue the same steps for both.
 """
 
 from __future__ import annotations

@@ -159,8 +159,9 @@ def tables_of(rows: Sequence[Row]) -> list[tuple[list[Row], Columns]]:
 
 # Where any variant is one of these, a reader of the table must know this.
 NOTES: Sequence[tuple[Callable[[str], bool], str]] = (
-    (DATA_PARALLEL.__eq__, f"{look_of(DATA_PARALLEL).label}: the same global batches without context parallelism, whole "
-     "sequences on each rank; losses are compared with its"),
+    (lambda name: name == DATA_PARALLEL,
+     f"{look_of(DATA_PARALLEL).label}: the same global batches without context parallelism, whole sequences on each rank; losses "
+     "are compared with its"),
     (is_transformer_engine,
      "TransformerEngine's modules: exposed communication is unknown; weight gradients are returned to DDP"),
     (is_graph, "CUDA graph: forward and backward are replayed, the optimizer is not; exposed communication is unknown, the calls "
