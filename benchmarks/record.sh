@@ -94,6 +94,6 @@ step bitwise_ulysses 90 $ulysses --seq-length 4096 --loss-steps 100 --round-step
 te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick \
   --variants te,te_userbuffers,te_userbuffers_ring,te_overlap --out "$out/mfu_te"
 for folder in "$out" "$out/small_m" "$out/sweep" "$out/ulysses" "$out/hierarchical" "$out/te" "$out/te/ulysses"; do
-  [ ! -d "$folder" ] || .venv/bin/python -m overlap_train bench plot "$folder"
+  [ -z "$(find "$folder" -maxdepth 1 -name '*.json' 2>/dev/null)" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
 exit "$failed"

@@ -4,10 +4,12 @@
 #   launch/test_gpu.sh PYTHON [pytest arguments; with a path among them only what is there]
 # Variables: LOGS, folder for each rank's output (default runs/test-gpu); PROVIDERS (default "nvshmem torch"); SIZES of the overlap
 # domain (default: all ranks, and with four ranks also 2); CONNECTIONS (default "1 8"); RANKS (default: one a GPU, at most 4).
-# More RANKS than GPUs share the GPUs, without NCCL and NVSHMEM. Where CUDA's Multi-Process Service (MPS) is installed, each rank has
-# a part of its GPU's SMs, and all run at once; without it they take turns, which is slow.
+# More RANKS than GPUs share the GPUs, with torch's provider unless PROVIDERS says otherwise; NCCL goes over sockets between them.
+# Where CUDA's Multi-Process Service (MPS) is installed, each rank has a part of its GPU's SMs, and all run at once.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=launch/mps.sh
+. launch/mps.sh
 
 python=$1
 shift
@@ -23,21 +25,9 @@ sizes=$ranks
 sizes=${SIZES:-$sizes}
 providers=${PROVIDERS:-nvshmem torch}
 if [ "$ranks" -gt "$gpus" ]; then
-  providers=torch
+  providers=${PROVIDERS:-torch}
   export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
-  mps=$(command -v nvidia-cuda-mps-control)
 fi
-
-# A daemon for each session: one whose clients have just been killed refuses new ones for a while (error 807).
-start_mps() {
-  [ -n "${mps-}" ] || return 0
-  CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
-  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
-  export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 * gpus / ranks))
-  "$mps" -d
-}
-
-stop_mps() { [ -z "${mps-}" ] || echo quit | "$mps" >/dev/null; }
 
 tests=(tests/gpu)
 for argument in "$@"; do
@@ -52,7 +42,7 @@ for size in $sizes; do
       echo "== $ranks ranks on $gpus GPUs: $name"
       sessions=$((sessions + 1))
       mkdir -p "$logs/$name"
-      start_mps
+      [ "$ranks" -le "$gpus" ] || start_mps $((100 * gpus / ranks))
       # CUBLAS_WORKSPACE_CONFIG: the bitwise training test needs a deterministic cuBLAS.
       if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
         --nproc-per-node "$ranks" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \

@@ -28,19 +28,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where only the tests of several nodes run, NCCL takes each half of the ranks for a host of its own."""
-    if "LOCAL_RANK" in os.environ and any("test_nodes.py" in argument for argument in config.args):
+    """Where only the tests of several nodes run, NCCL takes each half of the ranks for a host of its own.
+
+    Each rank, where ranks share a GPU: NCCL refuses two ranks of one host on one GPU, but not two of different hosts.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        return
+    if torch.cuda.is_available() and share_gpus():
+        pretend_nodes(1)
+    elif any("test_nodes.py" in argument for argument in config.args):
         pretend_nodes(int(os.environ["LOCAL_WORLD_SIZE"]) // 2)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
-        return True
-    return True if share_gpus() and "megatron" in collection_path.name else None  # Megatron's own paths need NCCL
+    return True if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ else None
 
 
 def share_gpus() -> bool:
-    """Ranks take turns on a GPU, which NCCL refuses and NVSHMEM does not support: plain correctness, with torch's provider."""
+    """Several ranks have one GPU: plain correctness, not speed. NCCL goes over sockets between them (pytest_configure)."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count()
 
 
@@ -54,10 +59,7 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def group(device: torch.device, request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
     """The overlap domain: consecutive ranks, `--domain-size` of them; ranks 2, 3 are a group that does not start at 0."""
-    if share_gpus():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=90))
-    else:
-        dist.init_process_group("nccl", timeout=timedelta(seconds=90), device_id=device)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=90), device_id=device)
     size = request.config.getoption("--domain-size") or dist.get_world_size()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
     yield groups[dist.get_rank() // size]
@@ -78,8 +80,10 @@ def wait_s(request: pytest.FixtureRequest) -> float:
 
 @pytest.fixture(scope="session", autouse=True)
 def room_for_copies() -> Iterator[None]:
-    """Four ranks on two GPUs stood still. Between ranks of one GPU the driver may copy by kernels: these find no SM where a
-    persistent kernel has them all, and it waits, through the peers, for these copies. (Not confirmed yet.)"""
+    """Leave 8 SMs free where ranks share a GPU: with none, four ranks on two GPUs stood still.
+
+    The driver seems to copy between ranks of one GPU by kernels. These found no SM, and our kernels waited for them.
+    """
     if not share_gpus():
         yield
         return
@@ -91,8 +95,6 @@ def room_for_copies() -> Iterator[None]:
 
 @pytest.fixture(params=["fused", "direct", "chunked", "collective"])
 def method(request: pytest.FixtureRequest) -> str:
-    if request.param == "collective" and share_gpus():
-        pytest.skip("NCCL serves one rank a GPU")
     return request.param
 
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from overlap_train import AttentionHeads, OverlapConfig, SequenceLayout, attention_output_linear, qkv_all_to_all
 from overlap_train.ulysses import sharded
-from tests.gpu.conftest import share_gpus
 
 S, B, HIDDEN, DIM = 2048, 1, 512, 128
 HEADS = AttentionHeads(4, 2, DIM)  # of a tensor-parallel rank
@@ -42,7 +41,7 @@ def test_values_and_gradients_are_exact(
     monkeypatch.setattr(sharded, "parts_that_hide", lambda rows, n, k: parts)
     tensor, ulysses = groups
     t, r = tensor.rank(), ulysses.rank()
-    own_provider = provider if provider == "torch" or share_gpus() else "auto"  # NVSHMEM's one world serves one group
+    own_provider = provider if provider == "torch" else "auto"  # NVSHMEM's one world serves one group
     config = OverlapConfig(method=method, gathered_input=gathered_input, provider=own_provider, timeout_s=20.0)
     layout = SequenceLayout("zigzag")
     common = dict(group=ulysses, tp_group=tensor, layout=layout, config=config)

@@ -23,7 +23,6 @@ from overlap_train import (
 from overlap_train.operators.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
 from overlap_train.operators.qk_norm import HeadNorm
 from overlap_train.tools.bench.attention_parts import core_attention, rotated, split
-from tests.gpu.conftest import share_gpus
 from tests.linear_cases import Case
 
 HIDDEN, QUERY, DIM = 1024, 8, 128
@@ -140,16 +139,10 @@ class Block:
             assert error < 8 * torch.finfo(torch.bfloat16).eps
 
 
-def skip_where_gpus_are_shared() -> None:
-    if share_gpus():
-        pytest.skip("NCCL serves one rank a GPU")
-
-
 @pytest.mark.parametrize("layout", [SequenceLayout(), SequenceLayout("zigzag")], ids=str)
 @pytest.mark.parametrize("kv", [4, 1])  # 1: k and v go to every rank
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_block_gives_what_one_gpu_gives(case: Case, layout: SequenceLayout, kv: int, parts: int) -> None:
-    skip_where_gpus_are_shared()
     needed = 3 * 1536 * AttentionHeads(QUERY, kv, DIM).features * 2
     mib = 512 if parts == 1 else -(-needed // parts) // (1 << 20) + 1
     block = Block(replace(case, config=replace(case.config, exchange_mib=mib)), layout, kv, 1536 * case.world)
@@ -161,7 +154,6 @@ def test_a_block_gives_what_one_gpu_gives(case: Case, layout: SequenceLayout, kv
 @pytest.mark.parametrize("parts", [1, 3])
 def test_ranks_with_different_numbers_of_rows(case: Case, parts: int) -> None:
     """The first has all rows of the longest shard, the last few of them."""
-    skip_where_gpus_are_shared()
     lengths = tuple(1536 - 1400 * rank // max(1, case.world - 1) for rank in range(case.world))
     mib = 512 if parts == 1 else -(-3 * 1536 * AttentionHeads(QUERY, 1, DIM).features * 2 // parts) // (1 << 20) + 1
     case = replace(case, config=replace(case.config, exchange_mib=mib))
@@ -173,7 +165,6 @@ def test_ranks_with_different_numbers_of_rows(case: Case, parts: int) -> None:
 
 @pytest.mark.parametrize("method", ["fused", "direct", "chunked"])
 def test_replays_of_a_block_are_right(case: Case) -> None:
-    skip_where_gpus_are_shared()
     block = Block(case, SequenceLayout("zigzag"), 4, 512 * case.world)
     expected, x, dy = block.of_one_gpu(), block.mine(block.x).requires_grad_(), block.mine(block.dy)
     stream = torch.cuda.Stream()

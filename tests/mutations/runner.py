@@ -25,6 +25,7 @@ _SHORTEST_LIMIT_S = (
     60.0  # the tests of a mutation that hangs are ended after this, or five times what they usually take
 )
 _MARK = "OVERLAP_TRAIN_MUTATION"  # in the environment of every process that a test run starts, to find them all again
+_IGNORED = (".venv", ".whl", "runs")  # gigabytes, where git does not say what to leave out
 _BROKEN = r"errors? during collection|CompilationError|SyntaxError|NameError"
 
 
@@ -156,12 +157,13 @@ class _Tree:
                 "OMP_NUM_THREADS": "1",
             }
         )
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *options, *tests]
+        command = [sys.executable, "-m", "pytest", "-q"]
         if gpu:
-            environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-            launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self._how.ranks), "-m"]
-            command[2:2] = launcher
-            command += ["--provider", self._how.provider]
+            command = ["launch/test_gpu.sh", sys.executable]
+            ranks = str(self._how.ranks)
+            environment |= {"PROVIDERS": self._how.provider, "RANKS": ranks, "SIZES": ranks, "CONNECTIONS": "1"}
+            environment["LOGS"] = str(self._folder / "runs")
+        command += ["-p", "no:cacheprovider", "--tb=short", *options, *tests]
         process = subprocess.Popen(
             command, cwd=self._folder, env=environment, text=True, errors="replace",
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -205,7 +207,8 @@ def _copies(root: Path, count: int) -> Iterator[list[Path]]:
 
 def _listed(root: Path) -> list[str]:
     if not (root / ".git").exists():  # a copy of the tree, as on a GPU machine
-        return [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and ".venv" not in path.parts]
+        names = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+        return [str(name) for name in names if name.parts[0] not in _IGNORED]
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.check_output(command, cwd=root, text=True).split("\0")
     return [name for name in listed if name and (root / name).exists()]

@@ -1,0 +1,41 @@
+"""Runs a script or a module in ranks that share GPUs: for what is right and what the host does, not for how fast it is.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/lent/shared.py benchmarks/probes/host_time.py --rounds 20
+    torchrun --standalone --nproc-per-node 2 benchmarks/lent/shared.py -m overlap_train bench layers
+
+Each rank sees one GPU, LOCAL_RANK 0, and is a host of its own for NCCL, which refuses two ranks of one host on one GPU and goes
+over sockets between these. Our kernels leave 8 SMs free: the driver copies between ranks of one GPU by kernels, which found
+none, and ours waited for these copies. With MPS (launch/test_gpu.sh starts it) the ranks run at once.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+import torch
+
+
+def share() -> None:
+    """Before the first communicator and before the GPU is used."""
+    from overlap_train.operators import hopper, kernel_args, low_latency
+    from overlap_train.tools.bench.hierarchical import pretend_nodes
+
+    pretend_nodes(1)
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    all_of_them = kernel_args.multiprocessors
+    for module in (kernel_args, hopper, low_latency):
+        module.multiprocessors = lambda device: all_of_them(device) - 8
+
+
+if __name__ == "__main__":
+    share()
+    del sys.argv[0]
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
