@@ -80,6 +80,11 @@ class OverlapConfig:
         "~/.cache/overlap_train",
         "folder of the measurements of overlap-train tune, which method=auto uses; rank 0 of a group reads it for all its ranks",
     )
+    tune_steps: int = _setting(
+        0,
+        "calls of a linear in training, at least 10, in which method=auto tries all methods in turn where its sizes were never "
+        "tuned; then ranks agree on the fastest, and rank 0 keeps it in tuning_dir. 0: none",
+    )
     on_unsupported: str = _setting(
         "error",
         "what to do where overlap cannot act (no sequence parallelism, TP 1, CUDA graphs of single layers): error, or fallback "
@@ -119,8 +124,17 @@ class OverlapConfig:
                 f"network_sms={self.network_sms!r} must be a number from 1 to {MOST_CTAS}, or 0 to measure it "
                 f"({flag_name('network_sms')})"
             )
+        if isinstance(self.tune_steps, bool) or not isinstance(self.tune_steps, int) or not _may_tune(self.tune_steps):
+            raise ValueError(
+                f"tune_steps={self.tune_steps!r} must be at least {2 * len(TRAITS)}, so that each method runs twice and its "
+                f"first call, which may compile, need not count, or 0 for none ({flag_name('tune_steps')})"
+            )
         if not self.tuning_dir:
             raise ValueError(f"tuning_dir='' must name a folder, which need not exist ({flag_name('tuning_dir')})")
+
+
+def _may_tune(steps: int) -> bool:
+    return steps == 0 or steps >= 2 * len(TRAITS)
 
 
 def flag_name(field_name: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from ..runtime.profiling import profiled
-from .plan_book import PlannedLinear
+from .planned import PlannedLinear
 from .start import start_gather, start_scatter
 from .weight_gradient import WeightGradient
 

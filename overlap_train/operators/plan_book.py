@@ -2,92 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-
 import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig, flag_name
 from ..planning import table
-from ..planning.arguments import autocast_error
+from ..planning.arguments import Request, autocast_error
 from ..planning.cache import BoundedCache
-from ..planning.plan import Plan, barrier_first, make_plan
+from ..planning.plan import make_plan
 from ..planning.refusals import why_not, why_not_across_nodes
 from ..planning.spec import OperatorSpec
-from ..protocol.tags import Tag
-from ..runtime.bracket import Operator
 from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of, made_domain
 from . import portable
+from .planned import Planned
+from .trial_book import TrialBook
 
 _MOST_PLANS = 1024
-_MOST_NAMES = 4096  # linears of one shape
 _CONFIGS = (OverlapConfig, type(None))
-
-
-@dataclass(frozen=True)
-class PassTags:
-    """How the passes of one linear are known to its peers (fprop, dgrad, wgrad) and to profilers (ranges)."""
-
-    fprop: Tag
-    dgrad: Tag
-    wgrad: Tag
-    ranges: tuple[str, str, str]
-
-
-@dataclass(frozen=True)
-class PlannedLinear:
-    """What autograd passes from one linear's forward to its backward, as one object: torch looks at each argument of a Function.
-
-    keeps: forward keeps what it has gathered for the weight gradient.
-    """
-
-    domain: OverlapDomain
-    plan: Plan
-    tags: PassTags
-    keeps: bool
-    _backwards: dict[tuple[bool, bool], Operator] = field(default_factory=dict)
-
-    @cached_property
-    def forward(self) -> Operator:
-        """The bracket of the forward pass."""
-        fprop = self.plan.fprop
-        return self.domain.operator(self.tags.fprop, fprop.slots, fprop.variant.barrier_first, self.tags.ranges[0])
-
-    def backward(self, wants_dx: bool, wants_dw: bool) -> Operator:
-        """The bracket of the backward pass."""
-        wanted = (wants_dx, wants_dw)
-        return self._backwards.get(wanted) or self._backwards.setdefault(wanted, self._new_backward(*wanted))
-
-    def _new_backward(self, wants_dx: bool, wants_dw: bool) -> Operator:
-        plan, tags = self.plan, self.tags
-        wgrad = plan.wgrad if wants_dw else None
-        slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
-        begins_with_barrier = wants_dx and barrier_first(plan, wgrad is not None)
-        return self.domain.operator(tags.dgrad, slots, begins_with_barrier, tags.ranges[1])
-
-
-@dataclass(frozen=True)
-class Planned:
-    """An operator whose plan all ranks have agreed on. The plan holds for every linear of these shapes, the tags for one.
-
-    trains: the weight gets a gradient.
-    """
-
-    domain: OverlapDomain
-    plan: Plan
-    trains: bool = True
-    _linears: BoundedCache[tuple[str, str], PlannedLinear] = field(default_factory=lambda: BoundedCache(_MOST_NAMES))
-
-    def linear(self, name: str, meaning: str = "") -> PlannedLinear:
-        """The linear `name`. meaning: in what else ranks must agree, beside operator, shapes and dtype."""
-        key = (name, meaning)
-        return self._linears.get(key) or self._linears.put(key, self._new_linear(name, meaning))
-
-    def _new_linear(self, name: str, meaning: str) -> PlannedLinear:
-        keeps = self.plan.wgrad is None and self.trains
-        return PlannedLinear(self.domain, self.plan, _tags(self.plan, name, meaning), keeps)
 
 
 class PlanBook:
@@ -103,6 +35,7 @@ class PlanBook:
         self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_PLANS)
         # Keys without the rows: of calls that were agreed on with some number of them.
         self.agreed: BoundedCache[tuple[object, ...], bool] = BoundedCache(_MOST_PLANS)
+        self.trials = TrialBook(domain)
 
     def _read_table(self) -> table.Table | None:
         """What rank 0 finds; home folders differ."""
@@ -147,24 +80,35 @@ class PlanBook:
         error = spec.error(x, w, bias, domain.world_size, name)
         plan = make_plan(spec, config, self.table, self.topology, x, w)
         if any(engine.nodes > 1 and engine.slots for engine in (plan.fprop, plan.dgrad)):
-            plan = make_plan(spec, domain.settled(config), self.table, self.topology, x, w)
-        planned = self.plans.get(key)
-        if planned is not None:
-            return planned.setdefault(layout, Planned(domain, plan, trains))
+            config = domain.settled(config)
+            plan = make_plan(spec, config, self.table, self.topology, x, w)
+        planned = Planned(domain, plan, trains)
+        if config.tune_steps and trains and error is None:
+            planned = self.trials.begun(planned, config, self.table, x, w)
+        known = self.plans.get(key)
+        if known is not None:
+            return known.setdefault(layout, planned)
         problem = error or _other_table(domain, config) or why_not(plan, domain.device, _is_interpreted(domain))
         problem = problem or why_not_across_nodes(plan, domain.nodes.problem, domain.device)
         operator, _, *rest = key
         any_rows = (operator, x.dim(), x.shape[-1:], *rest)
-        if self.agreed.get(any_rows) and _needs_no_agreement(plan, domain):
+        if self.agreed.get(any_rows) and planned.compares and _fits(planned.request, domain):
             if problem is not None:
                 raise ValueError(problem)
         else:
             trained = ", ".join(
                 f"{what} {'trained' if t.requires_grad else 'frozen'}" for what, t in (("x", x), ("w", w))
             )
-            domain.prepare(plan.request, problem, name, trained if torch.is_grad_enabled() else "no gradients")
+            domain.prepare(planned.request, problem, name, trained if torch.is_grad_enabled() else "no gradients")
             self.agreed.put(any_rows, True)
-        return self.plans.put(key, {layout: Planned(domain, plan, trains)})[layout]
+        return self.plans.put(key, {layout: planned})[layout]
+
+    def end_trial(self, planned: Planned, name: str) -> None:
+        """The linear `name` has made the calls of its trial. Communicates; the plans of all that took part are made again."""
+        trial, self.table = self.trials.ended(planned, self.table, name)
+        for key in list(self.plans):
+            if any(trial is other.trial for other in (self.plans.get(key) or {}).values()):
+                self.plans.discard(key)
 
 
 def plan_of(
@@ -183,15 +127,16 @@ def plan_of(
     domain = made_domain(group)
     if domain is not None and domain.book is not None and isinstance(config, _CONFIGS):
         planned = domain.book.look_up(spec, x, w, bias, config)[1]
-        if planned is not None:
+        if planned is not None and not planned.is_due(name):
             return planned
     domain = domain_of(group, config, x.device)
     book = book_of(domain, name)
     key, planned = book.look_up(spec, x, w, bias, config)
-    if planned is None:
-        with domain.exclusively(name):
-            planned = book.agree(key, spec, x, w, bias, config or domain.config, name)
-    return planned
+    with domain.exclusively(name):
+        if planned is not None and planned.is_due(name):
+            book.end_trial(planned, name)
+            planned = None
+        return planned or book.agree(key, spec, x, w, bias, config or domain.config, name)
 
 
 def book_of(domain: OverlapDomain, name: str) -> PlanBook:
@@ -202,21 +147,11 @@ def book_of(domain: OverlapDomain, name: str) -> PlanBook:
     return domain.book
 
 
-def _needs_no_agreement(plan: Plan, domain: OverlapDomain) -> bool:
-    """Whether a call may use another number of rows than the ranks have agreed on: it fits into the slots that are there, and a
-    rank that has other rows is found by its signals (NCCL would not find it)."""
-    compares = all(engine.slots or domain.device.type != "cuda" for engine in (plan.fprop, plan.dgrad))
-    request = plan.request
+def _fits(request: Request, domain: OverlapDomain) -> bool:
+    """Whether a call may use another number of rows than the ranks have agreed on: it fits into the slots that are there."""
     there = not request.shares_memory or domain.heap is not None
     fits = there and domain.layout.covering(request.slot_bytes, request.flagged_bytes) == domain.layout
-    return compares and fits and not domain.is_capturing()
-
-
-def _tags(plan: Plan, name: str, meaning: str) -> PassTags:
-    what = f"{plan.spec.name}, {plan.request.what.partition(', method')[0]}" + (meaning and f", {meaning}")
-    slot = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
-    fprop, dgrad, wgrad = (Tag(f"{name}/{part}", what) for part in ("fprop", "dgrad", "wgrad"))
-    return PassTags(fprop, dgrad, wgrad, (f"{slot}/fprop", f"{slot}/dgrad", f"{slot}/wgrad"))
+    return fits and not domain.is_capturing()
 
 
 def _is_interpreted(domain: OverlapDomain) -> bool:

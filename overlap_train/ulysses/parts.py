@@ -12,7 +12,7 @@ from math import gcd
 
 import torch
 
-from ..operators.plan_book import Planned, PlannedLinear
+from ..operators.planned import Planned, PlannedLinear
 from ..planning.hardware import GEMM_TFLOPS
 from ..protocol.layout import SLOTS
 from .ahead import Give, Read, Step

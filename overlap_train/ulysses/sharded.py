@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
-from ..operators.plan_book import Planned, plan_of
+from ..operators.plan_book import plan_of
+from ..operators.planned import Planned
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ..runtime.registry import domain_of

@@ -26,7 +26,7 @@ import torch
 
 from ..operators.all_to_all_gemm import Receiver
 from ..operators.column_row import column_backward, column_forward, row_backward, row_forward
-from ..operators.plan_book import PlannedLinear
+from ..operators.planned import PlannedLinear
 from ..operators.weight_gradient import WeightGradient
 from .ahead import run_steps
 from .exchange import Rows, summed_copies

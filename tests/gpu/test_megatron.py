@@ -6,7 +6,7 @@ the two-rank deadlock of rule 4, if progress depended on all CTAs being resident
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,25 +37,28 @@ def layout(group: dist.ProcessGroup) -> Iterator[int]:
     parallel_state.destroy_model_parallel()
 
 
-def _config(tensor_parallel: int) -> TransformerConfig:
-    config = TransformerConfig(
+def model_config(tensor_parallel: int, **changes: Any) -> TransformerConfig:
+    settings = dict(
         num_layers=3, hidden_size=512, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=1536,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False, normalization="RMSNorm",
         hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=tensor_parallel, sequence_parallel=True,
         bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, gradient_accumulation_fusion=False,
         deterministic_mode=True,
     )  # fmt: skip
+    config = TransformerConfig(**settings | changes)
     config.finalize_model_grads_func = finalize_model_grads
     return config
 
 
-def _model(tensor_parallel: int, overlap: OverlapConfig | None, shard_gradients: bool = True) -> tuple[Any, Any]:
+def wrapped_gpt(
+    config: TransformerConfig, overlap: OverlapConfig | None, shard_gradients: bool = True,
+    spec: Callable[[TransformerConfig], Any] = gpt_block_spec,
+) -> tuple[Any, Any]:  # fmt: skip
     """A wrapped GPT with many small gradient buckets, so that reductions run beside nearly every operator."""
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    config = _config(tensor_parallel)
     model = GPTModel(
-        config=config, transformer_layer_spec=gpt_block_spec(config), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+        config=config, transformer_layer_spec=spec(config), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
         position_embedding_type="rope", share_embeddings_and_output_weights=False,
     ).cuda()  # fmt: skip
     if overlap is not None:
@@ -88,7 +91,7 @@ def _batches(device: torch.device) -> Iterator[torch.Tensor]:
 def _train(
     tensor_parallel: int, overlap: OverlapConfig | None, steps: int, device: torch.device
 ) -> tuple[list[float], Any]:
-    model, optimizer = _model(tensor_parallel, overlap)
+    model, optimizer = wrapped_gpt(model_config(tensor_parallel), overlap)
     data, losses = _batches(device), []
     for _ in range(steps):
         model.zero_grad_buffer()
@@ -151,8 +154,12 @@ def test_gradients_match_megatron(layout: int, device: torch.device, provider: s
 
 
 def _gradients(tensor_parallel: int, overlap: OverlapConfig | None, device: torch.device) -> dict[str, torch.Tensor]:
-    """main_grad of every parameter after one step's microbatches, reduced over data parallelism."""
-    model, _ = _model(tensor_parallel, overlap, shard_gradients=False)
+    """Of every parameter after one step's microbatches, reduced over data parallelism."""
+    return reduced_gradients(wrapped_gpt(model_config(tensor_parallel), overlap, shard_gradients=False)[0], device)
+
+
+def reduced_gradients(model: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """main_grad of every parameter of a model that does not shard them, after one step's microbatches."""
     model.zero_grad_buffer()
     _forward_backward(model, _batches(device), device)
     return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}

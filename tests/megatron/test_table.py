@@ -270,6 +270,28 @@ def test_each_linear_says_how_its_last_call_ran_and_what_was_measured(workers: W
         assert rows["freed"] == ("-", "symmetric memory has been freed (overlap_train.shutdown)")
 
 
+def in_turn(folder: str) -> list[tuple[str, str]]:
+    """Method and reason of fc1 while methods take turns, and after."""
+    shutdown()
+    recipe = replace(OVERLAPPED, overlap=OverlapConfig(tuning_dir=folder, tune_steps=10), microbatches=1)
+    model, rows = gpt(recipe), []
+    with contextlib.redirect_stderr(io.StringIO()):
+        for _ in range(10):
+            loss(model).backward()
+        rows.append(next(x for x in report(model).linears if x.name == FC1))
+        loss(model).backward()
+        rows.append(next(x for x in report(model).linears if x.name == FC1))
+    shutdown()
+    return [(row.method, row.reason) for row in rows]
+
+
+def test_a_linear_whose_methods_take_turns_says_so(workers: Workers, tmp_path: Path) -> None:
+    for trying, tuned in workers.call(in_turn, str(tmp_path)):
+        assert trying[0] == "in turn" and trying[1].startswith("auto: tries ") and "chunked" in trying[1]
+        assert trying[1].endswith(", until a linear has made 10 calls (tune_steps)")
+        assert tuned[0] != "in turn" and tuned[1].startswith("auto: tuned for M=32 ")
+
+
 def test_what_two_reasons_have_in_common_is_said_once() -> None:
     both = reporting._both
     assert both("asked for", "asked for") == "asked for"

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.operators.plan_book import PlanBook, Planned, _other_table
+from overlap_train.operators.plan_book import PlanBook, _other_table
+from overlap_train.operators.planned import Planned
 from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.plan import make_plan
 from overlap_train.planning.schedule import Topology

@@ -9,6 +9,7 @@ from typing import Any
 
 from overlap_train.planning.choice import GATHER, SCATTER, Choice, Pass, choose
 from overlap_train.planning.schedule import A2A_GEMM, GEMM_A2A
+from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.runtime.registry import made_domain
 from overlap_train.ulysses.parts import cut
 
@@ -120,10 +121,17 @@ def _report_linear(name: str, linear: Any) -> LinearReport:
 def _method_and_reason(linear: Any) -> tuple[str, str]:
     if linear.overlap.sizes is None:
         return "-", "not called yet"
-    choices = _choices(linear)
-    if choices is None:
+    domain = made_domain(groups_of(linear)[-1])
+    if domain is None or domain.book is None:
         return "-", "symmetric memory has been freed (overlap_train.shutdown)"
-    fprop, dgrad = choices
+    pass_ = _forward_pass(linear, domain)
+    trial = None if exchanges(linear) else domain.book.trials.under_way(pass_)
+    if trial is not None:
+        return (
+            "in turn",
+            f"auto: tries {', '.join(trial.methods)}, until a linear has made {trial.steps} calls (tune_steps)",
+        )
+    fprop, dgrad = _choices(linear, pass_, domain)
     method = fprop.method if fprop.method == dgrad.method else f"{fprop.method} / {dgrad.method}"
     reason = _both(fprop.reason, dgrad.reason)
     if in_two_groups(linear):
@@ -131,14 +139,8 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
     return method, reason
 
 
-def _choices(linear: Any) -> tuple[Choice, Choice] | None:
-    """How fprop and dgrad run with the sizes of the linear's last call. Plans are made by the same function, table and nodes.
-
-    None: the group has no domain any more.
-    """
-    domain = made_domain(groups_of(linear)[-1])
-    if domain is None or domain.book is None:
-        return None
+def _forward_pass(linear: Any, domain: OverlapDomain) -> Pass:
+    """With the sizes of the linear's last call."""
     x_shape, (n, k), dtype = linear.overlap.sizes
     alone = exchanges(linear) and not divides_weights(linear)
     row_kind, column_kind = (A2A_GEMM, GEMM_A2A) if alone else (SCATTER, GATHER)
@@ -148,10 +150,13 @@ def _choices(linear: Any) -> tuple[Choice, Choice] | None:
         _, m = linear.overlap.parts
     elif alone:
         m = _rows_of_part(m, k if is_row(linear) else n, linear, domain.world_size)
-    fprop = Pass(kind, m, n, k, dtype, domain.world_size)
-    method, table = linear.overlap.config.method, domain.book.table
-    both, nodes = (fprop, fprop.dgrad), domain.book.topology.nodes
-    forward, backward = (choose(method, pass_, domain.device, table, nodes) for pass_ in both)
+    return Pass(kind, m, n, k, dtype, domain.world_size)
+
+
+def _choices(linear: Any, fprop: Pass, domain: OverlapDomain) -> tuple[Choice, Choice]:
+    """How fprop and dgrad run. Plans are made by the same function, table and nodes."""
+    method, table, nodes = linear.overlap.config.method, domain.book.table, domain.book.topology.nodes
+    forward, backward = (choose(method, pass_, domain.device, table, nodes) for pass_ in (fprop, fprop.dgrad))
     return forward, backward
 
 

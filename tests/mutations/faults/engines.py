@@ -23,9 +23,10 @@ TOLD = In(f"{OPERATORS}/kernel_args.py", (f"{UNIT}/test_launch_limits.py",))
 PERSISTENT = In(f"{OPERATORS}/persistent.py", (f"{UNIT}/test_operands.py",))
 LENGTHS = In(f"{OPERATORS}/plan_book.py", ("tests/protocol/test_new_lengths.py",))
 BOOK = In(f"{OPERATORS}/plan_book.py", (f"{UNIT}/test_plan_book.py",))
+PLANNED = In(f"{OPERATORS}/planned.py", BOOK.tests)
 COLLECTIVES = In(f"{OPERATORS}/collectives.py", (f"{PROTOCOL}/test_processes.py::test_every_shape[collective-2]",))
 APPLIED = In(f"{OPERATORS}/applied.py", (f"{UNIT}/test_applied.py",))
-KEEPS = In(f"{OPERATORS}/plan_book.py", (FOOTPRINT,))
+KEEPS = In(f"{OPERATORS}/planned.py", (FOOTPRINT,))
 LINEAR = In("overlap_train/linear.py", (FOOTPRINT,))
 ONCE = In(f"{OPERATORS}/once.py", (MODES,))
 LAUNCH = In(
@@ -165,19 +166,19 @@ FAULTS = [
     ),
     BOOK("what is trained does not count", "shape_of_bias, trains, config)", "shape_of_bias, config)"),
     BOOK("the table of another folder is taken", "if config.tuning_dir == domain.config.tuning_dir:", "if True:"),
-    BOOK("every pass has the forward's tag", 'Tag(f"{name}/{part}", what)', 'Tag(f"{name}/fprop", what)'),
-    BOOK(
+    PLANNED("every pass has the forward's tag", 'Tag(f"{name}/{part}", what)', 'Tag(f"{name}/fprop", what)'),
+    PLANNED(
         "all linears of one shape have the tags of the first",
         "key = (name, meaning)",
         'key = ("", meaning)',
     ),
-    BOOK(
+    PLANNED(
         "all backwards of a linear have the slots of the first",
         "wanted = (wants_dx, wants_dw)",
         "wanted = (True, True)",
     ),
-    BOOK("a backward without dw takes the slot of its gather", "plan.wgrad if wants_dw else None", "plan.wgrad"),
-    BOOK("a backward without dx takes the slot of its scatter", "wants_dx * plan.dgrad.slots", "plan.dgrad.slots"),
+    PLANNED("a backward without dw takes the slot of its gather", "plan.wgrad if wants_dw else None", "plan.wgrad"),
+    PLANNED("a backward without dx takes the slot of its scatter", "wants_dx * plan.dgrad.slots", "plan.dgrad.slots"),
     BOOK(
         "ranks read tables of their own",
         "        if domain.rank:\n            return None\n",
@@ -189,7 +190,7 @@ FAULTS = [
         "keeps = self.plan.wgrad is None and self.trains",
         "keeps = self.trains",
     ),
-    KEEPS("x is kept without gradients", "trains = torch.is_grad_enabled() and", "trains =", MODES),
+    BOOK("x is kept without gradients", "trains = torch.is_grad_enabled() and", "trains =", MODES),
     LINEAR(
         "x of a frozen weight is kept for backward",
         "saved if ctx.needs_input_grad[1] else None, w_shard_n)",

@@ -81,8 +81,8 @@ FAULTS = [
     Mutation(
         "reporting: (fprop, fprop.dgrad) -> (fprop, fprop)",
         M + "enabling/reporting.py",
-        "both, nodes = (fprop, fprop.dgrad),",
-        "both, nodes = (fprop, fprop),",
+        "for pass_ in (fprop, fprop.dgrad))",
+        "for pass_ in (fprop, fprop))",
         (T + "table.py::test_each_linear_says_how_its_last_call_ran_and_what_was_measured",),
     ),
     Mutation(

@@ -110,7 +110,7 @@ FAULTS = [
         "a value that was used does not count as used", "return self.put(key, self._old[key])", "return self._old[key]"
     ),
     CACHE("one more is kept", "len(self._recent) >= self._least", "len(self._recent) > self._least"),
-    CACHE("what is put again is there twice", "        self._old.pop(key, None)\n", ""),
+    CACHE("what is put again is there twice", "        self._old.pop(key, None)\n        if", "        if"),
     TILING(
         "chunks cost tiles",
         "_costs_no_tile(m_shard, c) and m_shard * row_bytes",

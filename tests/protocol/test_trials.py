@@ -1,0 +1,271 @@
+"""tune_steps: methods take turns in a linear's first calls, ranks agree on the fastest, and it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from overlap_train.methods import TRAITS
+from overlap_train.operators import trial_book, trials
+from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.planning.schedule import GATHER, SCATTER
+from overlap_train.planning.table import key_of, read
+from overlap_train.runtime.bracket import Operator
+from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.runtime.registry import made_domain
+from tests.processes import run_ranks, values
+
+STEPS, M, N, K = 12, 16, 6, 4  # global sizes
+SLOW_S = 0.02
+
+
+def _step(config: OverlapConfig, name: str, rows: int = M, row_linear: bool = False) -> None:
+    """One call with integers, forward and backward, compared with one rank's."""
+    world, rank, operator = (
+        dist.get_world_size(),
+        dist.get_rank(),
+        linear_reduce_scatter if row_linear else all_gather_linear,
+    )
+    generator = torch.Generator().manual_seed(rows)
+    x, w = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((rows, K), (N, K)))
+    dims = (1, 1, 0) if row_linear else (0, 0, 1)  # in which x, w and y are sharded
+    own_x, own_w = (t.chunk(world, dim)[rank].clone().requires_grad_() for t, dim in zip((x, w), dims[:2], strict=True))
+    y = operator(own_x, own_w, group=dist.group.WORLD, config=config, name=name)
+    y.sum().backward()
+    assert torch.equal(y, (x @ w.t()).chunk(world, dims[2])[rank])
+    assert torch.equal(own_x.grad, (torch.ones(rows, N) @ w).chunk(world, dims[0])[rank])
+    assert torch.equal(own_w.grad, (torch.ones(N, rows) @ x).chunk(world, dims[1])[rank])
+
+
+def _two_methods() -> Any:
+    """Those that CPU processes have without Triton's interpreter, whose methods are never fast."""
+    return mock.patch.object(trial_book, "methods_to_try", return_value=("chunked", "collective"))
+
+
+@contextlib.contextmanager
+def _slow(ranks: tuple[int, ...], *passes: tuple[str, str]) -> Any:
+    """On these ranks, (pass of a tag, method) takes SLOW_S longer."""
+    enter = trials._Timed.__enter__
+
+    def slowly(timed: Any) -> None:
+        enter(timed)
+        if dist.get_rank() in ranks and (timed._kind, timed._method) in passes:
+            time.sleep(SLOW_S)
+
+    with mock.patch.object(trials._Timed, "__enter__", slowly):
+        yield
+
+
+def _methods(domain: OverlapDomain) -> list[tuple[str, str]]:
+    """Of all plans: forward's and backward's."""
+    entries = [domain.book.plans.get(key) for key in list(domain.book.plans)]
+    return [(p.plan.fprop.method, p.plan.dgrad.method) for entry in entries for p in entry.values()]
+
+
+def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
+    config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder, timeout_s=20.0)
+    ran: list[str] = []
+    next_turn = trials.Trial.next_turn
+
+    def turn(trial: trials.Trial, name: str) -> int:
+        number = next_turn(trial, name)
+        ran.append(f"{name} {trial.methods[number]}")
+        return number
+
+    facts: dict[str, Any] = {}
+    said = io.StringIO()
+    # chunked is slow forward on one rank, collective backward on the other
+    with (
+        _two_methods(),
+        mock.patch.object(trials.Trial, "next_turn", turn),
+        _slow((0,), (GATHER, "chunked")),
+        _slow((1,), (SCATTER_AND_WGRAD, "collective")),
+        mock.patch.object(OverlapDomain, "prepare", autospec=True, side_effect=OverlapDomain.prepare) as prepare,
+        contextlib.redirect_stderr(said),
+    ):
+        for step in range(STEPS):
+            _step(config, "layers.0.fc1")
+            if step % 2:
+                _step(config, "layers.1.fc1")  # of the same sizes: fewer calls, which count for the times only
+        facts["agreements in the trial"] = prepare.call_count
+        facts["still tries"] = [*ran]
+        domain = made_domain(dist.group.WORLD)
+        facts["said before"] = said.getvalue()
+        _step(config, "layers.0.fc1")  # ends it
+        _step(config, "layers.1.fc1")
+        _step(config, "layers.2.fc1")  # of the same sizes
+        _step(config, "layers.2.fc1", rows=M - 2)  # of the same bucket
+    facts["tried after"] = len(ran) - len(facts["still tries"])
+    facts["said"] = said.getvalue()
+    facts["plans"] = _methods(domain)
+    winners = domain.book.table.winners.values()
+    facts["winners"] = {winner.measured.kind: (winner.method, sorted(winner.ms)) for winner in winners}
+    kept = read(folder, key_of(torch.device("cpu"), world)).winners if rank == 0 else None
+    facts["kept"] = kept is None or {winner.measured.kind: winner.method for winner in kept.values()}
+    return facts
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return values(run_ranks(2, _trial, str(tmp_path_factory.mktemp("tuned"))))
+
+
+def test_methods_take_turns_in_each_linear(ranks: list[dict[str, Any]]) -> None:
+    both = ["chunked", "collective"] * (STEPS // 2)
+    for facts in ranks:
+        for name, calls in (("layers.0.fc1", STEPS), ("layers.1.fc1", STEPS // 2)):
+            own = [said.split()[1] for said in facts["still tries"] if said.startswith(name)]
+            assert own == both[:calls]
+        assert facts["tried after"] == 0, "once the first linear has made its calls it is over for all"
+
+
+def test_all_ranks_take_what_is_fastest_on_the_slowest_rank(ranks: list[dict[str, Any]]) -> None:
+    """Each pass of its own; for all linears and lengths of about these sizes."""
+    for facts in ranks:
+        assert facts["winners"] == {
+            GATHER: ("collective", ["chunked", "collective"]),
+            SCATTER_AND_WGRAD: ("chunked", ["chunked", "collective"]),
+        }
+        assert facts["plans"] == [("collective", "chunked")] * 2
+        assert facts["agreements in the trial"] == 1, "of two linears"
+
+
+def test_rank_0_keeps_the_winners_and_says_so(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["kept"] == {GATHER: "collective", SCATTER_AND_WGRAD: "chunked"}
+    assert [facts["said before"] for facts in ranks] == ["", ""] and ranks[1]["said"] == ""
+    (line,) = ranks[0]["said"].splitlines()
+    begin = "overlap_train: layers.0.fc1 and linears of about its sizes (M=16 N=3 K=4): forward collective (collective "
+    assert line.startswith(begin)
+    assert "; backward chunked (chunked " in line and f"in {STEPS} calls, kept in " in line
+
+
+def _no_trial(rank: int, world: int, folder: str) -> list[int]:
+    """How many calls were tried: by a named method, where both passes are measured, in evaluation, of a frozen weight; and then
+    of a row linear."""
+    turns = []
+    next_turn = trials.Trial.next_turn
+    with mock.patch.object(trials.Trial, "next_turn", lambda *turn: turns.append(turn) or next_turn(*turn)):
+        _step(OverlapConfig(method="chunked", tune_steps=STEPS, tuning_dir=folder), "named", rows=4 * M)
+        config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
+        _step(config, "known")
+        x, w = torch.ones(5, K, requires_grad=True), torch.ones(7, K)
+        with torch.no_grad():
+            all_gather_linear(x, w, group=dist.group.WORLD, config=config, name="evaluated")
+        all_gather_linear(x, w, group=dist.group.WORLD, config=config, name="frozen").sum().backward()
+        none = len(turns)
+        for _ in range(3):
+            _step(config, "row", row_linear=True)
+    return [none, len(turns)]
+
+
+def test_what_is_not_tried(ranks: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = max(Path(tmp_path_factory.getbasetemp()).glob("tuned*"))
+    assert values(run_ranks(2, _no_trial, str(folder))) == [[0, 3]] * 2
+
+
+def _other_times(rank: int, world: int, folder: str) -> list[str]:
+    """Forward, rank 0 has measured that collective is faster, rank 1 that chunked is, which is slower on the slowest rank."""
+    times = ({"chunked": 1.0, "collective": 0.5}, {"chunked": 0.1, "collective": 0.7})[rank]
+    measured = {(GATHER, method): ms for method, ms in times.items()}
+    with mock.patch.object(trials.Trial, "times", return_value=measured):
+        for _ in range(STEPS + 1):
+            _step(OverlapConfig(tune_steps=STEPS, tuning_dir=folder), "fc1")
+    domain = made_domain(dist.group.WORLD)
+    assert domain is not None
+    return [winner.method for winner in domain.book.table.winners.values()]
+
+
+def test_ranks_that_measured_other_times_agree(tmp_path: Path) -> None:
+    assert values(run_ranks(2, _other_times, str(tmp_path))) == [["collective"]] * 2
+
+
+def _every_method(rank: int, world: int) -> tuple[int, list[str]]:
+    """Exact in each turn, which _step looks at."""
+    config, tried = OverlapConfig(tune_steps=STEPS, tuning_dir="/dev/null/none"), set()
+    candidate = trials.Candidate.linear
+
+    def note(self: trials.Candidate, name: str) -> Any:
+        tried.add(self.plan.fprop.method)
+        return candidate(self, name)
+
+    with warnings.catch_warnings(), mock.patch.object(trials.Candidate, "linear", note):
+        warnings.simplefilter("ignore")
+        for row_linear in (False, True):
+            for _ in range(STEPS + 2):
+                _step(config, f"row_linear={row_linear}", row_linear=row_linear)
+    domain = made_domain(dist.group.WORLD)
+    assert domain is not None
+    return len(domain.book.table.winners), sorted(tried)
+
+
+def test_every_method_takes_its_turn_and_is_exact() -> None:
+    assert values(run_ranks(2, _every_method)) == [(4, sorted(TRAITS))] * 2
+
+
+def _too_few(rank: int, world: int, folder: str) -> int:
+    """Agreements after each of three trials' worth of calls, in which nothing was timed."""
+    config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
+    with (
+        mock.patch.object(trials.Trial, "times", return_value={}),
+        mock.patch.object(trials.Trial, "__init__", autospec=True, side_effect=trials.Trial.__init__) as begun,
+    ):
+        for _ in range(3 * STEPS):
+            _step(config, "fc1")
+    return begun.call_count
+
+
+def test_too_few_calls_to_tell_are_not_repeated(tmp_path: Path) -> None:
+    assert values(run_ranks(2, _too_few, str(tmp_path))) == [1, 1]
+
+
+def _not_writable(rank: int, world: int) -> list[str]:
+    config = OverlapConfig(tune_steps=STEPS, tuning_dir="/dev/null/none")
+    with pytest.warns(UserWarning, match="cannot be written") if rank == 0 else contextlib.nullcontext():
+        for _ in range(STEPS + 2):
+            _step(config, "fc1")
+    domain = made_domain(dist.group.WORLD)
+    assert domain is not None
+    return sorted(winner.measured.kind for winner in domain.book.table.winners.values())
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning() -> None:
+    assert values(run_ranks(2, _not_writable)) == [[GATHER, SCATTER_AND_WGRAD]] * 2
+
+
+def test_times_are_medians_per_row_without_the_first() -> None:
+    """That of 16 rows took as long for each row as that of 8."""
+    trial = trials.Trial(
+        Pass(SCATTER, 8, 3, 4, torch.float32, 2), ("chunked", "collective"), STEPS, torch.device("cpu")
+    )
+    for took, rows in ((9.0, 8), (0.001, 8), (0.004, 16), (0.5, 8)):
+        with mock.patch.object(trials.time, "perf_counter", lambda took=took: took):
+            trial.add(SCATTER, "chunked", 0.0, rows)
+    trial.add(GATHER, "chunked", 0.0, 8)
+    assert trial.times() == {(SCATTER, "chunked"): pytest.approx(2.0)}
+
+
+def test_a_pass_that_raises_is_not_timed() -> None:
+    trial = trials.Trial(Pass(SCATTER, 8, 3, 4, torch.float32, 2), ("chunked",), STEPS, torch.device("cpu"))
+    bracket = mock.MagicMock(spec=Operator)
+    bracket.__exit__.return_value = None
+    for raises in (False, True):
+        with contextlib.suppress(KeyError), trials._Timed(bracket, trial, SCATTER, "chunked", 8):
+            if raises:
+                raise KeyError
+    assert len(trial._samples[SCATTER, "chunked"]) == 1 and bracket.__exit__.call_count == 2
+
+
+@pytest.mark.parametrize("steps", [-1, 1, 9, 12.0, True])
+def test_too_few_steps_are_refused(steps: Any) -> None:
+    with pytest.raises(ValueError, match=r"tune_steps=.* at least 10.*--overlap-train-tune-steps"):
+        OverlapConfig(tune_steps=steps)
