@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -50,13 +50,14 @@ def method() -> str:
 
 
 @pytest.fixture
-def nodes(case: Case) -> Case:
-    """Two nodes, with what `--provider nvshmem` or `--provider torch` puts between them. The group's domain is a fresh one: those
-    of other tests have one node."""
+def nodes(case: Case) -> Iterator[Case]:
+    """Two nodes, with what `--provider nvshmem` or `--provider torch` puts between them. The group's domain is one of its own:
+    those of other tests have one node."""
     by = ("nvshmem", "nvshmem") if case.config.provider == "nvshmem" else ("torch", "nccl")
     config = replace(case.config, node_ranks=case.world // 2, provider=by[0], network=by[1])
     overlap_train.shutdown()
-    return replace(case, config=config)
+    yield replace(case, config=config)
+    overlap_train.shutdown()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
