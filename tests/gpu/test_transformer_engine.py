@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from overlap_train import OverlapConfig
-from overlap_train.integrations.megatron import report
+from overlap_train.integrations.megatron import provide_accumulation_fusion, report
 from tests.gpu.test_megatron import MICROBATCHES, layout, model_config, reduced_gradients, wrapped_gpt
 
 __all__ = ["layout"]  # a fixture
@@ -37,7 +37,8 @@ def _gpt(layout: int, overlap: OverlapConfig | None, **changes: Any) -> Any:
 def test_gradients_are_transformer_engines(
     layout: int, device: torch.device, provider: str, method: str, wait_s: float, fused: bool
 ) -> None:
-    """Of its norms, too; with gradient accumulation fusion the weight's are added into main_grad by both."""
+    """Of its norms, too; with gradient accumulation fusion the weight's are added into main_grad by both, without Apex."""
+    provide_accumulation_fusion()
     model = _gpt(
         layout, OverlapConfig(method=method, provider=provider, timeout_s=wait_s), gradient_accumulation_fusion=fused
     )
