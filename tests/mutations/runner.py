@@ -24,6 +24,8 @@ CAUGHT = ("caught", "hangs")
 _SHORTEST_LIMIT_S = (
     60.0  # the tests of a mutation that hangs are ended after this, or five times what they usually take
 )
+# One test: its ranks start in 15 s, and compile the changed kernel for all its shapes in up to 80.
+_GPU_LIMIT_S = 120.0
 _MARK = "OVERLAP_TRAIN_MUTATION"  # in the environment of every process that a test run starts, to find them all again
 _IGNORED = (".venv", ".whl", "runs")  # gigabytes, where git does not say what to leave out
 _BROKEN = r"errors? during collection|CompilationError|SyntaxError|NameError"
@@ -130,7 +132,7 @@ class _Tree:
         if isinstance(seconds, str):
             return Outcome(mutation, "not run", test=seconds)
         with self._planted(mutation):
-            limit_s = max(_SHORTEST_LIMIT_S, seconds if mutation.gpu else 5 * seconds)
+            limit_s = _GPU_LIMIT_S if mutation.gpu else max(_SHORTEST_LIMIT_S, 5 * seconds)
             code, output, took = self.run(mutation.tests, mutation.gpu, limit_s, "-x")
         if code is None:
             return Outcome(mutation, "hangs", took, "time limit")
