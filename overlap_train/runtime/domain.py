@@ -34,6 +34,7 @@ from ..symmetric.agreement import Agreement
 from ..symmetric.topology import Nodes, NodeSettings, find_nodes
 from .across_nodes import AcrossNodes
 from .bracket import Exclusively, Operator
+from .first_call import FirstCall, compare
 
 _MIB = 1 << 20
 
@@ -83,35 +84,11 @@ class OverlapDomain:
                 f"neither agree nor compile; run what is captured twice before capturing it"
             )
         terms, unmet = self._terms(request)
-        mine = (problem or unmet, request, f"{terms}; {trains}", name)
+        mine = FirstCall(problem or unmet, request, f"{terms}; {trains}", name)
         what = f"{name}: agree on its first call with {request.what}"
-        self._compare(mine, self.agreement.exchange(mine, what, kind="first call"))
+        compare(self.rank, self.agreement.exchange(mine, what, kind="first call"))
         if request.shares_memory:
             self._hold(request, name)
-
-    def _compare(self, mine: tuple[str | None, Request, str, str], all_ranks: list[Any]) -> None:
-        """Of each rank its problem, its request, its terms and its name. Raises ValueError as `prepare` says."""
-        for rank, (reported, *_) in enumerate(all_ranks):
-            if reported is not None:
-                raise ValueError(reported if rank == self.rank else f"{reported} (on rank {rank} of the group)")
-        _, request, terms, name = mine
-        for rank, (_, theirs, their_terms, their_name) in enumerate(all_ranks):
-            if theirs != request:
-                raise ValueError(
-                    f"{name}: this rank has {request.operator} of {request.what}, rank {rank} of the group has {their_name}: "
-                    f"{theirs.operator} of {theirs.what}; all ranks of a group must call the same operator with the "
-                    "same shapes and dtype; where they have different numbers of rows, pad them to the largest"
-                )
-            if their_terms != terms:
-                raise ValueError(
-                    f"{name}: this rank has {terms}, rank {rank} of the group has {their_terms}; all ranks of a group "
-                    f"need the same OverlapConfig, the same trained operands, and nvshmem4py installed on all or none"
-                )
-            if their_name != name:
-                raise ValueError(
-                    f"{name}: rank {rank} of the group calls it {their_name!r}; a call has the same name= on all ranks, which "
-                    f"recognise each other's calls by it"
-                )
 
     def _terms(self, request: Request) -> tuple[str, str | None]:
         """What symmetric memory needs to be equal everywhere, in words; and why this rank cannot have it, or None."""

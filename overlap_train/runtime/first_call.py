@@ -1,0 +1,59 @@
+"""What ranks tell each other at their first call with some shapes, and what each of them raises where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..planning.arguments import Request
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """What one rank says.
+
+    problem: what is wrong with its arguments or its machine, or None. terms: in what else ranks must agree, in words. name: what
+    its errors call the operator.
+    """
+
+    problem: str | None
+    request: Request
+    terms: str
+    name: str
+
+
+def compare(rank: int, all_ranks: Sequence[FirstCall]) -> None:
+    """All ranks must say the same, and none may have a problem. rank: this one.
+
+    Raises:
+        ValueError: they do not; on every rank.
+    """
+    for number, said in enumerate(all_ranks):
+        if said.problem is not None:
+            raise ValueError(said.problem if number == rank else f"{said.problem} (on rank {number} of the group)")
+    mine = all_ranks[rank]
+    for number, theirs in enumerate(all_ranks):
+        difference = _difference(mine, theirs, number)
+        if difference is not None:
+            raise ValueError(f"{mine.name}: {difference}")
+
+
+def _difference(mine: FirstCall, theirs: FirstCall, rank: int) -> str | None:
+    """What `theirs`, of rank `rank`, says otherwise, or None."""
+    if theirs.request != mine.request:
+        return (
+            f"this rank has {mine.request.operator} of {mine.request.what}, rank {rank} of the group has {theirs.name}: "
+            f"{theirs.request.operator} of {theirs.request.what}; all ranks of a group must call the same operator with the same "
+            f"shapes and dtype; where they have different numbers of rows, pad them to the largest"
+        )
+    if theirs.terms != mine.terms:
+        return (
+            f"this rank has {mine.terms}, rank {rank} of the group has {theirs.terms}; all ranks of a group need the same "
+            f"OverlapConfig, the same trained operands, and nvshmem4py installed on all or none"
+        )
+    if theirs.name != mine.name:
+        return (
+            f"rank {rank} of the group calls it {theirs.name!r}; a call has the same name= on all ranks, which recognise each "
+            f"other's calls by it"
+        )
+    return None
