@@ -1,35 +1,55 @@
 #!/usr/bin/env bash
-# Runs on the lent machine what prepare.sh has prepared, one step after the other, and says how long each took:
+# Runs on the lent machine what prepare.sh has prepared, and says how long each step took:
 #   benchmarks/lent/session.sh FOLDER OUT STEP...
-# STEP: tests (all GPU tests, one rank a GPU), shared4 and shared8 (so many ranks on two GPUs), faults (planted ones),
-# record=NAME,NAME (steps of benchmarks/record.sh). TEST_ARGS and PROVIDERS are those of make test-gpu. OUT: a folder for logs.
+# Steps run one after the other; those joined by + run at once (tests=torch+tests=nvshmem), which is right but not for times.
+# STEP: tests (all GPU tests, one rank a GPU; two on one GPU), tests=PROVIDER, shared4 and shared8 (so many ranks on the GPUs), te
+# (TransformerEngine's tests, where TE_ENV, default /tmp/te_site/env.sh, makes it importable), faults (planted ones), record=NAME,NAME
+# (steps of benchmarks/record.sh). TEST_ARGS is that of make test-gpu. LIMIT: seconds of a step (default 3600). OUT: for logs.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
 
 folder=${1:?the folder that prepare.sh has made} out=${2:?a folder for logs}
 shift 2
 mkdir -p "$out"
-export PYTHONPATH=$PWD/benchmarks/lent TRITON_CACHE_DIR=/tmp/lent-triton LOGS=$out/ranks PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD/benchmarks/lent TRITON_CACHE_DIR=/tmp/lent-triton PYTHONUNBUFFERED=1
 mkdir -p "$TRITON_CACHE_DIR"
 tar xJ -C "$TRITON_CACHE_DIR" -f "$folder/kernels.tar.xz"
 compiled() { find "$TRITON_CACHE_DIR" -name '*.cubin' | wc -l; }
 brought=$(compiled)
 launch/bootstrap.sh main
 echo "set up after $SECONDS s"
+[ "$(nvidia-smi -L | wc -l)" -gt 1 ] || export RANKS=${RANKS:-2}
 
-# shellcheck disable=SC2086 # TEST_ARGS is a list
-gpu_tests() { CONNECTIONS=${CONNECTIONS:-8} launch/test_gpu.sh .venv/bin/python ${TEST_ARGS-}; }
+# gpu_tests [VARIABLE=VALUE...]
+gpu_tests() {
+  # shellcheck disable=SC2086 # TEST_ARGS is a list
+  env CONNECTIONS="${CONNECTIONS:-8}" LOGS="$out/ranks-$step" "$@" timeout "${LIMIT:-3600}" launch/test_gpu.sh .venv/bin/python ${TEST_ARGS-}
+}
 
-for step in "$@"; do
-  begin=$SECONDS
+transformer_engine() {
+  # shellcheck disable=SC1090
+  . "${TE_ENV:-/tmp/te_site/env.sh}" || return
+  TEST_ARGS=tests/gpu/test_transformer_engine.py gpu_tests PROVIDERS=torch CONNECTIONS=1
+}
+
+run_step() {
+  local step=$1 begin=$SECONDS status
   case $step in
     tests) gpu_tests ;;
-    shared4) RANKS=4 SIZES=4 gpu_tests ;;
-    shared8) RANKS=8 SIZES=8 gpu_tests ;;
-    faults) .venv/bin/python -m tests.mutations --gpu --jobs 4 ;;
+    tests=*) gpu_tests PROVIDERS="${step#tests=}" ;;
+    shared4) gpu_tests RANKS=4 SIZES=4 PROVIDERS=torch ;;
+    shared8) gpu_tests RANKS=8 SIZES=8 PROVIDERS=torch ;;
+    te) transformer_engine ;;
+    faults) timeout "${LIMIT:-3600}" .venv/bin/python -m tests.mutations --gpu --jobs 3 ;;
     record=*) names=${step#record=} && STEPS=${names//,/ } benchmarks/record.sh "$out/record" ;;
     *) echo "no such step: $step" && false ;;
   esac >"$out/$step.log" 2>&1
+  status=$?
   # Kernels that prepare.sh has compiled are not compiled again: the last number must hardly differ from the first.
-  echo "$step: status $? after $((SECONDS - begin)) s; $brought kernels were brought, $(compiled) are there"
+  echo "$step: status $status after $((SECONDS - begin)) s; $brought kernels were brought, $(compiled) are there"
+}
+
+for steps in "$@"; do
+  for step in ${steps//+/ }; do run_step "$step" & done
+  wait
 done
