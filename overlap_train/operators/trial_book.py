@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..planning import table
@@ -65,16 +66,17 @@ class TrialBook:
         return self._trials.get(fprop.bucket)
 
     def ended(self, planned: Planned, known: Table, name: str) -> tuple[Trial, Table]:
-        """The trial of a plan, and the table with its winners, the same on all ranks. Communicates. Rank 0 keeps the winners, and
-        prints them."""
+        """The trial of a plan, and the table with its winners, the same on all ranks. Communicates. Rank 0 of the group keeps the
+        winners, and prints them if it is that of the job: all data-parallel replicas measure alike."""
         trial, domain = planned.trial, self._domain
         assert trial is not None
         self._trials[trial.fprop.bucket] = None
         what = f"{name}: tell what each method took in {trial.steps} calls"
         of_all_ranks = domain.agreement.exchange(trial.times(), what, kind="end of a trial")
         found = winners(trial.fprop, of_all_ranks, known, domain.device)
-        if domain.rank == 0:
-            _print(found, trial, name, self._kept(found))
+        where = self._kept(found) if domain.rank == 0 else ""
+        if dist.get_rank() == 0:
+            _print(found, trial, name, where)
         return trial, replace(known, winners={**known.winners, **{winner.measured.bucket: winner for winner in found}})
 
     def _kept(self, found: Sequence[Winner]) -> str:

@@ -48,19 +48,21 @@ class Trial:
         """Whether this linear has made its calls: the next one ends the trial."""
         return self._calls.get(name, 0) >= self.steps
 
-    def mark(self) -> Mark:
-        """Now; on a GPU, when the caller's stream comes to it."""
+    def mark(self) -> Mark | None:
+        """Now; on a GPU, when the caller's stream comes to it. None in a CUDA graph, whose events have no time."""
         if self.device.type != "cuda":
             return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def add(self, kind: str, method: str, begin: Mark, rows: int) -> None:
         """A pass over so many global rows has just ended."""
-        samples = self._samples[kind, method]
-        if len(samples) < _MOST_SAMPLES:
-            samples.append((begin, self.mark(), rows))
+        samples, end = self._samples[kind, method], self.mark()
+        if len(samples) < _MOST_SAMPLES and end is not None:
+            samples.append((begin, end, rows))
 
     def times(self) -> dict[tuple[str, str], float]:
         """Milliseconds of each pass by each method, for the rows of `fprop`: medians without the first, which compiles. Waits
@@ -91,7 +93,7 @@ class _Timed:
 
     def __exit__(self, *raised: object) -> None:
         self._bracket.__exit__(*raised)  # type: ignore[arg-type]
-        if raised[0] is None:
+        if raised[0] is None and self._begin is not None:
             self._trial.add(self._kind, self._method, self._begin, self._rows)
 
 

@@ -91,6 +91,7 @@ def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
         _slow((0,), (GATHER, "chunked")),
         _slow((1,), (SCATTER_AND_WGRAD, "collective")),
         mock.patch.object(OverlapDomain, "prepare", autospec=True, side_effect=OverlapDomain.prepare) as prepare,
+        mock.patch.object(trial_book.table, "save", side_effect=trial_book.table.save) as save,
         contextlib.redirect_stderr(said),
     ):
         for step in range(STEPS):
@@ -105,6 +106,7 @@ def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
         _step(config, "layers.1.fc1")
         _step(config, "layers.2.fc1")  # of the same sizes
         _step(config, "layers.2.fc1", rows=M - 2)  # of the same bucket
+    facts["saved"] = save.call_count
     facts["tried after"] = len(ran) - len(facts["still tries"])
     facts["said"] = said.getvalue()
     facts["plans"] = _methods(domain)
@@ -141,6 +143,7 @@ def test_all_ranks_take_what_is_fastest_on_the_slowest_rank(ranks: list[dict[str
 
 
 def test_rank_0_keeps_the_winners_and_says_so(ranks: list[dict[str, Any]]) -> None:
+    assert [facts["saved"] for facts in ranks] == [1, 0]
     assert ranks[0]["kept"] == {GATHER: "collective", SCATTER_AND_WGRAD: "chunked"}
     assert [facts["said before"] for facts in ranks] == ["", ""] and ranks[1]["said"] == ""
     (line,) = ranks[0]["said"].splitlines()
@@ -263,6 +266,14 @@ def test_a_pass_that_raises_is_not_timed() -> None:
             if raises:
                 raise KeyError
     assert len(trial._samples[SCATTER, "chunked"]) == 1 and bracket.__exit__.call_count == 2
+
+
+def test_a_pass_in_a_cuda_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = trials.Trial(Pass(SCATTER, 8, 3, 4, torch.float32, 2), ("chunked",), STEPS, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with trials._Timed(contextlib.nullcontext(), trial, SCATTER, "chunked", 8):
+        pass
+    assert trial.times() == {} and not any(trial._samples.values())
 
 
 @pytest.mark.parametrize("steps", [-1, 1, 9, 12.0, True])
