@@ -83,7 +83,7 @@ class OverlapConfig:
     tune_steps: int = _setting(
         0,
         "calls of a linear in training, at least 10, in which method=auto tries all methods in turn where its sizes were never "
-        "tuned; then ranks agree on the fastest, and rank 0 keeps it in tuning_dir. 0: none",
+        "tuned; then ranks agree on the fastest, and keep it in tuning_dir. 0: none",
     )
     on_unsupported: str = _setting(
         "error",

@@ -67,7 +67,7 @@ def all_gather_linear(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name)
-    linear = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name).next_call(name)
+    linear = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, tries=True).next_call(name)
     y = _apply_all_gather(as_rows(x_shard_m), w_shard_n, linear)
     if x_shard_m.dim() > 2:
         y = y.view(x_shard_m.shape[0] * linear.domain.world_size, *x_shard_m.shape[1:-1], -1)
@@ -102,7 +102,7 @@ def linear_reduce_scatter(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name)
-    linear = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name).next_call(name)
+    linear = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, tries=True).next_call(name)
     y = _apply_reduce_scatter(as_rows(x_shard_k), w_shard_k, linear)
     if x_shard_k.dim() > 2:
         y = y.view(x_shard_k.shape[0] // linear.domain.world_size, *x_shard_k.shape[1:-1], -1)

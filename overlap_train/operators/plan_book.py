@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -15,8 +17,10 @@ from ..planning.spec import OperatorSpec
 from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of, made_domain
 from . import portable
+from .in_trial import InTrial
 from .planned import Planned
 from .trial_book import TrialBook
+from .trials import Trial
 
 _MOST_PLANS = 1024
 _CONFIGS = (OverlapConfig, type(None))
@@ -51,11 +55,12 @@ class PlanBook:
         w: torch.Tensor,
         bias: torch.Tensor | None,
         config: OverlapConfig | None,
+        tries: bool = False,
     ) -> tuple[tuple[object, ...], Planned | None]:
         """The key of a call, and its plan if it was agreed on."""
         trains = (x.requires_grad, w.requires_grad) if torch.is_grad_enabled() else None
         shape_of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
-        key = (spec.name, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, shape_of_bias, trains, config)
+        key = (spec.name, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, shape_of_bias, trains, config, tries)
         planned = self.plans.get(key)
         return key, None if planned is None else planned.get((w.stride(), w.data_ptr() % 16))
 
@@ -71,11 +76,13 @@ class PlanBook:
     ) -> Planned:
         """A new plan, the same on all ranks. Communicates, unless only the number of rows is new, or how this rank's weight lies.
 
+        key: of look_up.
+
         Raises:
             ValueError: if they differ or one of them has a problem; on every rank, where it communicates. Else on those with the
                 problem: the others find by their signals that these did not come.
         """
-        domain, layout = self.domain, (w.stride(), w.data_ptr() % 16)
+        domain, layout, tries = self.domain, (w.stride(), w.data_ptr() % 16), key[-1]
         trains = torch.is_grad_enabled() and w.requires_grad
         error = spec.error(x, w, bias, domain.world_size, name)
         plan = make_plan(spec, config, self.table, self.topology, x, w)
@@ -83,7 +90,7 @@ class PlanBook:
             config = domain.settled(config)
             plan = make_plan(spec, config, self.table, self.topology, x, w)
         planned = Planned(domain, plan, trains)
-        if config.tune_steps and trains and error is None:
+        if tries and config.tune_steps and trains and error is None:
             planned = self.trials.begun(planned, config, self.table, x, w)
         known = self.plans.get(key)
         if known is not None:
@@ -103,12 +110,15 @@ class PlanBook:
             self.agreed.put(any_rows, True)
         return self.plans.put(key, {layout: planned})[layout]
 
-    def end_trial(self, planned: Planned, name: str) -> None:
-        """The linear `name` has made the calls of its trial. Communicates; the plans of all that took part are made again."""
-        trial, self.table = self.trials.ended(planned, self.table, name)
-        for key in list(self.plans):
-            if any(trial is other.trial for other in (self.plans.get(key) or {}).values()):
-                self.plans.discard(key)
+    def end_trial(self, trial: Trial, name: str) -> None:
+        """The linear `name` has made the calls of a trial. Communicates. All plans are made again: the winners are also for calls
+        without gradients and for frozen weights, and no two ranks may go by different tables."""
+        found = self.trials.outcome(trial, self.table, name)
+        self.table = replace(
+            self.table, winners={**self.table.winners, **{winner.measured.bucket: winner for winner in found}}
+        )
+        self.plans.clear()
+        self.trials.keep(found, trial, name)
 
 
 def plan_of(
@@ -119,24 +129,30 @@ def plan_of(
     group: dist.ProcessGroup,
     config: OverlapConfig | None,
     name: str,
+    *,
+    tries: bool = False,
 ) -> Planned:
-    """The plan of a call. Whatever is wrong with one whose plan is known was looked at when it was made, but for autocast."""
+    """The plan of a call. Whatever is wrong with one whose plan is known was looked at when it was made, but for autocast.
+
+    tries: methods may take turns in it (config.tune_steps).
+    """
     wrong = autocast_error(name, x)
     if wrong is not None:
         raise ValueError(wrong)
     domain = made_domain(group)
     if domain is not None and domain.book is not None and isinstance(config, _CONFIGS):
-        planned = domain.book.look_up(spec, x, w, bias, config)[1]
+        planned = domain.book.look_up(spec, x, w, bias, config, tries)[1]
         if planned is not None and not planned.is_due(name):
             return planned
     domain = domain_of(group, config, x.device)
     book = book_of(domain, name)
-    key, planned = book.look_up(spec, x, w, bias, config)
+    key, planned = book.look_up(spec, x, w, bias, config, tries)
     with domain.exclusively(name):
-        if planned is not None and planned.is_due(name):
-            book.end_trial(planned, name)
-            planned = None
-        return planned or book.agree(key, spec, x, w, bias, config or domain.config, name)
+        planned = planned or book.agree(key, spec, x, w, bias, config or domain.config, name)
+        if isinstance(planned, InTrial) and planned.is_due(name):  # also of a length, or a weight, that is new
+            book.end_trial(planned.in_trial, name)
+            planned = book.agree(key, spec, x, w, bias, config or domain.config, name)
+        return planned
 
 
 def book_of(domain: OverlapDomain, name: str) -> PlanBook:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from ..planning.arguments import Request
 from ..planning.cache import BoundedCache
 from ..planning.plan import Plan, barrier_first
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
-
-if TYPE_CHECKING:
-    from .trials import Trial
 
 _MOST_NAMES = 4096  # linears of one shape
 
@@ -74,11 +70,6 @@ class Planned:
     _linears: BoundedCache[tuple[str, str], PlannedLinear] = field(default_factory=lambda: BoundedCache(_MOST_NAMES))
 
     @property
-    def trial(self) -> Trial | None:
-        """In which methods take turns."""
-        return None
-
-    @property
     def request(self) -> Request:
         """What ranks agree on."""
         return self.plan.request
@@ -99,7 +90,7 @@ class Planned:
         return self._linears.get(key) or self._linears.put(key, self._new_linear(name, meaning))
 
     def next_call(self, name: str) -> PlannedLinear:
-        """The linear `name` in its next call: the same each time, but while methods are tried (trials.py)."""
+        """The linear `name` in its next call: the same each time, but while methods are tried (in_trial.py)."""
         return self.linear(name)
 
     def _new_linear(self, name: str, meaning: str) -> PlannedLinear:

@@ -12,85 +12,100 @@ import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..planning import table
-from ..planning.passes import Bucket, Pass
-from ..planning.plan import make_plan
-from ..planning.schedule import GATHER, SCATTER
+from ..planning.passes import Pass
+from ..planning.plan import Plan, make_plan
+from ..planning.refusals import why_not
 from ..planning.table import Table, Winner
-from ..planning.trial import is_known, methods_to_try, winners
+from ..planning.trial import TrialKey, is_known, key_of, methods_to_try, winners
 from ..runtime.domain import OverlapDomain
 from . import portable
+from .in_trial import Candidate, InTrial
 from .planned import Planned
-from .trials import Candidate, InTrial, Trial
+from .trials import Trial, work_of
 
 
 class TrialBook:
-    """By the bucket of their forward pass; None where one has ended: each is made once."""
+    """By what its linears have in common; None where one has ended: each is made once."""
 
     def __init__(self, domain: OverlapDomain) -> None:
         self._domain = domain
-        self._trials: dict[Bucket, Trial | None] = {}
+        self._trials: dict[TrialKey, Trial | None] = {}
 
     def begun(self, planned: Planned, config: OverlapConfig, known: Table, x: torch.Tensor, w: torch.Tensor) -> Planned:
-        """The plan in a trial, where a measurement is wanted: `auto` of a linear of tensor parallelism that none was made of.
+        """The plan in a trial, where a measurement is wanted: `auto` of a linear of which none was made.
 
         config: of the call, with tune_steps. x, w: its operands, in which nothing is wrong.
         """
         spec, domain = planned.plan.spec, self._domain
-        if config.method != "auto" or spec.fprop not in (GATHER, SCATTER):
-            return planned
-        rows, topology = spec.global_rows(x, domain.world_size), domain.topology
         n, k = w.shape
-        fprop = Pass(spec.fprop, rows, n, k, x.dtype, domain.world_size)
-        trial = self._trial_of(fprop, config, known)
-        if trial is None:
+        fprop = Pass(spec.fprop, spec.global_rows(x, domain.world_size), n, k, x.dtype, domain.world_size)
+        if config.method != "auto" or self._is_over(fprop):
             return planned
-        plans = [make_plan(spec, replace(config, method=method), known, topology, x, w) for method in trial.methods]
-        candidates = tuple(
-            Candidate(domain, plan, planned.trains, in_trial=trial, method=method, rows=rows)
-            for plan, method in zip(plans, trial.methods, strict=True)
-        )
-        return InTrial(domain, planned.plan, planned.trains, in_trial=trial, candidates=candidates)
+        topology = domain.topology
+        plans = {
+            method: make_plan(spec, replace(config, method=method), known, topology, x, w)
+            for method in methods_to_try(fprop, domain.device, topology.nodes)
+        }
+        runs = {method: plan for method, plan in plans.items() if not self._refused(plan)}
+        trial = self._trial_of(fprop, tuple(runs), config, known)
+        return planned if trial is None else _in_trial(planned, trial, runs, work_of(fprop))
 
-    def _trial_of(self, fprop: Pass, config: OverlapConfig, known: Table) -> Trial | None:
+    def _is_over(self, fprop: Pass) -> bool:
+        key = key_of(fprop, self._domain.device)
+        return key in self._trials and self._trials[key] is None
+
+    def _refused(self, plan: Plan) -> bool:
+        """Whether a plan cannot run here, or not in the memory that there may be. The same on all ranks."""
         domain = self._domain
-        if fprop.bucket not in self._trials:
-            interpreted = domain.device.type != "cuda" and portable.is_interpreted()
-            methods = methods_to_try(fprop, domain.device, interpreted, domain.topology.nodes)
-            measured = is_known(fprop, known) or len(methods) < 2
-            trial = None if measured else Trial(fprop, methods, config.tune_steps, domain.device)
-            self._trials[fprop.bucket] = trial
-        return self._trials[fprop.bucket]
+        interpreted = domain.device.type != "cuda" and portable.is_interpreted()
+        return why_not(plan, domain.device, interpreted) is not None or not domain.may_hold(plan.request)
+
+    def _trial_of(self, fprop: Pass, methods: tuple[str, ...], config: OverlapConfig, known: Table) -> Trial | None:
+        domain, key = self._domain, key_of(fprop, self._domain.device)
+        if key not in self._trials:
+            needless = len(methods) < 2 or is_known(fprop, known, domain.device, domain.topology.nodes)
+            self._trials[key] = None if needless else Trial(fprop, methods, config.tune_steps, domain.device)
+        return self._trials[key]
 
     def under_way(self, fprop: Pass) -> Trial | None:
         """The trial in which a forward pass of these sizes takes part."""
-        return self._trials.get(fprop.bucket)
+        return self._trials.get(key_of(fprop, self._domain.device))
 
-    def ended(self, planned: Planned, known: Table, name: str) -> tuple[Trial, Table]:
-        """The trial of a plan, and the table with its winners, the same on all ranks. Communicates. Rank 0 of the group keeps the
-        winners, and prints them if it is that of the job: all data-parallel replicas measure alike."""
-        trial, domain = planned.trial, self._domain
-        assert trial is not None
-        self._trials[trial.fprop.bucket] = None
+    def outcome(self, trial: Trial, known: Table, name: str) -> list[Winner]:
+        """The winners, the same on all ranks; the trial is over. Communicates. name: of the linear whose call ends it."""
+        domain = self._domain
         what = f"{name}: tell what each method took in {trial.steps} calls"
         of_all_ranks = domain.agreement.exchange(trial.times(), what, kind="end of a trial")
-        found = winners(trial.fprop, of_all_ranks, known, domain.device)
-        where = self._kept(found) if domain.rank == 0 else ""
+        self._trials[key_of(trial.fprop, domain.device)] = None
+        return winners(trial.fprop, of_all_ranks, known, domain.device, domain.topology.nodes)
+
+    def keep(self, found: Sequence[Winner], trial: Trial, name: str) -> None:
+        """Rank 0 of the group stores the winners, for the next run. Rank 0 of the job prints them."""
+        where = self._stored(found) if self._domain.rank == 0 else ""
         if dist.get_rank() == 0:
             _print(found, trial, name, where)
-        return trial, replace(known, winners={**known.winners, **{winner.measured.bucket: winner for winner in found}})
 
-    def _kept(self, found: Sequence[Winner]) -> str:
-        """Where rank 0 has stored them, in words."""
+    def _stored(self, found: Sequence[Winner]) -> str:
+        """Where, in words."""
         domain = self._domain
         key = table.key_of(domain.device, domain.world_size, domain.topology.nodes)
         try:
             return f"kept in {table.save(domain.config.tuning_dir, key, found)}"
         except OSError as error:
-            warnings.warn(
-                f"tuning_dir={domain.config.tuning_dir!r} cannot be written ({error}); name another folder",
-                stacklevel=2,
-            )
+            folder = domain.config.tuning_dir
+            warnings.warn(f"tuning_dir={folder!r} cannot be written ({error}); name another folder", stacklevel=2)
             return "for this run only"
+
+
+def _in_trial(planned: Planned, trial: Trial, plans: dict[str, Plan], work: int) -> InTrial:
+    domain, trains = planned.domain, planned.trains
+    candidates = tuple(
+        Candidate(domain, plans[method], trains, in_trial=trial, method=method, work=work)
+        if method in plans
+        else planned
+        for method in trial.methods
+    )
+    return InTrial(domain, planned.plan, trains, in_trial=trial, candidates=candidates)
 
 
 def _print(found: Sequence[Winner], trial: Trial, name: str, where: str) -> None:
@@ -107,6 +122,6 @@ _DIRECTIONS = ("backward", "forward")
 
 
 def _in_words(winner: Winner) -> str:
-    """ "fused (fused 0.412 ms, direct 0.430)"."""
+    """ "fused (fused 0.412 ms, direct 0.430 ms)"."""
     times = sorted(winner.ms.items(), key=lambda item: item[1])
     return f"{winner.method} ({', '.join(f'{method} {ms:.3f} ms' for method, ms in times)})"

@@ -45,10 +45,5 @@ class BoundedCache(Generic[Key, Value]):
         self._recent[key] = value
         return value
 
-    def discard(self, key: Key) -> None:
-        """Forget a value, if it is there."""
-        self._old.pop(key, None)
-        self._recent.pop(key, None)
-
     def clear(self) -> None:
         self._recent, self._old = {}, {}

@@ -71,7 +71,7 @@ def choose(requested: str, pass_: Pass, device: torch.device, table: Table, node
 
     nodes: that the group spans. What a group of another number has measured says nothing about it.
     """
-    winner = _winner(pass_, device, table, nodes)
+    winner = winner_of(pass_, device, table, nodes)
     choice = _method(requested, pass_, device, table, winner, nodes)
     variant = _variant(choice.method, pass_, device, winner, nodes)
     return replace(choice, reason=f"{choice.reason}{variant}", variant=variant)
@@ -117,7 +117,7 @@ def saves_a_wave(pass_: Pass, device: torch.device) -> bool:
     Own tiles that add the peers' partials have no rows of peers (schedule.py: units_in_run). So 4100 rows of 4096 columns on two
     GPUs are 544 tiles, five waves, and with a split reduction 528, four. The simulator says 364 us for 440; not measured.
     """
-    if pass_.kind not in (SCATTER, SCATTER_AND_WGRAD) or not _on_hopper(pass_, device):
+    if pass_.kind not in (SCATTER, SCATTER_AND_WGRAD) or not on_hopper(pass_, device):
         return False
     rows, peers = pass_.m // pass_.world, pass_.world - 1
     apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE.count(rows, pass_.n)
@@ -151,11 +151,11 @@ def _method(
     return untuned(pass_, device, nodes)
 
 
-def _winner(pass_: Pass, device: torch.device, table: Table, nodes: int) -> Winner | None:
+def winner_of(pass_: Pass, device: torch.device, table: Table, nodes: int) -> Winner | None:
     """What was measured for a pass. A bucket may hold features that the Hopper kernels serve and others: a measurement of one
     kind says nothing about the other. They serve any number of rows: rows that end within a tile count as whole tiles do."""
     winner = table.find(pass_) if table.nodes == nodes else None
-    fits = winner is not None and _on_hopper(winner.measured, device) == _on_hopper(pass_, device)
+    fits = winner is not None and on_hopper(winner.measured, device) == on_hopper(pass_, device)
     return winner if fits else None
 
 
@@ -183,11 +183,11 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
         return "chunked", "CPU tensors"
     if pays(pass_):
         return LOW_LATENCY, f"M={pass_.m}: few bytes, which arrive soonest as words with flags"
-    on_hopper = _on_hopper(pass_, device)
-    small_m = SMALL_M_DIRECT if on_hopper and _fills_tiles(pass_) else SMALL_M
+    served = on_hopper(pass_, device)
+    small_m = SMALL_M_DIRECT if served and _fills_tiles(pass_) else SMALL_M
     if pass_.m <= small_m:
         return "collective", f"M={pass_.m} is at most {small_m}"
-    if not on_hopper:
+    if not served:
         return "chunked", "no Hopper kernel for this GPU, dtype or shape"
     if pass_.kind in EXCHANGES:
         return _model_of_exchange(pass_)
@@ -215,6 +215,6 @@ def _fills_tiles(pass_: Pass) -> bool:
     return pass_.m >= HOPPER_TILE.block_m * pass_.world
 
 
-def _on_hopper(pass_: Pass, device: torch.device) -> bool:
+def on_hopper(pass_: Pass, device: torch.device) -> bool:
     """Whether the warp-specialised kernels serve a pass."""
     return tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(device, pass_.dtype, pass_.row_features, 0)

@@ -7,42 +7,42 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..methods import TRAITS
-from .choice import untuned
+from .choice import on_hopper, untuned, winner_of
 from .low_latency import serving
-from .passes import Pass
+from .passes import Bucket, Pass
 from .table import SAME, Table, Winner
 
 Times = Mapping[tuple[str, str], float]  # (kind of a pass, method) -> milliseconds
+TrialKey = tuple[Bucket, bool]
 
 
-def methods_to_try(fprop: Pass, device: torch.device, interpreted: bool, nodes: int) -> tuple[str, ...]:
-    """Those that serve a linear in both directions, the forward's default first: they take turns, and it has the first."""
-    asked = [method for method in serving(serving(TRAITS, fprop), fprop.dgrad) if _runs(method, device, interpreted)]
+def key_of(fprop: Pass, device: torch.device) -> TrialKey:
+    """What linears of one trial have in common: the bucket of their forward pass, and whether the Hopper kernels serve it."""
+    return fprop.bucket, on_hopper(fprop, device)
+
+
+def methods_to_try(fprop: Pass, device: torch.device, nodes: int) -> tuple[str, ...]:
+    """Those that may serve a linear in both directions, the forward's default first: they take turns, and it has the first."""
+    asked = serving(serving(TRAITS, fprop), fprop.dgrad)
     fits = [method for method in asked if nodes == 1 or not TRAITS[method].kernels]
-    default = untuned(fprop, device, nodes).method
-    return tuple(dict.fromkeys([default, *fits]))
+    return tuple(dict.fromkeys([untuned(fprop, device, nodes).method, *fits]))
 
 
-def _runs(method: str, device: torch.device, interpreted: bool) -> bool:
-    return device.type == "cuda" or interpreted or not TRAITS[method].kernels
+def is_known(fprop: Pass, table: Table, device: torch.device, nodes: int) -> bool:
+    """Whether `auto` goes by measurements in both passes of a linear."""
+    return all(winner_of(pass_, device, table, nodes) is not None for pass_ in (fprop, fprop.dgrad))
 
 
-def is_known(fprop: Pass, table: Table) -> bool:
-    """Whether both passes of a linear have been measured."""
-    return all(table.find(pass_) is not None for pass_ in (fprop, fprop.dgrad))
-
-
-def winners(fprop: Pass, of_all_ranks: Sequence[Times], table: Table, device: torch.device) -> list[Winner]:
+def winners(fprop: Pass, of_all_ranks: Sequence[Times], table: Table, device: torch.device, nodes: int) -> list[Winner]:
     """The winner of each pass that has none yet. The slowest rank counts; the default stays unless another is faster by more
-    than noise. A method that some rank has not timed is left out; fewer than two are no measurement."""
+    than noise. A method that some rank has not timed is left out. Without the default, or with nothing else, none is found."""
     found = []
     for pass_ in (fprop, fprop.dgrad):
-        ms = _slowest(pass_.kind, of_all_ranks)
-        if len(ms) < 2 or table.find(pass_) is not None:
+        ms, default = _slowest(pass_.kind, of_all_ranks), untuned(pass_, device, nodes).method
+        if len(ms) < 2 or default not in ms or winner_of(pass_, device, table, nodes) is not None:
             continue
-        default, fastest = untuned(pass_, device, table.nodes).method, min(ms, key=lambda method: ms[method])
-        stays = default in ms and ms[fastest] > (1 - SAME) * ms[default]
-        found.append(Winner(pass_, default if stays else fastest, ms))
+        fastest = min(ms, key=lambda method: ms[method])
+        found.append(Winner(pass_, default if ms[fastest] > (1 - SAME) * ms[default] else fastest, ms))
     return found
 
 

@@ -101,6 +101,12 @@ class OverlapDomain:
         except ValueError as error:
             return limits, str(error)
 
+    def may_hold(self, request: Request) -> bool:
+        """Whether the heap holds what a request needs, or may grow until it does."""
+        layout = self.layout.covering(request.slot_bytes, request.flagged_bytes)
+        is_there = not request.shares_memory or (self.heap is not None and layout == self.layout)
+        return is_there or (not self.captured and layout.nbytes <= self.config.symmetric_mib * _MIB)
+
     def _hold(self, request: Request, name: str) -> None:
         layout = self.layout.covering(request.slot_bytes, request.flagged_bytes)
         if self.heap is not None and layout == self.layout:

@@ -13,14 +13,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from overlap_train.methods import TRAITS
-from overlap_train.operators import trial_book, trials
-from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule import GATHER, SCATTER
+from overlap_train.operators import in_trial, trial_book, trials
+from overlap_train.operators.plan_book import plan_of
+from overlap_train.planning.passes import SCATTER_AND_WGRAD
+from overlap_train.planning.schedule import GATHER
+from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import key_of, read
-from overlap_train.runtime.bracket import Operator
 from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.runtime.registry import made_domain
 from tests.processes import run_ranks, values
@@ -55,14 +57,14 @@ def _two_methods() -> Any:
 @contextlib.contextmanager
 def _slow(ranks: tuple[int, ...], *passes: tuple[str, str]) -> Any:
     """On these ranks, (pass of a tag, method) takes SLOW_S longer."""
-    enter = trials._Timed.__enter__
+    enter = trials.TimedBracket.__enter__
 
-    def slowly(timed: Any) -> None:
-        enter(timed)
-        if dist.get_rank() in ranks and (timed._kind, timed._method) in passes:
+    def slowly(bracket: Any) -> None:
+        enter(bracket)
+        if dist.get_rank() in ranks and (bracket._timed.kind, bracket._timed.method) in passes:
             time.sleep(SLOW_S)
 
-    with mock.patch.object(trials._Timed, "__enter__", slowly):
+    with mock.patch.object(trials.TimedBracket, "__enter__", slowly):
         yield
 
 
@@ -123,7 +125,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_methods_take_turns_in_each_linear(ranks: list[dict[str, Any]]) -> None:
-    both = ["chunked", "collective"] * (STEPS // 2)
+    both = ["chunked", "collective", "collective", "chunked"] * (STEPS // 4)
     for facts in ranks:
         for name, calls in (("layers.0.fc1", STEPS), ("layers.1.fc1", STEPS // 2)):
             own = [said.split()[1] for said in facts["still tries"] if said.startswith(name)]
@@ -180,7 +182,7 @@ def _other_times(rank: int, world: int, folder: str) -> list[str]:
     """Forward, rank 0 has measured that collective is faster, rank 1 that chunked is, which is slower on the slowest rank."""
     times = ({"chunked": 1.0, "collective": 0.5}, {"chunked": 0.1, "collective": 0.7})[rank]
     measured = {(GATHER, method): ms for method, ms in times.items()}
-    with mock.patch.object(trials.Trial, "times", return_value=measured):
+    with mock.patch.object(trials.Trial, "times", return_value=measured), _two_methods():
         for _ in range(STEPS + 1):
             _step(OverlapConfig(tune_steps=STEPS, tuning_dir=folder), "fc1")
     domain = made_domain(dist.group.WORLD)
@@ -193,18 +195,18 @@ def test_ranks_that_measured_other_times_agree(tmp_path: Path) -> None:
 
 
 def _every_method(rank: int, world: int) -> tuple[int, list[str]]:
-    """Exact in each turn, which _step looks at."""
+    """Exact in each turn, which _step looks at. Of each method two calls count, so its linear makes 15."""
     config, tried = OverlapConfig(tune_steps=STEPS, tuning_dir="/dev/null/none"), set()
-    candidate = trials.Candidate.linear
+    candidate = in_trial.Candidate.linear
 
-    def note(self: trials.Candidate, name: str) -> Any:
+    def note(self: in_trial.Candidate, name: str) -> Any:
         tried.add(self.plan.fprop.method)
         return candidate(self, name)
 
-    with warnings.catch_warnings(), mock.patch.object(trials.Candidate, "linear", note):
+    with warnings.catch_warnings(), mock.patch.object(in_trial.Candidate, "linear", note):
         warnings.simplefilter("ignore")
         for row_linear in (False, True):
-            for _ in range(STEPS + 2):
+            for _ in range(17):
                 _step(config, f"row_linear={row_linear}", row_linear=row_linear)
     domain = made_domain(dist.group.WORLD)
     assert domain is not None
@@ -216,11 +218,12 @@ def test_every_method_takes_its_turn_and_is_exact() -> None:
 
 
 def _too_few(rank: int, world: int, folder: str) -> int:
-    """Agreements after each of three trials' worth of calls, in which nothing was timed."""
+    """How many trials begin in the calls of three, in which nothing was timed."""
     config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
     with (
         mock.patch.object(trials.Trial, "times", return_value={}),
         mock.patch.object(trials.Trial, "__init__", autospec=True, side_effect=trials.Trial.__init__) as begun,
+        _two_methods(),
     ):
         for _ in range(3 * STEPS):
             _step(config, "fc1")
@@ -231,10 +234,134 @@ def test_too_few_calls_to_tell_are_not_repeated(tmp_path: Path) -> None:
     assert values(run_ranks(2, _too_few, str(tmp_path))) == [1, 1]
 
 
+def _domain() -> OverlapDomain:
+    domain = made_domain(dist.group.WORLD)
+    assert domain is not None
+    return domain
+
+
+def _lengths(rank: int, world: int, folder: str) -> list[int]:
+    """Each call has another length of one bucket: winners, and calls until there were any."""
+    config, calls = OverlapConfig(tune_steps=STEPS, tuning_dir=folder), 0
+    with _two_methods():
+        for rows in range(130, 190, 2):
+            _step(config, "fc1", rows=rows)
+            calls += not _domain().book.table.winners
+    return [len(_domain().book.table.winners), calls]
+
+
+def test_every_length_takes_part_and_the_trial_ends(tmp_path: Path) -> None:
+    assert values(run_ranks(2, _lengths, str(tmp_path))) == [[2, STEPS]] * 2
+
+
+def _other_layout(rank: int, world: int, folder: str) -> int:
+    """The call that ends the trial has, on rank 0, a weight that lies in memory as none before."""
+    config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder, timeout_s=10.0)
+    x, w = torch.ones(M // 2, K, requires_grad=True), torch.ones(N // 2, K, requires_grad=True)
+    other = torch.ones(K, N // 2).t().requires_grad_()
+    with _two_methods():
+        for call in range(STEPS + 2):
+            weight = other if rank == 0 and call == STEPS else w
+            all_gather_linear(x, weight, group=dist.group.WORLD, config=config, name="fc1").sum().backward()
+    return len(_domain().book.table.winners)
+
+
+def test_a_weight_that_lies_otherwise_when_the_trial_ends(tmp_path: Path) -> None:
+    assert values(run_ranks(2, _other_layout, str(tmp_path))) == [2, 2]
+
+
+def _afterwards(rank: int, world: int, folder: str) -> list[tuple[str, str]]:
+    """Methods of all plans after a trial in which collective wins: a call without gradients, before it and after."""
+    config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
+    x, w = torch.ones(M // 2, K), torch.ones(N // 2, K)
+    with _two_methods(), _slow((0, 1), (GATHER, "chunked"), (SCATTER_AND_WGRAD, "chunked")):
+        for _ in range(STEPS + 1):
+            with torch.no_grad():
+                all_gather_linear(x, w, group=dist.group.WORLD, config=config, name="fc1")
+            _step(config, "fc1")
+        with torch.no_grad():
+            all_gather_linear(x, w, group=dist.group.WORLD, config=config, name="fc1")
+    return _methods(_domain())
+
+
+def test_the_winners_are_for_calls_without_gradients_too(tmp_path: Path) -> None:
+    """As in recomputation, whose first forward has none."""
+    assert values(run_ranks(2, _afterwards, str(tmp_path))) == [[("collective", "collective")] * 2] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_forwards_let_backward_miss_no_method(reentrant: bool, tmp_path: Path) -> None:
+    assert values(run_ranks(2, _recomputed, reentrant, str(tmp_path))) == [[GATHER, SCATTER_AND_WGRAD]] * 2
+
+
+def _recomputed(rank: int, world: int, reentrant: bool, folder: str) -> list[str]:
+    """Kinds that have a winner."""
+    config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
+    x, w = torch.ones(M // 2, K, requires_grad=True), torch.ones(N // 2, K, requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return all_gather_linear(x, w, group=dist.group.WORLD, config=config, name="fc1")
+
+    with _two_methods():
+        for _ in range(STEPS + 1):
+            torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    return sorted(winner.measured.kind for winner in _domain().book.table.winners.values())
+
+
+def _refused(rank: int, world: int, folder: str) -> list[tuple[str, ...]]:
+    """Which methods are tried where memory is for `chunked` alone, and where low_latency does not serve so many bytes."""
+    tried = []
+    begin = trials.Trial.__init__
+
+    def note(trial: trials.Trial, fprop: Any, methods: tuple[str, ...], *rest: Any) -> None:
+        tried.append(tuple(sorted(methods)))
+        begin(trial, fprop, methods, *rest)
+
+    config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder, symmetric_mib=20)
+    with mock.patch.object(trials.Trial, "__init__", note):
+        x, w = torch.ones(256, 2048, requires_grad=True), torch.ones(8, 2048, requires_grad=True)  # 4 MiB a slot
+        all_gather_linear(x, w, group=dist.group.WORLD, config=config, name="fc1").sum().backward()
+        with mock.patch.object(trial_book, "why_not", lambda plan, *_: "no" if plan.fprop.method == "fused" else None):
+            _step(config, "fc2")
+    return tried
+
+
+def test_what_does_not_fit_takes_no_part(tmp_path: Path) -> None:
+    """Words with flags are twice as large: three slots of 8 MiB are more than 20."""
+    every = set(TRAITS)
+    expected = [tuple(sorted(every - {"low_latency"})), tuple(sorted(every - {"fused"}))]
+    assert values(run_ranks(2, _refused, str(tmp_path))) == [expected] * 2
+
+
+def _other_steps(rank: int, world: int, folder: str) -> str:
+    config = OverlapConfig(tune_steps=STEPS + rank, tuning_dir=folder)
+    with pytest.raises(ValueError, match="all ranks of a group must call the same operator") as caught:
+        _step(config, "fc1")
+    return str(caught.value)
+
+
+def test_ranks_compare_their_steps(tmp_path: Path) -> None:
+    for message in values(run_ranks(2, _other_steps, str(tmp_path))):
+        assert f"in {STEPS} calls" in message and f"in {STEPS + 1} calls" in message
+
+
+def _ulysses(rank: int, world: int, folder: str) -> list[bool]:
+    """Whether a plan that Ulysses asks for is in a trial, and one of linear.py of the same sizes."""
+    config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
+    x, w = torch.ones(4, K, requires_grad=True), torch.ones(N, K, requires_grad=True)
+    operands = (ALL_GATHER_LINEAR, x, w, None, dist.group.WORLD, config, "qkv")
+    return [isinstance(plan_of(*operands, tries=tries), in_trial.InTrial) for tries in (False, True)]
+
+
+def test_ulysses_takes_no_part(tmp_path: Path) -> None:
+    """Its parts take no turns, and the trial would never end."""
+    assert values(run_ranks(2, _ulysses, str(tmp_path))) == [[False, True]] * 2
+
+
 def _not_writable(rank: int, world: int) -> list[str]:
     config = OverlapConfig(tune_steps=STEPS, tuning_dir="/dev/null/none")
     with pytest.warns(UserWarning, match="cannot be written") if rank == 0 else contextlib.nullcontext():
-        for _ in range(STEPS + 2):
+        for _ in range(17):
             _step(config, "fc1")
     domain = made_domain(dist.group.WORLD)
     assert domain is not None
@@ -243,37 +370,6 @@ def _not_writable(rank: int, world: int) -> list[str]:
 
 def test_a_folder_that_cannot_be_written_is_a_warning() -> None:
     assert values(run_ranks(2, _not_writable)) == [[GATHER, SCATTER_AND_WGRAD]] * 2
-
-
-def test_times_are_medians_per_row_without_the_first() -> None:
-    """That of 16 rows took as long for each row as that of 8."""
-    trial = trials.Trial(
-        Pass(SCATTER, 8, 3, 4, torch.float32, 2), ("chunked", "collective"), STEPS, torch.device("cpu")
-    )
-    for took, rows in ((9.0, 8), (0.001, 8), (0.004, 16), (0.5, 8)):
-        with mock.patch.object(trials.time, "perf_counter", lambda took=took: took):
-            trial.add(SCATTER, "chunked", 0.0, rows)
-    trial.add(GATHER, "chunked", 0.0, 8)
-    assert trial.times() == {(SCATTER, "chunked"): pytest.approx(2.0)}
-
-
-def test_a_pass_that_raises_is_not_timed() -> None:
-    trial = trials.Trial(Pass(SCATTER, 8, 3, 4, torch.float32, 2), ("chunked",), STEPS, torch.device("cpu"))
-    bracket = mock.MagicMock(spec=Operator)
-    bracket.__exit__.return_value = None
-    for raises in (False, True):
-        with contextlib.suppress(KeyError), trials._Timed(bracket, trial, SCATTER, "chunked", 8):
-            if raises:
-                raise KeyError
-    assert len(trial._samples[SCATTER, "chunked"]) == 1 and bracket.__exit__.call_count == 2
-
-
-def test_a_pass_in_a_cuda_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = trials.Trial(Pass(SCATTER, 8, 3, 4, torch.float32, 2), ("chunked",), STEPS, torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with trials._Timed(contextlib.nullcontext(), trial, SCATTER, "chunked", 8):
-        pass
-    assert trial.times() == {} and not any(trial._samples.values())
 
 
 @pytest.mark.parametrize("steps", [-1, 1, 9, 12.0, True])

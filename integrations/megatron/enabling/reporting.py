@@ -125,8 +125,8 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
     if domain is None or domain.book is None:
         return "-", "symmetric memory has been freed (overlap_train.shutdown)"
     pass_ = _forward_pass(linear, domain)
-    trial = None if exchanges(linear) else domain.book.trials.under_way(pass_)
-    if trial is not None:
+    trial = domain.book.trials.under_way(pass_)
+    if trial is not None and _tries(linear):
         return (
             "in turn",
             f"auto: tries {', '.join(trial.methods)}, until a linear has made {trial.steps} calls (tune_steps)",
@@ -137,6 +137,12 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
     if in_two_groups(linear):
         reason += f"; {linear.overlap.parts[0]} parts, of which one's product hides another's exchange"
     return method, reason
+
+
+def _tries(linear: Any) -> bool:
+    """Whether a linear takes part in trials of its sizes."""
+    is_wanted = linear.overlap.config.method == "auto" and linear.overlap.config.tune_steps
+    return bool(is_wanted) and linear.weight.requires_grad and not exchanges(linear)
 
 
 def _forward_pass(linear: Any, domain: OverlapDomain) -> Pass:

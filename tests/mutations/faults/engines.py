@@ -158,13 +158,17 @@ FAULTS = [
         "fits = there or domain.layout.covering",
     ),
     LENGTHS("rows that cannot be divided pass", "            if problem is not None:\n", "            if False:\n"),
-    BOOK("calls with another config share a plan", "shape_of_bias, trains, config)", "shape_of_bias, trains)"),
+    BOOK(
+        "calls with another config share a plan",
+        "shape_of_bias, trains, config, tries)",
+        "shape_of_bias, trains, tries)",
+    ),
     BOOK(
         "weights of another layout share a plan",
         "planned.get((w.stride(), w.data_ptr() % 16))",
         "next(iter(planned.values()))",
     ),
-    BOOK("what is trained does not count", "shape_of_bias, trains, config)", "shape_of_bias, config)"),
+    BOOK("what is trained does not count", "shape_of_bias, trains, config, tries)", "shape_of_bias, config, tries)"),
     BOOK("the table of another folder is taken", "if config.tuning_dir == domain.config.tuning_dir:", "if True:"),
     PLANNED("every pass has the forward's tag", 'Tag(f"{name}/{part}", what)', 'Tag(f"{name}/fprop", what)'),
     PLANNED(

@@ -110,7 +110,7 @@ FAULTS = [
         "a value that was used does not count as used", "return self.put(key, self._old[key])", "return self._old[key]"
     ),
     CACHE("one more is kept", "len(self._recent) >= self._least", "len(self._recent) > self._least"),
-    CACHE("what is put again is there twice", "        self._old.pop(key, None)\n        if", "        if"),
+    CACHE("what is put again is there twice", "        self._old.pop(key, None)\n", ""),
     TILING(
         "chunks cost tiles",
         "_costs_no_tile(m_shard, c) and m_shard * row_bytes",
@@ -133,8 +133,8 @@ FAULTS = [
     ),
     CHOICE(
         "a measurement counts for other kernels",
-        "    fits = winner is not None and _on_hopper",
-        "    fits = winner is not None or _on_hopper",
+        "    fits = winner is not None and on_hopper",
+        "    fits = winner is not None or on_hopper",
     ),
     CHOICE("few rows are left to fused", "if pass_.m <= FEW_ROWS:", "if pass_.m < FEW_ROWS:"),
     CHOICE("two ranks collide", "pass_.world > 2 and TRAITS", "pass_.world > 1 and TRAITS"),

@@ -7,47 +7,69 @@ from tests.mutations.mutation import In
 TRIALS, UNIT = "tests/protocol/test_trials.py", "tests/unit/test_trial.py"
 EVERY_METHOD = f"{TRIALS}::test_every_method_takes_its_turn_and_is_exact"
 TOO_FEW = f"{TRIALS}::test_too_few_calls_to_tell_are_not_repeated"
-TURNS = In("overlap_train/operators/trials.py", (TRIALS,))
+LENGTHS = f"{TRIALS}::test_every_length_takes_part_and_the_trial_ends"
+LAYOUT = f"{TRIALS}::test_a_weight_that_lies_otherwise_when_the_trial_ends"
+AFTER = f"{TRIALS}::test_the_winners_are_for_calls_without_gradients_too"
+REFUSED = f"{TRIALS}::test_what_does_not_fit_takes_no_part"
+TURNS = In("overlap_train/operators/trials.py", ("tests/unit/test_trial_times.py",))
+PLANS = In("overlap_train/operators/in_trial.py", (TRIALS,))
 ENDS = In("overlap_train/operators/trial_book.py", (TRIALS,))
 WINS = In("overlap_train/planning/trial.py", (UNIT,))
-PLANS = In("overlap_train/operators/plan_book.py", (TRIALS,))
+BOOK = In("overlap_train/operators/plan_book.py", (TRIALS,))
+HOLDS = In("overlap_train/runtime/domain.py", (REFUSED,))
 CALLS = In("overlap_train/linear.py", (TRIALS,))
-CALLS_MADE = "return self._calls.get(name, 0) >= self.steps"
-TIMED_BACKWARD = "self._timed(bracket, self.trial.fprop.dgrad)"
+CALLS_MADE = "return calls >= self.steps and"
 
 FAULTS = [
-    TURNS("all linears share their turns", "calls = self._calls.get(name, 0)", 'calls = self._calls.get(name := "", 0)'),
-    TURNS("one method has every turn", "return calls % len(self.methods)", "return 0"),
-    TURNS("a trial never ends", CALLS_MADE, "return False"),
-    TURNS("a trial ends a call early", CALLS_MADE, f"{CALLS_MADE} - 1"),
-    TURNS("the first sample counts", "for begin, end, rows in samples[1:])", "for begin, end, rows in samples)"),
-    TURNS("rows do not count", "median(_ms(begin, end) / rows for", "median(_ms(begin, end) / 8 for"),
+    TURNS("all linears share their turns", "calls, count = self._calls[name],", 'calls, count = self._calls[name := ""],'),
+    TURNS("one method has every turn", "return (calls + calls // count) % count", "return 0"),
+    TURNS("rounds begin alike", "(calls + calls // count) % count", "calls % count"),
+    TURNS("a trial never ends", CALLS_MADE, "return False and"),
+    TURNS("a trial ends a call early", CALLS_MADE, "return calls >= self.steps - 1 and"),
+    TURNS("a trial does not wait for backward", "(self._is_enough() or calls", "(True or calls"),
+    TURNS("a trial waits for ever", " or calls >= _PATIENCE * self.steps)", ")"),
+    TURNS("the first call counts", "        if first not in self._seen:\n", "        if False:\n"),
+    TURNS("the first of all linears alone is left out", "self.mark(), timed[:3]", "self.mark(), timed[1:3]"),
+    TURNS("the oldest samples are kept", "deque(maxlen=_MOST_SAMPLES)", "deque()"),
+    TURNS("sizes do not count", "median(_ms(begin, end) / of for", "median(_ms(begin, end) / work for"),
     TURNS("a pass that raises is timed", "if raised[0] is None and", "if"),
-    TURNS("backward is timed as forward", TIMED_BACKWARD, "self._timed(bracket, self.trial.fprop)"),
-    TURNS("some methods have no turn", "self.candidates[turn].linear", "self.candidates[min(turn, 1)].linear", EVERY_METHOD),
-    TURNS("memory is that of the default", "max(request.flagged_bytes for request in requests)", "asked.flagged_bytes",
+    TURNS("a graph's events are timed", "torch.cuda.is_current_stream_capturing()", "False"),
+    PLANS("backward is timed as forward", "self._timed(bracket, self.trial.fprop.dgrad.kind)",
+          "self._timed(bracket, self.trial.fprop.kind)"),
+    PLANS("some methods have no turn", "self.candidates[turn].linear", "self.candidates[min(turn, 1)].linear", EVERY_METHOD),
+    PLANS("memory is that of the default", "max(request.flagged_bytes for request in requests)", "asked.flagged_bytes",
           EVERY_METHOD),
-    ENDS("a trial is begun again", "self._trials[trial.fprop.bucket] = None", "del self._trials[trial.fprop.bucket]", TOO_FEW),
+    PLANS("ranks do not compare their steps", " in {trial.steps} calls", "", f"{TRIALS}::test_ranks_compare_their_steps"),
+    ENDS("a trial is begun again", "        self._trials[key_of(trial.fprop, domain.device)] = None\n",
+         "        del self._trials[key_of(trial.fprop, domain.device)]\n", TOO_FEW),
     ENDS("each rank takes its own winners", "winners(trial.fprop, of_all_ranks,",
          "winners(trial.fprop, [of_all_ranks[domain.rank]],"),
     ENDS("winners are not kept", "table.save(domain.config.tuning_dir, key, found)", "domain.config.tuning_dir"),
     ENDS("every rank prints", "if dist.get_rank() == 0:", "if True:"),
-    ENDS("every rank keeps", "if domain.rank == 0 else", "if True else"),
-    TURNS("a graph's events are timed", "torch.cuda.is_current_stream_capturing()", "False"),
+    ENDS("every rank keeps", "if self._domain.rank == 0 else", "if True else"),
     ENDS("a method that was asked for is tried", 'config.method != "auto" or ', ""),
-    ENDS("what was measured is tried again", "is_known(fprop, known) or len(methods)", "len(methods)"),
-    ENDS("other winners are forgotten", "{**known.winners, **{", "{**{", EVERY_METHOD),
+    ENDS("what was measured is tried again", "len(methods) < 2 or is_known(", "len(methods) < 2 or False and is_known("),
+    ENDS("what the kernels refuse is tried", "why_not(plan, domain.device, interpreted) is not None or", "", REFUSED),
+    ENDS("what memory does not hold is tried", " or not domain.may_hold(plan.request)", "", REFUSED),
+    HOLDS("memory never ends", "layout.nbytes <= self.config.symmetric_mib * _MIB)\n\n", "True)\n\n"),
+    BOOK("other winners are forgotten", "{**self.table.winners, **{", "{**{", EVERY_METHOD),
+    BOOK("plans outlive their table", "        self.plans.clear()\n", "", AFTER),
+    BOOK("a plan that is new does not end a trial", "planned = planned or book.agree(",
+         "if planned is None:\n            return book.agree(", LENGTHS, LAYOUT),
+    BOOK("frozen weights are tried", "config.tune_steps and trains and error", "config.tune_steps and error"),
+    BOOK("every caller takes part", "if tries and config.tune_steps", "if config.tune_steps",
+         f"{TRIALS}::test_ulysses_takes_no_part"),
     WINS("the fastest rank counts", "{method: max(times[kind, method]", "{method: min(times[kind, method]"),
     WINS("the slowest method wins", "min(ms, key=lambda method: ms[method])", "max(ms, key=lambda method: ms[method])"),
-    WINS("what was tuned is measured over", " or table.find(pass_) is not None:", ":"),
+    WINS("what was tuned is measured over", " or winner_of(pass_, device, table, nodes) is not None:", ":"),
+    WINS("a default that was not timed loses", " or default not in ms", ""),
     WINS("noise decides", "ms[fastest] > (1 - SAME) * ms[default]", "False"),
     WINS("what one rank lacks wins", "if all((kind, method) in times for times in of_all_ranks)", "if True"),
     WINS("methods that stay in a node are tried across", "if nodes == 1 or not TRAITS", "if nodes or not TRAITS"),
-    WINS("the default does not begin", "tuple(dict.fromkeys([default, *fits]))", "tuple(fits)"),
-    PLANS("frozen weights are tried", "if config.tune_steps and trains and error", "if config.tune_steps and error"),
-    PLANS("plans of a trial outlive it", "                self.plans.discard(key)\n", "                pass\n"),
-    CALLS("a gather takes no turns", "w_shard_n, bias, group, config, name).next_call(name)",
-          "w_shard_n, bias, group, config, name).linear(name)"),
-    CALLS("a scatter takes no turns", "w_shard_k, bias, group, config, name).next_call(name)",
-          "w_shard_k, bias, group, config, name).linear(name)"),
+    WINS("the default does not begin", "[untuned(fprop, device, nodes).method, *fits]", "fits"),
+    WINS("one trial is of two kinds of kernels", "return fprop.bucket, on_hopper(fprop, device)", "return fprop.bucket, True"),
+    CALLS("a gather takes no turns", "w_shard_n, bias, group, config, name, tries=True).next_call(name)",
+          "w_shard_n, bias, group, config, name, tries=True).linear(name)"),
+    CALLS("a scatter takes no turns", "w_shard_k, bias, group, config, name, tries=True).next_call(name)",
+          "w_shard_k, bias, group, config, name, tries=True).linear(name)"),
 ]  # fmt: skip

@@ -1,0 +1,87 @@
+"""Plans that take turns in a linear's first calls (trials.py)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..planning.arguments import Request
+from .planned import Planned, PlannedLinear
+from .trials import Timed, TimedBracket, Trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TriedLinear(PlannedLinear):
+    trial: Trial
+    name: str
+    method: str
+    work: int
+
+    @cached_property
+    def forward(self) -> AbstractContextManager[None]:
+        return self._timed(super().forward, self.trial.fprop.kind)
+
+    def _new_backward(self, wants_dx: bool, wants_dw: bool) -> AbstractContextManager[None]:
+        bracket = super()._new_backward(wants_dx, wants_dw)
+        return self._timed(bracket, self.trial.fprop.dgrad.kind) if wants_dx else bracket
+
+    def _timed(self, bracket: AbstractContextManager[None], kind: str) -> AbstractContextManager[None]:
+        return TimedBracket(bracket, self.trial, Timed(self.name, kind, self.method, self.work))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Planned):
+    """A plan by one of the methods that take turns. work: of a call (trials.py)."""
+
+    in_trial: Trial
+    method: str
+    work: int
+
+    def _new_linear(self, name: str, meaning: str) -> PlannedLinear:
+        like = super()._new_linear(name, meaning)
+        return _TriedLinear(
+            like.domain,
+            like.plan,
+            like.tags,
+            like.keeps,
+            trial=self.in_trial,
+            name=name,
+            method=self.method,
+            work=self.work,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InTrial(Planned):
+    """The plan that `auto` would take, and those that take turns. Where a method does not serve these sizes, the first stands in
+    for it, and is not timed."""
+
+    in_trial: Trial
+    candidates: tuple[Planned, ...]
+
+    @property
+    def request(self) -> Request:
+        """What all of them need."""
+        asked, trial = self.plan.request, self.in_trial
+        requests = (asked, *(candidate.plan.request for candidate in self.candidates))
+        return Request(
+            asked.operator,
+            f"{asked.what}; tries {', '.join(trial.methods)} in {trial.steps} calls",
+            max(request.slot_bytes for request in requests),
+            max(request.flagged_bytes for request in requests),
+        )
+
+    @property
+    def compares(self) -> bool:
+        """Not by `collective`, which always takes its turn."""
+        return False
+
+    def is_due(self, name: str) -> bool:
+        """In a CUDA graph ranks cannot tell each other anything."""
+        return self.in_trial.is_due(name) and not self.domain.is_capturing()
+
+    def next_call(self, name: str) -> PlannedLinear:
+        """By the method whose turn it is. A CUDA graph gets the first one, which has run before and stays in it."""
+        turn = 0 if self.domain.is_capturing() else self.in_trial.next_turn(name)
+        return self.candidates[turn].linear(name)
