@@ -11,7 +11,7 @@ from ..config import OverlapConfig, flag_name
 from ..planning import table
 from ..planning.arguments import Request, autocast_error
 from ..planning.cache import BoundedCache
-from ..planning.plan import make_plan
+from ..planning.plan import Plan, make_plan
 from ..planning.refusals import why_not, why_not_across_nodes
 from ..planning.spec import OperatorSpec
 from ..runtime.domain import OverlapDomain
@@ -82,33 +82,42 @@ class PlanBook:
             ValueError: if they differ or one of them has a problem; on every rank, where it communicates. Else on those with the
                 problem: the others find by their signals that these did not come.
         """
-        domain, layout, tries = self.domain, (w.stride(), w.data_ptr() % 16), key[-1]
-        trains = torch.is_grad_enabled() and w.requires_grad
+        domain, layout = self.domain, (w.stride(), w.data_ptr() % 16)
         error = spec.error(x, w, bias, domain.world_size, name)
-        plan = make_plan(spec, config, self.table, self.topology, x, w)
-        if any(engine.nodes > 1 and engine.slots for engine in (plan.fprop, plan.dgrad)):
-            config = domain.settled(config)
-            plan = make_plan(spec, config, self.table, self.topology, x, w)
-        planned = Planned(domain, plan, trains)
-        if tries and config.tune_steps and trains and error is None:
-            planned = self.trials.begun(planned, config, self.table, x, w)
+        planned = self._planned(spec, config, x, w, tries=bool(key[-1]) and error is None)
         known = self.plans.get(key)
         if known is not None:
             return known.setdefault(layout, planned)
-        problem = error or _other_table(domain, config) or why_not(plan, domain.device, _is_interpreted(domain))
-        problem = problem or why_not_across_nodes(plan, domain.nodes.problem, domain.device)
+        problem = error or self._problem(planned.plan, config)
         operator, _, *rest = key
         any_rows = (operator, x.dim(), x.shape[-1:], *rest)
         if self.agreed.get(any_rows) and planned.compares and _fits(planned.request, domain):
             if problem is not None:
                 raise ValueError(problem)
         else:
-            trained = ", ".join(
-                f"{what} {'trained' if t.requires_grad else 'frozen'}" for what, t in (("x", x), ("w", w))
-            )
-            domain.prepare(planned.request, problem, name, trained if torch.is_grad_enabled() else "no gradients")
+            domain.prepare(planned.request, problem, name, _trained(x, w))
             self.agreed.put(any_rows, True)
         return self.plans.put(key, {layout: planned})[layout]
+
+    def _planned(
+        self, spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, *, tries: bool
+    ) -> Planned:
+        """The plan by what is known now, in a trial where methods may take turns and the sizes were never measured."""
+        plan = make_plan(spec, config, self.table, self.topology, x, w)
+        if any(engine.nodes > 1 and engine.slots for engine in (plan.fprop, plan.dgrad)):
+            config = self.domain.settled(config)
+            plan = make_plan(spec, config, self.table, self.topology, x, w)
+        trains = torch.is_grad_enabled() and w.requires_grad
+        planned = Planned(self.domain, plan, trains)
+        if tries and config.tune_steps and trains:
+            return self.trials.begun(planned, config, self.table, x, w)
+        return planned
+
+    def _problem(self, plan: Plan, config: OverlapConfig) -> str | None:
+        """Why a plan cannot run on this rank, or None."""
+        domain = self.domain
+        problem = _other_table(domain, config) or why_not(plan, domain.device, _is_interpreted(domain))
+        return problem or why_not_across_nodes(plan, domain.nodes.problem, domain.device)
 
     def end_trial(self, trial: Trial, name: str) -> None:
         """The linear `name` has made the calls of a trial. Communicates. All plans are made again: the winners are also for calls
@@ -161,6 +170,13 @@ def book_of(domain: OverlapDomain, name: str) -> PlanBook:
         with domain.exclusively(name):
             domain.book = PlanBook(domain, name)
     return domain.book
+
+
+def _trained(x: torch.Tensor, w: torch.Tensor) -> str:
+    """Which operands get gradients, in words."""
+    if not torch.is_grad_enabled():
+        return "no gradients"
+    return ", ".join(f"{what} {'trained' if t.requires_grad else 'frozen'}" for what, t in (("x", x), ("w", w)))
 
 
 def _fits(request: Request, domain: OverlapDomain) -> bool:

@@ -87,7 +87,7 @@ FAULTS = [
     SETTLED("plans do not know what NCCL takes", "network_sms=engine.network.sms", "network_sms=0"),
     SETTLED("a group of one node connects", "self.topology.nodes == 1 or self.is_capturing()", "self.is_capturing()"),
     BOOK("who asks for NCCL alone connects", "if any(engine.nodes > 1 and engine.slots for", "if any(engine.nodes > 1 for"),
-    BOOK("plans keep what was not measured", "            config = domain.settled(config)\n", ""),
+    BOOK("plans keep what was not measured", "            config = self.domain.settled(config)\n", ""),
     SETTLED("nodes are connected while a graph is captured", " or self.is_capturing():", ":"),
     SLOT("every block is for who takes it from the network", "Place(receiver, target,", "Place(receiver, receiver,"),
     SCHEDULE("a rank is connected with all others", "return self.twin(target // self.local)", "return target"),
