@@ -44,4 +44,4 @@ def test_methods_take_turns_and_are_exact(tuned_case: Case, operator: str) -> No
     assert len(winners) == 2
     for winner in winners:
         assert {"fused", "direct", "chunked", "collective"} <= set(winner.ms) and min(winner.ms.values()) > 0
-    assert (f"in {STEPS} calls, kept in" in said.getvalue()) == (case.rank == 0)
+    assert (f"in {STEPS} calls, kept in" in said.getvalue()) == (dist.get_rank() == 0)
