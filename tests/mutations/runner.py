@@ -141,7 +141,7 @@ class _Tree:
         failed = re.search(r"^(?:\[\w+\]:)?(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, flags=re.MULTILINE)
         broken = re.search(_BROKEN, output)
         if broken or not failed:
-            return Outcome(mutation, "broken", took, broken[0] if broken else output[-500:])
+            return Outcome(mutation, "broken", took, output[broken.start() :][:1000] if broken else output[-500:])
         test = failed[1]
         if self._how.confirm and self.run((test,), mutation.gpu, 5 * _SHORTEST_LIMIT_S)[0] != 0:
             return Outcome(mutation, "doubtful", took, test)

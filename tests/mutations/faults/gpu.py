@@ -87,8 +87,8 @@ FAULTS = [
     SCATTER("GPU: the reduction adds the tile to the left", "above + row, tile_n * BLOCK_N, STAGES", "above + row, 0, STAGES"),
     SCATTER("GPU: every destination's rows are the first", "row if EXCHANGE else target * m_shard + row", "row"),
     RAGGED("GPU: all chunks are stored over the first", "[chunk, row, col]", "[0, row, col]"),
-    RAGGED_ROW("GPU: a chunk's last tile is staged below its end", "target * CHUNKS + chunk, row",
-               "target * CHUNKS + chunk, m_chunk - row"),
+    RAGGED_ROW("GPU: a chunk's tiles are staged a row below their place", "target * CHUNKS + chunk, row",
+               "target * CHUNKS + chunk, row + 1"),
     # tiles of two chunks
     BROUGHT("GPU: the lower strip's partials lie over the upper ones'", "full, b_place(panels, stage, desc, 1))",
             "full, b_place(panels, stage, desc, 0))"),
