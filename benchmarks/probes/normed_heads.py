@@ -8,6 +8,7 @@ From received rows [s, 1, n] to rotated q, k and v, and back from their gradient
     separate      split by our kernel, then torch's rms_norm of q and of k, then rotation in torch's words: what Megatron does
     compiled      split by our kernel, then norms and rotation by torch.compile
     no norm       ours without a norm: what the norm adds to the pass
+    no norm, separate; no norm, compiled      split and rotation in torch's words, of rows in place
 
 and what `one pass` would take if it moved its bytes at the speed of a copy.
 """
@@ -83,6 +84,20 @@ def in_torchs_words(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, norm: QkN
     return rotated(q, k, v, rotary)
 
 
+def split_in_torchs_words(packed: torch.Tensor, p: Problem) -> Heads:
+    groups = packed.unflatten(-1, (p.heads.kv, p.heads.per_group + 2, p.heads.dim))
+    q, k, v = groups.split((p.heads.per_group, 1, 1), dim=3)
+    return rotated(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3).contiguous(), p.rotary)
+
+
+def without_norm(p: Problem, words: Callable[..., Heads]) -> tuple[float, float]:
+    """By autograd."""
+    packed = p.packed.clone().requires_grad_()
+    out = words(packed, p)
+    backward = _us(lambda: torch.autograd.grad(out, packed, p.grads, retain_graph=True))
+    return _us(lambda: words(packed, p)), backward
+
+
 def one_pass(p: Problem, norm: HeadNorm | None) -> tuple[float, float]:
     return _us(lambda: split(p, norm, p.rotary)), _us(lambda: pack(p.grads, p.rows, p.rotary, norm))
 
@@ -125,7 +140,10 @@ def main() -> None:
                 compiled = torch.compile(in_torchs_words, dynamic=False)
                 measured = {
                     "one pass": one_pass(p, HeadNorm(p.norm, p.before)), "separate": separate(p, in_torchs_words),
-                    "compiled": separate(p, compiled), "no norm": one_pass(p, None), "copy": at_the_speed_of_a_copy(p),
+                    "compiled": separate(p, compiled), "no norm": one_pass(p, None),
+                    "no norm, separate": without_norm(p, split_in_torchs_words),
+                    "no norm, compiled": without_norm(p, torch.compile(split_in_torchs_words, dynamic=False)),
+                    "copy": at_the_speed_of_a_copy(p),
                 }  # fmt: skip
                 times = ", ".join(f"{way} {fwd:.0f} + {bwd:.0f}" for way, (fwd, bwd) in measured.items())
                 print(f"{name}, {world} ranks, {tokens} tokens: {times}", flush=True)
