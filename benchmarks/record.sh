@@ -56,6 +56,12 @@ step tune-operators 40 -m overlap_train tune --seq 8192 --column $mlps --row $(s
 step tune-ulysses 60 -m overlap_train tune --model llama3-8b --ulysses --seq 32768
 step operators 35 -m overlap_train bench operators --methods auto,fused,direct,chunked --out "$out"
 step layers 50 -m overlap_train bench layers --methods auto,fused,direct,chunked --out "$out"
+# The same by auto without measurements, beside auto by those of these sizes.
+for model in llama3-8b llama3-70b qwen3-32b; do
+  step "winners-$model" 60 -m overlap_train tune --quick --model $model --seq 2048 4096 8192 16384 --tuning-dir "$out/winners"
+done
+step untuned 120 -m overlap_train bench layers --quick --methods auto --seq 2048 4096 8192 16384 --tuning-dir "$out/no-winners" \
+  --tuned "$out/winners" --out "$out/untuned"
 te_step layers_te 150 -m overlap_train bench layers --methods auto,direct --out "$out/te"
 step small_m 30 -m overlap_train bench operators --rows 128 256 512 1024 --methods auto,low_latency,direct,collective --out "$out/small_m"
 step ragged 50 -m overlap_train bench operators --rows 1992 1994 2048 4096 4100 8192 8200 --shapes llama3-8b --methods auto,fused,direct \
@@ -93,7 +99,7 @@ step bitwise_ulysses 90 $ulysses --seq-length 4096 --loss-steps 100 --round-step
   --variants chunked,fused,direct --repeat chunked,fused,direct --out "$out/bitwise_ulysses"
 te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick \
   --variants te,te_userbuffers,te_userbuffers_ring,te_overlap --out "$out/mfu_te"
-for folder in "$out" "$out/small_m" "$out/sweep" "$out/ulysses" "$out/hierarchical" "$out/te" "$out/te/ulysses"; do
+for folder in "$out" "$out/small_m" "$out/ragged" "$out/sweep" "$out/untuned" "$out/ulysses" "$out/hierarchical" "$out/te" "$out/te/ulysses"; do
   [ -z "$(find "$folder" -maxdepth 1 -name '*.json' 2>/dev/null)" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
 exit "$failed"

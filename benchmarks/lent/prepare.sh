@@ -22,6 +22,8 @@ export PYTHONPATH=$PWD:$PWD/benchmarks/lent TRITON_CACHE_DIR=$PWD/$folder-triton
 "$python" -O benchmarks/probes/compile_tests.py --world 2 4 8 --jobs "$jobs" >"$folder/tests.log"
 "$python" benchmarks/probes/compile_ahead.py --rows 128 1024 2048 4100 8192 --cache "$TRITON_CACHE_DIR" >"$folder/shapes.log"
 if grep failed "$folder"/*.log; then exit 1; fi
-tar c -C "$TRITON_CACHE_DIR" . | xz -T0 >"$folder/kernels.tar.xz"
+# Without what lies between source and PTX, which nothing reads again, and with kernels of one name side by side: 6 instead of 52 MB.
+find "$TRITON_CACHE_DIR" -type f -name '*.*' ! -name '*.source' ! -name '*.ttir' ! -name '*.ttgir' ! -name '*.llir' -printf '%f %P\n' |
+  sort | cut -d ' ' -f 2 | tar c -C "$TRITON_CACHE_DIR" -T - | xz --lzma2=preset=6,dict=128MiB >"$folder/kernels.tar.xz"
 "$python" -c 'import torch, triton; print(f"compiled with torch {torch.__version__} and Triton {triton.__version__}")'
 ls -lh "$folder/kernels.tar.xz" .whl

@@ -6,6 +6,8 @@ its place among the received ones. Nothing in the GEMM waits: who takes the bloc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -71,14 +73,22 @@ class ChunkedGemmAllToAll:
         self._domain, self._plan, self._tag, self._a, self._b, self._into = domain, plan, tag, a_shard_m, b_kn, into
 
     def start(self) -> None:
-        domain = self._domain
-        staging = new_blocks(domain, self._a, self._b)
-        self._call = domain.workspace.open(staging.shape[1:], staging.dtype, self._tag)
+        staging = new_blocks(self._domain, self._a, self._b)
+        self._open()
         self._call.next_epoch()
+        self._multiply(staging, partial(self._send, staging))
+
+    def _open(self) -> None:
+        shape = torch.Size([self._a.shape[0], self._b.shape[1] // self._domain.world_size])
+        self._call = self._domain.workspace.open(shape, self._a.dtype, self._tag)
+
+    def _multiply(self, blocks: torch.Tensor, multiplied: Callable[[Legs], None]) -> None:
+        """The peers' blocks [W, M/W, N/W], with a call after each, then the own one, which goes to its place."""
+        domain = self._domain
         columns = self._b.chunk(domain.world_size, dim=1)
         for target, legs in self._plan.legs.by_target:
-            torch.mm(self._a, columns[target], out=staging[target])
-            self._send(staging, legs)
+            torch.mm(self._a, columns[target], out=blocks[target])
+            multiplied(legs)
         torch.mm(self._a, columns[domain.rank], out=self._own_place())
 
     def _send(self, staging: torch.Tensor, legs: Legs) -> None:
@@ -102,10 +112,13 @@ class FusedGemmAllToAll(ChunkedGemmAllToAll):
     """One persistent kernel. A counter per destination and chunk releases its push by the copy engine."""
 
     def start(self) -> None:
+        self._open()
+        self._launch()
+
+    def _open(self) -> None:
         self._a = persistent.operand(self._plan, self._a)
         self._shape = torch.Size([self._a.shape[0], self._b.shape[1] // self._domain.world_size])
         self._call = self._domain.workspace.open(self._shape, self._a.dtype, self._tag, self._plan.chunks)
-        self._launch()
 
     def _launch(self) -> None:
         staging = new_blocks(self._domain, self._a, self._b)

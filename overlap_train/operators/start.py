@@ -39,6 +39,7 @@ from .gemm_reduce_scatter import (
 from .node_exchanges import NodeStreamAllToAllGemm, NodeStreamGemmAllToAll
 from .node_processes import NodeAllToAllGemm, NodeGather, NodeGemmAllToAll, NodeScatter
 from .node_streams import NodeStreamGather, NodeStreamScatter
+from .pulled_all_to_all import PulledChunkedGemmAllToAll, PulledFusedGemmAllToAll
 
 PROCESSES, GPUS = "chunked, nodes of CPU processes", "chunked, nodes of GPUs"
 
@@ -70,6 +71,9 @@ GEMM_ALL_TO_ALLS: dict[
     PROCESSES: NodeGemmAllToAll,
     GPUS: NodeStreamGemmAllToAll,
 }
+PULLED_GEMM_ALL_TO_ALLS: dict[
+    str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor, torch.Tensor], Exchange]
+] = {"chunked": PulledChunkedGemmAllToAll, "fused": PulledFusedGemmAllToAll}
 ALL_TO_ALL_GEMMS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Receiver]] = {
     "collective": CollectiveAllToAllGemm,
     "chunked": ChunkedAllToAllGemm,
@@ -107,6 +111,15 @@ def start_gemm_all_to_all(
     """
     engine = GEMM_ALL_TO_ALLS[plan.method if plan.nodes == 1 else _across_nodes(domain, plan)]
     exchange = engine(domain, plan, tag, a_shard_m, b_kn, into)
+    exchange.start()
+    return exchange
+
+
+def start_pulled_gemm_all_to_all(
+    domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor, into: torch.Tensor
+) -> Exchange:
+    """The same where ranks pull (plan.may_pull). `into` is complete when the operator ends."""
+    exchange = PULLED_GEMM_ALL_TO_ALLS[plan.method](domain, plan, tag, a_shard_m, b_kn, into)
     exchange.start()
     return exchange
 

@@ -69,6 +69,11 @@ class EnginePlan:
         """Whether copies send an operand, which may leave before the product of the part before it."""
         return self.kind == A2A_GEMM and TRAITS[self.method].pushes
 
+    @property
+    def may_pull(self) -> bool:
+        """Whether ranks may pull what a product leaves for them, beside the product of the part after it."""
+        return self.kind == GEMM_A2A and TRAITS[self.method].pushes and self.nodes == 1
+
 
 @dataclass(frozen=True)
 class Plan:

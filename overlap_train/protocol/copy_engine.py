@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,17 +24,17 @@ _AT_LEAST = 0  # how a stream compares a word with the value that it waits for
 
 @dataclass(frozen=True)
 class Push:
-    """Copy `source` into `target`, then `epoch` into `signal`.
+    """Copy `source` into `target`, then `epoch` into `signal`. A pull has no signal.
 
-    source, target: same shape and dtype, contiguous; target lies in a peer's memory.
+    source, target: same shape and dtype, contiguous; one of them lies in a peer's memory.
     signal: int64 [1] in the peer's memory, written by this rank alone. epoch: int64 [1], this rank's own.
     after: (counter int64 [1], goal): do not start before the counter has reached the goal; None: start at once.
     """
 
     source: torch.Tensor
     target: torch.Tensor
-    signal: torch.Tensor
-    epoch: torch.Tensor
+    signal: torch.Tensor | None = None
+    epoch: torch.Tensor | None = None
     after: tuple[torch.Tensor, int] | None = None
 
 
@@ -77,6 +77,10 @@ class CopyEngine(Protocol):
         """Launch a kernel that writes `source` and counts what the pushes wait for (`Route.after`), and enqueue them."""
         ...
 
+    def pull(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Enqueue copies of what lies at peers, once the caller's stream has come here. `join` waits for them, too."""
+        ...
+
     def begin_ahead(self) -> None:
         """What is pushed from here on is the next operator's. The next `join` need not wait for it."""
         ...
@@ -99,7 +103,8 @@ def run_push(push: Push, pause: Callable[[float], None] = time.sleep, timeout_s:
             return  # the kernel that counts gave up its own wait and reports it; sending nothing makes the peers report too
     push.target.copy_(push.source)
     pause(0.0)  # anything may run between data and signal; tests make it do so
-    push.signal.copy_(push.epoch)
+    if push.signal is not None and push.epoch is not None:
+        push.signal.copy_(push.epoch)
 
 
 class HostCopyEngine:
@@ -129,11 +134,17 @@ class HostCopyEngine:
         pass  # a CPU process has no streams
 
     def push(self, source: torch.Tensor, routes: list[Route]) -> None:
+        self._enqueue([route.push(source) for route in routes])
+
+    def pull(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self._enqueue([Push(source, target) for source, target in zip(sources, targets, strict=True)])
+
+    def _enqueue(self, pushes: list[Push]) -> None:
         with self._idle:
-            self._pending += len(routes)
-            self._ahead = None if self._ahead is None else self._ahead + len(routes)
-        for route in routes:
-            self._queue.put(route.push(source))
+            self._pending += len(pushes)
+            self._ahead = None if self._ahead is None else self._ahead + len(pushes)
+        for push in pushes:
+            self._queue.put(push)
 
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
         self.push(source, routes)  # first: an interpreted kernel returns at its end, and its last tiles need the peers'
@@ -180,6 +191,14 @@ class StreamCopyEngine:
     def push(self, source: torch.Tensor, routes: list[Route]) -> None:
         self._fork()
         self._enqueue(source, routes)
+
+    def pull(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self._fork()
+        self._held += targets
+        failed, stream, copy = 0, self._handle, self._driver.copy
+        for source, target in zip(sources, targets, strict=True):
+            failed = copy(target.data_ptr(), source.data_ptr(), target.nbytes, stream) or failed
+        self._driver.check(failed)
 
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
         self._fork()

@@ -144,6 +144,12 @@ class Call:
         """Where this rank's block [block shape] goes at `peer`."""
         return self._blocks(self.slot.memory[peer])[self.rank]
 
+    @cached_property
+    @torch.inference_mode(False)
+    def incoming(self) -> list[torch.Tensor]:
+        """The blocks for this rank that each of `peers` has left in its own slot, [block shape] each."""
+        return [self.remote_block(peer) for peer in self.peers]
+
     def routes(self, legs: Legs, tiles: int = 0, pitch: int = 0) -> list[Route]:
         """The copy engine's way for each leg of a schedule.
 

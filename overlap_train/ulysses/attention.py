@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
+from ..operators.applied import applied
 from ..operators.attention_layout import Rotary
 from ..operators.once import once_differentiable
 from ..operators.qk_norm import HeadNorm, QkNorm
@@ -17,7 +18,7 @@ from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
 from .arguments import heads_error, lengths_error, sequence_error
 from .exchange import Linear
-from .linears import ToRows, heads_linear, rows_linear
+from .linears import apply_to_rows, heads_linear, rows_linear
 from .rows import HeadRows
 from .sharded import Groups, sharded_heads_linear, sharded_rows_linear
 from .shards import Shards
@@ -96,7 +97,7 @@ def qkv_all_to_all(
     of_ranks = shards.rows(s, x_shard_m.device)
     received = _Received(heads.of_rank(shards.ranks), s, of_ranks, qk_norm, rotary, torch.is_grad_enabled())
     norm_weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
-    return _QkvAllToAll.apply(x_shard_m, w, own_bias, *norm_weights, linear, received)
+    return _apply_qkv(x_shard_m, w, own_bias, *norm_weights, linear, received)
 
 
 def attention_output_linear(
@@ -136,7 +137,7 @@ def attention_output_linear(
     else:
         linear = sharded_rows_linear(sent, w, bias, both, config, name, layout.meaning)
     finder = shards.finder(linear, x.shape[0], x.device)
-    y = ToRows.apply(x, w, linear, finder, torch.is_grad_enabled())
+    y = apply_to_rows(x, w, linear, finder, torch.is_grad_enabled())
     y = shards.cut(y.view(-1, x.shape[1], w.shape[0]))
     return y if bias is None else y + bias
 
@@ -210,3 +211,6 @@ class _QkvAllToAll(torch.autograd.Function):
         if norm is not None:
             of_norm = norm.of_weights()
         return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, *of_norm, None, None
+
+
+_apply_qkv = applied(_QkvAllToAll)

@@ -20,7 +20,7 @@ from ..operators.all_to_all_gemm import Receiver
 from ..operators.start import start_all_to_all_gemm, start_gemm_all_to_all
 from ..operators.weight_gradient import WeightGradient
 from ..runtime.profiling import profiled
-from .ahead import run_steps
+from .ahead import ProductStep, run_steps
 from .parts import Part
 
 
@@ -40,7 +40,7 @@ class Rows(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # made at each call: frozen it would take 0.6 microseconds more
 class Linear:
     """One call. weight: the parameter [N, K]. w: what is multiplied, the weight or, with `copies`, rows of it [N', K].
 
@@ -88,12 +88,17 @@ class Linear:
 
     def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
         """y = all_to_all(x [M/W, K] @ w.T). Returns what the weight gradient needs of x: x."""
-        for part in self.parts:
-            domain, fprop, tags = part.exchange.domain, part.exchange.plan.fprop, part.exchange.tags
-            with domain.operator(tags.fprop, fprop.slots), profiled(tags.ranges[0]):
-                x_rows, place = self.rows(x, part), y.place(part)
-                y.take(part, start_gemm_all_to_all(domain, fprop, tags.fprop, x_rows, self.w.t(), place).received())
+        run_steps([self._leaving(x, y, part) for part in self.parts])
         return x
+
+    def _leaving(self, x: torch.Tensor, y: Rows, part: Part) -> ProductStep:
+        """GEMM + A2A of a part. All but the last are pulled where what arrives is in its place at once."""
+        exchange, place = part.exchange, y.place(part)
+        return ProductStep(
+            exchange.domain, exchange.plan.fprop, exchange.tags.fprop, exchange.forward,
+            lambda: self.rows(x, part), lambda started: y.take(part, started.received()),
+            self.w.t(), place, place is not None and part is not self.parts[-1] and exchange.plan.fprop.may_pull,
+        )  # fmt: skip
 
     def heads_backward(
         self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
@@ -133,9 +138,8 @@ class Linear:
         for number, part in enumerate(self.parts):
             domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
             again = None if x is None or isinstance(x, list) else plan.wgrad
-            slots = (0 if again is None else again.slots) + (0 if dx is None else plan.dgrad.slots)
             dy_rows, receiver, exchange = self.rows(dy, part), None, None
-            with domain.operator(tags.dgrad, slots), profiled(tags.ranges[1]):
+            with part.exchange.backward(dx is not None, again is not None):
                 if again is not None:
                     receiver = start_all_to_all_gemm(domain, again, tags.wgrad, x.give(part))  # type: ignore[union-attr]
                 if dx is not None:

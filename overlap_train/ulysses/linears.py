@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
+from ..operators.applied import applied
 from ..operators.once import once_differentiable
 from ..operators.plan_book import plan_of
 from ..planning.heads import AttentionHeads
@@ -68,7 +69,7 @@ def linear_all_to_all(
     if torch.compiler.is_compiling():
         return run_eagerly(linear_all_to_all, x_shard_m, w, bias, group=group, heads=heads, config=config, name=name)
     linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name)
-    y = _LinearAllToAll.apply(as_rows(x_shard_m), w, linear)
+    y = _apply_linear_all_to_all(as_rows(x_shard_m), w, linear)
     if x_shard_m.dim() > 2:
         y = y.view(-1, *x_shard_m.shape[1:-1], y.shape[-1])
     return y if own_bias is None else y + own_bias
@@ -100,7 +101,7 @@ def all_to_all_linear(
     if torch.compiler.is_compiling():
         return run_eagerly(all_to_all_linear, x_shard_k, w, bias, group=group, config=config, name=name)
     linear = rows_linear(x_shard_k, w, bias, group, config, name)
-    y = ToRows.apply(as_rows(x_shard_k), w, linear, partial(rank_rows, linear), torch.is_grad_enabled())
+    y = apply_to_rows(as_rows(x_shard_k), w, linear, partial(rank_rows, linear), torch.is_grad_enabled())
     if x_shard_k.dim() > 2:
         y = y.view(-1, *x_shard_k.shape[1:-1], y.shape[-1])
     return y if bias is None else y + bias
@@ -146,7 +147,7 @@ def _limit_mib(domain: OverlapDomain, config: OverlapConfig | None) -> int:
 
 def rows_of_position(x: torch.Tensor) -> int:
     """Rows of one position of x [positions, ..., C]."""
-    return max(1, x.shape[1:-1].numel())
+    return 1 if x.dim() == 2 else max(1, x.shape[1:-1].numel())
 
 
 def like(x: torch.Tensor, positions: int, features: int) -> torch.Tensor:
@@ -187,7 +188,7 @@ class _LinearAllToAll(torch.autograd.Function):
         return *ctx.linear.multiplying(w).heads_backward(x_shard_m, dy, ctx.needs_input_grad[0]), None
 
 
-class ToRows(torch.autograd.Function):
+class _ToRows(torch.autograd.Function):
     """y = all_to_all(x) @ w.T. finder: where the rows that are exchanged lie in x, and in dx. trains: gradients are enabled."""
 
     @staticmethod
@@ -216,6 +217,9 @@ class ToRows(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x = saved if linear.keeps else ctx.finder(saved[0])
         return dx, linear.rows_backward(x, dy, into), None, None, None
+
+
+_apply_linear_all_to_all, apply_to_rows = applied(_LinearAllToAll), applied(_ToRows)
 
 
 def rank_rows(linear: Linear, x: torch.Tensor) -> RankRows:

@@ -40,18 +40,20 @@ class Part:
     exchange: PlannedLinear
 
     def forward(self, give: Give, read: Read) -> Step:
-        plan, tags = self.exchange.plan, self.exchange.tags
-        return Step(self.exchange.domain, plan.fprop, tags.fprop, tags.ranges[0], give, read)
+        exchange = self.exchange
+        return Step(exchange.domain, exchange.plan.fprop, exchange.tags.fprop, exchange.forward, give, read)
 
     def backward(self, give: Give, read: Read) -> Step:
-        plan, tags = self.exchange.plan, self.exchange.tags
-        return Step(self.exchange.domain, plan.dgrad, tags.dgrad, tags.ranges[1], give, read)
+        exchange = self.exchange
+        bracket = exchange.backward(wants_dx=True, wants_dw=False)  # what is sent again is another step
+        return Step(exchange.domain, exchange.plan.dgrad, exchange.tags.dgrad, bracket, give, read)
 
     def again(self, give: Give, read: Read) -> Step:
         """What forward has sent, once more for the weight gradient."""
-        plan, tags = self.exchange.plan.wgrad, self.exchange.tags
+        domain, plan, tags = self.exchange.domain, self.exchange.plan.wgrad, self.exchange.tags
         assert plan is not None, "what forward has received was kept"
-        return Step(self.exchange.domain, plan, tags.wgrad, tags.ranges[2], give, read)
+        bracket = domain.operator(tags.wgrad, plan.slots, shown_as=tags.ranges[2])
+        return Step(domain, plan, tags.wgrad, bracket, give, read)
 
 
 def parts_that_hide(rows: int, n: int, k: int) -> int:
@@ -70,12 +72,17 @@ def cut(
         batch: rows of one position.
         wanted: parts, where fewer would fit.
     """
-    fits = min(int(limit_mib * _MIB // (SLOTS * bytes_of_position)), -(-positions // wanted))
+    fits = min(_fitting(bytes_of_position, limit_mib), -(-positions // wanted))
     if positions <= fits:
         return [(0, positions)]
     units = (*(rows // gcd(rows, batch) for rows in _UNITS), 1)
     step = next(step for unit in units if (step := _step(positions, max(1, fits), unit)))
     return [(first, min(first + step, positions)) for first in range(0, positions, step)]
+
+
+def _fitting(bytes_of_position: int, limit_mib: int) -> int:
+    """Positions of which a slot holds what a rank receives."""
+    return int(limit_mib * _MIB // (SLOTS * bytes_of_position))
 
 
 def _step(positions: int, fits: int, unit: int) -> int:
@@ -102,10 +109,9 @@ def parts_of(
     positions = x.shape[:1].numel() // shards
     if x.dim() < 2 or not bytes_of_position or not positions:
         plan(x)  # which raises, on every rank: there is nothing to cut
-    found, places = [], cut(positions, bytes_of_position, limit_mib, x.shape[1:-1].numel())
-    if len(places) > 1:  # ranks with other lengths may have equal parts, and more of them
-        meaning = ", ".join(filter(None, (meaning, f"a part of {positions} positions a rank")))
-    for first, last in places:
-        planned = plan(x if last - first == positions else x[: (last - first) * shards])
-        found.append(Part(first, last, planned.linear(name, meaning)))
-    return tuple(found)
+    if positions <= _fitting(bytes_of_position, limit_mib):
+        return (Part(0, positions, plan(x).linear(name, meaning)),)
+    # Ranks with other lengths may have equal parts, and more of them.
+    meaning = ", ".join(filter(None, (meaning, f"a part of {positions} positions a rank")))
+    places = cut(positions, bytes_of_position, limit_mib, x.shape[1:-1].numel())
+    return tuple(Part(first, last, plan(x[: (last - first) * shards]).linear(name, meaning)) for first, last in places)

@@ -73,7 +73,8 @@ def test_replays_are_exact(case: Case, method: str) -> None:
     for _ in range(20):
         graph.replay()  # back to back, without the host between
     layer.check(results, *inputs)
-    most = 1 << 9 if method == "low_latency" else 1 << 14  # rows; it serves 64 MiB of words with flags at most
+    # Rows of a rank; low_latency serves 64 MiB of words with flags at most.
+    most = (1 << 10) // case.world if method == "low_latency" else 1 << 14
     large, weight = (torch.zeros(rows, 1 << 13, device=case.device, dtype=torch.bfloat16) for rows in (most, 64))
     with pytest.raises(ValueError, match="CUDA graph holds addresses"):
         all_gather_linear(large, weight, group=case.group, config=case.config)

@@ -18,12 +18,13 @@ from overlap_train import (
     attention_output_linear,
     forget_graphs,
     graphed,
+    linear_all_to_all,
     qkv_all_to_all,
 )
 from overlap_train.operators.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
 from overlap_train.operators.qk_norm import HeadNorm
 from overlap_train.tools.bench.attention_parts import core_attention, rotated, split
-from tests.linear_cases import Case
+from tests.linear_cases import OPERATORS, Case
 
 HIDDEN, QUERY, DIM = 1024, 8, 128
 
@@ -161,6 +162,47 @@ def test_ranks_with_different_numbers_of_rows(case: Case, parts: int) -> None:
     expected = block.of_one_gpu()
     for _ in range(3):
         block.check(block.of_ranks(block.mine(block.x).requires_grad_(), block.mine(block.dy)), expected)
+
+
+def in_parts(case: Case) -> Case:
+    """Of 1024 rows a rank and 512 features a rank that are exchanged there are eight parts."""
+    return replace(case, config=replace(case.config, exchange_mib=1))
+
+
+@pytest.mark.parametrize("method", ["fused", "direct", "chunked"])
+@pytest.mark.parametrize("operator", ["to_heads", "to_rows"])
+def test_long_sequences_pass_in_parts(case: Case, operator: str) -> None:
+    """Those of to_heads are pulled, but for the last."""
+    for seed in range(3):
+        OPERATORS[operator](in_parts(case), (1024, 1), 512, 512, seed=seed)
+
+
+@pytest.mark.parametrize("method", ["fused", "chunked"])
+def test_replays_of_parts_are_right(case: Case) -> None:
+    """Parts that are pulled, and the last one, which is pushed."""
+    case, features = in_parts(case), 512 * case.world
+    x, w = case.integers(1024 * case.world, 512, seed=1), case.integers(features, 512, seed=2)
+    mine, weight = case.mine(x, 0).detach(), case.copy(w).detach()
+    expected = (x @ w.t()).chunk(case.world, dim=1)[case.rank].to(case.dtype)
+
+    def run() -> torch.Tensor:
+        return linear_all_to_all(mine, weight, group=case.group, config=case.config)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            assert torch.equal(run(), expected)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), graphed(case.group):
+        y = run()
+    for _ in range(5):
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, expected)
+        assert torch.equal(run(), expected)
+    forget_graphs(case.group)
 
 
 @pytest.mark.parametrize("method", ["fused", "direct", "chunked"])

@@ -16,7 +16,10 @@ for _kernel in ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter", "lo
 # Engines, and what is made of them, in that order.
 ENGINES = (
     *(f"operators.{name}" for name in ("all_gather_gemm", "gemm_reduce_scatter", "all_to_all_gemm", "gemm_all_to_all")),
-    *(f"operators.{name}" for name in ("node_processes", "crossings", "node_streams", "node_exchanges", "start")),
+    *(
+        f"operators.{name}"
+        for name in ("pulled_all_to_all", "node_processes", "crossings", "node_streams", "node_exchanges", "start")
+    ),
 )
 
 

@@ -197,6 +197,10 @@ class SimulatedEngine:
     def push(self, source: torch.Tensor, routes: list[Any]) -> None:
         self._queue += [route.push(source) for route in routes]
 
+    def pull(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        pull = core("protocol.copy_engine").Push
+        self._queue += [pull(source, target) for source, target in zip(sources, targets, strict=True)]
+
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Any]) -> None:
         self.push(source, routes)
         kernel()
@@ -225,11 +229,8 @@ class SimulatedEngine:
             address = push.after[0].data_ptr()
             self._scheduler.signals.add(address)
             self._scheduler.polls_for(f"{self._scheduler.name_of(address)} to reach {push.after[1]}")
-        return dataclasses.replace(
-            push,
-            target=_Stepwise(self._scheduler, push.target, pieces=2),
-            signal=_Stepwise(self._scheduler, push.signal, pieces=1),
-        )
+        signal = None if push.signal is None else _Stepwise(self._scheduler, push.signal, pieces=1)
+        return dataclasses.replace(push, target=_Stepwise(self._scheduler, push.target, pieces=2), signal=signal)
 
 
 class _Stepwise:

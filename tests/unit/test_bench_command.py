@@ -6,13 +6,18 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from overlap_train import cli
 from overlap_train.flags import from_args
-from overlap_train.tools.bench import command, hierarchical, kinds, plots
+from overlap_train.tools.bench import command, hierarchical, kinds, layers, plots
 from overlap_train.tools.measure.cases import EXCHANGES, OPS, PASSES
+from overlap_train.tools.measure.results import Results
+from overlap_train.tools.measure.runs import Session
+from overlap_train.tools.measure.world import World
 from tests.script_server import ScriptServer
 
 BENCH = ("-m", "overlap_train", "bench")
@@ -51,6 +56,16 @@ def test_a_timeline_is_of_linears_a_ulysses_block_or_several_nodes() -> None:
     assert read("timeline") == command.Timeline(".", "linears")
     assert read("timeline --what ulysses --out runs/ulysses") == command.Timeline("runs/ulysses", "ulysses")
     assert read("timeline --what nodes") == command.Timeline(".", "nodes")
+
+
+def test_winners_are_those_of_the_folders_that_are_named() -> None:
+    """Of layers, `auto` is measured beside `auto` by other winners: in a group of its own, since a group goes by one table."""
+    bench, world = parsed("layers --tuning-dir runs/none --tuned runs/kept"), World(None, None, 0, 2)  # type: ignore[arg-type]
+    assert bench.settings(torch.device("cpu")).config.tuning_dir == "runs/none"
+    with mock.patch("torch.distributed.new_group", return_value="its own"):
+        maker = layers.tuned_auto(Session(bench.settings(torch.device("cpu")), world, Results()), bench.tuned)
+    settings, method, apart = maker.args  # type: ignore[attr-defined]
+    assert (settings.config.tuning_dir, method, apart.group) == ("runs/kept", "auto", "its own")
 
 
 @pytest.mark.parametrize(
@@ -107,14 +122,14 @@ def test_operators_across_nodes_run_on_two_processes(script_server: ScriptServer
     status, said = script_server.run(*BENCH, "hierarchical", *arguments, folder=tmp_path)
     assert status == 0, said
     assert "a group of 2 ranks on 2 nodes of 1, as node_ranks says" in said
-    rows = json.loads((tmp_path / "hierarchical.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "operators.json").read_text())["rows"]
     assert {(row["op"], row["pass"], row["method"]) for row in rows} == {
         (op, pass_, method) for op in OPS for pass_ in ("fprop", "dgrad") for method in ("chunked", "collective")
     }
     assert len(rows) == 16 and all(row["ms"] > 0 and row["async_tp_ms"] is None for row in rows)
-    assert "GEMM/comm" in (tmp_path / "hierarchical.md").read_text()
+    assert "GEMM/comm" in (tmp_path / "operators.md").read_text()
     pytest.importorskip("matplotlib")
-    assert [path.name for path in plots.draw(tmp_path)] == ["hierarchical.png"]
+    assert [path.name for path in plots.draw(tmp_path)] == ["speedup.png"]
 
 
 @pytest.mark.parametrize(("ranks", "told"), [("2", "node1"), ("1", None)])
@@ -134,11 +149,21 @@ def test_ranks_of_one_machine_are_told_apart(monkeypatch: pytest.MonkeyPatch, ra
 
 @pytest.mark.slow
 def test_layers_run_on_two_processes(script_server: ScriptServer, tmp_path: Path) -> None:
-    arguments = ("--tiny", "--quick", "--methods", "chunked", "--out", str(tmp_path))
+    arguments = (
+        "--tiny",
+        "--quick",
+        "--methods",
+        "chunked",
+        "--out",
+        str(tmp_path),
+        "--tuned",
+        str(tmp_path / "winners"),
+    )
     status, said = script_server.run(*BENCH, "layers", *arguments, folder=tmp_path)
     assert status == 0, said
     (row,) = json.loads((tmp_path / "layers.json").read_text())["rows"]
     assert (row["layer"], row["method"], row["seq"], row["async_tp_ms"]) == ("tiny-mlp", "chunked", 16, None)
+    assert row["tuned_ms"] > 0
     assert said.count("te: RuntimeError: transformer_engine is not installed") == 1
     pytest.importorskip("megatron.core")
     assert row["megatron_ms"] > 0

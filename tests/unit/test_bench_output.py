@@ -21,7 +21,8 @@ OPERATOR_KEYS = (
     "comm_ms", "bound",
 )  # fmt: skip
 LAYER_KEYS = (
-    "layer", "world", "seq", "method", "ms", "megatron_ms", "async_tp_ms", "te_ms", "te_userbuffers_ms", "gemms_ms", "host_us",
+    "layer", "world", "seq", "method", "ms", "tuned_ms", "megatron_ms", "async_tp_ms", "te_ms", "te_userbuffers_ms", "gemms_ms",
+    "host_us",
 )  # fmt: skip
 TIMES = {
     "fused": Timing(0.3, 50.0),
@@ -55,7 +56,15 @@ def test_a_layer_row_has_the_keys_of_the_format() -> None:
     row = layer_row()
     assert set(row) == set(LAYER_KEYS)
     assert (row["megatron_ms"], row["async_tp_ms"]) == (3.9, None)
-    assert (row["te_ms"], row["te_userbuffers_ms"]) == (None, None)
+    assert (row["te_ms"], row["te_userbuffers_ms"], row["tuned_ms"]) == (None, None, None)
+
+
+def test_a_layer_row_says_what_auto_takes_by_measured_winners() -> None:
+    timings = {"auto": Timing(3.3, 400.0), "tuned": Timing(3.0, 400.0), "gemms": Timing(2.9, 90.0)}
+    row = layers.row(LAYERS["llama3-8b-mlp"], 8192, "auto", timings, 2)
+    assert row["tuned_ms"] == 3.0
+    heading, shown = cells([row], LAYER_COLUMNS)
+    assert (shown[heading.index("tuned")], shown[heading.index("ms/tuned")]) == ("3.000", "1.100")
 
 
 @pytest.mark.parametrize(("ran", "best"), [({"te_default": 3.5, "te_ring": 3.4}, 3.4), ({"te_default": 3.5}, 3.5)])

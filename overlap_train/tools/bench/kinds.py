@@ -39,6 +39,9 @@ class Bench(ABC):
         metavar="METHOD,...",
     )
     provider: str = option("auto", "symmetric memory", choices=PROVIDERS)
+    tuning_dir: str = option(
+        OverlapConfig().tuning_dir, "where auto finds the winners of overlap-train tune", metavar="DIR"
+    )
     quick: bool = option(False, "fewer and shorter rounds")
     tiny: bool = option(False, "one tiny shape in fp32, to try the code on CPU processes")
     connections: int | None = option(
@@ -57,8 +60,9 @@ class Bench(ABC):
         dtype = torch.float32 if self.tiny else torch.bfloat16
         # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
         config = OverlapConfig(
-            provider=self.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=self.node_ranks
-        )
+            provider=self.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=self.node_ranks,
+            tuning_dir=self.tuning_dir,
+        )  # fmt: skip
         return Settings(methods, dtype, self.quick, config)
 
 
@@ -100,6 +104,9 @@ class Layers(Bench):
     seq: tuple[int, ...] = option(
         (), "sequence lengths; default 8192, and 4096 for llama3-8b-mlp", parse=positive_int, metavar="S", spaced=True
     )
+    tuned: str = option(
+        "", "time auto once more, as tuned_ms, by the winners of overlap-train tune in DIR", metavar="DIR"
+    )
     connections: int | None = option(
         1, "CUDA_DEVICE_MAX_CONNECTIONS; Megatron-Core needs 1", parse=positive_int, metavar="N"
     )
@@ -109,7 +116,7 @@ class Layers(Bench):
 
     def _measure(self, session: Session) -> None:
         names, sequences = ([f"{TINY}-mlp"], [16]) if self.tiny else (self.layers, self.seq)
-        layers.run(layer_cases(names, sequences, session.world.size), session)
+        layers.run(layer_cases(names, sequences, session.world.size), session, self.tuned)
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,7 @@ class Hierarchical(OfPasses):
     )
 
     def files(self) -> list[File]:
-        return [File("hierarchical", output.HIERARCHICAL_COLUMNS, self._measure)]
+        return [File("operators", output.HIERARCHICAL_COLUMNS, self._measure)]
 
     def _measure(self, session: Session) -> None:
         operators.run(hierarchical.hierarchical_cases(session, self.passes, self.tiny), session)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ...runtime.graph import forget_graphs, graphed
@@ -41,28 +42,32 @@ from .layer_data import (
 )
 from .shapes import Layer
 
-AUTO, GRAPH = "auto", "auto_graph"
+AUTO, GRAPH, TUNED = "auto", "auto_graph", "tuned"
 BASELINES = ("megatron", "async_tp", "te")
 MEGATRON_LINEARS = "overlap_train.integrations.megatron.bench_baseline"
 
 
-def run(layers: Sequence[tuple[Layer, int]], session: Session) -> None:
-    """Measure every layer and add its rows to the session's results, which are saved after each of them. Collective."""
+def run(layers: Sequence[tuple[Layer, int]], session: Session, tuned: str = "") -> None:
+    """Measure every layer and add its rows to the session's results, which are saved after each of them. Collective.
+
+    tuned: a folder of winners, by which `auto` is measured once more.
+    """
+    by_winners = {TUNED: tuned_auto(session, tuned)} if tuned else {}
     elements = max(sequence * max(layer.column_k, layer.row_n) for layer, sequence in layers)
     session.domain([elements * session.settings.dtype.itemsize])
     for number, (layer, sequence) in enumerate(layers):
-        rows = measure_layer(layer, sequence, session)
+        rows = measure_layer(layer, sequence, session, by_winners)
         times = ", ".join(f"{row['method']} {row['ms']:.3f} ms" for row in rows)
         session.world.say(f"[{number + 1}/{len(layers)}] {layer.name} s={sequence}: {times or 'no result'}")
 
 
-def measure_layer(layer: Layer, sequence: int, session: Session) -> list[Row]:
-    """Check, then time, every method and baseline of one layer; its rows, which are saved."""
+def measure_layer(layer: Layer, sequence: int, session: Session, more: Mapping[str, Maker]) -> list[Row]:
+    """Check, then time, every method and baseline of one layer, and `more`; its rows, which are saved."""
     settings, world = session.settings, session.world
     data, decoy = (Data.make(layer, sequence, world, settings.dtype, seed) for seed in (0, 99))
     case = Checked(f"{layer.name} s={sequence}", data, decoy, references_of(data, world), session)
     makers: dict[str, Maker] = {method: partial(overlapped, settings, method, world) for method in settings.methods}
-    makers |= {"megatron": partial(megatron, world), "async_tp": partial(async_tp, world)}
+    makers |= {"megatron": partial(megatron, world), "async_tp": partial(async_tp, world), **more}
     calls = {"gemms": six_gemms_alone(data, world)} | case.calls(makers)
     if AUTO in calls and world.device.type == "cuda":
         add_graph(case, calls)
@@ -160,6 +165,13 @@ def overlapped(settings: Settings, method: str, world: World, data: Data) -> tup
     )
 
 
+def tuned_auto(session: Session, folder: str) -> Maker:
+    """`auto` by the winners in a folder. In a group of its own: all calls of a group go by one table. Collective."""
+    settings = session.settings
+    by_winners = replace(settings, config=replace(settings.config, tuning_dir=folder))
+    return partial(overlapped, by_winners, AUTO, replace(session.world, group=dist.new_group()))
+
+
 def async_tp(world: World, data: Data) -> tuple[Linear, Linear]:
     return lambda x: AsyncColumn.apply(x, data.w1, world.group), lambda h: AsyncRow.apply(h, data.w2, world.group)
 
@@ -176,9 +188,11 @@ def megatron(world: World, data: Data) -> tuple[Linear, Linear]:
 def row(layer: Layer, sequence: int, method: str, timings: Mapping[str, Timing], world: int) -> Row:
     """One line of layers.json; times in milliseconds of one forward and backward, host_us in microseconds."""
     baselines = {name: timings[name].ms for name in (*BASELINES, *te_linears.USERBUFFERS) if name in timings}
+    tuned = timings.get(TUNED)
     userbuffers = [baselines[name] for name in te_linears.USERBUFFERS if name in baselines]
     return {
         "layer": layer.name, "world": world, "seq": sequence, "method": method, "ms": timings[method].ms,
+        "tuned_ms": tuned and tuned.ms,
         **{f"{name}_ms": baselines.get(name) for name in BASELINES}, "te_userbuffers_ms": min(userbuffers, default=None),
         "gemms_ms": timings["gemms"].ms, "host_us": timings[method].host_us,
     }  # fmt: skip

@@ -1,8 +1,7 @@
 """Pictures of saved results, drawn beside their JSON files.
 
-speedup.png     operators: speed-up over NCCL + cuBLAS and its ceiling, shape by shape
+speedup.png     operators, across nodes too: speed-up over NCCL + cuBLAS and its ceiling, shape by shape
 speedup_m.png   operators: the same against M; with several M only
-hierarchical.png    operators across nodes: the same as speedup.png
 layers.png      layers: time over that of the six GEMMs, whose floor is 1.00
 timeline.png    one call by each method (timeline.py)
 """
@@ -46,15 +45,13 @@ def draw(folder: Path) -> list[Path]:
         drawn.append(_speed_up(rows, folder / "speedup.png"))
         if len({row["m"] for row in rows}) > 1:
             drawn.append(_against_m(rows, folder / "speedup_m.png"))
-    if rows := _read(folder / "hierarchical.json").get("rows"):
-        drawn.append(_speed_up(rows, folder / "hierarchical.png", "Operators across nodes"))
     if rows := _read(folder / "layers.json").get("rows"):
         drawn.append((_blocks if "alone_ms" in rows[0] else _layers)(rows, folder / "layers.png"))
     if "calls" in (recording := _read(folder / "timeline.json")):
         drawn.append(timeline.draw(recording, folder / "timeline.png"))
     if not drawn:
         raise ValueError(
-            f"{folder}: no operators.json, hierarchical.json, layers.json or timeline.json with results; "
+            f"{folder}: no operators.json, layers.json or timeline.json with results; "
             f"run the benchmark with --out {folder} "
             "(what compare_mfu.py wrote is drawn by its --redraw)"
         )
@@ -99,14 +96,14 @@ def _model(n: int, k: int) -> str:
     return f"{model}\n{n} x {k}".strip()
 
 
-def _speed_up(rows: list[Row], path: Path, what: str = "Operators") -> Path:
+def _speed_up(rows: list[Row], path: Path) -> Path:
     """A panel for each operator and pass, a row a weight, a marker a method."""
     sizes = {row["m"] for row in rows}
     m = 8192 if 8192 in sizes else max(sizes)
     rows = [row for row in rows if row["m"] == m]
     names, panels = _names(rows), _grouped(rows, "op", "pass")
     tallest = max(len(_grouped(members, "n", "k")) for members in panels.values())
-    header = (f"{what}: speed-up over NCCL + cuBLAS, M = {m}, {rows[0]['world']} GPUs", CEILING)
+    header = (f"Operators: speed-up over NCCL + cuBLAS, M = {m}, {rows[0]['world']} GPUs", CEILING)
     figure, grid = canvas(len(panels), min(2, len(panels)), 0.42 * tallest + 0.75, header, names, sharex=True)
     for axes, (case, members) in zip(grid.flat, panels.items(), strict=False):
         _draw_case(axes, _grouped(members, "n", "k"), names)

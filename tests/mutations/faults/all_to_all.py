@@ -28,6 +28,9 @@ GPU_EXACT = "tests/gpu/test_operators.py::test_every_shape_is_exact"
 
 OUT = In("overlap_train/operators/gemm_all_to_all.py", (EVERY_SHAPE,))
 IN = In("overlap_train/operators/all_to_all_gemm.py", (EVERY_SHAPE,))
+PULLS = f"{PROTOCOL}/test_interleaving_pulls.py"
+PULLED = In("overlap_train/operators/pulled_all_to_all.py", (f"{PULLS}::test_parts_pass",))
+ENGINE_PLAN = In("overlap_train/planning/plan.py", (PULLS,))
 PARTS = In("overlap_train/ulysses/parts.py", (f"{UNIT}/test_parts.py",))
 LINEARS = In("overlap_train/ulysses/linears.py", (EVERY_SHAPE,))
 EXCHANGE = In("overlap_train/ulysses/exchange.py", (EVERY_SHAPE,))
@@ -117,8 +120,26 @@ FAULTS = [
             "x_shard_m, linear.w)", f"{MODES}[frozen_weights]"),
     LINEARS("A2A: x is kept although nothing is trained", "linear.keeps and trains and", "linear.keeps and",
             f"{MODES}[nothing_is_kept_without_gradients]"),
-    EXCHANGE("A2A: the slot of x that is sent again is not counted", "slots = (0 if again is None else again.slots) +",
-             "slots =", f"{OWN}::test_backward_passes_after_each_other"),
+    EXCHANGE("A2A: the slot of x that is sent again is not counted", "backward(dx is not None, again is not None)",
+             "backward(dx is not None, False)", f"{OWN}::test_backward_passes_after_each_other"),
+    EXCHANGE("A2A: the last part is pulled", "place is not None and part is not self.parts[-1] and", "place is not None and",
+             f"{PULLS}::test_which_parts_are_pulled"),
+    EXCHANGE("A2A: parts are pulled that become something else", "place is not None and part is not", "part is not",
+             f"{PULLS}::test_which_parts_are_pulled"),
+    PULLED("A2A: pulled before the peers have come", "        self._call.barrier()\n", ""),
+    PULLED("A2A: blocks are left for other ranks", "self._multiply(self._call.blocks,",
+           "self._multiply(self._call.blocks.flip(0),"),
+    PULLED("A2A: what is pulled goes to another rank's place", "[self._into[peer] for", "[self._into[peer - 1] for"),
+    ENGINE_PLAN("A2A: `direct` pulls, too", "self.kind == GEMM_A2A and TRAITS[self.method].pushes and",
+                "self.kind == GEMM_A2A and",
+                f"{PULLS}::test_which_parts_are_pulled"),
+    ENGINE_PLAN("A2A: parts are pulled across nodes", " and TRAITS[self.method].pushes and self.nodes == 1",
+                " and TRAITS[self.method].pushes",
+                f"{PULLS}::test_which_parts_are_pulled"),
+    STEPS("A2A: the next product waits until all is pulled", "isinstance(reader, ProductStep) and reader.is_pulled", "False",
+          f"{PULLS}::test_the_next_product_begins_before_one_is_pulled"),
+    STEPS("A2A: a product begins before blocks are taken out of the slot", "isinstance(reader, ProductStep) and reader.is_pulled",
+          "True", f"{PULLS}::test_which_parts_are_pulled"),
     PROJECTIONS("A2A: heads are split as if one rank had all", "heads.of_rank(shards.ranks), s", "heads, s"),
     ARGUMENTS("A2A: rotation is not checked", "if rotary is not None and (", "if False and ("),
     LAYOUT("A2A: cos and sin are rounded", "[rows].float().view(", "[rows].to(x.dtype).float().view("),
@@ -165,14 +186,15 @@ FAULTS = [
     PARTS("parts of a batch are counted in positions", "rows // gcd(rows, batch)", "rows"),
     PARTS("parts of other lengths may pair up", ", f\"a part of {positions} positions a rank\"", "",
           f"{OWN}::test_ranks_with_other_numbers_of_rows_are_named"),
-    LINEARS("a batch is not counted", "return max(1, x.shape[1:-1].numel())", "return 1",
+    LINEARS("a batch is not counted", "return 1 if x.dim() == 2 else max(1, x.shape[1:-1].numel())", "return 1",
             f"{OWN}::test_a_batch_takes_no_more_memory_than_the_setting"),
     PARTS("parts end within tiles", "(1024, 512, 256, 128)", "(1024,)"),
     PARTS("parts have odd numbers of tiles", "(1024, 512, 256, 128)", "(128,)"),
     PARTS("the last part goes on beyond the sequence", "min(first + step, positions)", "first + step"),
     STEPS("parts: none leaves before the one before it is multiplied", "following.may_go_before(step)",
           "False", f"{IN_PARTS}::test_the_next_part_leaves_before_one_is_multiplied"),
-    PLAN("parts: one leaves before a kernel that sends has sent", " and TRAITS[self.method].pushes", "",
+    PLAN("parts: one leaves before a kernel that sends has sent", "self.kind == A2A_GEMM and TRAITS[self.method].pushes",
+         "self.kind == A2A_GEMM",
          f"{IN_PARTS}::test_the_next_part_leaves_before_one_is_multiplied"),
     AHEAD("parts: a slot is reused before its reader is done", "self._sent_after = self._operator - 1",
           "self._sent_after = self._operator"),

@@ -1,0 +1,176 @@
+"""GEMM + A2A of a long sequence in parts, whose blocks are pulled beside the next product: right under seeded schedules, and with
+planted faults. The real pass of ulysses/exchange.py, twice in a row: the last part of each is pushed into a slot that was pulled
+from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet")
+
+from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.faults import Fault
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.operator_problems import integers
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
+from tests.protocol.simulated_streams import StreamSimulation
+
+PASSES, PARTS = 2, 5  # more parts than there are slots
+
+
+class Taken:
+    """Rows that have no place of their own: each part is made of what it has received."""
+
+    def __init__(self, x: torch.Tensor, world_size: int, batch: int) -> None:
+        self.x = x.view(world_size, -1, x.shape[-1])
+
+    def place(self, part: Any) -> None:
+        return None
+
+    def take(self, part: Any, received: torch.Tensor) -> None:
+        self.x[:, part.first : part.last] = received
+
+
+def to_heads(method: str, machine: Simulation, rows: Any = None) -> Build:
+    """y [W, PARTS * TILE, TILE] of each rank: its columns of x @ w.T, block s of rank s. rows: default RankRows."""
+    world = machine.world_size
+    x, w = integers(PASSES, world, PARTS * TILE, TILE, seed=1), integers(world * TILE, TILE, seed=2)
+    expected = (x @ w.t()).unflatten(-1, (world, TILE)).permute(0, 3, 1, 2, 4)  # [pass, to, from, rows, TILE]
+
+    def build(scheduler: Scheduler) -> Callable[[], None]:
+        results: dict[tuple[int, int], torch.Tensor] = {}
+
+        def host(domain: SimulatedDomain) -> None:
+            for number in range(PASSES):
+                results[number, domain.rank] = _one_pass(domain, method, x[number, domain.rank], w, rows)
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert len(results) == PASSES * world
+            for (number, rank), y in results.items():
+                assert torch.equal(y, expected[number, rank]), f"pass {number}, rank {rank}"
+
+        return check
+
+    return build
+
+
+def _one_pass(domain: SimulatedDomain, method: str, x: torch.Tensor, w: torch.Tensor, rows: Any) -> torch.Tensor:
+    exchange, plan_book, parts = core("ulysses.exchange"), core("operators.plan_book"), core("ulysses.parts")
+    planned = plan_book.Planned(domain, domain.plan(method, x[:TILE], w, "LINEAR_ALL_TO_ALL", main_grad="off"))
+    of_call = tuple(parts.Part(first, first + TILE, planned.linear("linear")) for first in range(0, PARTS * TILE, TILE))
+    y = torch.full((domain.world_size * PARTS * TILE, TILE), torch.nan)
+    exchange.Linear(of_call, w, w, None, 1).to_heads(
+        x, (rows or core("ulysses.rows").RankRows)(y, domain.world_size, 1)
+    )
+    return y.view(domain.world_size, PARTS * TILE, TILE)
+
+
+@pytest.mark.parametrize(("method", "ranks", "seeds"), [("chunked", 3, 6), ("fused", 2, 2), ("direct", 2, 1)])
+def test_parts_pass(method: str, ranks: int, seeds: int) -> None:
+    """`direct` stores each part at the peers."""
+    assert_passes(to_heads(method, Simulation(ranks, device_waits=True)), range(seeds))
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_parts_pass_on_streams(one_queue: bool) -> None:
+    assert_passes(to_heads("chunked", StreamSimulation(2, one_queue=one_queue)), range(8))
+
+
+def _order(method: str, monkeypatch: pytest.MonkeyPatch, rows: Any = None) -> list[str]:
+    """What rank 0 does in its first pass: products that begin, of parts that are pulled or not, and operators that end."""
+    order: list[str] = []
+    step, bracket = core("ulysses.ahead").ProductStep, core("runtime.bracket").Operator
+
+    def noted(what: Callable[[Any], str], plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any) -> Any:
+            if self_domain(self).rank == 0:
+                order.append(what(self))
+            return plain(self, *args)
+
+        return call
+
+    def self_domain(self: Any) -> Any:
+        return self.domain if isinstance(self, step) else self._domain
+
+    with monkeypatch.context() as noting:
+        noting.setattr(step, "start", noted(lambda self: "pulled" if self.is_pulled else "pushed", step.start))
+        noting.setattr(bracket, "__exit__", noted(lambda self: "end", bracket.__exit__))
+        assert_passes(to_heads(method, Simulation(2, device_waits=True), rows), range(1))
+    return order[: 2 * PARTS]
+
+
+def test_which_parts_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last, where copies send and what arrives has its place."""
+    assert [part for part in _order("chunked", monkeypatch) if part != "end"] == ["pulled"] * (PARTS - 1) + ["pushed"]
+    assert _order("direct", monkeypatch) == _order("chunked", monkeypatch, Taken) == ["pushed", "end"] * PARTS
+    two = SimpleNamespace(world_size=2, rank=0)
+    plan = SimulatedDomain.plan(two, "fused", torch.empty(TILE, TILE), torch.empty(2 * TILE, TILE), "LINEAR_ALL_TO_ALL")  # type: ignore[arg-type]
+    assert plan.fprop.may_pull and not replace(plan.fprop, nodes=2).may_pull
+
+
+def test_the_next_product_begins_before_one_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = _order("chunked", monkeypatch)
+    assert order == ["pulled", *["pulled", "end"] * (PARTS - 2), "pushed", "end", "end"]
+
+
+IN_SLOTS, ABOVE = ("protocol.workspace",), ("ulysses.ahead", "ulysses.parts", "ulysses.exchange")
+
+
+MEET = "        self._call.barrier()\n"
+PULL = "        self._domain.engine.pull(self._call.incoming, [self._into[peer] for peer in self._call.peers])\n"
+
+
+def _of_engine(old: str, new: str, report: str = "wrong result") -> Fault:
+    return Fault("operators.pulled_all_to_all", old, new, report, ABOVE)
+
+
+FAULTS = {
+    "pulled before the peers have come": _of_engine(f"{MEET}{PULL}", f"{PULL}{MEET}"),
+    "the peers do not hear of it": _of_engine(MEET, "", "deadlock"),
+    "put into another rank's place": _of_engine("[self._into[peer] for peer", "[self._into[peer - 1] for peer"),
+    "pulled out of the own slot": Fault(
+        "protocol.slot", "self.remote_block(peer) for peer", "self.blocks[peer] for peer", reload=IN_SLOTS
+    ),
+    "left before the slot is free": Fault(
+        "protocol.slot_use",
+        "self._sent_after = self._operator - 1",
+        "self._sent_after = self._operator",
+        reload=IN_SLOTS,
+    ),
+}
+ON_STREAMS = {
+    "pulled before the caller's stream has come": Fault(
+        "protocol.copy_engine",
+        "        self._fork()\n        self._held += targets\n",
+        "        self._held += targets\n",
+    ),
+    "the operator does not wait for what is pulled": Fault(
+        "protocol.copy_engine", "        self._held += targets\n", ""
+    ),
+    "the mark comes too early": Fault(
+        "protocol.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault: str) -> None:
+    with FAULTS[fault].planted():
+        error = assert_caught(to_heads("chunked", Simulation(3, device_waits=True)), range(60))
+    assert re.search(FAULTS[fault].report, str(error)), error
+
+
+@pytest.mark.parametrize("fault", ON_STREAMS)
+def test_fault_of_streams_is_caught(fault: str) -> None:
+    with ON_STREAMS[fault].planted():
+        error = assert_caught(to_heads("chunked", StreamSimulation(2)), range(60))
+    assert re.search(ON_STREAMS[fault].report, str(error)), error
