@@ -38,9 +38,11 @@ FEW_ROWS = 1024
 LATE = 1.5
 # Beside reading and writing: what the second kernel of a split reduction takes from the end of the first.
 SUM_LAUNCH_US = 5.0
-# Long products run at the GPU's power limit, where cuBLAS seems to keep higher clocks than our kernels; in bursts it does not.
-# A Llama-3 70B layer in training took 18.5 ms with chunked and 19.4 with fused (4 x H200).
-LONG_GEMM_US = 1000.0
+# At the GPU's power limit cuBLAS seems to keep higher clocks than our kernels, and in training more than in bursts. Of 36 passes
+# of 1 to 6 ms on 2 x H200 `chunked` took 1.00 to 1.16 times as long as the best, 1.05 in the mean, and `fused` 1.02; of 4 above
+# 6 ms both took 1.02 (benchmarks/h200x2/untuned/tune.md). With 1000 here layers of 70B took up to 8 % longer than tuned. In
+# training on 2 GPUs an output layer of 6.6 ms a product lost 7 ms of a step by `fused`.
+LONG_GEMM_US = 6000.0
 # Up to here A2A + GEMM runs by direct: 8192 x 4096 x 4096 takes 0.190 ms, by fused 0.202. Long sequences come in parts whose
 # blocks lie apart (ulysses/parts.py), and direct would have to copy them first. GEMM + A2A is slower by direct (8192 x 6144 x
 # 4096: 0.333 ms, by fused 0.303; 2 x H200).

@@ -49,6 +49,7 @@ class Layouts:
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int], Layout] = {}
+        self._userbuffers: Userbuffers | None = None
 
     def use(self, settings: Settings) -> Layout:
         """Make that of these settings current; collective the first time."""
@@ -58,6 +59,11 @@ class Layouts:
         self._made[key].use()
         return self._made[key]
 
+    def userbuffers(self, settings: Settings) -> Userbuffers:
+        """The one set of a process; collective the first time."""
+        self._userbuffers = self._userbuffers or Userbuffers(settings)
+        return self._userbuffers
+
 
 def _globals() -> dict[str, Any]:
     return {name: value for name, value in vars(parallel_state).items() if re.fullmatch(r"_[A-Z][A-Z_]*", name)}
@@ -66,30 +72,32 @@ def _globals() -> dict[str, Any]:
 class Userbuffers:
     """TransformerEngine's communication buffers for the linears of a model, as Megatron-LM makes them (--tp-comm-overlap).
 
-    Needs TransformerEngine 2.7 or newer. `ring`: column linears' input gradients and row linears by ring exchange, too.
+    Needs TransformerEngine 2.7 or newer. A process can have one set: a second one would ask the helper of the first, which is
+    gone. The set has a communicator for each product of a transformer, by name, and each can be told how to work. So one set
+    has both configurations: linears named fc1 and fc2 run by the defaults, qkv and proj by ring exchange for every scatter.
     """
 
-    def __init__(self, settings: Settings, ring: bool) -> None:
+    DEFAULT, RING = ("fc1", "fc2"), ("qkv", "proj")  # what column and row linears are named
+
+    def __init__(self, settings: Settings) -> None:
         self._base = importlib.import_module("transformer_engine.pytorch.module.base")
-        self._base._ub_communicators = None  # it refuses to make buffers where it has some
+        ring = dict(method="ring_exchange", num_sm=1, cga_size=1, set_sm_margin=False, num_splits=settings.tp)
         self._base.initialize_ub(
             shape=[settings.seq_length * settings.micro_batch_size, settings.hidden_size],
             tp_size=settings.tp,
             quantization_modes=[self._base.UserBufferQuantizationMode.NONE],
-            ub_cfgs=ring_exchange(settings.tp) if ring else {},
+            ub_cfgs={"qkv_dgrad": dict(ring), "proj_fprop": dict(ring)},
             bootstrap_backend="nccl",
         )
-        self._communicators = self._base._ub_communicators
+
+    def name(self, model: Any, names: tuple[str, str]) -> None:
+        """Let the model's linears take the communicators of these names."""
+        for module in model.modules():
+            if getattr(module, "ub_name", None) is not None:
+                module.ub_name = names[module.parallel_mode == "row"]
 
     def use(self) -> None:
-        self._base._ub_communicators = self._communicators
+        """Nothing: linears without userbuffers do not look at them."""
 
     def release(self) -> None:
-        self._communicators = None
         self._base.destroy_ub()
-
-
-def ring_exchange(tp: int) -> dict[str, dict[str, Any]]:
-    """A --tp-comm-overlap-cfg: what its defaults do in bulk or in a pipeline, by ring exchange."""
-    ring = dict(method="ring_exchange", num_sm=1, cga_size=1, set_sm_margin=False, num_splits=tp)
-    return {name: dict(ring) for name in ("qkv_dgrad", "proj_fprop", "fc1_dgrad", "fc2_fprop")}

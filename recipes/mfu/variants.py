@@ -18,7 +18,7 @@ from gpt.rules import graph_problem
 from gpt.settings import Settings
 from gpt.training import Trainer, build_trainer
 from mfu.alone import parallel_linears
-from mfu.current import Current, Layouts, Userbuffers
+from mfu.current import Current, Layouts
 from mfu.names import (
     ASYNC_TP,
     DATA_PARALLEL,
@@ -82,10 +82,12 @@ def build_variant(
     """A trainer with what it needs, made current; collective. Raises RecipeError where enable() refuses."""
     settings, variant = settings_of(name, settings), GRAPHS.get(bare(name), bare(name))
     current: list[Current] = [layouts.use(settings)]
+    config, change = overlap_of(variant, overlap), use_async_tp if variant == ASYNC_TP else None
     if variant in USERBUFFERS:
-        current.append(Userbuffers(settings, ring=variant == TE_RING))
-    config = overlap_of(variant, overlap)
-    change = use_async_tp if variant == ASYNC_TP else None
+        userbuffers = layouts.userbuffers(settings)
+        current.append(userbuffers)
+        names = userbuffers.RING if variant == TE_RING else userbuffers.DEFAULT
+        change = partial(userbuffers.name, names=names)
     model = build_model(settings, config, device, change, modules_of(variant))
     # Baselines return their weight gradients, and DDP adds them; so do our linears on TransformerEngine's modules.
     main_grad = "off" if config is None or variant == TE_OVERLAP else config.main_grad

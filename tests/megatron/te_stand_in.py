@@ -60,6 +60,7 @@ class Linear(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
+        self.ub_name = rest.get("ub_name")
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias = bias, return_bias

@@ -33,14 +33,19 @@ def test_only_ours_overlaps_and_what_transformer_engine_exposes_is_unknown(ranks
         assert facts["exposed"] == {name: name == "megatron" for name in VARIANTS}
 
 
-def test_userbuffers_are_made_once_for_each_variant_and_are_its_own_in_its_steps(ranks: list[dict[str, Any]]) -> None:
+def test_one_set_of_userbuffers_has_both_configurations(ranks: list[dict[str, Any]]) -> None:
+    """By the names of its communicators: a process cannot have two."""
     for facts in ranks:
-        default, ring = facts["made"]
-        assert default["shape"] == ring["shape"] == [32, 128]
-        assert default["tp_size"] == 2 and default["quantization_modes"] == ["none"] and default["ub_cfgs"] == {}
-        assert set(ring["ub_cfgs"]) == {"qkv_dgrad", "proj_fprop", "fc1_dgrad", "fc2_fprop"}
-        assert ring["ub_cfgs"]["fc1_dgrad"]["method"] == "ring_exchange"
-        assert facts["steps with"] == {"te_userbuffers": {0}, "te_userbuffers_ring": {1}}
+        (made,) = facts["made"]
+        assert (made["shape"], made["tp_size"], made["quantization_modes"]) == ([32, 128], 2, ["none"])
+        assert {name: how["method"] for name, how in made["ub_cfgs"].items()} == {
+            "qkv_dgrad": "ring_exchange",
+            "proj_fprop": "ring_exchange",
+        }
+        assert facts["names"] == {
+            "te_userbuffers": {"column": {"fc1"}, "row": {"fc2"}},
+            "te_userbuffers_ring": {"column": {"qkv"}, "row": {"proj"}},
+        }
         assert facts["released"]
 
 
@@ -59,13 +64,17 @@ def everything(rank: int, world: int) -> dict[str, Any]:
     from overlap_train.tools.measure.world import World
 
     run_without_cuda()
-    steps: dict[str, set[int]] = {}
+    names: dict[str, dict[str, set[str]]] = {}
     original = Trained.step
 
     def step(self: Trained, _: int = 0) -> None:
         original(self)
         if "userbuffers" in self.name:
-            steps.setdefault(self.name, set()).add(base._ub_communicators)
+            assert base._ub_communicators is not None
+            found = names[self.name] = {}
+            for linear in self.trainer.model.bare.modules():
+                if getattr(linear, "ub_name", None) is not None:
+                    found.setdefault(linear.parallel_mode, set()).add(linear.ub_name)
 
     Trained.step = step  # type: ignore[method-assign]
     plan, overlap = read_flags(LINE.split())
@@ -77,6 +86,6 @@ def everything(rank: int, world: int) -> dict[str, Any]:
         "calls": measured.calls,
         "exposed": {name: measured.exposed_ms(name) is not None for name in VARIANTS},
         "made": base.made,
-        "steps with": steps,
+        "names": names,
         "released": base._ub_communicators is None,
     }

@@ -116,11 +116,12 @@ def test_plans_spare_the_sms_that_were_found(changed: dict[str, Any], sms: int) 
 
 
 def test_exchanges_are_timed_once_the_twins_have_met() -> None:
-    network, times = Network(2), iter((0.0, 7.0, 10.0, 10.5))
+    """And the best of four bursts counts: a wire that others use is slow at times."""
+    network, times = Network(2), iter((0.0, 7.0, 10.0, 10.9, 11.0, 11.5, 12.0, 12.8, 13.0, 14.0))
     stream = SimpleNamespace(synchronize=lambda: None)
     with (
         mock.patch.object(wire.time, "perf_counter", side_effect=times),
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
     ):
         gbs = wire._gbs(TOPOLOGY, CPU, network)  # type: ignore[arg-type]
-    assert network.crossed == 5 and gbs == pytest.approx(4 * (32 << 20) / 0.5e9)
+    assert network.crossed == 17 and gbs == pytest.approx(4 * (32 << 20) / 0.5e9)
