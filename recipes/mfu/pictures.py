@@ -10,7 +10,7 @@ from typing import Any
 from mfu.layer_timeline import PASSES
 from mfu.names import AGAIN, MEGATRON, OVERLAP, is_graph, loss_baseline, speed_baseline
 from overlap_train.config import METHODS
-from overlap_train.tools.bench.bars import Bar, bars
+from overlap_train.tools.bench.bars import Bar, bars, has_bound
 from overlap_train.tools.bench.lanes import KINDS, NOTE, Span, draw_lanes, label_lanes
 from overlap_train.tools.bench.style import PERFECT, canvas, in_order, look_of, marks, save
 from overlap_train.tools.measure.results import Row
@@ -71,9 +71,10 @@ def draw_speed(rows: Sequence[Row], path: Path) -> Path:
     methods = dict.fromkeys(row["variant"] for row in measured if row["variant"] in METHODS)
     baseline = look_of(speed_baseline({row["variant"] for row in measured}) or MEGATRON).label
     panels = {title_of(some[0]): bars_of(some, key, factor) for some in _by_model(measured).values()}
+    perfect = f" {PERFECT.capitalize()}: {look_of(OVERLAP).label}'s step without its exposed communication."
     header = (
         f"Training on {measured[0]['gpus']} GPUs: {unit.split(',')[0]}, and speed-up of a step over {baseline}",
-        f"Higher is better. {PERFECT.capitalize()}: {look_of(OVERLAP).label}'s step without its exposed communication.",
+        "Higher is better." + perfect * has_bound(panels),
         *((f"{', '.join(methods)}: {BY_METHOD}",) if methods else ()),
         *((GRAPHS,) if any(is_graph(row["variant"]) for row in measured) else ()),
     )

@@ -137,6 +137,17 @@ def test_a_panel_with_other_bars_has_names_of_its_own(drawn: Drawn) -> None:
     assert second == ["Megatron-Core", "fused", "auto", "auto, CUDA graph"] and set(third) == {""}
 
 
+@pytest.mark.parametrize("bound", [1.0, None])
+def test_perfect_overlap_is_explained_where_it_is_drawn(
+    bound: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(bars, "save", lambda figure, path: figures.append(figure))
+    panels = {"a layer": [bars.Bar("auto", "auto", 1.1, "1.10", bound), bars.Bar("TE", "te", 1.2, "1.20", None)]}
+    bars.bars(panels, ("title", "Lower is better."), "time", tmp_path / "bars.png")
+    assert (style.PERFECT in [text.get_text() for text in texts(figures[0])]) == (bound is not None)
+
+
 def test_every_thing_has_a_colour_of_its_own() -> None:
     same = {"overlap", "inside"}  # auto beside other programs; hidden communication as an outline
     colours = [look.colour for name, look in style.LOOKS.items() if name not in same]

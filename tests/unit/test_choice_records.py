@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from overlap_train.planning.choice import LONG_GEMM_US, choose
+from overlap_train.planning.choice import choose
 from overlap_train.planning.passes import SCATTER_AND_WGRAD
 from overlap_train.planning.table import UNTUNED, Winner
 from overlap_train.planning.tiling import tma_reads
@@ -35,12 +35,24 @@ def cost(winner: Winner) -> float | None:
     return winner.ms[variant] / min(winner.ms.values()) - 1 if variant in winner.ms else None
 
 
+def costs_of(folder: str, world: int) -> dict[str, float]:
+    """By what was measured."""
+    measured = tuned(BENCHMARKS / folder, world).winners.values()
+    found = {f"{w.measured.kind} {w.measured}": cost(w) for w in measured}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 @pytest.mark.parametrize(("folder", "world"), [("h200x2", 2), ("h200x4", 4)])
 def test_an_untuned_choice_costs_little(folder: str, world: int) -> None:
-    """Long products are not looked at: their default is what is best in training, at the power limit, and not in bursts."""
-    measured = tuned(BENCHMARKS / folder, world).winners.values()
-    found = {f"{w.measured.kind} {w.measured}": cost(w) for w in measured if w.measured.gemm_us < LONG_GEMM_US}
-    costs = {name: value for name, value in found.items() if value is not None}
+    costs = costs_of(folder, world)
     assert len(costs) > 15
     assert fmean(costs.values()) < 0.01
     assert max(costs.values()) < 0.04, costs
+
+
+def test_it_costs_little_for_other_models_and_lengths() -> None:
+    """In few rounds, in which a kernel differs by 5 % from itself. Scatters of 2048 rows and 5120 features fill 2.4 waves."""
+    costs = costs_of("h200x2/untuned", 2)
+    assert len(costs) == 96
+    assert fmean(costs.values()) < 0.02
+    assert sum(value <= 0.03 for value in costs.values()) >= 0.8 * len(costs), costs

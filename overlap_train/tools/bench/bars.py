@@ -33,7 +33,8 @@ def bars(
 ) -> Path:
     """Panels of bars that lie, each with its number. A bar beyond `limit` is broken: it ends there with a mark."""
     most, columns = max(len(some) for some in panels.values()), min(3 if len(panels) > 2 else 2, len(panels))
-    figure, grid = canvas(len(panels), columns, BAR * most + 0.7, header, ("bound",), sharex=True)
+    explained = ("bound",) if has_bound(panels) else ()
+    figure, grid = canvas(len(panels), columns, BAR * most + 0.7, header, explained, sharex=True)
     ends = [min(bar.value, limit) for some in panels.values() for bar in some]
     length = max(ends) - start
     grid[0][0].set_xlim(min(start, *ends) - 0.01 * length, start + 1.3 * length)
@@ -50,6 +51,11 @@ def bars(
     for axes in grid[-1]:
         axes.set_xlabel(unit)
     return save(figure, path)
+
+
+def has_bound(panels: Mapping[str, Sequence[Bar]]) -> bool:
+    """Whether it is known of any bar where perfect overlap would end it."""
+    return any(bar.bound is not None for some in panels.values() for bar in some)
 
 
 def _draw_bar(axes: Any, place: int, bar: Bar, start: float, limit: float) -> None:
