@@ -30,7 +30,7 @@ class Exchange(Protocol):
         ...
 
     def received(self) -> torch.Tensor:
-        """[W, M/W, N/W], complete: `into`; or in the slot, valid until the operator ends."""
+        """[W, M/W, N/W]: `into`, complete (if it is pulled, when the operator ends); or in the slot, valid until it ends."""
         ...
 
 

@@ -1,8 +1,9 @@
 """Copies and signals that cost no SM: the copy engine on GPUs, a thread on the CPU.
 
-A push is a copy into a peer's memory followed by the signal that announces it (rule 1: data first, then the signal). Both engines
-work through their pushes in the order in which they were enqueued. Where pushes go does not change from call to call: a
-`Route` is worked out once, and a call only adds the source.
+A push is a copy into a peer's memory followed by the signal that announces it (rule 1: data first, then the signal). A pull is
+a copy out of a peer's memory, after a barrier that has announced what lies there. Both engines work through these in the order
+in which they were enqueued. Where pushes go does not change from call to call: a `Route` is worked out once, and a call only
+adds the source.
 """
 
 from __future__ import annotations
@@ -24,18 +25,26 @@ _AT_LEAST = 0  # how a stream compares a word with the value that it waits for
 
 @dataclass(frozen=True)
 class Push:
-    """Copy `source` into `target`, then `epoch` into `signal`. A pull has no signal.
+    """Copy `source` into `target`, then `epoch` into `signal`.
 
-    source, target: same shape and dtype, contiguous; one of them lies in a peer's memory.
+    source, target: same shape and dtype, contiguous; target lies in a peer's memory.
     signal: int64 [1] in the peer's memory, written by this rank alone. epoch: int64 [1], this rank's own.
     after: (counter int64 [1], goal): do not start before the counter has reached the goal; None: start at once.
     """
 
     source: torch.Tensor
     target: torch.Tensor
-    signal: torch.Tensor | None = None
-    epoch: torch.Tensor | None = None
+    signal: torch.Tensor
+    epoch: torch.Tensor
     after: tuple[torch.Tensor, int] | None = None
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Copy `source`, which lies in a peer's memory, into `target`: same shape and dtype, contiguous."""
+
+    source: torch.Tensor
+    target: torch.Tensor
 
 
 class Route:
@@ -63,7 +72,7 @@ class Route:
 
 
 class CopyEngine(Protocol):
-    """What operators need. `begin` .. `join` bracket one operator's pushes."""
+    """What operators need. `begin` .. `join` bracket one operator's pushes and pulls."""
 
     def begin(self) -> None:
         """Let the caller's stream wait for the previous operator, which may have run in another stream."""
@@ -82,15 +91,15 @@ class CopyEngine(Protocol):
         ...
 
     def begin_ahead(self) -> None:
-        """What is pushed from here on is the next operator's. The next `join` need not wait for it."""
+        """What is pushed or pulled from here on is the next operator's. The next `join` need not wait for it."""
         ...
 
     def join(self) -> None:
-        """The caller's stream goes on only when all pushes are done; their sources may be reused."""
+        """The caller's stream goes on only when all pushes and pulls are done; the sources of pushes may be reused."""
         ...
 
     def close(self) -> None:
-        """Finish the pushes and end."""
+        """Finish what is enqueued and end."""
         ...
 
 
@@ -103,8 +112,13 @@ def run_push(push: Push, pause: Callable[[float], None] = time.sleep, timeout_s:
             return  # the kernel that counts gave up its own wait and reports it; sending nothing makes the peers report too
     push.target.copy_(push.source)
     pause(0.0)  # anything may run between data and signal; tests make it do so
-    if push.signal is not None and push.epoch is not None:
-        push.signal.copy_(push.epoch)
+    push.signal.copy_(push.epoch)
+
+
+@torch.inference_mode()  # it may be an inference tensor that is written
+def run_pull(pull: Pull) -> None:
+    """One pull on the CPU."""
+    pull.target.copy_(pull.source)
 
 
 class HostCopyEngine:
@@ -112,7 +126,7 @@ class HostCopyEngine:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._queue: queue.SimpleQueue[Push | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Push | Pull | None] = queue.SimpleQueue()
         self._pending = 0
         self._ahead: int | None = None  # how many of these are of the next operator, where it has begun
         self._error: Exception | None = None
@@ -121,9 +135,12 @@ class HostCopyEngine:
         self._thread.start()
 
     def _work(self) -> None:
-        while (push := self._queue.get()) is not None:
+        while (copy := self._queue.get()) is not None:
             try:
-                run_push(push, timeout_s=self._timeout_s)
+                if isinstance(copy, Pull):
+                    run_pull(copy)
+                else:
+                    run_push(copy, timeout_s=self._timeout_s)
             except Exception as error:  # a thread cannot raise to its owner: join does
                 self._error = error
             with self._idle:
@@ -137,14 +154,14 @@ class HostCopyEngine:
         self._enqueue([route.push(source) for route in routes])
 
     def pull(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        self._enqueue([Push(source, target) for source, target in zip(sources, targets, strict=True)])
+        self._enqueue([Pull(source, target) for source, target in zip(sources, targets, strict=True)])
 
-    def _enqueue(self, pushes: list[Push]) -> None:
+    def _enqueue(self, copies: Sequence[Push | Pull]) -> None:
         with self._idle:
-            self._pending += len(pushes)
-            self._ahead = None if self._ahead is None else self._ahead + len(pushes)
-        for push in pushes:
-            self._queue.put(push)
+            self._pending += len(copies)
+            self._ahead = None if self._ahead is None else self._ahead + len(copies)
+        for copy in copies:
+            self._queue.put(copy)
 
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
         self.push(source, routes)  # first: an interpreted kernel returns at its end, and its last tiles need the peers'

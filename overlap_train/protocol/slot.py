@@ -1,7 +1,8 @@
 """Slots, signals and epochs.
 
 A slot is W blocks in symmetric memory, block s written by rank s alone, in one or more chunks of rows, with one signal a chunk.
-The epoch counts the uses of a slot. A signal carries the epoch and the fingerprint of the call whose chunk is there (tags.py).
+(In a call that is pulled a rank writes block d of its own slot, for rank d, and the signals are those of a barrier.) The epoch
+counts the uses of a slot. A signal carries the epoch and the fingerprint of the call whose chunk is there (tags.py).
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Slot:
         count = FIRST_COUNTERS + world * MAX_CHUNKS
         self.control = torch.zeros(1 + count, dtype=torch.int64, device=device)
         self.epoch = self.control[:1]  # as a signal has it; on the device, where a replayed graph goes on counting
-        self.counters = Counters(self.control[1:])  # reset when the epoch advances
+        self.counted = self.control[1:]
+        self.counters = Counters(self.counted)  # reset when the epoch advances
         # of kernels that send everything themselves: at their end they reset these, and advance the epoch that no copy sends
         self.direct_counters = Counters(torch.zeros(count, dtype=torch.int64, device=device))
         self.calls: BoundedCache[Hashable, Call] = BoundedCache(_MOST_CALLS)
@@ -141,7 +143,7 @@ class Call:
         return self.blocks[block].chunk(self.chunks)[chunk]
 
     def remote_block(self, peer: int) -> torch.Tensor:
-        """Where this rank's block [block shape] goes at `peer`."""
+        """Where this rank's block [block shape] goes at `peer`; or, where blocks are pulled, where `peer` has left one for it."""
         return self._blocks(self.slot.memory[peer])[self.rank]
 
     @cached_property
@@ -172,6 +174,10 @@ class Call:
     def next_epoch(self) -> None:
         """Before copies send anything. Kernels that send everything themselves advance the epoch at their end."""
         self._waits.next_epoch(self)
+
+    def reset_counters(self) -> None:
+        """Before a kernel that claims tiles, where the epoch advances after it (barrier)."""
+        self.slot.counted.zero_()
 
     def wait(self, source: int) -> None:
         """Hold the caller's stream (on the CPU: the caller) until the block of rank `source` is here."""

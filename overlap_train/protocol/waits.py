@@ -125,7 +125,7 @@ class BoundedWaits:
 def next_epoch_on_host(call: Call) -> None:
     """Advance the slot's epoch and reset its counters, before anything is sent."""
     word = next_word(int(call.slot.epoch), call.tag)
-    call.slot.control[1:].zero_()
+    call.reset_counters()
     call.slot.epoch.fill_(word)
 
 

@@ -226,9 +226,11 @@ class OverlapDomain:
             )
 
     def begin_ahead(self) -> None:
-        """The next operator, of one call, sends before the running one reads what it receives. Its own bracket comes next.
+        """The next operator, of one call, begins before the running one has read, or pulled, what it receives. Its own bracket
+        comes next.
 
-        The running one has sent all that it sends, by copies: what a kernel is yet to send would come after it.
+        The running one has sent all that it sends, by copies: what a kernel is yet to send would come after it. Or its ranks have
+        met, and pull.
         """
         self.engine.begin_ahead()
         self.workspace.begin_ahead()

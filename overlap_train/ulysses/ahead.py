@@ -68,7 +68,8 @@ class ProductStep(Step):
 def run_steps(steps: Sequence[Step]) -> None:
     """Begin and read step after step. Where copies send, a step's blocks leave before the step before it reads.
 
-    They are made first of all. That may take a product, which then hides the blocks that the step before it has sent.
+    They are made first of all. That may take a product, which then hides the blocks that the step before it has sent. Where a
+    step is pulled, the next step's product begins before its blocks have come.
     """
     ahead: Receiver | Exchange | None = None
     for step, following in zip_longest(steps, steps[1:]):

@@ -10,6 +10,7 @@ Of `to_rows` and `heads_backward` the next part is sent before one is multiplied
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -20,7 +21,7 @@ from ..operators.all_to_all_gemm import Receiver
 from ..operators.start import start_all_to_all_gemm, start_gemm_all_to_all
 from ..operators.weight_gradient import WeightGradient
 from ..runtime.profiling import profiled
-from .ahead import ProductStep, run_steps
+from .ahead import Give, ProductStep, Read, Step, run_steps
 from .parts import Part
 
 
@@ -88,17 +89,17 @@ class Linear:
 
     def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
         """y = all_to_all(x [M/W, K] @ w.T). Returns what the weight gradient needs of x: x."""
-        run_steps([self._leaving(x, y, part) for part in self.parts])
+        run_steps([self._leaving(part, part.forward, x, self.w.t(), y) for part in self.parts])
         return x
 
-    def _leaving(self, x: torch.Tensor, y: Rows, part: Part) -> ProductStep:
-        """GEMM + A2A of a part. All but the last are pulled where what arrives is in its place at once."""
-        exchange, place = part.exchange, y.place(part)
-        return ProductStep(
-            exchange.domain, exchange.plan.fprop, exchange.tags.fprop, exchange.forward,
-            lambda: self.rows(x, part), lambda started: y.take(part, started.received()),
-            self.w.t(), place, place is not None and part is not self.parts[-1] and exchange.plan.fprop.may_pull,
-        )  # fmt: skip
+    def _leaving(
+        self, part: Part, step: Callable[[Give, Read], Step], x: torch.Tensor, b_kn: torch.Tensor, y: Rows
+    ) -> ProductStep:
+        """GEMM + A2A of a part's rows of x. All parts but the last are pulled, where rows have their place in y."""
+        place = y.place(part)
+        one = step(partial(self.rows, x, part), lambda exchange: y.take(part, exchange.received()))
+        is_pulled = place is not None and part is not self.parts[-1] and one.plan.may_pull
+        return ProductStep(one.domain, one.plan, one.tag, one.bracket, one.give, one.read, b_kn, place, is_pulled)
 
     def heads_backward(
         self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
@@ -134,23 +135,38 @@ class Linear:
         self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
         """dw; dx is written. x: what to send again, or what was kept, or None if dw is not wanted."""
+        if x is None or isinstance(x, list):
+            return self._rows_backward_alone(x, dy, dx)
         gradient = self.gradient()
-        for number, part in enumerate(self.parts):
+        for part in self.parts:
             domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
-            again = None if x is None or isinstance(x, list) else plan.wgrad
-            dy_rows, receiver, exchange = self.rows(dy, part), None, None
-            with part.exchange.backward(dx is not None, again is not None):
-                if again is not None:
-                    receiver = start_all_to_all_gemm(domain, again, tags.wgrad, x.give(part))  # type: ignore[union-attr]
+            assert plan.wgrad is not None, "what forward has received was not kept"
+            dy_rows, exchange = self.rows(dy, part), None
+            with part.exchange.backward(dx is not None, True):
+                receiver = start_all_to_all_gemm(domain, plan.wgrad, tags.wgrad, x.give(part))
                 if dx is not None:
                     exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, dx.place(part))
-                if x is not None:
-                    blocks = x[number] if receiver is None else receiver.received_view()  # type: ignore[index]
-                    with profiled(tags.ranges[2]):
-                        gradient.add(dy_rows, blocks.view(domain.world_size, len(dy_rows), -1))
-                if exchange is not None:
-                    dx.take(part, exchange.received())  # type: ignore[union-attr]
-        return gradient.result() if x is not None else None
+                blocks = receiver.received_view()
+                with profiled(tags.ranges[2]):
+                    gradient.add(dy_rows, blocks.view(domain.world_size, len(dy_rows), -1))
+                if exchange is not None and dx is not None:
+                    dx.take(part, exchange.received())
+        return gradient.result()
+
+    def _rows_backward_alone(
+        self, kept: list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
+    ) -> torch.Tensor | None:
+        """The same where nothing is sent again. kept: None if dw is not wanted."""
+        if dx is not None:
+            run_steps([self._leaving(part, part.backward, dy, self.w, dx) for part in self.parts])
+        if kept is None:
+            return None
+        gradient = self.gradient()
+        for part, blocks in zip(self.parts, kept, strict=True):
+            dy_rows = self.rows(dy, part)
+            with profiled(part.exchange.tags.ranges[2]):
+                gradient.add(dy_rows, blocks.view(self.world_size, len(dy_rows), -1))
+        return gradient.result()
 
 
 def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:

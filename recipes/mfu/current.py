@@ -60,7 +60,7 @@ class Layouts:
         return self._made[key]
 
     def userbuffers(self, settings: Settings) -> Userbuffers:
-        """The one set of a process; collective the first time."""
+        """The one set of a process, of one model; collective the first time."""
         self._userbuffers = self._userbuffers or Userbuffers(settings)
         return self._userbuffers
 

@@ -165,23 +165,28 @@ def test_ranks_with_different_numbers_of_rows(case: Case, parts: int) -> None:
 
 
 def in_parts(case: Case) -> Case:
-    """Of 1024 rows a rank and 512 features a rank that are exchanged there are eight parts."""
-    return replace(case, config=replace(case.config, exchange_mib=1))
+    """Of 4096 rows a rank and 512 features a rank that are exchanged there are four parts of 1024 rows."""
+    return replace(case, config=replace(case.config, exchange_mib=3 * case.world))
 
 
 @pytest.mark.parametrize("method", ["fused", "direct", "chunked"])
+@pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("operator", ["to_heads", "to_rows"])
-def test_long_sequences_pass_in_parts(case: Case, operator: str) -> None:
-    """Those of to_heads are pulled, but for the last."""
+def test_long_sequences_pass_in_parts(case: Case, operator: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of to_heads are pulled, but for the last. Features of each number of chunks, so that plans are its own."""
+    for name in ("chunk_count", "direct_chunk_count"):
+        monkeypatch.setattr(f"overlap_train.planning.plan.{name}", lambda m_shard, *_: chunks)
     for seed in range(3):
-        OPERATORS[operator](in_parts(case), (1024, 1), 512, 512, seed=seed)
+        OPERATORS[operator](
+            in_parts(case), (4096, 1), 256 + 8 * chunks if operator == "to_heads" else 512, 512, seed=seed
+        )
 
 
 @pytest.mark.parametrize("method", ["fused", "chunked"])
 def test_replays_of_parts_are_right(case: Case) -> None:
     """Parts that are pulled, and the last one, which is pushed."""
     case, features = in_parts(case), 512 * case.world
-    x, w = case.integers(1024 * case.world, 512, seed=1), case.integers(features, 512, seed=2)
+    x, w = case.integers(4096 * case.world, 256, seed=1), case.integers(features, 256, seed=2)
     mine, weight = case.mine(x, 0).detach(), case.copy(w).detach()
     expected = (x @ w.t()).chunk(case.world, dim=1)[case.rank].to(case.dtype)
 

@@ -53,7 +53,7 @@ _WORD = "word = signal_word(source, chunk)"
 _SIGNAL_OF_LEG = "signal = self.slot.outgoing[leg.target][leg.chunk : leg.chunk + 1]"
 _NEXT_WORD = "word = next_word(int(call.slot.epoch), call.tag)"
 _FILL = "call.slot.epoch.fill_(word)"
-_RESET = "call.slot.control[1:].zero_()"
+_RESET = "call.reset_counters()"
 _CLAIM = 'tl.cast(1, tl.int64), sem="relaxed", scope="gpu")'
 _POLL = 'seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")\n'
 _FIRST_POLL = f"signal_ptr = signals_ptr + word\n    {_POLL}"

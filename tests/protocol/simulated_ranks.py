@@ -198,7 +198,7 @@ class SimulatedEngine:
         self._queue += [route.push(source) for route in routes]
 
     def pull(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-        pull = core("protocol.copy_engine").Push
+        pull = core("protocol.copy_engine").Pull
         self._queue += [pull(source, target) for source, target in zip(sources, targets, strict=True)]
 
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Any]) -> None:
@@ -215,13 +215,16 @@ class SimulatedEngine:
         self._closed = True
 
     def _work(self) -> None:
-        run_push = core("protocol.copy_engine").run_push
+        copies = core("protocol.copy_engine")
         while True:
             self._scheduler.wait_until(lambda: self._queue or self._closed, "a push or the end")
             if not self._queue:
                 return
-            if not self._stopped:
-                run_push(self._stepwise(self._queue[0]), lambda seconds: self._scheduler.step(), self._timeout_s)
+            if isinstance(self._queue[0], copies.Pull):
+                pull = self._queue[0]
+                copies.run_pull(dataclasses.replace(pull, target=_Stepwise(self._scheduler, pull.target, pieces=2)))
+            elif not self._stopped:
+                copies.run_push(self._stepwise(self._queue[0]), lambda seconds: self._scheduler.step(), self._timeout_s)
             self._queue.popleft()
 
     def _stepwise(self, push: Any) -> Any:
@@ -229,8 +232,11 @@ class SimulatedEngine:
             address = push.after[0].data_ptr()
             self._scheduler.signals.add(address)
             self._scheduler.polls_for(f"{self._scheduler.name_of(address)} to reach {push.after[1]}")
-        signal = None if push.signal is None else _Stepwise(self._scheduler, push.signal, pieces=1)
-        return dataclasses.replace(push, target=_Stepwise(self._scheduler, push.target, pieces=2), signal=signal)
+        return dataclasses.replace(
+            push,
+            target=_Stepwise(self._scheduler, push.target, pieces=2),
+            signal=_Stepwise(self._scheduler, push.signal, pieces=1),
+        )
 
 
 class _Stepwise:

@@ -38,8 +38,9 @@ class Taken:
         self.x[:, part.first : part.last] = received
 
 
-def to_heads(method: str, machine: Simulation, rows: Any = None) -> Build:
-    """y [W, PARTS * TILE, TILE] of each rank: its columns of x @ w.T, block s of rank s. rows: default RankRows."""
+def to_heads(method: str, machine: Simulation, rows: Any = None, backward: bool = False) -> Build:
+    """y [W, PARTS * TILE, TILE] of each rank: its columns of x @ w.T, block s of rank s. rows: default RankRows. backward: as the
+    input gradient of to_rows."""
     world = machine.world_size
     x, w = integers(PASSES, world, PARTS * TILE, TILE, seed=1), integers(world * TILE, TILE, seed=2)
     expected = (x @ w.t()).unflatten(-1, (world, TILE)).permute(0, 3, 1, 2, 4)  # [pass, to, from, rows, TILE]
@@ -49,7 +50,7 @@ def to_heads(method: str, machine: Simulation, rows: Any = None) -> Build:
 
         def host(domain: SimulatedDomain) -> None:
             for number in range(PASSES):
-                results[number, domain.rank] = _one_pass(domain, method, x[number, domain.rank], w, rows)
+                results[number, domain.rank] = _one_pass(domain, method, x[number, domain.rank], w, rows, backward)
 
         machine.spawn_hosts(scheduler, host)
 
@@ -63,21 +64,69 @@ def to_heads(method: str, machine: Simulation, rows: Any = None) -> Build:
     return build
 
 
-def _one_pass(domain: SimulatedDomain, method: str, x: torch.Tensor, w: torch.Tensor, rows: Any) -> torch.Tensor:
-    exchange, plan_book, parts = core("ulysses.exchange"), core("operators.plan_book"), core("ulysses.parts")
-    planned = plan_book.Planned(domain, domain.plan(method, x[:TILE], w, "LINEAR_ALL_TO_ALL", main_grad="off"))
-    of_call = tuple(parts.Part(first, first + TILE, planned.linear("linear")) for first in range(0, PARTS * TILE, TILE))
+def _one_pass(
+    domain: SimulatedDomain, method: str, x: torch.Tensor, w: torch.Tensor, rows: Any = None, backward: bool = False
+) -> torch.Tensor:
     y = torch.full((domain.world_size * PARTS * TILE, TILE), torch.nan)
-    exchange.Linear(of_call, w, w, None, 1).to_heads(
-        x, (rows or core("ulysses.rows").RankRows)(y, domain.world_size, 1)
-    )
+    into = (rows or core("ulysses.rows").RankRows)(y, domain.world_size, 1)
+    if backward:
+        _linear(domain, method, "ALL_TO_ALL_LINEAR", y[: domain.world_size * TILE], w.t()).rows_backward(None, x, into)
+    else:
+        _linear(domain, method, "LINEAR_ALL_TO_ALL", x[:TILE], w).to_heads(x, into)
     return y.view(domain.world_size, PARTS * TILE, TILE)
+
+
+def _linear(domain: SimulatedDomain, method: str, spec: str, of_part: torch.Tensor, w: torch.Tensor) -> Any:
+    exchange, plan_book, parts = core("ulysses.exchange"), core("operators.plan_book"), core("ulysses.parts")
+    planned = plan_book.Planned(domain, domain.plan(method, of_part, w, spec, main_grad="off"))
+    of_call = tuple(parts.Part(first, first + TILE, planned.linear("linear")) for first in range(0, PARTS * TILE, TILE))
+    return exchange.Linear(of_call, w, w, None, 1)
+
+
+def there_and_back(machine: Simulation) -> Build:
+    """z = all_to_all(all_to_all(x @ w.T)) @ v.T of each rank, twice: its rows of x @ w.T @ v.T."""
+    world = machine.world_size
+    x, w = integers(PASSES, world, PARTS * TILE, TILE, seed=1), integers(world * TILE, TILE, seed=2)
+    v = integers(TILE, world * TILE, seed=3)
+    expected = x @ w.t() @ v.t()
+
+    def build(scheduler: Scheduler) -> Callable[[], None]:
+        results: dict[tuple[int, int], torch.Tensor] = {}
+
+        def host(domain: SimulatedDomain) -> None:
+            for number in range(PASSES):
+                y = _one_pass(domain, "chunked", x[number, domain.rank], w)
+                back = _linear(domain, "chunked", "ALL_TO_ALL_LINEAR", y.flatten(0, 1)[: world * TILE], v)
+                rows = core("ulysses.rows").RankRows(y.flatten(0, 1), world, 1)
+                results[number, domain.rank] = back.to_rows(rows, False)[0]
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            assert len(results) == PASSES * world
+            for (number, rank), z in results.items():
+                assert torch.equal(z, expected[number, rank]), f"pass {number}, rank {rank}"
+
+        return check
+
+    return build
 
 
 @pytest.mark.parametrize(("method", "ranks", "seeds"), [("chunked", 3, 6), ("fused", 2, 2), ("direct", 2, 1)])
 def test_parts_pass(method: str, ranks: int, seeds: int) -> None:
     """`direct` stores each part at the peers."""
     assert_passes(to_heads(method, Simulation(ranks, device_waits=True)), range(seeds))
+
+
+@pytest.mark.parametrize("method", ["chunked", "fused"])
+def test_the_input_gradient_of_the_other_operator_is_pulled_too(method: str) -> None:
+    """Where nothing else is sent in that pass: of a frozen weight."""
+    assert_passes(to_heads(method, Simulation(2, device_waits=True), backward=True), range(2))
+
+
+def test_parts_pass_between_parts_that_are_pushed() -> None:
+    """To heads, to rows, and again: slots are left in, and pushed into, in turns."""
+    assert_passes(there_and_back(Simulation(3, device_waits=True)), range(4))
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
@@ -125,7 +174,7 @@ def test_the_next_product_begins_before_one_is_pulled(monkeypatch: pytest.Monkey
 IN_SLOTS, ABOVE = ("protocol.workspace",), ("ulysses.ahead", "ulysses.parts", "ulysses.exchange")
 
 
-MEET = "        self._call.barrier()\n"
+MEET = "        self._call.barrier()\n        self._domain.workspace.use.receive()\n"
 PULL = "        self._domain.engine.pull(self._call.incoming, [self._into[peer] for peer in self._call.peers])\n"
 
 
@@ -135,7 +184,7 @@ def _of_engine(old: str, new: str, report: str = "wrong result") -> Fault:
 
 FAULTS = {
     "pulled before the peers have come": _of_engine(f"{MEET}{PULL}", f"{PULL}{MEET}"),
-    "the peers do not hear of it": _of_engine(MEET, "", "deadlock"),
+    "the peers do not hear of it": _of_engine("        self._call.barrier()\n", ""),
     "put into another rank's place": _of_engine("[self._into[peer] for peer", "[self._into[peer - 1] for peer"),
     "pulled out of the own slot": Fault(
         "protocol.slot", "self.remote_block(peer) for peer", "self.blocks[peer] for peer", reload=IN_SLOTS
@@ -147,6 +196,7 @@ FAULTS = {
         reload=IN_SLOTS,
     ),
 }
+FUSED = {"tiles of the call before are taken for claimed": _of_engine("        self._call.reset_counters()\n", "", ".")}
 ON_STREAMS = {
     "pulled before the caller's stream has come": Fault(
         "protocol.copy_engine",
@@ -167,6 +217,13 @@ def test_fault_is_caught(fault: str) -> None:
     with FAULTS[fault].planted():
         error = assert_caught(to_heads("chunked", Simulation(3, device_waits=True)), range(60))
     assert re.search(FAULTS[fault].report, str(error)), error
+
+
+@pytest.mark.parametrize("fault", FUSED)
+def test_fault_of_the_kernel_is_caught(fault: str) -> None:
+    with FUSED[fault].planted():
+        error = assert_caught(to_heads("fused", Simulation(2, device_waits=True)), range(6))
+    assert re.search(FUSED[fault].report, str(error)), error
 
 
 @pytest.mark.parametrize("fault", ON_STREAMS)

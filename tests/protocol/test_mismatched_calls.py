@@ -20,6 +20,7 @@ from overlap_train import (
     linear_all_to_all,
     linear_reduce_scatter,
 )
+from overlap_train.ulysses import parts
 from tests.processes import run_ranks, values
 
 TIMEOUT_S = 2.0
@@ -95,6 +96,43 @@ def _check(method: str, mistake: str, world: int) -> None:
     named = [text for kind, text, _ in outcomes if kind == "OverlapMismatchError"]
     assert named and all(re.search(MISTAKES[mistake], text) for text in named), outcomes
     assert all(seconds <= TIMEOUT_S + 2.0 for _, _, seconds in outcomes), outcomes
+
+
+def _in_parts(rank: int, world: int, method: str, mistake: str) -> tuple[str, str, float]:
+    """A long sequence, all but whose last part is pulled, where the last rank has a short one, or is in another layer."""
+    parts._MIB = 1 << 10  # of this process: as if 1 KiB were one
+    config, group = OverlapConfig(method=method, timeout_s=TIMEOUT_S, exchange_mib=1), dist.group.WORLD
+
+    def heads(rows: int) -> None:
+        linear_all_to_all(torch.ones(rows, 8), torch.ones(8 * world, 8), group=group, config=config, name="qkv")
+
+    for _ in range(3):
+        heads(8), heads(2), _gather(config, rows=2)
+    begin = time.monotonic()
+    try:
+        if rank < world - 1:
+            heads(8)
+        elif mistake == "is short":
+            heads(2)
+        for _ in range(4):
+            _gather(config, rows=2)
+        check()
+    except (OverlapMismatchError, OverlapTimeoutError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "no error", 0.0
+
+
+PULLED = {"is short": r"qkv/fprop.*qkv/fprop", "is in another layer": r"qkv/fprop.*fc1/fprop|fc1/fprop.*qkv/fprop"}
+
+
+@pytest.mark.parametrize("mistake", PULLED)
+@pytest.mark.parametrize("method", ["chunked", "fused"])
+def test_a_call_that_is_pulled_is_told_from_others(method: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if method == "fused":
+        monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    outcomes = values(run_ranks(2, _in_parts, method, mistake, limit_s=60))
+    assert [kind for kind, _, _ in outcomes] == ["OverlapMismatchError"] * 2, outcomes
+    assert all(re.search(PULLED[mistake], text) for _, text, _ in outcomes), outcomes
 
 
 @pytest.mark.parametrize("world", [2, 4])

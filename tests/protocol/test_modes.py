@@ -84,6 +84,16 @@ def _inference_first(rank: int, world: int) -> None:
     _exact(case)
 
 
+def _inference_in_parts(rank: int, world: int) -> None:
+    """The copy engine's thread pulls into a tensor that was made in inference mode."""
+    x, w = torch.ones(1024, 64), torch.ones(512 * world, 64)
+    case = _case(exchange_mib=1)
+    for _ in range(2):
+        with torch.inference_mode():
+            y = linear_all_to_all(x, w, group=case.group, config=case.config)
+        assert (y == 64).all()
+
+
 def _twice_differentiated(rank: int, world: int) -> None:
     for method in ("chunked", "collective"):
         case = _case(method)
@@ -159,7 +169,7 @@ def _results_may_be_written_into(rank: int, world: int) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        _after_memory_ran_out, _backward_after_shutdown, _inference_first, _twice_differentiated, _autocast,
+        _after_memory_ran_out, _backward_after_shutdown, _inference_first, _inference_in_parts, _twice_differentiated, _autocast,
         _hooks_on_saved_tensors, _frozen_weights, _nothing_is_kept_without_gradients,
     ],
     ids=lambda body: body.__name__.strip("_"),

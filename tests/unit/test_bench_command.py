@@ -13,6 +13,8 @@ import torch
 
 from overlap_train import cli
 from overlap_train.flags import from_args
+from overlap_train.planning.passes import Pass
+from overlap_train.planning.table import Winner, key_of, save
 from overlap_train.tools.bench import command, hierarchical, kinds, layers, plots
 from overlap_train.tools.measure.cases import EXCHANGES, OPS, PASSES
 from overlap_train.tools.measure.results import Results
@@ -58,14 +60,28 @@ def test_a_timeline_is_of_linears_a_ulysses_block_or_several_nodes() -> None:
     assert read("timeline --what nodes") == command.Timeline(".", "nodes")
 
 
-def test_winners_are_those_of_the_folders_that_are_named() -> None:
+def kept(folder: Path, world: int) -> str:
+    """A folder with a winner, of CPU processes."""
+    measured = Pass("gather", 16, 32, 32, torch.float32, world)
+    save(str(folder), key_of(torch.device("cpu"), world), [Winner(measured, "chunked", {"chunked": 1.0})])
+    return str(folder)
+
+
+def test_winners_are_those_of_the_folders_that_are_named(tmp_path: Path) -> None:
     """Of layers, `auto` is measured beside `auto` by other winners: in a group of its own, since a group goes by one table."""
-    bench, world = parsed("layers --tuning-dir runs/none --tuned runs/kept"), World(None, None, 0, 2)  # type: ignore[arg-type]
-    assert bench.settings(torch.device("cpu")).config.tuning_dir == "runs/none"
-    with mock.patch("torch.distributed.new_group", return_value="its own"):
-        maker = layers.tuned_auto(Session(bench.settings(torch.device("cpu")), world, Results()), bench.tuned)
-    settings, method, apart = maker.args  # type: ignore[attr-defined]
-    assert (settings.config.tuning_dir, method, apart.group) == ("runs/kept", "auto", "its own")
+    bench = parsed(f"layers --tuning-dir runs/none --tuned {kept(tmp_path, 2)}")
+    settings = bench.settings(torch.device("cpu"))
+    assert settings.config.tuning_dir == "runs/none"
+    session = Session(settings, World(None, torch.device("cpu"), 0, 2), Results())  # type: ignore[arg-type]
+    with (
+        mock.patch("torch.distributed.new_group", return_value="its own"),
+        mock.patch.object(World, "any", lambda self, here: here),
+    ):
+        maker = layers.tuned_auto(session, bench.tuned)
+        with pytest.raises(ValueError, match=r"--tuned runs/none: rank 0 finds no winners there of this GPU, 2 ranks"):
+            layers.tuned_auto(session, "runs/none")
+    by_winners, method, apart = maker.args  # type: ignore[attr-defined]
+    assert (by_winners.config.tuning_dir, method, apart.group) == (str(tmp_path), "auto", "its own")
 
 
 @pytest.mark.parametrize(
@@ -149,16 +165,7 @@ def test_ranks_of_one_machine_are_told_apart(monkeypatch: pytest.MonkeyPatch, ra
 
 @pytest.mark.slow
 def test_layers_run_on_two_processes(script_server: ScriptServer, tmp_path: Path) -> None:
-    arguments = (
-        "--tiny",
-        "--quick",
-        "--methods",
-        "chunked",
-        "--out",
-        str(tmp_path),
-        "--tuned",
-        str(tmp_path / "winners"),
-    )
+    arguments = ("--tiny", "--quick", "--methods", "chunked", "--out", str(tmp_path), "--tuned", kept(tmp_path, 2))
     status, said = script_server.run(*BENCH, "layers", *arguments, folder=tmp_path)
     assert status == 0, said
     (row,) = json.loads((tmp_path / "layers.json").read_text())["rows"]

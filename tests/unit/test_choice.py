@@ -102,7 +102,7 @@ def test_defaults_of_few_rows(hopper_gpu: pytest.MonkeyPatch) -> None:
     for pass_ in (FC1, FC1.dgrad, FC2, FC2.dgrad):
         long = replace(pass_, m=FEW_ROWS, n=8 * pass_.n, k=4 * pass_.k)
         assert untuned(long, GPU).method == "direct"
-        assert untuned(replace(long, m=2 * FEW_ROWS), GPU).method != "direct"
+        assert untuned(replace(long, m=2 * FEW_ROWS), GPU).method == ("chunked" if long.gemm_us > 3000 else "fused")
 
 
 def test_features_that_the_hopper_kernels_do_not_serve(hopper_gpu: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...linear import all_gather_linear, linear_reduce_scatter
+from ...planning import table
 from ...runtime.graph import forget_graphs, graphed
 from ..measure.check import Reference
 from ..measure.results import Row
@@ -166,10 +167,20 @@ def overlapped(settings: Settings, method: str, world: World, data: Data) -> tup
 
 
 def tuned_auto(session: Session, folder: str) -> Maker:
-    """`auto` by the winners in a folder. In a group of its own: all calls of a group go by one table. Collective."""
-    settings = session.settings
+    """`auto` by the winners in a folder. In a group of its own: all calls of a group go by one table. Collective.
+
+    Raises:
+        ValueError: on every rank, if rank 0 finds none there.
+    """
+    settings, world = session.settings, session.world
+    has_none = world.rank == 0 and not table.read(folder, table.key_of(world.device, world.size)).winners
+    if world.any(has_none):
+        raise ValueError(
+            f"--tuned {folder}: rank 0 finds no winners there of this GPU, {world.size} ranks and these versions; run "
+            f"overlap-train tune --tuning-dir {folder} first"
+        )
     by_winners = replace(settings, config=replace(settings.config, tuning_dir=folder))
-    return partial(overlapped, by_winners, AUTO, replace(session.world, group=dist.new_group()))
+    return partial(overlapped, by_winners, AUTO, replace(world, group=dist.new_group()))
 
 
 def async_tp(world: World, data: Data) -> tuple[Linear, Linear]:

@@ -66,7 +66,8 @@ def correct_runs(case: Case, inputs: Inputs, domain: OverlapDomain, session: Ses
 
 
 def exchanged(case: Case, session: Session, method: str) -> Run:
-    """A pass of Ulysses as users call it: long sequences in parts. The dgrad of one operator is the other's forward pass."""
+    """A pass of Ulysses as users call it: long sequences in parts. The dgrad of one operator, without a weight gradient, runs as
+    the other's forward pass does."""
     config, group = replace(session.settings.config, method=method), session.world.group
     operator = linear_all_to_all if case.kind == GEMM_A2A else all_to_all_linear
     return lambda o: operator(o.left, o.right.t(), group=group, config=config, name=f"{case.op}/{case.pass_}")

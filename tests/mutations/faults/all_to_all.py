@@ -29,6 +29,8 @@ GPU_EXACT = "tests/gpu/test_operators.py::test_every_shape_is_exact"
 OUT = In("overlap_train/operators/gemm_all_to_all.py", (EVERY_SHAPE,))
 IN = In("overlap_train/operators/all_to_all_gemm.py", (EVERY_SHAPE,))
 PULLS = f"{PROTOCOL}/test_interleaving_pulls.py"
+PULLED_MISMATCH = f"{PROTOCOL}/test_mismatched_calls.py::test_a_call_that_is_pulled_is_told_from_others"
+ENGINE = In("overlap_train/protocol/copy_engine.py", (PULLS,))
 PULLED = In("overlap_train/operators/pulled_all_to_all.py", (f"{PULLS}::test_parts_pass",))
 ENGINE_PLAN = In("overlap_train/planning/plan.py", (PULLS,))
 PARTS = In("overlap_train/ulysses/parts.py", (f"{UNIT}/test_parts.py",))
@@ -120,13 +122,18 @@ FAULTS = [
             "x_shard_m, linear.w)", f"{MODES}[frozen_weights]"),
     LINEARS("A2A: x is kept although nothing is trained", "linear.keeps and trains and", "linear.keeps and",
             f"{MODES}[nothing_is_kept_without_gradients]"),
-    EXCHANGE("A2A: the slot of x that is sent again is not counted", "backward(dx is not None, again is not None)",
+    EXCHANGE("A2A: the slot of x that is sent again is not counted", "backward(dx is not None, True)",
              "backward(dx is not None, False)", f"{OWN}::test_backward_passes_after_each_other"),
     EXCHANGE("A2A: the last part is pulled", "place is not None and part is not self.parts[-1] and", "place is not None and",
              f"{PULLS}::test_which_parts_are_pulled"),
     EXCHANGE("A2A: parts are pulled that become something else", "place is not None and part is not", "part is not",
              f"{PULLS}::test_which_parts_are_pulled"),
-    PULLED("A2A: pulled before the peers have come", "        self._call.barrier()\n", ""),
+    PULLED("A2A: the peers do not hear that blocks can be pulled", "        self._call.barrier()\n", ""),
+    PULLED("A2A: the epoch of a pulled call grows twice", "        self._call.barrier()\n",
+           "        self._call.next_epoch()\n        self._call.barrier()\n", f"{PULLED_MISMATCH}[chunked-is in another layer]"),
+    PULLED("A2A: tiles of the call before are taken for claimed", "        self._call.reset_counters()\n", ""),
+    ENGINE("A2A: what is pulled into an inference tensor raises", "@torch.inference_mode()  # it may be an inference tensor that",
+           "@torch.no_grad()  # it may be an inference tensor that", f"{MODES}[inference_in_parts]"),
     PULLED("A2A: blocks are left for other ranks", "self._multiply(self._call.blocks,",
            "self._multiply(self._call.blocks.flip(0),"),
     PULLED("A2A: what is pulled goes to another rank's place", "[self._into[peer] for", "[self._into[peer - 1] for"),
