@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Trains Llama-3 8B's sizes by Megatron-LM's own pretrain_gpt.py with TransformerEngine's modules on two GPUs, and prints the median
+# time of a step of each variant, the last loss and gradient norm:
+#   benchmarks/lent/megatron_lm.sh SCRIPT OUT VARIANT...
+# SCRIPT: pretrain_gpt.py of a checkout (its folder may hold that, gpt_builders.py and model_provider.py alone: the rest is in the
+# megatron-core wheel). VARIANT: te (no overlap), userbuffers (their defaults), ring (row linears' scatters by ring exchange), ours
+# (our launcher with --overlap-train); cp_te, cp_ours: context parallelism 2 by a2a, 32768 tokens, 2 layers. ITERS: steps, of which
+# the first four do not count (default 14). LIMIT: seconds of a variant (default 120). TE_ENV: see session.sh.
+# Stock pip has no Apex: all but ours run without gradient accumulation fusion.
+set -uo pipefail
+cd "$(dirname "$0")/../.." || exit 1
+
+script=${1:?pretrain_gpt.py of a Megatron-LM checkout} out=${2:?a folder for logs}
+shift 2
+mkdir -p "$out"
+# shellcheck disable=SC1090
+. "${TE_ENV:-/tmp/te_site/env.sh}" || exit 1
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+ring=$out/ring.yaml
+for product in proj_fprop fc2_fprop; do
+  echo "$product: {method: ring_exchange, num_sm: 1, cga_size: 1, set_sm_margin: false, num_splits: 2}"
+done >"$ring"
+
+# train NAME SEQUENCE LAYERS SAMPLES ARGUMENTS...
+train() {
+  local name=$1 seq=$2 layers=$3 samples=$4
+  shift 4
+  timeout "${LIMIT:-120}" .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+    -m overlap_train.integrations.megatron "$script" --num-layers "$layers" --hidden-size 4096 --ffn-hidden-size 14336 \
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --seq-length "$seq" --max-position-embeddings "$seq" \
+    --position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear \
+    --untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size "$samples" --train-iters "${ITERS:-14}" --lr 1e-4 \
+    --lr-decay-style constant --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 128255 --log-interval 1 --eval-iters 0 \
+    --eval-interval 1000 --attention-dropout 0 --hidden-dropout 0 --transformer-impl transformer_engine --seed 1234 \
+    "$@" >"$out/$name.log" 2>&1
+  local status=$? median
+  median=$(grep -oE 'elapsed time per iteration \(ms\): [0-9.]+' "$out/$name.log" | grep -oE '[0-9.]+$' | tail -n +5 | sort -n |
+    awk '{ms[NR] = $1} END {if (NR) printf "median of %d steps %.1f ms", NR, ms[int((NR + 1) / 2)]}')
+  echo "$name: status $status; $median; $(grep -oE 'lm loss: [0-9.E+-]+|grad norm: [0-9.]+' "$out/$name.log" | tail -n 2 | paste -sd ' ')"
+}
+
+tensor="--tensor-model-parallel-size 2 --sequence-parallel"
+context="--context-parallel-size 2 --cp-comm-type a2a --no-gradient-accumulation-fusion"
+for variant in "$@"; do
+  # shellcheck disable=SC2086 # lists
+  case $variant in
+    te) train te 8192 4 4 $tensor --no-gradient-accumulation-fusion ;;
+    userbuffers) train userbuffers 8192 4 4 $tensor --no-gradient-accumulation-fusion --tp-comm-overlap ;;
+    ring) train ring 8192 4 4 $tensor --no-gradient-accumulation-fusion --tp-comm-overlap --tp-comm-overlap-cfg "$ring" ;;
+    ours) train ours 8192 4 4 $tensor --overlap-train ;;
+    cp_te) train cp_te 32768 2 1 $context ;;
+    cp_ours) train cp_ours 32768 2 1 $context --overlap-train ;;
+    *) echo "no such variant: $variant" && exit 2 ;;
+  esac
+done
