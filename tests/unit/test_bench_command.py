@@ -148,6 +148,18 @@ def test_operators_across_nodes_run_on_two_processes(script_server: ScriptServer
     assert [path.name for path in plots.draw(tmp_path)] == ["speedup.png"]
 
 
+def test_nccl_in_two_steps_is_a_baseline_where_nodes_have_several_ranks(
+    script_server: ScriptServer, tmp_path: Path
+) -> None:
+    """Its results are checked before it is timed, as all are."""
+    arguments = ("--tiny", "--quick", "--methods", "collective", "--node-ranks", "2", "--out", str(tmp_path))
+    status, said = script_server.run(*BENCH, "hierarchical", *arguments, folder=tmp_path, world=4)
+    assert status == 0 and "by_nodes: " not in said, said
+    rows = json.loads((tmp_path / "operators.json").read_text())["rows"]
+    assert len(rows) == 8 and all(row["by_nodes_ms"] > 0 for row in rows)
+    assert "NCCL by nodes" in (tmp_path / "operators.md").read_text()
+
+
 @pytest.mark.parametrize(("ranks", "told"), [("2", "node1"), ("1", None)])
 def test_ranks_of_one_machine_are_told_apart(monkeypatch: pytest.MonkeyPatch, ranks: str, told: str | None) -> None:
     """Only where there are more than a node has: on real nodes NCCL finds its own way."""

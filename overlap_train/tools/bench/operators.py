@@ -18,6 +18,7 @@ from ..measure.results import Row
 from ..measure.runs import Inputs, Run, Session, overlapped, problem_of
 from ..measure.timing import Timing
 from .baselines import baselines_of
+from .node_baselines import NodeGroups, node_baselines
 
 NEEDED = {"sequence", "gemm", "comm"}  # no row without them
 TIMED_ONLY = ("gemm", "comm")
@@ -27,24 +28,27 @@ TIMED_ONLY = ("gemm", "comm")
 def run(cases: list[Case], session: Session) -> None:
     """Measure every case and add its rows to the session's results, which are saved after each of them. Collective."""
     domain = session.domain([_slot_bytes(case, session) for case in cases])
+    groups = NodeGroups.of(domain.topology, session.world.group)
     for number, case in enumerate(cases):
-        rows = measure_case(case, domain, session)
+        rows = measure_case(case, domain, session, groups)
         session.results.add(rows)
         times = ", ".join(f"{row['method']} {row['ms']:.3f} ms" for row in rows)
         session.world.say(f"[{number + 1}/{len(cases)}] {case.name}: {times or 'no result'}")
 
 
-def measure_case(case: Case, domain: OverlapDomain, session: Session) -> list[Row]:
+def measure_case(case: Case, domain: OverlapDomain, session: Session, groups: NodeGroups | None) -> list[Row]:
     """Check, then time, every method and baseline of one case; one row for each method that computes the right thing."""
     inputs, settings, world = Inputs(case, session), session.settings, session.world
-    runs = correct_runs(case, inputs, domain, session)
+    runs = correct_runs(case, inputs, domain, session, groups)
     if not runs.keys() >= NEEDED:
         return []
     timings = session.time({name: inputs.call(run) for name, run in runs.items()}, case.flops(world.size))
     return [row(case, method, timings, world.size, settings.dtype) for method in settings.methods if method in timings]
 
 
-def correct_runs(case: Case, inputs: Inputs, domain: OverlapDomain, session: Session) -> dict[str, Run]:
+def correct_runs(
+    case: Case, inputs: Inputs, domain: OverlapDomain, session: Session, groups: NodeGroups | None
+) -> dict[str, Run]:
     """Methods and baselines that gave the right result on every rank; notes about the others."""
     planned, table = case.planned(session.world.size, session.settings.dtype), book_of(domain, case.name).table
     runs: dict[str, Run] = {}
@@ -54,6 +58,7 @@ def correct_runs(case: Case, inputs: Inputs, domain: OverlapDomain, session: Ses
         runs[method] = exchanged(case, session, method) if in_parts else overlapped(case, domain, choice, inputs.first)
     correct = {}
     baselines = baselines_of(case, session.world, (*inputs.sets, inputs.decoy))
+    baselines |= node_baselines(case, groups, inputs.first)
     if domain.topology.nodes > 1:  # PyTorch's async-TP stays in a node
         baselines.pop("async_tp", None)
     for name, run in (runs | baselines).items():
@@ -85,9 +90,10 @@ def row(case: Case, method: str, timings: dict[str, Timing], world: int, dtype: 
     async_tp = timings.get("async_tp")
     sequence, gemm = timings["sequence"].ms, timings["gemm"].ms
     comm, three_gemms = timings["comm"].ms, timings.get("three_gemms")
+    by_nodes = {"by_nodes_ms": timings["by_nodes"].ms} if "by_nodes" in timings else {}
     return {
         "op": case.op, "pass": case.pass_, "world": world, "m": case.m, "n": case.n, "k": case.k,
         "dtype": str(dtype).removeprefix("torch."), "method": method, "ms": timings[method].ms,
         "host_us": timings[method].host_us, "sequence_ms": sequence, "async_tp_ms": async_tp and async_tp.ms,
         "gemm_ms": gemm, "comm_ms": comm, "bound": sequence / max(gemm, comm),
-    } | ({"three_gemms_ms": three_gemms and three_gemms.ms} if case.op in EXCHANGES else {})  # fmt: skip
+    } | by_nodes | ({"three_gemms_ms": three_gemms and three_gemms.ms} if case.op in EXCHANGES else {})  # fmt: skip

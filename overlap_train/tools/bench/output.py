@@ -34,6 +34,7 @@ OPERATOR_COLUMNS: Columns = (
 )
 HIERARCHICAL_COLUMNS: Columns = (
     *(column for column in OPERATOR_COLUMNS if "async-TP" not in column[0]),
+    ("NCCL by nodes", lambda row: row.get("by_nodes_ms")),
     ("GEMM/comm", lambda row: row["gemm_ms"] / row["comm_ms"]),
 )
 EXCHANGE_COLUMNS: Columns = (

@@ -25,7 +25,7 @@ OPERATORS = {
     "gemm_a2a": "linear_all_to_all",
     "a2a_gemm": "all_to_all_linear",
 }
-BASELINES = ("async_tp", "three_gemms")  # of operators, beside the sequence
+BASELINES = ("async_tp", "three_gemms", "by_nodes")  # of operators, beside the sequence
 PASSES = {"fprop": "forward", "dgrad": "input gradient"}
 CEILING = (
     f"Higher is better. {PERFECT.capitalize()}: the longer of cuBLAS GEMM and NCCL alone (a faster GEMM passes it)."

@@ -44,6 +44,7 @@ LOOKS = {
     "sequence": Look("NCCL + cuBLAS", "#999999", "h"),
     "megatron": Look("Megatron-Core", "#444444", "P"),
     "async_tp": Look("async-TP", "#999933", "X"),
+    "by_nodes": Look("NCCL node by node + cuBLAS", "#8C564B", "d"),
     "three_gemms": Look("three GEMMs, asynchronous", "#DDAA33", "p"),
     "data_parallel": Look("data parallel, CP 1", "#332288", "d"),
     "nccl": Look("NCCL, then cuBLAS", "#777777", "H"),

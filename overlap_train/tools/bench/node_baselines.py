@@ -1,0 +1,68 @@
+"""NCCL in two steps where a group spans nodes, and then cuBLAS, or after it: the baseline `by_nodes`.
+
+    gather     own shards to the twins, then inside each node what its ranks have received
+    scatter    the sums of each node's partials inside that node, then those of all nodes
+
+So each byte crosses the network once, as ours do (docs/multi-node.md), but nothing overlaps. With one rank a node it would be
+what `sequence` is, and is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ...planning.schedule import GATHER, SCATTER, Topology
+from ..measure.cases import Case
+from ..measure.operands import Operands
+from ..measure.runs import Run
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """inside: the ranks of this node. across: this rank and its twins, node by node."""
+
+    topology: Topology
+    inside: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, topology: Topology, group: dist.ProcessGroup) -> NodeGroups | None:
+        """Of a group's nodes; None where there is one node, or one rank on each. Collective over the job."""
+        if topology.nodes == 1 or topology.local == 1:
+            return None
+        ranks = dist.get_process_group_ranks(group)
+        nodes = [[ranks[rank] for rank in topology.ranks_of(node)] for node in range(topology.nodes)]
+        inside = [dist.new_group(members) for members in nodes]
+        across = [dist.new_group(list(twins)) for twins in zip(*nodes, strict=True)]
+        return cls(topology, inside[topology.node], across[topology.rank % topology.local])
+
+    def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """whole [M, C], from shards [M/W, C] of all ranks."""
+        of_twins = shard.new_empty(self.topology.nodes * len(shard), shard.shape[1])
+        dist.all_gather_into_tensor(of_twins, shard, group=self.across)
+        for of_node, own in zip(whole.chunk(self.topology.nodes), of_twins.split(len(shard)), strict=True):
+            dist.all_gather_into_tensor(of_node, own, group=self.inside)
+        return whole
+
+    def scatter(self, partial: torch.Tensor) -> torch.Tensor:
+        """This rank's rows [M/W, C] of the sum of all ranks' partials [M, C]."""
+        rows = len(partial) // self.topology.world
+        sums = partial.new_empty(self.topology.nodes * rows, partial.shape[1])
+        for own, of_node in zip(sums.split(rows), partial.chunk(self.topology.nodes), strict=True):
+            dist.reduce_scatter_tensor(own, of_node, group=self.inside)
+        y = partial.new_empty(rows, partial.shape[1])
+        dist.reduce_scatter_tensor(y, sums, group=self.across)
+        return y
+
+
+def node_baselines(case: Case, groups: NodeGroups | None, like: Operands) -> dict[str, Run]:
+    """Of a pass; like: one of its input sets."""
+    if groups is None or case.kind not in (GATHER, SCATTER):
+        return {}
+    if case.kind == SCATTER:
+        return {"by_nodes": lambda o: groups.scatter(o.left @ o.right)}
+    buffer = torch.empty_like(like.whole)
+    return {"by_nodes": lambda o: groups.gather(o.left, buffer) @ o.right}
