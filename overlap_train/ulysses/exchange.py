@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from ..operators.all_to_all_gemm import Receiver
+from ..operators.gemm_all_to_all import Exchange
 from ..operators.start import start_all_to_all_gemm, start_gemm_all_to_all
 from ..operators.weight_gradient import WeightGradient
 from ..runtime.profiling import profiled
@@ -93,11 +94,19 @@ class Linear:
         return x
 
     def _leaving(
-        self, part: Part, step: Callable[[Give, Read], Step], x: torch.Tensor, b_kn: torch.Tensor, y: Rows
-    ) -> ProductStep:
-        """GEMM + A2A of a part's rows of x. All parts but the last are pulled, where rows have their place in y."""
-        place = y.place(part)
-        one = step(partial(self.rows, x, part), lambda exchange: y.take(part, exchange.received()))
+        self, part: Part, step: Callable[[Give, Read], Step], x: torch.Tensor, b_kn: torch.Tensor, y: Rows,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> ProductStep:  # fmt: skip
+        """GEMM + A2A of a part's rows of x. All parts but the last are pulled, where rows have their place in y.
+
+        meanwhile: what is to be done before the part's blocks are waited for.
+        """
+
+        def read(exchange: Exchange) -> None:
+            meanwhile()
+            y.take(part, exchange.received())
+
+        place, one = y.place(part), step(partial(self.rows, x, part), read)
         is_pulled = place is not None and part is not self.parts[-1] and one.plan.may_pull
         return ProductStep(one.domain, one.plan, one.tag, one.bracket, one.give, one.read, b_kn, place, is_pulled)
 
@@ -141,14 +150,13 @@ class Linear:
         for part in self.parts:
             domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
             assert plan.wgrad is not None, "what forward has received was not kept"
-            dy_rows, exchange = self.rows(dy, part), None
+            exchange = None
             with part.exchange.backward(dx is not None, True):
                 receiver = start_all_to_all_gemm(domain, plan.wgrad, tags.wgrad, x.give(part))
                 if dx is not None:
-                    exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, dx.place(part))
-                blocks = receiver.received_view()
-                with profiled(tags.ranges[2]):
-                    gradient.add(dy_rows, blocks.view(domain.world_size, len(dy_rows), -1))
+                    dy_rows, place = self.rows(dy, part), dx.place(part)
+                    exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, place)
+                self._add(gradient, dy, part, receiver.received_view())
                 if exchange is not None and dx is not None:
                     dx.take(part, exchange.received())
         return gradient.result()
@@ -157,16 +165,23 @@ class Linear:
         self, kept: list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
         """The same where nothing is sent again. kept: None if dw is not wanted."""
-        if dx is not None:
-            run_steps([self._leaving(part, part.backward, dy, self.w, dx) for part in self.parts])
-        if kept is None:
-            return None
         gradient = self.gradient()
-        for part, blocks in zip(self.parts, kept, strict=True):
-            dy_rows = self.rows(dy, part)
-            with profiled(part.exchange.tags.ranges[2]):
-                gradient.add(dy_rows, blocks.view(self.world_size, len(dy_rows), -1))
-        return gradient.result()
+        adds: list[Callable[[], None]] = [lambda: None] * len(self.parts)
+        if kept is not None:
+            adds = [partial(self._add, gradient, dy, *of_part) for of_part in zip(self.parts, kept, strict=True)]
+        if dx is not None:
+            turns = zip(self.parts, adds, strict=True)
+            run_steps([self._leaving(part, part.backward, dy, self.w, dx, add) for part, add in turns])
+        else:
+            for add in adds:
+                add()
+        return None if kept is None else gradient.result()
+
+    def _add(self, gradient: WeightGradient, dy: torch.Tensor, part: Part, blocks: torch.Tensor) -> None:
+        """A part's dy and what was received for it [W, rows, K/W]."""
+        dy_rows = self.rows(dy, part)
+        with profiled(part.exchange.tags.ranges[2]):
+            gradient.add(dy_rows, blocks.view(self.world_size, len(dy_rows), -1))
 
 
 def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:

@@ -124,6 +124,8 @@ FAULTS = [
             f"{MODES}[nothing_is_kept_without_gradients]"),
     EXCHANGE("A2A: the slot of x that is sent again is not counted", "backward(dx is not None, True)",
              "backward(dx is not None, False)", f"{OWN}::test_backward_passes_after_each_other"),
+    EXCHANGE("A2A: the gradient by what was kept is forgotten", "            meanwhile()\n", "            pass\n",
+             f"{OWN}::test_long_sequences_pass_through_in_parts"),
     EXCHANGE("A2A: the last part is pulled", "place is not None and part is not self.parts[-1] and", "place is not None and",
              f"{PULLS}::test_which_parts_are_pulled"),
     EXCHANGE("A2A: parts are pulled that become something else", "place is not None and part is not", "part is not",
