@@ -115,7 +115,7 @@ def run_push(push: Push, pause: Callable[[float], None] = time.sleep, timeout_s:
     push.signal.copy_(push.epoch)
 
 
-@torch.inference_mode()  # it may be an inference tensor that is written
+@torch.no_grad()
 def run_pull(pull: Pull) -> None:
     """One pull on the CPU."""
     pull.target.copy_(pull.source)
@@ -134,6 +134,7 @@ class HostCopyEngine:
         self._thread = threading.Thread(target=self._work, name="overlap_train copy engine", daemon=True)
         self._thread.start()
 
+    @torch.inference_mode()  # of this thread: what is pulled may be an inference tensor
     def _work(self) -> None:
         while (copy := self._queue.get()) is not None:
             try:
