@@ -3,7 +3,8 @@
     to_heads    y = all_to_all(x @ w.T)    rows of x leave, columns of y arrive    dgrad and wgrad: heads_backward
     to_rows     y = all_to_all(x) @ w.T    columns of x arrive                     dgrad and wgrad: rows_backward
 
-Of `to_rows` and `heads_backward` the next part is sent before one is multiplied (ahead.py).
+Of `to_rows` and `heads_backward` the next part is sent before one is multiplied. What `to_heads` sends of a part is pulled by the
+ranks that it is for while the next one is multiplied (ahead.py).
 
 `Rows` is where the exchanged rows lie in the caller's tensors: rank after rank, or in the order of the sequence.
 """
@@ -151,7 +152,7 @@ class Linear:
             domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
             assert plan.wgrad is not None, "what forward has received was not kept"
             exchange = None
-            with part.exchange.backward(dx is not None, True):
+            with part.exchange.backward(wants_dx=dx is not None, wants_dw=True):
                 receiver = start_all_to_all_gemm(domain, plan.wgrad, tags.wgrad, x.give(part))
                 if dx is not None:
                     dy_rows, place = self.rows(dy, part), dx.place(part)

@@ -45,17 +45,26 @@ def to_heads(method: str, machine: Simulation, rows: Any = None, backward: bool 
     x, w = integers(PASSES, world, PARTS * TILE, TILE, seed=1), integers(world * TILE, TILE, seed=2)
     expected = (x @ w.t()).unflatten(-1, (world, TILE)).permute(0, 3, 1, 2, 4)  # [pass, to, from, rows, TILE]
 
+    def run(domain: SimulatedDomain, number: int) -> torch.Tensor:
+        return _one_pass(domain, method, x[number, domain.rank], w, rows, backward)
+
+    return _passes(machine, run, expected)
+
+
+def _passes(machine: Simulation, run: Callable[[SimulatedDomain, int], torch.Tensor], expected: torch.Tensor) -> Build:
+    """Passes after each other, each exactly as expected [PASSES, W, ...]."""
+
     def build(scheduler: Scheduler) -> Callable[[], None]:
         results: dict[tuple[int, int], torch.Tensor] = {}
 
         def host(domain: SimulatedDomain) -> None:
             for number in range(PASSES):
-                results[number, domain.rank] = _one_pass(domain, method, x[number, domain.rank], w, rows, backward)
+                results[number, domain.rank] = run(domain, number)
 
         machine.spawn_hosts(scheduler, host)
 
         def check() -> None:
-            assert len(results) == PASSES * world
+            assert len(results) == PASSES * machine.world_size
             for (number, rank), y in results.items():
                 assert torch.equal(y, expected[number, rank]), f"pass {number}, rank {rank}"
 
@@ -88,28 +97,14 @@ def there_and_back(machine: Simulation) -> Build:
     world = machine.world_size
     x, w = integers(PASSES, world, PARTS * TILE, TILE, seed=1), integers(world * TILE, TILE, seed=2)
     v = integers(TILE, world * TILE, seed=3)
-    expected = x @ w.t() @ v.t()
 
-    def build(scheduler: Scheduler) -> Callable[[], None]:
-        results: dict[tuple[int, int], torch.Tensor] = {}
+    def run(domain: SimulatedDomain, number: int) -> torch.Tensor:
+        y = _one_pass(domain, "chunked", x[number, domain.rank], w)
+        back = _linear(domain, "chunked", "ALL_TO_ALL_LINEAR", y.flatten(0, 1)[: world * TILE], v)
+        rows = core("ulysses.rows").RankRows(y.flatten(0, 1), world, 1)
+        return back.to_rows(rows, False)[0]
 
-        def host(domain: SimulatedDomain) -> None:
-            for number in range(PASSES):
-                y = _one_pass(domain, "chunked", x[number, domain.rank], w)
-                back = _linear(domain, "chunked", "ALL_TO_ALL_LINEAR", y.flatten(0, 1)[: world * TILE], v)
-                rows = core("ulysses.rows").RankRows(y.flatten(0, 1), world, 1)
-                results[number, domain.rank] = back.to_rows(rows, False)[0]
-
-        machine.spawn_hosts(scheduler, host)
-
-        def check() -> None:
-            assert len(results) == PASSES * world
-            for (number, rank), z in results.items():
-                assert torch.equal(z, expected[number, rank]), f"pass {number}, rank {rank}"
-
-        return check
-
-    return build
+    return _passes(machine, run, x @ w.t() @ v.t())
 
 
 @pytest.mark.parametrize(("method", "ranks", "seeds"), [("chunked", 3, 6), ("fused", 2, 2), ("direct", 2, 1)])
@@ -139,16 +134,16 @@ def _order(method: str, monkeypatch: pytest.MonkeyPatch, rows: Any = None) -> li
     order: list[str] = []
     step, bracket = core("ulysses.ahead").ProductStep, core("runtime.bracket").Operator
 
+    def domain_of(noted: Any) -> Any:
+        return noted.domain if isinstance(noted, step) else noted._domain
+
     def noted(what: Callable[[Any], str], plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any) -> Any:
-            if self_domain(self).rank == 0:
+            if domain_of(self).rank == 0:
                 order.append(what(self))
             return plain(self, *args)
 
         return call
-
-    def self_domain(self: Any) -> Any:
-        return self.domain if isinstance(self, step) else self._domain
 
     with monkeypatch.context() as noting:
         noting.setattr(step, "start", noted(lambda self: "pulled" if self.is_pulled else "pushed", step.start))
@@ -172,8 +167,6 @@ def test_the_next_product_begins_before_one_is_pulled(monkeypatch: pytest.Monkey
 
 
 IN_SLOTS, ABOVE = ("protocol.workspace",), ("ulysses.ahead", "ulysses.parts", "ulysses.exchange")
-
-
 MEET = "        self._call.barrier()\n        self._domain.workspace.use.receive()\n"
 PULL = "        self._domain.engine.pull(self._call.incoming, [self._into[peer] for peer in self._call.peers])\n"
 
