@@ -17,7 +17,7 @@ from .hopper_tiles import (
     WARPS,
     claim_tile,
     fence_for_tma,
-    load_tile,
+    load_tile_or_half,
     make_quarters,
     make_rings,
     multiply_tile,
@@ -75,19 +75,6 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
                                          side, k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
         index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
-
-
-@gluon.jit
-def load_tile_or_half(panels, step, upper_desc, lower_desc, b_desc, b_half_desc, upper, row, col, b_first_k, side, k_steps,
-                      BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
-    if side == WHOLE:
-        step = load_tile(panels, step, upper_desc, lower_desc, b_desc, upper, row, col, b_first_k, k_steps,
-                         BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
-    else:
-        col += side * (BLOCK_N // 2)
-        step = load_tile(panels, step, upper_desc, lower_desc, b_half_desc, upper, row, col, b_first_k, k_steps,
-                         BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
-    return step
 
 
 @gluon.jit

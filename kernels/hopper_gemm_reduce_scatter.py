@@ -8,6 +8,8 @@ The loading warp waits for the peers' partials of an own tile and brings them th
 [BLOCK_M, BLOCK_N / 2] where B's panels lie otherwise. When the multiplying warps loaded them themselves, 4 bytes a thread at a
 time with nothing in flight, the reduction cost 0.1 ms of 0.34 ms (8192 x 4096 x 11008, 4 x H200).
 
+The last wave's tiles are cut into halves as in hopper_all_gather_gemm.py, if only own rows are in them.
+
 A tile may have a peer's strip above and an own one below, but not where own tiles add: all CTAs might hold such tiles, and wait
 for what their peers' CTAs owe in those that come after (units_in_run).
 """
@@ -19,11 +21,12 @@ from .hopper_tiles import (
     NO_TILE,
     PARTS,
     WARPS,
+    add_half,
     add_halves,
     claim_tile,
     fence_for_tma,
     load_halves,
-    load_tile,
+    load_tile_or_half,
     make_outbox,
     make_rings,
     multiply_tile,
@@ -35,11 +38,19 @@ from .hopper_tiles import (
     stores_are_written,
 )
 from .signal import finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_both
-from .tiles import scatter_pair, scatter_strip, tiles_in_scatter
+from .tiles import (
+    WHOLE,
+    columns_of,
+    first_cut_of_scatter,
+    scatter_pair,
+    scatter_strip,
+    tile_and_side,
+    tiles_in_scatter,
+)
 
 
 @gluon.jit
-def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes,
+def _load(panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr, words, sizes,
           WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
           EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
           STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
@@ -48,24 +59,26 @@ def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, size
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
     strips, tiles_n = gl.cdiv(m_chunk, ROWS), gl.cdiv(n, BLOCK_N)
-    total = tiles_in_scatter(strips, tiles_n, WORLD, CHUNKS, RUN)
+    halved = first_cut_of_scatter(strips, tiles_n, gl.num_programs(0), WORLD, CHUNKS, RUN)
+    pieces = 2 * tiles_in_scatter(strips, tiles_n, WORLD, CHUNKS, RUN) - halved
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     step = 0
     turn = 0
-    index = claim_tile(tiles, turn, counter_ptr, total)
+    index = claim_tile(tiles, turn, counter_ptr, pieces)
     while index != NO_TILE:
-        run, pair, tile_n = scatter_pair(index, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
+        tile, side = tile_and_side(index, halved)
+        run, pair, tile_n = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
         upper_target, upper_chunk, upper_strip = scatter_strip(run, 2 * pair, strips, rank, WORLD, CHUNKS, RUN)
         target, chunk, strip = scatter_strip(run, 2 * pair + 1, strips, rank, WORLD, CHUNKS, RUN)
         upper, row = upper_chunk * m_chunk + upper_strip * ROWS, chunk * m_chunk + strip * ROWS
         upper_a = upper if EXCHANGE else upper_target * m_shard + upper
         lower_a = row if EXCHANGE else target * m_shard + row
         b_col = target * n + tile_n * BLOCK_N if EXCHANGE else tile_n * BLOCK_N
-        step = load_tile(
-            panels, step, a_desc, a_desc, b_desc, upper_a, lower_a, b_col, 0, k_steps, BLOCK_K, STAGES, B_IS_NK
-        )
+        step = load_tile_or_half(panels, step, a_desc, a_desc, b_desc, b_half_desc, upper_a, lower_a, b_col, 0, side, k_steps,
+                                 BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         if target == rank:  # and where it adds, so is the upper strip's
+            first_col, halves = columns_of(tile_n, side, BLOCK_N)
             for source in gl.static_range(WORLD):
                 if REDUCE and source != rank:
                     word, upper_word = signal_word(source, chunk), signal_word(source, upper_chunk)
@@ -73,40 +86,56 @@ def _load(panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, size
                     fence_for_tma()
                     above = source * m_shard
                     step = load_halves(
-                        panels, step, received_desc, above + upper, above + row, tile_n * BLOCK_N, STAGES
+                        panels, step, received_desc, above + upper, above + row, first_col, halves, STAGES
                     )
         turn += 1
-        index = claim_tile(tiles, turn, counter_ptr, total)
+        index = claim_tile(tiles, turn, counter_ptr, pieces)
 
 
 @gluon.jit
-def _multiply(panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, PART: gl.constexpr,
+def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, PART: gl.constexpr,
               WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
               BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
               B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // PARTS
+    HALF: gl.constexpr = BLOCK_N // 2
     m_shard, n, k = sizes
     strips, tiles_n = gl.cdiv(m_shard // CHUNKS, ROWS), gl.cdiv(n, BLOCK_N)
+    halved = first_cut_of_scatter(strips, tiles_n, gl.num_programs(0), WORLD, CHUNKS, RUN)
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
     sent = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
-        run, pair, _ = scatter_pair(index, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
+        tile, side = tile_and_side(index, halved)
+        run, pair, _ = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
         target, _, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, CHUNKS, RUN)
-        if strip < strips:
-            acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
-        else:  # beyond the run: it has no rows, and the other group has the tensor cores for itself
-            acc, step = pass_tile(panels, step, k_steps, ROWS, BLOCK_N, STAGES)
-        left, right = split_tile(acc, ROWS, BLOCK_N)
-        if REDUCE and target == rank:
-            for _ in range(WORLD - 1):  # in the order of ranks; unrolled, the additions came last and 550 bytes spilled
-                left, right, step = add_halves(panels, step, left, right, received_desc, PART, STAGES)
-            if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: whatever was added must not look like a result
-                left, right = left + float("nan"), right + float("nan")
-        sent = put_quarter(outbox, sent, left, PART, BUFFERS)
-        sent = put_quarter(outbox, sent, right, PART, BUFFERS)
+        if side == WHOLE:
+            if strip < strips:
+                acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
+            else:  # beyond the run: it has no rows, and the other group has the tensor cores for itself
+                acc, step = pass_tile(panels, step, k_steps, ROWS, BLOCK_N, STAGES)
+            left, right = split_tile(acc, ROWS, BLOCK_N)
+            if REDUCE and target == rank:
+                # In the order of ranks. Unrolled, the additions came last and 550 bytes spilled.
+                for _ in range(WORLD - 1):
+                    left, right, step = add_halves(panels, step, left, right, received_desc, PART, STAGES)
+                if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: what was added must not look like a result
+                    left, right = left + float("nan"), right + float("nan")
+            sent = put_quarter(outbox, sent, left, PART, BUFFERS)
+            sent = put_quarter(outbox, sent, right, PART, BUFFERS)
+        else:  # of own rows
+            if strip < strips:
+                half, step = multiply_tile(panels, step, b_half_desc, k_steps, PART, ROWS, HALF, STAGES, B_IS_NK)
+            else:
+                half, step = pass_tile(panels, step, k_steps, ROWS, HALF, STAGES)
+            if REDUCE:
+                for _ in range(WORLD - 1):
+                    half, step = add_half(panels, step, half, received_desc, PART, STAGES)
+                if gl.load(abort_ptr, volatile=True) != 0:
+                    half = half + float("nan")
+            sent = put_quarter(outbox, sent, half, PART, BUFFERS)
         turn += 1
         index = next_tile(tiles, turn, WARPS)
 
@@ -118,44 +147,45 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, _ = sizes
     strips, tiles_n = gl.cdiv(m_shard // CHUNKS, ROWS), gl.cdiv(n, BLOCK_N)
+    halved = first_cut_of_scatter(strips, tiles_n, gl.num_programs(0), WORLD, CHUNKS, RUN)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     turn = 0
     sent = 0
     index = next_tile(tiles, turn, 1)
     while index != NO_TILE:
-        run, pair, tile_n = scatter_pair(index, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
+        tile, side = tile_and_side(index, halved)
+        run, pair, tile_n = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
         upper_target, upper_chunk, upper_strip = scatter_strip(run, 2 * pair, strips, rank, WORLD, CHUNKS, RUN)
         target, chunk, strip = scatter_strip(run, 2 * pair + 1, strips, rank, WORLD, CHUNKS, RUN)
         crosses = strip == 0  # from the chunk before
-        col = tile_n * BLOCK_N
-        _store_strip(outbox, sent, places, y_desc, rank, upper_target, upper_chunk, upper_strip * ROWS, col,
+        col, halves = columns_of(tile_n, side, BLOCK_N)
+        _store_strip(outbox, sent, places, y_desc, rank, upper_target, upper_chunk, upper_strip * ROWS, col, halves,
                      0, WORLD, CHUNKS, DIRECT, BUFFERS)  # fmt: skip
         if crosses and upper_target != rank:
             _count(complete_ptr, outgoing_at_ptr, upper_target, upper_chunk, 1, strips * tiles_n, expected, DIRECT)
-        _store_strip(
-            outbox, sent, places, y_desc, rank, target, chunk, strip * ROWS, col, 1, WORLD, CHUNKS, DIRECT, BUFFERS
-        )
+        _store_strip(outbox, sent, places, y_desc, rank, target, chunk, strip * ROWS, col, halves,
+                     1, WORLD, CHUNKS, DIRECT, BUFFERS)  # fmt: skip
         if target != rank:
             stored = gl.where(crosses | (strip == strips), 1, 2)  # number `strips` lies beyond the run
             _count(complete_ptr, outgoing_at_ptr, target, chunk, stored, strips * tiles_n, expected, DIRECT)
-        sent += 2
+        sent += halves
         turn += 1
         index = next_tile(tiles, turn, 1)
 
 
 @gluon.jit
-def _store_strip(outbox, sent, places, y_desc, rank, target, chunk, row, col, PART: gl.constexpr, WORLD: gl.constexpr,
-                 CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+def _store_strip(outbox, sent, places, y_desc, rank, target, chunk, row, col, halves, PART: gl.constexpr,
+                 WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
     """Strip PART of a tile, from `row` of its chunk on, where it belongs: here, in staging or (DIRECT) at the peer."""
     if target == rank:
-        store_strip(y_desc, outbox, sent, chunk, row, col, PART, BUFFERS)
+        store_strip(y_desc, outbox, sent, chunk, row, col, halves, PART, BUFFERS)
     else:
         if DIRECT:
             for distance in gl.static_range(1, WORLD):
                 if target == (rank + distance) % WORLD:
-                    store_strip(places[distance - 1], outbox, sent, chunk, row, col, PART, BUFFERS)
+                    store_strip(places[distance - 1], outbox, sent, chunk, row, col, halves, PART, BUFFERS)
         else:
-            store_strip(places[0], outbox, sent, target * CHUNKS + chunk, row, col, PART, BUFFERS)
+            store_strip(places[0], outbox, sent, target * CHUNKS + chunk, row, col, halves, PART, BUFFERS)
 
 
 @gluon.jit
@@ -172,7 +202,8 @@ def _count(complete_ptr, outgoing_at_ptr, target, chunk, stored, of_chunk, expec
 
 @gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
 def hopper_gemm_reduce_scatter_kernel(
-    a_desc, b_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc, m_shard, n, k,
+    a_desc, b_desc, b_half_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc,
+    m_shard, n, k,
     rank, counter_ptr, complete_ptr, left_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
     EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
@@ -180,7 +211,8 @@ def hopper_gemm_reduce_scatter_kernel(
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS, rows 16-byte aligned.
 
-    received_desc: [M, N], block s from rank s. y_desc: [M/W, N] as [CHUNKS, M/W/CHUNKS, N], as all that is stored.
+    b_half_desc: b again, in panels half as wide. received_desc: [M, N], block s from rank s. y_desc: [M/W, N] as
+    [CHUNKS, M/W/CHUNKS, N], as all that is stored.
     RUN: how many chunks, in their order, the strips of tiles run through before they begin anew (schedule.py: units_in_run).
     EXCHANGE: a is [M/W, K], a destination picks columns of b, and where N stands it is N/W (gemm_reduce_scatter.py).
     REDUCE: the own tiles wait for the peers' partials and add them; else y is the own partial.
@@ -196,12 +228,12 @@ def hopper_gemm_reduce_scatter_kernel(
     words = (rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 0, WORLD, CHUNKS, RUN, DIRECT,
-                     REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
-        (_multiply, (panels, tiles, outbox, b_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, CHUNKS, RUN, DIRECT,
-                     REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
-        (_load, (panels, tiles, a_desc, b_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, RUN, DIRECT,
-                 REDUCE, EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, 0, WORLD, CHUNKS, RUN,
+                     DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
+        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, CHUNKS, RUN,
+                     DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
+        (_load, (panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, RUN,
+                 DIRECT, REDUCE, EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes, WORLD, CHUNKS,
                   RUN, DIRECT, BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
     ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import debug_barrier
 
 from .signal import claim
+from .tiles import WHOLE
 
 # Triton 3.9 renamed them; the arguments are the same.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -112,6 +113,20 @@ def load_tile(panels, step, upper_desc, lower_desc, b_desc, upper_row, lower_row
         else:
             tma_load(b_desc, [b_first_k + k * BLOCK_K, b_col], full, b_place(panels, stage, b_desc))
         step += 1
+    return step
+
+
+@gluon.jit
+def load_tile_or_half(panels, step, upper_desc, lower_desc, b_desc, b_half_desc, upper, row, col, b_first_k, side, k_steps,
+                      BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    """As load_tile, for a whole tile or for one half of its columns (side)."""
+    if side == WHOLE:
+        step = load_tile(panels, step, upper_desc, lower_desc, b_desc, upper, row, col, b_first_k, k_steps,
+                         BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+    else:
+        col += side * (BLOCK_N // 2)
+        step = load_tile(panels, step, upper_desc, lower_desc, b_half_desc, upper, row, col, b_first_k, k_steps,
+                         BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
     return step
 
 
@@ -247,12 +262,12 @@ def put_quarter(outbox, sent, values, PART: gl.constexpr, BUFFERS: gl.constexpr)
 
 
 @gluon.jit
-def store_strip(out_desc, outbox, sent, chunk, row, col, PART: gl.constexpr, BUFFERS: gl.constexpr):
-    """Storing warp: store the two quarters of strip PART of a tile at (row, col) of a chunk; buffers are free once they have been
-    read. `sent` counts quarters that this group has put into the outbox before."""
+def store_strip(out_desc, outbox, sent, chunk, row, col, halves, PART: gl.constexpr, BUFFERS: gl.constexpr):
+    """Storing warp: store strip PART of a tile, a quarter for each of its `halves`, at (row, col) of a chunk; buffers are free
+    once they have been read. `sent` counts quarters that this group has put into the outbox before."""
     quarters, full, free = outbox
     cols: gl.constexpr = out_desc.block_type.shape[2]
-    for half in gl.static_range(2):
+    for half in range(halves):
         slot = PART * BUFFERS + (sent + half) % BUFFERS
         mbarrier.wait(full.index(slot), (sent + half) // BUFFERS & 1)
         store_inside(out_desc, quarters.index(slot), chunk, row, col + half * cols)
@@ -261,10 +276,10 @@ def store_strip(out_desc, outbox, sent, chunk, row, col, PART: gl.constexpr, BUF
 
 
 @gluon.jit
-def load_halves(panels, step, desc, upper_row, lower_row, col, STAGES: gl.constexpr):
-    """Loading warp: bring the two halves of a tile's strips through the ring, in the place of B's panels."""
+def load_halves(panels, step, desc, upper_row, lower_row, col, halves, STAGES: gl.constexpr):
+    """Loading warp: bring `halves` of a tile's strips, from column `col` on, through the ring, in the place of B's panels."""
     _, _, panel_full, panel_free = panels
-    for half in gl.static_range(2):
+    for half in range(halves):
         stage = step % STAGES
         mbarrier.wait(panel_free.index(stage), (step // STAGES & 1) ^ 1)
         full = panel_full.index(stage)
@@ -278,13 +293,14 @@ def load_halves(panels, step, desc, upper_row, lower_row, col, STAGES: gl.conste
 @gluon.jit
 def add_halves(panels, step, left, right, desc, PART: gl.constexpr, STAGES: gl.constexpr):
     """A multiplying group: (left, right) + its strip of the halves that load_halves brought, in fp32."""
-    left, step = _add_half(panels, step, left, desc, PART, STAGES)
-    right, step = _add_half(panels, step, right, desc, PART, STAGES)
+    left, step = add_half(panels, step, left, desc, PART, STAGES)
+    right, step = add_half(panels, step, right, desc, PART, STAGES)
     return left, right, step
 
 
 @gluon.jit
-def _add_half(panels, step, values, desc, PART: gl.constexpr, STAGES: gl.constexpr):
+def add_half(panels, step, values, desc, PART: gl.constexpr, STAGES: gl.constexpr):
+    """A multiplying group: values + its strip of one half, in fp32."""
     _, _, panel_full, panel_free = panels
     stage = step % STAGES
     mbarrier.wait(panel_full.index(stage), step // STAGES & 1)

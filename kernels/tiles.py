@@ -140,10 +140,28 @@ def first_cut(total, programs):
 
 
 @triton.jit
+def first_cut_of_scatter(
+    strips, tiles_n, programs, WORLD: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr
+):  # fmt: skip
+    """As first_cut, of the tiles of all runs. Only tiles of two own strips are cut: of a peer's, whole strips are counted."""
+    total = tiles_in_scatter(strips, tiles_n, WORLD, CHUNKS, RUN)
+    halved = first_cut(total, programs)
+    own = strips * CHUNKS // 2 * tiles_n
+    return tl.where(total - halved <= own, halved, total)
+
+
+@triton.jit
 def tile_and_side(index, halved):
     """The index-th piece of work -> (tile, side): whole tiles, then from tile `halved` on both halves of each."""
     beyond = index - halved
     return tl.where(beyond < 0, index, halved + beyond // 2), tl.where(beyond < 0, WHOLE, beyond % 2)
+
+
+@triton.jit
+def columns_of(tile_n, side, BLOCK_N: tl.constexpr):
+    """(First column, how many halves) of a whole tile, or of the half that `side` says."""
+    is_whole = side == WHOLE
+    return tile_n * BLOCK_N + tl.where(is_whole, 0, side * (BLOCK_N // 2)), tl.where(is_whole, 2, 1)
 
 
 @triton.jit

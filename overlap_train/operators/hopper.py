@@ -79,7 +79,8 @@ def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands
     direct = staging is None
     protocol = protocol_arguments(domain, call, direct)
     arguments = dict(
-        a_desc=_descriptor(a_mk, PART_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), y_desc=_stored(y, call.chunks),
+        a_desc=_descriptor(a_mk, PART_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N),
+        b_half_desc=_operand(b_kn, HALF_N), y_desc=_stored(y, call.chunks),
         received_desc=_descriptor(call.blocks.flatten(0, 1), PART_M, HALF_N), m_shard=m_shard, n=n, k=a_mk.shape[1],
         **protocol.arguments,
     )  # fmt: skip
@@ -94,7 +95,7 @@ def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands
     run = units_in_run(plan.kind, domain.world_size, call.chunks, direct, sending["REDUCE"])
     constants |= sending | {"RUN": run, "BUFFERS": BUFFERS_DIRECT if direct else 1}
     grid = grid_size(HOPPER_TILE.count(m_shard, n) * domain.world_size, domain.device)
-    replaced = (("a_desc",), ("b_desc",), () if direct else ("to1_desc",), ("y_desc",), ("tag",))
+    replaced = (("a_desc",), ("b_desc", "b_half_desc"), () if direct else ("to1_desc",), ("y_desc",), ("tag",))
     return Launch(hopper_gemm_reduce_scatter_kernel, grid, arguments, constants, replaced)
 
 

@@ -12,7 +12,7 @@ from .low_latency import LOW_LATENCY, pays
 from .passes import SCATTER_AND_WGRAD, Pass
 from .schedule import A2A_GEMM, EXCHANGES, GATHER, SCATTER
 from .table import Table, Winner
-from .tiling import FILLS_A_GPU, HOPPER_TILE, tma_reads
+from .tiling import FILLS_A_GPU, HOPPER_TILE, tma_reads, waves
 from .variants import PLAIN, Variant
 
 # SMALL_M: up to here the GEMM and the copies together take less than a call's host time, and NCCL's path for small messages
@@ -117,15 +117,17 @@ def saves_a_wave(pass_: Pass, device: torch.device) -> bool:
     """Whether GEMM + RS by the Hopper kernels takes a wave of tiles less, and less time, with a split reduction.
 
     Own tiles that add the peers' partials have no rows of peers (schedule.py: units_in_run). So 4100 rows of 4096 columns on two
-    GPUs are 544 tiles, five waves, and with a split reduction 528, four. 14336 x 4096 took 332 us, and 386 before (2 x H200).
+    GPUs are 544 tiles, four waves and one of halves, and with a split reduction 528, four. 14336 x 4096 took 332 us with one, and
+    386 without when five waves were whole (2 x H200).
     """
     if pass_.kind not in (SCATTER, SCATTER_AND_WGRAD) or not on_hopper(pass_, device):
         return False
     rows, peers = pass_.m // pass_.world, pass_.world - 1
     apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE.count(rows, pass_.n)
     together = HOPPER_TILE.count(rows, pass_.n, pass_.world)
-    before, after = (-(-tiles // FILLS_A_GPU) for tiles in (apart, together))
-    if before == after:
+    own = HOPPER_TILE.of_two_strips(rows, pass_.n)
+    before, after = (waves(tiles, FILLS_A_GPU, own) for tiles in (apart, together))
+    if before <= after:
         return False
     nbytes = (pass_.world + 1) * rows * pass_.n * pass_.dtype.itemsize  # own and received partials, and their sum
     return (before - after) / before * pass_.gemm_us > SUM_LAUNCH_US + nbytes / (SUM_GBS * 1e3)

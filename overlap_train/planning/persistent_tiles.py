@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from . import cost
 from .schedule import SCATTER, Strips, Unit, strip_order, units_in_run
-from .tiling import HOPPER
+from .tiling import HOPPER, waves
 from .timeline import Tile, Token, arrived, stored
 from .work import Work
 
@@ -27,39 +26,33 @@ def _adds(work: Work) -> bool:
     return work.plan.kind == SCATTER and not work.plan.variant.split_reduction
 
 
-def _tile_us(work: Work, waves: float, idle_us: float = 0.0) -> float:
+def _tile_us(work: Work, count: float, idle_us: float = 0.0) -> float:
+    """count: of waves."""
     tile, pass_ = work.plan.tile, work.pass_
     speed = 1.0 if work.plan.kernels == HOPPER else work.system.portable
     flops = 2.0 * pass_.rows * pass_.n * pass_.k
-    return cost.tile_us(work.system, tile.block_m, tile.block_n, pass_.k, waves, flops, idle_us) / speed
+    return cost.tile_us(work.system, tile.block_m, tile.block_n, pass_.k, count, flops, idle_us) / speed
 
 
 def gather_tiles(work: Work) -> tuple[Tile, ...]:
     """Of AG + GEMM: a peer's tiles wait for their chunk; those of the last wave may be halves."""
-    return tuple(_cut(work, list(_gather_tiles(work))))
+    order = _in_order(work)
+    us = _tile_us(work, _waves(work, len(order), len(order)))
+    tiles = [
+        Tile(place, us, tuple(arrived(work.call, *unit) for unit in units if unit[0] != work.topology.rank))
+        for place, units in order
+    ]
+    return tuple(_cut(work, tiles, len(tiles)))
 
 
-def _gather_tiles(work: Work) -> Iterator[Tile]:
-    tiles = _in_order(work)
-    us = _tile_us(work, _waves(work, len(tiles)))
-    for place, units in tiles:
-        yield Tile(place, us, tuple(arrived(work.call, *unit) for unit in units if unit[0] != work.topology.rank))
+def _waves(work: Work, tiles: int, may_cut: int) -> float:
+    """may_cut: tiles, of the last ones, that the kernels for Hopper may cut into halves."""
+    return waves(tiles, work.system.sms, may_cut if work.plan.kernels == HOPPER else 0)
 
 
-def _waves(work: Work, tiles: int) -> float:
-    """Of so many tiles, whose last wave may be one of halves."""
-    rest = tiles % work.system.sms
-    return tiles // work.system.sms + (0.0 if not rest else 0.5 if _is_cut(work, rest) else 1.0)
-
-
-def _is_cut(work: Work, rest: int) -> bool:
-    """Whether the kernel cuts the tiles of its last wave into halves (kernels/tiles.py: first_cut)."""
-    return work.plan.kernels == HOPPER and 0 < 2 * rest <= work.system.sms
-
-
-def _cut(work: Work, tiles: list[Tile]) -> Iterator[Tile]:
-    rest = len(tiles) % work.system.sms
-    first = len(tiles) - (rest if _is_cut(work, rest) else 0)
+def _cut(work: Work, tiles: list[Tile], may_cut: int) -> Iterator[Tile]:
+    is_cut = _waves(work, len(tiles), may_cut) % 1 > 0
+    first = len(tiles) - (len(tiles) % work.system.sms if is_cut else 0)
     yield from tiles[:first]
     for tile in tiles[first:]:
         yield from (replace(tile, us=tile.us / 2, adds_us=tile.adds_us / 2),) * 2
@@ -68,10 +61,10 @@ def _cut(work: Work, tiles: list[Tile]) -> Iterator[Tile]:
 def receive_tiles(work: Work) -> tuple[Tile, ...]:
     """Of A2A + GEMM: a tile multiplies its own block, then waits for the peers' in its chunk and multiplies those."""
     order = _in_order(work)
-    us = _tile_us(work, _waves(work, len(order)))
+    us = _tile_us(work, _waves(work, len(order), len(order)))
     own = us / work.world
     tiles = [Tile(place, own, adds=_arrivals(work, units), adds_us=us - own) for place, units in order]
-    return tuple(_cut(work, tiles))
+    return tuple(_cut(work, tiles, len(tiles)))
 
 
 def _arrivals(work: Work, units: Iterable[Unit]) -> tuple[Token, ...]:
@@ -83,19 +76,21 @@ def _arrivals(work: Work, units: Iterable[Unit]) -> tuple[Token, ...]:
 def scatter_tiles(work: Work) -> tuple[Tile, ...]:
     """Of GEMM + RS: a peer's tiles fill its chunks, here or (direct) at the peer; own ones add what has arrived. One with rows of
     both fills before it waits. Of GEMM + A2A: the same, with nothing to add."""
-    return tuple(_scatter_tiles(work))
+    tile, chunks = work.plan.tile, work.plan.chunks
+    may_cut = tile.of_two_strips(work.m_shard // chunks, work.block_columns, chunks)
+    return tuple(_cut(work, list(_scatter_tiles(work, may_cut)), may_cut))
 
 
-def _scatter_tiles(work: Work) -> Iterator[Tile]:
+def _scatter_tiles(work: Work, may_cut: int) -> Iterator[Tile]:
     plan, system, own, direct = work.plan, work.system, work.topology.rank, work.plan.method == "direct"
     tiles = _in_order(work, interleaved=direct)
     nbytes = plan.tile.block_m * plan.tile.block_n * work.pass_.dtype.itemsize
     adds = _adds(work)
     # All SMs read partials at the same time: a tile's share of the memory's bandwidth is one SM's.
     adds_us = (work.world - 1) * cost.sum_us(system, nbytes * system.sms) if adds else 0.0
-    waves = math.ceil(len(tiles) / system.sms)
-    idle_us = waves / work.world * (adds_us + (work.world - 1) * system.peer_tile_us * direct)
-    us = _tile_us(work, waves, idle_us)
+    count = _waves(work, len(tiles), may_cut)
+    idle_us = count / work.world * (adds_us + (work.world - 1) * system.peer_tile_us * direct)
+    us = _tile_us(work, count, idle_us)
     legs = {(leg.target, leg.chunk): leg for leg in plan.legs}
     for place, units in tiles:
         tile = Tile(place, us, fills=tuple(stored(work.call, *unit) for unit in units if unit[0] != own))

@@ -59,9 +59,20 @@ class TileConfig:
         """Columns of tiles."""
         return -(-cols // self.block_n)
 
+    def of_two_strips(self, rows: int, cols: int, chunks: int = 1) -> int:
+        """Of a scatter's own rows [chunks * rows, cols] the tiles that its last wave may cut (kernels/tiles.py)."""
+        return self.strips(rows) * chunks // self.parts * self.columns(cols)
+
     def counted(self, rows: int, cols: int) -> int:
         """What a kernel has counted when a chunk [rows, cols] is stored: each strip in each column of tiles."""
         return self.strips(rows) * self.columns(cols)
+
+
+def waves(tiles: int, sms: int, may_cut: int) -> float:
+    """Waves that so many tiles take on `sms` SMs. The last one takes half a wave where at most half of the SMs have a tile in it,
+    and it has at most `may_cut` tiles (kernels/tiles.py: first_cut)."""
+    full, rest = divmod(tiles, sms)
+    return full + (0.5 if rest and 2 * rest <= sms and rest <= may_cut else float(rest > 0))
 
 
 HOPPER_TILE = TileConfig(128, 256, 64, num_warps=4, num_stages=4, parts=2)

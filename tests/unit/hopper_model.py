@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import isnan
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -62,7 +63,7 @@ def python_of(function: Any, **names: Any) -> Any:
 _ORDER = (
     "gather_tile", "scatter_tile", "tile_in_groups", "tiles_in_run", "tile_in_run", "strip_in_run", "gather_strip",
     "tiles_in_scatter",
-    "scatter_pair", "scatter_strip", "first_cut", "tile_and_side",
+    "scatter_pair", "scatter_strip", "first_cut", "first_cut_of_scatter", "tile_and_side", "columns_of",
 )  # fmt: skip
 ORDER: dict[str, Any] = {}
 for _name in _ORDER:
@@ -100,12 +101,13 @@ class Added:
 
 @dataclass
 class Tile:
-    """What the loading warp reads for one: of each strip the descriptor and first row of a, first column of b, signals waited for
-    before that, and what is added."""
+    """What the loading warp reads for a tile, or for half of one: of each strip the descriptor and first row of a, first column
+    of b, how many halves, signals waited for before that, and what is added."""
 
     descs: tuple[str, str]
     a_rows: tuple[int, int]
     b_col: int
+    halves: int
     waits: set[int]
     adds: list[Added] = field(default_factory=list)
 
@@ -138,7 +140,8 @@ class Loads:
 
     def names(self) -> dict[str, Any]:
         """What the loading warp calls."""
-        return {name: getattr(self, name) for name in ("claim_tile", "load_tile", "load_halves", "wait_both")}
+        names = {name: getattr(self, name) for name in ("claim_tile", "load_tile", "load_halves", "wait_both")}
+        return names | {"load_tile_or_half": python_of(hopper_tiles.load_tile_or_half, **names)}
 
     def claim_tile(self, rings: object, turn: int, counter: object, total: int) -> int:
         return turn if turn < total else -1
@@ -157,15 +160,17 @@ class Loads:
         return waits
 
     def load_tile(
-        self, panels: object, step: int, upper_desc: str, lower_desc: str, b_desc: object, upper: int, lower: int,
+        self, panels: object, step: int, upper_desc: str, lower_desc: str, b_desc: str, upper: int, lower: int,
         b_col: int, *rest: int,
     ) -> int:  # fmt: skip
-        self.tiles.append(Tile((upper_desc, lower_desc), (upper, lower), b_col, self._waited()))
+        halves = {"b": 2, "half of b": 1}[b_desc]
+        self.tiles.append(Tile((upper_desc, lower_desc), (upper, lower), b_col, halves, self._waited()))
         return step
 
     def load_halves(
-        self, panels: object, step: int, desc: object, upper: int, lower: int, col: int, stages: int
+        self, panels: object, step: int, desc: object, upper: int, lower: int, col: int, halves: int, stages: int
     ) -> int:
+        assert halves == self.tiles[-1].halves
         self.tiles[-1].adds.append(Added(self._waited(), (upper, lower), col))
         return step
 
@@ -176,7 +181,7 @@ class Scattered:
 
     own: own rows. places: staging, or the blocks at rank+1, rank+2, ... counted: strips by signal. goals: counts that make a
     signal. stored: by tile the storing warp's stores, (part,), and counts, (signal, strips), in order. multiplied: by group and
-    tile what it did.
+    tile what it did. taken: by group the buffers of the outbox that the storing warp took, in order.
     """
 
     loads: Loads
@@ -186,20 +191,28 @@ class Scattered:
     goals: set[int]
     stored: list[list[tuple[int, ...]]]
     multiplied: list[list[list[str]]]
+    taken: tuple[list[int], list[int]]
 
 
-def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True) -> Scattered:
-    """adds: the kernel adds the peers' partials, unless it exchanges."""
+class Slots:
+    """Buffers, which are known by their numbers."""
+
+    def index(self, slot: int) -> int:
+        return slot
+
+
+def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True, gave_up: bool = False) -> Scattered:
+    """adds: the kernel adds the peers' partials, unless it exchanges. gave_up: a wait did."""
     adds, loads = adds and not exchange, Loads()
     run = units_in_run(GEMM_A2A if exchange else SCATTER, p.world, p.chunks, direct, adds)
     places = [p.stored() for _ in range(p.world - 1)] if direct else [p.stored(p.world)]
     switches = (p.world, p.chunks, run, direct, adds)
     python_of(scatter._load, **loads.names(), **ORDER)(
-        None, None, "a", None, None, None, (p.rank, *[0] * 6), p.sizes, *switches, exchange, *_BLOCKS, 4, True
-    )
-    done = Scattered(loads, p.stored(), places, Counter(), set(), [], [])
+        None, None, "a", "b", "half of b", None, None, (p.rank, *[0] * 6), p.sizes, *switches, exchange, *_BLOCKS, 4, True,
+    )  # fmt: skip
+    done = Scattered(loads, p.stored(), places, Counter(), set(), [], [], ([], []))
     _store_tiles(done, p, run, direct)
-    done.multiplied = [_multiplied(loads, p, part, switches) for part in range(2)]
+    done.multiplied = [_multiplied(loads, p, part, switches, gave_up) for part in range(2)]
     return done
 
 
@@ -210,13 +223,15 @@ def _store_tiles(done: Scattered, p: Product, run: int, direct: bool) -> None:
         done.stored.append([])
         return done.loads.next_tile(rings, turn, warps)
 
-    def store_inside(desc: Stored, quarter: object, chunk: int, row: int, col: int) -> None:
+    def store_inside(desc: Stored, slot: int, chunk: int, row: int, col: int) -> None:
         stored = sum(
             len(event) == 1 for event in done.stored[-1]
         )  # as they lie in the outbox: quarters of part 0 first
         tile = done.loads.tiles[len(done.stored) - 1]
-        desc.store(chunk, row, col, stored // 2, stored % 2, tile)
-        done.stored[-1].append((stored // 2,))
+        part, half = divmod(stored, tile.halves)
+        desc.store(chunk, row, col, part, half, tile)
+        done.taken[part].append(slot - part * buffers)
+        done.stored[-1].append((part,))
 
     def count(counter: int, amount: int) -> None:
         done.counted[counter] += amount
@@ -226,19 +241,20 @@ def _store_tiles(done: Scattered, p: Product, run: int, direct: bool) -> None:
         count(counter, amount)
         done.goals.add(of_chunk)
 
+    buffers = 2 if direct else 1
     names: dict[str, Any] = dict(next_tile=next_tile, notify_peer=notify_peer, notify_copy_engine=count)
     names |= ORDER
     names["store_strip"] = python_of(hopper_tiles.store_strip, store_inside=store_inside, tma=Nothing())
     for name in ("_store_strip", "_count"):
         names[name] = python_of(getattr(scatter, name), **names)
     python_of(scatter._store, **names)(
-        None, [Nothing()] * 3, done.places, done.own, Word(), Word(), Word(), 0, p.rank, p.sizes, p.world, p.chunks, run,
-        direct, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, 2 if direct else 1,
+        None, [Slots(), Nothing(), Nothing()], done.places, done.own, Word(), Word(), Word(), 0, p.rank, p.sizes, p.world,
+        p.chunks, run, direct, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, buffers,
     )  # fmt: skip
     assert done.stored.pop() == []
 
 
-def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...]) -> list[list[str]]:
+def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...], gave_up: bool) -> list[list[str]]:
     """By tile what one multiplying group did."""
     did: list[list[str]] = []
 
@@ -254,14 +270,20 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...]) 
         did[-1] += ["add", "add"]
         return left, right, step + 2
 
-    def put_quarter(outbox: object, sent: int, *rest: object) -> int:
-        did[-1].append("put")
+    def add_half(panels: object, step: int, values: int, *rest: object) -> tuple[int, int]:
+        did[-1].append("add")
+        return values, step + 1
+
+    def put_quarter(outbox: object, sent: int, values: float, *rest: object) -> int:
+        assert sent == sum(step.startswith("put") for steps in did for step in steps)
+        did[-1].append("put NaN" if isnan(values) else "put")
         return sent + 1
 
     names = dict(next_tile=loads.next_tile, multiply_tile=multiply_tile, pass_tile=pass_tile, add_halves=add_halves)
-    names |= dict(put_quarter=put_quarter, split_tile=lambda *args: (0, 1), range=range)
-    python_of(scatter._multiply, **names, **ORDER)(
-        None, None, None, None, None, None, p.rank, p.sizes, part, *switches, *_BLOCKS, 4, True, 1
+    names |= dict(add_half=add_half, put_quarter=put_quarter, split_tile=lambda *args: (0, 1), range=range)
+    language = SimpleNamespace(**vars(LANGUAGE) | {"load": lambda *args, **kwargs: int(gave_up)})
+    python_of(scatter._multiply, **names, **ORDER, gl=language)(
+        *[None] * 7, p.rank, p.sizes, part, *switches, *_BLOCKS, 4, True, 1
     )
     return did
 
@@ -270,14 +292,13 @@ def run_gather(p: Product, exchange: bool) -> tuple[Loads, Stored]:
     """(what was read, y [M, N] or with exchange [M/W, N], where a tile has as many loads as there are ranks)."""
     loads, y = Loads(), p.stored(1 if exchange else p.world)
     names: dict[str, Any] = loads.names()
-    names["load_tile_or_half"] = python_of(gather.load_tile_or_half, **names)
     python_of((receive if exchange else gather)._load, **names, **ORDER)(
         None,
         None,
         "own",
         "arrived",
-        None,
-        None,
+        "b",
+        "half of b",
         (p.rank, *[0] * 7),
         p.sizes,
         p.world,

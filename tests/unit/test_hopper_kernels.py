@@ -69,7 +69,7 @@ def test_the_kernel_before_an_all_to_all_polls_nothing_and_loads_a_and_b_only(co
     """Who takes the blocks waits; what is received is no operand."""
     ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=direct, REDUCE=False, EXCHANGE=True)
     assert not re.search(ACQUIRE, ptx) and not re.search("globaltimer", ptx)
-    assert len(re.findall(TMA_LOAD, ptx)) == 3, "two strips of A"
+    assert len(re.findall(TMA_LOAD, ptx)) == 2 * 3, "two strips of A, and B, for whole and for half tiles"
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -85,8 +85,8 @@ def test_the_scattering_kernel_counts_a_tile_only_when_it_is_written(
         if direct:  # whoever counts the last strip of a chunk signals
             assert re.search(SIGNAL, ptx[count : count + 3000])
     stores = [match.start() for match in re.finditer(TMA_STORE, ptx)]
-    # the own rows; then staging, or each of three peers; four quarters of two messages each
-    assert len(stores) == 8 * (1 + (3 if direct else 1))
+    # the own rows; then staging, or each of three peers; of two strips, two messages for each quarter
+    assert len(stores) == 2 * 2 * (1 + (3 if direct else 1))
 
 
 def written_and_counted(ptx: str, count: str) -> list[tuple[int, int]]:
@@ -103,10 +103,12 @@ def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled:
     assert len(re.findall(ACQUIRE, ptx)) == 2 * 4, "a wait for each source rank, the own one skipped at run time"
     behind_fences = re.split(FENCE, ptx)[1:]
     assert len(behind_fences) == 4
-    for part in behind_fences:  # two halves of two strips of two messages each; waiting itself lies out of line
-        assert len(re.findall(TMA_LOAD, part.split("globaltimer")[0])) >= 8
+    for part in behind_fences:  # for each half two strips of two messages each; waiting itself lies out of line
+        assert len(re.findall(TMA_LOAD, part.split("globaltimer")[0])) >= 4
     for needed in (ACQUIRE, FENCE):
-        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 3, "A and B only"
+        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 2 * 3, (
+            "A and B only, of whole and half tiles"
+        )
 
 
 @pytest.mark.parametrize("kernel", ["hopper_all_gather_gemm", "hopper_all_to_all_gemm"])
@@ -164,8 +166,8 @@ def test_barriers_wait_for_all_who_read(
 HANDED_TO_TMA = [
     ("hopper_all_gather_gemm", {}, 3, 3 + 1),  # left, right and a half tile; at the end once more
     ("hopper_all_to_all_gemm", {}, 3, 3 + 1),
-    ("hopper_gemm_reduce_scatter", {"DIRECT": False}, 2, 2 * 2),  # left and right; they are stored at two places
-    ("hopper_gemm_reduce_scatter", {"DIRECT": True}, 2, 2 * 4),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": False}, 3, 2),  # the same; a quarter after the other, at two places
+    ("hopper_gemm_reduce_scatter", {"DIRECT": True}, 3, 4),
 ]
 
 
@@ -185,7 +187,7 @@ def test_a_deferred_reduction_leaves_no_wait_in_the_scattering_kernel(compiled: 
     ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=False, REDUCE=False)
     assert not re.search(ACQUIRE, ptx)
     assert len(written_and_counted(ptx, RELEASE_ADD)) == 2
-    assert len(re.findall(TMA_STORE, ptx)) == 8 * 2, "the own rows and staging"
+    assert len(re.findall(TMA_STORE, ptx)) == 2 * 2 * 2, "two strips of the own rows, or into staging"
 
 
 KERNELS = [

@@ -29,11 +29,11 @@ from overlap_train.planning.schedule import (
     units_in_run,
 )
 from overlap_train.planning.tiling import HOPPER, HOPPER_TILE
-from tests.unit.hopper_model import Product, Stored, run_gather, run_scatter
+from tests.unit.hopper_model import SMS, Product, Stored, run_gather, run_scatter
 
 # (rows of a rank, chunks): within a tile, around one, of many; chunks that end within tiles, too
 FEW = [(1, 1), (65, 1), (128, 1), (129, 1), (997, 1), (1400, 2), (1024, 2), (1028, 4), (200, 8), (380, 2), (264, 4)]
-ROWS = [*FEW, (4100, 4)]  # more tiles than there are SMs, whose last wave a gather may cut into halves
+ROWS = [*FEW, (4100, 4)]  # more tiles than there are SMs, and a last wave that is cut into halves
 RANKS = [(1, 0), (2, 1), (3, 0), (4, 2)]
 WIDE = 264  # two tiles of columns, the second of 8
 
@@ -58,7 +58,7 @@ def part_of(stored: Stored, block: int, chunks: int) -> Stored:
 @pytest.mark.parametrize("exchange", [False, True])
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize(("world", "rank"), RANKS)
-@pytest.mark.parametrize(("m_shard", "chunks"), FEW)
+@pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
 def test_a_scatter_stores_every_row_of_every_block_once(
     m_shard: int, chunks: int, world: int, rank: int, direct: bool, exchange: bool
 ) -> None:
@@ -81,6 +81,22 @@ def test_a_scatter_stores_every_row_of_every_block_once(
     assert done.goals == ({strips} if direct and peers else set())
 
 
+def pieces(p: Product, units: list[tuple[Unit, ...]]) -> list[tuple[tuple[Unit, ...], list[int]]]:
+    """What a scatter's tiles are multiplied in: the units of each piece, and which halves of the columns it has.
+
+    The tiles of the last wave are cut where at least half of the SMs had nothing to do, and where all have two own strips.
+    """
+    last = units[len(units) // SMS * SMS :]
+    cut = (
+        bool(last)
+        and 2 * len(last) <= SMS
+        and len(last) <= HOPPER_TILE.of_two_strips(p.m_shard // p.chunks, p.n, p.chunks)
+    )
+    whole = units[: -len(last)] if cut else units
+    assert not cut or {block for tile in last for block, _ in tile} == {p.rank}
+    return [(tile, [0, 1]) for tile in whole] + [(tile, [half]) for tile in units[len(whole) :] for half in (0, 1)]
+
+
 def units_of_tiles(p: Product, kind: str, direct: bool = False, adds: bool = True) -> list[tuple[Unit, ...]]:
     """Of which blocks and chunks the two strips of each tile are, as the schedule says."""
     run = units_in_run(kind, p.world, p.chunks, direct, adds and kind == SCATTER)
@@ -90,18 +106,19 @@ def units_of_tiles(p: Product, kind: str, direct: bool = False, adds: bool = Tru
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize(("world", "rank"), RANKS)
-@pytest.mark.parametrize(("m_shard", "chunks"), FEW)
+@pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
 def test_own_strips_add_the_same_rows_of_every_peer(
     m_shard: int, chunks: int, world: int, rank: int, direct: bool
 ) -> None:
     """Tiles come in the schedule's order. Own strips wait for their chunks, peers' for nothing."""
     p = Product(world, rank, chunks, m_shard, WIDE)
     done, peers = run_scatter(p, direct, exchange=False), [source for source in range(world) if source != rank]
-    expected = units_of_tiles(p, SCATTER, direct)
-    for tile, units in zip(done.loads.tiles, expected, strict=True):
+    expected = pieces(p, units_of_tiles(p, SCATTER, direct))
+    for tile, (units, halves) in zip(done.loads.tiles, expected, strict=True):
         own = [part for part, (block, _) in enumerate(units) if block == rank]
         adding = peers if own else []
         assert not tile.waits
+        assert (tile.halves, tile.b_col % 256) == (len(halves), halves[0] * 128)
         assert [added.waits for added in tile.adds] == [{s * 8 + units[part][1] for part in own} for s in adding]
         for added, source in zip(tile.adds, adding, strict=True):
             assert added.col == tile.b_col
@@ -111,29 +128,54 @@ def test_own_strips_add_the_same_rows_of_every_peer(
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize(("world", "rank"), RANKS)
-@pytest.mark.parametrize(("m_shard", "chunks"), FEW)
+@pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
 def test_a_peers_strip_leaves_before_an_own_one_below_it(
     m_shard: int, chunks: int, world: int, rank: int, direct: bool, adds: bool
 ) -> None:
     """It is stored and counted before the own one is taken from the outbox. Each group takes as many panels as were loaded."""
     p = Product(world, rank, chunks, m_shard, WIDE)
-    done, halves = run_scatter(p, direct, exchange=False, adds=adds), 2 * (world - 1)
-    for tile, units in enumerate(units_of_tiles(p, SCATTER, direct, adds)):
+    done = run_scatter(p, direct, exchange=False, adds=adds)
+    for tile, (units, halves) in enumerate(pieces(p, units_of_tiles(p, SCATTER, direct, adds))):
         for part, (block, chunk) in enumerate(units):
             m_chunk = m_shard // chunks
             is_there = done.loads.tiles[tile].a_rows[part] < block * m_shard + (chunk + 1) * m_chunk
-            does = ["product" if is_there else "no product", *["add"] * (halves if adds and block == rank else 0)]
-            assert done.multiplied[part][tile] == [*does, "put", "put"]
-        assert done.stored[tile] == list(stores(units, rank, done.stored[tile]))
+            added = len(halves) * (world - 1) if adds and block == rank else 0
+            does = ["product" if is_there else "no product", *["add"] * added, *["put"] * len(halves)]
+            assert done.multiplied[part][tile] == does
+        assert done.stored[tile] == list(stores(units, len(halves), rank, done.stored[tile]))
 
 
-def stores(units: tuple[Unit, ...], rank: int, did: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("m_shard", [1400, 4100])
+def test_buffers_of_the_outbox_are_taken_in_turn(m_shard: int, direct: bool) -> None:
+    """Of half tiles, too, which 4100 rows end with: each puts one quarter into it."""
+    done = run_scatter(Product(4, 2, 4, m_shard, WIDE), direct, exchange=False)
+    assert (m_shard == 4100) == any(tile.halves == 1 for tile in done.loads.tiles)
+    for part, taken in enumerate(done.taken):
+        put = sum(steps.count("put") for steps in done.multiplied[part])
+        assert taken == [number % (2 if direct else 1) for number in range(put)]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_a_wait_gave_up_on_is_nan(direct: bool, adds: bool) -> None:
+    """In whole tiles and in halves, if the kernel itself adds; peers' rows are whole."""
+    p = Product(4, 2, 4, 4100, WIDE)
+    done = run_scatter(p, direct, exchange=False, adds=adds, gave_up=True)
+    units = [tile for tile, _ in pieces(p, units_of_tiles(p, SCATTER, direct, adds))]
+    for part in range(2):
+        for tile, steps in zip(units, done.multiplied[part], strict=True):
+            expected = "put NaN" if adds and tile[part][0] == p.rank else "put"
+            assert {step for step in steps if step.startswith("put")} == {expected}
+
+
+def stores(units: tuple[Unit, ...], halves: int, rank: int, did: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
     """A storing warp's quarters (part,) and counts (signal, strips) of a tile. At a run's end a strip may be missing."""
     words = [block * 8 + chunk for block, chunk in units]
-    yield from [(0,), (0,)]
+    yield from [(0,)] * halves
     if units[0] != units[1] and units[0][0] != rank:
         yield words[0], 1
-    yield from [(1,), (1,)]
+    yield from [(1,)] * halves
     if units[1][0] != rank:
         yield words[1], 1 if units[0] != units[1] or (words[1], 1) in did else 2
 

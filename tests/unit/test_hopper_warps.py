@@ -38,8 +38,9 @@ class Rank:
         return signals <= self.arrived
 
     def panels(self, tile: int) -> list[set[int]]:
-        """By panel of a tile the signals that are waited for before it is loaded: the operands', then two halves a peer."""
-        return [set(), *(waits for added in self.done.loads.tiles[tile].adds for waits in (added.waits, set()))]
+        """By panel of a tile the signals that are waited for before it is loaded: the operands', then halves of each peer."""
+        loaded = self.done.loads.tiles[tile]
+        return [set(), *(waits for added in loaded.adds for waits in (added.waits, set())[: loaded.halves])]
 
 
 class Cta:
@@ -140,14 +141,31 @@ def run(warps: list[Steps], seed: int) -> None:
 def test_every_warp_ends_in_any_order(
     m_shard: int, chunks: int, columns: int, world: int, direct: bool, ctas: int
 ) -> None:
-    goal = HOPPER_TILE.counted(m_shard // chunks, 256 * columns)
     for seed in range(10):
-        ranks = [Rank(Product(world, rank, chunks, m_shard, 256 * columns), direct) for rank in range(world)]
-        grid = [(number, Cta(2 if direct else 1)) for number in range(world) for _ in range(ctas)]
-        warps = [load(ranks[number], cta) for number, cta in grid]
-        warps += [multiply(ranks[number], cta, part) for number, cta in grid for part in range(PARTS)]
-        warps += [store(ranks, number, cta, goal) for number, cta in grid]
-        run(warps, seed)
-        for number, cta in grid:
-            assert cta.freed == [cta.filled] * PARTS and cta.put == cta.taken, "nothing is left in the rings"
-            assert len(ranks[number].arrived) == (world - 1) * chunks
+        run_grid([Product(world, rank, chunks, m_shard, 256 * columns) for rank in range(world)], direct, ctas, seed)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_every_warp_ends_where_the_last_wave_is_cut(direct: bool) -> None:
+    """Into halves, of the last 12 of 144 tiles."""
+    products = [Product(2, rank, 1, 1088, 8 * 256) for rank in range(2)]
+    for ctas in (1, 3):
+        ranks = run_grid(products, direct, ctas, seed=ctas)
+        for rank in ranks:
+            assert [tile.halves for tile in rank.done.loads.tiles].count(1) == 2 * 12
+
+
+def run_grid(products: list[Product], direct: bool, ctas: int, seed: int) -> list[Rank]:
+    """So many CTAs of each rank, in a random order."""
+    p = products[0]
+    goal = HOPPER_TILE.counted(p.m_shard // p.chunks, p.n)
+    ranks = [Rank(product, direct) for product in products]
+    grid = [(number, Cta(2 if direct else 1)) for number in range(p.world) for _ in range(ctas)]
+    warps = [load(ranks[number], cta) for number, cta in grid]
+    warps += [multiply(ranks[number], cta, part) for number, cta in grid for part in range(PARTS)]
+    warps += [store(ranks, number, cta, goal) for number, cta in grid]
+    run(warps, seed)
+    for number, cta in grid:
+        assert cta.freed == [cta.filled] * PARTS and cta.put == cta.taken, "nothing is left in the rings"
+        assert len(ranks[number].arrived) == (p.world - 1) * p.chunks
+    return ranks

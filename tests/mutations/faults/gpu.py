@@ -22,9 +22,11 @@ def ragged(method: str, operator: str) -> str:
 
 GATHER = In("kernels/hopper_all_gather_gemm.py", (exact("fused", "column"),), gpu=True)
 DIRECT_GATHER = In(GATHER.file, (exact("direct", "column"),), gpu=True)
-HALVES = In(GATHER.file, (f"{STRESS}::test_one_slow_rank[fused]",), gpu=True)  # few tiles, which are cut
+FEW_TILES = (f"{STRESS}::test_one_slow_rank[fused]",)  # which are cut
+HALVES, HALVES_OF_B = In(GATHER.file, FEW_TILES, gpu=True), In("kernels/hopper_tiles.py", FEW_TILES, gpu=True)
 SCATTER = In("kernels/hopper_gemm_reduce_scatter.py", (exact("fused", "row"),), gpu=True)
 DIRECT_SCATTER = In(SCATTER.file, (exact("direct", "row"),), gpu=True)
+CUT_SCATTER = In(SCATTER.file, (f"{OPERATORS}::test_a_last_wave_of_half_tiles_is_exact[fused-row]",), gpu=True)
 TILES = In("kernels/hopper_tiles.py", (exact("fused", "column"),), gpu=True)
 RAGGED = In(TILES.file, (ragged("fused", "column"),), gpu=True)
 SINGLE_STRIP = In(
@@ -75,7 +77,7 @@ FAULTS = [
     GATHER("GPU: a peer's shard is read from the own", "step, gathered_desc, gathered_desc, b_desc",
            "step, own_desc, own_desc, b_desc"),
     GATHER("GPU: a peer's shard is the slot's first", "row += source * m_shard", "row += 0 * m_shard"),
-    HALVES("GPU: the right half is multiplied by the left columns", "col += side * (BLOCK_N // 2)", "col += 0"),
+    HALVES_OF_B("GPU: the right half is multiplied by the left columns", "col += side * (BLOCK_N // 2)", "col += 0"),
     HALVES("GPU: the right half is stored over the left", "col + side * (BLOCK_N // 2))", "col)"),
     SCATTER("GPU: both groups' quarters are stored above", "chunk, strip * ROWS, col", "chunk, upper_strip * ROWS, col"),
     OUTBOX("GPU: both quarters are stored on the left", "col + half * cols)", "col)"),
@@ -84,7 +86,11 @@ FAULTS = [
     OUTBOX("GPU: the reduction adds the upper rows twice", "b_place(panels, stage, desc, PART).load",
            "b_place(panels, stage, desc, 0).load"),
     SCATTER("GPU: the reduction adds the first block", "above = source * m_shard", "above = 0"),
-    SCATTER("GPU: the reduction adds the tile to the left", "above + row, tile_n * BLOCK_N, STAGES", "above + row, 0, STAGES"),
+    SCATTER("GPU: the reduction adds the tile to the left", "above + row, first_col, halves", "above + row, 0, halves"),
+    CUT_SCATTER("GPU: the panels of a half tile are counted as a whole one's", "ROWS, HALF, STAGES, B_IS_NK)",
+                "ROWS, HALF, STAGES - 1, B_IS_NK)"),
+    CUT_SCATTER("GPU: a half tile adds each peer's upper rows", "half, received_desc, PART, STAGES",
+                "half, received_desc, 0, STAGES"),
     SCATTER("GPU: every destination's rows are the first", "row if EXCHANGE else target * m_shard + row", "row"),
     RAGGED("GPU: all chunks are stored over the first", "[chunk, row, col]", "[0, row, col]"),
     RAGGED_ROW("GPU: a chunk's tiles are staged a row below their place", "target * CHUNKS + chunk, row",

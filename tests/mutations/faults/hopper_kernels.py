@@ -9,7 +9,9 @@ GATHER = In("kernels/hopper_all_gather_gemm.py", PTX)
 SCATTER = In("kernels/hopper_gemm_reduce_scatter.py", PTX)
 TILES = In("kernels/hopper_tiles.py", PTX)
 ROWS = ("tests/unit/test_hopper_rows.py",)
-GATHER_ROWS, SCATTER_ROWS = In(GATHER.file, ROWS), In(SCATTER.file, ROWS)
+GATHER_ROWS, SCATTER_ROWS, TILE_ROWS = (In(file.file, ROWS) for file in (GATHER, SCATTER, TILES))
+ORDER = In("kernels/tiles.py", ROWS)
+GIVEN_UP = "tests/unit/test_hopper_rows.py::test_what_a_wait_gave_up_on_is_nan"
 LAUNCHES = In("overlap_train/operators/hopper.py", ROWS)
 
 FAULTS = [
@@ -22,8 +24,17 @@ FAULTS = [
     SCATTER("RS: a reduction that is split off waits in the kernel", "if REDUCE and source != rank:", "if source != rank:"),
     SCATTER("RS: the storing warp does not say that it has read an index", "READERS=PARTS + 1", "READERS=PARTS"),
     GATHER_ROWS("AG: chunks are stored over each other", "source * CHUNKS + chunk", "source + chunk"),
-    GATHER_ROWS("AG: half tiles read the other half's columns", "col += side * (BLOCK_N // 2)",
-                "col += (1 - side) * (BLOCK_N // 2)"),
+    TILE_ROWS("half tiles read the other half's columns", "col += side * (BLOCK_N // 2)", "col += (1 - side) * (BLOCK_N // 2)"),
+    ORDER("RS: tiles with a peer's strip are cut", "tl.where(total - halved <= own, halved, total)", "halved"),
+    ORDER("RS: half tiles are stored over the other half", "tl.where(is_whole, 0, side * (BLOCK_N // 2))",
+          "tl.where(is_whole, 0, (1 - side) * (BLOCK_N // 2))"),
+    ORDER("RS: a half tile is stored as a whole one", "tl.where(is_whole, 2, 1)", "tl.where(is_whole, 2, 2)"),
+    SCATTER_ROWS("RS: half tiles add nothing", "half, step = add_half(panels, step, half, received_desc, PART, STAGES)", "pass"),
+    SCATTER_ROWS("RS: of a half tile two buffers are counted", "sent += halves", "sent += 2",
+                 "tests/unit/test_hopper_rows.py::test_buffers_of_the_outbox_are_taken_in_turn"),
+    SCATTER_ROWS("RS: what a wait gave up on looks like a result", 'left, right = left + float("nan"), right + float("nan")',
+                 "pass", GIVEN_UP),
+    SCATTER_ROWS("RS: so does a half tile", 'half = half + float("nan")', "pass", GIVEN_UP),
     SCATTER_ROWS("RS: destinations are staged over each other", "target * CHUNKS + chunk, row", "chunk, row"),
     SCATTER_ROWS("RS: own chunks are stored over each other", "y_desc, outbox, sent, chunk,", "y_desc, outbox, sent, 0,"),
     SCATTER_ROWS("RS: chunks are stored over each other at the peers", "1], outbox, sent, chunk,", "1], outbox, sent, 0,"),

@@ -89,5 +89,9 @@ FAULTS = [
     In("overlap_train/operators/gemm_all_to_all.py", ENGINES)(
         "A2A: a push waits for as many strips as there are tiles", "tile.counted(", "tile.count("
     ),
-    SCATTER("RS: a strip beyond the run is multiplied", "if strip < strips:", "if strip <= strips:"),
+    SCATTER(
+        "RS: a strip beyond the run is multiplied",
+        "if strip < strips:\n                acc",
+        "if strip <= strips:\n                acc",
+    ),
 ]
