@@ -114,7 +114,8 @@ def _is_late(pass_: Pass, method: str) -> bool:
 
 
 def saves_a_wave(pass_: Pass, device: torch.device) -> bool:
-    """Whether GEMM + RS by the Hopper kernels takes a wave of tiles less, and less time, with a split reduction.
+    """Whether GEMM + RS by the Hopper kernels takes half a wave of tiles less, or more, and less time, with a split
+    reduction.
 
     Own tiles that add the peers' partials have no rows of peers (schedule.py: units_in_run). So 4100 rows of 4096 columns on two
     GPUs are 544 tiles, four waves and one of halves, and with a split reduction 528, four. 14336 x 4096 took 332 us with one, and
@@ -125,7 +126,7 @@ def saves_a_wave(pass_: Pass, device: torch.device) -> bool:
     rows, peers = pass_.m // pass_.world, pass_.world - 1
     apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE.count(rows, pass_.n)
     together = HOPPER_TILE.count(rows, pass_.n, pass_.world)
-    own = HOPPER_TILE.of_two_strips(rows, pass_.n)
+    own = HOPPER_TILE.pairs(rows, pass_.n)
     before, after = (waves(tiles, FILLS_A_GPU, own) for tiles in (apart, together))
     if before <= after:
         return False

@@ -77,7 +77,7 @@ def scatter_tiles(work: Work) -> tuple[Tile, ...]:
     """Of GEMM + RS: a peer's tiles fill its chunks, here or (direct) at the peer; own ones add what has arrived. One with rows of
     both fills before it waits. Of GEMM + A2A: the same, with nothing to add."""
     tile, chunks = work.plan.tile, work.plan.chunks
-    may_cut = tile.of_two_strips(work.m_shard // chunks, work.block_columns, chunks)
+    may_cut = tile.pairs(work.m_shard // chunks, work.block_columns, chunks)
     return tuple(_cut(work, list(_scatter_tiles(work, may_cut)), may_cut))
 
 

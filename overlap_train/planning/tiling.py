@@ -59,8 +59,9 @@ class TileConfig:
         """Columns of tiles."""
         return -(-cols // self.block_n)
 
-    def of_two_strips(self, rows: int, cols: int, chunks: int = 1) -> int:
-        """Of a scatter's own rows [chunks * rows, cols] the tiles that its last wave may cut (kernels/tiles.py)."""
+    def pairs(self, rows: int, cols: int, chunks: int = 1) -> int:
+        """Pairs of strips of `chunks` outputs [rows, cols], in each column of tiles. Of own rows a scatter's last wave may cut so
+        many tiles: at least as many have no other rows (kernels/tiles.py: first_cut_of_scatter)."""
         return self.strips(rows) * chunks // self.parts * self.columns(cols)
 
     def counted(self, rows: int, cols: int) -> int:
@@ -70,7 +71,7 @@ class TileConfig:
 
 def waves(tiles: int, sms: int, may_cut: int) -> float:
     """Waves that so many tiles take on `sms` SMs. The last one takes half a wave where at most half of the SMs have a tile in it,
-    and it has at most `may_cut` tiles (kernels/tiles.py: first_cut)."""
+    and it has at most `may_cut` tiles (kernels/tiles.py: first_cut, first_cut_of_scatter)."""
     full, rest = divmod(tiles, sms)
     return full + (0.5 if rest and 2 * rest <= sms and rest <= may_cut else float(rest > 0))
 

@@ -13,7 +13,7 @@ class Variant:
     """whole: every block in one piece, where a fused operator would cut it into chunks (fewer pushes, a longer tail).
     split_reduction: a fused scatter leaves the peers' partials to a second kernel, after what its caller does meanwhile. In a
     column linear's backward they come after x's blocks; waiting for them would keep all SMs from the weight gradient. And own
-    rows may then share tiles with those of peers, which can save a wave of tiles.
+    rows may then share tiles with those of peers, which can save a wave of tiles, or half of one.
     barrier_first: the ranks meet before they begin, because the pushes of skewed ranks collide.
     chunks: of CHUNK_COUNTS, where a group spans nodes: into how many chunks each block is cut. 0: as many as the plan works out.
     """

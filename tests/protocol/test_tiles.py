@@ -1,4 +1,4 @@
-"""What the Hopper AG + GEMM kernel computes piece by piece: each tile once, and never in more time than whole tiles take."""
+"""What the Hopper kernels compute piece by piece: each tile once, and never in more time than whole tiles take."""
 
 from __future__ import annotations
 

@@ -131,9 +131,10 @@ class Stored:
 
 
 class Loads:
-    """The loading warp's tiles in order."""
+    """The loading warp's tiles in order. programs: in the launch."""
 
-    def __init__(self) -> None:
+    def __init__(self, programs: int = SMS) -> None:
+        self.language = SimpleNamespace(**vars(LANGUAGE) | {"num_programs": lambda axis: programs})
         self.tiles: list[Tile] = []
         self._waits: set[int] = set()
         self._wait_both = python_of(signal.wait_both, wait_signal=self._wait)
@@ -203,11 +204,11 @@ class Slots:
 
 def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True, gave_up: bool = False) -> Scattered:
     """adds: the kernel adds the peers' partials, unless it exchanges. gave_up: a wait did."""
-    adds, loads = adds and not exchange, Loads()
+    adds, loads = adds and not exchange, Loads(min(SMS, HOPPER_TILE.count(p.m_shard, p.n) * p.world))
     run = units_in_run(GEMM_A2A if exchange else SCATTER, p.world, p.chunks, direct, adds)
     places = [p.stored() for _ in range(p.world - 1)] if direct else [p.stored(p.world)]
     switches = (p.world, p.chunks, run, direct, adds)
-    python_of(scatter._load, **loads.names(), **ORDER)(
+    python_of(scatter._load, **loads.names(), **ORDER, gl=loads.language)(
         None, None, "a", "b", "half of b", None, None, (p.rank, *[0] * 6), p.sizes, *switches, exchange, *_BLOCKS, 4, True,
     )  # fmt: skip
     done = Scattered(loads, p.stored(), places, Counter(), set(), [], [], ([], []))
@@ -247,7 +248,7 @@ def _store_tiles(done: Scattered, p: Product, run: int, direct: bool) -> None:
     names["store_strip"] = python_of(hopper_tiles.store_strip, store_inside=store_inside, tma=Nothing())
     for name in ("_store_strip", "_count"):
         names[name] = python_of(getattr(scatter, name), **names)
-    python_of(scatter._store, **names)(
+    python_of(scatter._store, **names, gl=done.loads.language)(
         None, [Slots(), Nothing(), Nothing()], done.places, done.own, Word(), Word(), Word(), 0, p.rank, p.sizes, p.world,
         p.chunks, run, direct, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, buffers,
     )  # fmt: skip
@@ -258,12 +259,19 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...], 
     """By tile what one multiplying group did."""
     did: list[list[str]] = []
 
-    def multiply_tile(panels: object, step: int, *rest: object) -> tuple[int, int]:
-        did.append(["product"])
+    def began(step: str, cols: int) -> None:
+        assert cols == loads.tiles[len(did)].halves * HALF_N
+        did.append([step])
+
+    def multiply_tile(
+        panels: object, step: int, b: str, steps: int, part: int, rows: int, cols: int, *rest: object
+    ) -> tuple[int, int]:
+        assert b == ("b" if cols == BLOCK_N else "half of b")
+        began("product", cols)
         return 0, step + 1
 
-    def pass_tile(panels: object, step: int, *rest: object) -> tuple[int, int]:
-        did.append(["no product"])
+    def pass_tile(panels: object, step: int, steps: int, rows: int, cols: int, stages: int) -> tuple[int, int]:
+        began("no product", cols)
         return 0, step + 1
 
     def add_halves(panels: object, step: int, left: int, right: int, *rest: object) -> tuple[int, int, int]:
@@ -281,9 +289,9 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...], 
 
     names = dict(next_tile=loads.next_tile, multiply_tile=multiply_tile, pass_tile=pass_tile, add_halves=add_halves)
     names |= dict(add_half=add_half, put_quarter=put_quarter, split_tile=lambda *args: (0, 1), range=range)
-    language = SimpleNamespace(**vars(LANGUAGE) | {"load": lambda *args, **kwargs: int(gave_up)})
+    language = SimpleNamespace(**vars(loads.language) | {"load": lambda *args, **kwargs: int(gave_up)})
     python_of(scatter._multiply, **names, **ORDER, gl=language)(
-        *[None] * 7, p.rank, p.sizes, part, *switches, *_BLOCKS, 4, True, 1
+        None, None, None, "b", "half of b", None, None, p.rank, p.sizes, part, *switches, *_BLOCKS, 4, True, 1
     )
     return did
 

@@ -197,7 +197,7 @@ def test_a_reduction_is_split_where_partials_come_after_long_copies(hopper_gpu: 
     assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).variant.split_reduction]
 
 
-RAGGED = Pass(SCATTER, 4100, 4096, 7168, torch.bfloat16, 2)  # five waves of tiles, or four
+RAGGED = Pass(SCATTER, 4100, 4096, 7168, torch.bfloat16, 2)  # 4.5 waves of tiles, or four
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,10 @@ RAGGED = Pass(SCATTER, 4100, 4096, 7168, torch.bfloat16, 2)  # five waves of til
         (replace(RAGGED, m=4096), False),  # four waves either way
         (replace(RAGGED, m=8200), False),  # eight
         (replace(RAGGED, m=1994), False),
-        (replace(RAGGED, k=256), False),  # a wave takes less time than the second kernel
-        (replace(RAGGED, world=4, m=8200), True),  # 2050 rows a rank: 1088 tiles, nine waves, or 1040, eight
+        (replace(RAGGED, k=256), False),  # half a wave takes less time than the second kernel
+        (replace(RAGGED, world=4, m=8200), True),  # 2050 rows a rank: 1088 tiles, 8.5 waves, or 1040, eight
+        (replace(RAGGED, m=4616), True),  # 608 tiles, five waves, or 592, four and one of halves
+        (replace(RAGGED, m=384, n=5120, k=4096), False),  # 80 tiles or 60, a wave: of neither are enough own ones
         (replace(RAGGED, world=4, m=4352, n=3840), False),  # 525 tiles or 510, four waves; no block shared tiles, 540
         (replace(RAGGED, dtype=torch.float32), False),  # by the plain kernels, whose tiles never cross
         (replace(RAGGED, kind=GATHER), False),

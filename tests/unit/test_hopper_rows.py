@@ -28,12 +28,13 @@ from overlap_train.planning.schedule import (
     strip_order,
     units_in_run,
 )
-from overlap_train.planning.tiling import HOPPER, HOPPER_TILE
+from overlap_train.planning.tiling import HOPPER, HOPPER_TILE, waves
 from tests.unit.hopper_model import SMS, Product, Stored, run_gather, run_scatter
 
 # (rows of a rank, chunks): within a tile, around one, of many; chunks that end within tiles, too
 FEW = [(1, 1), (65, 1), (128, 1), (129, 1), (997, 1), (1400, 2), (1024, 2), (1028, 4), (200, 8), (380, 2), (264, 4)]
-ROWS = [*FEW, (4100, 4)]  # more tiles than there are SMs, and a last wave that is cut into halves
+# more tiles than there are SMs, and a last wave that is cut into halves, one of which may lack a strip
+ROWS = [*FEW, (4100, 4), (4240, 1)]
 RANKS = [(1, 0), (2, 1), (3, 0), (4, 2)]
 WIDE = 264  # two tiles of columns, the second of 8
 
@@ -84,14 +85,14 @@ def test_a_scatter_stores_every_row_of_every_block_once(
 def pieces(p: Product, units: list[tuple[Unit, ...]]) -> list[tuple[tuple[Unit, ...], list[int]]]:
     """What a scatter's tiles are multiplied in: the units of each piece, and which halves of the columns it has.
 
-    The tiles of the last wave are cut where at least half of the SMs had nothing to do, and where all have two own strips.
+    The tiles of the last wave are cut where at least half of the SMs had nothing to do, and where it has no more of them than
+    there are pairs of own strips. Then it has own rows only. What the planner says of waves is the same.
     """
-    last = units[len(units) // SMS * SMS :]
-    cut = (
-        bool(last)
-        and 2 * len(last) <= SMS
-        and len(last) <= HOPPER_TILE.of_two_strips(p.m_shard // p.chunks, p.n, p.chunks)
-    )
+    programs = min(SMS, HOPPER_TILE.count(p.m_shard, p.n) * p.world)
+    last = units[len(units) // programs * programs :]
+    may_cut = HOPPER_TILE.pairs(p.m_shard // p.chunks, p.n, p.chunks)
+    cut = bool(last) and 2 * len(last) <= programs and len(last) <= may_cut
+    assert waves(len(units), programs, may_cut) == len(units) // programs + (0.5 if cut else bool(last))
     whole = units[: -len(last)] if cut else units
     assert not cut or {block for tile in last for block, _ in tile} == {p.rank}
     return [(tile, [0, 1]) for tile in whole] + [(tile, [half]) for tile in units[len(whole) :] for half in (0, 1)]
@@ -146,7 +147,7 @@ def test_a_peers_strip_leaves_before_an_own_one_below_it(
 
 
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("m_shard", [1400, 4100])
+@pytest.mark.parametrize("m_shard", [1024, 4100])
 def test_buffers_of_the_outbox_are_taken_in_turn(m_shard: int, direct: bool) -> None:
     """Of half tiles, too, which 4100 rows end with: each puts one quarter into it."""
     done = run_scatter(Product(4, 2, 4, m_shard, WIDE), direct, exchange=False)
@@ -227,7 +228,13 @@ def shapes_of(describe: Any, kind: str, operands: Any, world: int) -> dict[str, 
     blocks = torch.empty(world, M_SHARD, N, dtype=torch.bfloat16)
     call = MagicMock(chunks=CHUNKS, blocks=blocks, peers=peers, remote_block=lambda peer: BLOCK)
     launch = describe(domain, call, SimpleNamespace(kind=kind, variant=MagicMock()), operands)
-    return {name: list(value.shape) for name, value in launch.arguments.items() if name.endswith("_desc")}
+    descriptors = {name: value for name, value in launch.arguments.items() if name.endswith("_desc")}
+    # Of two linears of one shape the second launch is the first one's with other addresses: each operand's, in both of b's.
+    replaced = {name for names in launch.replaced for name in names}
+    assert {"b_desc", "b_half_desc", "y_desc", "own_desc" if "own_desc" in descriptors else "a_desc"} <= replaced
+    whole, half = (descriptors[name].block_shape for name in ("b_desc", "b_half_desc"))
+    assert sorted(whole) == sorted([256, 64]) and sorted(half) == sorted([128, 64])
+    return {name: list(value.shape) for name, value in descriptors.items()}
 
 
 @pytest.mark.parametrize("kind", [SCATTER, GEMM_A2A])

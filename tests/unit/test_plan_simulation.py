@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -148,6 +148,31 @@ def test_tiles_that_cross_save_a_wave() -> None:
     made = work_of(H200, Pass(GATHER, 4100, 4096, 4096, torch.bfloat16, 2), "fused", UNTUNED, is_alone=True)
     (kernel,) = (kernel for kernel in program(made).kernels if kernel.tiles)
     assert len(kernel.tiles) == 4 * H200.sms
+
+
+@pytest.mark.parametrize("method", ["fused", "direct"])
+@pytest.mark.parametrize(
+    ("m", "n", "world", "dtype", "cut"),
+    [
+        (2048, 5120, 2, torch.bfloat16, 56),  # of 320
+        (
+            2048,
+            5120,
+            2,
+            torch.float32,
+            0,
+        ),  # by the plain kernels, which cut none of 2560, though the last 52 were few enough
+        (768, 7168, 4, torch.bfloat16, 0),  # of 196: of the last 64 only 28 have two own strips
+    ],
+)
+def test_the_last_wave_is_cut_where_it_has_enough_own_tiles(
+    m: int, n: int, world: int, dtype: torch.dtype, cut: int, method: str
+) -> None:
+    made = work_of(H200, Pass(SCATTER, m, n, 4096, dtype, world), method, UNTUNED, is_alone=True)
+    (kernel,) = (kernel for kernel in program(made).kernels if kernel.tiles)
+    pieces = Counter(tile.place for tile in kernel.tiles)
+    assert sum(number == 2 for number in pieces.values()) == cut
+    assert sum(pieces.values()) == len(pieces) + cut
 
 
 @pytest.mark.parametrize(("kind", "method"), OURS)

@@ -26,13 +26,12 @@ import torch.distributed as dist
 import overlap_train
 from overlap_train import OverlapConfig
 
+from . import advice
 from .after_import import Action
 from .patches import SUPPORTED, calling_spec_functions, no_place, replace, with_our_flags, without_makefile
 
 if TYPE_CHECKING:
     import torch
-
-OUR_SPEC = "--spec overlap_train.integrations.megatron.spec gpt_block_spec"
 
 
 class ScriptHooks:
@@ -87,7 +86,7 @@ class ScriptHooks:
                 result = setup(*call.args, **call.kwargs)
             except Exception as error:
                 if len(self._chunks) == before:
-                    _advise(error)
+                    advice.add_to(error)
                 raise
             if len(self._chunks) == before:
                 raise RuntimeError(
@@ -142,6 +141,7 @@ class ScriptHooks:
 
         enable.enable(chunks, self._overlap)
         self._chunks.extend(chunks)
+        advice.say_what_masks_cost()
 
     def _counting(self, log: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(log)
@@ -182,21 +182,3 @@ def _chunks_of_this_stage() -> int:
     args = get_args()
     stages = args.virtual_pipeline_model_parallel_size
     return stages if stages is not None and args.pipeline_model_parallel_size > 1 else 1
-
-
-def _advise(error: Exception) -> None:
-    """Say what helps where Megatron failed to build the model for want of a norm or an attention for parallel sequences."""
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-    from megatron.training.global_vars import get_args
-
-    args = get_args()
-    if not HAVE_TE and args.sequence_parallel and not args.spec:
-        error.add_note(
-            "overlap_train: without TransformerEngine Megatron has no norm for sequence parallelism; if that is what is "
-            f"missing here, build the model with --transformer-impl local {OUR_SPEC}"
-        )
-    elif args.context_parallel_size > 1 and not args.spec:
-        error.add_note(
-            "overlap_train: without TransformerEngine Megatron has no core attention for context parallelism; if that is what is "
-            f"missing here, build the model with --transformer-impl local {OUR_SPEC} and --cp-comm-type a2a"
-        )

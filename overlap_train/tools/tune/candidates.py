@@ -55,8 +55,8 @@ def variants_to_run(pass_: Pass, method: str, device: torch.device, nodes: int =
     """The variants of a method that are worth a measurement: across nodes numbers of chunks, inside a node these.
 
     Whole blocks: where the method would cut them into several chunks. Split reduction: in a column linear's backward, whose
-    weight gradient can run in between, and where it saves a wave of tiles. Starting with a barrier: where pushes of several ranks
-    may meet on one link.
+    weight gradient can run in between, and where it saves half a wave of tiles or more. Starting with a barrier: where pushes of
+    several ranks may meet on one link.
     """
     if nodes > 1:
         return _in_chunks(pass_, method, device, nodes)

@@ -87,7 +87,7 @@ FAULTS = [
            "b_place(panels, stage, desc, 0).load"),
     SCATTER("GPU: the reduction adds the first block", "above = source * m_shard", "above = 0"),
     SCATTER("GPU: the reduction adds the tile to the left", "above + row, first_col, halves", "above + row, 0, halves"),
-    CUT_SCATTER("GPU: the panels of a half tile are counted as a whole one's", "ROWS, HALF, STAGES, B_IS_NK)",
+    CUT_SCATTER("GPU: a half tile takes its panels from a shorter ring", "ROWS, HALF, STAGES, B_IS_NK)",
                 "ROWS, HALF, STAGES - 1, B_IS_NK)"),
     CUT_SCATTER("GPU: a half tile adds each peer's upper rows", "half, received_desc, PART, STAGES",
                 "half, received_desc, 0, STAGES"),

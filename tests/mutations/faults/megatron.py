@@ -323,4 +323,18 @@ FAULTS = [
         'return f"{fprop} / {dgrad}"',
         (T + "table.py::test_what_two_reasons_have_in_common_is_said_once",),
     ),
+    Mutation(
+        "advice: masks are named at every length",
+        M + "launcher/advice.py",
+        " or tokens**2 < _LARGE_MASK_BYTES",
+        "",
+        (T + "advice.py",),
+    ),
+    Mutation(
+        "advice: masks are named where the loader makes none",
+        M + "launcher/advice.py",
+        'not getattr(args, "create_attention_mask_in_dataloader", False) or ',
+        "",
+        (T + "advice.py",),
+    ),
 ]

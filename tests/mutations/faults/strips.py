@@ -94,4 +94,9 @@ FAULTS = [
         "if strip < strips:\n                acc",
         "if strip <= strips:\n                acc",
     ),
+    SCATTER(
+        "RS: a strip beyond the run is multiplied in half tiles",
+        "if strip < strips:\n                half",
+        "if strip <= strips:\n                half",
+    ),
 ]
