@@ -143,7 +143,8 @@ def first_cut(total, programs):
 def first_cut_of_scatter(
     strips, tiles_n, programs, WORLD: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
-    """As first_cut, of the tiles of all runs. Only tiles of two own strips are cut: of a peer's, whole strips are counted."""
+    """As first_cut, of the tiles of all runs, if the last wave has no more of them than there are pairs of own strips: then none has
+    a peer's strip, of which two halves would be counted as two."""
     total = tiles_in_scatter(strips, tiles_n, WORLD, CHUNKS, RUN)
     halved = first_cut(total, programs)
     own = strips * CHUNKS // 2 * tiles_n

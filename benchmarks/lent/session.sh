@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs on the lent machine what prepare.sh has prepared, and says how long each step took:
 #   benchmarks/lent/session.sh FOLDER OUT STEP...
-# Steps run one after the other; those joined by + run at once (tests=torch+tests=nvshmem), which is right but not for times. Beside
-# others shared8 runs out of memory (13 GiB a rank) on GPUs of 80 GB, and in test_nodes.py on 141 GB.
+# Steps run one after the other; those joined by + run at once (tests=torch+tests=nvshmem), which is right but not for times. Run
+# shared4 and shared8 alone: beside two others a test takes 7 to 25 s instead of one, and shared8 runs out of memory (13 GiB a rank)
+# on GPUs of 80 GB, and in test_nodes.py on 141 GB.
 # STEP: tests (all GPU tests, one rank a GPU; two on one GPU), tests=PROVIDER, shared4 and shared8 (so many ranks on the GPUs), te
 # (TransformerEngine's tests, where TE_ENV, default /tmp/te_site/env.sh, makes it importable), faults (planted ones), record=NAME,NAME
 # (steps of benchmarks/record.sh). TEST_ARGS is that of make test-gpu. LIMIT: seconds of a step (default 3600). OUT: for logs.

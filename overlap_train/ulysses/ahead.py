@@ -39,6 +39,10 @@ class Step:
     def start(self, sent: torch.Tensor) -> Receiver | Exchange:
         return start_all_to_all_gemm(self.domain, self.plan, self.tag, sent)
 
+    def with_product(self, b_kn: torch.Tensor, into: torch.Tensor | None, is_pulled: bool) -> ProductStep:
+        """The same of a GEMM + A2A: what is given is multiplied by b_kn."""
+        return ProductStep(self.domain, self.plan, self.tag, self.bracket, self.give, self.read, b_kn, into, is_pulled)
+
     def may_go_before(self, reader: Step) -> bool:
         """Only copies may: what the reader's kernel is yet to send would come after it."""
         return self.plan.sends_ahead and reader.plan.sends_ahead

@@ -109,7 +109,7 @@ class Linear:
 
         place, one = y.place(part), step(partial(self.rows, x, part), read)
         is_pulled = place is not None and part is not self.parts[-1] and one.plan.may_pull
-        return ProductStep(one.domain, one.plan, one.tag, one.bracket, one.give, one.read, b_kn, place, is_pulled)
+        return one.with_product(b_kn, place, is_pulled)
 
     def heads_backward(
         self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
