@@ -140,11 +140,9 @@ def first_cut(total, programs):
 
 
 @triton.jit
-def first_cut_of_scatter(
-    strips, tiles_n, programs, WORLD: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr
-):  # fmt: skip
-    """As first_cut, of the tiles of all runs, if the last wave has no more of them than there are pairs of own strips: then none has
-    a peer's strip, of which two halves would be counted as two."""
+def first_cut_of_scatter(strips, tiles_n, programs, WORLD: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr):
+    """As first_cut, of the tiles of all runs, if the last wave has no more of them than there are pairs of own strips: then none
+    has a peer's strip, of which two halves would be counted as two."""
     total = tiles_in_scatter(strips, tiles_n, WORLD, CHUNKS, RUN)
     halved = first_cut(total, programs)
     own = strips * CHUNKS // 2 * tiles_n
