@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from .hopper_stores import make_quarters, split_tile, store_quarter
 from .hopper_tiles import (
     NO_TILE,
     PARTS,
@@ -18,12 +19,9 @@ from .hopper_tiles import (
     claim_tile,
     fence_for_tma,
     load_tile_or_half,
-    make_quarters,
     make_rings,
     multiply_tile,
     next_tile,
-    split_tile,
-    store_quarter,
 )
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_both

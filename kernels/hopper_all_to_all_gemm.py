@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper_all_gather_gemm import SENDERS, multiply_tiles, send_rows
-from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile_or_half, make_quarters, make_rings
+from .hopper_stores import make_quarters
+from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile_or_half, make_rings
 from .signal import finalize_epoch, next_word, signal_word, wait_both
 from .tiles import first_cut, strip_in_run, tile_and_side, tile_in_run, tiles_in_run
 

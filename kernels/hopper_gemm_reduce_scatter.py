@@ -17,6 +17,7 @@ for what their peers' CTAs owe in those that come after (units_in_run).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .hopper_stores import make_outbox, put_quarter, split_tile, store_strip, stores_are_written
 from .hopper_tiles import (
     NO_TILE,
     PARTS,
@@ -27,15 +28,10 @@ from .hopper_tiles import (
     fence_for_tma,
     load_halves,
     load_tile_or_half,
-    make_outbox,
     make_rings,
     multiply_tile,
     next_tile,
     pass_tile,
-    put_quarter,
-    split_tile,
-    store_strip,
-    stores_are_written,
 )
 from .signal import finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_both
 from .tiles import (

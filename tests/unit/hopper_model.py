@@ -17,7 +17,7 @@ import torch
 from overlap_train.kernels import hopper_all_gather_gemm as gather
 from overlap_train.kernels import hopper_all_to_all_gemm as receive
 from overlap_train.kernels import hopper_gemm_reduce_scatter as scatter
-from overlap_train.kernels import hopper_tiles, signal, tiles
+from overlap_train.kernels import hopper_stores, hopper_tiles, signal, tiles
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.operators.hopper import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, PART_M
 from overlap_train.planning.schedule import GEMM_A2A, SCATTER, units_in_run
@@ -245,7 +245,7 @@ def _store_tiles(done: Scattered, p: Product, run: int, direct: bool) -> None:
     buffers = 2 if direct else 1
     names: dict[str, Any] = dict(next_tile=next_tile, notify_peer=notify_peer, notify_copy_engine=count)
     names |= ORDER
-    names["store_strip"] = python_of(hopper_tiles.store_strip, store_inside=store_inside, tma=Nothing())
+    names["store_strip"] = python_of(hopper_stores.store_strip, store_inside=store_inside, tma=Nothing())
     for name in ("_store_strip", "_count"):
         names[name] = python_of(getattr(scatter, name), **names)
     python_of(scatter._store, **names, gl=done.loads.language)(

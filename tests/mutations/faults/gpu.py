@@ -28,15 +28,16 @@ SCATTER = In("kernels/hopper_gemm_reduce_scatter.py", (exact("fused", "row"),), 
 DIRECT_SCATTER = In(SCATTER.file, (exact("direct", "row"),), gpu=True)
 CUT_SCATTER = In(SCATTER.file, (f"{OPERATORS}::test_a_last_wave_of_half_tiles_is_exact[fused-row]",), gpu=True)
 TILES = In("kernels/hopper_tiles.py", (exact("fused", "column"),), gpu=True)
-RAGGED = In(TILES.file, (ragged("fused", "column"),), gpu=True)
 SINGLE_STRIP = In(
     TILES.file, (f"{OPERATORS}::test_tiles_that_cross_from_one_chunk_into_the_next[fused-row-190-1]",), gpu=True
 )
 RAGGED_ROW = In(SCATTER.file, (ragged("fused", "row"),), gpu=True)
 CROSSING = (f"{OPERATORS}::test_tiles_that_cross_from_one_chunk_into_the_next[fused-row-130-2]",)
 BROUGHT = In(TILES.file, CROSSING, gpu=True)
-OUTBOX = In(TILES.file, (exact("fused", "row"),), gpu=True)
-DIRECT_OUTBOX = In(TILES.file, (exact("direct", "row"),), gpu=True)
+ADDED = In(TILES.file, (exact("fused", "row"),), gpu=True)
+OUTBOX = In("kernels/hopper_stores.py", (exact("fused", "row"),), gpu=True)
+DIRECT_OUTBOX = In(OUTBOX.file, (exact("direct", "row"),), gpu=True)
+RAGGED = In(OUTBOX.file, (ragged("fused", "column"),), gpu=True)
 WEIGHT_GRADIENT = In(
     "overlap_train/operators/weight_gradient.py",
     (f"{OPERATORS}::test_main_grad_accumulates_in_fp32[collective]",),
@@ -81,9 +82,9 @@ FAULTS = [
     HALVES("GPU: the right half is stored over the left", "col + side * (BLOCK_N // 2))", "col)"),
     SCATTER("GPU: both groups' quarters are stored above", "chunk, strip * ROWS, col", "chunk, upper_strip * ROWS, col"),
     OUTBOX("GPU: both quarters are stored on the left", "col + half * cols)", "col)"),
-    OUTBOX("GPU: the reduction adds the left half twice", "[lower_row, col + half * desc.block_type.shape[1]]",
-           "[lower_row, col]"),
-    OUTBOX("GPU: the reduction adds the upper rows twice", "b_place(panels, stage, desc, PART).load",
+    ADDED("GPU: the reduction adds the left half twice", "[lower_row, col + half * desc.block_type.shape[1]]",
+          "[lower_row, col]"),
+    ADDED("GPU: the reduction adds the upper rows twice", "b_place(panels, stage, desc, PART).load",
            "b_place(panels, stage, desc, 0).load"),
     SCATTER("GPU: the reduction adds the first block", "above = source * m_shard", "above = 0"),
     SCATTER("GPU: the reduction adds the tile to the left", "above + row, first_col, halves", "above + row, 0, halves"),

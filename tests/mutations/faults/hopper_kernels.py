@@ -8,6 +8,7 @@ PTX = ("tests/unit/test_hopper_kernels.py",)
 GATHER = In("kernels/hopper_all_gather_gemm.py", PTX)
 SCATTER = In("kernels/hopper_gemm_reduce_scatter.py", PTX)
 TILES = In("kernels/hopper_tiles.py", PTX)
+STORES = In("kernels/hopper_stores.py", PTX)
 ROWS = ("tests/unit/test_hopper_rows.py",)
 GATHER_ROWS, SCATTER_ROWS, TILE_ROWS = (In(file.file, ROWS) for file in (GATHER, SCATTER, TILES))
 ORDER = In("kernels/tiles.py", ROWS)
@@ -68,14 +69,14 @@ FAULTS = [
     LAUNCHES("RS: tiles cross from one destination's rows to the next", "domain.world_size * call.chunks)]", "1)]"),
     LAUNCHES("RS: tiles cross into another rank's block at a peer", "_stored(call.remote_block(peer), call.chunks)",
              "_stored(call.remote_block(peer), 1)"),
-    TILES("written means read out of shared memory", "cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"),
-    TILES("TMA reads a buffer before it is written: AG", "buffer.store(values.to(out_desc.dtype))\n    fence_async_shared()",
+    STORES("written means read out of shared memory", "cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"),
+    STORES("TMA reads a buffer before it is written: AG", "buffer.store(values.to(out_desc.dtype))\n    fence_async_shared()",
           "buffer.store(values.to(out_desc.dtype))"),
-    TILES("TMA reads a buffer before it is written: RS", ".store(values.to(quarters.dtype))\n    fence_async_shared()",
+    STORES("TMA reads a buffer before it is written: RS", ".store(values.to(quarters.dtype))\n    fence_async_shared()",
           ".store(values.to(quarters.dtype))"),
-    TILES("a buffer is overwritten while TMA reads it: AG", "    tma.store_wait(0)\n    debug_barrier()\n    buffer.store",
+    STORES("a buffer is overwritten while TMA reads it: AG", "    tma.store_wait(0)\n    debug_barrier()\n    buffer.store",
           "    debug_barrier()\n    buffer.store"),
-    TILES("a buffer is overwritten while TMA reads it: RS",
+    STORES("a buffer is overwritten while TMA reads it: RS",
           "        tma.store_wait(0)\n        mbarrier.arrive(free", "        mbarrier.arrive(free"),
     TILES("a panel is free when one group has read it", "panel_free.index(stage), count=PARTS)",
           "panel_free.index(stage), count=1)"),
