@@ -12,7 +12,7 @@ from .low_latency import LOW_LATENCY, pays
 from .passes import SCATTER_AND_WGRAD, Pass
 from .schedule import A2A_GEMM, EXCHANGES, GATHER, SCATTER
 from .table import Table, Winner
-from .tiling import FILLS_A_GPU, HOPPER_TILE, tma_reads, waves
+from .tiling import FILLS_A_GPU, HOPPER_TILE, count_waves, tma_reads
 from .variants import PLAIN, Variant
 
 # SMALL_M: up to here the GEMM and the copies together take less than a call's host time, and NCCL's path for small messages
@@ -127,7 +127,7 @@ def saves_a_wave(pass_: Pass, device: torch.device) -> bool:
     apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE.count(rows, pass_.n)
     together = HOPPER_TILE.count(rows, pass_.n, pass_.world)
     own = HOPPER_TILE.pairs(rows, pass_.n)
-    before, after = (waves(tiles, FILLS_A_GPU, own) for tiles in (apart, together))
+    before, after = (count_waves(tiles, FILLS_A_GPU, own) for tiles in (apart, together))
     if before <= after:
         return False
     nbytes = (pass_.world + 1) * rows * pass_.n * pass_.dtype.itemsize  # own and received partials, and their sum

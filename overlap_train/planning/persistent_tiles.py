@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from . import cost
 from .schedule import SCATTER, Strips, Unit, strip_order, units_in_run
-from .tiling import HOPPER, waves
+from .tiling import HOPPER, count_waves
 from .timeline import Tile, Token, arrived, stored
 from .work import Work
 
@@ -26,12 +26,11 @@ def _adds(work: Work) -> bool:
     return work.plan.kind == SCATTER and not work.plan.variant.split_reduction
 
 
-def _tile_us(work: Work, count: float, idle_us: float = 0.0) -> float:
-    """count: of waves."""
+def _tile_us(work: Work, waves: float, idle_us: float = 0.0) -> float:
     tile, pass_ = work.plan.tile, work.pass_
     speed = 1.0 if work.plan.kernels == HOPPER else work.system.portable
     flops = 2.0 * pass_.rows * pass_.n * pass_.k
-    return cost.tile_us(work.system, tile.block_m, tile.block_n, pass_.k, count, flops, idle_us) / speed
+    return cost.tile_us(work.system, tile.block_m, tile.block_n, pass_.k, waves, flops, idle_us) / speed
 
 
 def gather_tiles(work: Work) -> tuple[Tile, ...]:
@@ -47,7 +46,7 @@ def gather_tiles(work: Work) -> tuple[Tile, ...]:
 
 def _waves(work: Work, tiles: int, may_cut: int) -> float:
     """may_cut: tiles, of the last ones, that the kernels for Hopper may cut into halves."""
-    return waves(tiles, work.system.sms, may_cut if work.plan.kernels == HOPPER else 0)
+    return count_waves(tiles, work.system.sms, may_cut if work.plan.kernels == HOPPER else 0)
 
 
 def _cut(work: Work, tiles: list[Tile], may_cut: int) -> Iterator[Tile]:
@@ -88,9 +87,9 @@ def _scatter_tiles(work: Work, may_cut: int) -> Iterator[Tile]:
     adds = _adds(work)
     # All SMs read partials at the same time: a tile's share of the memory's bandwidth is one SM's.
     adds_us = (work.world - 1) * cost.sum_us(system, nbytes * system.sms) if adds else 0.0
-    count = _waves(work, len(tiles), may_cut)
-    idle_us = count / work.world * (adds_us + (work.world - 1) * system.peer_tile_us * direct)
-    us = _tile_us(work, count, idle_us)
+    waves = _waves(work, len(tiles), may_cut)
+    idle_us = waves / work.world * (adds_us + (work.world - 1) * system.peer_tile_us * direct)
+    us = _tile_us(work, waves, idle_us)
     legs = {(leg.target, leg.chunk): leg for leg in plan.legs}
     for place, units in tiles:
         tile = Tile(place, us, fills=tuple(stored(work.call, *unit) for unit in units if unit[0] != own))

@@ -69,7 +69,7 @@ class TileConfig:
         return self.strips(rows) * self.columns(cols)
 
 
-def waves(tiles: int, sms: int, may_cut: int) -> float:
+def count_waves(tiles: int, sms: int, may_cut: int) -> float:
     """Waves that so many tiles take on `sms` SMs. The last one takes half a wave where at most half of the SMs have a tile in it,
     and it has at most `may_cut` tiles (kernels/tiles.py: first_cut, first_cut_of_scatter)."""
     full, rest = divmod(tiles, sms)

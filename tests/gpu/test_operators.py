@@ -20,7 +20,7 @@ from overlap_train.planning.plan import EnginePlan, make_plan
 from overlap_train.planning.schedule import SCATTER, Topology, legs
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.tiling import HOPPER_TILE, chunk_count, direct_chunk_count, waves
+from overlap_train.planning.tiling import HOPPER_TILE, chunk_count, count_waves, direct_chunk_count
 from overlap_train.planning.variants import VARIANTS, Variant
 from overlap_train.protocol.slot import Call
 from overlap_train.protocol.tags import Tag, epoch_of
@@ -81,7 +81,7 @@ def test_a_last_wave_of_half_tiles_is_exact(case: Case, operator: str) -> None:
     """Blocks of 1088 rows and 2040 columns are 136 to 144 tiles of two ranks, 272 to 288 of four, 544 to 576 of eight. Later
     calls of a shape find other numbers in slot, staging and outbox, and other weights."""
     tiles = HOPPER_TILE.count(1088, 2040, case.world - 1) + HOPPER_TILE.count(1088, 2040)
-    if waves(tiles, multiprocessors(case.device), HOPPER_TILE.pairs(1088, 2040)) % 1 != 0.5:
+    if count_waves(tiles, multiprocessors(case.device), HOPPER_TILE.pairs(1088, 2040)) % 1 != 0.5:
         pytest.skip("on this GPU the last wave is not cut")
     for seed in range(3):
         OPERATORS[operator](case, (1088, 1), 264, 2040, seed=seed)

@@ -41,6 +41,13 @@ def test_large_masks_that_nobody_needs_are_named(
         assert f"{tokens} x {tokens} ({size})" in said and FLAG in said
 
 
+def test_masks_that_separate_documents_are_needed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    args = SimpleNamespace(seq_length=32768, create_attention_mask_in_dataloader=True, reset_attention_mask=True)
+    monkeypatch.setattr(global_vars, "get_args", lambda: args)
+    advice.say_what_masks_cost()
+    assert capsys.readouterr().out == ""
+
+
 def test_a_script_without_megatrons_arguments_is_left_alone(capsys: pytest.CaptureFixture[str]):
     advice.say_what_masks_cost()
     assert capsys.readouterr().out == ""

@@ -28,7 +28,7 @@ from overlap_train.planning.schedule import (
     strip_order,
     units_in_run,
 )
-from overlap_train.planning.tiling import HOPPER, HOPPER_TILE, waves
+from overlap_train.planning.tiling import HOPPER, HOPPER_TILE, count_waves
 from tests.unit.hopper_model import SMS, Product, Stored, run_gather, run_scatter
 
 # (rows of a rank, chunks): within a tile, around one, of many; chunks that end within tiles, too
@@ -92,7 +92,7 @@ def pieces(p: Product, units: list[tuple[Unit, ...]]) -> list[tuple[tuple[Unit, 
     last = units[len(units) // programs * programs :]
     may_cut = HOPPER_TILE.pairs(p.m_shard // p.chunks, p.n, p.chunks)
     cut = bool(last) and 2 * len(last) <= programs and len(last) <= may_cut
-    assert waves(len(units), programs, may_cut) == len(units) // programs + (0.5 if cut else bool(last))
+    assert count_waves(len(units), programs, may_cut) == len(units) // programs + (0.5 if cut else bool(last))
     whole = units[: -len(last)] if cut else units
     assert not cut or {block for tile in last for block, _ in tile} == {p.rank}
     return [(tile, [0, 1]) for tile in whole] + [(tile, [half]) for tile in units[len(whole) :] for half in (0, 1)]

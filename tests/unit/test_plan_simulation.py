@@ -155,13 +155,7 @@ def test_tiles_that_cross_save_a_wave() -> None:
     ("m", "n", "world", "dtype", "cut"),
     [
         (2048, 5120, 2, torch.bfloat16, 56),  # of 320
-        (
-            2048,
-            5120,
-            2,
-            torch.float32,
-            0,
-        ),  # by the plain kernels, which cut none of 2560, though the last 52 were few enough
+        (2048, 5120, 2, torch.float32, 0),  # of 2560 of the plain kernels, which cut none; the last 52 were few enough
         (768, 7168, 4, torch.bfloat16, 0),  # of 196: of the last 64 only 28 have two own strips
     ],
 )

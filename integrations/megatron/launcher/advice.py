@@ -19,7 +19,9 @@ def say_what_masks_cost() -> None:
     except AssertionError:  # a script that has a configuration of its own, and perhaps other data
         return
     tokens = getattr(args, "seq_length", None) or 0
-    if not getattr(args, "create_attention_mask_in_dataloader", False) or tokens**2 < _LARGE_MASK_BYTES:
+    makes_masks = getattr(args, "create_attention_mask_in_dataloader", False)
+    separates_documents = getattr(args, "reset_attention_mask", False)  # by its mask, which is not the causal one then
+    if not makes_masks or separates_documents or tokens**2 < _LARGE_MASK_BYTES:
         return
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(

@@ -14,9 +14,6 @@ GATHER_ROWS, SCATTER_ROWS, TILE_ROWS = (In(file.file, ROWS) for file in (GATHER,
 ORDER = In("kernels/tiles.py", ROWS)
 GIVEN_UP = "tests/unit/test_hopper_rows.py::test_what_a_wait_gave_up_on_is_nan"
 LAUNCHES = In("overlap_train/operators/hopper.py", ROWS)
-PLANNED = In("overlap_train/planning/tiling.py", ROWS)
-SIMULATED = In("overlap_train/planning/persistent_tiles.py", ("tests/unit/test_plan_simulation.py",))
-SAVED = In("overlap_train/planning/choice.py", ("tests/unit/test_choice.py",))
 
 FAULTS = [
     GATHER("AG: one row, 16 and 17 are compiled apart", 'do_not_specialize=["m_shard", ', "do_not_specialize=[",
@@ -53,17 +50,6 @@ FAULTS = [
              "b_half_desc=_operand(b_kn, BLOCK_N), y_desc=_stored(y, call.chunks)"),
     LAUNCHES("AG: half tiles take the first linear's weight", '("b_desc", "b_half_desc"), ("y_desc",)',
              '("b_desc",), ("y_desc",)'),
-    PLANNED("the planner cuts tiles with a peer's strip", "2 * rest <= sms and rest <= may_cut", "2 * rest <= sms"),
-    SIMULATED("the planner cuts no scatter", "may_cut = tile.pairs(work.m_shard // chunks, work.block_columns, chunks)",
-              "may_cut = 0"),
-    SIMULATED("the planner cuts a scatter's last wave whoever's rows are in it",
-              "may_cut = tile.pairs(work.m_shard // chunks, work.block_columns, chunks)", "may_cut = 10**9"),
-    SIMULATED("the planner cuts tiles of the plain kernels", "may_cut if work.plan.kernels == HOPPER else 0", "may_cut"),
-    SAVED("a scatter's last wave is always whole to the choice", "waves(tiles, FILLS_A_GPU, own)",
-          "waves(tiles, FILLS_A_GPU, 0)"),
-    SAVED("a scatter's last wave is cut to the choice whoever's rows are in it", "waves(tiles, FILLS_A_GPU, own)",
-          "waves(tiles, FILLS_A_GPU, 10**9)"),
-    PLANNED("the planner counts half tiles as whole ones", "full + (0.5 if", "full + (1.0 if"),
     LAUNCHES("AG: tiles cross from one shard's rows to the next", "_stored(y, blocks * call.chunks)", "_stored(y, 1)"),
     LAUNCHES("RS: tiles cross from one chunk's rows to the next", "y_desc=_stored(y, call.chunks)", "y_desc=_stored(y, 1)"),
     LAUNCHES("RS: tiles cross from one destination's rows to the next", "domain.world_size * call.chunks)]", "1)]"),

@@ -333,7 +333,14 @@ FAULTS = [
     Mutation(
         "advice: masks are named where the loader makes none",
         M + "launcher/advice.py",
-        'not getattr(args, "create_attention_mask_in_dataloader", False) or ',
+        "not makes_masks or ",
+        "",
+        (T + "advice.py",),
+    ),
+    Mutation(
+        "advice: masks that separate documents are named",
+        M + "launcher/advice.py",
+        "separates_documents or ",
         "",
         (T + "advice.py",),
     ),

@@ -11,6 +11,8 @@ PROGRAMS = In("overlap_train/planning/programs.py", (NODES,))
 SIMULATE = In("overlap_train/planning/simulate.py", (NODES,))
 WORK = In("overlap_train/planning/work.py", (NODES,))
 RANK = In("overlap_train/planning/simulated_rank.py", (ONE_NODE,))
+TILES = In("overlap_train/planning/persistent_tiles.py", (ONE_NODE,))
+WAVES = In("overlap_train/planning/tiling.py", ("tests/unit/test_hopper_rows.py",))  # as the kernel has them
 ACROSS_SPANS = f"{COMMAND}::test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays"
 COMMANDS = In("overlap_train/tools/plan/command.py", (ACROSS_SPANS,))
 PREDICTION = In(
@@ -86,4 +88,11 @@ FAULTS = [
     COMMANDS("plan: nodes are not filled", "named.nodes * system.gpus_per_node", "named.nodes"),
     COMMANDS("plan: spans across nodes are left out", "across = [*doubled, strategy.nodes] if", "across = [] if"),
     PREDICTION("plan: a group that spans nodes is planned in one", "strategy.nodes if pass_.world > 1", "1 if pass_.world > 1"),
+    WAVES("plan: it cuts tiles with a peer's strip", "2 * rest <= sms and rest <= may_cut", "2 * rest <= sms"),
+    TILES("plan: it cuts no scatter", "may_cut = tile.pairs(work.m_shard // chunks, work.block_columns, chunks)",
+          "may_cut = 0"),
+    TILES("plan: it cuts a scatter's last wave whoever's rows are in it",
+          "may_cut = tile.pairs(work.m_shard // chunks, work.block_columns, chunks)", "may_cut = 10**9"),
+    TILES("plan: it cuts tiles of the plain kernels", "may_cut if work.plan.kernels == HOPPER else 0", "may_cut"),
+    WAVES("plan: it counts half tiles as whole ones", "full + (0.5 if", "full + (1.0 if"),
 ]  # fmt: skip

@@ -192,4 +192,14 @@ FAULTS = [
     TABLE(
         "a reader sees half a file", "        os.replace(scratch, path)", "        path.write_text(scratch.read_text())"
     ),
+    CHOICE(
+        "a scatter's last wave is always whole to the choice",
+        "count_waves(tiles, FILLS_A_GPU, own)",
+        "count_waves(tiles, FILLS_A_GPU, 0)",
+    ),
+    CHOICE(
+        "a scatter's last wave is cut to the choice whoever's rows are in it",
+        "count_waves(tiles, FILLS_A_GPU, own)",
+        "count_waves(tiles, FILLS_A_GPU, 10**9)",
+    ),
 ]
