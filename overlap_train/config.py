@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from .methods import TRAITS
@@ -13,8 +14,41 @@ METHODS = ("auto", *TRAITS)
 MOST_CTAS = 32  # of one of NCCL's communicators
 
 
-def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+@dataclass(frozen=True)
+class Rule:
+    """Which values a setting without choices may have. text: what the error says after "must"."""
+
+    text: str
+    allows: Callable[[Any], bool]
+
+
+def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None, rule: Rule | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "rule": rule})
+
+
+def _is_number(value: Any, kinds: type = int) -> bool:
+    """A bool is an int to Python, and no number here."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _whole(text: str, least: int, most: float = math.inf, zero: bool = False) -> Rule:
+    """A whole number from least to most, or 0."""
+    return Rule(text, lambda value: _is_number(value) and (least <= value <= most or (zero and value == 0)))
+
+
+_MIB = _whole("be a positive number of MiB, and a whole one", 1)
+_SECONDS = Rule(
+    "be a positive and finite number", lambda value: _is_number(value, int | float) and 0 < value < math.inf
+)
+_FOLDER = Rule("name a folder, which need not exist", lambda value: isinstance(value, str) and bool(value))
+_NODE = _whole("be a number of ranks, or 0 to find the nodes", 0)
+_SMS = _whole(f"be a number from 1 to {MOST_CTAS}, or 0 to measure it", 0, MOST_CTAS)
+_CALLS = _whole(
+    f"be at least {2 * len(TRAITS)}, so that each method runs twice and its first call, which may compile, need not count, "
+    "or 0 for none",
+    2 * len(TRAITS),
+    zero=True,
+)
 
 
 @dataclass(frozen=True)
@@ -51,19 +85,24 @@ class OverlapConfig:
         ("auto", "nvshmem", "torch", "host"),
     )
     symmetric_mib: int = _setting(
-        2048, "most symmetric memory a rank may hold, in MiB; while it grows, the rank holds the old and the new one"
+        2048,
+        "most symmetric memory a rank may hold, in MiB; while it grows, the rank holds the old and the new one",
+        rule=_MIB,
     )
     exchange_mib: int = _setting(
         512,
         "most symmetric memory of a rank for Ulysses' all-to-alls, in MiB; longer sequences pass through it in parts",
+        rule=_MIB,
     )
     timeout_s: float = _setting(
         600.0,
         "longest wait for a peer before OverlapTimeoutError, in seconds; after a tenth of it a warning names the late rank",
+        rule=_SECONDS,
     )
     node_ranks: int = _setting(
         0,
         "ranks per node, where a group spans several nodes; 0: those that can map each other's memory, which they find out",
+        rule=_NODE,
     )
     network: str = _setting(
         "auto",
@@ -75,15 +114,18 @@ class OverlapConfig:
         0,
         "SMs that NCCL may hold to send between nodes, of GPUs only; products that run meanwhile leave them alone. 0: as many as "
         "the network needs, which is measured when the nodes are connected",
+        rule=_SMS,
     )
     tuning_dir: str = _setting(
         "~/.cache/overlap_train",
         "folder of the measurements of overlap-train tune, which method=auto uses; rank 0 of a group reads it for all its ranks",
+        rule=_FOLDER,
     )
     tune_steps: int = _setting(
         0,
         "calls of a linear in training, at least 10, in which method=auto tries all methods in turn where its sizes were never "
         "tuned; then ranks agree on the fastest, and keep it in tuning_dir. 0: none",
+        rule=_CALLS,
     )
     on_unsupported: str = _setting(
         "error",
@@ -91,6 +133,10 @@ class OverlapConfig:
         "to Megatron's code",
         ("error", "fallback"),
     )
+
+    def by(self, method: str) -> OverlapConfig:
+        """The same settings with a method by its name, which leaves nothing to try."""
+        return replace(self, method=method, tune_steps=0)
 
     def __hash__(self) -> int:
         """Cached: the config is part of a dictionary key on every call, and hashing all fields takes a microsecond."""
@@ -107,34 +153,19 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         for setting in fields(self):
             _check(setting, getattr(self, setting.name))
-        for name in ("symmetric_mib", "exchange_mib", "timeout_s"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name}={value!r} must be a positive and finite number ({flag_name(name)})")
-        if isinstance(self.node_ranks, bool) or not isinstance(self.node_ranks, int) or self.node_ranks < 0:
-            raise ValueError(
-                f"node_ranks={self.node_ranks!r} must be a number of ranks, or 0 to find the nodes ({flag_name('node_ranks')})"
-            )
-        if (
-            isinstance(self.network_sms, bool)
-            or not isinstance(self.network_sms, int)
-            or not 0 <= self.network_sms <= MOST_CTAS
-        ):
-            raise ValueError(
-                f"network_sms={self.network_sms!r} must be a number from 1 to {MOST_CTAS}, or 0 to measure it "
-                f"({flag_name('network_sms')})"
-            )
-        if isinstance(self.tune_steps, bool) or not isinstance(self.tune_steps, int) or not _may_tune(self.tune_steps):
-            raise ValueError(
-                f"tune_steps={self.tune_steps!r} must be at least {2 * len(TRAITS)}, so that each method runs twice and its "
-                f"first call, which may compile, need not count, or 0 for none ({flag_name('tune_steps')})"
-            )
-        if not self.tuning_dir:
-            raise ValueError(f"tuning_dir='' must name a folder, which need not exist ({flag_name('tuning_dir')})")
+        self._refuse_what_cannot_act()
 
-
-def _may_tune(steps: int) -> bool:
-    return steps == 0 or steps >= 2 * len(TRAITS)
+    def _refuse_what_cannot_act(self) -> None:
+        if self.tune_steps and self.method != "auto":
+            raise ValueError(
+                f"tune_steps={self.tune_steps} with method={self.method!r}: only auto tries methods; leave one of the two out "
+                f"({flag_name('tune_steps')}, {flag_name('method')})"
+            )
+        if self.network_sms and self.network == "nvshmem":
+            raise ValueError(
+                f"network_sms={self.network_sms} with network='nvshmem', which takes no SMs: leave one of the two out "
+                f"({flag_name('network_sms')}, {flag_name('network')})"
+            )
 
 
 def flag_name(field_name: str) -> str:
@@ -143,9 +174,14 @@ def flag_name(field_name: str) -> str:
 
 
 def _check(setting: Field[Any], value: Any) -> None:
-    choices = setting.metadata["choices"]
-    if choices is None:
-        return
+    rule, choices = setting.metadata["rule"], setting.metadata["choices"]
+    if rule is not None and not rule.allows(value):
+        raise ValueError(f"{setting.name}={value!r} must {rule.text} ({flag_name(setting.name)})")
+    if choices is not None:
+        _check_choice(setting, value, choices)
+
+
+def _check_choice(setting: Field[Any], value: Any, choices: tuple[str, ...]) -> None:
     several = isinstance(setting.default, tuple)
     if isinstance(value, tuple) is not several:
         what = "a tuple" if several else "one"

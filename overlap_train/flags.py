@@ -167,18 +167,19 @@ def tell(message: str) -> None:
         time.sleep(RANK_0_S)
 
 
-def positive(kind: type[int] | type[float], text: str) -> Any:
-    """A number above zero, for `parse`."""
+def positive(kind: type[int] | type[float], text: str, or_zero: bool = False) -> Any:
+    """A number above zero, for `parse`; or_zero: or zero."""
     try:
         value = kind(text)
     except ValueError:
-        value = kind(0)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+        value = kind(-1)
+    if not (value > 0 or (or_zero and value == 0)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number{' or 0' if or_zero else ''}")
     return value
 
 
 positive_int, positive_float = partial(positive, int), partial(positive, float)
+positive_int_or_0 = partial(positive_int, or_zero=True)
 
 
 def _reading(found: Field[Any], default: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -39,11 +38,11 @@ class TrialBook:
         spec, domain = planned.plan.spec, self._domain
         n, k = w.shape
         fprop = Pass(spec.fprop, spec.global_rows(x, domain.world_size), n, k, x.dtype, domain.world_size)
-        if config.method != "auto" or self._is_over(fprop):
+        if self._is_over(fprop):
             return planned
         topology = domain.topology
         plans = {
-            method: make_plan(spec, replace(config, method=method), known, topology, x, w)
+            method: make_plan(spec, config.by(method), known, topology, x, w)
             for method in methods_to_try(fprop, domain.device, topology.nodes)
         }
         runs = {method: plan for method, plan in plans.items() if not self._refused(plan)}

@@ -100,7 +100,7 @@ def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig | None:
         return None
     if variant in (OVERLAP, TE_OVERLAP):
         return overlap
-    return replace(overlap, method="collective" if variant == NCCL else variant)
+    return overlap.by("collective" if variant == NCCL else variant)
 
 
 def modules_of(variant: str) -> Modules:

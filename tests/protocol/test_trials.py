@@ -155,12 +155,11 @@ def test_rank_0_keeps_the_winners_and_says_so(ranks: list[dict[str, Any]]) -> No
 
 
 def _no_trial(rank: int, world: int, folder: str) -> list[int]:
-    """How many calls were tried: by a named method, where both passes are measured, in evaluation, of a frozen weight; and then
+    """How many calls were tried: where both passes are measured, in evaluation, of a frozen weight; and then
     of a row linear."""
     turns = []
     next_turn = trials.Trial.next_turn
     with mock.patch.object(trials.Trial, "next_turn", lambda *turn: turns.append(turn) or next_turn(*turn)):
-        _step(OverlapConfig(method="chunked", tune_steps=STEPS, tuning_dir=folder), "named", rows=4 * M)
         config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
         _step(config, "known")
         x, w = torch.ones(5, K, requires_grad=True), torch.ones(7, K)

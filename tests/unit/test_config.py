@@ -59,6 +59,19 @@ def test_a_flag_that_cannot_act_is_an_error() -> None:
         ({"main_grad": "yes"}, "main_grad='yes'"),
         ({"provider": "mpi"}, "provider='mpi'"),
         ({"symmetric_mib": 0}, "symmetric_mib=0 must be a positive"),
+        ({"symmetric_mib": 0.5}, "symmetric_mib=0.5 must be a positive"),
+        ({"symmetric_mib": True}, "symmetric_mib=True must be a positive"),
+        ({"exchange_mib": "512"}, "exchange_mib='512' must be a positive"),
+        ({"timeout_s": True}, "timeout_s=True must be a positive"),
+        ({"node_ranks": True}, "node_ranks=True must be a number of ranks, or 0"),
+        ({"tuning_dir": None}, "tuning_dir=None must name a folder"),
+        ({"tuning_dir": ""}, "tuning_dir='' must name a folder"),
+        (
+            {"tune_steps": 20, "method": "chunked"},
+            "tune_steps=20 with method='chunked': only auto tries.*--overlap-train-method",
+        ),
+        ({"network_sms": 6, "network": "nvshmem"}, "network_sms=6 with network='nvshmem', which takes no SMs"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0 must be a positive"),
         ({"timeout_s": -1.0}, "timeout_s=-1.0 must be a positive"),
         ({"network_sms": -1}, "network_sms=-1 must be a number from 1 to 32, or 0.*--overlap-train-network-sms"),
         ({"network_sms": 33}, "network_sms=33 must"),
@@ -73,6 +86,10 @@ def test_a_flag_that_cannot_act_is_an_error() -> None:
 def test_bad_values_are_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OverlapConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_by_a_method_nothing_is_tried() -> None:
+    assert OverlapConfig(tune_steps=20).by("chunked") == OverlapConfig(method="chunked")
 
 
 def test_bad_flag_values_are_refused_by_the_parser() -> None:

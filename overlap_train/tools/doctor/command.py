@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ... import shutdown
-from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_float, positive_int
+from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_float, positive_int_or_0
 from ...symmetric.nvshmem import finalize
 from ..measure.world import World, first_line, join
 from . import environment, gpus, links, memory, network, operator, versions
@@ -50,7 +50,7 @@ class Doctor:
     node_ranks: int = option(
         0,
         "ranks per node; 0: those that can map each other's memory, which they find out",
-        parse=positive_int,
+        parse=positive_int_or_0,
         metavar="N",
     )
 

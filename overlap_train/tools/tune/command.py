@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ... import OverlapConfig, shutdown
-from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int
+from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int, positive_int_or_0
 from ...methods import TRAITS
 from ...operators.portable import is_interpreted
 from ...planning.table import Key, Winner, key_of, save
@@ -70,7 +70,7 @@ class Tune:
     micro_batch: int = option(1, "sequences in one call", parse=positive_int, metavar="N")
     methods: tuple[str, ...] = option(
         (),
-        "candidates; default fused,direct,chunked,collective; on the CPU chunked,collective. The untuned default and "
+        f"candidates (default: {','.join(CANDIDATES)}; on the CPU chunked,collective). The untuned default and "
         "collective are always among them",
         choices=CANDIDATES,
         metavar="METHOD,...",
@@ -78,7 +78,7 @@ class Tune:
     node_ranks: int = option(
         OverlapConfig().node_ranks,
         "ranks per node, where the group spans several; 0: those that can map each other's memory, which they find out",
-        parse=positive_int,
+        parse=positive_int_or_0,
         metavar="N",
     )
     dtype: str | None = option(None, "default bf16; on the CPU fp32", choices=tuple(DTYPES))

@@ -47,7 +47,6 @@ FAULTS = [
     ENDS("winners are not kept", "table.save(domain.config.tuning_dir, key, found)", "domain.config.tuning_dir"),
     ENDS("every rank prints", "if dist.get_rank() == 0:", "if True:"),
     ENDS("every rank keeps", "if self._domain.rank == 0 else", "if True else"),
-    ENDS("a method that was asked for is tried", 'config.method != "auto" or ', ""),
     ENDS("what was measured is tried again", "len(methods) < 2 or is_known(", "len(methods) < 2 or False and is_known("),
     ENDS("what the kernels refuse is tried", "why_not(plan, domain.device, interpreted) is not None or", "", REFUSED),
     ENDS("what memory does not hold is tried", " or not domain.may_hold(plan.request)", "", REFUSED),
