@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _KEPT = "_overlap_train_documents"  # attribute of a PackedSeqParams, which all layers of a forward get
 
@@ -38,6 +39,13 @@ class Documents:
         ):
             return None
         return [start + i for start, length in zip(self.starts, self.lengths, strict=False) for i in range(length)]
+
+
+def cut_of(packed: PackedSeqParams | None, config: TransformerConfig) -> str:
+    """How Megatron has cut the rows over the context-parallel ranks: as this pack says, or else the model's config. Where neither
+    says anything it is "zigzag": Megatron-Core up to 0.19 cuts in no other way."""
+    said = (getattr(holder, "cp_partition_mode", None) for holder in (packed, config))
+    return next((mode for mode in said if mode is not None), "zigzag")
 
 
 def documents_of(packed: PackedSeqParams) -> Documents:

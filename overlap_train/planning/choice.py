@@ -33,6 +33,10 @@ SHORT_GEMM_US, SHORT_SCATTER_US, FUSED_HOST_US = 160.0, 100.0, 70.0
 # NCCL + cuBLAS. fused took 0.96 to 1.11 times as long as direct, and chunked, in products above a millisecond, 1.00 to 1.18 (2 x
 # H200).
 FEW_ROWS = 1024
+# A scatter whose tiles are one wave that leaves at most this part of the SMs idle: direct sends it under its product. 256 x 16384
+# x 26624, 128 tiles on 132 SMs, took 350 and 363 us in two passes, by low_latency 367 and 374, by NCCL and cuBLAS 365 and 373. On
+# another day direct was 1.04 and 1.03 times as fast as these two, low_latency 1.00 and 0.99 (2 x H200).
+MOST_IDLE = 0.05
 # A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
 # the own tiles: at 1.58 it gained 7 % (11008 x 4096), at 1.41 it cost 2 and 8 % (8B qkv on 2 GPUs), at 1.21 it cost 3 % (4 GPUs).
 LATE = 1.5
@@ -186,6 +190,8 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     """(method, reason)."""
     if device.type != "cuda":
         return "chunked", "CPU tensors"
+    if _fills_a_wave(pass_, device):
+        return "direct", "its tiles are one wave of all SMs"
     if pays(pass_):
         return LOW_LATENCY, f"M={pass_.m}: few bytes, which arrive soonest as words with flags"
     served = on_hopper(pass_, device)
@@ -218,6 +224,14 @@ def _model_of_exchange(pass_: Pass) -> tuple[str, str]:
 def _fills_tiles(pass_: Pass) -> bool:
     """Whether the rows of one rank are at least a tile."""
     return pass_.m >= HOPPER_TILE.block_m * pass_.world
+
+
+def _fills_a_wave(pass_: Pass, device: torch.device) -> bool:
+    """Whether a scatter by the Hopper kernels is one wave of whole tiles, on nearly all SMs."""
+    if pass_.kind not in (SCATTER, SCATTER_AND_WGRAD) or not _fills_tiles(pass_) or not on_hopper(pass_, device):
+        return False
+    tiles = HOPPER_TILE.count(pass_.m // pass_.world, pass_.n, pass_.world)
+    return 1 - MOST_IDLE <= tiles / FILLS_A_GPU <= 1
 
 
 def on_hopper(pass_: Pass, device: torch.device) -> bool:

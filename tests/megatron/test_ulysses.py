@@ -51,6 +51,8 @@ CASES = {
     "core attention recomputed": (Run(architecture={**LLAMA, "recompute_granularity": "selective"}), CHUNKED),
     "interleaved rotary pairs": (Run(architecture={**LLAMA, "rotary_interleaved": True}), CHUNKED),
     "packed": (Run(packed=True), CHUNKED),
+    "packed, cut into contiguous parts": (Run(packed=True, cut="contiguous"), CHUNKED),
+    "packed, cut into contiguous parts, without overlap": (Run(packed=True, cut="contiguous"), None),
     "packed, query and key norms, without overlap": (
         Run(packed=True, architecture={**LLAMA, "qk_layernorm": True}),
         None,

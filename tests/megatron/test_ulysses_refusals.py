@@ -103,6 +103,17 @@ def test_every_layer_of_the_local_spec_is_ulysses(workers: Workers) -> None:
     workers.call(per_layer)
 
 
+def cut_of_a_call() -> None:
+    model, x = ulysses.gpt(Run(context_parallel=2)), torch.randn(8, 1, 32)
+    packed = PackedSeqParams("thd", *[torch.tensor([0, 16], dtype=torch.int32)] * 2)
+    packed.cp_partition_mode = "two_chunk"
+    with pytest.raises(ValueError, match=r"cp_partition_mode='two_chunk'.*is not one of contiguous, zigzag"):
+        model.decoder.layers[0].self_attention(x, None, packed_seq_params=packed)
+    model.config.cp_partition_mode = "two_chunk"
+    with pytest.raises(ValueError, match="sequence with cp_partition_mode='two_chunk'"):
+        model.decoder.layers[0].self_attention(x, None)
+
+
 def group_of_a_call() -> None:
     """packed_seq_params may turn context parallelism off for one micro-batch: each rank then has whole sequences."""
     model = ulysses.gpt(Run(context_parallel=2, overlap=OVERLAP))
@@ -114,6 +125,11 @@ def group_of_a_call() -> None:
     alone, _ = ulysses.gpt(Run()).decoder.layers[0].self_attention(x, None, packed_seq_params=packed)
     torch.testing.assert_close(y, alone, rtol=1e-5, atol=1e-6)
     assert dict(attention.linear_qkv.overlap.fallback_calls) == {"context-parallel size 1: nothing to communicate": 1}
+
+
+def test_a_cut_that_is_not_known_is_refused(workers: Workers) -> None:
+    """Taken for a zigzag, rows would be mixed up without a word."""
+    workers.call(cut_of_a_call)
 
 
 def test_the_group_may_change_with_the_call(workers: Workers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Run:
     overlap: OverlapConfig | None = None
     architecture: dict[str, Any] = field(default_factory=lambda: LLAMA)
     packed: bool = False
+    cut: str = "zigzag"  # of a pack; newer Megatron has contiguous, too
     spec_linears: bool = False
 
 
@@ -59,7 +61,7 @@ def wrapped(model: GPTModel) -> DistributedDataParallel:
 
 def batches(run: Run) -> Iterator[dict[str, Any]]:
     """Micro-batches as Megatron hands them to a rank."""
-    cut = _packed if run.packed else _sliced
+    cut = partial(_packed, cut=run.cut) if run.packed else _sliced
     for text in models.batches():
         text = text.reshape(1, -1)[:, : 2 * SEQUENCE + 1] if run.packed else text
         length = text.size(1) - 1
@@ -80,18 +82,22 @@ def _sliced(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
         return get_batch_on_this_cp_rank(batch, group)
 
 
-def _packed(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Zigzag within each document, as TransformerEngine's thd_get_partitioned_indices cuts. Rows beyond the last do not count."""
+def _packed(batch: dict[str, Any], ranks: int, cut: str) -> dict[str, Any]:
+    """Zigzag within each document, as TransformerEngine's thd_get_partitioned_indices cuts; or contiguous, across documents. Rows
+    beyond the last do not count."""
     ends = torch.tensor(DOCUMENTS, dtype=torch.int32)
     batch["loss_mask"][:, DOCUMENTS[-1] :] = 0
     if ranks == 1:  # Megatron's own rotary positions know no rows beyond
         batch = {name: x[:, : DOCUMENTS[-1]] for name, x in batch.items()}
     rows = batch["tokens"].size(1)
     if ranks > 1:
-        of_ranks = SequenceLayout("zigzag", (*DOCUMENTS, rows)).rows_of_ranks(rows, ranks, torch.device("cpu"))
+        starts = (*DOCUMENTS, rows) if cut == "zigzag" else ()
+        of_ranks = SequenceLayout(cut, starts).rows_of_ranks(rows, ranks, torch.device("cpu"))
         mine = of_ranks[parallel_state.get_context_parallel_rank()]
         batch = {name: x[:, mine].contiguous() for name, x in batch.items()}
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=16, max_seqlen_kv=16)
+    if cut != "zigzag":
+        packed.cp_partition_mode = cut
     return {**batch, "packed": packed}
 
 

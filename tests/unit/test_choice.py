@@ -72,6 +72,21 @@ def test_small_m_is_left_to_nccl_where_no_tile_is_filled(hopper_gpu: pytest.Monk
             assert untuned(not_served, GPU).method == "collective"
 
 
+def test_a_scatter_of_one_wave_is_sent_under_its_product(hopper_gpu: pytest.MonkeyPatch) -> None:
+    """256 x 16384 are 128 tiles on 132 SMs."""
+    full = Pass(SCATTER, 256, 16384, 26624, torch.bfloat16, 2)
+    for pass_ in (full, replace(full, kind=SCATTER_AND_WGRAD)):
+        assert untuned(pass_, GPU).method == "direct"
+    emptier = (
+        replace(full, n=15360),
+        replace(full, m=128, n=32768),
+        replace(full, world=4),
+        replace(full, dtype=torch.float32),
+    )
+    for pass_ in (*emptier, replace(full, n=17408), replace(full, kind=GATHER)):
+        assert untuned(pass_, GPU).method != "direct"
+
+
 def test_defaults_where_copies_take_longer_than_the_gemm(hopper_gpu: pytest.MonkeyPatch) -> None:
     """Attention's linears: whole blocks, a reduction that is left for later, a storing kernel without copies."""
     for gather in (QKV, PROJ.dgrad):

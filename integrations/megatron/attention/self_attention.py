@@ -27,7 +27,7 @@ from overlap_train import Rotary, SequenceLayout
 from ..linears.context_parallel import ULYSSES
 from ..linears.exchange import Exchange
 from ..linears.ulysses import exchanges
-from ..packed import Documents, documents_of
+from ..packed import Documents, cut_of, documents_of
 from .collective import Heads, collective_to_heads, collective_to_sequence
 from .conditions import bad_setting, refuse_call
 from .core import core_of_rank, heads_of, is_transformer_engines, without_group
@@ -84,7 +84,8 @@ class UlyssesSelfAttention(SelfAttention):
         refuse_call(self.core_attention, ranks, self.pg_collection.cp.size(), others)
         documents = None if packed_seq_params is None else documents_of(packed_seq_params)
         rows = self._rows_of_rank(hidden_states) * ranks
-        exchange = self._exchange(group, rows, documents, hidden_states.device)
+        cut = cut_of(packed_seq_params, self.config)
+        exchange = self._exchange(group, rows, cut, documents, hidden_states.device)
         freqs = self._frequencies(rotary_pos_emb, rows, exchange, documents)
         q, k, v = self._heads(hidden_states, exchange, freqs)
         context = self._attended(q, k, v, self._mask(attention_mask, rows, exchange), packed_seq_params)
@@ -101,13 +102,14 @@ class UlyssesSelfAttention(SelfAttention):
         return x.size(0) * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
 
     def _exchange(
-        self, group: dist.ProcessGroup | None, rows: int, documents: Documents | None, device: torch.device
+        self, group: dist.ProcessGroup | None, rows: int, cut: str, documents: Documents | None, device: torch.device
     ) -> Exchange:
+        """cut: contiguous, or zigzag, which is within each document."""
         heads, ranks = heads_of(self.config), 1 if group is None else group.size()
-        layout = SequenceLayout("zigzag", () if documents is None else documents.with_rest(rows))
-        problem = layout.error(rows, ranks, "packed_seq_params" if documents else "sequence") or heads.error(
-            ranks, "cp_group"
-        )
+        starts = documents.with_rest(rows) if documents is not None and cut == "zigzag" else ()
+        layout = SequenceLayout(cut, starts)
+        name = f"{'packed_seq_params' if documents else 'sequence'} with cp_partition_mode={cut!r}"
+        problem = layout.error(rows, ranks, name) or heads.error(ranks, "cp_group")
         if problem is not None and ranks > 1:
             raise ValueError(f"{problem} (Ulysses, context parallelism {ranks})")
         return self.whole.exchange(group, heads, layout, rows, device)

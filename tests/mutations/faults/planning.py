@@ -136,6 +136,16 @@ FAULTS = [
         "    fits = winner is not None and on_hopper",
         "    fits = winner is not None or on_hopper",
     ),
+    CHOICE(
+        "a scatter that leaves SMs idle counts as one full wave", "return 1 - MOST_IDLE <= tiles", "return 0 <= tiles"
+    ),
+    CHOICE("a scatter of more than one wave counts as one", "tiles / FILLS_A_GPU <= 1", "tiles / FILLS_A_GPU"),
+    CHOICE("tiles that are half empty fill the GPU", "or not _fills_tiles(pass_) or not on_hopper", "or not on_hopper"),
+    CHOICE(
+        "a gather of one wave is sent by direct",
+        "if pass_.kind not in (SCATTER, SCATTER_AND_WGRAD) or not _fills_tiles",
+        "if not _fills_tiles",
+    ),
     CHOICE("few rows are left to fused", "if pass_.m <= FEW_ROWS:", "if pass_.m < FEW_ROWS:"),
     CHOICE("two ranks collide", "pass_.world > 2 and TRAITS", "pass_.world > 1 and TRAITS"),
     CHOICE("short copies collide", "max(LONG_COPY_US, pass_.gemm_us)", "pass_.gemm_us"),
