@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, replace
+from types import UnionType
 from typing import Any
 
 from .methods import TRAITS
@@ -26,7 +27,7 @@ def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None, ru
     return field(default=default, metadata={"help": help, "choices": choices, "rule": rule})
 
 
-def _is_number(value: Any, kinds: type = int) -> bool:
+def _is_number(value: Any, kinds: type | UnionType = int) -> bool:
     """A bool is an int to Python, and no number here."""
     return isinstance(value, kinds) and not isinstance(value, bool)
 
