@@ -130,11 +130,25 @@ def test_baselines_come_first_and_ours_last(drawn: Drawn) -> None:
     ]  # fmt: skip
 
 
-def test_a_panel_with_other_bars_has_names_of_its_own(drawn: Drawn) -> None:
-    """In the first layer async-TP ran, in the others it did not."""
+def test_where_panels_have_other_bars_each_has_names_of_its_own(drawn: Drawn) -> None:
+    """In the first layer async-TP ran, in the others it did not. Three columns of names would leave titles no room."""
     first, second, third = ([label.get_text() for label in axes.get_yticklabels()] for axes in drawn[1][2].axes[:3])
     assert "async-TP" in first and "async-TP" not in second
-    assert second == ["Megatron-Core", "fused", "auto", "auto, CUDA graph"] and set(third) == {""}
+    assert second == third == ["Megatron-Core", "fused", "auto", "auto, CUDA graph"]
+    columns = {round(axes.get_position().x0, 2) for axes in drawn[1][2].axes[:3]}
+    assert len(columns) == 2
+
+
+@pytest.mark.parametrize(("title", "columns"), [("short", 3), ("llama3-70b-ulysses, s = 131072", 2)])
+def test_panels_of_equal_names_share_them_unless_a_title_is_long(
+    title: str, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(bars, "save", lambda figure, path: figures.append(figure))
+    some = [bars.Bar("auto", "auto", 1.1, "1.10", 1.0)]
+    bars.bars({"a": some, "b": some, title: some}, ("title", "Lower is better."), "time", tmp_path / "bars.png")
+    names = [[label.get_text() for label in axes.get_yticklabels()] for axes in figures[0].axes[:3]]
+    assert names == [["auto"] if place % columns == 0 else [""] for place in range(3)]
 
 
 @pytest.mark.parametrize("bound", [1.0, None])

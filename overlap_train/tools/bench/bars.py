@@ -10,6 +10,7 @@ from typing import Any
 from .style import GRAPH, SMALL, canvas, look_of, save
 
 BAR = 0.21  # inches, with the gap to the next
+LONGEST_OF_THREE = 28  # characters of a title over one of three panels
 
 
 @dataclass(frozen=True)
@@ -32,25 +33,34 @@ def bars(
     limit: float = float("inf"),
 ) -> Path:
     """Panels of bars that lie, each with its number. A bar beyond `limit` is broken: it ends there with a mark."""
-    most, columns = max(len(some) for some in panels.values()), min(3 if len(panels) > 2 else 2, len(panels))
+    most, columns = max(len(some) for some in panels.values()), _columns(panels)
     explained = ("bound",) if has_bound(panels) else ()
     figure, grid = canvas(len(panels), columns, BAR * most + 0.7, header, explained, sharex=True)
     ends = [min(bar.value, limit) for some in panels.values() for bar in some]
     length = max(ends) - start
     grid[0][0].set_xlim(min(start, *ends) - 0.01 * length, start + 1.3 * length)
-    named: list[str] = []
+    alike = _named_alike(panels)
     for number, (axes, (title, some)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
         for place, bar in enumerate(some):
             _draw_bar(axes, place, bar, start, limit)
         names = [bar.label for bar in some]
-        is_told = number % columns > 0 and names == named  # by the panel on the left
-        named = names
+        is_told = number % columns > 0 and alike  # by the panel on the left
         axes.set(title=title, ylim=(most - 0.4, -0.6))
         axes.set_yticks(range(len(some)), [""] * len(some) if is_told else names)
         axes.tick_params(left=False, labelbottom=True)
     for axes in grid[-1]:
         axes.set_xlabel(unit)
     return save(figure, path)
+
+
+def _columns(panels: Mapping[str, Sequence[Bar]]) -> int:
+    """How many panels stand side by side: three, or two where each has names of its own, or a long title."""
+    fits = _named_alike(panels) and max(map(len, panels)) <= LONGEST_OF_THREE
+    return min(len(panels), 3 if fits and len(panels) > 2 else 2)
+
+
+def _named_alike(panels: Mapping[str, Sequence[Bar]]) -> bool:
+    return len({tuple(bar.label for bar in some) for some in panels.values()}) == 1
 
 
 def has_bound(panels: Mapping[str, Sequence[Bar]]) -> bool:

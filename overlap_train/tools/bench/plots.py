@@ -31,6 +31,7 @@ CEILING = (
     f"Higher is better. {PERFECT.capitalize()}: the longer of cuBLAS GEMM and NCCL alone (a faster GEMM passes it)."
 )
 LONGEST = 2.2  # where bars of time ratios are broken: one baseline at 3.4 would leave no room to compare the rest
+LONGEST_BLOCK = 1.25  # the same of blocks, most of which differ by some per cent
 
 
 def draw(folder: Path) -> list[Path]:
@@ -91,8 +92,9 @@ def _case(op: str, pass_: str) -> tuple[str, str]:
 
 
 def _model(n: int, k: int) -> str:
-    """The model that a weight belongs to and the weight's sizes, in two lines."""
-    model = next((name for name in WEIGHTS if set(weight_of(name)) == {n, k}), "")
+    """The model that a weight belongs to and the weight's sizes, in two lines. Of models that share it a Llama 3."""
+    models = [name for name in WEIGHTS if set(weight_of(name)) == {n, k}]
+    model = min(models, key=lambda name: not name.startswith("llama3"), default="")
     return f"{model}\n{n} x {k}".strip()
 
 
@@ -194,7 +196,7 @@ def _blocks(rows: list[Row], path: Path) -> Path:
     )
     # TransformerEngine's core attention is another one
     panels = _ratios(rows, "alone_ms", {"sequence": "alone_ms", "te": "te_alone_ms"})
-    return bars(panels, header, "time / block without exchange", path, start=1.0, limit=LONGEST)
+    return bars(panels, header, "time / block without exchange", path, start=1.0, limit=LONGEST_BLOCK)
 
 
 def _ratios(rows: list[Row], floor: str, baselines: dict[str, str]) -> dict[str, list[Bar]]:
