@@ -189,7 +189,8 @@ def _reading(found: Field[Any], default: Any) -> dict[str, Any]:
         return {"action": "store_true"}
     if not isinstance(default, tuple):
         kind = parse or (str if default is None else type(default))
-        usual = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
+        number = kind.args[0] if isinstance(kind, partial) else kind  # of `positive`
+        usual = None if choices else {int: "N", float: "X"}.get(number, "TEXT")
         return {"type": kind, "choices": choices, "metavar": metavar or usual}
     if found.metadata.get("repeated"):
         return {"action": "append", "metavar": metavar}

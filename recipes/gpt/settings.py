@@ -17,7 +17,7 @@ from overlap_train.flags import option
 from overlap_train.tools.measure import models
 
 SMALL = "small"
-RECOMPUTE = ("none", "selective", "full")  # nothing, the core attention, whole layers
+RECOMPUTE = ("none", "selective", "full")
 
 # One maker of flags for each heading of --help.
 _data, _model, _parallel, _training, _report, _checkpoint = (
@@ -54,7 +54,9 @@ class Settings:
     weight_decay: float = _training(0.1, "AdamW weight decay")
     clip_grad: float = _training(1.0, "largest gradient norm; 0: no clipping")
     recompute: str = _training(
-        "none", f"{', '.join(RECOMPUTE)}: what backward computes again instead of keeping it from forward"
+        "none",
+        "what backward computes again instead of keeping it from forward: nothing, the core attention, or whole layers",
+        choices=RECOMPUTE,
     )
     cuda_graph: int = _training(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)")
     deterministic: int = _training(0, "1: the same bits on every run, at some cost in speed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from gpt.rules import read_flags
 from overlap_train import cli
 from overlap_train.flags import flag
+from overlap_train.tools.slurm.command import job_from_flags
 from overlap_train.tools.slurm.job import KINDS, Job, seconds
 from overlap_train.tools.slurm.script import render, sbatch_options, variables
 
@@ -107,6 +110,20 @@ def test_a_module_takes_the_place_of_the_file(tmp_path: Path, commands: Commands
     given = srun_of(written(tmp_path, job), commands)
     words = ["-m", "overlap_train.integrations.megatron", "pretrain_gpt.py", "--bf16", "--save", job.checkpoints]
     assert given[-6:] == words
+
+
+def test_context_parallelism_reaches_the_recipe(tmp_path: Path, commands: Commands) -> None:
+    """By the command of the page."""
+    page = (ROOT / "docs" / "slurm.md").read_text().replace("\\\n", "")
+    (command,) = [
+        line for line in page.splitlines() if line.startswith("overlap-train launch train ") and " --cp " in line
+    ]
+    words = shlex.split(command)[2:]
+    end = words.index("--")
+    job, _ = job_from_flags([*words[:end], "--run-dir", str(tmp_path / "run"), *words[end:]])
+    given = srun_of(written(tmp_path, job), commands)
+    settings, overlap, _ = read_flags(given[given.index(job.recipe) + 1 :], None, 16, on_gpu=True)
+    assert (settings.tp, settings.cp, overlap is None) == (2, 4, False)
 
 
 def test_a_container_sees_the_folders_of_the_job(tmp_path: Path, commands: Commands) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mfu.plan import Plan
 from overlap_train.flags import (
     Parser,
     add_options,
@@ -76,6 +77,9 @@ def test_the_help_shows_defaults_groups_and_choices() -> None:
     text = add_options(argparse.ArgumentParser("x"), replace(Options(), count=9)).format_help()
     assert "a number (default: 9)" in text and "words (default: x)" in text and "--words x,y" in text
     assert "more:\n  --numbers" in text and "measured (default" not in text
+    assert "--count N" in text and "--rate X" in text
+    steps = add_options(argparse.ArgumentParser("x"), Plan).format_help()
+    assert "--steps N " in steps, "of a number that has a rule of its own"
 
 
 def test_flags_by_their_fields() -> None:

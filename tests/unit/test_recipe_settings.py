@@ -29,7 +29,8 @@ def test_without_flags_every_setting_has_the_default_of_the_dataclass():
 def test_every_setting_can_be_changed_by_its_flag():
     for option in OPTIONS:
         default = getattr(Settings(), option.name)
-        other = "other" if isinstance(default, str) else type(default)(7)
+        known = option.metadata["choices"] or ("other",)
+        other = known[-1] if isinstance(default, str) else type(default)(7)
         assert parse(flag(option.name), str(other)) == replace(Settings(), **{option.name: other})
 
 
