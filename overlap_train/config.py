@@ -16,14 +16,14 @@ MOST_CTAS = 32  # of one of NCCL's communicators
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Which values a setting without choices may have. text: what the error says after "must"."""
+class SettingRule:
+    """Which values a setting without choices may have. text: what the error says of another one."""
 
     text: str
     allows: Callable[[Any], bool]
 
 
-def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None, rule: Rule | None = None) -> Any:
+def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None, rule: SettingRule | None = None) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices, "rule": rule})
 
 
@@ -32,20 +32,20 @@ def _is_number(value: Any, kinds: type | UnionType = int) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _whole(text: str, least: int, most: float = math.inf, zero: bool = False) -> Rule:
+def _whole(text: str, least: int, most: float = math.inf, zero: bool = False) -> SettingRule:
     """A whole number from least to most, or 0."""
-    return Rule(text, lambda value: _is_number(value) and (least <= value <= most or (zero and value == 0)))
+    return SettingRule(text, lambda value: _is_number(value) and (least <= value <= most or (zero and value == 0)))
 
 
-_MIB = _whole("be a positive number of MiB, and a whole one", 1)
-_SECONDS = Rule(
-    "be a positive and finite number", lambda value: _is_number(value, int | float) and 0 < value < math.inf
+_MIB = _whole("must be a positive number of MiB, and a whole one", 1)
+_SECONDS = SettingRule(
+    "must be a positive and finite number", lambda value: _is_number(value, int | float) and 0 < value < math.inf
 )
-_FOLDER = Rule("name a folder, which need not exist", lambda value: isinstance(value, str) and bool(value))
-_NODE = _whole("be a number of ranks, or 0 to find the nodes", 0)
-_SMS = _whole(f"be a number from 1 to {MOST_CTAS}, or 0 to measure it", 0, MOST_CTAS)
+_FOLDER = SettingRule("must name a folder, which need not exist", lambda value: isinstance(value, str) and bool(value))
+_NODE = _whole("must be a number of ranks, or 0 to find the nodes", 0)
+_SMS = _whole(f"must be a number from 1 to {MOST_CTAS}, or 0 to measure it", 0, MOST_CTAS)
 _CALLS = _whole(
-    f"be at least {2 * len(TRAITS)}, so that each method runs twice and its first call, which may compile, need not count, "
+    f"must be at least {2 * len(TRAITS)}, so that each method runs twice and its first call, which may compile, need not count, "
     "or 0 for none",
     2 * len(TRAITS),
     zero=True,
@@ -177,7 +177,7 @@ def flag_name(field_name: str) -> str:
 def _check(setting: Field[Any], value: Any) -> None:
     rule, choices = setting.metadata["rule"], setting.metadata["choices"]
     if rule is not None and not rule.allows(value):
-        raise ValueError(f"{setting.name}={value!r} must {rule.text} ({flag_name(setting.name)})")
+        raise ValueError(f"{setting.name}={value!r} {rule.text} ({flag_name(setting.name)})")
     if choices is not None:
         _check_choice(setting, value, choices)
 

@@ -2,7 +2,7 @@
 
 A message is the list of its literal pieces; what stands between two pieces is only known when it is raised. Collected are
 the texts of exceptions and warnings, and what functions say about a problem: results of those that return `str | None`, yields
-of those that return `Iterator[str]`, and texts that are assigned to `error` or `problem`.
+of those that return `Iterator[str]`, rules of settings, and texts that are assigned to `error` or `problem`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def _texts_in(function: ast.AST) -> Iterator[ast.expr]:
     for node in _own_nodes(function):
         match node:
             case ast.Call(func=func, args=[text, *_]) if _is_exception(func):
+                yield text
+            case ast.Call(func=ast.Name(id="SettingRule" | "_whole"), args=[text, *_]):  # of OverlapConfig
                 yield text
             case ast.Return(value=ast.expr() as text) if says_what_is_wrong:
                 yield text
