@@ -136,11 +136,12 @@ class OverlapConfig:
     )
 
     def by(self, method: str) -> OverlapConfig:
-        """The same settings with a method by its name, which leaves nothing to try."""
+        """These settings with another method and without trials (tune_steps=0): a named method leaves nothing to try."""
         return replace(self, method=method, tune_steps=0)
 
     def __hash__(self) -> int:
-        """Cached: the config is part of a dictionary key on every call, and hashing all fields takes a microsecond."""
+        """The hash of all fields, computed once: the config is part of a dictionary key on every call, and hashing all fields
+        takes a microsecond."""
         kept = self.__dict__.get("_hash")
         if kept is None:
             kept = hash(tuple(getattr(self, setting.name) for setting in fields(self)))
@@ -148,7 +149,7 @@ class OverlapConfig:
         return kept
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the hash, which is another one in another process."""
+        """The state for pickling, without the kept hash: another process has another one."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     def __post_init__(self) -> None:

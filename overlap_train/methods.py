@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traits:
-    """pushes: the copy engine sends its blocks; pushes of skewed ranks collide.
+    """What the choice, the tuner and the checks must know of a method.
+
+    pushes: the copy engine sends its blocks; pushes of skewed ranks collide.
     cuts: it cuts blocks into chunks; sending them whole is a variant.
     splits: its reduction may run in a second kernel, after what the caller does meanwhile.
     kernels: it runs kernels of ours, which CPUs have in Triton's interpreter only.

@@ -17,7 +17,8 @@ _KEPT = "_overlap_train_documents"  # attribute of a PackedSeqParams, which all 
 
 @dataclass(frozen=True)
 class Documents:
-    """starts: first row of each document with its padding, then the end of the last. lengths: rows without padding."""
+    """The documents of a packed sequence. starts: first row of each document with its padding, then the end of the last. lengths:
+    rows without padding."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -28,7 +29,7 @@ class Documents:
         return self.starts[-1]
 
     def with_rest(self, rows: int) -> tuple[int, ...]:
-        """starts of `rows` rows, those beyond the last document as one more."""
+        """The starts of a sequence of `rows` rows: those beyond the last document count as one more document."""
         return self.starts if self.end == rows else (*self.starts, rows)
 
     def row_numbers(self) -> list[int] | None:
@@ -49,7 +50,8 @@ def cut_of(packed: PackedSeqParams | None, config: TransformerConfig) -> str:
 
 
 def documents_of(packed: PackedSeqParams) -> Documents:
-    """Of self-attention. The first call for these lengths waits for the device."""
+    """The documents of a packed micro-batch, as self-attention has them (cu_seqlens_q). The first call for these lengths waits
+    for the device; `packed` keeps the answer for later ones."""
     real, padded = packed.cu_seqlens_q, getattr(packed, "cu_seqlens_q_padded", None)
     padded = real if padded is None else padded
     key = [(id(x), 0 if x.is_inference() else x._version) for x in (real, padded)]

@@ -46,7 +46,7 @@ class Launch:
     replaced: tuple[tuple[str, ...], ...] = ()
 
     def through_triton(self) -> Any:
-        """Launch it, compiled where it has not been. What Triton has compiled."""
+        """Launch the kernel through Triton, which compiles it where it has not been. Returns what Triton has compiled."""
         return self.kernel[self.grid](**self.arguments, **self.constants)
 
 
@@ -64,7 +64,8 @@ class LaunchCache:
     """The launches of one call's kernels, by what distinguishes them."""
 
     def __init__(self, launcher: Launcher | None) -> None:
-        """launcher: None where there is no driver to launch with (the interpreter): every launch goes through Triton."""
+        """Start without launches. launcher None: there is no driver to launch with (the interpreter), and every launch goes
+        through Triton."""
         self._launcher = launcher
         self._packed: BoundedCache[Hashable, PackedLaunch] = BoundedCache(_MOST_LAUNCHES)
         self._refused: set[Hashable] = set()
@@ -199,7 +200,8 @@ class _Parameters:
         return self._offsets[index] // 8
 
     def set(self, index: int, number: int) -> int:
-        """Returns the index of the parameter's word. The machine is little-endian: a smaller integer lies at its beginning."""
+        """Write a parameter; returns the index of its word. The machine is little-endian: a smaller integer lies at its
+        beginning."""
         word = self.word(index)
         self.words[word] = number & (2**64 - 1)
         return word

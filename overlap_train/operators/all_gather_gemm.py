@@ -116,14 +116,15 @@ class FusedGather(ChunkedGather):
             return self.gathered_view() @ b_kn
         self._multiplied = True
         y = self._own.new_empty(self._own.shape[0] * self._domain.world_size, b_kn.shape[1])
-        # gathered_view waits again: its wait costs nothing where the kernel's waits were met, and poisons x where one failed.
+        # _arrived stays False: gathered_view, which the weight gradient calls later, waits once more. That costs nothing if all
+        # waits of this kernel were met. If one failed, the second wait fails at once and writes NaN into x: dw then shows it.
         return persistent.receive_and_multiply(
             self._domain, self._call, self._plan, GatherOperands(self._own, b_kn, y, self._sends)
         )
 
 
 class DirectGather(FusedGather):
-    """That kernel sends, too: there are no copies, and no host time for them."""
+    """The FusedGather whose kernel also sends the own rows to the peers: there are no copies, and no host time for them."""
 
     _sends = True
 

@@ -38,7 +38,7 @@ class Receiver(Protocol):
         ...
 
     def received_copy(self) -> torch.Tensor:
-        """The same as [M, K/W], in memory of its own."""
+        """What all ranks have sent, complete, as [M, K/W], in memory of its own."""
         ...
 
 
@@ -127,7 +127,8 @@ class FusedAllToAllGemm(ChunkedAllToAllGemm):
 
 
 class DirectAllToAllGemm(FusedAllToAllGemm):
-    """That kernel sends, too: there are no copies, and no host time for them."""
+    """The FusedAllToAllGemm whose kernel also sends the own blocks to the peers: there are no copies, and no host time for
+    them."""
 
     _sends = True
     _multiplied = False

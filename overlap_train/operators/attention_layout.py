@@ -1,4 +1,4 @@
-"""Between what an all-to-all brings and what attention wants, in one pass over the data each way.
+"""Converts between what an all-to-all brings and what attention wants, in one pass over the data each way.
 
     unpack   packed [r, b, n], any r rows of the sequence  ->  those rows of q, k, v [s, b, heads, dim]
     pack     the same rows of dq, dk, dv  ->  [r, b, n], the transposed map, which is sent
@@ -75,7 +75,7 @@ def pack(grads: Heads, rows: torch.Tensor, rotary: Rotary | None, norm: HeadNorm
 
 
 def heads_of(heads: Heads) -> AttentionHeads:
-    """Of q [s, b, query, dim] and k, v [s, b, kv, dim]."""
+    """The AttentionHeads (query heads, KV heads, features) of q [s, b, query, dim] and k, v [s, b, kv, dim]."""
     return AttentionHeads(heads[0].shape[2], heads[1].shape[2], heads[0].shape[3])
 
 
@@ -160,7 +160,7 @@ def _of_norm(norm: HeadNorm, packed: torch.Tensor) -> tuple[torch.Tensor, tuple[
 
 
 def _power_of_two(size: int) -> int:
-    """The next one, at least 1."""
+    """The smallest power of two that is not below the argument, at least 1."""
     return 1 << max(0, size - 1).bit_length()
 
 

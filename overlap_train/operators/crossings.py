@@ -38,7 +38,7 @@ class Crossings:
 
     @property
     def next(self) -> Crossing | None:
-        """What `start` starts."""
+        """The exchange that `start` starts next; None after the last one."""
         return self._waiting[0] if self._waiting else None
 
     def start(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
@@ -62,7 +62,7 @@ class Crossings:
 
 
 class OperandCrossings(Crossings):
-    """Those of an operand: all of it is there from the beginning, and the first exchange starts at once.
+    """The exchanges of an operand. All of it is there from the beginning, therefore the first exchange starts at once.
 
     source: what is sent in an exchange.
     """

@@ -95,7 +95,7 @@ class ChunkedGemmAllToAll:
         self._domain.engine.push(staging, self._call.routes(legs))
 
     def _own_place(self) -> torch.Tensor:
-        """Where the own block [M/W, N/W] belongs."""
+        """The memory where the own block [M/W, N/W] belongs: in `into`, or else in the slot."""
         return (self._call.blocks if self._into is None else self._into)[self._domain.rank]
 
     def received(self) -> torch.Tensor:
@@ -128,7 +128,7 @@ class FusedGemmAllToAll(ChunkedGemmAllToAll):
         self._domain.engine.launch(lambda: self._kernel(staging), staging, routes)
 
     def _kernel(self, staging: torch.Tensor | None) -> None:
-        """Launch it; blocks for the peers go to staging [W, M/W, N/W] or, with None, straight to the peers."""
+        """Launch the kernel; blocks for the peers go to staging [W, M/W, N/W] or, with None, straight to the peers."""
         operands = ScatterOperands(self._a, self._b, staging, self._own_place())
         persistent.multiply_and_send(self._domain, self._call, self._plan, operands)
 

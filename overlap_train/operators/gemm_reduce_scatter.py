@@ -101,7 +101,7 @@ class FusedScatter:
         self._domain.engine.launch(lambda: self._kernel(staging), staging, routes)
 
     def _kernel(self, staging: torch.Tensor | None) -> None:
-        """Launch it; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
+        """Launch the kernel; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
         operands = ScatterOperands(self._a, self._b, staging, self._y)
         persistent.multiply_and_send(self._domain, self._call, self._plan, operands)
 

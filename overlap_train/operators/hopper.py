@@ -43,7 +43,8 @@ LAUNCH = {"num_warps": HOPPER_TILE.num_warps, "maxnreg": 168}
 def gather_launch(
     domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands, block: torch.Tensor
 ) -> Launch:
-    """Of receive_and_multiply (persistent.py), for the values (own block, own, b, y, tag). block: of own, [M/W, K]."""
+    """The Launch of the Hopper kernel that receives and multiplies (persistent.py: receive_and_multiply). Values replaced at each
+    launch: own block, own, b, y, tag. block: own [M/W, K] in AG + GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
     from ..kernels.hopper_all_gather_gemm import hopper_all_gather_gemm_kernel
     from ..kernels.hopper_all_to_all_gemm import hopper_all_to_all_gemm_kernel
 
@@ -71,7 +72,8 @@ def gather_launch(
 
 
 def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> Launch:
-    """Of multiply_and_send (persistent.py), for the values (a, b, staging or y, y, tag)."""
+    """The Launch of the Hopper kernel that multiplies and sends (persistent.py: multiply_and_send). Values replaced at each
+    launch: a, b, staging (unused where the kernel stores at the peers), y, tag."""
     from ..kernels.hopper_gemm_reduce_scatter import hopper_gemm_reduce_scatter_kernel
 
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y

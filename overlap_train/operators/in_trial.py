@@ -62,7 +62,7 @@ class InTrial(Planned):
 
     @property
     def request(self) -> Request:
-        """What all of them need."""
+        """The Request that covers all candidates: it names the methods, and asks for the largest slots of any."""
         asked, trial = self.plan.request, self.in_trial
         requests = (asked, *(candidate.plan.request for candidate in self.candidates))
         return Request(
@@ -74,14 +74,16 @@ class InTrial(Planned):
 
     @property
     def compares(self) -> bool:
-        """Not by `collective`, which always takes its turn."""
+        """False: signals do not find a rank that has another number of rows in `collective`, which always takes its turn."""
         return False
 
     def is_due(self, name: str) -> bool:
-        """In a CUDA graph ranks cannot tell each other anything."""
+        """Whether the trial ends before the next call of the linear `name`. Never in a CUDA graph, where ranks cannot tell each
+        other anything."""
         return self.in_trial.is_due(name) and not self.domain.is_capturing()
 
     def next_call(self, name: str) -> PlannedLinear:
-        """By the method whose turn it is. A CUDA graph gets the first one, which has run before and stays in it."""
+        """The linear `name` by the method whose turn it is. A CUDA graph gets the first one, which has run before and stays in
+        it."""
         turn = 0 if self.domain.is_capturing() else self.in_trial.next_turn(name)
         return self.candidates[turn].linear(name)

@@ -63,7 +63,8 @@ def on_a_gpu(domain: OverlapDomain) -> bool:
 
 
 def protocol_arguments(domain: OverlapDomain, call: Call, direct: bool) -> KernelArguments:
-    """Of one call. direct: the kernel stores at the peers itself, and advances the epoch."""
+    """The arguments and constants that tell a kernel of one call the protocol: rank, signals, epoch, counters, time limit, tag.
+    direct: the kernel stores at the peers itself, and advances the epoch."""
     counters = call.slot.direct_counters if direct else call.slot.counters
     timeout_s, on_gpu = domain.config.timeout_s, on_a_gpu(domain)
     arguments = dict(

@@ -75,7 +75,8 @@ def _launch(
     block_bytes: int,
     **constants: Any,
 ) -> Launch:
-    """tensors: two, by name, which are replaced from call to call. block_bytes: of one rank's block."""
+    """The Launch of a kernel of the low-latency protocol. tensors: two, by name, which are replaced from call to call.
+    block_bytes: of one rank's block."""
     unit, blocks = next(iter(tensors.values())).element_size(), call.slot.flagged.nbytes
     assert flagged_bytes(block_bytes * domain.world_size, domain.world_size) <= blocks, (
         "its plan has asked for that memory"

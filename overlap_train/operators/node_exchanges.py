@@ -23,7 +23,7 @@ from .gemm_all_to_all import ChunkedGemmAllToAll, new_blocks
 
 
 class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
-    """See Receiver."""
+    """A2A + GEMM across nodes of GPUs (a Receiver). Far ranks' blocks cross the network while the own node's are multiplied."""
 
     _call: NodeCall
 
@@ -54,7 +54,7 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         return y.copy_(total)
 
     def _of_own_node(self, blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """These blocks of x side by side, and their rows of b, when they are here."""
+        """Wait for these blocks of the own node; return them side by side, and their rows of b."""
         call, own = self._call, self._domain.rank
         for block in blocks:
             if block != own:
@@ -82,7 +82,8 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
-    """See Exchange of gemm_all_to_all.py."""
+    """GEMM + A2A across nodes of GPUs (an Exchange). The columns of far ranks are multiplied first, and cross the network while
+    the own node's are."""
 
     _call: NodeCall
 

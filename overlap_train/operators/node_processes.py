@@ -39,7 +39,7 @@ class NodeGather(ChunkedGather):
             run_push(route.push(self._call.blocks))
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        """Blocks of the own node whole, those of each far node chunk by chunk, in the order in which they come."""
+        """Multiply blocks of the own node whole, and those of each far node chunk by chunk, in the order in which they come."""
         call, world, local = self._call, self._domain.world_size, self._domain.topology.local
         y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
         blocks, near = y.unflatten(0, (world, -1)), local - 1
@@ -57,7 +57,8 @@ class NodeGather(ChunkedGather):
         return y
 
     def _go_on(self) -> None:
-        """Before a chunk from far is waited for: of GPUs what lets it arrive (node_streams.py)."""
+        """Called before a chunk from far is waited for. On GPUs it enqueues what lets the chunk arrive (node_streams.py); here
+        nothing."""
 
 
 class NodeScatter(ChunkedScatter):
@@ -100,7 +101,7 @@ class NodeScatter(ChunkedScatter):
         return total
 
     def finish(self) -> torch.Tensor:
-        """Own node first, then the sums of the others in order of nodes."""
+        """The sum y [M/W, N]: the own node's partials first, then the sums of the other nodes, in order of nodes."""
         topology, call = self._domain.topology, self._call
         y = self._partials.new_empty(self._partials.shape[1:])
         for chunk in range(call.chunks):

@@ -25,7 +25,7 @@ from .persistent import aligned
 
 
 class NodeStreamGather(NodeGather):
-    """See Gather."""
+    """AG + GEMM across nodes of GPUs (a Gather). One chunk is multiplied while the next crosses the network."""
 
     def _push(self) -> None:
         call, engine = self._call, self._domain.engine
@@ -52,7 +52,8 @@ class NodeStreamGather(NodeGather):
 
 
 class NodeStreamScatter(ChunkedScatter):
-    """See Scatter."""
+    """GEMM + RS across nodes of GPUs (a Scatter). The products for far nodes come first; this node's sums of them cross the
+    network while later products run."""
 
     _call: NodeCall
 
@@ -105,7 +106,7 @@ class NodeStreamScatter(ChunkedScatter):
         return [block for block in topology.ranks_of(twin // topology.local) if block != twin]
 
     def finish(self) -> torch.Tensor:
-        """Own node first, then the sums of the others in order of nodes."""
+        """The sum y [M/W, N]: the own node's partials first, then the sums of the other nodes, in order of nodes."""
         topology, call = self._domain.topology, self._call
         self._crossings.arrive_all()
         order = self._others(topology.rank)

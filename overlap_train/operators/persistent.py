@@ -76,7 +76,7 @@ def aligned(*addresses: int) -> tuple[bool, ...]:
 
 
 def _compiled_for(plan: EnginePlan, addresses: tuple[int, ...]) -> tuple[bool, ...] | None:
-    """The Hopper kernels take aligned operands only."""
+    """Which addresses are aligned, for the key of a launch; None for the Hopper kernels, which take aligned operands only."""
     return None if plan.kernels == HOPPER else aligned(*addresses)
 
 

@@ -42,7 +42,7 @@ class PlanBook:
         self.trials = TrialBook(domain)
 
     def _read_table(self) -> table.Table | None:
-        """What rank 0 finds; home folders differ."""
+        """The tuning table that rank 0 finds, None on other ranks: home folders differ."""
         domain = self.domain
         if domain.rank:
             return None
@@ -141,9 +141,17 @@ def plan_of(
     *,
     tries: bool = False,
 ) -> Planned:
-    """The plan of a call. Whatever is wrong with one whose plan is known was looked at when it was made, but for autocast.
+    """The plan of a call, the same on all ranks of the group. x, w, bias: the operands of the linear `name`.
+
+    A known plan is a dictionary look-up: only autocast is checked again. A new one checks the arguments and is agreed on by all
+    ranks, which communicates. So does the end of a trial.
 
     tries: methods may take turns in it (config.tune_steps).
+
+    Raises:
+        ValueError: something is wrong with the arguments or settings, the ranks differ, or the memory does not suffice.
+        OverlapTimeoutError: a rank did not come.
+        RuntimeError: see OverlapDomain.prepare, or another thread is in an operator of the same group.
     """
     wrong = autocast_error(name, x)
     if wrong is not None:

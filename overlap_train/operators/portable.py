@@ -34,8 +34,9 @@ def is_interpreted() -> bool:
 def gather_launch(
     domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands, block: torch.Tensor
 ) -> Launch:
-    """Of receive_and_multiply (persistent.py), for the values (own block, own, b, y, tag). The own
-    block's address is not passed: the kernel works it out from own."""
+    """The Launch of the plain Triton kernel that receives and multiplies (persistent.py: receive_and_multiply). Values replaced
+    at each launch: own block, own, b, y, tag. The kernel works out the own block's address from own, therefore no argument takes
+    it."""
     from ..kernels.all_gather_gemm import all_gather_gemm_kernel
     from ..kernels.all_to_all_gemm import all_to_all_gemm_kernel
 
@@ -56,7 +57,8 @@ def gather_launch(
 
 
 def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> Launch:
-    """Of multiply_and_send (persistent.py), for the values (a, b, staging or y, y, tag)."""
+    """The Launch of the plain Triton kernel that multiplies and sends (persistent.py: multiply_and_send). Values replaced at each
+    launch: a, b, staging (y where the kernel stores at the peers), y, tag."""
     from ..kernels.gemm_reduce_scatter import gemm_reduce_scatter_kernel
 
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y

@@ -30,7 +30,8 @@ class QkNorm:
     zero_centered: bool = False
 
     def having(self, q_weight: torch.Tensor, k_weight: torch.Tensor) -> QkNorm:
-        """The same with weights as autograd has kept them: hooks on saved tensors (checkpointing) give back other objects."""
+        """This norm with its weights as autograd has kept them: hooks on saved tensors (checkpointing) give back other
+        objects."""
         return replace(self, q_weight=q_weight, k_weight=k_weight)
 
     def error(self, dim: int, device: torch.device, name: str) -> str | None:

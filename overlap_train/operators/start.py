@@ -118,7 +118,8 @@ def start_gemm_all_to_all(
 def start_pulled_gemm_all_to_all(
     domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor, into: torch.Tensor
 ) -> Exchange:
-    """The same where ranks pull (plan.may_pull). `into` is complete when the operator ends."""
+    """A started engine that multiplies and exchanges, whose blocks the ranks pull (plan.may_pull). `into` [W, M/W, N/W] is
+    complete when the operator ends."""
     exchange = PULLED_GEMM_ALL_TO_ALLS[plan.method](domain, plan, tag, a_shard_m, b_kn, into)
     exchange.start()
     return exchange
@@ -133,7 +134,8 @@ def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sen
 
 
 def _across_nodes(domain: OverlapDomain, plan: EnginePlan) -> str:
-    """Which engine of a kind."""
+    """The key of the engine by which a plan runs across nodes: `collective`, or the one of `chunked` for GPUs or CPU
+    processes."""
     if plan.method == "collective":
         return plan.method
     assert plan.method == "chunked", f"{plan.method} stays inside one node (planning/refusals.py)"

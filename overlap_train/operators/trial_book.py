@@ -24,7 +24,8 @@ from .trials import Trial, work_of
 
 
 class TrialBook:
-    """By what its linears have in common; None where one has ended: each is made once."""
+    """The trials of one domain, by what their linears have in common (TrialKey). None stands for a trial that has ended, or was
+    not needed: each is made once."""
 
     def __init__(self, domain: OverlapDomain) -> None:
         self._domain = domain
@@ -85,7 +86,8 @@ class TrialBook:
             _print(found, trial, name, where)
 
     def _stored(self, found: Sequence[Winner]) -> str:
-        """Where, in words."""
+        """Store the winners in the tuning folder. Returns where they are, in words; a folder that cannot be written is a
+        warning."""
         domain = self._domain
         key = table.key_of(domain.device, domain.world_size, domain.topology.nodes)
         try:

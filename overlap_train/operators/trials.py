@@ -70,7 +70,8 @@ class Trial:
         return all(self._counted[kind, method] >= _LEAST_SAMPLES for kind in kinds for method in self.methods)
 
     def mark(self) -> Mark | None:
-        """Now; on a GPU, when the caller's stream comes to it. None in a CUDA graph, whose events have no time."""
+        """The present time; on a GPU an event, recorded when the caller's stream comes to it. None in a CUDA graph, whose events
+        have no time."""
         if self.device.type != "cuda":
             return time.perf_counter()
         if torch.cuda.is_current_stream_capturing():
@@ -80,7 +81,8 @@ class Trial:
         return event
 
     def add(self, timed: Timed, begin: Mark) -> None:
-        """A pass has just ended. That of a linear's first call by a method is left out: it may have compiled."""
+        """Add the time of a pass that has just ended. That of a linear's first call by a method is left out: it may have
+        compiled."""
         end, first = self.mark(), timed[:3]
         if first not in self._seen:
             self._seen.add(first)

@@ -35,7 +35,7 @@ class WeightGradient:
         self._dw: torch.Tensor | None = None
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """The part of these rows."""
+        """Add the product of one part's rows."""
         if self._target is None and not self._several:
             self._dw = _product(dy, x)
             return
@@ -85,7 +85,7 @@ def _parts(
 
 
 def _features(matrix: torch.Tensor) -> int:
-    """Of a matrix [M, C], or of its blocks [W, M, C/W]."""
+    """C, the number of features of a matrix [M, C], or of its blocks [W, M, C/W]."""
     return matrix.shape[-1] * (len(matrix) if matrix.dim() == 3 else 1)
 
 

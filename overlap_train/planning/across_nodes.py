@@ -33,7 +33,8 @@ def lane_of(leg: Leg) -> str:
 
 
 def in_order(work: Work) -> Iterator[Leg]:
-    """As engines send them: what arrives is passed on chunk by chunk, to every rank of the node; what lands as it comes."""
+    """The legs of a pass in the order in which engines send them. What arrives is passed on chunk by chunk, to every rank of the
+    node; what lands, as it comes."""
     legs = work.plan.legs
     yield from (leg for leg in legs if leg.carries != ARRIVED)
     for _, passed_on in legs.passed_on.by_block:
@@ -74,10 +75,11 @@ def _node_sum(work: Work, leg: Leg) -> Kernel:
 
 
 def _node_sum_us(work: Work) -> float:
-    """Of a whole block."""
+    """Microseconds that the sum of a whole block over the ranks of a node takes."""
     return cost.sum_us(work.system, (work.topology.local + 1) * work.shard_bytes)
 
 
 def sums_us(work: Work) -> float:
-    """By how much the products of a scatter are longer for the sums beside them, which want all SMs, too. Not measured."""
+    """By how many microseconds the products of a scatter are longer for the sums beside them, which want all SMs, too; 0 in other
+    passes. Not measured."""
     return (work.topology.nodes - 1) * _node_sum_us(work) if work.plan.kind == SCATTER else 0.0

@@ -85,7 +85,8 @@ def _rows_error(name: str, x: torch.Tensor, world_size: int) -> str | None:
 
 
 def autocast_error(name: str, x: torch.Tensor) -> str | None:
-    """Libraries follow autocast and our kernels do not: the method would decide the dtype."""
+    """What is wrong where autocast gives products another dtype than x's, or None. Libraries follow autocast and our kernels do
+    not: the method would decide the dtype."""
     dtype = other_autocast(x)
     if dtype is None:
         return None

@@ -32,7 +32,8 @@ PARTIAL: Token = ("dgrad done",)
 
 
 def backward(work: Work) -> Program:
-    """work: the input gradient. Its kind says which linear this is: a column linear scatters, a row linear gathers."""
+    """The Program of a linear's whole backward. work: its input gradient, whose kind says which linear this is: a column linear
+    scatters, a row linear gathers."""
     if work.plan.kind in INBOUND:
         return _row(work)
     return _column_by_nccl(work) if work.plan.method == "collective" else _column(work)

@@ -84,7 +84,7 @@ def choose(requested: str, pass_: Pass, device: torch.device, table: Table, node
 
 
 def _variant(method: str, pass_: Pass, device: torch.device, winner: Winner | None, nodes: int) -> Variant:
-    """As measured, else by the model."""
+    """The variant in which a method runs a pass: the measured one, else the model's."""
     measured = None if winner is None else winner.variant_of(method)
     if nodes > 1:  # on CPUs, too: into how many chunks blocks are cut depends on the network
         return measured or PLAIN
@@ -215,7 +215,7 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
 
 
 def _model_of_exchange(pass_: Pass) -> tuple[str, str]:
-    """Of an all-to-all, where the Hopper kernels serve it."""
+    """(method, reason) for an all-to-all that the Hopper kernels serve."""
     if pass_.kind == A2A_GEMM and pass_.gemm_us < SHORT_RECEIVE_US:
         return "direct", "a short GEMM"
     return "fused", "the Hopper kernels serve it"

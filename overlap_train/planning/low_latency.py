@@ -46,7 +46,7 @@ def serves(pass_: Pass) -> bool:
 
 
 def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
-    """Those of the methods that serve a pass."""
+    """Those of the given methods that serve a pass: all, but for the low-latency protocol where it does not."""
     return [method for method in methods if method != LOW_LATENCY or serves(pass_)]
 
 

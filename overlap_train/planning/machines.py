@@ -73,7 +73,7 @@ class System:
 
     @property
     def network_not_measured(self) -> tuple[str, ...]:
-        """The same of the network, which counts for groups that span nodes."""
+        """The figures of the network that were not measured on this machine. They count for groups that span nodes."""
         return tuple(name for name in NETWORK_SPEEDS if name not in self.measured)
 
 

@@ -44,23 +44,23 @@ class Pass:
 
     @property
     def rows(self) -> int:
-        """That this rank multiplies."""
+        """The rows that this rank multiplies: m, or m/W in an all-to-all."""
         return self.m // self.world if self.kind in EXCHANGES else self.m
 
     @property
     def row_features(self) -> int:
-        """Of one row of a block that a peer sends."""
+        """The features of one row of a block that a peer sends."""
         features = self.k if self.kind in INBOUND else self.n
         return features // self.world if self.kind in EXCHANGES else features
 
     @property
     def gemm_us(self) -> float:
-        """What its product takes at the rate of a long run."""
+        """Microseconds of this rank's product, at the rate of a long run."""
         return 2 * self.rows * self.n * self.k / (GEMM_TFLOPS * 1e6)
 
     @property
     def copy_us(self) -> float:
-        """What one rank sends takes over NVLink, with the gaps between copies."""
+        """Microseconds that NVLink takes for what one rank sends, with the gaps between copies."""
         return (self.world - 1) / self.world * self.m * self.row_features * self.dtype.itemsize / (COPY_GBS * 1e3)
 
     @property

@@ -34,7 +34,7 @@ def _tile_us(work: Work, waves: float, idle_us: float = 0.0) -> float:
 
 
 def gather_tiles(work: Work) -> tuple[Tile, ...]:
-    """Of AG + GEMM: a peer's tiles wait for their chunk; those of the last wave may be halves."""
+    """The tiles of AG + GEMM in their order. A peer's tiles wait for their chunk; those of the last wave may be halves."""
     order = _in_order(work)
     us = _tile_us(work, _waves(work, len(order), len(order)))
     tiles = [
@@ -45,7 +45,7 @@ def gather_tiles(work: Work) -> tuple[Tile, ...]:
 
 
 def _waves(work: Work, tiles: int, may_cut: int) -> float:
-    """may_cut: tiles, of the last ones, that the kernels for Hopper may cut into halves."""
+    """The waves that so many tiles take. may_cut: tiles, of the last ones, that the kernels for Hopper may cut into halves."""
     return count_waves(tiles, work.system.sms, may_cut if work.plan.kernels == HOPPER else 0)
 
 
@@ -58,7 +58,8 @@ def _cut(work: Work, tiles: list[Tile], may_cut: int) -> Iterator[Tile]:
 
 
 def receive_tiles(work: Work) -> tuple[Tile, ...]:
-    """Of A2A + GEMM: a tile multiplies its own block, then waits for the peers' in its chunk and multiplies those."""
+    """The tiles of A2A + GEMM in their order. A tile multiplies its own block, then waits for the peers' in its chunk and
+    multiplies those."""
     order = _in_order(work)
     us = _tile_us(work, _waves(work, len(order), len(order)))
     own = us / work.world
@@ -67,14 +68,14 @@ def receive_tiles(work: Work) -> tuple[Tile, ...]:
 
 
 def _arrivals(work: Work, units: Iterable[Unit]) -> tuple[Token, ...]:
-    """From every peer, of those chunks that are of own rows."""
+    """The arrivals, from every peer, of those of the chunks that are of own rows."""
     chunks = [chunk for block, chunk in units if block == work.topology.rank]
     return tuple(token for chunk in chunks for token in work.arrivals(chunk))
 
 
 def scatter_tiles(work: Work) -> tuple[Tile, ...]:
-    """Of GEMM + RS: a peer's tiles fill its chunks, here or (direct) at the peer; own ones add what has arrived. One with rows of
-    both fills before it waits. Of GEMM + A2A: the same, with nothing to add."""
+    """The tiles of GEMM + RS, or GEMM + A2A, in their order. A peer's tiles fill its chunks, here or (direct) at the peer. In
+    GEMM + RS own tiles add what has arrived; one with rows of both fills before it waits. GEMM + A2A has nothing to add."""
     tile, chunks = work.plan.tile, work.plan.chunks
     may_cut = tile.pairs(work.m_shard // chunks, work.block_columns, chunks)
     return tuple(_cut(work, list(_scatter_tiles(work, may_cut)), may_cut))

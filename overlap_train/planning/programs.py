@@ -115,7 +115,7 @@ def _send(work: Work, leg: Leg, nbytes: float) -> Send:
 
 
 def _ready(work: Work, leg: Leg) -> Token:
-    """When an own operand may leave."""
+    """The Token after which an own operand may leave."""
     if work.plan.kind in INBOUND:
         return BEGUN
     if work.plan.method == "fused":
@@ -142,7 +142,7 @@ def assemble(work: Work, kernels: list[Kernel], sending: list[Send]) -> Program:
 
 
 def host_us(system: System, kernels: list[Kernel], sending: list[Send]) -> float:
-    """Until a call returns: driver calls for kernels and pushes, and what is always there."""
+    """Microseconds of host time until a call returns: driver calls for kernels and pushes, and what is always there."""
     return system.host_call_us * (OTHER_CALLS + sum(map(_push_calls, sending)) + sum(map(_calls, kernels)))
 
 
@@ -161,7 +161,7 @@ def _calls(kernel: Kernel) -> int:
 
 
 def begin(work: Work, pushes: bool) -> Iterator[Kernel]:
-    """What goes before: a barrier, and the epoch where copies send it. pushes: whether there are copies."""
+    """The kernels that come first: a barrier, and the epoch where copies send it. pushes: whether there are copies."""
     if work.plan.variant.barrier_first and work.world > 1:
         across = work.system.nic_us if work.topology.nodes > 1 else 0.0  # the twins meet first
         yield Kernel("barrier_kernel", WAITING, BARRIER_US + across, work.system.gap_us)

@@ -54,7 +54,7 @@ class Topology:
 
     @property
     def node(self) -> int:
-        """This rank's."""
+        """The node of this rank."""
         return self.rank // self.local
 
     def twin(self, node: int) -> int:
@@ -118,17 +118,17 @@ class Legs:
 
     @cached_property
     def network(self) -> Legs:
-        """Those that cross the network."""
+        """The legs that cross the network."""
         return Legs(tuple(leg for leg in self.all if leg.link == NETWORK))
 
     @cached_property
     def inside(self) -> Legs:
-        """Those inside the node of what this rank has itself."""
+        """The legs inside the node that carry what this rank has itself."""
         return Legs(tuple(leg for leg in self.all if leg.link == NVLINK and leg.carries == OPERAND))
 
     @cached_property
     def passed_on(self) -> Legs:
-        """Those of what has arrived from a far twin."""
+        """The legs that pass on what has arrived from a far twin."""
         return Legs(tuple(leg for leg in self.all if leg.carries == ARRIVED))
 
 
@@ -215,7 +215,7 @@ _ACROSS_NODES = {GATHER: _gather_across_nodes, SCATTER: _scatter_across_nodes}
 
 
 def _twins(topology: Topology, step: int) -> list[int]:
-    """This rank's in the far nodes, following (1) or preceding (-1) nodes first."""
+    """The twins of this rank in the far nodes; those of following (step 1) or preceding (-1) nodes first."""
     far = ((topology.node + step * turn) % topology.nodes for turn in range(1, topology.nodes))
     return [topology.twin(node) for node in far]
 

@@ -20,24 +20,28 @@ LAYOUTS = ("contiguous", "zigzag")
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """kind: contiguous or zigzag. document_starts: of a packed sequence, first row of each document, then the end of the last;
+    """Which rows of a sequence each rank of a context-parallel group holds.
+
+    kind: contiguous or zigzag. document_starts: of a packed sequence, first row of each document, then the end of the last;
     zigzag is then within each. Padded lengths, since each is cut into 2 W chunks. lengths: of contiguous, how many rows each rank
-    holds, where they differ; the same on every rank."""
+    holds, where they differ; the same on every rank.
+    """
 
     kind: str = "contiguous"
     document_starts: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Plain numbers: nothing could be remembered by a list, and each element of a tensor has a hash of its own, which
-        ranks would take for another layout. A tensor is read from its device, so a list is better in every step."""
+        """Turn lists and tensors into tuples of plain numbers. A layout with a list would have no hash, and each element of a
+        tensor has one of its own, which ranks would take for another layout. A tensor is read from its device, so a list is
+        better in every step."""
         for field, given in (("document_starts", self.document_starts), ("lengths", self.lengths)):
             numbers = given.tolist() if isinstance(given, torch.Tensor) else map(int, given)
             object.__setattr__(self, field, tuple(numbers))
 
     @property
     def meaning(self) -> str:
-        """As ranks compare it. The same numbers have the same hash in every process."""
+        """The layout in words, as ranks compare it. The same numbers have the same hash in every process."""
         if self.lengths:
             return f"{self.kind}, rows {' + '.join(map(str, self.lengths))}"
         return f"{self.kind} {hash(self.document_starts):x}" if self.document_starts else self.kind
@@ -48,7 +52,7 @@ class SequenceLayout:
         return self.kind == "contiguous" and len(set(self.lengths)) < 2
 
     def divided(self, shards: int) -> SequenceLayout:
-        """With lengths: of W x shards ranks, where `shards` of them share the rows of one equally."""
+        """The layout of W x shards ranks, where `shards` of them share the rows of one equally. This layout has lengths."""
         return replace(self, lengths=tuple(length // shards for length in self.lengths for _ in range(shards)))
 
     def error(self, rows: int, world_size: int, name: str) -> str | None:
@@ -117,6 +121,6 @@ def _one_after_another(lengths: tuple[int, ...], device: torch.device) -> torch.
 
 
 def _zigzag(first: int, end: int, world_size: int, device: torch.device) -> torch.Tensor:
-    """Of one sequence or document: the rows of chunk r, then those of chunk 2 W - 1 - r."""
+    """The rows [W, rows / W] of each rank in one sequence or document: those of chunk r, then those of chunk 2 W - 1 - r."""
     chunks = torch.arange(first, end, device=device).view(2 * world_size, -1)
     return torch.cat((chunks[:world_size], chunks[world_size:].flip(0)), dim=1)

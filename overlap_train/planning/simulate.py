@@ -58,7 +58,8 @@ class _World:
             rank.check_done()
 
     def carry(self, send: Send, source: int, done: Action) -> None:
-        """Over both ends of its link. In step, every rank receives at its own end as it sends."""
+        """Start a copy over both ends of its link; `done` runs when it has arrived. Where one program stands for all ranks, it
+        receives at its own end as it sends."""
         link, target = send.leg.link, source if self.stands_for_all else send.leg.target
         ends = (self._sends_to[link, source], self._receives[link, target])
         flow = _Flow(send.nbytes, send.gbs, done, ends, since=self.now)

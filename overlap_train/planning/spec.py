@@ -44,7 +44,7 @@ class OperatorSpec:
         return x.shape[:-1].numel() * (world_size if self.fprop in (GATHER, GEMM_A2A) else 1)
 
     def slot_bytes(self, x: torch.Tensor, w: torch.Tensor, world_size: int) -> int:
-        """Of what forward receives or, if it sends its output, of what backward receives, which is as large."""
+        """Bytes of a slot: of what forward receives or, if it sends its output, of what backward receives, which is as large."""
         features = (x.shape[-1:] if self.sends_input else w.shape[:1]).numel()
         whole = self.global_rows(x, world_size) * features * x.element_size()
         return whole // world_size if self.fprop == GEMM_A2A else whole

@@ -51,12 +51,13 @@ class Key:
     nodes: int = 1  # that the ranks are on, as many on each
 
     def as_dict(self) -> dict[str, Any]:
-        """As a file has it. One node is left out: so it was before groups could span several."""
+        """The key as a file has it. One node is left out: so it was before groups could span several."""
         return {name: value for name, value in asdict(self).items() if name != "nodes" or value > 1}
 
     @property
     def file_name(self) -> str:
-        """For people the GPU and the numbers of ranks and nodes; the digest tells versions apart."""
+        """The name of the key's file. It tells people the GPU and the numbers of ranks and nodes; the digest tells versions
+        apart."""
         digest = hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:12]
         nodes = f"-{self.nodes}-nodes" if self.nodes > 1 else ""
         return f"tuned-{re.sub('[^A-Za-z0-9]+', '-', self.gpu)}-{self.world}-ranks{nodes}-{digest}.json"
@@ -64,7 +65,7 @@ class Key:
 
 @functools.cache
 def key_of(device: torch.device, world: int, nodes: int = 1) -> Key:
-    """Of this machine and installation."""
+    """The Key of this machine and installation, for `world` ranks on `nodes` nodes."""
     on_gpu = device.type == "cuda"
     gpu = torch.cuda.get_device_name(device) if on_gpu else "cpu"
     driver = _driver_version() if on_gpu else "none"
@@ -73,7 +74,7 @@ def key_of(device: torch.device, world: int, nodes: int = 1) -> Key:
 
 
 def installed(package: str) -> str | None:
-    """Its version; None where it is not installed."""
+    """The version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -134,7 +135,7 @@ UNTUNED = Table("", {})
 
 
 def path_of(folder: str, key: Key) -> Path:
-    """Where the winners of a key are."""
+    """The file that holds the winners of a key."""
     return Path(os.path.expanduser(folder), key.file_name)
 
 

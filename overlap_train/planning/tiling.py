@@ -111,7 +111,8 @@ def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4) -> in
 
 @functools.cache
 def network_chunk_count(m_shard: int, n: int, row_bytes: int) -> int:
-    """As chunk_count on GPUs, for blocks whose chunks the library multiplies one by one, each a product of n columns."""
+    """Into how many chunks blocks are cut on GPUs where the library multiplies chunk by chunk, each a product of n columns. As
+    chunk_count, but at most one for each part of the product whose tiles fill a GPU."""
     return chunk_count(m_shard, row_bytes, True, max(1, min(4, HOPPER_TILE.count(m_shard, n) // FILLS_A_GPU)))
 
 
@@ -131,7 +132,8 @@ def blocks_together(depth: int, local: int) -> int:
 
 @functools.cache
 def direct_chunk_count(m_shard: int, on_gpu: bool) -> int:
-    """As chunk_count, for chunks that a kernel stores at the peers and signals itself."""
+    """Into how many equal chunks a block is cut that a kernel stores at the peers and signals itself. As chunk_count, but on GPUs
+    chunks have at least _SHORTEST_DIRECT rows, whatever their bytes."""
     if not on_gpu:
         return 2 if m_shard % 2 == 0 else 1
     fits = [c for c in (1, 2, 4, 8) if _costs_no_tile(m_shard, c) and m_shard >= c * _SHORTEST_DIRECT]

@@ -124,5 +124,5 @@ class Timeline:
 
     @property
     def us(self) -> float:
-        """Until the last kernel of any rank ended."""
+        """Microseconds until the last kernel of any rank ended."""
         return max((span.end for span in self.spans if span.lane not in SENDERS), default=0.0)

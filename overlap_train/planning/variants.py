@@ -10,7 +10,9 @@ CHUNK_COUNTS = (1, 2, 4, 8)  # of a block; a slot has signals for eight
 
 @dataclass(frozen=True)
 class Variant:
-    """whole: every block in one piece, where a fused operator would cut it into chunks (fewer pushes, a longer tail).
+    """The schedule options with which a method runs.
+
+    whole: every block in one piece, where a fused operator would cut it into chunks (fewer pushes, a longer tail).
     split_reduction: a fused scatter leaves the peers' partials to a second kernel, after what its caller does meanwhile. In a
     column linear's backward they come after x's blocks; waiting for them would keep all SMs from the weight gradient. And own
     rows may then share tiles with those of peers, which can save a wave of tiles, or half of one.

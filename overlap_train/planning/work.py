@@ -14,7 +14,7 @@ from .timeline import Token, arrived
 
 @dataclass(frozen=True)
 class Work:
-    """call: what its signals are known by."""
+    """A pass to be simulated: its plan, its sizes, and the machine. call: what its signals are known by."""
 
     system: System
     plan: EnginePlan
@@ -32,12 +32,12 @@ class Work:
 
     @property
     def block_columns(self) -> int:
-        """Of what one rank computes for one rank: all, or in GEMM + A2A that rank's."""
+        """The columns of what one rank computes for one rank: all n, or in GEMM + A2A that rank's n/W."""
         return self.pass_.n // (self.world if self.plan.kind == GEMM_A2A else 1)
 
     @property
     def shard_bytes(self) -> float:
-        """Of one block."""
+        """Bytes of one block that a peer sends."""
         return float(self.m_shard * self.pass_.row_features * self.pass_.dtype.itemsize)
 
     @property
@@ -47,29 +47,31 @@ class Work:
 
     @property
     def gemm_us(self) -> float:
-        """The whole product by the library."""
+        """Microseconds of the whole product by the library."""
         return cost.library_gemm_us(self.system, self.pass_.rows, self.pass_.n, self.pass_.k)
 
     @property
     def part_us(self) -> float:
-        """One of W parts of it: one rank's rows, one rank's columns (GEMM + A2A), or the terms of one rank (A2A + GEMM)."""
+        """Microseconds of one of W parts of the product: one rank's rows, one rank's columns (GEMM + A2A), or the terms of one
+        rank (A2A + GEMM)."""
         return self.chunk_us(1)
 
     def chunk_us(self, chunks: int) -> float:
-        """One of `chunks` equal parts of such a part."""
+        """Microseconds of one of `chunks` equal parts of one rank's part of the product (part_us)."""
         depth = self.pass_.k // (self.world if self.plan.kind == A2A_GEMM else 1)
         rows, parts = self.m_shard // chunks, self.world * chunks
         return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, self.plan.send_sms)
 
     def terms_us(self, blocks: int, chunks: int) -> float:
-        """Of A2A + GEMM one of `chunks` parts of the product of so many ranks' terms, which is added to a sum in fp32."""
+        """Microseconds of the product of `blocks` ranks' terms in A2A + GEMM, or of one of `chunks` equal parts of it. It is
+        added to a sum in fp32."""
         rows, k = self.m_shard // chunks, self.pass_.k // self.world * blocks
         parts = self.world * chunks // blocks
         product = cost.library_gemm_us(self.system, rows, self.pass_.n, k, parts, self.plan.send_sms)
         return max(product, cost.sum_us(self.system, 8 * rows * self.pass_.n))
 
     def arrivals(self, chunk: int) -> tuple[Token, ...]:
-        """That chunk of every peer."""
+        """The arrivals of one chunk of every peer's block."""
         return tuple(arrived(self.call, source, chunk) for source in self.plan.sources)
 
     def all_arrivals(self) -> tuple[Token, ...]:

@@ -65,14 +65,14 @@ class Route:
         self.goal = 0 if after is None else after[1]
 
     def push(self, source: torch.Tensor) -> Push:
-        """With its source, of any shape; what is taken is contiguous."""
+        """The push of this route from `source`, which may have any shape; what is taken of it is contiguous."""
         start, shape = source.storage_offset() + self.first, self.target.shape
         part = source.as_strided((self.target.numel(),), (1,), start).view(shape)
         return Push(part, self.target, self.signal, self.epoch, self.after)
 
 
 class CopyEngine(Protocol):
-    """What operators need. `begin` .. `join` bracket one operator's pushes and pulls."""
+    """What operators need of a copy engine. `begin` .. `join` bracket one operator's pushes and pulls."""
 
     def begin(self) -> None:
         """Let the caller's stream wait for the previous operator, which may have run in another stream."""
@@ -248,10 +248,10 @@ class StreamCopyEngine:
         self._driver.check(failed)
 
     def _enqueue(self, source: torch.Tensor, routes: list[Route]) -> None:
-        """The wait is made by the stream itself. A waiting kernel might find no room beside a GEMM that fills every SM's
-        registers and that in turn waits, through the peers, for this copy. The counter is this rank's own and no CTA waits while
-        it owes a foreign tile, so this wait needs no bound of its own. The signal is a copy, not a write-value: a
-        replayed graph sends a new epoch."""
+        """Enqueue the copies of pushes and their signals, each after its counter. The wait is made by the stream itself. A
+        waiting kernel might find no room beside a GEMM that fills every SM's registers and that in turn waits, through the peers,
+        for this copy. The counter is this rank's own and no CTA waits while it owes a foreign tile, so this wait needs no bound
+        of its own. The signal is a copy, not a write-value: a replayed graph sends a new epoch."""
         self._held.append(source)
         start, stream, copy, wait_value = source.data_ptr(), self._handle, self._driver.copy, self._driver.wait_value
         failed = 0

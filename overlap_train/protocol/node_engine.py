@@ -64,8 +64,8 @@ class Later:
 
 
 class NodeEngine(HostCopyEngine):
-    """Of CPU processes: a copy engine whose operators end when what waits has run, too, and when nothing is on its way into the
-    network."""
+    """The copy engine of CPU processes in a group that spans nodes. Its operators end when what waits has run, too, and when
+    nothing is on its way into the network."""
 
     def __init__(self, timeout_s: float, network: Transport, fault: FaultRecord) -> None:
         super().__init__(timeout_s)

@@ -22,7 +22,7 @@ from .node_streams import NodeStreamEngine
 
 
 class NodeExchangeEngine(NodeStreamEngine):
-    """By NCCL."""
+    """The engine of a group of GPUs that spans nodes whose data cross the network by NCCL: twins exchange, and both take part."""
 
     network: StreamTransport
 
@@ -68,14 +68,15 @@ class Put:
 
 
 class NodePutEngine(NodeStreamEngine):
-    """By NVSHMEM."""
+    """The engine of a group of GPUs that spans nodes whose data cross the network by NVSHMEM: only the sender acts."""
 
     network: PutTransport
     lands = False
 
     def send_after_this(self) -> None:
-        """What is passed on comes after it, too. Looked for before the call's epoch has begun it would seem to be there, by the
-        epoch before. An exchange of NCCL is ordered after it by what it sends."""
+        """Let what is sent or passed on from now on come after what the caller's stream has been given so far. If the arriving
+        stream looked for a piece before the call's epoch has begun, the epoch before would make it seem to be there. An exchange
+        of NCCL needs no such order: what it sends orders it."""
         super().send_after_this()
         self._order(self._driver.current_stream(), self._arriving.cuda_stream)
 

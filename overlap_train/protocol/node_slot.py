@@ -46,7 +46,7 @@ class NodeSlot(Slot):
 
 
 class NodeCall(Call):
-    """A call on such a slot."""
+    """A call on a slot of a group that spans nodes."""
 
     slot: NodeSlot
 
@@ -55,14 +55,16 @@ class NodeCall(Call):
         self._orders: dict[tuple[int, ...], torch.Tensor] = {}
 
     def order(self, blocks: tuple[int, ...]) -> torch.Tensor:
-        """These numbers on the device, for a kernel. Made there: a copy from the host would wait for the stream."""
+        """The numbers of these blocks, int64 on the device, for a kernel. Made there: a copy from the host would wait for the
+        stream."""
         if blocks not in self._orders:
             numbers = [torch.arange(block, block + 1, device=self.blocks.device) for block in blocks]
             self._orders[blocks] = torch.cat(numbers)
         return self._orders[blocks]
 
     def _route(self, leg: Leg, tiles: int, pitch: int) -> Route:
-        """Inside the node. What is passed on carries the word that came with it: of a call that this rank is not in, too."""
+        """The copy engine's way for a leg inside the node. What is passed on carries the word that came with it: of a call that
+        this rank is not in, too."""
         chunk = self._blocks(self.slot.node_memory[leg.target])[leg.fills].chunk(self.chunks)[leg.chunk]
         signal = self.slot.words[leg.target][leg.fills, leg.chunk : leg.chunk + 1]
         if leg.carries == LANDED:
@@ -72,7 +74,7 @@ class NodeCall(Call):
         return Route(first, chunk, signal, word, None)
 
     def signal_of(self, block: int, chunk: int) -> torch.Tensor:
-        """int64 [1]: of a chunk of the own slot."""
+        """The signal, int64 [1], of a chunk of the own slot."""
         return self.slot.signals[block, chunk : chunk + 1]
 
     def crossed(self, leg: Leg) -> torch.Tensor:
@@ -80,7 +82,7 @@ class NodeCall(Call):
         return self.slot.crossed[leg.fills, leg.chunk : leg.chunk + 1]
 
     def chunk_rows(self, chunk: int) -> slice:
-        """Of a block."""
+        """The rows of a chunk within its block."""
         rows = self._shape[0] // self.chunks
         return slice(chunk * rows, (chunk + 1) * rows)
 
@@ -90,7 +92,7 @@ class NodeCall(Call):
         return self._waits.abort
 
     def place(self, leg: Leg) -> Place:
-        """Of a leg over the network."""
+        """The place of the chunk that a leg over the network carries."""
         return self.place_of(leg.target, leg.fills, leg.chunk)
 
     def place_of(self, target: int, block: int, chunk: int) -> Place:
@@ -106,5 +108,5 @@ class NodeCall(Call):
 
     @property
     def word(self) -> int:
-        """What its signals are: the epoch, as the host counts it for transports that it tells what to signal."""
+        """The word of this call's signals: the epoch, as the host counts it for transports that it tells what to signal."""
         return self.slot.word

@@ -68,7 +68,7 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
         return nullcontext() if self._blas is None else self._blas.sparing(spared_sms)
 
     def at_end(self, task: Callable[[], None]) -> None:
-        """`finish_started` runs it, at the latest in `join`: peers may need what nobody here has waited for."""
+        """Let `finish_started` run a task, at the latest in `join`: peers may need what nobody here has waited for."""
         self._unfinished.append(task)
 
     def finish_started(self) -> None:
@@ -77,7 +77,7 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
             self._unfinished.pop(0)()
 
     def send_after_this(self) -> None:
-        """What is sent from now on leaves after what the caller's stream has been given so far."""
+        """Let what is sent from now on leave after what the caller's stream has been given so far."""
         self._order(self._driver.current_stream(), self._sending.cuda_stream)
 
     @abstractmethod
@@ -96,8 +96,8 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
     def arrive(
         self, call: NodeCall, crossing: Crossing, exchange: Exchange, landing: torch.Tensor | None = None
     ) -> None:
-        """After the exchange its chunk has a signal (rule 1: data first), and is passed on inside the node. landing: as for
-        `cross`; who reads what landed compares its word."""
+        """Let an exchange arrive. After it its chunk has a signal (rule 1: data first), and is passed on inside the node.
+        landing: as for `cross`; who reads what landed compares its word."""
         ...
 
     def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
@@ -116,8 +116,8 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
             self.arrive(call, replace(turn, passed_on=Legs(())), exchange)
 
     def begin_ahead(self) -> None:
-        """The running operator's exchanges are all enqueued first: before the next one is sent, its slot may have to be waited
-        for, and with one hardware queue what comes after that wait would never start."""
+        """Begin the next operator, once the running one's exchanges are all enqueued: before the next one is sent, its slot may
+        have to be waited for, and with one hardware queue what comes after that wait would never start."""
         self.finish_started()
         for mark, stream in zip(self._marks, (self._sending, self._arriving), strict=True):
             self._driver.check(self._driver.record_event(mark, stream.cuda_stream))

@@ -59,7 +59,7 @@ class NodeWaits(BoundedWaits):
 
 
 class NodeWorkspace(Workspace):
-    """See Workspace."""
+    """The Workspace of a group that spans nodes: slots and calls are NodeSlot and NodeCall."""
 
     _waits: NodeWaits
 

@@ -73,7 +73,13 @@ class Slot:
 
 
 class Waits(Protocol):
-    """What a call needs to wait, of all calls of its domain (waits.py)."""
+    """How a rank waits in the calls of its domain (BoundedWaits in waits.py). Every wait has a time limit.
+
+    A wait that fails raises OverlapTimeoutError or OverlapMismatchError: at once on the CPU. On a GPU it raises the flag `abort`,
+    and FaultRecord.check raises the error later.
+
+    launcher: launches kernels; None on the CPU. abort: int64 [1], not zero once a wait of this rank on the device has failed.
+    """
 
     rank: int
     world_size: int
@@ -81,27 +87,30 @@ class Waits(Protocol):
     abort: torch.Tensor
 
     def next_epoch(self, call: Call) -> None:
-        """Advance the slot's epoch to `call.tag` and reset its counters, before copies send anything."""
+        """Advance the slot's epoch by `call.tag` and reset its counters, before copies send anything."""
         ...
 
     def wait(self, call: Call, first: int, count: int) -> None:
-        """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks from `first` on are here."""
+        """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks, from rank `first` on, are here.
+        The own block counts as here."""
         ...
 
     def wait_chunk(self, call: Call, source: int, chunk: int) -> None:
-        """The same until one chunk of the block of rank `source` is here."""
+        """Hold the caller's stream (on the CPU: the caller) until one chunk of the block of rank `source` is here."""
         ...
 
     def wait_for_start(self, call: Call) -> None:
-        """The same for the first chunk of every block."""
+        """Hold the caller's stream (on the CPU: the caller) until the first chunk of every other rank's block is here."""
         ...
 
     def receive(self, call: Call, own: torch.Tensor) -> None:
-        """Put own [block shape] into the own block, and hold the caller's stream until those of all other ranks are here."""
+        """Copy own [block shape] into this rank's block, and hold the caller's stream (on the CPU: the caller) until the blocks
+        of all other ranks are here."""
         ...
 
     def barrier(self, call: Call) -> None:
-        """Advance the slot's epoch, send it to every peer as the signal of chunk 0, and wait for the same of each."""
+        """Advance the slot's epoch, send it to every peer as the signal of chunk 0, and hold the caller's stream (on the CPU: the
+        caller) until each peer has sent the same."""
         ...
 
 
@@ -124,7 +133,7 @@ class Call:
 
     @cached_property
     def blocks(self) -> torch.Tensor:
-        """Of this rank [W, *block shape]; a call whose data come as flagged words has none."""
+        """The blocks [W, *block shape] of this rank's own slot; a call whose data come as flagged words has none."""
         return self._blocks(self.slot.memory[self.rank])
 
     @torch.inference_mode(False)  # a view of an inference tensor is one, which later calls could not write
@@ -143,7 +152,8 @@ class Call:
         return self.blocks[block].chunk(self.chunks)[chunk]
 
     def remote_block(self, peer: int) -> torch.Tensor:
-        """Where this rank's block [block shape] goes at `peer`; or, where blocks are pulled, where `peer` has left one for it."""
+        """This rank's block [block shape] in the slot of `peer`: where it is sent; or, where blocks are pulled, what `peer` has
+        left for it."""
         return self._blocks(self.slot.memory[peer])[self.rank]
 
     @cached_property
@@ -172,11 +182,12 @@ class Call:
         return Route(first, chunk, signal, self.slot.epoch, after)
 
     def next_epoch(self) -> None:
-        """Before copies send anything. Kernels that send everything themselves advance the epoch at their end."""
+        """Advance the slot's epoch and reset its counters, before copies send anything. Kernels that send everything themselves
+        advance the epoch at their end."""
         self._waits.next_epoch(self)
 
     def reset_counters(self) -> None:
-        """Before a kernel that claims tiles, where the epoch advances after it (barrier)."""
+        """Reset the slot's counters, before a kernel that claims tiles and where the epoch advances after it (barrier)."""
         self.slot.counted.zero_()
 
     def wait(self, source: int) -> None:
@@ -184,7 +195,7 @@ class Call:
         self._waits.wait(self, source, 1)
 
     def wait_chunk(self, source: int, chunk: int) -> None:
-        """Hold the caller's stream until one chunk of that block is here."""
+        """Hold the caller's stream (on the CPU: the caller) until one chunk of the block of rank `source` is here."""
         self._waits.wait_chunk(self, source, chunk)
 
     def wait_for_all(self) -> None:
@@ -196,11 +207,12 @@ class Call:
         self._waits.wait_for_start(self)
 
     def keep(self, own: torch.Tensor) -> None:
-        """own [block shape], contiguous, into this rank's block."""
+        """Copy own [block shape], contiguous, into this rank's block."""
         self.blocks[self.rank].copy_(own)
 
     def receive(self, own: torch.Tensor) -> None:
-        """The same, and hold the caller's stream until the blocks of all other ranks are here."""
+        """Copy own [block shape], contiguous, into this rank's block, and hold the caller's stream until the blocks of all other
+        ranks are here."""
         self._waits.receive(self, own)
 
     def barrier(self) -> None:

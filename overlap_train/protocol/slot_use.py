@@ -32,7 +32,7 @@ class SlotUse:
         self.is_ahead = False  # the next operator has begun
 
     def begin(self) -> None:
-        """Another operator. One that took no slot is not counted: nothing was received in it."""
+        """Count another operator. One that took no slot is not counted: nothing was received in it."""
         if not self.is_ahead and self._operator in self._last_used:
             self.receive()
             self._sent_after = self._operator
@@ -40,7 +40,7 @@ class SlotUse:
         self.is_ahead = False
 
     def begin_ahead(self) -> None:
-        """Another operator, before anything that the one that runs has received is read."""
+        """Count another operator, before anything that the one that runs has received is read."""
         self._sent_after = self._operator - 1
         self._operator += 1
         self.is_ahead = True

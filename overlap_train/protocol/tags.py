@@ -38,7 +38,7 @@ class Tag:
 
     @cached_property
     def barrier(self) -> Tag:
-        """Of the barrier before this call."""
+        """The tag of the barrier before this call."""
         return Tag(f"{self.op}/barrier", "barrier")
 
     def __str__(self) -> str:

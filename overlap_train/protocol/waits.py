@@ -18,7 +18,8 @@ _KEPT_AT_ONCE, _MOST_KEEPERS = 2048, 1056
 
 
 class BoundedWaits:
-    """Of one domain. launcher: launches kernels; None on the CPU."""
+    """The Waits of one domain (slot.py), each bounded by timeout_s: on the CPU the caller polls, on a GPU a kernel holds the
+    stream. launcher: launches kernels; None on the CPU."""
 
     def __init__(
         self, rank: int, world_size: int, timeout_s: float, fault: FaultRecord, launcher: Launcher | None
@@ -78,7 +79,8 @@ class BoundedWaits:
         call.launches.run("start", (), partial(self._wait_launch, call, 0, self.world_size, chunk=0))
 
     def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None) -> Launch:
-        """chunk: of these blocks; None: all."""
+        """The Launch of the kernel that waits for the blocks of `count` ranks, from rank `first` on. chunk: only that one of
+        each; None: all."""
         from ..kernels.signal import wait_kernel  # imports Triton
 
         arguments = self._arguments(call, first, chunk) | dict(first=first, count=count, first_chunk=chunk or 0)
@@ -99,7 +101,8 @@ class BoundedWaits:
         return Launch(wait_and_keep_kernel, grid, arguments, constants, (("own_ptr",),))
 
     def _arguments(self, call: Call, first: int, chunk: int | None = None) -> dict[str, Any]:
-        """What kernels that wait for the blocks of rank `first` and others are told."""
+        """The arguments of a kernel that waits for the blocks of rank `first` and others. row_ptr: where it writes NaN if a wait
+        fails."""
         victim = first if first != self.rank else (first + 1) % self.world_size  # a block that will be read
         row = call.blocks[victim] if chunk is None else call.chunk_of(victim, chunk)
         return dict(
@@ -130,7 +133,7 @@ def next_epoch_on_host(call: Call) -> None:
 
 
 def next_epoch_on_stream(call: Call) -> None:
-    """The same in the caller's stream."""
+    """Advance the slot's epoch and reset its counters, in the caller's stream."""
     call.launches.run("next epoch", (call.tag.word,), partial(_next_epoch_launch, call))
 
 

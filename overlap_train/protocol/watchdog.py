@@ -89,7 +89,7 @@ class FaultRecord:
             self._tags.popitem(last=False)
 
     def fail(self, peer: int, chunk: int, expected: int, seen: int) -> NoReturn:
-        """Raise for a wait that failed. expected, seen: words as of a signal."""
+        """Raise OverlapTimeoutError, or OverlapMismatchError, for a wait that failed. expected, seen: words as of a signal."""
         self._error = self._error_of(peer, chunk, expected, seen)
         raise self._error
 

@@ -28,7 +28,7 @@ from ..symmetric.wire import connect
 
 @dataclass(frozen=True)
 class AcrossNodes:
-    """Of one domain. launcher: None on CPUs."""
+    """Makes what one domain has of its own where its group spans nodes. launcher: None on CPUs."""
 
     config: OverlapConfig
     device: torch.device
@@ -43,7 +43,7 @@ class AcrossNodes:
         return self.launcher is not None and self.topology.nodes > 1 and self.config.network == "nvshmem"
 
     def provider(self) -> str:
-        """Of the domain's symmetric memory.
+        """The name of the provider of the domain's symmetric memory.
 
         Raises:
             ValueError: it cannot serve the group, or carry data between its nodes.
@@ -59,7 +59,7 @@ class AcrossNodes:
         return provider
 
     def new_engine(self) -> NodeEngine | NodeStreamEngine:
-        """Connected with the peers. Collective."""
+        """A new engine that carries data between the nodes, connected with the peers. Collective."""
         agreement, topology, timeout_s, launcher = self.agreement, self.topology, self.config.timeout_s, self.launcher
         if launcher is None:
             return NodeEngine(timeout_s, GlooTransport(agreement, topology, timeout_s), self.fault)

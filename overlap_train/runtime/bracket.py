@@ -30,7 +30,7 @@ def _another_thread(name: str) -> RuntimeError:
 
 
 class Exclusively:
-    """OverlapDomain.exclusively."""
+    """The bracket that OverlapDomain.exclusively returns. Raises RuntimeError while another thread is in an operator."""
 
     def __init__(self, lock: Any, name: str) -> None:
         self._lock, self._name = lock, name
@@ -44,7 +44,8 @@ class Exclusively:
 
 
 class Operator:
-    """OverlapDomain.operator; not a generator, which would take 2 microseconds more. A linear keeps its own, which saves 1."""
+    """The bracket that OverlapDomain.operator returns. It is no generator, which would take 2 microseconds more; a linear keeps
+    its own, which saves 1."""
 
     def __init__(self, domain: Domain, tag: Tag, slots: int, barrier_first: bool, shown_as: str) -> None:
         self._domain, self._tag, self._slots, self._barrier_first = domain, tag, slots, barrier_first

@@ -142,7 +142,8 @@ class OverlapDomain:
         return self.nodes.topology
 
     def settled(self, config: OverlapConfig) -> OverlapConfig:
-        """The same with what was found out for its zeros. Collective at its first use: it connects the nodes."""
+        """`config` with the network_sms that the connected nodes have, which were measured where it is 0. On CPUs, inside one
+        node and during a capture `config` as it is. Collective at its first use: it connects the nodes."""
         if not self._on_gpu or self.topology.nodes == 1 or self.is_capturing():
             return config
         engine = self._engine_across_nodes()
@@ -175,7 +176,7 @@ class OverlapDomain:
         return AcrossNodes(self.config, self.device, self.topology, self.agreement, self.fault, self._launcher)
 
     def _engine_across_nodes(self) -> NodeEngine | NodeStreamEngine:
-        """Made when it is needed first, with its connections."""
+        """The engine that carries data between the nodes. It is made, with its connections, when it is needed first."""
         if isinstance(self.engine, NodeEngine | NodeStreamEngine):
             return self.engine
         engine = self._across_nodes.new_engine()
@@ -208,7 +209,7 @@ class OverlapDomain:
         return Operator(self, tag, slots, barrier_first, shown_as)
 
     def check_usable(self, tag: Tag, slots: int) -> None:
-        """Before an operator.
+        """Check, before an operator, that it can run here.
 
         Raises:
             RuntimeError: it is captured into a CUDA graph whose replays would not be between barriers, or the symmetric memory is
@@ -226,7 +227,7 @@ class OverlapDomain:
             )
 
     def begin_ahead(self) -> None:
-        """The next operator, of one call, begins before the running one has read, or pulled, what it receives. Its own bracket
+        """Begin the next operator, of one call, before the running one has read, or pulled, what it receives. Its own bracket
         comes next.
 
         The running one has sent all that it sends, by copies: what a kernel is yet to send would come after it. Or its ranks have
@@ -236,8 +237,8 @@ class OverlapDomain:
         self.workspace.begin_ahead()
 
     def before_collective(self, tag: Tag) -> None:
-        """Between CPU processes: all ranks are in this call. gloo would wait as long as its group says, and name nobody; of
-        NCCL's collectives NCCL's own watchdog takes care."""
+        """Check, between CPU processes, that all ranks are in this call; raise OverlapMismatchError or OverlapTimeoutError if
+        not. gloo would wait as long as its group says, and name nobody; of NCCL's collectives NCCL's own watchdog takes care."""
         if self._on_gpu:
             return
         for rank, theirs in enumerate(self.agreement.exchange(tag, str(tag), kind="collective call")):
@@ -261,7 +262,7 @@ class OverlapDomain:
         return Exclusively(self.in_use, name)
 
     def close(self) -> None:
-        """Collective over the group. Nothing runs in this domain any more."""
+        """End the engine and give the symmetric memory back. Collective over the group. Nothing runs in this domain any more."""
         self.closed = True
         self.engine.close()
         self.agreement.forget()
@@ -274,6 +275,6 @@ class OverlapDomain:
 
 
 def barrier(domain: OverlapDomain, tag: Tag) -> None:
-    """All ranks' streams meet; all slots are free."""
+    """Hold all ranks' streams until every rank has come here; afterwards all slots are free."""
     with domain.operator(tag, slots=0):
         domain.workspace.barrier(tag)

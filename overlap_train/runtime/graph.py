@@ -68,7 +68,7 @@ def _between_barriers(domain: OverlapDomain) -> Iterator[None]:
 
 
 def forget_graphs(group: dist.ProcessGroup) -> None:
-    """No graph that was captured so far is replayed any more: symmetric memory may be replaced again. All ranks call it."""
+    """Let symmetric memory be replaced again: no graph that was captured so far is replayed any more. All ranks call it."""
     domain = made_domain(group)
     if domain is not None:
         domain.captured = False

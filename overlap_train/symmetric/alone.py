@@ -8,7 +8,7 @@ from .agreement import Agreement
 
 
 class AloneHeap:
-    """See SymmetricHeap."""
+    """The SymmetricHeap of a GPU that is alone in its node: memory of torch that nobody maps."""
 
     provider = "alone"
 

@@ -18,7 +18,8 @@ _OPEN = "overlap_train: open shared memory"
 
 
 class HostHeap:
-    """See SymmetricHeap. Pages cost memory only once touched. ranks: those of this node; the others have no view."""
+    """The SymmetricHeap of CPU processes of one machine, which map each other's memfd. Pages cost memory only once touched.
+    ranks: those of this node; the others have no view."""
 
     provider = "host"
 

@@ -1,4 +1,4 @@
-"""Between nodes: data and its signal go into the memory of one rank of another node.
+"""Carries data between nodes: a piece and its signal go into the memory of one rank of another node.
 
 One small protocol, made for the strictest transport: pieces to one rank arrive in order, each before its signal, and a source may
 be used again when `join` has returned. gloo, for CPU processes, does that (GlooTransport). On GPUs what waits is a
@@ -28,7 +28,8 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece goes: to `receiver`, which puts it into the heap of `rank` at byte `data`, then its signal at byte `signal`.
+    """The place of a piece: it goes to `receiver`, which puts it into the heap of `rank` at byte `data`, then its signal at byte
+    `signal`.
 
     receiver: of equal local rank. rank: itself, or another one of its node, whose memory it maps.
     """
@@ -43,7 +44,7 @@ class Transport(Protocol):
     """What carries pieces to the ranks with the same local rank in other nodes."""
 
     def attach(self, heaps: Mapping[int, torch.Tensor]) -> None:
-        """What peers put comes into these heaps (uint8) of the ranks of this node from now on. Nobody puts anything meanwhile."""
+        """From now on put what peers send into these heaps (uint8) of the ranks of this node. Nobody puts anything meanwhile."""
         ...
 
     def put(self, source: torch.Tensor, place: Place, word: int) -> None:
@@ -80,7 +81,8 @@ class Exchange(Protocol):
 
 
 class StreamTransport(Protocol):
-    """The same in streams, for GPUs. Twins start their exchanges in the same order, so NCCL may carry them: one group each.
+    """What carries pieces between twins in streams of GPUs. Twins start their exchanges in the same order, so NCCL may carry
+    them: one group each.
 
     sms: that its kernels hold while something is under way.
     """
@@ -99,7 +101,7 @@ class StreamTransport(Protocol):
 
 
 class PutTransport(Protocol):
-    """The same where only the sender acts: nobody has to say what it expects.
+    """What carries pieces between GPUs where only the sender acts: nobody has to say what it expects.
 
     sms: that its kernels hold while something is under way.
     """
@@ -107,7 +109,7 @@ class PutTransport(Protocol):
     sms: int
 
     def attach(self, memory: torch.Tensor, staging: int) -> None:
-        """The group's heap, as this rank has it (uint8); from byte `staging` on it may be used to send from. Collective."""
+        """Take the group's heap, as this rank has it (uint8); from byte `staging` on it may be used to send from. Collective."""
         ...
 
     def put(self, source: torch.Tensor, place: Place, word: int, stream: int) -> None:

@@ -30,7 +30,8 @@ def can_serve(group: dist.ProcessGroup, ranks: range | None = None) -> bool:
 
 
 class NvshmemHeap:
-    """See SymmetricHeap. ranks: of this node, where the group has several; the others have no view.
+    """The SymmetricHeap that NVSHMEM allocates and maps. ranks: of this node, where the group has several; the others have no
+    view.
 
     The first heap of a process initialises NVSHMEM (about 0.8 s): over `ranks`, or over the group, where NVSHMEM carries data
     between its nodes (puts.py), too.
@@ -87,7 +88,7 @@ def finalize() -> None:
 
 
 def _ranks(group: dist.ProcessGroup, members: range | None) -> tuple[int, ...]:
-    """Of the job; members: ranks of the group, None for all."""
+    """The ranks within the job of a group's members. members: ranks of the group, None for all."""
     ranks = dist.get_process_group_ranks(group)
     return tuple(ranks if members is None else (ranks[member] for member in members))
 

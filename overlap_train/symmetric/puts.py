@@ -23,17 +23,19 @@ class NvshmemPuts:
     sms = 0
 
     def __init__(self, driver: CudaDriver, bindings: Any = None) -> None:
-        """bindings: the module nvshmem.bindings; None: imported when there is memory. A rank that lacks it was named before."""
+        """Keep the driver and the module nvshmem.bindings. bindings None: it is imported when there is memory. A rank that lacks
+        it was named before."""
         self._driver, self._bindings = driver, bindings
 
     def attach(self, memory: torch.Tensor, staging: int) -> None:
-        """Nothing is under way. Addresses in the own memory stand for those of all ranks."""
+        """Take a new heap while nothing is under way. Addresses in the own memory stand for those of all ranks."""
         self._bindings = self._bindings or importlib.import_module("nvshmem.bindings")
         self._set = int(self._bindings.Signal_op.SIGNAL_SET)
         self._start, self._staging, self._room = memory.data_ptr(), staging, memory.numel() - staging
 
     def put(self, source: torch.Tensor, place: Place, word: int, stream: int) -> None:
-        """Each source is copied when the put of the one before it has read the staging memory: a stream runs both in order."""
+        """Enqueue a put, and its signal. The source is copied first, when the put of the one before it has read the staging
+        memory: a stream runs both in order."""
         signal, nbytes = self._start + place.signal, source.numel() * source.element_size()
         told = (signal, word % _WORD, self._set, place.rank, stream)
         if not nbytes:
@@ -45,4 +47,4 @@ class NvshmemPuts:
         self._bindings.putmem_signal_on_stream(self._start + place.data, staged, nbytes, *told)
 
     def close(self, orderly: bool) -> None:
-        """Nothing to do: NVSHMEM's world ends when all domains have ended (nvshmem.py: finalize)."""
+        """Do nothing: NVSHMEM's world ends when all domains have ended (nvshmem.py: finalize)."""

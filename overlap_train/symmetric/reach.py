@@ -29,12 +29,12 @@ class Sample(Protocol):
         ...
 
     def close(self) -> None:
-        """All peers have tried."""
+        """Give the memory back: all peers have tried."""
         ...
 
 
 def new_sample(device: torch.device) -> Sample:
-    """Of memory as the group's operands are in."""
+    """A sample of the kind of memory that the group's operands are in."""
     return HostSample() if device.type == "cpu" else GpuSample(device)
 
 
@@ -55,7 +55,8 @@ class HostSample:
 
 
 def read_token(process: int, descriptor: int) -> bytes | None:
-    """What is there, or None. In another PID namespace it is another process's file, which might never end an open or read."""
+    """The token in a descriptor of a process, or None. In another PID namespace it is another process's file, which might never
+    end an open or read."""
     path = f"/proc/{process}/fd/{descriptor}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
@@ -67,14 +68,16 @@ def read_token(process: int, descriptor: int) -> bytes | None:
 
 
 class GpuPlace(NamedTuple):
-    """boot: of which operating system, "" where that is not told. fabric: a handle that other hosts may try, or None."""
+    """Where a GPU is, as its peers are told. boot: of which operating system, "" where that is not told. fabric: a handle that
+    other hosts may try, or None."""
 
     boot: str
     fabric: bytes | None
 
 
 class GpuSample:
-    """told: see GpuPlace. Where no operating system says which it is, all ranks are taken for one node, as on one host."""
+    """Memory of a GPU that peers may try to map; told: see GpuPlace. Where no operating system says which it is, all ranks are
+    taken for one node, as on one host."""
 
     def __init__(self, device: torch.device) -> None:
         from ..gpu.fabric import FabricMemory

@@ -20,7 +20,8 @@ _FIND, _COMPARE = "overlap_train: find the nodes of the group", "overlap_train: 
 
 @dataclass(frozen=True)
 class Nodes:
-    """problem: why symmetric memory cannot serve the group, on all ranks alike, or None; topology then is that of one node."""
+    """The nodes of a group, as this rank sees them. problem: why symmetric memory cannot serve the group, on all ranks alike, or
+    None; topology then is that of one node."""
 
     topology: Topology
     problem: str | None = None
@@ -101,7 +102,7 @@ def _as_told(world: int, node_ranks: int) -> list[tuple[int, ...]]:
 def _look(
     agreement: Agreement, device: torch.device, own: NodeSettings
 ) -> tuple[list[NodeSettings], list[tuple[int, ...]]]:
-    """Of each rank its settings, and the ranks whose memory it can map."""
+    """The settings of each rank, and for each the ranks whose memory it can map. Collective."""
     sample = new_sample(device)
     try:
         places = agreement.exchange((own, sample.told), _FIND)

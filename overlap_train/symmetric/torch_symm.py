@@ -14,8 +14,8 @@ from .agreement import Agreement
 
 
 class TorchHeap:
-    """See SymmetricHeap. Needs no environment; several groups of one process may each have one. ranks: those of this node, where
-    the group has several; the others have no view."""
+    """The SymmetricHeap of torch's symmetric memory. It needs no environment; several groups of one process may each have one.
+    ranks: those of this node, where the group has several; the others have no view."""
 
     provider = "torch"
 

@@ -31,7 +31,7 @@ _MEASURE = "overlap_train: measure the network between the nodes of the group"
 def connect(
     agreement: Agreement, topology: Topology, device: torch.device, sms: int, by: Connect, failures: Failures
 ) -> StreamTransport:
-    """The connected nodes. Collective. Rank 0 prints what was found.
+    """The transport between the connected nodes. Collective. Rank 0 prints what was found.
 
     Args:
         sms: that NCCL gets; 0: the fewest with which the wire carries what it can.
@@ -59,7 +59,8 @@ def connect(
 
 
 def fewest(by: Connect, measure: Callable[[StreamTransport], float]) -> tuple[StreamTransport, float]:
-    """Of COUNTS, and what it carries. measure: GB/s, the same on all ranks."""
+    """The transport with the fewest SMs of COUNTS that carries what the wire can, and the GB/s that it carries. measure: GB/s of
+    a transport, the same on all ranks."""
     best = by(COUNTS[0])
     gbs = measure(best)
     for count in COUNTS[1:]:
@@ -74,7 +75,7 @@ def fewest(by: Connect, measure: Callable[[StreamTransport], float]) -> tuple[St
 
 
 def _gbs(topology: Topology, device: torch.device, network: StreamTransport) -> float:
-    """Of this rank: it sends to the next node, and receives as much from the one before."""
+    """GB/s of this rank while it sends to the next node, and receives as much from the one before."""
     sent, received = (
         Piece(torch.zeros(_NBYTES, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64, device=device))
         for _ in range(2)

@@ -1,1 +1,11 @@
-"""Ulysses sequence parallelism: linears whose outputs, or inputs, are exchanged between sequence shards and head shards."""
+"""Ulysses sequence parallelism: linears whose outputs, or inputs, are exchanged between sequence shards and head shards.
+
+The same operator has a public name, and a name inside this package (Linear in exchange.py). A2A: all-to-all.
+
+    public               inside      forward                                      input gradient (dgrad)
+    linear_all_to_all    to_heads    GEMM + A2A   y = all_to_all(x @ w.T)         A2A + GEMM   dx = all_to_all(dy) @ w
+    all_to_all_linear    to_rows     A2A + GEMM   y = all_to_all(x) @ w.T         GEMM + A2A   dx = all_to_all(dy @ w)
+
+Their engines are GEMM_A2A (operators/gemm_all_to_all.py) and A2A_GEMM (operators/all_to_all_gemm.py). The projections of an
+attention (attention.py) are made of them: qkv_all_to_all of the first, attention_output_linear of the second.
+"""

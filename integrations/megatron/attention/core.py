@@ -46,7 +46,8 @@ def is_transformer_engines(core: Any) -> bool:
 
 
 def without_group(packed: PackedSeqParams | None) -> PackedSeqParams | None:
-    """For the core attention, which has all rows: TransformerEngine's would turn its own context parallelism on."""
+    """The PackedSeqParams for the core attention: a copy without context-parallel group and size, or `packed` itself where it has
+    none. The core attention has all rows; with a group, TransformerEngine's would turn its own context parallelism on."""
     if packed is None or (getattr(packed, "cp_group", None) is None and getattr(packed, "local_cp_size", None) is None):
         return packed
     own = copy.copy(packed)

@@ -41,7 +41,8 @@ def norm_within(q_norm: Any, k_norm: Any, weight: torch.Tensor) -> tuple[NewNorm
 
 
 def _gathered(q_norm: Any, k_norm: Any, *how: Any) -> QkNorm:
-    """With weights that are there."""
+    """The QkNorm with the weights of both norms, after the forward pre-hooks of their modules have run. With
+    --overlap-param-gather these hooks wait for the gathered weights. how: see _how."""
     for norm in (q_norm, k_norm):
         for hook in norm._forward_pre_hooks.values():
             hook(norm, ())
@@ -70,7 +71,8 @@ def _is_watched(norm: Any) -> bool:
 
 
 def _zero_centered(norm: Any) -> bool | None:
-    """Of the classes of which we know that they are RMSNorms, and subclasses are not among them; None of others."""
+    """Whether an RMSNorm multiplies by 1 + weight instead of by weight; None for other modules. It knows torch's class, ours and
+    TransformerEngine's, and no subclasses of them."""
     if type(norm) is torch.nn.RMSNorm:
         return False
     if type(norm) is RMSNorm:

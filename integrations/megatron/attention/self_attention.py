@@ -92,13 +92,15 @@ class UlyssesSelfAttention(SelfAttention):
         return self._projected(context, exchange)
 
     def _group(self, packed: Any) -> dist.ProcessGroup | None:
-        """Of this call: Megatron may choose another one for each micro-batch, or none."""
+        """The context-parallel group of this call, None where it has none. Megatron may choose another group for each micro-batch
+        (cp_group of `packed`), or none (local_cp_size without cp_group)."""
         if getattr(packed, "cp_group", None) is not None:
             return packed.cp_group
         return None if getattr(packed, "local_cp_size", None) is not None else self.pg_collection.cp
 
     def _rows_of_rank(self, x: torch.Tensor) -> int:
-        """Of one context-parallel rank."""
+        """The rows of the sequence that one context-parallel rank has. x: [rows, b, h], or under sequence parallelism this
+        tensor-parallel rank's part of them."""
         return x.size(0) * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
 
     def _exchange(
@@ -117,7 +119,8 @@ class UlyssesSelfAttention(SelfAttention):
     def _frequencies(
         self, rotary_pos_emb: Any, rows: int, exchange: Exchange, documents: Documents | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of q and of k, with a row for each row of the sequence."""
+        """The rotary frequencies of q and of k, with a row for each row of the sequence; None where this layer does not
+        rotate."""
         skips = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         if rotary_pos_emb is None or skips:
             return None, None
@@ -158,13 +161,15 @@ class UlyssesSelfAttention(SelfAttention):
         return _yarn_get_concentration_factor_from_config(self.config)
 
     def _rotated(self, x: torch.Tensor, freqs: torch.Tensor | None) -> torch.Tensor:
-        """By Megatron's own function. Each row has its frequency here, therefore it need not know of documents or ranks."""
+        """x rotated by Megatron's own function; x as it is without freqs. Each row has its frequency here; the function need not
+        know of documents or ranks."""
         if freqs is None:
             return x
         return apply_rotary_pos_emb(x, freqs, config=self.config, mscale=self._mscale, cp_group=self.pg_collection.cp)
 
     def _mask(self, mask: torch.Tensor | None, rows: int, exchange: Exchange) -> torch.Tensor | None:
-        """Of all rows. TransformerEngine ignores a mask beside a causal mask type, and it may be large."""
+        """The attention mask of all rows, or None where the core attention gets none. TransformerEngine ignores a mask beside a
+        causal mask type; none is made for it, because it may be large."""
         ignored = self.attn_mask_type == AttnMaskType.causal and is_transformer_engines(self.core_attention)
         return None if mask is None or ignored else self.whole.mask(mask, rows, exchange)
 

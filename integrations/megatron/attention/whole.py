@@ -35,7 +35,7 @@ class WholeSequence:
         rows: int,
         device: torch.device,
     ) -> Exchange:
-        """Of a sequence, or of a pack, of `rows` rows."""
+        """The Exchange of a sequence, or of a pack, of `rows` rows over the ranks of `group`."""
 
         def answer() -> Exchange:
             order = layout.rows_of_ranks(rows, 1 if group is None else group.size(), device).flatten()
@@ -77,7 +77,7 @@ class WholeSequence:
         return self._kept(key, freqs, lambda: _gathered(freqs, 0, exchange))
 
     def rotary(self, freqs: torch.Tensor, mscale: float, interleaved: bool) -> Rotary:
-        """Of frequencies [s, 1, 1, r]."""
+        """The Rotary, cos and sin [s, r] times mscale, of frequencies [s, 1, 1, r]."""
 
         def answer() -> Rotary:
             angles = freqs.float().flatten(1)
@@ -102,7 +102,8 @@ class WholeSequence:
 
 
 def _identity(x: torch.Tensor) -> tuple[Any, ...]:
-    """The same for a tensor and what checkpointing detaches from it."""
+    """A key for what a tensor holds: address, shape, strides and version. It is the same for a tensor and for what checkpointing
+    detaches from it."""
     return x.data_ptr(), x.shape, x.stride(), 0 if x.is_inference() else x._version
 
 

@@ -50,7 +50,7 @@ def _prints() -> bool:
 
 
 def stage() -> str:
-    """For example "pipeline stage 0 of 2"; empty without a pipeline."""
+    """This rank's pipeline stage in words, for example "pipeline stage 0 of 2"; empty without a pipeline."""
     if not parallel_state.model_parallel_is_initialized():
         return ""
     stages = parallel_state.get_pipeline_model_parallel_world_size()

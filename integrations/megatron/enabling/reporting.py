@@ -44,7 +44,8 @@ class LinearReport:
 
     @property
     def calls(self) -> str:
-        """For example "overlapped 8" or "overlapped 8, evaluation mode 2"; empty before the first call."""
+        """How often each path has run, in words: for example "overlapped 8" or "overlapped 8, evaluation mode 2"; empty before
+        the first call."""
         overlapped = [("overlapped", self.overlapped_calls)] if self.overlapped_calls else []
         return ", ".join(f"{what} {count}" for what, count in (*overlapped, *self.fallback_calls))
 
@@ -146,7 +147,7 @@ def _tries(linear: Any) -> bool:
 
 
 def _forward_pass(linear: Any, domain: OverlapDomain) -> Pass:
-    """With the sizes of the linear's last call."""
+    """The forward pass of a linear, with the sizes of its last overlapped call."""
     x_shape, (n, k), dtype = linear.overlap.sizes
     alone = exchanges(linear) and not divides_weights(linear)
     row_kind, column_kind = (A2A_GEMM, GEMM_A2A) if alone else (SCATTER, GATHER)
@@ -167,7 +168,7 @@ def _choices(linear: Any, fprop: Pass, domain: OverlapDomain) -> tuple[Choice, C
 
 
 def _rows_of_part(m: int, features: int, linear: Any, world_size: int) -> int:
-    """Of the first of the parts in which a long sequence is exchanged; each is a pass of its own."""
+    """Rows, of all ranks, of the first of the parts in which a long sequence is exchanged; each part is a pass of its own."""
     x_shape, _, dtype = linear.overlap.sizes
     batch = x_shape[1:-1].numel()
     positions = m // (batch * world_size)

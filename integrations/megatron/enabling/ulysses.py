@@ -18,7 +18,8 @@ from ..linears.ulysses import exchange_in, why_no_exchange
 
 @dataclass(frozen=True)
 class Attentions:
-    """ours: are Ulysses', or can be. problem: why one that is asked for cannot; None: all can, or slots leave attention out."""
+    """The attentions in the slots asked for. ours: those that are Ulysses', or can be. problem: why one of the others cannot;
+    None: all can, or slots leave attention out."""
 
     ours: tuple[Any, ...]
     problem: str | None
@@ -45,7 +46,7 @@ class Attentions:
 
 
 def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Attentions:
-    """Of the slots asked for; changes nothing."""
+    """Find the attentions in the slots asked for, and why one of them cannot be Ulysses'. Changes nothing."""
     if not set(SLOTS) & set(config.slots):
         return Attentions((), None)
     asked = [attention for attention in sharing_attentions(chunks) if is_asked_for(attention)]

@@ -21,7 +21,7 @@ Action = Callable[[ModuleType], None]
 
 @contextmanager
 def after_import(actions: Mapping[str, Action]) -> Iterator[None]:
-    """Inside the block, `actions[name](module)` is called once for each module of that name; at once if it is there.
+    """Call `actions[name](module)` once for each module of that name that is imported inside the block; at once if it is there.
 
     What an action raises, the import raises.
     """

@@ -95,7 +95,8 @@ def exchange_reason(linear: ParallelLinear, x: torch.Tensor, group: dist.Process
 
 
 def standing_exchange_reason(linear: ParallelLinear, weight: torch.Tensor | None) -> str | None:
-    """As standing_reason, for a linear of a Ulysses attention, whose weights tensor parallelism may divide or not."""
+    """Why no call of a Ulysses attention's linear exchanges within its product; None where nothing stands against it. weight
+    None: it is known at the call only. Tensor parallelism may divide the weight or not."""
     placement = _placement_reason(linear) if divides_weights(linear) else None
     return placement or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
 

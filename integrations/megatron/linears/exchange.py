@@ -14,7 +14,7 @@ from .state import LinearOverlap
 
 @dataclass(frozen=True)
 class Exchange:
-    """Between sequence shards and head shards.
+    """One call's exchange between sequence shards and head shards.
 
     group: the context-parallel ranks; None where the call has none. heads: of all ranks of the group, and of this
     tensor-parallel rank. layout: how the ranks share the sequence. order: which row of the sequence each row of each rank is,
@@ -42,7 +42,8 @@ class UlyssesOverlap(LinearOverlap):
     parts: tuple[int, int] | None = None
 
     def count_exchange(self, reason: str | None, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> None:
-        """As `count`, with the group of the call. Where KV heads go to several ranks, more rows are sent than the weight has."""
+        """Count one forward call, as `count`, and note the group over which it exchanged. Of linear_qkv it keeps the shape of the
+        rows that are sent: more than the weight has, where KV heads go to several ranks."""
         self.count(reason, x, weight)
         if reason is not None or exchange.group is None:
             return
@@ -52,7 +53,8 @@ class UlyssesOverlap(LinearOverlap):
             self.sizes = x.shape, torch.Size((sent, weight.shape[1])), x.dtype
 
     def count_over_tp(self, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange, parts: tuple[int, int]) -> None:
-        """A call whose product and exchange hide each other, in parts. Other calls the linear that overlaps over TP counts."""
+        """Count one forward call whose product and exchange hide each other, in parts. The linear that overlaps over TP counts
+        all others."""
         assert exchange.group is not None
         self.count(None, x, weight)
         self.parts = parts

@@ -33,7 +33,7 @@ class LinearOverlap:
         self._returning = replace(self.config, main_grad="off")
 
     def count(self, reason: str | None, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """One forward call; `reason` None: it overlaps."""
+        """Count one forward call; `reason` None: it overlaps."""
         if reason is None:
             self.overlapped_calls += 1
             self.sizes = x.shape, weight.shape, x.dtype

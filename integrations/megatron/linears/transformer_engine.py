@@ -43,7 +43,7 @@ class _OverlappedTEColumn:
 
     @property
     def gradient_accumulation_fusion(self: Any) -> bool:
-        """As Megatron's own linears call it."""
+        """TransformerEngine's fuse_wgrad_accumulation, under the name that Megatron's own linears have for it."""
         return self.fuse_wgrad_accumulation
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -33,7 +33,8 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Exchanging:
-    """Mixed in before a linear class of Megatron's or TransformerEngine's."""
+    """Makes a linear of a Ulysses attention exchange within its product (to_heads, to_sequence). Mixed in before a linear class
+    of Megatron's or TransformerEngine's."""
 
     overlap: UlyssesOverlap
     # What the call under way does, where it is not Megatron's linear.
@@ -100,14 +101,15 @@ class _Exchanging:
 
 
 class _OwnExchanging(_Exchanging):
-    """Of Megatron's own classes, with their constructors' arguments and `overlap`, the settings (None: the defaults)."""
+    """Makes Megatron's own linears exchange. Its constructor takes their arguments and `overlap`, the settings (None: the
+    defaults)."""
 
     def __init__(self, *args: Any, overlap: OverlapConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _attach(self, overlap or OverlapConfig(), slot=kwargs["tp_comm_buffer_name"])
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Of calls that fall back."""
+        """The product of a call that falls back, by Megatron's own code (see main_grad.py: through_main_grad)."""
         y = super()._forward_impl(input, through_main_grad(self, weight), *args, **kwargs)  # type: ignore[misc]
         return self.overlap.watched(y)
 
@@ -121,7 +123,8 @@ class UlyssesRowParallelLinear(_OwnExchanging, RowParallelLinear):
 
 
 class _OwnOverTP(_Exchanging):
-    """The same, mixed in before the linears that overlap over TP, which serve the calls that fall back."""
+    """Makes Megatron's own linears exchange where tensor parallelism divides their weights. Mixed in before the linears that
+    overlap over TP, which serve the calls that fall back. Constructor: as _OwnExchanging."""
 
     def __init__(self, *args: Any, overlap: OverlapConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, overlap=overlap, **kwargs)  # type: ignore[call-arg]
@@ -142,15 +145,15 @@ class UlyssesRowOverTP(_OwnOverTP, OverlappedRowParallelLinear):
 
 @dataclass
 class TEUlyssesOverlap(UlyssesOverlap, TELinearOverlap):
-    """Of TransformerEngine's linears."""
+    """The attribute `overlap` of a TransformerEngine linear that exchanges within its product."""
 
 
 class _TEExchanging(_Exchanging):
-    """Of TransformerEngine's classes, as Megatron wraps them."""
+    """Makes TransformerEngine's linears, as Megatron wraps them, exchange within their product."""
 
     @property
     def gradient_accumulation_fusion(self: Any) -> bool:
-        """As Megatron's own linears call it."""
+        """TransformerEngine's fuse_wgrad_accumulation, under the name that Megatron's own linears have for it."""
         return self.fuse_wgrad_accumulation
 
 
