@@ -14,7 +14,8 @@ BAR = 0.21  # inches, with the gap to the next
 
 @dataclass(frozen=True)
 class Bar:
-    """name: of style.look_of. bound: where perfect overlap would end this bar; None where that is not known."""
+    """One bar of a panel. name: of style.look_of. bound: where perfect overlap would end this bar; None where that is not
+    known."""
 
     label: str
     name: str
