@@ -40,11 +40,13 @@ class Step:
         return start_all_to_all_gemm(self.domain, self.plan, self.tag, sent)
 
     def with_product(self, b_kn: torch.Tensor, into: torch.Tensor | None, is_pulled: bool) -> ProductStep:
-        """The same of a GEMM + A2A: what is given is multiplied by b_kn."""
+        """This step as a GEMM + A2A, in which what is given is multiplied by b_kn [K, N] first. into, is_pulled: see
+        ProductStep."""
         return ProductStep(self.domain, self.plan, self.tag, self.bracket, self.give, self.read, b_kn, into, is_pulled)
 
     def may_go_before(self, reader: Step) -> bool:
-        """Only copies may: what the reader's kernel is yet to send would come after it."""
+        """Whether this step may begin before `reader`, the step before it, reads. Only copies may: what the reader's kernel is
+        yet to send would come after it."""
         return self.plan.sends_ahead and reader.plan.sends_ahead
 
 
@@ -65,7 +67,8 @@ class ProductStep(Step):
         return start_gemm_all_to_all(self.domain, self.plan, self.tag, sent, self.b_kn, self.into)
 
     def may_go_before(self, reader: Step) -> bool:
-        """Where nothing is read but by copies, which go on beside this product."""
+        """Whether this step may begin before `reader`, the step before it, reads. It may where nothing is read but by copies,
+        which go on beside this product."""
         return isinstance(reader, ProductStep) and reader.is_pulled
 
 

@@ -31,7 +31,7 @@ class Rows(Protocol):
     """Rows of all ranks, of which each rank has some features."""
 
     def place(self, part: Part) -> torch.Tensor | None:
-        """Where the blocks of a part [W, rows, C] belong as they arrive; None: they become something else."""
+        """The memory where the blocks of a part [W, rows, C] belong as they arrive; None: they become something else."""
         ...
 
     def take(self, part: Part, received: torch.Tensor) -> None:
@@ -39,13 +39,14 @@ class Rows(Protocol):
         ...
 
     def give(self, part: Part) -> torch.Tensor:
-        """What is sent of a part [W, rows, C], each block contiguous."""
+        """The blocks [W, rows, C] of a part that are sent, each contiguous."""
         ...
 
 
 @dataclass(slots=True)  # made at each call: frozen it would take 0.6 microseconds more
 class Linear:
-    """One call. weight: the parameter [N, K]. w: what is multiplied, the weight or, with `copies`, rows of it [N', K].
+    """One call of a Ulysses linear. weight: the parameter [N, K]. w: what is multiplied, the weight or, with `copies`, rows of it
+    [N', K].
 
     copies: int64 [N'], which row of the weight each row of w is. batch: rows of one position.
     """
@@ -66,7 +67,7 @@ class Linear:
         return self.parts[0].exchange.plan.wgrad is None
 
     def multiplying(self, w: torch.Tensor) -> Linear:
-        """The same with w as autograd has kept it: hooks on saved tensors (checkpointing) give back another object."""
+        """This call with w as autograd has kept it: hooks on saved tensors (checkpointing) give back another object."""
         return replace(self, w=w)
 
     def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
@@ -144,7 +145,8 @@ class Linear:
     def rows_backward(
         self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """dw; dx is written. x: what to send again, or what was kept, or None if dw is not wanted."""
+        """Write dx and return dw [N, K] of to_rows. x: what to send again, or what was kept, or None if dw is not wanted. dx:
+        None if it is not wanted."""
         if x is None or isinstance(x, list):
             return self._rows_backward_alone(x, dy, dx)
         gradient = self.gradient()
@@ -165,7 +167,8 @@ class Linear:
     def _rows_backward_alone(
         self, kept: list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """The same where nothing is sent again. kept: None if dw is not wanted."""
+        """Write dx and return dw of to_rows where nothing is sent again. kept: what each part has received, None if dw is not
+        wanted."""
         gradient = self.gradient()
         adds: list[Callable[[], None]] = [lambda: None] * len(self.parts)
         if kept is not None:
@@ -179,7 +182,7 @@ class Linear:
         return None if kept is None else gradient.result()
 
     def _add(self, gradient: WeightGradient, dy: torch.Tensor, part: Part, blocks: torch.Tensor) -> None:
-        """A part's dy and what was received for it [W, rows, K/W]."""
+        """Add a part's product of dy and what was received for it [W, rows, K/W] to dw."""
         dy_rows = self.rows(dy, part)
         with profiled(part.exchange.tags.ranges[2]):
             gradient.add(dy_rows, blocks.view(self.world_size, len(dy_rows), -1))

@@ -111,7 +111,7 @@ def heads_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads | None,
     group: dist.ProcessGroup, config: OverlapConfig | None, name: str, meaning: str = "",
 ) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
-    """linear_all_to_all as planned, and the bias of this rank's columns. meaning: see Planned.linear."""
+    """A call of linear_all_to_all as planned (Linear), and the bias of this rank's columns. meaning: see Planned.linear."""
     domain = domain_of(group, config, x.device)
     copies = None if heads is None else copies_of(heads, w, bias, domain.world_size, name)
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
@@ -129,7 +129,7 @@ def rows_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
     group: dist.ProcessGroup, config: OverlapConfig | None, name: str, meaning: str = "",
 ) -> Linear:  # fmt: skip
-    """all_to_all_linear as planned. meaning: see Planned.linear."""
+    """A call of all_to_all_linear as planned (Linear). meaning: see Planned.linear."""
     domain = domain_of(group, config, x.device)
     shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
     parts = parts_of(  # of one position of all ranks a rank receives a row of K features
@@ -141,7 +141,8 @@ def rows_linear(
 
 
 def _limit_mib(domain: OverlapDomain, config: OverlapConfig | None) -> int:
-    """For all slots of an exchange: never more than the domain may hold, of which signals take some KiB."""
+    """How many MiB all slots of an exchange may take: exchange_mib, but never more than the domain may hold, of which signals
+    take some KiB."""
     return min((config or domain.config).exchange_mib, max(1, domain.config.symmetric_mib - 1))
 
 
@@ -151,7 +152,7 @@ def rows_of_position(x: torch.Tensor) -> int:
 
 
 def like(x: torch.Tensor, positions: int, features: int) -> torch.Tensor:
-    """For plans: as x [*, b, *], but [positions, b, features], and without memory of its own."""
+    """A tensor [positions, b, features] for plans, in kind as x [*, b, *], that takes no memory of its own."""
     one = x.detach()[:1, :1, :1].expand(positions, x.shape[1], features)
     return one.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else one
 
@@ -159,7 +160,8 @@ def like(x: torch.Tensor, positions: int, features: int) -> torch.Tensor:
 def copies_of(
     heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
 ) -> torch.Tensor | None:
-    """The rows of w whose products are sent, where that is not each once and in order."""
+    """The rows of w whose products are sent, int64 [N']; None where that is each once and in order. Raises ValueError where
+    `heads` do not fit w, bias or the ranks."""
     error = heads.error(world_size, name)
     if error is None and w.dim() == 2 and w.shape[0] != heads.features:
         error = f"{name}: w has {w.shape[0]} rows (shape {tuple(w.shape)}), {heads} needs {heads.features}; they must be equal"
@@ -189,7 +191,8 @@ class _LinearAllToAll(torch.autograd.Function):
 
 
 class _ToRows(torch.autograd.Function):
-    """y = all_to_all(x) @ w.T. finder: where the rows that are exchanged lie in x, and in dx. trains: gradients are enabled."""
+    """The autograd function of y = all_to_all(x) @ w.T. finder: where the rows that are exchanged lie in x, and in dx. trains:
+    gradients are enabled."""
 
     @staticmethod
     def forward(
@@ -223,5 +226,5 @@ _apply_linear_all_to_all, apply_to_rows = applied(_LinearAllToAll), applied(_ToR
 
 
 def rank_rows(linear: Linear, x: torch.Tensor) -> RankRows:
-    """x [M, C], rank after rank."""
+    """The RankRows of x [M, C]: its rows lie rank after rank."""
     return RankRows(x, linear.world_size, linear.batch)

@@ -49,7 +49,7 @@ class Part:
         return Step(exchange.domain, exchange.plan.dgrad, exchange.tags.dgrad, bracket, give, read)
 
     def again(self, give: Give, read: Read) -> Step:
-        """What forward has sent, once more for the weight gradient."""
+        """The step in which this rank sends once more, for the weight gradient, what forward has sent."""
         domain, plan, tags = self.exchange.domain, self.exchange.plan.wgrad, self.exchange.tags
         assert plan is not None, "what forward has received was kept"
         bracket = domain.operator(tags.wgrad, plan.slots, shown_as=tags.ranges[2])
@@ -57,7 +57,8 @@ class Part:
 
 
 def parts_that_hide(rows: int, n: int, k: int) -> int:
-    """In how many parts a product [rows, k] @ [k, n] is worth cutting, so that each hides the exchange of another; 1: in none."""
+    """The number of parts into which a product [rows, k] @ [k, n] is worth cutting, so that each hides the exchange of another;
+    1: it stays whole."""
     gemm_us = 2 * rows * n * k / (GEMM_TFLOPS * 1e6)
     return max(1, min(_MOST_TO_HIDE, rows // _LEAST_ROWS, int(gemm_us // _LEAST_GEMM_US)))
 

@@ -26,7 +26,8 @@ P = TypeVar("P", bound=Part)
 
 
 class RowsBackward(Generic[P]):
-    """Of one call. x: as for ShardedLinear.rows_backward. dx: where it is written, or None.
+    """The backward of one call of to_rows under tensor parallelism. x: as for ShardedLinear.rows_backward. dx: where it is
+    written, or None.
 
     product: of a part, given what gives its x when dx is under way; returns dx as it is sent, or None.
     """
@@ -41,7 +42,8 @@ class RowsBackward(Generic[P]):
         self._made: torch.Tensor | None = None  # dx of the last product, as it is sent
 
     def run(self, before: P | None, part: P | None) -> None:
-        """One turn; before: None in the first, part: None in the last."""
+        """Run one turn: send dx of `before` and x of `part` in one all-to-all, and multiply for `part` under it. before: None in
+        the first turn; part: None in the last."""
         again = None if self._again is None or part is None else self._again.give(part)
         sent = [blocks for blocks in (self._made, again) if blocks is not None]
         back = 0 if self._made is None else self._made.shape[1]

@@ -24,7 +24,7 @@ from .tensor_parallel import ShardedLinear, ShardedPart
 
 @dataclass(frozen=True)
 class Groups:
-    """Of one rank. ulysses: the ranks that exchange. tensor: those that divide the weights."""
+    """The process groups of one rank. ulysses: the ranks that exchange. tensor: those that divide the weights."""
 
     ulysses: dist.ProcessGroup
     tensor: dist.ProcessGroup
@@ -40,7 +40,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one projection on one rank. positions: of a TP rank's shard. rows: of one position, of all TP ranks together.
+    """The sizes of one projection on one rank. positions: of a TP rank's shard. rows: of one position, of all TP ranks together.
 
     sent: features of a row that is exchanged, of all ranks of the Ulysses group. n, k: of the weight shard. carries: of how many
     parts one all-to-all has rows.
@@ -64,13 +64,13 @@ class Sizes:
 
 
 def sizes_of_heads(x: torch.Tensor, w: torch.Tensor, heads: AttentionHeads, groups: Groups) -> Sizes:
-    """x [positions, b, K], w [N, K]: this TP rank's shards. heads: of this TP rank."""
+    """The Sizes of a QKV projection. x [positions, b, K], w [N, K]: this TP rank's shards. heads: of this TP rank."""
     sent = heads.of_rank(groups.ranks).features * groups.ranks
     return _sizes(x, w, x.shape[0], sent, groups)
 
 
 def sizes_of_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups, config: OverlapConfig) -> Sizes:
-    """x [s, b, K/W]: all rows and some of the features of the weight shard w [N, K].
+    """The Sizes of an output projection. x [s, b, K/W]: all rows and some of the features of the weight shard w [N, K].
 
     Backward sends x of a part again together with dx of another one.
     """

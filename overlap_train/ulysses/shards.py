@@ -26,7 +26,8 @@ from .tensor_parallel import ShardedLinear
 
 @dataclass(frozen=True)
 class Shards:
-    """layout: over `ranks` ranks. rank: this one. tensor: tensor-parallel ranks, which have equal parts of a rank's rows."""
+    """The shards of a sequence in one call. layout: over `ranks` ranks. rank: this one. tensor: tensor-parallel ranks, which have
+    equal parts of a rank's rows."""
 
     layout: SequenceLayout
     ranks: int
@@ -34,17 +35,17 @@ class Shards:
     tensor: int = 1
 
     def padded(self, x_shard_m: torch.Tensor) -> torch.Tensor:
-        """[longest, b, K] from [length, b, K]."""
+        """x_shard_m [length, b, K], padded with zeros to [longest, b, K]."""
         missing = self._longest - len(x_shard_m)
         return F.pad(x_shard_m, (0, 0, 0, 0, 0, missing)) if missing > 0 else x_shard_m
 
     def cut(self, y_shard_m: torch.Tensor) -> torch.Tensor:
-        """[length, b, N] from [longest, b, N]."""
+        """y_shard_m [longest, b, N], cut to this rank's rows [length, b, N]."""
         length = self.layout.lengths[self.rank] // self.tensor if self.layout.lengths else len(y_shard_m)
         return y_shard_m if length == len(y_shard_m) else y_shard_m[:length]
 
     def as_sent(self, x: torch.Tensor) -> torch.Tensor:
-        """For plans: x [s, b, C] as if it had the rows that are exchanged."""
+        """A tensor for plans: x [s, b, C], or with lengths one like it with as many rows as are exchanged."""
         sent = self.ranks * self.tensor * self._longest
         return like(x, sent, x.shape[-1]) if self.layout.lengths else x
 

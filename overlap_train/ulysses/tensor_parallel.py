@@ -36,14 +36,15 @@ from .rows_backward import RowsBackward
 
 @dataclass(frozen=True)
 class ShardedPart(Part):
-    """Positions of every TP rank's shard. product: of the TP group."""
+    """A Part under tensor parallelism: positions of every TP rank's shard. product: the planned operator of the TP group."""
 
     product: PlannedLinear
 
 
 @dataclass(frozen=True)
 class ShardedLinear:
-    """One call, as exchange.Linear. weight: this TP rank's shard; w: the same as autograd has kept it.
+    """One call of a Ulysses projection under tensor parallelism, as exchange.Linear. weight: this TP rank's shard; w: the same as
+    autograd has kept it.
 
     copies: int64 [N'], which columns of the product are sent, rank after rank; None: all as they lie. batch: rows of one position
     of a TP rank's shard. shards: TP ranks.
@@ -67,7 +68,7 @@ class ShardedLinear:
         return self.parts[0].exchange.plan.wgrad is None
 
     def multiplying(self, w: torch.Tensor) -> ShardedLinear:
-        """As exchange.Linear's."""
+        """This call with w as autograd has kept it: see exchange.Linear."""
         return replace(self, w=w)
 
     def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
@@ -117,7 +118,8 @@ class ShardedLinear:
     def rows_backward(
         self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """dw; dx is written. x: what to send again, or what was kept, or None if dw is not wanted."""
+        """Write dx and return dw [N, K] of to_rows. x: what to send again, or what was kept, or None if dw is not wanted. dx:
+        None if it is not wanted."""
         dw = None if x is None else self._gradient()
 
         def multiplied(part: ShardedPart, received: Callable[[], torch.Tensor]) -> torch.Tensor | None:
@@ -130,7 +132,7 @@ class ShardedLinear:
         return None if dw is None else dw.result()
 
     def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
-        """Of a part of this TP rank's shard [positions * batch, C]."""
+        """The rows of a part of this TP rank's shard x [positions * batch, C]."""
         return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
 
     def _gradient(self) -> WeightGradient:
@@ -155,5 +157,6 @@ class ShardedLinear:
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Rows of all parts. One part as it is, and not as a view, which autograd would refuse to have written into."""
+    """The rows of all parts in one tensor. One part is returned as it is, and not as a view, which autograd would refuse to have
+    written into."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -116,20 +116,21 @@ def expected_of(block: Block, data: Data) -> Outcome:
 
 
 def overlapped(config: OverlapConfig, group: dist.ProcessGroup, data: Data) -> torch.Tensor:
-    """Ours."""
+    """One attention block by our operators."""
     q, k, v = qkv_all_to_all(data.x, data.w_qkv, group=group, heads=data.heads, rotary=data.rotary, config=config)
     return attention_output_linear(core_attention(q, k, v), data.w_proj, group=group, config=config)
 
 
 def by_nccl(world: World, data: Data) -> torch.Tensor:
-    """One QKV GEMM, one exchange, one pass that splits and rotates as ours does; one exchange, one GEMM."""
+    """One attention block by NCCL: one QKV GEMM, one exchange, one pass that splits and rotates as ours does; one exchange, one
+    GEMM."""
     y = exchange(F.linear(data.x, data.w_qkv), world.group, to_heads=True)
     out = core_attention(*Unpacked.apply(y, data.heads.of_rank(world.size), data.rotary))
     return F.linear(exchange(out, world.group, to_heads=False), data.w_proj)
 
 
 def alone(world: World, data: Data) -> torch.Tensor:
-    """The same work on data in place: what a rank has is taken for what it would receive, which is as large."""
+    """One attention block without communication. What a rank has is taken for what it would receive, which is as large."""
     y = F.linear(data.x, data.w_qkv).view(-1, 1, data.w_qkv.shape[0] // world.size)
     heads = data.heads.of_rank(world.size)
     out = core_attention(*Unpacked.apply(y, heads, data.rotary))

@@ -15,7 +15,8 @@ LONGEST_OF_THREE = 28  # characters of a title over one of three panels
 
 @dataclass(frozen=True)
 class Bar:
-    """name: of style.look_of. bound: where perfect overlap would end this bar; None where that is not known."""
+    """One bar of a panel. name: of style.look_of. bound: where perfect overlap would end this bar; None where that is not
+    known."""
 
     label: str
     name: str

@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all subcommands."""
+    """The parser of `overlap-train bench` with all its subcommands."""
     start = f"Measure under torchrun: {world.START} bench operators. Draw without it: overlap-train bench plot FOLDER"
     top = Parser(prog="overlap-train bench", description=start)
     names = "|".join((*KINDS, "timeline", "plot"))

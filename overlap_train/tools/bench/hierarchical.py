@@ -36,7 +36,7 @@ def pretend_nodes(node_ranks: int) -> None:
 
 
 def hierarchical_cases(session: Session, passes: tuple[str, ...], tiny: bool) -> list[Case]:
-    """Of both operators. Collective."""
+    """The cases of both operators, for products of several lengths against the network. Collective."""
     world = session.world.size
     rows, kept = (_TINY["rows"], _TINY["features"]) if tiny else (ROWS, FEATURES)
     others = [32 * world, 64 * world] if tiny else _other_features(session)
@@ -49,7 +49,7 @@ def hierarchical_cases(session: Session, passes: tuple[str, ...], tiny: bool) ->
 
 
 def _other_features(session: Session) -> list[int]:
-    """For each ratio, over all ranks."""
+    """The features, over all ranks, with which a product takes each of RATIOS times as long as the network. Collective."""
     world = session.world
     shard = torch.randn(ROWS // world.size, FEATURES, device=world.device, dtype=session.settings.dtype)
     whole, right = shard.new_empty(ROWS, FEATURES), shard.new_empty(FEATURES, 16384).normal_()

@@ -20,7 +20,7 @@ from .shapes import LAYERS, PUBLISHED, TABLES_1_2, WEIGHTS, cases, exchange_case
 
 @dataclass(frozen=True)
 class File:
-    """NAME.json and NAME.md, and what measures their rows: all shapes that were asked for, collectively."""
+    """A pair of files NAME.json and NAME.md, and what measures their rows: all shapes that were asked for, collectively."""
 
     name: str
     columns: output.Columns
@@ -51,7 +51,7 @@ class Bench(ABC):
 
     @abstractmethod
     def files(self) -> list[File]:
-        """In the order in which they are measured."""
+        """The benchmark's files, in the order in which they are measured."""
 
     def settings(self, device: torch.device) -> Settings:
         """What the measurements themselves need."""
@@ -68,7 +68,7 @@ class Bench(ABC):
 
 @dataclass(frozen=True)
 class OfPasses(Bench):
-    """What those of single passes are told."""
+    """What all benchmarks of single passes are told."""
 
     passes: tuple[str, ...] = option(PASSES, f"of {','.join(PASSES)}", choices=PASSES, metavar="PASS,...")
 

@@ -40,7 +40,7 @@ def between(spans: Sequence[Span], begin: float, end: float, compute_stream: int
 
 
 def union(spans: Iterable[Span], kinds: tuple[str, ...]) -> list[Interval]:
-    """When anything of these kinds runs, as (start, end) that do not touch."""
+    """The intervals (start, end) in which anything of these kinds runs; they do not touch."""
     merged: list[Interval] = []
     for start, end in sorted((span["start"], span["end"]) for span in spans if span["kind"] in kinds):
         if merged and start <= merged[-1][1]:
@@ -51,7 +51,7 @@ def union(spans: Iterable[Span], kinds: tuple[str, ...]) -> list[Interval]:
 
 
 def exposed(spans: Sequence[Span]) -> list[Interval]:
-    """When GPUs communicate or wait for each other and nothing is computed, as (start, end)."""
+    """The intervals (start, end) in which GPUs communicate or wait for each other and nothing is computed."""
     busy, parts = union(spans, COMPUTATION), []
     for start, end in union(spans, COMMUNICATION):
         for busy_start, busy_end in busy:

@@ -69,7 +69,7 @@ def forward_backward(column: Linear, row: Linear, data: Data) -> Call:
 
 
 def six_gemms_alone(data: Data, world: World) -> Call:
-    """The same products on data in place; z and dx are this rank's partial sums."""
+    """The call of a layer's six GEMMs without communication, on data in place; z and dx are this rank's partial sums."""
     whole_x, whole_dz = gathered(data.x.detach(), world), gathered(data.dz, world)
 
     @torch.no_grad()

@@ -94,7 +94,8 @@ class Checked:
     session: Session
 
     def calls(self, makers: Mapping[str, Maker]) -> dict[str, Call]:
-        """Of those that compute the right results on every rank; notes about the others."""
+        """The calls of those linears that compute the right results on every rank; the results get notes about the others.
+        Collective."""
         results, found = self.session.results, {}
         for name, make in makers.items():
             check = partial(check_linears, name, make, self.data, self.decoy, self.references)
@@ -152,13 +153,13 @@ def captured(call: Call, world: World) -> Call:
 
 
 def check_replays(replay: Call, references: dict[str, Reference]) -> None:
-    """Two of them: the second sends other epochs than the first."""
+    """Replay a captured call twice and check the second result: its replay sends other epochs than the first."""
     replay(0)
     check_outcome(GRAPH, cast(Outcome, replay(1)), references)
 
 
 def overlapped(settings: Settings, method: str, world: World, data: Data) -> tuple[Linear, Linear]:
-    """Ours."""
+    """A layer's column and row linear by one of our methods."""
     config = replace(settings.config, method=method)
     return (
         lambda x: all_gather_linear(x, data.w1, group=world.group, config=config),

@@ -22,7 +22,7 @@ from ..measure.runs import Run
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """inside: the ranks of this node. across: this rank and its twins, node by node."""
+    """The process groups for NCCL in two steps. inside: the ranks of this node. across: this rank and its twins, node by node."""
 
     topology: Topology
     inside: dist.ProcessGroup
@@ -30,7 +30,7 @@ class NodeGroups:
 
     @classmethod
     def of(cls, topology: Topology, group: dist.ProcessGroup) -> NodeGroups | None:
-        """Of a group's nodes; None where there is one node, or one rank on each. Collective over the job."""
+        """The NodeGroups of a group; None where there is one node, or one rank on each. Collective over the job."""
         if topology.nodes == 1 or topology.local == 1:
             return None
         ranks = dist.get_process_group_ranks(group)
@@ -40,7 +40,7 @@ class NodeGroups:
         return cls(topology, inside[topology.node], across[topology.rank % topology.local])
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """whole [M, C], from shards [M/W, C] of all ranks."""
+        """Gather shards [M/W, C] of all ranks into whole [M, C], which is returned: first between twins, then inside the node."""
         of_twins = shard.new_empty(self.topology.nodes * len(shard), shard.shape[1])
         dist.all_gather_into_tensor(of_twins, shard, group=self.across)
         for of_node, own in zip(whole.chunk(self.topology.nodes), of_twins.split(len(shard)), strict=True):
@@ -48,7 +48,7 @@ class NodeGroups:
         return whole
 
     def scatter(self, partial: torch.Tensor) -> torch.Tensor:
-        """This rank's rows [M/W, C] of the sum of all ranks' partials [M, C]."""
+        """The rows [M/W, C] of this rank of the sum of all ranks' partials [M, C]."""
         rows = len(partial) // self.topology.world
         sums = partial.new_empty(self.topology.nodes * rows, partial.shape[1])
         for own, of_node in zip(sums.split(rows), partial.chunk(self.topology.nodes), strict=True):
@@ -59,7 +59,7 @@ class NodeGroups:
 
 
 def node_baselines(case: Case, groups: NodeGroups | None, like: Operands) -> dict[str, Run]:
-    """Of a pass; like: one of its input sets."""
+    """The baseline `by_nodes` of a pass, where it has one; like: one of its input sets."""
     if groups is None or case.kind not in (GATHER, SCATTER):
         return {}
     if case.kind == SCATTER:

@@ -79,7 +79,7 @@ def exchanged(case: Case, session: Session, method: str) -> Run:
 
 
 def _slot_bytes(case: Case, session: Session) -> int:
-    """Of the largest call."""
+    """Bytes of a slot for the largest call of a case; long exchanges pass in parts."""
     needed = case.slot_bytes(session.world.size, session.settings.dtype)
     most = session.settings.config.exchange_mib * (1 << 20) // SLOTS
     return min(needed, most) if case.op in EXCHANGES else needed

@@ -8,7 +8,7 @@ from ..measure.results import Columns, Row
 
 
 def speed_up(row: Row) -> float:
-    """Over NCCL + cuBLAS."""
+    """The speed-up of a row over NCCL + cuBLAS."""
     return row["sequence_ms"] / row["ms"]
 
 
@@ -76,7 +76,8 @@ LAYER_COLUMNS: Columns = (
 
 
 def summary(rows: list[Row]) -> list[str]:
-    """Of operator rows only, for each method and pass: the lowest figure and the geometric mean of the ratio to the bound."""
+    """A line for each method and pass, of operator rows only: the lowest figure and the geometric mean of the ratio to the
+    bound."""
     groups: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if "bound" in row:

@@ -83,7 +83,7 @@ def _grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]
 
 
 def _names(rows: list[Row]) -> tuple[str, ...]:
-    """Of what is drawn."""
+    """The names of what is drawn, in the order that every picture has."""
     return tuple(in_order(by_method(rows)))
 
 

@@ -78,7 +78,7 @@ class Layer:
     row_k: int
 
     def flops(self, sequence: int, world: int) -> float:
-        """Of one rank's six GEMMs."""
+        """Floating-point operations of one rank's six GEMMs."""
         return 6 * sequence * (self.column_n * self.column_k + self.row_n * self.row_k) / world
 
 

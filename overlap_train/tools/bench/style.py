@@ -69,13 +69,13 @@ LOOKS = {
 
 
 def look_of(name: str) -> Look:
-    """Of a method, a baseline, or a variant of training; one as a CUDA graph or trained again has the same colour."""
+    """The Look of a method, a baseline, or a variant of training; one as a CUDA graph or trained again has the same colour."""
     look = LOOKS[name.removesuffix(AGAIN).removesuffix(GRAPH)]
     return replace(look, label=f"{look.label}, CUDA graph") if name.endswith(GRAPH) else look
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """As every picture has them: in the order of LOOKS, a CUDA graph after the same without one."""
+    """The names as every picture has them: in the order of LOOKS, a CUDA graph after the same without one."""
     places = list(LOOKS)
     return sorted(names, key=lambda name: (places.index(name.removesuffix(AGAIN).removesuffix(GRAPH)), len(name)))
 
@@ -136,7 +136,8 @@ def canvas(
 
 
 def _columns(names: tuple[str, ...]) -> int:
-    """Of a legend: as many as fit. matplotlib fills column by column, and the first ones take what is left over."""
+    """The number of columns of a legend: as many as fit. matplotlib fills column by column, and the first ones take what is left
+    over."""
     for columns in range(len(names), 1, -1):
         rest = iter(0.55 + 0.078 * len(look_of(name).label) for name in names)
         sizes = [len(names) // columns + (number < len(names) % columns) for number in range(columns)]
@@ -164,7 +165,7 @@ def marks(name: str) -> dict[str, Any]:
 
 
 def outline() -> dict[str, Any]:
-    """Of a bar that names communication without a measured begin and end."""
+    """How a bar is drawn that names communication without a measured begin and end: matplotlib's arguments."""
     return {"facecolor": "none", "edgecolor": LOOKS["inside"].colour, "linestyle": (0, (3, 2)), "linewidth": 1.5}
 
 

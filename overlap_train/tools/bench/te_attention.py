@@ -28,7 +28,7 @@ LAYOUT = SequenceLayout("zigzag")
 
 
 def exchanging(te: Any, world: World, data: Data) -> Block:
-    """`te`."""
+    """The baseline `te`: TransformerEngine's attention with its own exchanges."""
     attention, tokens = _attention(te, data.heads), len(data.x) * world.size
     stream = torch.cuda.Stream() if world.device.type == "cuda" else None  # where it reorders what has arrived
     ranks = dist.get_process_group_ranks(world.group)
@@ -44,7 +44,7 @@ def exchanging(te: Any, world: World, data: Data) -> Block:
 
 
 def alone(te: Any, world: World, data: Data) -> Block:
-    """`te_alone`: what a rank has is taken for what it would receive, as in `alone`."""
+    """The baseline `te_alone`: what a rank has is taken for what it would receive, as in `alone`."""
     heads = data.heads.of_rank(world.size)
     attention = _attention(te, heads)
 

@@ -73,7 +73,7 @@ def _idle(world: World) -> None:
 
 
 def makers(te: Any, world: World, with_userbuffers: bool) -> dict[str, Maker]:
-    """Its linears by the names above."""
+    """What makes TransformerEngine's linears, by the names above."""
     found: dict[str, Maker] = {"te": partial(_linears, te, world, ({}, {}))}
     if with_userbuffers:
         found |= {name: partial(_linears, te, world, _FLAGS[name]) for name in USERBUFFERS}

@@ -147,7 +147,7 @@ class Examination:
         return self._world
 
     def _start(self) -> list[Finding]:
-        """Also tells which ranks exist, and on which hosts."""
+        """Find out whether ranks have GPUs. As the first check it also tells which ranks exist, and on which hosts."""
         self._on_gpu = torch.cuda.is_available()
         return [ok("device", _ON_GPUS if self._on_gpu else "CPU ranks: gloo and shared memory")]
 
@@ -173,7 +173,7 @@ class Examination:
         return gpus.check_gpus(read, gpus.read_smi())
 
     def _fit_to_join(self) -> bool:
-        """Ranks with and without GPU would start different backends and wait for each other."""
+        """Whether ranks can join. Those with and without GPU would start different backends and wait for each other."""
         devices = [finding for finding in self._job.findings if finding.name == "device"]
         if len({finding.measured for finding in devices}) > 1:
             strange = fail("device: ranks differ", "", _ON_GPUS, "see this rank's line `gpu visible`")
@@ -202,7 +202,7 @@ class Examination:
         return links.check_links(self._here, self._asked.provider)
 
     def _network(self, seconds: float) -> list[Finding]:
-        """Between the nodes of the job."""
+        """Check what goes between the nodes of the job; nothing where it has one rank."""
         assert self._all is not None
         if self._all.size == 1:
             return []
@@ -222,7 +222,7 @@ class Examination:
 
 
 def check_collectives(world: World, nodes: int) -> list[Finding]:
-    """A sum over all ranks of the job, not of the node only."""
+    """Check a sum over all ranks of the job, not of the node only."""
     total = torch.full((1 << 20,), float(world.rank + 1), device=world.device)
     dist.all_reduce(total)
     backend, expected = dist.get_backend(), world.size * (world.size + 1) / 2

@@ -18,7 +18,8 @@ def _on(value: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """wrong: of the variable's value, None where it is not set. fix: "" is "unset" and the variable's name."""
+    """A rule for one environment variable. wrong: of the variable's value, None where it is not set. fix: "" is "unset" and the
+    variable's name."""
 
     variable: str
     status: str

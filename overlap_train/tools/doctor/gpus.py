@@ -29,7 +29,7 @@ class Smi:
 
 @dataclass(frozen=True)
 class Gpu:
-    """peer_access, nvlink: by the index of each other GPU; nvlink is None where the driver does not tell."""
+    """Facts about one GPU. peer_access, nvlink: by the index of each other GPU; nvlink is None where the driver does not tell."""
 
     index: int
     name: str
@@ -64,7 +64,7 @@ def without_gpu() -> Finding:
 
 
 def missing_gpu(local_rank: int, count: int) -> Finding:
-    """More ranks on a node than GPUs that each of them sees."""
+    """The finding where a node has more ranks than GPUs that each of them sees."""
     fix = (
         "start as many ranks as GPUs, and let each rank see all GPUs of its node (no CUDA_VISIBLE_DEVICES for each rank, Slurm: "
         "--gpu-bind=none): a peer that is not visible cannot be mapped"

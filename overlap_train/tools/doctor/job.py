@@ -87,7 +87,7 @@ class Job:
         return found
 
     def wait_for_report(self, speaker: int) -> None:
-        """Until the rank that prints has done so; on that rank, until all that answer know. Ten seconds at most.
+        """Wait until the rank that prints has done so; on that rank, until all that answer know. Ten seconds at most.
 
         Under srun rank 0 serves the store, which is gone when that rank has left. Others may still be asking it for the findings
         of the last check.

@@ -110,7 +110,7 @@ def judge_links(source: int, who: Who, speeds: Speeds, model: Hardware | None) -
 
 
 def judge_speed(tflops: float, model: Hardware | None) -> Finding:
-    """Of one GPU against what its model should reach."""
+    """The finding about one GPU's speed, against what its model should reach."""
     measured, should = f"{tflops:.0f} TFLOP/s (8192 x 8192 x 8192, bf16)", model.gemm_tflops if model else None
     expected = f"at least {WARN_BELOW * should:.0f} TFLOP/s" if should else "not judged: unknown GPU"
     is_slow = should is not None and tflops < WARN_BELOW * should
@@ -130,7 +130,7 @@ def slow_ranks(here: World, speeds: Speeds, tflops: dict[int, float]) -> list[Fi
 
 
 def report_only(rank: int, speeds: Speeds, tflops: dict[int, float]) -> list[Finding]:
-    """On CPUs: figures without a judgement."""
+    """The findings on CPUs: figures without a judgement."""
     copies = [speed for (source, _), speed in speeds.items() if source == rank]
     found = [ok("link", f"{min(copies):.1f} GB/s through shared memory", "not judged: CPU")] if copies else []
     return [*found, ok("gemm", f"{tflops[rank]:.3f} TFLOP/s (fp32)", "not judged: CPU")]

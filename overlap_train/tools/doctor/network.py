@@ -83,7 +83,7 @@ class Gathers:
         return torch.stack(wrong).any(dim=2)
 
     def send(self, turn: int) -> None:
-        """The same without a product."""
+        """Run one gather of a round without its product."""
         with self._domain.operator(self._tag, self._plan.slots):
             start_gather(self._domain, self._plan, self._tag, self._own).gathered_view()
 
@@ -96,7 +96,8 @@ class Trial:
         self.counts = torch.zeros(gathers.topology.world, dtype=torch.int64, device=here.device)
 
     def run(self, seconds: float) -> str | None:
-        """Until the time is up or a piece was not whole, on any rank. What went wrong besides, or None. Collective."""
+        """Run rounds until the time is up or a piece was not whole, on any rank. Returns what went wrong besides, or None.
+        Collective."""
         deadline, error = time.monotonic() + seconds, None
         while error is None:
             error = self._here.attempt(partial(self._some, range(self.rounds, self.rounds + ROUNDS)))

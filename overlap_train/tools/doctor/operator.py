@@ -34,8 +34,8 @@ _ERROR_FIX = "see docs/troubleshooting.md for the message; a named rank's own li
 
 @dataclass(frozen=True)
 class Trial:
-    """m, k, n: global; few_rows: instead of m for methods that serve no more. seconds: how long to repeat. methods: of
-    OverlapConfig.method. Tests plant faults in the operators."""
+    """What the check of the operators is told. m, k, n: global; few_rows: instead of m for methods that serve no more. seconds:
+    how long to repeat. methods: of OverlapConfig.method. Tests plant faults in the operators."""
 
     m: int
     k: int
@@ -142,7 +142,7 @@ def _times(here: World, trial: Trial) -> dict[str, timing.Timing]:
 
 
 def judge_times(here: World, times: dict[str, timing.Timing]) -> list[Finding]:
-    """The same figures on every rank; only the first one reports them."""
+    """The finding about the operators' times, of the first rank only: the figures are the same on every rank."""
     if here.rank != 0:
         return []
     sequence = times["sequence"].ms

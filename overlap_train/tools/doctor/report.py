@@ -42,12 +42,12 @@ def ok(name: str, measured: str, expected: str = "") -> Finding:
 
 
 def warn(name: str, measured: str, expected: str, fix: str) -> Finding:
-    """See `ok`."""
+    """A finding with the status WARN, and its fix; see `ok`."""
     return Finding(name, WARN, measured, expected, fix)
 
 
 def fail(name: str, measured: str, expected: str, fix: str) -> Finding:
-    """See `ok`."""
+    """A finding with the status FAIL, and its fix; see `ok`."""
     return Finding(name, FAIL, measured, expected, fix)
 
 
@@ -105,6 +105,6 @@ def render(findings: Sequence[Finding], size: int, console: Console | None = Non
 
 
 def write(path: Path, findings: Sequence[Finding], hosts: Sequence[str]) -> None:
-    """{"hardware": {verdict, hosts}, "versions", "date", "rows": one object per finding and rank}."""
+    """Write the report as JSON: {"hardware": {verdict, hosts}, "versions", "date", "rows": one object per finding and rank}."""
     summary = {"verdict": verdict(findings), "hosts": list(hosts)}
     write_json(path, [asdict(finding) for finding in findings], summary)

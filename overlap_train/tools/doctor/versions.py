@@ -50,7 +50,8 @@ class Demand:
 
 @dataclass(frozen=True)
 class Inventory:
-    """versions: installed packages; demands: what they require of each other; torch_cuda: CUDA version torch was built for."""
+    """What is installed. versions: of packages; demands: what they require of each other; torch_cuda: CUDA version torch was
+    built for."""
 
     versions: dict[str, str]
     demands: tuple[Demand, ...]
@@ -58,7 +59,7 @@ class Inventory:
 
 
 def read_inventory() -> Inventory:
-    """Of this process."""
+    """The Inventory of this process."""
     versions = {name: version for name in (*PURPOSES, US) if (version := installed(name)) is not None}
     versions["torch"] = torch.__version__  # that of a source build has no other place
     demands = tuple(demand for name in _ASKING for demand in _demands(name))
@@ -115,7 +116,7 @@ def disagreements(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def check_driver(driver: tuple[int, int] | None, torch_cuda: str | None) -> list[Finding]:
-    """driver: newest CUDA version that the driver supports; None: there is no driver."""
+    """The finding about the driver's version, if any. driver: newest CUDA version that it supports; None: there is no driver."""
     if torch_cuda is None or driver is None:
         return []
     name, measured, expected = "version driver", f"supports CUDA {driver[0]}.{driver[1]}", f"CUDA {torch_cuda} or newer"
@@ -130,7 +131,8 @@ def check_driver(driver: tuple[int, int] | None, torch_cuda: str | None) -> list
 
 
 def check_nccl(loaded: tuple[int, ...] | None, packaged: str | None) -> list[Finding]:
-    """loaded: the NCCL that torch has loaded; packaged: the wheel's version. They differ where LD_LIBRARY_PATH interferes."""
+    """The finding about NCCL's version, if any. loaded: the NCCL that torch has loaded; packaged: the wheel's version. They
+    differ where LD_LIBRARY_PATH interferes."""
     if loaded is None or packaged is None:
         return []
     text = ".".join(map(str, loaded))

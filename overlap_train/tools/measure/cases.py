@@ -43,11 +43,11 @@ class Case:
         return (_FPROP if self.pass_ == "fprop" else _DGRAD)[self.op]
 
     def flops(self, world: int) -> float:
-        """Of one rank's GEMM; the same in both passes."""
+        """Floating-point operations of one rank's GEMM; the same in both passes."""
         return 2 * self.m * self.n * self.k / world
 
     def slot_bytes(self, world: int, dtype: torch.dtype) -> int:
-        """Of what one rank receives: M rows of the features that are sent, of all of them or of a rank's part."""
+        """Bytes of what one rank receives: M rows of the features that are sent, of all of them or of a rank's part."""
         features = self.k if self.op in ("ag_gemm", A2A_GEMM) else self.n
         return self.m * features * dtype.itemsize // (world if self.op in EXCHANGES else 1)
 

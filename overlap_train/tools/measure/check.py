@@ -23,7 +23,7 @@ class WrongResult(RuntimeError):
 
 @dataclass(frozen=True)
 class Reference:
-    """exact: fp64; tolerance: fp64, same shape."""
+    """The unsharded result of a pass, and how far ours may be from it. exact: fp64; tolerance: fp64, same shape."""
 
     exact: torch.Tensor
     tolerance: torch.Tensor

@@ -40,12 +40,12 @@ class Results:
             write_json(self.path, self.rows, self.hardware)
 
     def revise(self, rows: list[Row]) -> None:
-        """Instead of the rows that were added last, as many that were measured again."""
+        """Replace the rows that were added last by as many that were measured again."""
         self.rows = self.rows[: len(self.rows) - len(rows)]
         self.add(rows)
 
     def note(self, text: str, failure: bool) -> None:
-        """failure: one of our own methods, or what all are compared with, went wrong."""
+        """Add a note. failure: one of our own methods, or what all are compared with, went wrong."""
         self.notes.append(("FAILED " if failure else "") + text)
         self.failed |= failure
 
@@ -57,7 +57,7 @@ class Results:
 
 
 def write_json(path: Path, rows: list[Row], hardware: dict[str, Any]) -> None:
-    """Atomically: an interrupted run leaves a whole file."""
+    """Write results as JSON, atomically: an interrupted run leaves a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "hardware": hardware,
@@ -82,7 +82,7 @@ def hardware(device: torch.device, world: int) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that takes part; a package that is not installed is left out."""
+    """The versions of everything that takes part; a package that is not installed is left out."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda is not None and torch.cuda.is_available():
         found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
@@ -126,7 +126,7 @@ def screen(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Seq
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Its lines: names to the left, numbers to the right."""
+    """The lines of a table: names to the left, numbers to the right."""
     texts = []
     for index, column in enumerate(zip(*table, strict=True)):
         width, is_name = max(map(len, column)), not index or column[-1][:1].isalpha()

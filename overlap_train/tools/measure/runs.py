@@ -31,7 +31,8 @@ Run = Callable[[Operands], torch.Tensor | tuple[torch.Tensor, ...]]  # a tuple: 
 
 @dataclass(frozen=True)
 class Settings:
-    """methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter rounds."""
+    """What all measurements of a run share. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
+    rounds."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype

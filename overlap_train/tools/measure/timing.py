@@ -31,7 +31,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one run. ms: on the device (on the CPU: wall clock). host_us: until the call returned to Python."""
+    """The times of one run. ms: on the device (on the CPU: wall clock). host_us: until the call returned to Python."""
 
     ms: float
     host_us: float
@@ -62,7 +62,7 @@ def measure(calls: Mapping[str, Call], pace: Pace, group: dist.ProcessGroup, dev
 
 
 def median(timings: list[Timing]) -> Timing:
-    """Of each figure on its own."""
+    """The median Timing, of each figure on its own."""
     return Timing(statistics.median(t.ms for t in timings), statistics.median(t.host_us for t in timings))
 
 

@@ -24,7 +24,8 @@ WHAT = ("gemm", "comm", "sequence")  # columns of every row besides the method's
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure. what: a method, or one of WHAT. is_fitted: it is among those that the figures were fitted to."""
+    """One figure of a record, predicted and measured. what: a method, or one of WHAT. is_fitted: it is among those that the
+    figures were fitted to."""
 
     record: str
     case: str
@@ -85,7 +86,7 @@ def compare_layers(folder: Path, system: System) -> list[Compared]:
 
 
 def _layer_us(system: System, row: Row, method: str, table: Table, is_graph: bool) -> float:
-    """is_graph: the host takes no part."""
+    """Predicted microseconds of a layer's forward and backward. is_graph: the host takes no part."""
     layer, world = LAYERS[row["layer"]], row["world"]
     linears = (Linear("column", layer.column_n, layer.column_k, True), Linear("row", layer.row_n, layer.row_k, False))
     parts: list[Estimate] = []

@@ -67,12 +67,12 @@ def read_model(word: str) -> Model:
 
 
 def write(path: Path, value: System | Strategy | Model) -> None:
-    """As JSON that the functions above read."""
+    """Write a system, strategy or model as JSON that the functions above read."""
     path.write_text(json.dumps(asdict(value), indent=1) + "\n")
 
 
 def linears_of(model: Model, tp: int) -> list[Linear]:
-    """Of one layer, then the output layer if the vocabulary is known."""
+    """The linears of one layer, then the output layer if the vocabulary is known."""
     found = [Linear(name, *model.linears[name], name in ("qkv", "fc1")) for name in ("qkv", "proj", "fc1", "fc2")]
     if model.vocab_size:
         step = VOCAB_MULTIPLE * tp
@@ -101,7 +101,7 @@ def check(system: System, strategy: Strategy, model: Model) -> None:
 
 
 def _read(word: str, what: str, kind: type[Kind], named: Mapping[str, Kind]) -> Kind:
-    """By name, or from a JSON file, where "based_on" names what its keys change."""
+    """What a flag's word stands for: a name, or a JSON file where "based_on" names what its keys change. Raises ValueError."""
     if word in named:
         return named[word]
     path = Path(word)

@@ -42,7 +42,7 @@ class Estimate:
 
     @property
     def us(self) -> float:
-        """Of calls one after the other, as the benchmark measures them."""
+        """Microseconds of a call where calls follow each other, as the benchmark measures them."""
         return max(self.device_us, self.host_us)
 
 
@@ -80,7 +80,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Sum:
-    """Of several passes. host_us counts only where it is longer than the GPU's work."""
+    """The sum of several passes, in microseconds. host_us counts only where it is longer than the GPU's work."""
 
     gemm_us: float
     nccl_us: float
@@ -106,7 +106,7 @@ def passes_of(linear: Linear, strategy: Strategy) -> Pass:
 
 
 def forward_pass(linear: Linear, rows: int, world: int) -> Pass:
-    """The same under tensor parallelism."""
+    """What one rank multiplies in the forward pass of a linear under tensor parallelism."""
     if linear.is_column:
         return Pass(GATHER, rows, linear.n // world, linear.k, torch.bfloat16, world)
     return Pass(SCATTER, rows, linear.n, linear.k // world, torch.bfloat16, world)
@@ -128,7 +128,7 @@ def _predict(system: System, strategy: Strategy, linear: Linear, direction: str)
 
 
 def methods_of(nodes: int) -> tuple[str, ...]:
-    """Those with engines for a group that spans so many nodes (planning/refusals.py: why_not_across_nodes)."""
+    """The methods with engines for a group that spans so many nodes (planning/refusals.py: why_not_across_nodes)."""
     return METHODS if nodes == 1 else ("chunked", COLLECTIVE)
 
 
@@ -152,7 +152,7 @@ def estimate(work: Work, what: Program) -> Estimate:
 
 
 def total(predictions: Iterable[Prediction]) -> Sum:
-    """NCCL everywhere, and what was chosen."""
+    """The Sum of these passes: by NCCL everywhere, and by what was chosen."""
     rows = list(predictions)
     without, ours = [p.by_method[COLLECTIVE] for p in rows], [p.chosen for p in rows]
     return Sum(
@@ -161,11 +161,11 @@ def total(predictions: Iterable[Prediction]) -> Sum:
 
 
 def _run_us(estimates: Iterable[Estimate]) -> float:
-    """One after the other: the host may be ahead in one and late in another."""
+    """Microseconds of passes one after the other: the host may be ahead in one and late in another."""
     some = list(estimates)
     return max(sum(e.device_us for e in some), sum(e.host_us for e in some))
 
 
 def in_layer(predictions: Iterable[Prediction]) -> list[Prediction]:
-    """Without the output layer, of which a model has one."""
+    """The predictions without those of the output layer, of which a model has one."""
     return [p for p in predictions if p.linear != OUTPUT]

@@ -12,7 +12,8 @@ from .prediction import Prediction
 
 
 def as_recorded(timeline: Timeline, without_copies: bool = False) -> list[dict[str, Any]]:
-    """As the profiler's spans are drawn: name, kind, start and end in microseconds. It sees no stores of kernels to peers."""
+    """A timeline's spans as those of the profiler are drawn: name, kind, start and end in microseconds. The profiler sees no
+    stores of kernels to peers; without_copies leaves out copies."""
     return [
         {"name": span.name, "kind": span.kind, "stream": span.lane, "start": span.start, "end": span.end}
         for span in timeline.spans

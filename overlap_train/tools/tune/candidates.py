@@ -116,7 +116,7 @@ def _equal(best: Mapping[str, Timing], share: float) -> list[str]:
 
 
 def _overlapping(methods: list[str]) -> list[str]:
-    """Without collective, unless there is nothing else: a burst flatters it."""
+    """The methods without `collective`, unless there is nothing else: a burst flatters it."""
     return [method for method in methods if method != "collective"] or methods
 
 

@@ -48,7 +48,8 @@ def ulysses_cases(model: str, rows: Iterable[int], ranks: int, limit_mib: int) -
 
 
 def weight_cases(columns: Sequence[Sizes], rows: Sequence[Sizes], ms: Iterable[int], ranks: int) -> list[Case]:
-    """The same of single linears by their whole weights [N, K], column-parallel (sharded over N) and row-parallel (over K).
+    """fprop and dgrad of single linears for each M of `ms`, by their whole weights [N, K], column-parallel (sharded over N) and
+    row-parallel (over K).
 
     Raises:
         ValueError: a size cannot be sharded over the ranks.

@@ -163,7 +163,7 @@ def tune(asked: Tune, cases: list[Case]) -> int:
 
 
 def settings_of(asked: Tune, device: torch.device) -> Settings:
-    """As the benchmark has them. Raises ValueError for a method that cannot run here."""
+    """The Settings of the measurements, as the benchmark has them. Raises ValueError for a method that cannot run here."""
     on_gpu = device.type == "cuda"
     dtype = DTYPES[asked.dtype or ("bf16" if on_gpu else "fp32")]
     possible = [method for method, traits in TRAITS.items() if on_gpu or is_interpreted() or not traits.kernels]
@@ -205,7 +205,7 @@ def shape_row(case: Case, ranks: int) -> Row:
 
 
 def figures(winner: Winner) -> Row:
-    """gain: how much faster than collective."""
+    """A winner's figures for the printed table: ms, winner, gain. gain: how much faster than collective."""
     collective = winner.ms.get("collective")
     name = (winner.variant_of(winner.method) or PLAIN).named(winner.method)
     gain = None if collective is None else f"{100 * (collective / winner.ms[name] - 1):+.1f} %"
