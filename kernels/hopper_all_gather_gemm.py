@@ -25,7 +25,7 @@ from .hopper_tiles import (
 )
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_both
-from .tiles import WHOLE, first_cut, gather_strip, tile_and_side, tile_in_run, tiles_in_run
+from .tiles import WHOLE, cut_of_gather, gather_strip, tile_and_side, tile_in_run
 
 # Warps of a CTA that store at peers; with the loading one they are three of the four that there is room for.
 SENDERS = gl.constexpr(2)
@@ -36,13 +36,12 @@ VECTOR = gl.constexpr(8)  # elements that a thread stores at once: 16 bytes
 def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes,
           WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
           BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    """The loading warp: claims tiles, waits until the rows of both strips are here, and brings A and B through the ring."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
-    strips, tiles_n = gl.cdiv(m_chunk, ROWS), gl.cdiv(n, BLOCK_N)
-    total = tiles_in_run(strips, WORLD * CHUNKS, tiles_n)
-    halved = first_cut(total, gl.num_programs(0))
+    strips, tiles_n, total, halved = cut_of_gather(m_chunk, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     step = 0
@@ -55,6 +54,7 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
         source, chunk, strip = gather_strip(2 * pair + 1, strips, rank, WORLD, CHUNKS)
         upper, row = upper_chunk * m_chunk + upper_strip * ROWS, chunk * m_chunk + strip * ROWS
         col = tile_n * BLOCK_N
+        # Three calls, because a tensor map cannot be chosen while the kernel runs.
         if source == rank:  # and so is the upper strip's: own rows come first
             step = load_tile_or_half(panels, step, own_desc, own_desc, b_desc, b_half_desc, upper, row, col, 0, side, k_steps,
                                      BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
@@ -79,10 +79,10 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
 def multiply_tiles(panels, tiles, b_desc, b_half_desc, y_desc, buffers, rank, abort_ptr, sizes, PART: gl.constexpr,
                    WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
                    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, and stores it in y."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
-    strips, tiles_n = gl.cdiv(m_shard // CHUNKS, ROWS), gl.cdiv(n, BLOCK_N)
-    halved = first_cut(tiles_in_run(strips, WORLD * CHUNKS, tiles_n), gl.num_programs(0))
+    strips, tiles_n, _, halved = cut_of_gather(m_shard // CHUNKS, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
@@ -111,6 +111,7 @@ def multiply_tiles(panels, tiles, b_desc, b_half_desc, y_desc, buffers, rank, ab
 @gluon.jit
 def send_rows(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr,
               PIECE: gl.constexpr, STEP: gl.constexpr, EXCHANGE: gl.constexpr):  # fmt: skip
+    """SENDERS warps: store the own rows at the peers (DIRECT), else nothing."""
     if DIRECT:
         sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = places
         m_shard, _, k = sizes

@@ -11,20 +11,19 @@ from .hopper_all_gather_gemm import SENDERS, multiply_tiles, send_rows
 from .hopper_stores import make_quarters
 from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile_or_half, make_rings
 from .signal import finalize_epoch, next_word, signal_word, wait_both
-from .tiles import first_cut, strip_in_run, tile_and_side, tile_in_run, tiles_in_run
+from .tiles import cut_of_gather, strip_in_run, tile_and_side, tile_in_run
 
 
 @gluon.jit
 def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes,
           WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
           BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    """The loading warp: claims tiles, and brings the panels of the own block, then those of each peer once its rows are here."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
-    strips, tiles_n = gl.cdiv(m_chunk, ROWS), gl.cdiv(n, BLOCK_N)
-    total = tiles_in_run(strips, CHUNKS, tiles_n)
-    halved = first_cut(total, gl.num_programs(0))
+    strips, tiles_n, total, halved = cut_of_gather(m_chunk, n, gl.num_programs(0), ROWS, BLOCK_N, CHUNKS)
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     step = 0

@@ -37,11 +37,10 @@ from .signal import finalize_epoch, next_word, notify_copy_engine, notify_peer, 
 from .tiles import (
     WHOLE,
     columns_of,
-    first_cut_of_scatter,
+    cut_of_scatter,
     scatter_pair,
     scatter_strip,
     tile_and_side,
-    tiles_in_scatter,
 )
 
 
@@ -50,18 +49,17 @@ def _load(panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr
           WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
           EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
           STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    """The loading warp: claims tiles, brings A and B through the ring and, for own tiles (REDUCE), what each peer has sent."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
-    strips, tiles_n = gl.cdiv(m_chunk, ROWS), gl.cdiv(n, BLOCK_N)
-    halved = first_cut_of_scatter(strips, tiles_n, gl.num_programs(0), WORLD, CHUNKS, RUN)
-    pieces = 2 * tiles_in_scatter(strips, tiles_n, WORLD, CHUNKS, RUN) - halved
+    strips, tiles_n, total, halved = cut_of_scatter(m_chunk, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD, CHUNKS, RUN)
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     step = 0
     turn = 0
-    index = claim_tile(tiles, turn, counter_ptr, pieces)
+    index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
         run, pair, tile_n = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
@@ -85,7 +83,7 @@ def _load(panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr
                         panels, step, received_desc, above + upper, above + row, first_col, halves, STAGES
                     )
         turn += 1
-        index = claim_tile(tiles, turn, counter_ptr, pieces)
+        index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
 
 
 @gluon.jit
@@ -93,11 +91,14 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
               WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
               BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
               B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+    """A multiplying group: multiplies strip PART of each tile, adds what the peers have sent to own rows (REDUCE), and puts
+    it into the outbox, a quarter of a whole tile at a time."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     HALF: gl.constexpr = BLOCK_N // 2
     m_shard, n, k = sizes
-    strips, tiles_n = gl.cdiv(m_shard // CHUNKS, ROWS), gl.cdiv(n, BLOCK_N)
-    halved = first_cut_of_scatter(strips, tiles_n, gl.num_programs(0), WORLD, CHUNKS, RUN)
+    strips, tiles_n, _, halved = cut_of_scatter(
+        m_shard // CHUNKS, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD, CHUNKS, RUN
+    )
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
@@ -140,10 +141,12 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
 def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes,
            WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr,
            BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+    """The storing warp: takes quarters out of the outbox, stores them where they belong, and counts a peer's strips."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, _ = sizes
-    strips, tiles_n = gl.cdiv(m_shard // CHUNKS, ROWS), gl.cdiv(n, BLOCK_N)
-    halved = first_cut_of_scatter(strips, tiles_n, gl.num_programs(0), WORLD, CHUNKS, RUN)
+    strips, tiles_n, _, halved = cut_of_scatter(
+        m_shard // CHUNKS, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD, CHUNKS, RUN
+    )
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     turn = 0
     sent = 0

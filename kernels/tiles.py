@@ -150,6 +150,27 @@ def first_cut_of_scatter(strips, tiles_n, programs, WORLD: tl.constexpr, CHUNKS:
 
 
 @triton.jit
+def cut_of_gather(m_chunk, n, programs, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, UNITS: tl.constexpr):
+    """How a gather's product is cut -> (strips of a chunk, columns of tiles, tiles, the first of them that is cut into halves).
+
+    Every group of warps works it out for itself, because all that they share is the number of a piece of work (tile_and_side).
+    UNITS: chunks of all rows.
+    """
+    strips, tiles_n = tl.cdiv(m_chunk, ROWS), tl.cdiv(n, BLOCK_N)
+    total = tiles_in_run(strips, UNITS, tiles_n)
+    return strips, tiles_n, total, first_cut(total, programs)
+
+
+@triton.jit
+def cut_of_scatter(m_chunk, n, programs, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WORLD: tl.constexpr, CHUNKS: tl.constexpr,
+                   RUN: tl.constexpr):  # fmt: skip
+    """As cut_of_gather, of a scatter's product."""
+    strips, tiles_n = tl.cdiv(m_chunk, ROWS), tl.cdiv(n, BLOCK_N)
+    halved = first_cut_of_scatter(strips, tiles_n, programs, WORLD, CHUNKS, RUN)
+    return strips, tiles_n, tiles_in_scatter(strips, tiles_n, WORLD, CHUNKS, RUN), halved
+
+
+@triton.jit
 def tile_and_side(index, halved):
     """The index-th piece of work -> (tile, side): whole tiles, then from tile `halved` on both halves of each."""
     beyond = index - halved
