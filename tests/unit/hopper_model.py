@@ -63,7 +63,8 @@ def python_of(function: Any, **names: Any) -> Any:
 _ORDER = (
     "gather_tile", "scatter_tile", "tile_in_groups", "tiles_in_run", "tile_in_run", "strip_in_run", "gather_strip",
     "tiles_in_scatter",
-    "scatter_pair", "scatter_strip", "first_cut", "first_cut_of_scatter", "tile_and_side", "columns_of",
+    "scatter_pair", "scatter_strip", "first_cut", "first_cut_of_scatter", "cut_of_gather", "cut_of_scatter",
+    "tile_and_side", "columns_of",
 )  # fmt: skip
 ORDER: dict[str, Any] = {}
 for _name in _ORDER:
