@@ -135,6 +135,11 @@ class OverlapConfig:
         ("error", "fallback"),
     )
 
+    @property
+    def exchange_limit_mib(self) -> int:
+        """What all slots of an exchange may take together: never all of symmetric_mib, of which signals take some KiB."""
+        return min(self.exchange_mib, max(1, self.symmetric_mib - 1))
+
     def by(self, method: str) -> OverlapConfig:
         """These settings with another method and without trials (tune_steps=0): a named method leaves nothing to try."""
         return replace(self, method=method, tune_steps=0)

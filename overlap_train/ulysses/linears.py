@@ -23,7 +23,6 @@ from ..operators.once import once_differentiable
 from ..operators.plan_book import plan_of
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
-from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of
 from .exchange import Linear, Rows
 from .parts import parts_of
@@ -117,7 +116,7 @@ def heads_linear(
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
     parts = parts_of(  # of one position of all ranks a rank receives W rows of N' / W features
-        x, 1, rows_of_position(x) * w_sent.shape[0] * x.element_size(), _limit_mib(domain, config),
+        x, 1, rows_of_position(x) * w_sent.shape[0] * x.element_size(), (config or domain.config).exchange_limit_mib,
         lambda part: plan_of(LINEAR_ALL_TO_ALL, part, w_sent, bias_sent, group, config, name), name,
         f"{heads}, {meaning}" if heads else meaning,
     )  # fmt: skip
@@ -134,16 +133,10 @@ def rows_linear(
     shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
     parts = parts_of(  # of one position of all ranks a rank receives a row of K features
         x, shards, rows_of_position(x) * domain.world_size * x.shape[-1:].numel() * x.element_size(),
-        _limit_mib(domain, config),
+        (config or domain.config).exchange_limit_mib,
         lambda part: plan_of(ALL_TO_ALL_LINEAR, part, w, bias, group, config, name), name, meaning,
     )  # fmt: skip
     return Linear(parts, w, w.detach(), None, rows_of_position(x))
-
-
-def _limit_mib(domain: OverlapDomain, config: OverlapConfig | None) -> int:
-    """How many MiB all slots of an exchange may take: exchange_mib, but never more than the domain may hold, of which signals
-    take some KiB."""
-    return min((config or domain.config).exchange_mib, max(1, domain.config.symmetric_mib - 1))
 
 
 def rows_of_position(x: torch.Tensor) -> int:

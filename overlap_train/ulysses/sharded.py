@@ -56,11 +56,9 @@ class Sizes:
 
     def parts(self, config: OverlapConfig) -> list[tuple[int, int]]:
         """(first, last) of each part: as many as fit and, where they hide each other's exchange, more."""
-        limit = min(config.exchange_mib, max(1, config.symmetric_mib - 1))
+        nbytes = max(1, self.carries * self.rows * self.sent * self.itemsize)
         wanted = parts_that_hide(self.positions * self.rows, self.n, self.k)
-        return cut(
-            self.positions, max(1, self.carries * self.rows * self.sent * self.itemsize), limit, self.rows, wanted
-        )
+        return cut(self.positions, nbytes, config.exchange_limit_mib, self.rows, wanted)
 
 
 def sizes_of_heads(x: torch.Tensor, w: torch.Tensor, heads: AttentionHeads, groups: Groups) -> Sizes:
