@@ -106,7 +106,7 @@ class UlyssesSelfAttention(SelfAttention):
     def _exchange(
         self, group: dist.ProcessGroup | None, rows: int, cut: str, documents: Documents | None, device: torch.device
     ) -> Exchange:
-        """cut: contiguous, or zigzag, which is within each document."""
+        """The exchange of this call. cut: contiguous, or zigzag, which is within each document. Raises ValueError."""
         heads, ranks = heads_of(self.config), 1 if group is None else group.size()
         starts = documents.with_rest(rows) if documents is not None and cut == "zigzag" else ()
         layout = SequenceLayout(cut, starts)
