@@ -18,7 +18,9 @@ from typing import Any, NoReturn, TypeVar
 from .config import OverlapConfig
 
 PREFIX = "overlap-train-"
-PROVIDERS = next(f.metadata["choices"] for f in fields(OverlapConfig) if f.name == "provider")
+PROVIDERS, NETWORKS = (
+    next(f.metadata["choices"] for f in fields(OverlapConfig) if f.name == name) for name in ("provider", "network")
+)
 # What to install where a tool needs a package that is not there.
 PIP_NAMES = {
     "torch": "torch",

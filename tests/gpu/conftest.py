@@ -15,7 +15,7 @@ import overlap_train
 from overlap_train import OverlapConfig
 from overlap_train.operators import hopper, kernel_args, low_latency
 from overlap_train.operators.kernel_args import multiprocessors
-from overlap_train.tools.bench.hierarchical import pretend_nodes
+from overlap_train.tools.measure.pretended import pretend_nodes
 from tests.linear_cases import Case
 
 

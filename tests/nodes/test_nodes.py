@@ -24,7 +24,7 @@ from overlap_train import (
 )
 from overlap_train.protocol.node_engine import NodeEngine
 from overlap_train.runtime.registry import made_domain
-from overlap_train.tools.doctor.network import check_network
+from overlap_train.tools.doctor.network import GLOO, Settings, check_network
 from overlap_train.tools.doctor.report import OK, Finding
 from overlap_train.tools.measure.world import World
 from tests.linear_cases import OPERATORS, SHAPES, Case
@@ -75,7 +75,7 @@ def test_two_nodes_of_two_ranks_are_found_and_right_on_a_slow_wire(network: Netw
 
 def _by_the_doctor(rank: int, world: int) -> list[Finding]:
     here = World(dist.group.WORLD, CPU, rank, world, tuple(f"node{r}" for r in range(world)))
-    return check_network(here, 0, "auto", 0.5)
+    return check_network(here, GLOO, Settings(0, "auto", "auto", 0.5))
 
 
 def test_the_doctor_checks_what_joins_nodes_that_it_finds(network: Network, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_the_doctor_checks_what_joins_nodes_that_it_finds(network: Network, tmp_
     with started(network, tmp_path, (2, 2), _by_the_doctor) as ranks:
         for found in values(ranks.outcomes(limit_s=150)):
             (line,) = found
-            assert line.status == OK and "gloo between 2 nodes of 2: " in line.measured, line
+            assert line.status == OK and "proved between 2 nodes of 2: " in line.measured, line
 
 
 def _uneven(rank: int, world: int) -> str:

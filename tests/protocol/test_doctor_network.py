@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from overlap_train import shutdown
 from overlap_train.planning.schedule import Topology
 from overlap_train.symmetric.inter_node import GlooTransport, Place
-from overlap_train.tools.doctor import network
+from overlap_train.tools.doctor import gathers, network
 from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding
 from overlap_train.tools.measure.world import World
 from tests.processes import run_ranks, values
@@ -31,21 +32,36 @@ def test_the_line_names_the_transport_the_pieces_and_the_bandwidth(script_server
     status, said = script_server.run(*DOCTOR, *arguments, folder=tmp_path)
     assert status == 0, said
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
-    lines = [row for row in rows if row["name"] == "network"]
-    assert [(line["status"], line["rank"]) for line in lines] == [(OK, 0), (OK, 1)]
+    lines = [row for row in rows if row["name"].startswith("network")]
+    assert [(line["name"], line["status"], line["rank"]) for line in lines] == [
+        ("network gloo", OK, 0),
+        ("network gloo", OK, 1),
+    ]
     for line in lines:
         told = re.fullmatch(
-            r"gloo between 2 nodes of 1: (\d+) pieces of 256 KiB were whole when their signals came; ([\d.e+-]+) GB/s out of "
+            r"proved between 2 nodes of 1: (\d+) pieces of 256 KiB were whole when their signals came; ([\d.e+-]+) GB/s out of "
             r"each rank",
             line["measured"],
         )
-        assert told is not None and int(told[1]) >= network.ROUNDS * network.CHUNKS and float(told[2]) > 0
+        assert told is not None and int(told[1]) >= gathers.ROUNDS * gathers.CHUNKS and float(told[2]) > 0
+
+
+def test_a_transport_that_cannot_run_is_a_warning_that_says_why(script_server: ScriptServer, tmp_path: Path) -> None:
+    arguments = ("--node-ranks", "1", "--network", "nvshmem", "--json", str(tmp_path / "r.json"))
+    status, said = script_server.run(*DOCTOR, *arguments, folder=tmp_path)
+    assert status == 0, said
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    told = "cannot run here: nvshmem carries data between GPUs, and these ranks have none"
+    lines = [(row["name"], row["status"], row["measured"]) for row in rows if row["name"].startswith("network")]
+    assert lines == [("network nvshmem", WARN, told)] * 2
 
 
 def test_ranks_of_one_node_have_no_such_line(script_server: ScriptServer, tmp_path: Path) -> None:
     status, _ = script_server.run(*DOCTOR, "--json", str(tmp_path / "r.json"), folder=tmp_path)
     assert status == 0
-    assert not [row for row in json.loads((tmp_path / "r.json").read_text())["rows"] if row["name"] == "network"]
+    assert not [
+        row for row in json.loads((tmp_path / "r.json").read_text())["rows"] if row["name"].startswith("network")
+    ]
 
 
 def checked(rank: int, world: int, node_ranks: int, fault: str, seconds: float = 0.2) -> list[Finding]:
@@ -53,18 +69,18 @@ def checked(rank: int, world: int, node_ranks: int, fault: str, seconds: float =
     if fault:
         FAULTS[fault](rank)
     here = World(dist.group.WORLD, CPU, rank, world, tuple(f"node{r}" for r in range(world)))
-    found = network.check_network(here, node_ranks, "auto", seconds)
+    found = network.check_network(here, "gloo", network.Settings(node_ranks, "auto", "auto", seconds))
     if not any(finding.status == FAIL for finding in found):
         shutdown()
     return found
 
 
-def signals_first(rank: int) -> None:
-    """Of rank 2: its pieces are said to be there, and then brought."""
+def signals_first(rank: int, early: int) -> None:
+    """Of rank `early`: its pieces are said to be there, and then brought."""
     send = GlooTransport.put
 
     def put(self: GlooTransport, source: torch.Tensor, place: Place, word: int) -> None:
-        if rank == 2:
+        if rank == early:
             send(self, source[:0], place, word)
         send(self, source, place, word)
 
@@ -93,7 +109,8 @@ def breaks(rank: int) -> None:
 
 
 FAULTS: dict[str, Callable[[int], None]] = {
-    "signals first": signals_first, "in the wrong place": misplaced, "breaks": breaks,
+    "rank 1 signals first": partial(signals_first, early=1), "rank 2 signals first": partial(signals_first, early=2),
+    "in the wrong place": misplaced, "breaks": breaks,
 }  # fmt: skip
 
 
@@ -102,18 +119,19 @@ def test_pieces_are_whole_when_their_signals_are_there(world: int, node_ranks: i
     for found in values(run_ranks(world, checked, node_ranks, "", limit_s=90)):
         (finding,) = found
         assert finding.status == OK, finding
-        assert f"gloo between {world // node_ranks} nodes of {node_ranks}: " in finding.measured
+        assert f"proved between {world // node_ranks} nodes of {node_ranks}: " in finding.measured
 
 
-def test_a_signal_before_its_data_is_found_and_its_rank_named() -> None:
-    """Also by rank 1, to which the pieces of rank 2 come by way of rank 0."""
-    found = [
-        finding for some in values(run_ranks(4, checked, 2, "signals first", 30.0, limit_s=90)) for finding in some
-    ]
-    assert found and {(finding.name, finding.status) for finding in found} == {("network", FAIL)}
+@pytest.mark.parametrize(("world", "node_ranks", "early"), [(2, 1, 1), (4, 2, 2)])
+def test_a_signal_before_its_data_is_found_and_its_rank_named(world: int, node_ranks: int, early: int) -> None:
+    """Also by rank 1 of four, to which the pieces of rank 2 come by way of rank 0."""
+    outcomes = run_ranks(world, checked, node_ranks, f"rank {early} signals first", 30.0, limit_s=90)
+    found = [finding for some in values(outcomes) for finding in some]
+    assert found and {(finding.name, finding.status) for finding in found} == {("network gloo", FAIL)}
     for finding in found:
         assert re.search(
-            r"^gloo: [1-9]\d* of \d+ pieces of 256 KiB were not whole when their signals came, from rank 2 on node2$",
+            rf"^failed: [1-9]\d* of \d+ pieces of 256 KiB were not whole when their signals came, from rank {early} on "
+            rf"node{early}$",
             finding.measured,
         )
         assert "collective" in finding.fix
@@ -134,23 +152,23 @@ def test_a_transport_that_breaks_is_an_error_of_its_rank() -> None:
 def test_nodes_that_cannot_be_formed_are_a_warning() -> None:
     for found in values(run_ranks(4, checked, 3, "", limit_s=90)):
         (finding,) = found
-        assert (finding.name, finding.status) == ("network", WARN)
-        assert "node_ranks=3 does not divide the group's 4 ranks" in finding.measured
+        assert (finding.name, finding.status) == ("network gloo", WARN)
+        assert "cannot run here: node_ranks=3 does not divide the group's 4 ranks" in finding.measured
         assert "collective" in finding.fix
 
 
 def test_what_comes_from_other_nodes_is_counted() -> None:
-    made = network.Gathers.__new__(network.Gathers)
+    made = gathers.Gathers.__new__(gathers.Gathers)
     made.topology = Topology(3, 2, 1)
-    assert made.far_pieces == 4 * network.CHUNKS
+    assert made.far_pieces == 4 * gathers.CHUNKS
 
 
 def test_every_round_has_other_numbers_everywhere() -> None:
     """So that what is left of any of the last rounds is wrong in every element."""
-    made = network.Gathers.__new__(network.Gathers)
-    made._numbers = (torch.arange(8 * network.FEATURES + network.NUMBERS) % network.NUMBERS + 1).float()
+    made = gathers.Gathers.__new__(gathers.Gathers)
+    made._numbers = (torch.arange(8 * gathers.FEATURES + gathers.NUMBERS) % gathers.NUMBERS + 1).float()
     seen: list[Any] = [made.numbers(3, turn) for turn in range(12)]
     for turn, later in enumerate(seen):
-        assert later.shape == (8, network.FEATURES) and later.min() >= 1 and later.max() <= network.NUMBERS
+        assert later.shape == (8, gathers.FEATURES) and later.min() >= 1 and later.max() <= gathers.NUMBERS
         assert all((later != earlier).all() for earlier in seen[:turn])
         assert all((later != made.numbers(other, turn)).all() for other in range(3))

@@ -1,4 +1,4 @@
-"""The doctor's gathers between nodes of GPUs, on simulated streams and NCCL: right, and early signals found."""
+"""The doctor's gathers between nodes of GPUs, on simulated streams, NCCL and NVSHMEM: right, and early signals found."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ pytest.importorskip("greenlet")
 
 import torch
 
-from overlap_train.tools.doctor.network import CHUNKS, FEATURES, Gathers
+from overlap_train.tools.doctor.gathers import CHUNKS, FEATURES, Gathers
 from tests.protocol import simulated_nodes
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.simulated_gpu import Operation
-from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
+from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl, SimulatedNvshmem
 from tests.protocol.simulated_ranks import SimulatedDomain
 
 ROUNDS = 4  # the fourth is the first in a slot that was used before
@@ -48,10 +48,11 @@ def trial(machine: NodeSimulation) -> Build:
     return build
 
 
+@pytest.mark.parametrize("puts", [False, True], ids=["nccl", "nvshmem"])
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2), (3, 1)])
-def test_pieces_are_whole(world: int, node_ranks: int, one_queue: bool) -> None:
-    assert_passes(trial(NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue)), range(3))
+def test_pieces_are_whole(world: int, node_ranks: int, one_queue: bool, puts: bool) -> None:
+    assert_passes(trial(NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue, puts=puts)), range(3))
 
 
 def signals_early(patch: pytest.MonkeyPatch) -> None:
@@ -83,3 +84,14 @@ def test_a_signal_before_its_data_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         return build(scheduler)
 
     assert "not whole" in str(assert_caught(planted, range(30)))
+
+
+def test_a_put_whose_signal_comes_before_its_data_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = SimulatedNvshmem.putmem_signal_on_stream
+
+    def early(self: SimulatedNvshmem, data: int, source: int, nbytes: int, *told: int) -> None:
+        self.signal_op_on_stream(*told)
+        put(self, data, source, nbytes, *told)
+
+    monkeypatch.setattr(SimulatedNvshmem, "putmem_signal_on_stream", early)
+    assert "not whole" in str(assert_caught(trial(NodeSimulation(2, puts=True)), range(30)))

@@ -15,8 +15,9 @@ from overlap_train import cli
 from overlap_train.flags import from_args
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.table import Winner, key_of, save
-from overlap_train.tools.bench import command, hierarchical, kinds, layers, plots
+from overlap_train.tools.bench import command, kinds, layers, plots
 from overlap_train.tools.measure.cases import EXCHANGES, OPS, PASSES
+from overlap_train.tools.measure.pretended import pretend_nodes
 from overlap_train.tools.measure.results import Results
 from overlap_train.tools.measure.runs import Session
 from overlap_train.tools.measure.world import World
@@ -169,7 +170,7 @@ def test_ranks_of_one_machine_are_told_apart(monkeypatch: pytest.MonkeyPatch, ra
         monkeypatch.delenv(name)
     monkeypatch.setenv("LOCAL_RANK", str(int(ranks) - 1))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    hierarchical.pretend_nodes(1)
+    pretend_nodes(1)
     assert os.environ.get("NCCL_HOSTID") == told and ("NCCL_IB_DISABLE" in os.environ) == (told is not None)
     for name in names:
         os.environ.pop(name, None)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -173,10 +174,13 @@ def test_a_gpu_that_is_not_in_the_table_has_no_figures() -> None:
 
 
 def test_overlap_that_does_not_pay_is_a_warning_on_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     times = {"chunked": Timing(0.6, 1.0), "fused": Timing(0.7, 1.0), "sequence": Timing(0.5, 1.0)}
     assert only(operator.judge_times(world(0), times), WARN).fix
     assert operator.judge_times(world(1), times) == []  # one rank speaks for all
+    with mock.patch.dict(os.environ, NCCL_HOSTID="node0"):
+        assert "not judged: NCCL goes over sockets" in only(operator.judge_times(world(0), times), OK).expected
     assert only(operator.judge_times(world(0), {**times, "fused": Timing(0.4, 1.0)}), OK).measured.endswith("by fused")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Z1")
     assert "not judged" in only(operator.judge_times(world(0), times), OK).expected
@@ -209,16 +213,16 @@ def test_the_trial_has_every_method_that_untuned_auto_takes(
     assert untuned(few, torch.device("cuda")).method == "low_latency"
 
 
-def test_the_line_of_gpus_across_nodes_names_nccl() -> None:
+def test_the_line_of_gpus_across_nodes_names_the_transport() -> None:
     gathers = SimpleNamespace(topology=Topology(2, 2, 1), block_bytes=32 << 20, far_pieces=8)
     trial: Any = SimpleNamespace(gathers=gathers, rounds=10, counts=torch.zeros(4, dtype=torch.int64))
-    (good,) = network.judge(world(), trial, 0.8)
-    assert good.status == OK and good.measured == (
-        "NCCL between 2 nodes of 2: 80 pieces of 8192 KiB were whole when their signals came; 41.9 GB/s out of each rank"
+    (good,) = network.judge(world(), "network nccl", trial, 0.8)
+    assert (good.status, good.name) == (OK, "network nccl") and good.measured == (
+        "proved between 2 nodes of 2: 80 pieces of 8192 KiB were whole when their signals came; 41.9 GB/s out of each rank"
     )
-    assert network.judge(world(), trial, None) == [], "another rank has found something"
+    assert network.judge(world(), "network nccl", trial, None) == [], "another rank has found something"
     trial.counts[2] = 3
-    (wrong,) = network.judge(world(), trial, None)
+    (wrong,) = network.judge(world(), "network nccl", trial, None)
     assert wrong.status == FAIL and wrong.measured == (
-        "NCCL: 3 of 80 pieces of 8192 KiB were not whole when their signals came, from rank 6 on node1"
+        "failed: 3 of 80 pieces of 8192 KiB were not whole when their signals came, from rank 6 on node1"
     )

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from ... import shutdown
 from ...flags import Parser, add_options, from_args, option
 from ..measure import world
+from ..measure.pretended import pretend_nodes
 from ..measure.results import Results, hardware, markdown, screen
 from ..measure.runs import Session
-from . import hierarchical, output, plots, timeline
+from . import output, plots, timeline
 from .kinds import KINDS, Bench, File
 
 
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
     if args.command == "timeline":
         recording = from_args(Timeline(), args)
         if recording.what == "nodes":
-            hierarchical.pretend_nodes(1)
+            pretend_nodes(1)
         timeline.record(Path(recording.out), recording.what, world.join())
         return 0
     return benchmark(from_args(KINDS[args.command](), args))
@@ -77,7 +78,7 @@ def benchmark(bench: Bench) -> int:
     if bench.connections:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(bench.connections)  # read when CUDA starts, which is below
     if bench.node_ranks:
-        hierarchical.pretend_nodes(bench.node_ranks)
+        pretend_nodes(bench.node_ranks)
     here = world.join()
     world.heat(here.device)
     failed = [_one(bench, file, here) for file in bench.files()]

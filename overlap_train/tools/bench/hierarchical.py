@@ -6,8 +6,6 @@ Two ranks of one machine can be two nodes: NCCL is told that they are different 
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 
@@ -18,21 +16,6 @@ ROWS, FEATURES = 8192, 4096  # what crosses: 64 MiB in bf16, of which each of tw
 RATIOS = (0.5, 1.0, 2.0)  # product over network
 _STEP = 256
 _TINY = {"rows": 16, "features": 32}
-# Sockets over loopback carried 2.0 GB/s each way as they come, and 5.3 so (2 x H200).
-_SOCKETS = {
-    "NCCL_SOCKET_NTHREADS": "8",
-    "NCCL_NSOCKS_PERTHREAD": "4",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-}
-
-
-def pretend_nodes(node_ranks: int) -> None:
-    """Let NCCL take the ranks of this machine for several hosts, where torchrun has started more than a node has. Before NCCL."""
-    here, count = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if count > node_ranks:
-        for name, value in (_SOCKETS | {"NCCL_HOSTID": f"node{here // node_ranks}"}).items():
-            os.environ.setdefault(name, value)
 
 
 def hierarchical_cases(session: Session, passes: tuple[str, ...], tiny: bool) -> list[Case]:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ... import shutdown
-from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_float, positive_int_or_0
+from ...flags import NETWORKS, PROVIDERS, Parser, add_options, from_args, option, positive_float, positive_int_or_0
 from ...symmetric.nvshmem import finalize
+from ..measure.pretended import pretend_nodes
 from ..measure.world import World, first_line, join
 from . import environment, gpus, links, memory, network, operator, versions
 from .job import Job, Work, open_job
@@ -38,9 +39,12 @@ class Doctor:
     json: str = option("", "write all findings of all ranks to FILE", metavar="FILE")
     system_json: str = option("", "write what was measured to FILE, for overlap-train plan --system", metavar="FILE")
     provider: str = option("auto", "check this one only; auto: all of them", choices=PROVIDERS)
+    network: str = option(
+        "auto", "check this transport between nodes only; auto: all that serve the ranks", choices=NETWORKS
+    )
     seconds: float | None = option(
         None,
-        "how long to repeat the operators, and gathers between nodes; default 30 on GPUs, 3 on CPUs",
+        "how long to repeat the operators, and gathers by each transport between nodes; default 30 on GPUs, 3 on CPUs",
         parse=positive_float,
         metavar="S",
     )
@@ -49,7 +53,7 @@ class Doctor:
     )
     node_ranks: int = option(
         0,
-        "ranks per node; 0: those that can map each other's memory, which they find out",
+        "ranks per node, to try several nodes on one machine; 0: those that can map each other's memory, which they find out",
         parse=positive_int_or_0,
         metavar="N",
     )
@@ -67,6 +71,8 @@ def main(arguments: list[str]) -> int:
     add_options(top, Doctor)
     asked, variables = from_args(Doctor(), top.parse_args(arguments)), dict(os.environ)
     os.environ.update(environment.WITHOUT_MULTICAST)  # before CUDA, NCCL or NVSHMEM start
+    if asked.node_ranks:
+        pretend_nodes(asked.node_ranks)
     try:
         job = open_job(asked.limit)
     except Exception as error:
@@ -127,10 +133,10 @@ class Examination:
             self._check(f"rendezvous {provider}", work, memory.FIXES[provider])
         self._check("links", self._links)
         seconds = self._asked.seconds or (30.0 if self._on_gpu else 3.0)
-        self._check(network.NAME, partial(self._network, seconds), limit_s=self._asked.limit + seconds)
         trial = partial(operator.trial_of, seconds=seconds, provider=self._asked.provider)
         operators = self._needs_ranks("operators", lambda here: operator.check_trial(here, trial(here)))
         self._check("operators", operators, limit_s=2 * self._asked.limit + seconds)  # kernels are compiled there
+        self._networks(network.Settings(self._asked.node_ranks, self._asked.provider, self._asked.network, seconds))
         self._check("leave", leave)
         if self._job.broken:
             self._not_checked("whatever follows the check that did not end")
@@ -201,12 +207,17 @@ class Examination:
             return links.check_alone(self._here, torch.cuda.device_count() if self._is_alone else 1)
         return links.check_links(self._here, self._asked.provider)
 
-    def _network(self, seconds: float) -> list[Finding]:
-        """Check what goes between the nodes of the job; nothing where it has one rank."""
-        assert self._all is not None
-        if self._all.size == 1:
-            return []
-        return network.check_network(self._all, self._asked.node_ranks, self._asked.provider, seconds)
+    def _networks(self, settings: network.Settings) -> None:
+        """Check what goes between the nodes of the job, by one transport after the other; nothing where it has one rank."""
+
+        def check(transport: str) -> list[Finding]:
+            assert self._all is not None
+            return network.check_network(self._all, transport, settings) if self._all.size > 1 else []
+
+        for transport in settings.transports(self._on_gpu):
+            name = network.name_of(transport)
+            self._check(f"before {name}", free)  # NVSHMEM has one world, which until now was of other ranks
+            self._check(name, partial(check, transport), limit_s=self._asked.limit + settings.seconds)
 
     def _needs_ranks(self, name: str, check: Callable[[World], list[Finding]]) -> Work:
         """The check, or, on a node with one GPU rank, a line that says what it needs."""
@@ -232,15 +243,23 @@ def check_collectives(world: World, nodes: int) -> list[Finding]:
         return [fail("collectives", f"{backend}: {wrong} of {total.numel()} sums wrong", "right sums", fix)]
     found = [ok("collectives", f"{backend} all-reduce over {world.size} rank{'s' * (world.size > 1)} is right")]
     if nodes > 1:
-        several = "the job has several hosts; each host's ranks are checked among themselves; see `network` for what joins them"
+        several = (
+            "the job has several hosts; each host's ranks are checked among themselves; see the lines `network ...`"
+        )
         fix = "keep the tensor-parallel size within a node where it fits; across nodes only chunked overlaps (docs/multi-node.md)"
         found.append(warn("nodes", several, "tensor-parallel groups inside a host", fix))
     return found
 
 
-def leave() -> list[Finding]:
-    """Free symmetric memory and end torch.distributed."""
+def free() -> list[Finding]:
+    """Free symmetric memory."""
     shutdown()
     finalize()  # memory checks open NVSHMEM without a domain
+    return []
+
+
+def leave() -> list[Finding]:
+    """Free symmetric memory and end torch.distributed."""
+    free()
     dist.destroy_process_group()
     return []

@@ -1,44 +1,40 @@
-"""What carries data between nodes: is a piece whole as soon as its signal is there, and how fast do pieces go?
+"""What can carry data between nodes, one transport after the other: is a piece whole as soon as its signal is there, and how fast
+do pieces go?
 
-All ranks gather what each of them has, as a column linear does, by the transport of their domain: gloo between CPU processes,
-NCCL between GPUs. Each piece is multiplied by the identity right after the wait for its signal. So the product shows what was
-there at that moment. Every number differs from those of earlier rounds: data that come late are wrong everywhere.
+    gloo      between CPU processes
+    nccl      between GPUs: send and receive, in a communicator of its own
+    nvshmem   between GPUs: puts
+
+All ranks gather what each of them has (gathers.py), by the engine that a column linear has there.
 """
 
 from __future__ import annotations
 
-import time
-from functools import partial
+import importlib
+from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from ... import OverlapConfig
-from ... import check as check_timeouts
-from ...operators.start import start_gather
-from ...planning.arguments import Request
-from ...planning.choice import Choice
-from ...planning.variants import CHUNK_COUNTS, Variant
-from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
 from ...runtime.registry import domain_of
 from ..measure import timing
-from ..measure.cases import Case
-from ..measure.operands import Operands
-from ..measure.runs import plan_of
 from ..measure.world import World
+from .gathers import CHUNKS, Gathers, Trial, connected
 from .report import Finding, fail, ok, warn
 
 NAME = "network"
-CHUNKS = CHUNK_COUNTS[2]  # of a block
-FEATURES = 8  # of a row: multiplying by the identity takes little beside the network
-NUMBERS = 251  # prime; 1 to 251 are exact in bf16
-ROUNDS = 5  # between two looks at the clock
-_MOST_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}  # of a block
-_MOST_SLOT_BYTES = 512 << 20
+GLOO, NCCL, NVSHMEM = "gloo", "nccl", "nvshmem"  # those of GPUs as OverlapConfig.network names them
+_LIBRARIES = {NVSHMEM: ("nvshmem.core", "nvshmem.bindings")}
 _PACE = timing.Pace(3, 2)
 _TIMEOUT_S = 30.0
+_ELSEWHERE = "failed on another rank"  # see World.attempt
 _NODES_FIX = "what the line says; until then groups that span these nodes train with --overlap-train-method collective"
+_LACKING_FIX = "--network auto checks what serves these ranks; see docs/multi-node.md for what each transport needs"
+_NVSHMEM_FIX = (
+    "NVSHMEM_DEBUG=INFO says why; pip install nvshmem4py-cu13 cuda-core on every host. Groups that span nodes need it only with "
+    "--overlap-train-network nvshmem"
+)
 _ERROR_FIX = (
     "see docs/troubleshooting.md for the message; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface that all hosts "
     "share"
@@ -48,118 +44,98 @@ _WRONG_FIX = (
 )
 
 
-class Gathers:
-    """Gathers of a group that spans nodes, as this rank sees them. dtype: whose numbers up to 251 are exact."""
+@dataclass(frozen=True)
+class Settings:
+    """What the checks between nodes are told. node_ranks, provider: see OverlapConfig. network: the transport that was asked for;
+    auto: all that serve the ranks. seconds: for each of them."""
 
-    def __init__(self, domain: OverlapDomain, block_bytes: int, dtype: torch.dtype) -> None:
-        self._domain, self.topology = domain, domain.topology
-        rows = block_bytes // (FEATURES * dtype.itemsize * CHUNKS) * CHUNKS
-        self.block_bytes = rows * FEATURES * dtype.itemsize
-        self._eye = torch.eye(FEATURES, dtype=dtype, device=domain.device)
-        self._numbers = (torch.arange(rows * FEATURES + NUMBERS, device=domain.device) % NUMBERS + 1).to(dtype)
-        self._own = self.numbers(self.topology.rank, 0).clone()
-        case = Case("", "ag_gemm", "fprop", rows * domain.world_size, FEATURES * domain.world_size, FEATURES)
-        choice = Choice("chunked", "the doctor's", Variant(chunks=CHUNKS))
-        self._plan = plan_of(case, domain, choice, Operands(self._own, self._eye, self._own))
-        self._tag = Tag("doctor/network", f"blocks of {rows} x {FEATURES}")
+    node_ranks: int
+    provider: str
+    network: str
+    seconds: float
 
-    @property
-    def far_pieces(self) -> int:
-        """What one rank gets over the network in a round, by itself or by way of its node."""
-        return (self.topology.world - self.topology.local) * CHUNKS
+    def transports(self, on_gpu: bool) -> tuple[str, ...]:
+        """The transports to check, by their names here."""
+        if self.network != "auto":
+            return (self.network,)
+        return (NCCL, NVSHMEM) if on_gpu else (GLOO,)
 
-    def numbers(self, source: int, turn: int) -> torch.Tensor:
-        """The block [rows, FEATURES] of a rank in a round: a view."""
-        first, size = (37 * source + 101 * turn) % NUMBERS, len(self._numbers) - NUMBERS
-        return self._numbers[first : first + size].view(-1, FEATURES)
+    def config(self, transport: str) -> OverlapConfig:
+        """The settings of a group whose nodes this transport joins."""
+        network = "auto" if transport == GLOO else transport
+        provider = NVSHMEM if transport == NVSHMEM else self.provider
+        return OverlapConfig(provider=provider, network=network, node_ranks=self.node_ranks, timeout_s=_TIMEOUT_S)
 
-    def broken(self, turn: int) -> torch.Tensor:
-        """bool [W, CHUNKS]: which pieces were not whole when their signals were there."""
-        own = self.numbers(self.topology.rank, turn).clone()  # aligned
-        with self._domain.operator(self._tag, self._plan.slots):
-            seen = start_gather(self._domain, self._plan, self._tag, own).matmul(self._eye)
-        blocks = seen.chunk(self.topology.world)
-        wrong = [(block != self.numbers(source, turn)).view(CHUNKS, -1) for source, block in enumerate(blocks)]
-        return torch.stack(wrong).any(dim=2)
-
-    def send(self, turn: int) -> None:
-        """Run one gather of a round without its product."""
-        with self._domain.operator(self._tag, self._plan.slots):
-            start_gather(self._domain, self._plan, self._tag, self._own).gathered_view()
+    def needs(self, transport: str) -> bool:
+        """Whether a job is not fit without it: groups take it by themselves, or it was asked for by its name."""
+        return transport in (GLOO, NCCL, self.network)
 
 
-class Trial:
-    """Rounds of gathers, and what was wrong in them. counts: int64 [W], pieces that were not whole, by their ranks."""
-
-    def __init__(self, here: World, gathers: Gathers) -> None:
-        self._here, self.gathers, self.rounds = here, gathers, 0
-        self.counts = torch.zeros(gathers.topology.world, dtype=torch.int64, device=here.device)
-
-    def run(self, seconds: float) -> str | None:
-        """Run rounds until the time is up or a piece was not whole, on any rank. Returns what went wrong besides, or None.
-        Collective."""
-        deadline, error = time.monotonic() + seconds, None
-        while error is None:
-            error = self._here.attempt(partial(self._some, range(self.rounds, self.rounds + ROUNDS)))
-            self.rounds += ROUNDS
-            if self._here.any(bool(self.counts.any()) or time.monotonic() > deadline):
-                return error
-        return error
-
-    def _some(self, turns: range) -> None:
-        for turn in turns:
-            self.counts += self.gathers.broken(turn).sum(dim=1)
-        self._here.synchronize()  # a wait on the GPU gives up there; its output is NaN then, but the reason is the time-out
-        check_timeouts()
+def name_of(transport: str) -> str:
+    """The name of a transport's line."""
+    return f"{NAME} {transport}"
 
 
-def check_network(here: World, node_ranks: int, provider: str, seconds: float) -> list[Finding]:
-    """Check, then time, what goes between the nodes of all ranks; nothing where they are in one node. Collective.
-
-    node_ranks: see OverlapConfig. here: all ranks of the job.
-    """
-    config = OverlapConfig(provider=provider, node_ranks=node_ranks, timeout_s=_TIMEOUT_S)
+def check_network(here: World, transport: str, settings: Settings) -> list[Finding]:
+    """Check, then time, what one transport carries between the nodes of all ranks; nothing where they are in one node.
+    Collective. here: all ranks of the job."""
+    name, config = name_of(transport), settings.config(transport)
     domain = domain_of(dist.new_group(), config, here.device)  # the ranks of a host have a domain of their own
     if domain.nodes.problem is not None:
-        return [warn(NAME, domain.nodes.problem, "nodes with as many ranks each", _NODES_FIX)]
+        return [warn(name, f"cannot run here: {domain.nodes.problem}", "nodes with as many ranks each", _NODES_FIX)]
     if domain.topology.nodes == 1:
         return []
+    lacking = _lacking(here, transport, settings.provider)
+    if lacking is not None:
+        return _unless_elsewhere(lacking, warn(name, f"cannot run here: {lacking}", "", _LACKING_FIX))
+    return _prove(here, name, domain, needed=settings.needs(transport), seconds=settings.seconds)
+
+
+def _prove(here: World, name: str, domain: OverlapDomain, needed: bool, seconds: float) -> list[Finding]:
+    """needed: whether it is a failure that the ranks cannot be connected."""
     made: list[Gathers] = []
     error = here.attempt(lambda: made.append(connected(domain)))
+    if error is not None and not needed:
+        return _unless_elsewhere(error, warn(name, f"cannot run here: {error}", "", _NVSHMEM_FIX))
     if error is None:
         trial = Trial(here, made[0])
         error = trial.run(seconds)
     if error is not None:
-        return [] if error == "failed on another rank" else [fail(NAME, error, "all pieces arrive", _ERROR_FIX)]
+        return _unless_elsewhere(error, fail(name, f"failed: {error}", "all pieces arrive", _ERROR_FIX))
     if here.any(bool(trial.counts.any())):
-        return judge(here, trial, None)
-    times = timing.measure({NAME: trial.gathers.send}, _PACE, here.group, here.device)
-    return judge(here, trial, times[NAME].ms)
+        return judge(here, name, trial, None)
+    times = timing.measure({name: trial.gathers.send}, _PACE, here.group, here.device)
+    return judge(here, name, trial, times[name].ms)
 
 
-def connected(domain: OverlapDomain) -> Gathers:
-    """Gathers as large as the ranks have memory for, with symmetric memory in each node and connections between. Collective."""
-    most = min(_MOST_BYTES[domain.device.type], _MOST_SLOT_BYTES // domain.world_size)
-    gathers = Gathers(domain, most, torch.bfloat16 if domain.device.type == "cuda" else torch.float32)
-    nbytes = gathers.block_bytes * domain.world_size
-    domain.prepare(Request(NAME, f"blocks of {gathers.block_bytes} bytes", nbytes), None, "overlap-train doctor")
-    return gathers
+def _lacking(here: World, transport: str, provider: str) -> str | None:
+    """What the ranks lack for a transport, as `World.attempt` says it; None: nothing. Before anything collective of its library:
+    a rank that cannot even load it must not leave its peers in a rendezvous."""
+    if transport == GLOO:
+        return None
+    if here.device.type != "cuda":
+        return f"{transport} carries data between GPUs, and these ranks have none"
+    if transport == NVSHMEM and provider not in ("auto", NVSHMEM):
+        return f"nvshmem sends from NVSHMEM's own symmetric memory, which --provider {provider} leaves out"
+    return here.attempt(lambda: [importlib.import_module(name) for name in _LIBRARIES.get(transport, ())])
 
 
-def judge(here: World, trial: Trial, ms: float | None) -> list[Finding]:
+def _unless_elsewhere(error: str, finding: Finding) -> list[Finding]:
+    """The finding; nothing where another rank knows what went wrong, and says so."""
+    return [] if error == _ELSEWHERE else [finding]
+
+
+def judge(here: World, name: str, trial: Trial, ms: float | None) -> list[Finding]:
     """What this rank saw. ms: of a gather; None where a piece of some rank was not whole."""
-    gathers, transport = trial.gathers, "NCCL" if here.device.type == "cuda" else "gloo"
+    gathers, topology = trial.gathers, trial.gathers.topology
     pieces = f"{trial.rounds * gathers.far_pieces} pieces of {gathers.block_bytes // CHUNKS >> 10} KiB"
     broken = [source for source, count in enumerate(trial.counts.tolist()) if count]
     if broken:
         ranks = ", ".join(here.who(source) for source in broken)
-        measured = (
-            f"{transport}: {int(trial.counts.sum())} of {pieces} were not whole when their signals came, from {ranks}"
-        )
-        return [fail(NAME, measured, "data first", _WRONG_FIX)]
+        wrong = f"failed: {int(trial.counts.sum())} of {pieces} were not whole when their signals came, from {ranks}"
+        return [fail(name, wrong, "data first", _WRONG_FIX)]
     if ms is None:
         return []
-    topology = gathers.topology
     gbs = (topology.nodes - 1) * gathers.block_bytes / ms / 1e6
-    where = f"{transport} between {topology.nodes} nodes of {topology.local}"
-    return [ok(NAME, f"{where}: {pieces} were whole when their signals came; {gbs:.3g} GB/s out of each rank")]
+    where = f"proved between {topology.nodes} nodes of {topology.local}"
+    return [ok(name, f"{where}: {pieces} were whole when their signals came; {gbs:.3g} GB/s out of each rank")]

@@ -39,8 +39,8 @@ TOGETHER = In("overlap_train/planning/tiling.py", ("tests/unit/test_exchange_pla
 EXCHANGE_CHUNKS = In("overlap_train/planning/plan.py", ("tests/unit/test_exchange_plan.py",))
 BARRIERS = In("overlap_train/planning/choice.py", ("tests/unit/test_plan.py",))
 AUTO = In("overlap_train/planning/choice.py", ("tests/unit/test_exchange_plan.py",))
-BENCH = In(
-    "overlap_train/tools/bench/hierarchical.py",
+PRETENDED = In(
+    "overlap_train/tools/measure/pretended.py",
     ("tests/unit/test_bench_command.py::test_ranks_of_one_machine_are_told_apart",),
 )
 REFUSALS = In("overlap_train/planning/refusals.py", ("tests/unit/test_topology.py",))
@@ -207,8 +207,8 @@ FAULTS = [
     CHUNKS("NCCL gets no SMs",
            'return network if nodes > 1 and device.type == "cuda" else', "return 0 if True else"),
     BARRIERS("a barrier crosses the network first", "if nodes > 1:  # on CPUs, too", "if nodes > 9:  # on CPUs, too"),
-    BENCH("ranks of real nodes are told apart", "    if count > node_ranks:", "    if True:"),
-    BENCH("all ranks are one host", "{here // node_ranks}", "{0 * here // node_ranks}"),
+    PRETENDED("ranks of real nodes are told apart", "    if count > node_ranks:", "    if True:"),
+    PRETENDED("all ranks are one host", "{here // node_ranks}", "{0 * here // node_ranks}"),
     SLOT("places do not count the block", "block * nbytes + chunk", "0 * nbytes + chunk"),
     SLOT("a piece inside the node fills another block", "[leg.fills].chunk(self.chunks)", "[self.rank].chunk(self.chunks)"),
     SLOT("a signal of another block is sent", "self.slot.words[leg.target][leg.fills,", "self.slot.words[leg.target][self.rank,"),
