@@ -45,5 +45,5 @@ FAULTS = [
     LINES("a job is not fit without NVSHMEM", "if error is not None and not needed:", "if False:"),
     LINES("a transport that was asked for may fail", "transport in (GLOO, NCCL, self.network)", "transport in (GLOO, NCCL)"),
     LINES("ranks that lack nothing have a line, too", "return [] if error == _ELSEWHERE else [finding]", "return [finding]"),
-    TIMES("NCCL over sockets judges the operators", "if pretends() else", "if False else"),
+    TIMES("NCCL over sockets judges the operators", "    if pretends():\n", "    if False:\n"),
 ]  # fmt: skip
