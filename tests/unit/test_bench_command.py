@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -134,19 +135,31 @@ def test_operators_run_on_two_processes(script_server: ScriptServer, tmp_path: P
 
 
 def test_operators_across_nodes_run_on_two_processes(script_server: ScriptServer, tmp_path: Path) -> None:
-    """Each a node of its own."""
-    arguments = ("--tiny", "--quick", "--node-ranks", "1", "--out", str(tmp_path))
+    """Each a node of its own. All operators with the SMs that were found, and with 3, which CPU processes have no use for."""
+    arguments = ("--tiny", "--quick", "--node-ranks", "1", "--network-sms", "3", "--out", str(tmp_path))
     status, said = script_server.run(*BENCH, "hierarchical", *arguments, folder=tmp_path)
     assert status == 0, said
     assert "a group of 2 ranks on 2 nodes of 1, as node_ranks says" in said
     rows = json.loads((tmp_path / "operators.json").read_text())["rows"]
-    assert {(row["op"], row["pass"], row["method"]) for row in rows} == {
-        (op, pass_, method) for op in OPS for pass_ in ("fprop", "dgrad") for method in ("chunked", "collective")
+    assert Counter((row["op"], row["pass"], row["method"], row["network_sms"]) for row in rows) == {
+        (op, pass_, method, sms): 2
+        for op in (*OPS, *EXCHANGES)
+        for pass_ in PASSES
+        for method, sms in (("chunked", 0), ("chunked", 3), ("collective", 0))
     }
-    assert len(rows) == 16 and all(row["ms"] > 0 and row["async_tp_ms"] is None for row in rows)
-    assert "GEMM/comm" in (tmp_path / "operators.md").read_text()
+    assert all(row["ms"] > 0 and row["async_tp_ms"] is None and row["probe_sms"] == 0 for row in rows)
+    table = (tmp_path / "operators.md").read_text()
+    assert "GEMM/comm" in table and "| SMs | by the probe |" in table
+    assert "chunked, 3 SMs fprop: speed-up/bound" in table and "collective, 3" not in table
     pytest.importorskip("matplotlib")
     assert [path.name for path in plots.draw(tmp_path)] == ["speedup.png"]
+
+
+def test_some_operators_and_lengths_can_be_chosen() -> None:
+    bench = parsed("hierarchical --ops gemm_a2a --ratios 0.5,1 --network-sms 2,16 --network nccl")
+    assert (bench.ops, bench.ratios, bench.network_sms) == (("gemm_a2a",), (0.5, 1.0), (2, 16))
+    assert bench.settings(torch.device("cpu")).config.network == "nccl"
+    assert (parsed("hierarchical").ops, parsed("hierarchical").network_sms) == ((*OPS, *EXCHANGES), ())
 
 
 def test_nccl_in_two_steps_is_a_baseline_where_nodes_have_several_ranks(
@@ -157,7 +170,8 @@ def test_nccl_in_two_steps_is_a_baseline_where_nodes_have_several_ranks(
     status, said = script_server.run(*BENCH, "hierarchical", *arguments, folder=tmp_path, world=4)
     assert status == 0 and "by_nodes: " not in said, said
     rows = json.loads((tmp_path / "operators.json").read_text())["rows"]
-    assert len(rows) == 8 and all(row["by_nodes_ms"] > 0 for row in rows)
+    assert {row["op"] for row in rows} == {*OPS, *EXCHANGES}
+    assert len(rows) == 16 and all(row["by_nodes_ms"] > 0 for row in rows)
     assert "NCCL by nodes" in (tmp_path / "operators.md").read_text()
 
 

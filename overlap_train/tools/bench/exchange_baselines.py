@@ -33,14 +33,10 @@ def _gemm_a2a(world: World, sets: Sequence[Operands]) -> dict[str, Run]:
     blocks = like.left.new_zeros(like.whole.shape[0], like.right.shape[1] // world.size)
     weights = {id(o): three_weights(o.right, world.size) for o in sets}  # cut before anything is timed
 
-    def sent(y: torch.Tensor) -> torch.Tensor:
-        """[M/W, F] as blocks for the ranks, one after the other."""
-        return y.unflatten(1, (world.size, -1)).transpose(0, 1).contiguous().flatten(0, 1)
-
     def three_gemms(o: Operands) -> tuple[torch.Tensor, ...]:
         parts, works = [], []
         for right in weights[id(o)]:
-            part = sent(o.left @ right)
+            part = blocks_for(world.size, o.left @ right)
             parts.append(torch.empty_like(part))
             works.append((dist.all_to_all_single(parts[-1], part, group=world.group, async_op=True), part))
         for work, _ in works:
@@ -48,7 +44,7 @@ def _gemm_a2a(world: World, sets: Sequence[Operands]) -> dict[str, Run]:
         return tuple(parts)
 
     return {
-        "sequence": lambda o: _exchange(sent(o.left @ o.right), world),
+        "sequence": lambda o: _exchange(blocks_for(world.size, o.left @ o.right), world),
         "three_gemms": three_gemms,
         "gemm": lambda o: o.left @ o.right,
         "comm": lambda o: _exchange(blocks, world),
@@ -57,16 +53,21 @@ def _gemm_a2a(world: World, sets: Sequence[Operands]) -> dict[str, Run]:
 
 def _a2a_gemm(world: World) -> dict[str, Run]:
     """y [M/W, F] = what all ranks have of this rank's rows @ right"""
-
-    def received(o: Operands) -> torch.Tensor:
-        """[M/W, C]: block s from rank s, side by side."""
-        return _exchange(o.left, world).unflatten(0, (world.size, -1)).transpose(0, 1).flatten(1)
-
     return {
-        "sequence": lambda o: received(o) @ o.right,
+        "sequence": lambda o: side_by_side(world.size, _exchange(o.left, world)) @ o.right,
         "gemm": lambda o: o.whole @ o.right,
         "comm": lambda o: _exchange(o.left, world),
     }
+
+
+def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:
+    """y [M/W, F] as W blocks of rows [M, F/W], one after the other: block d has the columns for rank d."""
+    return y.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous().flatten(0, 1)
+
+
+def side_by_side(ranks: int, blocks: torch.Tensor) -> torch.Tensor:
+    """W blocks of rows [M, C/W], one after the other, side by side: [M/W, C]."""
+    return blocks.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
 
 
 def _exchange(blocks: torch.Tensor, world: World) -> torch.Tensor:

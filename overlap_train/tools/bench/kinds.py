@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ... import OverlapConfig
 from ...config import METHODS
-from ...flags import PROVIDERS, option, positive_int
-from ..measure.cases import OPS, PASSES
+from ...flags import NETWORKS, PROVIDERS, option, positive_float, positive_int
+from ..measure.cases import EXCHANGES, OPS, PASSES
 from ..measure.models import MODELS, TINY
 from ..measure.runs import Session, Settings
 from . import attention_blocks, hierarchical, layers, operators, output
@@ -162,15 +162,33 @@ class Ulysses(OfPasses):
 class Hierarchical(OfPasses):
     """`bench hierarchical`"""
 
+    ops: tuple[str, ...] = option(
+        (*OPS, *EXCHANGES), f"of {','.join((*OPS, *EXCHANGES))}", choices=(*OPS, *EXCHANGES), metavar="OP,..."
+    )
+    ratios: tuple[float, ...] = option(
+        hierarchical.RATIOS, "how long products take over the network", parse=positive_float, metavar="R,..."
+    )
     node_ranks: int = option(
         1, "ranks of each node, all of this machine or of several", parse=positive_int, metavar="L"
+    )
+    network: str = option("auto", "what carries data between nodes of GPUs: nccl, nvshmem", choices=NETWORKS)
+    network_sms: tuple[int, ...] = option(
+        (),
+        "numbers of SMs for NCCL between nodes, to time beside what the probe finds; default: that alone",
+        parse=positive_int,
+        metavar="SMS,...",
     )
 
     def files(self) -> list[File]:
         return [File("operators", output.HIERARCHICAL_COLUMNS, self._measure)]
 
+    def settings(self, device: torch.device) -> Settings:
+        settings = super().settings(device)
+        return replace(settings, config=replace(settings.config, network=self.network))
+
     def _measure(self, session: Session) -> None:
-        operators.run(hierarchical.hierarchical_cases(session, self.passes, self.tiny), session)
+        shapes = hierarchical.Shapes(self.ops, self.passes, self.ratios, self.node_ranks, self.tiny)
+        operators.run(hierarchical.hierarchical_cases(session, shapes), session, self.network_sms)
 
 
 KINDS: dict[str, type[Bench]] = {

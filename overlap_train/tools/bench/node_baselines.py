@@ -2,6 +2,7 @@
 
     gather     own shards to the twins, then inside each node what its ranks have received
     scatter    the sums of each node's partials inside that node, then those of all nodes
+    exchange   to each twin what is for all ranks of its node, then inside each node
 
 So each byte crosses the network once, as ours do (docs/multi-node.md), but nothing overlaps. With one rank a node it would be
 what `sequence` is, and is left out.
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...planning.schedule import GATHER, SCATTER, Topology
+from ...planning.schedule import GATHER, GEMM_A2A, SCATTER, Topology
 from ..measure.cases import Case
 from ..measure.operands import Operands
 from ..measure.runs import Run
+from .exchange_baselines import blocks_for, side_by_side
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,28 @@ class NodeGroups:
         dist.reduce_scatter_tensor(y, sums, group=self.across)
         return y
 
+    def exchange(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Exchange blocks of rows [M, C], one for each rank: those that all ranks have for this one, one after the other."""
+        topology, rows = self.topology, blocks.unflatten(0, (self.topology.world, -1))
+        arrived = torch.empty_like(rows)  # of each twin what it has for the ranks of this node
+        dist.all_to_all_single(arrived, rows.contiguous(), group=self.across)
+        of_nodes = arrived.unflatten(0, (topology.nodes, topology.local))
+        for_peers = of_nodes.transpose(0, 1).contiguous().flatten(0, 1)
+        received = torch.empty_like(for_peers)  # of each rank of this node what all its twins have for this one
+        dist.all_to_all_single(received, for_peers, group=self.inside)
+        return received.unflatten(0, (topology.local, topology.nodes)).transpose(0, 1).flatten(0, 2)
+
 
 def node_baselines(case: Case, groups: NodeGroups | None, like: Operands) -> dict[str, Run]:
     """The baseline `by_nodes` of a pass, where it has one; like: one of its input sets."""
-    if groups is None or case.kind not in (GATHER, SCATTER):
+    if groups is None:
         return {}
     if case.kind == SCATTER:
         return {"by_nodes": lambda o: groups.scatter(o.left @ o.right)}
-    buffer = torch.empty_like(like.whole)
-    return {"by_nodes": lambda o: groups.gather(o.left, buffer) @ o.right}
+    if case.kind == GATHER:
+        buffer = torch.empty_like(like.whole)
+        return {"by_nodes": lambda o: groups.gather(o.left, buffer) @ o.right}
+    ranks = groups.topology.world
+    if case.kind == GEMM_A2A:
+        return {"by_nodes": lambda o: groups.exchange(blocks_for(ranks, o.left @ o.right))}
+    return {"by_nodes": lambda o: side_by_side(ranks, groups.exchange(o.left)) @ o.right}

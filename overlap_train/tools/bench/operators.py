@@ -2,64 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from ...operators.plan_book import book_of
-from ...planning.choice import choose
-from ...planning.low_latency import serving
 from ...planning.schedule import GEMM_A2A
 from ...protocol.layout import SLOTS
-from ...runtime.domain import OverlapDomain
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
 from ..measure.cases import EXCHANGES, Case
 from ..measure.results import Row
 from ..measure.runs import Inputs, Run, Session, overlapped, problem_of
 from ..measure.timing import Timing
 from .baselines import baselines_of
-from .node_baselines import NodeGroups, node_baselines
+from .node_baselines import node_baselines
+from .node_domains import Domains, Ours
+from .output import label_of
 
 NEEDED = {"sequence", "gemm", "comm"}  # no row without them
 TIMED_ONLY = ("gemm", "comm")
 
 
 @torch.no_grad()
-def run(cases: list[Case], session: Session) -> None:
-    """Measure every case and add its rows to the session's results, which are saved after each of them. Collective."""
-    domain = session.domain([_slot_bytes(case, session) for case in cases])
-    groups = NodeGroups.of(domain.topology, session.world.group)
+def run(cases: list[Case], session: Session, network_sms: Sequence[int] = ()) -> None:
+    """Measure every case and add its rows to the session's results, which are saved after each of them. Collective.
+
+    network_sms: numbers of SMs that the network between nodes gets, besides the own one.
+    """
+    domains = Domains.of(session, [_slot_bytes(case, session) for case in cases], network_sms)
     for number, case in enumerate(cases):
-        rows = measure_case(case, domain, session, groups)
+        rows = measure_case(case, domains, session)
         session.results.add(rows)
-        times = ", ".join(f"{row['method']} {row['ms']:.3f} ms" for row in rows)
+        times = ", ".join(f"{label_of(row)} {row['ms']:.3f} ms" for row in rows)
         session.world.say(f"[{number + 1}/{len(cases)}] {case.name}: {times or 'no result'}")
 
 
-def measure_case(case: Case, domain: OverlapDomain, session: Session, groups: NodeGroups | None) -> list[Row]:
+def measure_case(case: Case, domains: Domains, session: Session) -> list[Row]:
     """Check, then time, every method and baseline of one case; one row for each method that computes the right thing."""
     inputs, settings, world = Inputs(case, session), session.settings, session.world
-    runs = correct_runs(case, inputs, domain, session, groups)
+    ours = domains.ours(case, session)
+    runs = correct_runs(case, inputs, ours, domains, session)
     if not runs.keys() >= NEEDED:
         return []
     timings = session.time({name: inputs.call(run) for name, run in runs.items()}, case.flops(world.size))
-    return [row(case, method, timings, world.size, settings.dtype) for method in settings.methods if method in timings]
+    return [
+        row(case, mine.method, timings | {mine.method: timings[name]}, world.size, settings.dtype)
+        | domains.told(mine.domain)
+        for name, mine in ours.items()
+        if name in timings
+    ]
 
 
 def correct_runs(
-    case: Case, inputs: Inputs, domain: OverlapDomain, session: Session, groups: NodeGroups | None
+    case: Case, inputs: Inputs, ours: Mapping[str, Ours], domains: Domains, session: Session
 ) -> dict[str, Run]:
     """Methods and baselines that gave the right result on every rank; notes about the others."""
-    planned, table = case.planned(session.world.size, session.settings.dtype), book_of(domain, case.name).table
-    runs: dict[str, Run] = {}
-    for method in serving(session.settings.methods, planned):
-        choice = choose(method, planned, domain.device, table, domain.topology.nodes)
-        in_parts = case.kind in EXCHANGES
-        runs[method] = exchanged(case, session, method) if in_parts else overlapped(case, domain, choice, inputs.first)
+    runs = {name: run_of(case, mine, inputs) for name, mine in ours.items()}
     correct = {}
     baselines = baselines_of(case, session.world, (*inputs.sets, inputs.decoy))
-    baselines |= node_baselines(case, groups, inputs.first)
-    if domain.topology.nodes > 1:  # PyTorch's async-TP stays in a node
+    baselines |= node_baselines(case, domains.groups, inputs.first)
+    if domains.own.topology.nodes > 1:  # PyTorch's async-TP stays in a node
         baselines.pop("async_tp", None)
     for name, run in (runs | baselines).items():
         problem = problem_of(case.name, run, inputs, session.world, is_exact=name not in TIMED_ONLY)
@@ -70,10 +72,17 @@ def correct_runs(
     return correct
 
 
-def exchanged(case: Case, session: Session, method: str) -> Run:
+def run_of(case: Case, mine: Ours, inputs: Inputs) -> Run:
+    """A pass by one of our methods."""
+    if case.op in EXCHANGES:
+        return exchanged(case, mine)
+    return overlapped(case, mine.domain, mine.choice, inputs.first)
+
+
+def exchanged(case: Case, mine: Ours) -> Run:
     """A pass of Ulysses as users call it: long sequences in parts. The dgrad of one operator, without a weight gradient, runs as
     the other's forward pass does."""
-    config, group = replace(session.settings.config, method=method), session.world.group
+    config, group = replace(mine.domain.config, method=mine.method), mine.domain.group
     operator = linear_all_to_all if case.kind == GEMM_A2A else all_to_all_linear
     return lambda o: operator(o.left, o.right.t(), group=group, config=config, name=f"{case.op}/{case.pass_}")
 

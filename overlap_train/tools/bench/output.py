@@ -12,6 +12,16 @@ def speed_up(row: Row) -> float:
     return row["sequence_ms"] / row["ms"]
 
 
+def is_as_found(row: Row) -> bool:
+    """Whether the network had the SMs that the probe found, or that the config names; so it is where nothing crosses nodes."""
+    return row.get("network_sms") == row.get("probe_sms")
+
+
+def label_of(row: Row) -> str:
+    """The method of a row, and how many SMs the network had where the bench has given it others."""
+    return row["method"] if is_as_found(row) else f"{row['method']}, {row['network_sms']} SMs"
+
+
 def _over(row: Row, baseline: str) -> float | None:
     return None if row[baseline] is None else row[baseline] / row["ms"]
 
@@ -34,7 +44,10 @@ OPERATOR_COLUMNS: Columns = (
 )
 HIERARCHICAL_COLUMNS: Columns = (
     *(column for column in OPERATOR_COLUMNS if "async-TP" not in column[0]),
+    ("SMs", lambda row: row.get("network_sms")),
+    ("by the probe", lambda row: row.get("probe_sms")),
     ("NCCL by nodes", lambda row: row.get("by_nodes_ms")),
+    ("three GEMMs", lambda row: row.get("three_gemms_ms")),
     ("GEMM/comm", lambda row: row["gemm_ms"] / row["comm_ms"]),
 )
 EXCHANGE_COLUMNS: Columns = (
@@ -81,7 +94,7 @@ def summary(rows: list[Row]) -> list[str]:
     groups: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if "bound" in row:
-            groups.setdefault((row["method"], row["pass"]), []).append(speed_up(row) / row["bound"])
+            groups.setdefault((label_of(row), row["pass"]), []).append(speed_up(row) / row["bound"])
     return [
         f"{method} {pass_}: speed-up/bound lowest {min(ratios):.3f}, "
         f"geometric mean {statistics.geometric_mean(ratios):.3f} over {len(ratios)} shapes"

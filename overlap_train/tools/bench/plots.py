@@ -15,7 +15,7 @@ from typing import Any
 
 from . import timeline
 from .bars import Bar, bars
-from .output import Row, speed_up
+from .output import Row, is_as_found, speed_up
 from .shapes import WEIGHTS, weight_of
 from .style import LOOKS, PERFECT, SMALL, canvas, in_order, load, look_of, save
 
@@ -42,7 +42,7 @@ def draw(folder: Path) -> list[Path]:
     """
     load()
     drawn = []
-    if rows := _read(folder / "operators.json").get("rows"):
+    if rows := list(filter(is_as_found, _read(folder / "operators.json").get("rows", ()))):
         drawn.append(_speed_up(rows, folder / "speedup.png"))
         if len({row["m"] for row in rows}) > 1:
             drawn.append(_against_m(rows, folder / "speedup_m.png"))

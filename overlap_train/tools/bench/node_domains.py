@@ -1,0 +1,81 @@
+"""The domains that a benchmark compares: the group's own, and across nodes one more for each other number of SMs of the network.
+
+All of them are of the same ranks. Numbers of SMs are settings of a whole domain, so each has a process group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from ...operators.plan_book import book_of
+from ...planning.choice import Choice, choose
+from ...planning.low_latency import serving
+from ...runtime.domain import OverlapDomain
+from ..measure.cases import Case
+from ..measure.runs import Session
+from .node_baselines import NodeGroups
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A method of ours as one domain runs it."""
+
+    method: str
+    domain: OverlapDomain
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Domains:
+    """own: the group's, whose network has the SMs that its config names, or that the probe has found (symmetric/wire.py).
+    others: with other numbers. groups: for NCCL in two steps, where that is something else."""
+
+    own: OverlapDomain
+    others: tuple[OverlapDomain, ...]
+    groups: NodeGroups | None
+
+    @classmethod
+    def of(cls, session: Session, received: Sequence[int], network_sms: Sequence[int]) -> Domains:
+        """The domains for shapes of which a rank receives so many bytes, with the own number and each of `network_sms`. Prints
+        what the probe has found. Collective."""
+        own = session.domain(received)
+        found = sms_of(own)
+        others = tuple(_domain(session, received, sms) for sms in network_sms if sms != found)
+        if found and own.device.type == "cuda":  # NVSHMEM takes none
+            beside = f"; measured, too: {', '.join(str(sms_of(other)) for other in others)}" if others else ""
+            session.world.say(f"NCCL has {found} SMs between nodes, by the probe{beside}")
+        return cls(own, others, NodeGroups.of(own.topology, session.world.group))
+
+    def ours(self, case: Case, session: Session) -> dict[str, Ours]:
+        """The methods that serve a case, by the names of their times. NCCL alone is the same in every domain."""
+        planned = case.planned(session.world.size, session.settings.dtype)
+        found = {}
+        for domain in (self.own, *self.others):
+            table, suffix = book_of(domain, case.name).table, "" if domain is self.own else f", {sms_of(domain)} SMs"
+            for method in serving(session.settings.methods, planned):
+                choice = choose(method, planned, domain.device, table, domain.topology.nodes)
+                if domain is self.own or choice.method != "collective":
+                    found[method + suffix] = Ours(method, domain, choice)
+        return found
+
+    def told(self, domain: OverlapDomain) -> dict[str, Any]:
+        """What a row says of its domain: nothing inside one node."""
+        if self.own.topology.nodes == 1:
+            return {}
+        return {"network_sms": sms_of(domain), "probe_sms": sms_of(self.own)}
+
+
+def sms_of(domain: OverlapDomain) -> int:
+    """The SMs that the network of a domain may hold; between CPU processes what was asked for, which nobody needs."""
+    return domain.settled(domain.config).network_sms
+
+
+def _domain(session: Session, received: Sequence[int], sms: int) -> OverlapDomain:
+    """Another domain of the same ranks."""
+    settings = replace(session.settings, config=replace(session.settings.config, network_sms=sms))
+    world = replace(session.world, group=dist.new_group())
+    return replace(session, settings=settings, world=world).domain(received)

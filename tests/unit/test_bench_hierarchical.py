@@ -1,0 +1,125 @@
+"""What the benchmark of several nodes measures: sizes against the network, numbers of SMs. GPUs are stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import OverlapConfig
+from overlap_train.planning.schedule import Topology
+from overlap_train.planning.table import UNTUNED
+from overlap_train.tools.bench import hierarchical, node_domains
+from overlap_train.tools.bench.hierarchical import Shapes, hierarchical_cases
+from overlap_train.tools.bench.node_domains import Domains
+from overlap_train.tools.measure.cases import EXCHANGES, OPS, Case
+from overlap_train.tools.measure.results import Results
+from overlap_train.tools.measure.runs import Session, Settings
+from overlap_train.tools.measure.timing import Call, Timing
+from overlap_train.tools.measure.world import World
+from tests.processes import run_ranks, values
+
+CPU = torch.device("cpu")
+SHAPES = Shapes((*OPS, *EXCHANGES), ("fprop",), (0.5, 1.0, 2.0), 1, tiny=False)
+
+
+def session(size: int, *methods: str) -> Session:
+    settings = Settings(methods, torch.bfloat16, True, OverlapConfig(node_ranks=1))
+    return Session(settings, World(None, CPU, 0, size), Results())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "node_ranks"), [(2, 1), (4, 2), (8, 2)])
+def test_as_many_bytes_of_each_rank_cross_whatever_the_operator_is(size: int, node_ranks: int) -> None:
+    """A rank sends its shard to each far twin, and a block to each far rank."""
+    shapes, far_nodes = replace(SHAPES, node_ranks=node_ranks), size // node_ranks - 1
+    shard = shapes.rows // size * shapes.kept("ag_gemm", size)
+    block = shapes.rows // size * shapes.kept("gemm_a2a", size) // size
+    assert far_nodes * shard == (size - node_ranks) * block
+
+
+def test_products_take_their_ratio_of_the_networks_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network takes 2 ms to gather and 4 to exchange; a product of 2 x 64 x 32 x 16384 operations takes 1."""
+    monkeypatch.setattr(hierarchical, "ROWS", 64)
+    monkeypatch.setattr(hierarchical, "FEATURES", 32)
+    sizes: list[int] = []
+
+    def time(self: Session, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
+        sizes.append(len(sizes))
+        return {"wire": Timing(2.0 * len(sizes), 0.0), "gemm": Timing(1.0, 0.0)}
+
+    monkeypatch.setattr(Session, "time", time)
+    found = hierarchical_cases(session(2), SHAPES)
+    cases = {op: [case for case in found if case.op == op] for op in SHAPES.ops}
+    assert [(case.n, case.k) for case in cases["ag_gemm"]] == [(n, 32) for n in (32768, 65536, 131072)]
+    assert [(case.n, case.k) for case in cases["gemm_rs"]] == [(32, k) for k in (32768, 65536, 131072)]
+    # the network takes twice as long, and what is kept has twice the features
+    assert [(case.n, case.k) for case in cases["gemm_a2a"]] == [(64, k) for k in (32768, 65536, 131072)]
+    assert [(case.n, case.k) for case in cases["a2a_gemm"]] == [(n, 64) for n in (32768, 65536, 131072)]
+
+
+def _measured(rank: int, world: int) -> list[Case]:
+    """Cases by what gloo and this machine take for small sizes."""
+    hierarchical.ROWS, hierarchical.FEATURES, hierarchical._PRODUCT = 64, 32, 64  # this process ends after it
+    here = session(world)
+    settings = replace(here.settings, dtype=torch.float32)
+    there = World(dist.group.WORLD, CPU, rank, world)
+    return hierarchical_cases(replace(here, settings=settings, world=there), replace(SHAPES, ratios=(1.0,)))
+
+
+def test_the_network_is_measured_by_what_each_operator_sends() -> None:
+    first, second = values(run_ranks(2, _measured))
+    assert first == second and [case.op for case in first] == list(SHAPES.ops)
+    assert [min(case.n, case.k) for case in first] == [32, 32, 64, 64]
+    assert all(max(case.n, case.k) % 512 == 0 for case in first)
+
+
+def domains(monkeypatch: pytest.MonkeyPatch, found: int, asked: tuple[int, ...], here: Session) -> Domains:
+    """The domains where the probe finds so many SMs."""
+
+    def domain(self: Session, received: Any) -> Any:
+        config = self.settings.config
+        settled = replace(config, network_sms=config.network_sms or found)
+        return SimpleNamespace(
+            config=config, settled=lambda config: settled, topology=Topology(2, 1, 0), device=torch.device("cuda"),
+            group=self.world.group,
+        )  # fmt: skip
+
+    monkeypatch.setattr(Session, "domain", domain)
+    monkeypatch.setattr(dist, "new_group", mock.Mock(side_effect="abcdef"))
+    monkeypatch.setattr(node_domains, "book_of", lambda domain, name: SimpleNamespace(table=UNTUNED))
+    return Domains.of(here, [64], asked)
+
+
+def test_each_number_of_sms_has_a_domain_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for the one that the probe has found: the own domain has it. NCCL alone is measured once."""
+    here = session(2, "chunked", "collective", "auto")
+    made = domains(monkeypatch, 4, (2, 4, 16), here)
+    assert [(other.group, other.config.network_sms) for other in made.others] == [("a", 2), ("b", 16)]
+    assert capsys.readouterr().out == "NCCL has 4 SMs between nodes, by the probe; measured, too: 2, 16\n"
+    ours = made.ours(Case("", "ag_gemm", "fprop", 8192, 65536, 4096), here)
+    told = {name: (mine.method, made.told(mine.domain)["network_sms"]) for name, mine in ours.items()}
+    assert told == {
+        "chunked": ("chunked", 4), "collective": ("collective", 4), "auto": ("auto", 4),
+        "chunked, 2 SMs": ("chunked", 2), "auto, 2 SMs": ("auto", 2),
+        "chunked, 16 SMs": ("chunked", 16), "auto, 16 SMs": ("auto", 16),
+    }  # fmt: skip
+    assert {made.told(mine.domain)["probe_sms"] for mine in ours.values()} == {4}
+    short = made.ours(Case("", "gemm_a2a", "fprop", 64, 64, 4096), here)
+    assert "auto, 2 SMs" not in short, "auto takes NCCL there, which is the same"
+
+
+def test_what_the_probe_finds_is_said_also_where_nothing_else_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    domains(monkeypatch, 8, (), session(2))
+    assert capsys.readouterr().out == "NCCL has 8 SMs between nodes, by the probe\n"
+    domains(monkeypatch, 0, (), session(2))
+    assert capsys.readouterr().out == "", "NVSHMEM takes none"
