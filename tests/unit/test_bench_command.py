@@ -60,6 +60,24 @@ def test_a_timeline_is_of_linears_a_ulysses_block_or_several_nodes() -> None:
     assert read("timeline") == command.Timeline(".", "linears")
     assert read("timeline --what ulysses --out runs/ulysses") == command.Timeline("runs/ulysses", "ulysses")
     assert read("timeline --what nodes") == command.Timeline(".", "nodes")
+    assert read("timeline --what nodes --node-ranks 2").node_ranks == 2
+
+
+@pytest.mark.parametrize(("line", "node_ranks"), [("", 1), ("--node-ranks 2", 2)])
+def test_a_timeline_of_nodes_has_ranks_that_nccl_takes_for_several_hosts(
+    monkeypatch: pytest.MonkeyPatch, line: str, node_ranks: int
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(command, "pretend_nodes", told.append)
+    monkeypatch.setattr(command.world, "join", lambda: "here")
+    monkeypatch.setattr(command.timeline, "record", lambda *arguments: told.append(arguments))
+    assert command.main(["timeline", "--what", "nodes", *line.split()]) == 0
+    assert told == [node_ranks, (Path("."), "nodes", node_ranks, "here")]
+
+
+def test_ranks_of_nodes_are_refused_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "timeline", "--node-ranks", "2"]) == 2
+    assert "--node-ranks 2 with --what linears: only --what nodes has nodes; leave it out" in capsys.readouterr().err
 
 
 def kept(folder: Path, world: int) -> str:

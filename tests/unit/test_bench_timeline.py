@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overlap_train.runtime.registry import domain_of
 from overlap_train.tools.bench import timeline
 from overlap_train.tools.bench.lanes import Span, exposed, kind_of, perfect, stored_inside, union
 from overlap_train.tools.bench.timeline import last_call, record
@@ -91,7 +92,7 @@ def test_a_call_that_fills_something_itself_is_not_cut_there() -> None:
 def _attention(rank: int, world: int) -> Any:
     """The shapes that the block's calls give, on CPU processes."""
     timeline.MODEL, timeline.M, timeline.METHODS = TINY, 16, ("chunked", "collective")  # this process ends after it
-    calls, shape = timeline.WHAT["ulysses"](World(dist.group.WORLD, torch.device("cpu"), rank, world))
+    calls, shape = timeline._ulysses(World(dist.group.WORLD, torch.device("cpu"), rank, world))
     with torch.no_grad():
         return {name: tuple(call().shape) for name, call in calls.items()}, shape
 
@@ -101,7 +102,27 @@ def test_the_recorded_attention_block_runs_by_each_method() -> None:
     assert values(run_ranks(2, _attention)) == [(shapes, {"model": TINY, "tokens": 16})] * 2
 
 
+def _across_nodes(rank: int, world: int) -> Any:
+    """The shapes that the calls of both linears give on two nodes of two CPU processes, and what the picture says."""
+    timeline.M, timeline.HIDDEN, timeline.WIDE = 16, 8, 32  # this process ends after it
+    here = World(dist.group.WORLD, torch.device("cpu"), rank, world)
+    calls, shape = timeline._nodes(here, 2)
+    with torch.no_grad():
+        shapes = {name: tuple(call().shape) for name, call in calls.items()}
+    topology = domain_of(here.group, None, here.device).topology
+    return shapes, shape["nodes"], (topology.nodes, topology.local)
+
+
+def test_the_recorded_linears_run_on_nodes_of_several_ranks() -> None:
+    shapes = {
+        f"{op} {method}": shape
+        for method in ("collective", "chunked")
+        for op, shape in (("all_gather_linear", (16, 8)), ("linear_reduce_scatter", (4, 8)))
+    }
+    assert values(run_ranks(4, _across_nodes)) == [(shapes, 2, (2, 2))] * 4
+
+
 def test_without_gpus_there_is_nothing_to_record(tmp_path: Path) -> None:
     here = World(None, torch.device("cpu"), 0, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="records GPUs"):
-        record(tmp_path, "linears", here)
+        record(tmp_path, "linears", 1, here)

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ... import shutdown
-from ...flags import Parser, add_options, from_args, option
+from ...flags import Parser, add_options, from_args, option, positive_int, shown
 from ..measure import world
 from ..measure.pretended import pretend_nodes
 from ..measure.results import Results, hardware, markdown, screen
@@ -29,8 +29,9 @@ class Timeline:
     what: str = option(
         "linears",
         "both linears of an MLP of Llama-3 8B, a Ulysses attention block of it, or both linears of a wider MLP across nodes",
-        choices=tuple(timeline.WHAT),
+        choices=timeline.WHAT,
     )
+    node_ranks: int | None = option(None, "ranks of each node, for nodes; default 1", parse=positive_int, metavar="L")
 
 
 def main(arguments: list[str]) -> int:
@@ -44,12 +45,21 @@ def main(arguments: list[str]) -> int:
         print(*plots.draw(args.folder), sep="\n")
         return 0
     if args.command == "timeline":
-        recording = from_args(Timeline(), args)
-        if recording.what == "nodes":
-            pretend_nodes(1)
-        timeline.record(Path(recording.out), recording.what, world.join())
-        return 0
+        return _record(from_args(Timeline(), args))
     return benchmark(from_args(KINDS[args.command](), args))
+
+
+def _record(told: Timeline) -> int:
+    """Record a timeline."""
+    node_ranks = told.node_ranks or 1
+    if told.what == timeline.NODES:
+        pretend_nodes(node_ranks)
+    elif told.node_ranks:
+        raise ValueError(
+            f"{shown(told, 'node_ranks')} with {shown(told, 'what')}: only --what nodes has nodes; leave it out"
+        )
+    timeline.record(Path(told.out), told.what, node_ranks, world.join())
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     helps = {
         "operators": "AG+GEMM and GEMM+RS, pass by pass, against NCCL, async-TP and the bound",
         "layers": "forward and backward of one column and one row linear",
-        "hierarchical": "AG+GEMM and GEMM+RS across nodes, for products shorter and longer than the network takes",
+        "hierarchical": "all operators across nodes, for products shorter and longer than the network takes",
         "ulysses": "GEMM+A2A and A2A+GEMM, and whole attention blocks, against NCCL",
     }
     for name, settings in KINDS.items():

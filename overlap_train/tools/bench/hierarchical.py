@@ -72,7 +72,7 @@ def hierarchical_cases(session: Session, shapes: Shapes) -> list[Case]:
 
 def _flops_beside_the_network(session: Session, shapes: Shapes) -> dict[str, float]:
     """By operator: the floating-point operations of a product of one rank that takes as long as the network. Collective."""
-    world, found = session.world, {}
+    world, found = session.world, dict[str, float]()
     left = torch.randn(ROWS, FEATURES, device=world.device, dtype=session.settings.dtype)
     right, flops = left.new_empty(FEATURES, _PRODUCT).normal_(), 2.0 * ROWS * FEATURES * _PRODUCT
     for ops, what in ((OPS, "gathered"), (EXCHANGES, "exchanged")):

@@ -42,7 +42,7 @@ def draw(folder: Path) -> list[Path]:
     """
     load()
     drawn = []
-    if rows := list(filter(is_as_found, _read(folder / "operators.json").get("rows", ()))):
+    if rows := [row for row in _read(folder / "operators.json").get("rows", ()) if is_as_found(row)]:
         drawn.append(_speed_up(rows, folder / "speedup.png"))
         if len({row["m"] for row in rows}) > 1:
             drawn.append(_against_m(rows, folder / "speedup_m.png"))

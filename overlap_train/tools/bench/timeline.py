@@ -2,7 +2,7 @@
 
     linears   both operators of a Llama-3-8B MLP, forward
     ulysses   a Ulysses attention block of Llama-3 8B, forward: projections, exchanges, rotation, attention
-    nodes     both operators of a wide MLP, forward, each rank a node of its own: NCCL over sockets in between
+    nodes     both operators of a wide MLP, forward, with one rank or several in each node: NCCL over sockets in between
 
 torchrun --standalone --nproc-per-node 4 -m overlap_train bench timeline --out runs/h200x4     (records, on GPUs)
 overlap-train bench plot runs/h200x4                                                           (draws, anywhere)
@@ -41,8 +41,8 @@ OWN_MARKER = f"{MARKER}<short>"  # of 16-bit integers, with which no model fills
 Calls = dict[str, Callable[[], Any]]  # by "operator method"
 
 
-def record(out: Path, what: str, here: World) -> None:
-    """Profile forward calls of `what` by each method; rank 0 writes its own view.
+def record(out: Path, what: str, node_ranks: int, here: World) -> None:
+    """Profile forward calls of `what` by each method; rank 0 writes its own view. node_ranks: ranks of each node, of `nodes`.
 
     Raises:
         ValueError: there are no GPUs.
@@ -51,7 +51,7 @@ def record(out: Path, what: str, here: World) -> None:
         raise ValueError(
             "bench timeline records GPUs, and this process sees none; to draw a recording: bench plot FOLDER"
         )
-    calls, shape = WHAT[what](here)
+    calls, shape = _nodes(here, node_ranks) if what == NODES else _IN_A_NODE[what](here)
     with torch.no_grad():
         spans = {name: _profile(call) for name, call in calls.items()}
     if here.rank == 0:
@@ -68,11 +68,11 @@ def _linears(here: World) -> tuple[Calls, dict[str, Any]]:
     return _mlp(here, FFN, {method: OverlapConfig(method=method) for method in METHODS})
 
 
-def _nodes(here: World) -> tuple[Calls, dict[str, Any]]:
+def _nodes(here: World, node_ranks: int) -> tuple[Calls, dict[str, Any]]:
     """The calls, and their sizes. Across nodes products and transfers go chunk by chunk, whatever the method is."""
-    configs = {method: OverlapConfig(method=method, node_ranks=1) for method in ("collective", "chunked")}
+    configs = {method: OverlapConfig(method=method, node_ranks=node_ranks) for method in ("collective", "chunked")}
     calls, sizes = _mlp(here, WIDE, configs)
-    return calls, sizes | {"nodes": here.size}
+    return calls, sizes | {"nodes": here.size // node_ranks}
 
 
 def _mlp(here: World, ffn: int, configs: dict[str, OverlapConfig]) -> tuple[Calls, dict[str, Any]]:
@@ -97,11 +97,9 @@ def _ulysses(here: World) -> tuple[Calls, dict[str, Any]]:
     return dict(calls), {"model": MODEL, "tokens": M}
 
 
-WHAT: dict[str, Callable[[World], tuple[Calls, dict[str, Any]]]] = {
-    "linears": _linears,
-    "ulysses": _ulysses,
-    "nodes": _nodes,
-}
+NODES = "nodes"
+_IN_A_NODE: dict[str, Callable[[World], tuple[Calls, dict[str, Any]]]] = {"linears": _linears, "ulysses": _ulysses}
+WHAT = (*_IN_A_NODE, NODES)
 
 
 def _profile(call: Callable[[], Any]) -> list[Span]:
