@@ -71,9 +71,12 @@ step sweep 60 -m overlap_train bench operators --rows 256 512 1024 2048 4096 819
 step ulysses 90 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
 te_step ulysses_te 180 -m overlap_train bench ulysses --what blocks --seq 8192 32768 --methods collective,fused,direct,chunked \
   --out "$out/ulysses_te"
-# Two ranks of this machine as two nodes: NCCL over sockets between them.
-[ "$gpus" -ne 2 ] || step hierarchical 60 -m overlap_train bench hierarchical --node-ranks 1 --methods auto,collective --out "$out/hierarchical"
-[ "$gpus" -ne 2 ] || step timeline_nodes 20 -m overlap_train bench timeline --what nodes --out "$out/hierarchical"
+# Ranks of this machine as two nodes: NCCL over sockets between them.
+half=$((gpus / 2))
+[ "$half" -eq 0 ] || step hierarchical 120 -m overlap_train bench hierarchical --node-ranks "$half" --methods auto,collective --out "$out/hierarchical"
+[ "$half" -eq 0 ] || step network_sms 120 -m overlap_train bench hierarchical --node-ranks "$half" --methods auto --network-sms 2,4,8,16 --quick \
+  --out "$out/network_sms"
+[ "$half" -eq 0 ] || step timeline_nodes 20 -m overlap_train bench timeline --what nodes --node-ranks "$half" --out "$out/hierarchical"
 step timeline 15 -m overlap_train bench timeline --out "$out"
 step timeline_ulysses 20 -m overlap_train bench timeline --what ulysses --out "$out/ulysses"
 step mfu 150 $mfu --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4 --quick --variants megatron,chunked,fused,direct,overlap \
@@ -99,7 +102,7 @@ step bitwise_ulysses 90 $ulysses --seq-length 4096 --loss-steps 100 --round-step
   --variants chunked,fused,direct --repeat chunked,fused,direct --out "$out/bitwise_ulysses"
 te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick \
   --variants te,te_userbuffers,te_userbuffers_ring,te_overlap --out "$out/mfu_te"
-for folder in "$out" "$out/small_m" "$out/ragged" "$out/sweep" "$out/untuned" "$out/ulysses" "$out/hierarchical" "$out/te" "$out/ulysses_te"; do
+for folder in "$out" "$out/small_m" "$out/ragged" "$out/sweep" "$out/untuned" "$out/ulysses" "$out/hierarchical" "$out/network_sms" "$out/te" "$out/ulysses_te"; do
   [ -z "$(find "$folder" -maxdepth 1 -name '*.json' 2>/dev/null)" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
 exit "$failed"

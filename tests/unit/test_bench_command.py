@@ -173,10 +173,15 @@ def test_operators_across_nodes_run_on_two_processes(script_server: ScriptServer
     assert [path.name for path in plots.draw(tmp_path)] == ["speedup.png"]
 
 
-def test_some_operators_and_lengths_can_be_chosen() -> None:
+def test_some_operators_and_lengths_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = parsed("hierarchical --ops gemm_a2a --ratios 0.5,1 --network-sms 2,16 --network nccl")
     assert (bench.ops, bench.ratios, bench.network_sms) == (("gemm_a2a",), (0.5, 1.0), (2, 16))
     assert bench.settings(torch.device("cpu")).config.network == "nccl"
+    told: list[Any] = []
+    monkeypatch.setattr(kinds.hierarchical, "hierarchical_cases", lambda session, shapes: told.append(shapes))
+    monkeypatch.setattr(kinds.operators, "run", lambda cases, session, network_sms: told.append(network_sms))
+    bench.files()[0].measure(None)
+    assert told == [kinds.hierarchical.Shapes(("gemm_a2a",), PASSES, (0.5, 1.0), 1, tiny=False), (2, 16)]
     assert (parsed("hierarchical").ops, parsed("hierarchical").network_sms) == ((*OPS, *EXCHANGES), ())
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from overlap_train import OverlapConfig
 from overlap_train.planning.schedule import Topology
 from overlap_train.planning.table import UNTUNED
-from overlap_train.tools.bench import hierarchical, node_domains
+from overlap_train.tools.bench import hierarchical, node_domains, operators, output, plots
 from overlap_train.tools.bench.hierarchical import Shapes, hierarchical_cases
 from overlap_train.tools.bench.node_domains import Domains
 from overlap_train.tools.measure.cases import EXCHANGES, OPS, Case
@@ -116,6 +118,22 @@ def test_each_number_of_sms_has_a_domain_of_its_own(
     assert "auto, 2 SMs" not in short, "auto takes NCCL there, which is the same"
 
 
+def test_a_row_has_the_time_of_its_own_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = session(2, "chunked")
+    made, case = domains(monkeypatch, 4, (16,), here), Case("", "ag_gemm", "fprop", 8192, 65536, 4096)
+    names = ("chunked", "chunked, 16 SMs", "sequence", "gemm", "comm")
+    monkeypatch.setattr(operators, "Inputs", lambda case, session: SimpleNamespace(call=lambda run: run))
+    monkeypatch.setattr(operators, "correct_runs", lambda *arguments: dict.fromkeys(names))
+    times = {name: Timing(float(turn), 1.0) for turn, name in enumerate(names, start=1)}
+    monkeypatch.setattr(Session, "time", lambda self, calls, flops: times)
+    rows = operators.measure_case(case, made, here)
+    assert [(row["method"], row["network_sms"], row["ms"]) for row in rows] == [
+        ("chunked", 4, 1.0),
+        ("chunked", 16, 2.0),
+    ]
+    assert all((row["probe_sms"], row["sequence_ms"]) == (4, 3.0) for row in rows)
+
+
 def test_what_the_probe_finds_is_said_also_where_nothing_else_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,3 +141,21 @@ def test_what_the_probe_finds_is_said_also_where_nothing_else_is_measured(
     assert capsys.readouterr().out == "NCCL has 8 SMs between nodes, by the probe\n"
     domains(monkeypatch, 0, (), session(2))
     assert capsys.readouterr().out == "", "NVSHMEM takes none"
+
+
+def test_tables_tell_numbers_of_sms_apart_and_pictures_have_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = {
+        "method": "auto", "op": "ag_gemm", "pass": "fprop", "m": 8192, "ms": 2.0, "sequence_ms": 3.0, "bound": 1.5,
+        "network_sms": 4, "probe_sms": 4,
+    }  # fmt: skip
+    rows = [row, row | {"network_sms": 16, "ms": 4.0}]
+    assert [line.partition(":")[0] for line in output.summary(rows)] == ["auto fprop", "auto, 16 SMs fprop"]
+    assert output.label_of({"method": "auto"}) == "auto", "inside one node"
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "load", lambda: None)
+    monkeypatch.setattr(plots, "_speed_up", lambda rows, path: drawn.extend(rows) or path)
+    (tmp_path / "operators.json").write_text(json.dumps({"rows": rows}))
+    plots.draw(tmp_path)
+    assert drawn == [row]
