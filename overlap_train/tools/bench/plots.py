@@ -42,10 +42,10 @@ def draw(folder: Path) -> list[Path]:
     """
     load()
     drawn = []
-    if rows := [row for row in _read(folder / "operators.json").get("rows", ()) if is_as_found(row)]:
-        drawn.append(_speed_up(rows, folder / "speedup.png"))
-        if len({row["m"] for row in rows}) > 1:
-            drawn.append(_against_m(rows, folder / "speedup_m.png"))
+    if operators := [row for row in _read(folder / "operators.json").get("rows", ()) if is_as_found(row)]:
+        drawn.append(_speed_up(operators, folder / "speedup.png"))
+        if len({row["m"] for row in operators}) > 1:
+            drawn.append(_against_m(operators, folder / "speedup_m.png"))
     if rows := _read(folder / "layers.json").get("rows"):
         drawn.append((_blocks if "alone_ms" in rows[0] else _layers)(rows, folder / "layers.png"))
     if "calls" in (recording := _read(folder / "timeline.json")):
