@@ -3,15 +3,14 @@
 Tiles are computed in waves, one for each SM. Where the last wave would leave at least half of the SMs without one, its tiles are
 cut into left and right halves: 5.5 waves instead of 6 for 704 tiles on 132 SMs (8192 x 2752).
 
-With DIRECT two more warps of each CTA store the own rows at the peers (p2p_store.py), through registers: beside four stages
-there is no shared memory left for that.
+A storing warp takes finished tiles out of the outbox (hopper_stores.py). With DIRECT two more warps of each CTA store the own
+rows at the peers (p2p_store.py), through registers: beside four stages there is no shared memory left for that.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .hopper_stores import make_quarters, split_tile, store_quarter
+from .hopper_stores import make_outbox, put_quarter, split_tile, store_strip
 from .hopper_tiles import (
     NO_TILE,
     PARTS,
@@ -25,9 +24,9 @@ from .hopper_tiles import (
 )
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_both
-from .tiles import WHOLE, cut_of_gather, gather_strip, tile_and_side, tile_in_run
+from .tiles import WHOLE, columns_of, cut_of_gather, gather_strip, tile_and_side, tile_in_run
 
-# Warps of a CTA that store at peers; with the loading one they are three of the four that there is room for.
+# Warps of a CTA that send rows; with the loading and the storing one they are the four that there is room for.
 SENDERS = gl.constexpr(2)
 VECTOR = gl.constexpr(8)  # elements that a thread stores at once: 16 bytes
 
@@ -76,36 +75,51 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
 
 
 @gluon.jit
-def multiply_tiles(panels, tiles, b_desc, b_half_desc, y_desc, buffers, rank, abort_ptr, sizes, PART: gl.constexpr,
-                   WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                   BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
-    """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, and stores it in y."""
+def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes, PART: gl.constexpr, WORLD: gl.constexpr,
+                   CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+                   STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, and puts it into the outbox."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
-    strips, tiles_n, _, halved = cut_of_gather(m_shard // CHUNKS, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
+    _, _, _, halved = cut_of_gather(m_shard // CHUNKS, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
-        tile, side = tile_and_side(index, halved)
-        pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
-        source, chunk, strip = gather_strip(2 * pair + PART, strips, rank, WORLD, CHUNKS)
-        row, col = strip * ROWS, tile_n * BLOCK_N  # row: in its chunk
-        place = source * CHUNKS + chunk
+        _, side = tile_and_side(index, halved)
         if side == WHOLE:
             acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
             acc = _unless_aborted(acc, abort_ptr)
             left, right = split_tile(acc, ROWS, BLOCK_N)
-            store_quarter(y_desc, buffers.index(PART), left, place, row, col)
-            store_quarter(y_desc, buffers.index(PART), right, place, row, col + BLOCK_N // 2)
+            put_quarter(outbox, turn, left, PART, 0, BUFFERS=1)
+            put_quarter(outbox, turn, right, PART, 1, BUFFERS=1)
         else:
             half, step = multiply_tile(panels, step, b_half_desc, k_steps, PART, ROWS, BLOCK_N // 2, STAGES, B_IS_NK)
             half = _unless_aborted(half, abort_ptr)
-            store_quarter(y_desc, buffers.index(PART), half, place, row, col + side * (BLOCK_N // 2))
+            put_quarter(outbox, turn, half, PART, 0, BUFFERS=1)
         turn += 1
         index = next_tile(tiles, turn, WARPS)
-    tma.store_wait(0)
+
+
+@gluon.jit
+def store_tiles(tiles, outbox, y_desc, rank, sizes, WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr,
+                BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):  # fmt: skip
+    """The storing warp: stores each tile's quarters in y as they come into the outbox."""
+    ROWS: gl.constexpr = BLOCK_M // PARTS
+    m_shard, n, _ = sizes
+    strips, tiles_n, _, halved = cut_of_gather(m_shard // CHUNKS, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
+    turn = 0
+    index = next_tile(tiles, turn, 1)
+    while index != NO_TILE:
+        tile, side = tile_and_side(index, halved)
+        pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
+        col, halves = columns_of(tile_n, side, BLOCK_N)
+        for part in gl.static_range(PARTS):
+            source, chunk, strip = gather_strip(2 * pair + part, strips, rank, WORLD, CHUNKS)
+            store_strip(y_desc, outbox, turn, source * CHUNKS + chunk, strip * ROWS, col, halves, part, 1)
+        turn += 1
+        index = next_tile(tiles, turn, 1)
 
 
 @gluon.jit
@@ -145,19 +159,20 @@ def hopper_all_gather_gemm_kernel(
     b_half_desc: b again, in panels half as wide.
     """
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
-    panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS)
-    buffers = make_quarters(y_desc, PARTS)
+    panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS + 1)
+    outbox = make_outbox(y_desc, BUFFERS=1)
     words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, buffers, rank, abort_ptr, sizes, 0, WORLD, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
-        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, buffers, rank, abort_ptr, sizes, 1, WORLD, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes, 0, WORLD, CHUNKS, BLOCK_M, BLOCK_N,
+                          BLOCK_K, STAGES, B_IS_NK)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes, 1, WORLD, CHUNKS, BLOCK_M, BLOCK_N,
+                          BLOCK_K, STAGES, B_IS_NK)),
         (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
                  BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (store_tiles, (tiles, outbox, y_desc, rank, sizes, WORLD, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),
         (send_rows, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP, False)),
-    ], [WARPS, 1, SENDERS], [232, 40, 40])  # fmt: skip
+    ], [WARPS, 1, 1, SENDERS], [232, 40, 40, 40])  # fmt: skip
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

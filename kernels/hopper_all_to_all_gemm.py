@@ -7,8 +7,8 @@ the loading warp knows that its columns lie in W blocks, and waits at each block
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_all_gather_gemm import SENDERS, multiply_tiles, send_rows
-from .hopper_stores import make_quarters
+from .hopper_all_gather_gemm import SENDERS, multiply_tiles, send_rows, store_tiles
+from .hopper_stores import make_outbox
 from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile_or_half, make_rings
 from .signal import finalize_epoch, next_word, signal_word, wait_both
 from .tiles import cut_of_gather, strip_in_run, tile_and_side, tile_in_run
@@ -67,20 +67,21 @@ def hopper_all_to_all_gemm_kernel(
     hopper_all_gather_gemm_kernel.
     """
     gl.static_assert(num_warps == WARPS)
-    panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS)
-    buffers = make_quarters(y_desc, PARTS)
+    panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS + 1)
+    outbox = make_outbox(y_desc, BUFFERS=1)
     words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     whole = (m_shard, n, WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K)  # as the multiplying warps see it: whole panels
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, buffers, 0, abort_ptr, whole, 0, 1, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
-        (multiply_tiles, (panels, tiles, b_desc, b_half_desc, y_desc, buffers, 0, abort_ptr, whole, 1, 1, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, whole, 0, 1, CHUNKS, BLOCK_M, BLOCK_N,
+                          BLOCK_K, STAGES, B_IS_NK)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, whole, 1, 1, CHUNKS, BLOCK_M, BLOCK_N,
+                          BLOCK_K, STAGES, B_IS_NK)),
         (_load, (panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
                  BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (store_tiles, (tiles, outbox, y_desc, 0, whole, 1, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),
         (send_rows, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP, True)),
-    ], [WARPS, 1, SENDERS], [232, 40, 40])  # fmt: skip
+    ], [WARPS, 1, 1, SENDERS], [232, 40, 40, 40])  # fmt: skip
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

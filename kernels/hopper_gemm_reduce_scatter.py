@@ -102,7 +102,6 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
-    sent = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
@@ -120,8 +119,8 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
                     left, right, step = add_halves(panels, step, left, right, received_desc, PART, STAGES)
                 if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: what was added must not look like a result
                     left, right = left + float("nan"), right + float("nan")
-            sent = put_quarter(outbox, sent, left, PART, BUFFERS)
-            sent = put_quarter(outbox, sent, right, PART, BUFFERS)
+            put_quarter(outbox, turn, left, PART, 0, BUFFERS)
+            put_quarter(outbox, turn, right, PART, 1, BUFFERS)
         else:  # of own rows
             if strip < strips:
                 half, step = multiply_tile(panels, step, b_half_desc, k_steps, PART, ROWS, HALF, STAGES, B_IS_NK)
@@ -132,7 +131,7 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
                     half, step = add_half(panels, step, half, received_desc, PART, STAGES)
                 if gl.load(abort_ptr, volatile=True) != 0:
                     half = half + float("nan")
-            sent = put_quarter(outbox, sent, half, PART, BUFFERS)
+            put_quarter(outbox, turn, half, PART, 0, BUFFERS)
         turn += 1
         index = next_tile(tiles, turn, WARPS)
 
@@ -149,7 +148,6 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
     )
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
     turn = 0
-    sent = 0
     index = next_tile(tiles, turn, 1)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
@@ -158,33 +156,32 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
         target, chunk, strip = scatter_strip(run, 2 * pair + 1, strips, rank, WORLD, CHUNKS, RUN)
         crosses = strip == 0  # from the chunk before
         col, halves = columns_of(tile_n, side, BLOCK_N)
-        _store_strip(outbox, sent, places, y_desc, rank, upper_target, upper_chunk, upper_strip * ROWS, col, halves,
+        _store_strip(outbox, turn, places, y_desc, rank, upper_target, upper_chunk, upper_strip * ROWS, col, halves,
                      0, WORLD, CHUNKS, DIRECT, BUFFERS)  # fmt: skip
         if crosses and upper_target != rank:
             _count(complete_ptr, outgoing_at_ptr, upper_target, upper_chunk, 1, strips * tiles_n, expected, DIRECT)
-        _store_strip(outbox, sent, places, y_desc, rank, target, chunk, strip * ROWS, col, halves,
+        _store_strip(outbox, turn, places, y_desc, rank, target, chunk, strip * ROWS, col, halves,
                      1, WORLD, CHUNKS, DIRECT, BUFFERS)  # fmt: skip
         if target != rank:
             stored = gl.where(crosses | (strip == strips), 1, 2)  # number `strips` lies beyond the run
             _count(complete_ptr, outgoing_at_ptr, target, chunk, stored, strips * tiles_n, expected, DIRECT)
-        sent += halves
         turn += 1
         index = next_tile(tiles, turn, 1)
 
 
 @gluon.jit
-def _store_strip(outbox, sent, places, y_desc, rank, target, chunk, row, col, halves, PART: gl.constexpr,
+def _store_strip(outbox, turn, places, y_desc, rank, target, chunk, row, col, halves, PART: gl.constexpr,
                  WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
     """Strip PART of a tile, from `row` of its chunk on, where it belongs: here, in staging or (DIRECT) at the peer."""
     if target == rank:
-        store_strip(y_desc, outbox, sent, chunk, row, col, halves, PART, BUFFERS)
+        store_strip(y_desc, outbox, turn, chunk, row, col, halves, PART, BUFFERS)
     else:
         if DIRECT:
             for distance in gl.static_range(1, WORLD):
                 if target == (rank + distance) % WORLD:
-                    store_strip(places[distance - 1], outbox, sent, chunk, row, col, halves, PART, BUFFERS)
+                    store_strip(places[distance - 1], outbox, turn, chunk, row, col, halves, PART, BUFFERS)
         else:
-            store_strip(places[0], outbox, sent, target * CHUNKS + chunk, row, col, halves, PART, BUFFERS)
+            store_strip(places[0], outbox, turn, target * CHUNKS + chunk, row, col, halves, PART, BUFFERS)
 
 
 @gluon.jit
@@ -215,8 +212,7 @@ def hopper_gemm_reduce_scatter_kernel(
     RUN: how many chunks, in their order, the strips of tiles run through before they begin anew (schedule.py: units_in_run).
     EXCHANGE: a is [M/W, K], a destination picks columns of b, and where N stands it is N/W (gemm_reduce_scatter.py).
     REDUCE: the own tiles wait for the peers' partials and add them; else y is the own partial.
-    BUFFERS: of each multiplying group for quarter tiles on their way out; two and three stages, or one and four, fit into
-    shared memory.
+    BUFFERS: of the outbox for each half of a tile (make_outbox); two and three stages, or one and four, fit into shared memory.
     to1_desc: staging [M, N], in W x CHUNKS chunks; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks
     rank+1, rank+2, ...
     """

@@ -6,7 +6,7 @@ shapes of benchmarks/. Only the loading warp waits for signals, while the tiles 
 
 The two multiplying groups, PART 0 and 1, have a strip of BLOCK_M / PARTS rows each, a tile's upper one and its lower one. They do
 not wait for one another: one stores what it has while the other keeps the tensor cores busy, as far ahead as the ring lets it be
-(and GEMM + RS's storing warp, which takes part 0 first). In step they stood still for each store; apart they are 1 to 5 % faster,
+(and the storing warp, which takes part 0 first). In step they stood still for each store; apart they are 1 to 5 % faster,
 2 to 3 % at K = 4096.
 
 Shared memory: a ring of STAGES panels of A, a strip [BLOCK_M / PARTS, BLOCK_K] for each group, and of B, and a ring of two tile

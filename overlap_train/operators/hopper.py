@@ -29,7 +29,7 @@ from .kernel_args import (
 BLOCK_M, BLOCK_N, BLOCK_K = HOPPER_TILE.block_m, HOPPER_TILE.block_n, HOPPER_TILE.block_k
 # A strip, which each of two multiplying groups has of a tile, and half a tile's columns: it stores one such quarter at a time.
 PART_M, HALF_N = BLOCK_M // HOPPER_TILE.parts, BLOCK_N // 2
-# Tiles that are stored at a peer leave at NVLink's pace: buffers for all quarters of one, and a stage less, hide that.
+# Tiles that are stored at a peer leave at NVLink's pace: a buffer for each quarter of one, and a stage less, hide that.
 STAGES, STAGES_DIRECT, BUFFERS_DIRECT = HOPPER_TILE.num_stages, 3, 2
 # What a CTA that sends rows has in flight, in elements. More takes from the product and sends no faster: 8192 x 14336 x 4096 took
 # 7 us longer than with the copy engine with 1024, 22 with 2048 (of 637); with copies as long as the product, 8192 x 2048 x 4096

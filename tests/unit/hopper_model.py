@@ -183,7 +183,7 @@ class Scattered:
 
     own: own rows. places: staging, or the blocks at rank+1, rank+2, ... counted: strips by signal. goals: counts that make a
     signal. stored: by tile the storing warp's stores, (part,), and counts, (signal, strips), in order. multiplied: by group and
-    tile what it did. taken: by group the buffers of the outbox that the storing warp took, in order.
+    tile what it did.
     """
 
     loads: Loads
@@ -193,14 +193,54 @@ class Scattered:
     goals: set[int]
     stored: list[list[tuple[int, ...]]]
     multiplied: list[list[list[str]]]
-    taken: tuple[list[int], list[int]]
 
 
-class Slots:
-    """Buffers, which are known by their numbers."""
+class Numbered:
+    """Buffers or barriers, which are known by their kind and number."""
 
-    def index(self, slot: int) -> int:
-        return slot
+    dtype = None
+
+    def __init__(self, kind: str, events: list[tuple[Any, ...]]) -> None:
+        self._kind, self._events = kind, events
+
+    def index(self, number: int) -> Numbered:
+        one = Numbered(self._kind, self._events)
+        one.number = number
+        return one
+
+    number = 0
+
+    def store(self, values: object) -> None:
+        self._events.append(("write", self.number))
+
+    def name(self) -> tuple[str, int]:
+        return self._kind, self.number
+
+
+def at_outbox(name: str, *arguments: Any) -> list[tuple[Any, ...]]:
+    """What put_quarter or store_strip does at the outbox, in order: ("wait", barrier, parity), ("arrive", barrier), ("write",
+    buffer) and ("read", buffer)."""
+    events: list[tuple[Any, ...]] = []
+    barriers = SimpleNamespace(
+        wait=lambda barrier, parity: events.append(("wait", barrier.name(), parity)),
+        arrive=lambda barrier, count: events.append(("arrive", barrier.name())),
+    )
+    outbox = [Numbered(kind, events) for kind in ("quarters", "full", "free")]
+
+    def store_inside(desc: object, quarter: Numbered, chunk: int, row: int, col: int) -> None:
+        events.append(("read", quarter.number))
+
+    function = python_of(
+        getattr(hopper_stores, name), mbarrier=barriers, store_inside=store_inside, tma=Nothing(), gl=LANGUAGE,
+        fence_async_shared=Nothing(), debug_barrier=Nothing(),
+    )  # fmt: skip
+    if name == "put_quarter":
+        turn, part, half, buffers = arguments
+        function(outbox, turn, Nothing(), part, half, buffers)
+    else:
+        turn, halves, part, buffers = arguments
+        function(Stored(0, 0, 0), outbox, turn, 0, 0, 0, halves, part, buffers)
+    return events
 
 
 def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True, gave_up: bool = False) -> Scattered:
@@ -212,7 +252,7 @@ def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True, gav
     python_of(scatter._load, **loads.names(), **ORDER, gl=loads.language)(
         None, None, "a", "b", "half of b", None, None, (p.rank, *[0] * 6), p.sizes, *switches, exchange, *_BLOCKS, 4, True,
     )  # fmt: skip
-    done = Scattered(loads, p.stored(), places, Counter(), set(), [], [], ([], []))
+    done = Scattered(loads, p.stored(), places, Counter(), set(), [], [])
     _store_tiles(done, p, run, direct)
     done.multiplied = [_multiplied(loads, p, part, switches, gave_up) for part in range(2)]
     return done
@@ -225,15 +265,15 @@ def _store_tiles(done: Scattered, p: Product, run: int, direct: bool) -> None:
         done.stored.append([])
         return done.loads.next_tile(rings, turn, warps)
 
-    def store_inside(desc: Stored, slot: int, chunk: int, row: int, col: int) -> None:
-        stored = sum(
-            len(event) == 1 for event in done.stored[-1]
-        )  # as they lie in the outbox: quarters of part 0 first
-        tile = done.loads.tiles[len(done.stored) - 1]
-        part, half = divmod(stored, tile.halves)
-        desc.store(chunk, row, col, part, half, tile)
-        done.taken[part].append(slot - part * buffers)
-        done.stored[-1].append((part,))
+    def store_strip(
+        desc: Stored, outbox: object, turn: int, chunk: int, row: int, col: int, halves: int, part: int, buffers: int
+    ) -> None:
+        assert turn == len(done.stored) - 1 and buffers == (2 if direct else 1)
+        tile = done.loads.tiles[turn]
+        assert halves == tile.halves
+        for half in range(halves):
+            desc.store(chunk, row, col + half * HALF_N, part, half, tile)
+            done.stored[-1].append((part,))
 
     def count(counter: int, amount: int) -> None:
         done.counted[counter] += amount
@@ -243,15 +283,13 @@ def _store_tiles(done: Scattered, p: Product, run: int, direct: bool) -> None:
         count(counter, amount)
         done.goals.add(of_chunk)
 
-    buffers = 2 if direct else 1
     names: dict[str, Any] = dict(next_tile=next_tile, notify_peer=notify_peer, notify_copy_engine=count)
-    names |= ORDER
-    names["store_strip"] = python_of(hopper_stores.store_strip, store_inside=store_inside, tma=Nothing())
+    names |= ORDER | dict(store_strip=store_strip)
     for name in ("_store_strip", "_count"):
         names[name] = python_of(getattr(scatter, name), **names)
     python_of(scatter._store, **names, gl=done.loads.language)(
-        None, [Slots(), Nothing(), Nothing()], done.places, done.own, Word(), Word(), Word(), 0, p.rank, p.sizes, p.world,
-        p.chunks, run, direct, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, buffers,
+        None, None, done.places, done.own, Word(), Word(), Word(), 0, p.rank, p.sizes, p.world,
+        p.chunks, run, direct, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, 2 if direct else 1,
     )  # fmt: skip
     assert done.stored.pop() == []
 
@@ -283,10 +321,10 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...], 
         did[-1].append("add")
         return values, step + 1
 
-    def put_quarter(outbox: object, sent: int, values: float, *rest: object) -> int:
-        assert sent == sum(step.startswith("put") for steps in did for step in steps)
+    def put_quarter(outbox: object, turn: int, values: float, of_part: int, half: int, buffers: int) -> None:
+        assert (turn, of_part) == (len(did) - 1, part)
+        assert half == sum(step.startswith("put") for step in did[-1]), "left, then right"
         did[-1].append("put NaN" if isnan(values) else "put")
-        return sent + 1
 
     names = dict(next_tile=loads.next_tile, multiply_tile=multiply_tile, pass_tile=pass_tile, add_halves=add_halves)
     names |= dict(add_half=add_half, put_quarter=put_quarter, split_tile=lambda *args: (0, 1), range=range)
@@ -317,32 +355,44 @@ def run_gather(p: Product, exchange: bool) -> tuple[Loads, Stored]:
         4,
         True,
     )
-    for part in range(2):
-        _store_products(loads, y, p, part, exchange)
+    _store_products(loads, y, p, exchange)
     return loads, y
 
 
-def _store_products(loads: Loads, y: Stored, p: Product, part: int, exchange: bool) -> None:
-    """One multiplying group's stores."""
+def _store_products(loads: Loads, y: Stored, p: Product, exchange: bool) -> None:
+    """The multiplying groups, and the storing warp, which takes as many quarters of each as it has put."""
     tiles = loads.tiles[:: p.world] if exchange else loads.tiles  # own blocks; the peers' are of the same rows
-    tiles_left, quarters_left = iter(tiles), list[Tile]()
-
-    def multiply_tile(
-        panels: object, step: int, desc: object, steps: int, part: int, rows: int, cols: int, *_: int
-    ) -> Any:
-        quarters_left.extend([next(tiles_left)] * (cols // HALF_N))  # of a half tile one, of a whole one two
-        return 0, step
-
-    def store_quarter(desc: Stored, part: int, half: int, chunk: int, row: int, col: int) -> None:
-        desc.store(chunk, row, col, part, half, quarters_left.pop())
+    rank, world = (0, 1) if exchange else (p.rank, p.world)
+    put: list[list[int]] = []  # by tile of one group
 
     def next_tile(rings: object, turn: int, warps: int) -> int:
         return turn if turn < len(tiles) else -1
 
-    names = dict(next_tile=next_tile, multiply_tile=multiply_tile, store_quarter=store_quarter, tma=Nothing())
+    def multiply_tile(
+        panels: object, step: int, desc: object, steps: int, part: int, rows: int, cols: int, *_: int
+    ) -> Any:
+        assert cols == tiles[len(put)].halves * HALF_N
+        put.append([])
+        return 0, step
+
+    def put_quarter(outbox: object, turn: int, values: object, part: int, half: int, BUFFERS: int) -> None:
+        assert turn == len(put) - 1
+        put[-1].append(half)
+
+    def store_strip(
+        desc: Stored, outbox: object, turn: int, chunk: int, row: int, col: int, halves: int, part: int, buffers: int
+    ) -> None:
+        for half in range(halves):
+            desc.store(chunk, row, col + half * HALF_N, part, half, tiles[turn])
+
+    names = dict(next_tile=next_tile, multiply_tile=multiply_tile, put_quarter=put_quarter, store_strip=store_strip)
     names |= dict(split_tile=lambda *args: (0, 1), _unless_aborted=lambda acc, abort: acc)
-    buffers, (rank, world) = SimpleNamespace(index=lambda place: place), (0, 1) if exchange else (p.rank, p.world)
-    python_of(gather.multiply_tiles, **names, **ORDER)(
-        None, None, None, None, y, buffers, rank, None, p.sizes, part, world, p.chunks, *_BLOCKS, 4, True
+    for part in range(2):
+        put.clear()
+        python_of(gather.multiply_tiles, **names, **ORDER)(
+            None, None, None, None, None, None, p.sizes, part, world, p.chunks, BLOCK_M, BLOCK_N, BLOCK_K, 4, True
+        )
+        assert put == [list(range(tile.halves)) for tile in tiles]
+    python_of(gather.store_tiles, **names, **ORDER)(
+        None, None, y, rank, p.sizes, world, p.chunks, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m
     )
-    assert next(tiles_left, None) is None and not quarters_left

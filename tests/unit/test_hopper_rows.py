@@ -146,17 +146,6 @@ def test_a_peers_strip_leaves_before_an_own_one_below_it(
         assert done.stored[tile] == list(stores(units, len(halves), rank, done.stored[tile]))
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("m_shard", [1024, 4100])
-def test_buffers_of_the_outbox_are_taken_in_turn(m_shard: int, direct: bool) -> None:
-    """Of half tiles, too, which 4100 rows end with: each puts one quarter into it."""
-    done = run_scatter(Product(4, 2, 4, m_shard, WIDE), direct, exchange=False)
-    assert (m_shard == 4100) == any(tile.halves == 1 for tile in done.loads.tiles)
-    for part, taken in enumerate(done.taken):
-        put = sum(steps.count("put") for steps in done.multiplied[part])
-        assert taken == [number % (2 if direct else 1) for number in range(put)]
-
-
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("direct", [False, True])
 def test_what_a_wait_gave_up_on_is_nan(direct: bool, adds: bool) -> None:

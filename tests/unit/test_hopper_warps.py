@@ -6,10 +6,12 @@ tile indices, for buffers of the outbox, and for the signals of the peers.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ pytest.importorskip("triton")
 
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.planning.tiling import HOPPER_TILE
-from tests.unit.hopper_model import Product, Scattered, run_scatter
+from tests.unit.hopper_model import Product, Scattered, at_outbox, run_scatter
 
 STAGES, QUEUE_DEPTH, PARTS = 4, 2, 2
 Steps = Iterator[Callable[[], bool]]  # a warp, up to what it waits for next
@@ -50,8 +52,11 @@ class Cta:
         self.tiles: list[int | None] = []
         self.read = [0] * (PARTS + 1)  # indices, by both multiplying groups and the storing warp
         self.filled, self.freed = 0, [0] * PARTS
-        self.put, self.taken = [0] * PARTS, [0] * PARTS
         self.buffers = buffers
+        self.phases: Counter[tuple[str, int]] = Counter()  # of the outbox's barriers, that are over
+        self.held: dict[
+            int, tuple[int, int, int]
+        ] = {}  # by buffer of the outbox: tile, part and half of the quarter in it
 
     def may_claim(self) -> bool:
         return len(self.tiles) < min(self.read) + QUEUE_DEPTH
@@ -65,11 +70,22 @@ class Cta:
     def may_multiply(self, part: int) -> bool:
         return self.filled > self.freed[part]
 
-    def may_put(self, part: int) -> bool:
-        return self.put[part] < self.taken[part] + self.buffers
+    def is_over(self, barrier: tuple[str, int], parity: int) -> bool:
+        """As the GPU tells: of a barrier it knows only whether the phase that runs is odd."""
+        return self.phases[barrier] % 2 != parity
 
-    def may_store(self, part: int) -> bool:
-        return self.put[part] > self.taken[part]
+    def at_outbox(self, events: list[tuple[Any, ...]], quarter: tuple[int, int, int]) -> Steps:
+        """Puts a quarter into the outbox, or takes it out. What has not left is not overwritten, and nothing else is taken."""
+        for event, what, *parity in events:
+            if event == "wait":
+                yield partial(self.is_over, what, *parity)
+            elif event == "arrive":
+                self.phases[what] += 1
+            elif event == "write":
+                assert what not in self.held, f"{self.held[what]} is overwritten by {quarter}"
+                self.held[what] = quarter
+            else:
+                assert self.held.pop(what) == quarter
 
     def indices(self, reader: int) -> Iterator[Callable[[], bool] | int]:
         """What a reader of tile indices waits for, and each index, in turn."""
@@ -80,6 +96,17 @@ class Cta:
             if tile is None:
                 return
             yield tile
+
+
+@functools.cache
+def put_events(turn: int, part: int, half: int, buffers: int) -> list[tuple[Any, ...]]:
+    return at_outbox("put_quarter", turn, part, half, buffers)
+
+
+@functools.cache
+def store_events(turn: int, part: int, half: int, buffers: int) -> list[tuple[Any, ...]]:
+    """Of one half of a strip: a wait, a read and an arrival."""
+    return at_outbox("store_strip", turn, half + 1, part, buffers)[3 * half :]
 
 
 def load(rank: Rank, cta: Cta) -> Steps:
@@ -97,10 +124,11 @@ def multiply(rank: Rank, cta: Cta, part: int) -> Steps:
         if callable(tile):
             yield tile
             continue
+        turn, half = cta.read[part] - 1, 0
         for step in rank.done.multiplied[part][tile]:
             if step == "put":
-                yield partial(cta.may_put, part)
-                cta.put[part] += 1
+                yield from cta.at_outbox(put_events(turn, part, half, cta.buffers), (turn, part, half))
+                half += 1
             else:
                 yield partial(cta.may_multiply, part)
                 cta.freed[part] += 1
@@ -112,10 +140,12 @@ def store(ranks: list[Rank], number: int, cta: Cta, goal: int) -> Steps:
         if callable(tile):
             yield tile
             continue
+        turn, halves = cta.read[PARTS] - 1, [0] * PARTS
         for part, *strips in mine.done.stored[tile]:
             if not strips:
-                yield partial(cta.may_store, part)
-                cta.taken[part] += 1
+                half = halves[part]
+                yield from cta.at_outbox(store_events(turn, part, half, cta.buffers), (turn, part, half))
+                halves[part] += 1
                 continue
             mine.counted[part] += strips[0]  # part: the signal
             if mine.counted[part] == goal:
@@ -166,6 +196,6 @@ def run_grid(products: list[Product], direct: bool, ctas: int, seed: int) -> lis
     warps += [store(ranks, number, cta, goal) for number, cta in grid]
     run(warps, seed)
     for number, cta in grid:
-        assert cta.freed == [cta.filled] * PARTS and cta.put == cta.taken, "nothing is left in the rings"
+        assert cta.freed == [cta.filled] * PARTS and not cta.held, "nothing is left in the rings"
         assert len(ranks[number].arrived) == (p.world - 1) * p.chunks
     return ranks

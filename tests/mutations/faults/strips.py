@@ -36,7 +36,7 @@ FAULTS = [
     # loads and stores
     GATHER(
         "AG: the lower strip is stored below the upper one",
-        "gather_strip(2 * pair + PART, strips",
+        "gather_strip(2 * pair + part, strips",
         "gather_strip(2 * pair, strips",
     ),
     GATHER(
