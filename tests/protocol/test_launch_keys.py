@@ -1,4 +1,4 @@
-"""Launches that a call remembers under one key differ in nothing that Triton compiles a kernel for, as where pointers are aligned.
+"""Launches that a call remembers under one key differ in nothing that Triton compiles a kernel for, such as alignment.
 
 Nothing is launched: each place that launches a kernel again with other addresses is asked what it would, with each operand on 16
 bytes and between two words of 16.
