@@ -14,7 +14,7 @@ import torch
 
 from ..runtime.profiling import profiled
 from .planned import PlannedLinear
-from .start import start_gather, start_scatter
+from .start import products_beside, start_gather, start_scatter
 from .weight_gradient import WeightGradient
 
 
@@ -49,7 +49,7 @@ def column_backward(
         if dw is not None:
             gathered = x if gather is None else gather.gathered_view()
             assert gathered is not None
-            with profiled(tags.ranges[2]):
+            with profiled(tags.ranges[2]), products_beside(domain, None if scatter is None else plan.dgrad):
                 dw.add(dy_shard_n, gathered)
         if scatter is not None:
             dx_shard_m = scatter.finish()

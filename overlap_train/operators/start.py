@@ -6,6 +6,7 @@ In a group that spans nodes `chunked` has two engines of each kind: between CPU 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -40,6 +41,8 @@ from .node_exchanges import NodeStreamAllToAllGemm, NodeStreamGemmAllToAll
 from .node_processes import NodeAllToAllGemm, NodeGather, NodeGemmAllToAll, NodeScatter
 from .node_streams import NodeStreamGather, NodeStreamScatter
 from .pulled_all_to_all import PulledChunkedGemmAllToAll, PulledFusedGemmAllToAll
+
+_NONE_SPARED: AbstractContextManager[None] = nullcontext()
 
 PROCESSES, GPUS = "chunked, nodes of CPU processes", "chunked, nodes of GPUs"
 
@@ -131,6 +134,15 @@ def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sen
     receiver = engine(domain, plan, tag, sent)
     receiver.start()
     return receiver
+
+
+def products_beside(domain: OverlapDomain, started: EnginePlan | None) -> AbstractContextManager[None]:
+    """Bracket of library products that leave SMs to what the network carries meanwhile for an engine of the plan `started`; None:
+    nothing is under way. Engines bracket their own products."""
+    if started is None or not started.send_sms:
+        return _NONE_SPARED
+    assert isinstance(domain.engine, NodeStreamEngine)
+    return domain.engine.products(started.send_sms)
 
 
 def _across_nodes(domain: OverlapDomain, plan: EnginePlan) -> str:

@@ -39,10 +39,10 @@ def backward(work: Work) -> Program:
     return _column_by_nccl(work) if work.plan.method == "collective" else _column(work)
 
 
-def wgrad_us(work: Work) -> float:
-    """dy.T @ x: as many operations as the input gradient."""
+def wgrad_us(work: Work, spared_sms: int = 0) -> float:
+    """dy.T @ x: as many operations as the input gradient. spared_sms: that are left to what the network carries meanwhile."""
     pass_ = work.pass_
-    return cost.library_gemm_us(work.system, pass_.k, pass_.n, pass_.rows)
+    return cost.library_gemm_us(work.system, pass_.k, pass_.n, pass_.rows, spared_sms=spared_sms)
 
 
 def communication_us(work: Work) -> float:
@@ -77,7 +77,7 @@ def _column(work: Work) -> Program:
         first, _ = gather_part(again)
         return assemble(work, [first[0], *kernels, _wgrad(work, wgrad_us(work)), *finish], sending)
     arrivals = tuple(arrived("x", source, 0) for source in plan.sources)
-    wgrad = [_own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work))]
+    wgrad = [_own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work, work.plan.send_sms))]
     return assemble(work, [*begin(work, work.world > 1), *kernels, *wgrad, *finish], [*sends(again), *sending])
 
 

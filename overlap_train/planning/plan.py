@@ -41,7 +41,7 @@ class EnginePlan:
 
     kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
-    workspace. send_sms: those that NCCL has between nodes, and the library's products leave. nodes: that the group spans.
+    workspace. send_sms: those that NCCL has between nodes, and library products beside it leave. nodes: that the group spans.
     crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
     multiplies at once across nodes of GPUs.
     """
@@ -144,7 +144,7 @@ def engine_plan(
     route = legs(kind, topology, chunks, after_tiles)
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
-        send_sms=_send_sms(device, topology.nodes, network_sms), nodes=topology.nodes,
+        send_sms=_send_sms(choice.method, device, topology.nodes, network_sms), nodes=topology.nodes,
         crossings=_crossings(kind, topology, chunks), together=_together(pass_, topology, device),
     )  # fmt: skip
 
@@ -171,9 +171,10 @@ def _together(pass_: Pass, topology: Topology, device: torch.device) -> int:
     return blocks_together(pass_.k // pass_.world, topology.local)
 
 
-def _send_sms(device: torch.device, nodes: int, network: int) -> int:
-    """NCCL's kernels between nodes wait on SMs for the network; a product that counts on those SMs would wait with them."""
-    return network if nodes > 1 and device.type == "cuda" else 0
+def _send_sms(method: str, device: torch.device, nodes: int, network: int) -> int:
+    """NCCL's kernels between nodes wait on SMs for the network; a product that counts on those SMs would wait with them. The
+    products of `collective` run before or after its NCCL, or beside a communicator whose SMs are not known here."""
+    return network if nodes > 1 and device.type == "cuda" and method != "collective" else 0
 
 
 def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:

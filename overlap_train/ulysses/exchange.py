@@ -20,7 +20,7 @@ import torch
 
 from ..operators.all_to_all_gemm import Receiver
 from ..operators.gemm_all_to_all import Exchange
-from ..operators.start import start_all_to_all_gemm, start_gemm_all_to_all
+from ..operators.start import products_beside, start_all_to_all_gemm, start_gemm_all_to_all
 from ..operators.weight_gradient import WeightGradient
 from ..runtime.profiling import profiled
 from .ahead import Give, ProductStep, Read, Step, run_steps
@@ -124,7 +124,8 @@ class Linear:
             if x is not None or dx is None:  # the peers need what this rank sends, whatever is frozen here
                 blocks = receiver.received_view()
             if x is not None:
-                with profiled(part.exchange.tags.ranges[2]):
+                ahead = None if part is self.parts[-1] else part.exchange.plan.dgrad
+                with profiled(part.exchange.tags.ranges[2]), products_beside(part.exchange.domain, ahead):
                     gradient.add(_of_weight(self, blocks), self.rows(x, part))
 
         run_steps([part.backward(partial(dy.give, part), partial(multiply, part)) for part in self.parts])
@@ -159,7 +160,7 @@ class Linear:
                 if dx is not None:
                     dy_rows, place = self.rows(dy, part), dx.place(part)
                     exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, place)
-                self._add(gradient, dy, part, receiver.received_view())
+                self._add(gradient, dy, dx, part, receiver.received_view())
                 if exchange is not None and dx is not None:
                     dx.take(part, exchange.received())
         return gradient.result()
@@ -172,7 +173,7 @@ class Linear:
         gradient = self.gradient()
         adds: list[Callable[[], None]] = [lambda: None] * len(self.parts)
         if kept is not None:
-            adds = [partial(self._add, gradient, dy, *of_part) for of_part in zip(self.parts, kept, strict=True)]
+            adds = [partial(self._add, gradient, dy, dx, *of_part) for of_part in zip(self.parts, kept, strict=True)]
         if dx is not None:
             turns = zip(self.parts, adds, strict=True)
             run_steps([self._leaving(part, part.backward, dy, self.w, dx, add) for part, add in turns])
@@ -181,10 +182,12 @@ class Linear:
                 add()
         return None if kept is None else gradient.result()
 
-    def _add(self, gradient: WeightGradient, dy: torch.Tensor, part: Part, blocks: torch.Tensor) -> None:
-        """Add a part's product of dy and what was received for it [W, rows, K/W] to dw."""
-        dy_rows = self.rows(dy, part)
-        with profiled(part.exchange.tags.ranges[2]):
+    def _add(
+        self, gradient: WeightGradient, dy: torch.Tensor, dx: Rows | None, part: Part, blocks: torch.Tensor
+    ) -> None:
+        """Add a part's product of dy and what was received for it [W, rows, K/W] to dw, while dx, if it is wanted, leaves."""
+        dy_rows, started = self.rows(dy, part), None if dx is None else part.exchange.plan.dgrad
+        with profiled(part.exchange.tags.ranges[2]), products_beside(part.exchange.domain, started):
             gradient.add(dy_rows, blocks.view(self.world_size, len(dy_rows), -1))
 
 

@@ -19,6 +19,7 @@ import torch
 
 import overlap_train.operators.start  # noqa: F401  # before a fault is planted in what it imports
 from tests.protocol.interleaving import Scheduler
+from tests.protocol.simulated_blas import NETWORK_SMS, SimulatedBlas
 from tests.protocol.simulated_gpu import Operation, SimulatedDriver, SimulatedGpu
 from tests.protocol.simulated_ranks import SimulatedDomain, SimulatedHeap, core
 from tests.protocol.simulated_streams import StreamSimulation
@@ -29,7 +30,7 @@ Posted = dict[tuple[int, int], "Post"]  # by rank and number
 @dataclass(frozen=True)
 class NodeSimulation(StreamSimulation):
     """world_size ranks, node_ranks in each node. chunks: of a block. together: blocks that A2A + GEMM multiplies at once. puts:
-    NVSHMEM is between the nodes instead of NCCL."""
+    NVSHMEM is between the nodes instead of NCCL, and holds no SMs."""
 
     node_ranks: int = 1
     chunks: int = 2
@@ -37,6 +38,7 @@ class NodeSimulation(StreamSimulation):
     puts: bool = False
     posted: Posted = field(default_factory=dict)
     heaps: dict[int, torch.Tensor] = field(default_factory=dict)  # by rank, with room for what is put
+    blas: SimulatedBlas = field(default_factory=SimulatedBlas)
 
     def topology(self, rank: int) -> Any:
         return core("planning.schedule").Topology(self.world_size // self.node_ranks, self.node_ranks, rank)
@@ -46,6 +48,13 @@ class NodeSimulation(StreamSimulation):
         self.heaps.clear()
         return super().ranks(scheduler)
 
+    def patch(self, scheduler: Scheduler) -> None:
+        super().patch(scheduler)
+        self.blas.patch(scheduler)
+
+    def enqueued(self, rank: int, operation: Operation) -> Operation:
+        return self.blas.enqueued(rank, operation)
+
     def domain(self, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int) -> SimulatedDomain:
         return NodeDomain(self, scheduler, heap, layout, rank)
 
@@ -54,12 +63,12 @@ class NodeSimulation(StreamSimulation):
         self.gpus[rank] = gpu = SimulatedGpu(scheduler, rank, self.one_queue)
         driver = SimulatedDriver(gpu)
         networks, fault = core("protocol.node_networks"), SimpleNamespace(failed=False)
-        network: Any = SimulatedNccl(gpu, driver, self.topology(rank), self.posted)
+        network: Any = SimulatedNccl(gpu, driver, self.topology(rank), self.posted, self.blas)
         if self.puts:
             network = core("symmetric.puts").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps))
         make = networks.NodePutEngine if self.puts else networks.NodeExchangeEngine
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
-            return make(torch.device("cpu"), driver, network, fault, None)
+            return make(torch.device("cpu"), driver, network, fault, None if self.puts else self.blas.of_a_rank())
 
 
 class NodeDomain(SimulatedDomain):
@@ -82,15 +91,17 @@ class NodeDomain(SimulatedDomain):
             self.engine.network.attach(memory, layout.nbytes)
 
     def plan(
-        self, method: str, x: torch.Tensor, w: torch.Tensor, spec: str = "ALL_GATHER_LINEAR", *_: Any, **settings: Any
-    ) -> Any:
+        self, method: str, x: torch.Tensor, w: torch.Tensor, spec: str = "ALL_GATHER_LINEAR", variant: Any = None,
+        **settings: Any,
+    ) -> Any:  # fmt: skip
+        """variant: across nodes `chunked` runs in one way."""
         planning, config = core("planning.plan"), core("config").OverlapConfig(method=method, **settings)
         table, spec = core("planning.table").UNTUNED, getattr(core("planning.spec"), spec)
         plan = planning.make_plan(spec, config, table, self.topology, x, w)
         return replace(plan, **{part: self._in_chunks(getattr(plan, part)) for part in ("fprop", "dgrad")})
 
     def _in_chunks(self, engine: Any) -> Any:
-        """On the CPU `chunked` sends whole blocks."""
+        """On the CPU `chunked` sends whole blocks, and nothing holds SMs."""
         schedule = core("planning.schedule")
         chunks, together = self._simulation.chunks, self._simulation.together
         of_kind = (engine.kind, self.topology, chunks)
@@ -100,6 +111,7 @@ class NodeDomain(SimulatedDomain):
             legs=schedule.legs(*of_kind),
             crossings=schedule.crossings(*of_kind),
             together=together,
+            send_sms=0 if self._simulation.puts else NETWORK_SMS,
         )
 
 
@@ -113,10 +125,12 @@ class Post:
 
 
 class SimulatedNccl:
-    """A `StreamTransport` of one rank, which is connected with its twins. posted: of all ranks."""
+    """A `StreamTransport` of one rank, which is connected with its twins. posted, blas: of all ranks."""
 
-    def __init__(self, gpu: SimulatedGpu, driver: SimulatedDriver, topology: Any, posted: Posted) -> None:
-        self._gpu, self._driver, self._topology, self._posted = gpu, driver, topology, posted
+    def __init__(
+        self, gpu: SimulatedGpu, driver: SimulatedDriver, topology: Any, posted: Posted, blas: SimulatedBlas
+    ) -> None:
+        self._gpu, self._driver, self._topology, self._posted, self._blas = gpu, driver, topology, posted, blas
         self._stream, self._event, self._number = gpu.new_stream(), driver.new_event(), 0
 
     def exchange(self, crossing: Any, sent: Any, received: Any) -> SimulatedExchange:
@@ -132,6 +146,7 @@ class SimulatedNccl:
         rank, source, scheduler = self._gpu.rank, crossing.received.source, self._gpu.scheduler
         taker = self._topology.receiver(crossing.sent.target)
         mine = self._posted[rank, number] = Post(taker, [sent.word, sent.data])
+        self._blas.crossing[rank] += 1
         scheduler.wait_until(lambda: (source, number) in self._posted, f"rank {source} to come to exchange {number}")
         theirs = self._posted[source, number]
         assert theirs.target == rank, f"exchange {number} of rank {source} goes to {theirs.target}"
@@ -143,6 +158,7 @@ class SimulatedNccl:
         theirs.taken = True
         scheduler.step()
         scheduler.wait_until(lambda: mine.taken, f"rank {mine.target} to take exchange {number}")
+        self._blas.crossing[rank] -= 1
 
     def close(self, orderly: bool) -> None:
         pass

@@ -47,8 +47,12 @@ class StreamSimulation(Simulation):
                 current_gpu().current.enqueue(Operation("kernel", run))
             return _is_host(scheduler)
 
-        scheduler.during_run(_Enqueueing(scheduler, current_gpu))
+        scheduler.during_run(_Enqueueing(scheduler, current_gpu, self.enqueued))
         scheduler.enqueue_launch = enqueue_launch
+
+    def enqueued(self, rank: int, operation: Operation) -> Operation:
+        """What a stream gets instead of a torch operation of a rank's host."""
+        return operation
 
     def spawn_hosts(self, scheduler: Scheduler, body: Callable[[SimulatedDomain], None]) -> None:
         """As `Simulation.spawn_hosts`; the rank's streams end once they have run everything."""
@@ -66,9 +70,14 @@ class StreamSimulation(Simulation):
 class _Enqueueing(TorchDispatchMode):
     """Sends the torch operations of host actors to their current stream."""
 
-    def __init__(self, scheduler: Scheduler, current_gpu: Callable[[], SimulatedGpu]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        current_gpu: Callable[[], SimulatedGpu],
+        enqueued: Callable[[int, Operation], Operation],
+    ) -> None:
         super().__init__()
-        self._scheduler, self._current_gpu = scheduler, current_gpu
+        self._scheduler, self._current_gpu, self._enqueued = scheduler, current_gpu, enqueued
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -86,7 +95,8 @@ class _Enqueueing(TorchDispatchMode):
         return result
 
     def _enqueue(self, func: Any, run: Callable[[], object]) -> None:
-        self._current_gpu().current.enqueue(Operation(str(func), run))
+        gpu = self._current_gpu()
+        gpu.current.enqueue(self._enqueued(gpu.rank, Operation(str(func), run)))
 
 
 def _has_tensor(arg: Any) -> bool:

@@ -177,8 +177,9 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize("spec", [ALL_GATHER_LINEAR, ALL_TO_ALL], ids=lambda spec: spec.name)
 def test_as_many_sms_are_spared_as_the_config_gives_the_network(spec: Any) -> None:
     x, w = (torch.empty(rows, 64, dtype=BF16).as_subclass(OnGpu) for rows in (1024, 256))
-    plan = make_plan(spec, OverlapConfig(network_sms=10), UNTUNED, Topology(2, 1, 0), x, w)
-    assert {engine.send_sms for engine in (plan.fprop, plan.dgrad)} == {10}
+    for method, sms in (("chunked", 10), ("collective", 0)):
+        plan = make_plan(spec, OverlapConfig(method=method, network_sms=10), UNTUNED, Topology(2, 1, 0), x, w)
+        assert {engine.send_sms for engine in (plan.fprop, plan.dgrad)} == {sms}, method
 
 
 def test_across_nodes_no_backward_starts_with_a_barrier() -> None:

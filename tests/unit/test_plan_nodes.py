@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from overlap_train.planning import across_nodes, cost, programs
-from overlap_train.planning.backward import backward
+from overlap_train.planning.backward import backward, wgrad_us
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.programs import program
@@ -332,6 +332,16 @@ def test_products_pay_for_the_sums_beside_them_and_spare_nccls_sms() -> None:
     assert cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096, spared_sms=8) > 1.4 * full
     spared = replace(made, plan=replace(made.plan, send_sms=130))
     assert spared.part_us > 10 * made.part_us
+
+
+def test_a_weight_gradient_spares_nccls_sms_while_sums_of_dx_cross() -> None:
+    """A column linear's. Of a row linear all is there before it."""
+    for kind, spared_sms in ((SCATTER, 130), (GEMM_A2A, 130), (GATHER, 0), (A2A_GEMM, 0)):
+        made = work(kind, 2, 2)
+        spared = replace(made, plan=replace(made.plan, send_sms=130))
+        (us,) = (kernel.us for kernel in backward(spared).kernels if kernel.name == "library wgrad gemm")
+        assert us == wgrad_us(made, spared_sms), kind
+        assert wgrad_us(made, 130) > wgrad_us(made)
 
 
 def test_far_blocks_are_multiplied_by_the_chunks_that_cross() -> None:

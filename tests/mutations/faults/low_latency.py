@@ -17,6 +17,10 @@ NAN = "tests/protocol/test_interleaving_shared_slot.py::test_what_has_not_come_i
 
 WORDS = In("kernels/flagged_words.py", (BITS,))
 KERNELS = In("kernels/low_latency.py", (BITS,))
+ORDER = In(
+    "kernels/low_latency.py",
+    ("tests/protocol/test_low_latency_order.py::test_kernels_send_and_receive_in_the_schedules_order",),
+)
 LAUNCH = In("overlap_train/operators/low_latency.py", (BITS,))
 PLANS = In("overlap_train/planning/low_latency.py", (f"{UNIT}::test_words_take_twice_the_bytes_of_whole_blocks",))
 LAYOUT = In("overlap_train/protocol/layout.py", (f"{UNIT}::test_flagged_words_lie_behind_the_blocks",))
@@ -54,6 +58,22 @@ FAULTS = [
         "mask=2 * places + 1 < size)\n        tl.store",
     ),
     KERNELS("the own rows are added last", "for source in range(WORLD):", "for source in range(WORLD - 1, -1, -1):"),
+    ORDER(
+        "few rows: a gather sends to the preceding rank first",
+        "peer_block(words_at_ptr, (rank + step)",
+        "peer_block(words_at_ptr, (rank + WORLD - step)",
+    ),
+    ORDER(
+        "few rows: a gather waits for the following rank first", "(rank + WORLD - 1 - index %", "(rank + 1 + index %"
+    ),
+    ORDER(
+        "few rows: a scatter sends to the preceding rank first", "(rank + 1 + index %", "(rank + WORLD - 1 - index %"
+    ),
+    ORDER(
+        "few rows: the preceding rank is told of the call first",
+        "outgoing_at_ptr + (rank + step)",
+        "outgoing_at_ptr + (rank + WORLD - step)",
+    ),
     LAUNCH(
         "blocks that end within a word are read by whole words",
         "(block_bytes | first_at | second_at) % 4",

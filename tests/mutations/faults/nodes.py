@@ -32,6 +32,16 @@ EXCHANGES = In("overlap_train/operators/node_exchanges.py", (PASSES,))
 CROSSINGS = In("overlap_train/operators/crossings.py", (PASSES,))
 STREAMED_SLOT = In("overlap_train/protocol/node_slot.py", (PASSES,))
 NCCL = In("overlap_train/symmetric/nccl.py", ("tests/unit/test_nccl_transport.py",))
+SPARED = tuple(
+    f"tests/protocol/test_interleaving_spared_sms.py::test_{what}"
+    for what in ("products_leave_the_network_its_sms", "weight_gradients_spare_sms_only_while_something_crosses")
+)
+BESIDE, COLUMN, ULYSSES, STREAM_PRODUCTS, EXCHANGE_PRODUCTS = (
+    In(f"overlap_train/{file}.py", SPARED)
+    for file in (
+        "operators/start", "operators/column_row", "ulysses/exchange", "operators/node_streams", "operators/node_exchanges"
+    )
+)  # fmt: skip
 SUM = In("kernels/add_blocks.py", ("tests/protocol/test_add_blocks.py",))
 BLAS = In("overlap_train/gpu/blas.py", ("tests/unit/test_blas.py",))
 CHUNKS = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
@@ -196,6 +206,27 @@ FAULTS = [
     SUM("sums between nodes begin at another block's chunk", "* pitch", "* size"),
     BLAS("products go on sparing SMs", "self._check(self._set(handle, 0))", "pass"),
     BLAS("products spare all other SMs", "self._count - sms", "sms"),
+    BESIDE("weight gradients beside the network spare none",
+           "return domain.engine.products(started.send_sms)", "return _NONE_SPARED"),
+    COLUMN("a column linear's weight gradient spares nothing while dx crosses",
+           "None if scatter is None else plan.dgrad", "None"),
+    COLUMN("a weight gradient without dx spares SMs", "None if scatter is None else plan.dgrad", "plan.dgrad"),
+    ULYSSES("a weight gradient spares nothing for the part that is sent ahead",
+            "None if part is self.parts[-1] else part.exchange.plan.dgrad", "None"),
+    ULYSSES("the last part's weight gradient spares SMs",
+            "None if part is self.parts[-1] else part.exchange.plan.dgrad", "part.exchange.plan.dgrad"),
+    ULYSSES("a weight gradient of parts to rows spares nothing while dx leaves",
+            "None if dx is None else part.exchange.plan.dgrad", "None"),
+    ULYSSES("a weight gradient of parts without dx spares SMs",
+            "None if dx is None else part.exchange.plan.dgrad", "part.exchange.plan.dgrad"),
+    STREAM_PRODUCTS("products of a gather beside the network spare none",
+                    "self._engine.products(self._plan.send_sms)", "self._engine.products(0)"),
+    STREAM_PRODUCTS("products of a scatter beside the network spare none",
+                    "with engine.products(plan.send_sms)", "with engine.products(0)"),
+    EXCHANGE_PRODUCTS("products of GEMM + A2A beside the network spare none",
+                      "with engine.products(plan.send_sms)", "with engine.products(0)"),
+    EXCHANGE_PRODUCTS("products of A2A + GEMM beside the network spare none",
+                      "self._engine.products(plan.send_sms)", "self._engine.products(0)"),
     EXCHANGE_CHUNKS("CPU processes multiply blocks together",
                     'topology.nodes == 1 or device.type != "cuda":', "topology.nodes == 1:"),
     TOGETHER("blocks are multiplied together whose sum takes less", "_DEEP = 1024", "_DEEP = 512"),
@@ -205,7 +236,8 @@ FAULTS = [
            "topology, device, w, config.network_sms)", "topology, device, w, 4)"),
     CHUNKS("blocks cross the network whole", 'if nodes > 1 and choice.method == "chunked" and on_gpu:', "if False:"),
     CHUNKS("NCCL gets no SMs",
-           'return network if nodes > 1 and device.type == "cuda" else', "return 0 if True else"),
+           'return network if nodes > 1 and device.type == "cuda" and method', "return 0 if method"),
+    CHUNKS("products of collective spare SMs that nothing of ours takes", ' and method != "collective" else 0', " else 0"),
     BARRIERS("a barrier crosses the network first", "if nodes > 1:  # on CPUs, too", "if nodes > 9:  # on CPUs, too"),
     PRETENDED("ranks of real nodes are told apart", "    if count > node_ranks:", "    if True:"),
     PRETENDED("all ranks are one host", "{here // node_ranks}", "{0 * here // node_ranks}"),

@@ -1,0 +1,156 @@
+"""The low-latency kernels send and receive in the schedule's order, read from what the kernels access in Triton's interpreter.
+
+One CTA a rank: what it claims next is what any CTA would. A block has four parts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import groupby, product
+from typing import Any
+
+import pytest
+
+pytest.importorskip("greenlet")
+
+from overlap_train.planning.schedule import GATHER, SCATTER, Topology, legs, sources, targets, tile_order
+from tests.protocol.actors import Actor
+from tests.protocol.faults import Fault
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.interpreter_hooks import MemoryAccess
+from tests.protocol.operator_problems import gathers, scatters
+from tests.protocol.simulated_ranks import TILE, WORDS_AT_ONCE, SimulatedDomain, Simulation
+
+PROBLEMS = {GATHER: gathers, SCATTER: scatters}
+WORDS = TILE * TILE  # of a block of fp32
+PARTS = WORDS // WORDS_AT_ONCE
+WORLDS = [2, 3, 5]
+
+Piece = tuple[int, int]  # (rank, part of a block)
+
+
+class Recording(Scheduler):
+    """Keeps all accesses of kernels, by rank, in order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.accesses: dict[int, list[MemoryAccess]] = defaultdict(list)
+
+    def after_access(self, actor: Actor, access: MemoryAccess) -> None:
+        super().after_access(actor, access)
+        self.accesses[actor.rank].append(access)
+
+
+@dataclass
+class Order:
+    """What one rank did: whom it told which call it is in, and the pieces that it sent, and waited for."""
+
+    told: list[int] = field(default_factory=list)
+    sent: list[Piece] = field(default_factory=list)
+    received: list[Piece] = field(default_factory=list)
+
+
+def orders(kind: str, world: int) -> list[Order]:
+    """Of every rank, in one call."""
+    domains: dict[int, SimulatedDomain] = {}
+    scheduler, machine = Recording(seed=0), Simulation(world, ctas=1)
+    build = PROBLEMS[kind]("low_latency", machine, 1, before=lambda domain: domains.update({domain.rank: domain}))
+    check = build(scheduler)
+    scheduler.run()
+    check()
+    return [_order(scheduler, domains[rank]) for rank in range(world)]
+
+
+def _order(scheduler: Recording, domain: SimulatedDomain) -> Order:
+    order = Order()
+    for access in scheduler.accesses[domain.rank]:
+        name = scheduler.name_of(access.address)
+        if access.kind == "atomic" and name.startswith("signals"):  # signalsR[slot, source, chunk]
+            order.told.append(int(name.removeprefix("signals").partition("[")[0]))
+        for rank in range(domain.world_size):
+            block, part = _place(domain, rank, access)
+            if block is None:
+                continue
+            if access.kind == "store":
+                assert block == domain.rank != rank, "a rank writes its own block, at its peers"
+                order.sent.append((rank, part))
+            else:
+                assert rank == domain.rank
+                order.received.append((block, part))
+    # Words are stored, and looked for, in several accesses.
+    order.sent, order.received = ([piece for piece, _ in groupby(found)] for found in (order.sent, order.received))
+    return order
+
+
+def _place(domain: SimulatedDomain, rank: int, access: MemoryAccess) -> tuple[Any, int]:
+    """(block, part) of the flagged words of a rank's first slot; block None: the access is of something else."""
+    start = domain.heap.view(rank).data_ptr() + domain.layout.flagged_offset(0)
+    block, word = divmod((access.address - start) // 8, WORDS)
+    return (block if 0 <= block < domain.world_size else None), word // WORDS_AT_ONCE
+
+
+def in_turn(ranks: tuple[int, ...]) -> list[Piece]:
+    """The first part of all ranks, then the second."""
+    return [(rank, part) for part, rank in product(range(PARTS), ranks)]
+
+
+def expected(kind: str, topology: Topology) -> Order:
+    """By the schedule: legs are of whole blocks, whose parts take turns, as tiles do that kernels store at the peers."""
+    to = tuple(leg.target for leg in legs(kind, topology, chunks=1))
+    if kind == GATHER:
+        return Order(list(to), in_turn(to), in_turn(sources(topology)))
+    interleaved = tile_order(SCATTER, topology, 1, PARTS, interleaved=True)
+    sent = [(block, part) for block, _, part in interleaved if block != topology.rank]
+    in_rank_order = tuple(rank for rank in range(topology.world) if rank != topology.rank)  # as all methods add
+    return Order(list(to), sent, in_turn(in_rank_order))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_kernels_send_and_receive_in_the_schedules_order(kind: str, world: int) -> None:
+    assert orders(kind, world) == [expected(kind, Topology(1, world, rank)) for rank in range(world)]
+
+
+def test_all_parts_go_to_every_peer_in_the_order_of_the_legs() -> None:
+    """What both kernels have in common."""
+    for rank in range(3):
+        topology = Topology(1, 3, rank)
+        assert expected(SCATTER, topology).sent == expected(GATHER, topology).sent == in_turn(targets(topology))
+
+
+SENT = "peer_block(words_at_ptr, (rank + step) % WORLD, rank"
+TURN, PLACES = "index % (WORLD - 1)", "        places = index // (WORLD - 1) * BLOCK + lane\n"
+BLOCK_AFTER_BLOCK = "index // parts", PLACES.replace("// (WORLD - 1)", "% parts")
+TO = "(rank + 1 + index % (WORLD - 1)) % WORLD  # in turn: ranks out of step do not meet at one peer\n"
+FROM = "(rank + WORLD - 1 - index % (WORLD - 1)) % WORLD\n"
+WAITED, ADDED = "range(tl.program_id(0), parts * (WORLD - 1), tl.num_programs(0))", "for source in range(WORLD):"
+
+
+def whole_blocks(ranks: str) -> tuple[str, str]:
+    """All parts of one rank's block before the next one's, instead of in turn."""
+    turn, places = BLOCK_AFTER_BLOCK
+    return ranks + PLACES, ranks.replace(TURN, turn) + places
+
+
+FAULTS = {
+    "a gather sends to the preceding rank first": (GATHER, SENT, SENT.replace("rank + step", "rank + WORLD - step")),
+    "a gather sends in the order of ranks": (GATHER, SENT, SENT.replace("(rank + step) % WORLD", "step - (step <= rank)")),
+    "a gather waits for the following rank first": (GATHER, FROM, FROM.replace("WORLD - 1 - index", "1 + index")),
+    "a gather waits for one block after the other": (GATHER, *whole_blocks(FROM)),
+    "a gather waits for the last part first": (GATHER, WAITED, "range(parts * (WORLD - 1) - 1, -1, -1)"),
+    "a scatter sends to the preceding rank first": (SCATTER, TO, TO.replace("1 + index", "WORLD - 1 - index")),
+    "a scatter sends one block after the other": (SCATTER, *whole_blocks(TO)),
+    "a scatter adds the last rank first": (SCATTER, ADDED, "for source in range(WORLD - 1, -1, -1):"),
+    "the preceding rank is told of the call first": (
+        SCATTER, "outgoing_at_ptr + (rank + step) % WORLD)", "outgoing_at_ptr + (rank + WORLD - step) % WORLD)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_another_order_is_found(name: str) -> None:
+    """All of these give right results."""
+    kind, old, new = FAULTS[name]
+    with Fault("kernels.low_latency", old, new).planted():
+        assert orders(kind, 3) != [expected(kind, Topology(1, 3, rank)) for rank in range(3)]
