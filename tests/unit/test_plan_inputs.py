@@ -18,11 +18,11 @@ from overlap_train.planning.machines import SPEEDS, SYSTEMS
 from overlap_train.tools.doctor.links import judge_links, judge_speed
 from overlap_train.tools.doctor.report import Finding
 from overlap_train.tools.doctor.system import probed
+from overlap_train.tools.plan.fits import check, hints
 from overlap_train.tools.plan.inputs import (
     PLANNED_MODELS,
     STRATEGIES,
     Strategy,
-    check,
     linears_of,
     read_model,
     read_strategy,
@@ -94,24 +94,45 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "problem"),
     [
-        (Strategy(16), "tp 16 x cp 1 on 1 nodes of 8 GPUs: 16 ranks must be at most 8, and as many on each node"),
-        (
-            Strategy(8, nodes=3),
-            "tp 8 x cp 1 on 3 nodes of 8 GPUs: 8 ranks must be at most 24, and as many on each node",
-        ),
-        (
-            Strategy(1, nodes=2),
-            "1 ranks must be at most 16, and as many on each node; choose another --tp, --cp or --nodes",
-        ),
+        (Strategy(16), "--tp 16 with --nodes 1: nodes of 8 GPUs hold 8 ranks; set --nodes 2, or --tp to at most 8"),
+        (Strategy(9), "set --nodes 3, or"),
+        (Strategy(1, nodes=2, cp=32), "--cp 32 with --nodes 2: nodes of 8 GPUs hold 16 ranks; set --nodes 4, or --cp to"),
+        (Strategy(8, nodes=1024), "--tp 8 with --nodes 1024: a group must have as many ranks on each node that it spans; leave "
+                                  "out --nodes, .* or set --tp to a multiple of 1024, at most 8192"),
+        (Strategy(10, nodes=4), "on each node that it spans; set --tp to a multiple of 4, at most 32"),
+        (Strategy(8192, nodes=1024), "qkv: features: 6144 must .*: --tp 1024 or 2048 fits with --nodes 1024$"),
+        (Strategy(12, nodes=3), "by the 12 ranks; .*: no --tp fits with --nodes 3$"),
+        (Strategy(1, nodes=2, cp=6), "8192 must be divisible by the 6 ranks; .*: --cp 2 or 4 or 8 or 16 fits with --nodes 2$"),
         (Strategy(2, cp=2), "tp 2 and cp 2: the two together are not planned yet; choose 1 for one of them"),
         (Strategy(1, seq=8191, cp=2), "8191 must be divisible by the 2 ranks"),
         (Strategy(4, seq=8190), "seq times micro_batch: 8190 must be divisible by the 4 ranks"),
-        (Strategy(7, seq=7 * 1024), "qkv: features: 6144 must be divisible by the 7 ranks"),
+        (Strategy(7, seq=7 * 1024), "qkv: features: 6144 must be divisible by the 7 ranks; .*: --tp 1 or 2 or 4 or 8 fits$"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_planned_is_refused(strategy: Strategy, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check(H200, strategy, LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hint"),
+    [
+        (Strategy(4), None), (Strategy(16, nodes=2), None), (Strategy(1, nodes=2, cp=16), None),
+        (Strategy(4, nodes=2), "--tp 4 fits in one node; --nodes 2 spreads it over 2 of 8 GPUs of each of 2. Without --nodes"),
+        (Strategy(1, nodes=4, cp=8), "--cp 8 fits in one node; --nodes 4 spreads it over 2 of 8 GPUs of each of 4."),
+        (Strategy(64, nodes=8), "32 query heads and 8 KV heads cannot be divided among 64 ranks"),
+    ],
+)  # fmt: skip
+def test_what_is_hardly_meant_is_planned_with_a_hint(strategy: Strategy, hint: str | None) -> None:
+    check(H200, strategy, LLAMA)
+    found = hints(H200, strategy, LLAMA)
+    assert len(found) == bool(hint) and all(str(hint) in line for line in found)
+
+
+def test_kv_heads_may_be_fewer_than_ranks_but_must_divide_or_be_divided() -> None:
+    for groups, fits in ((8, True), (4, True), (2, True), (6, False)):
+        model = replace(LLAMA, num_attention_heads=48, num_query_groups=groups)
+        assert bool(hints(H200, Strategy(4), model)) != fits
 
 
 def test_the_vocabulary_is_padded_as_megatron_does() -> None:
