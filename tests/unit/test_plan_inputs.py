@@ -8,16 +8,22 @@ import sys
 from dataclasses import asdict, replace
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from overlap_train.planning import cost
 from overlap_train.planning.hardware import hardware_of
-from overlap_train.planning.machines import SPEEDS, SYSTEMS
+from overlap_train.planning.machines import NETWORK_SPEEDS, SPEEDS, SYSTEMS
+from overlap_train.planning.schedule import Topology
+from overlap_train.tools.doctor import command as doctor
+from overlap_train.tools.doctor import network
 from overlap_train.tools.doctor.links import judge_links, judge_speed
 from overlap_train.tools.doctor.report import Finding
-from overlap_train.tools.doctor.system import probed
+from overlap_train.tools.doctor.system import probed, write_system
+from overlap_train.tools.plan import command
 from overlap_train.tools.plan.fits import check, hints
 from overlap_train.tools.plan.inputs import (
     PLANNED_MODELS,
@@ -29,6 +35,7 @@ from overlap_train.tools.plan.inputs import (
     read_system,
     write,
 )
+from overlap_train.tools.plan.tables import not_measured
 
 H200, LLAMA = SYSTEMS["h200"], PLANNED_MODELS["llama3-8b"]
 
@@ -184,6 +191,50 @@ def test_what_the_doctor_measured_becomes_a_system(tmp_path: Path) -> None:
     alone = probed("NVIDIA H200", found[:1])
     assert alone is not None and alone.copy_gbs == H200.copy_gbs
     assert probed("NVIDIA H200", []) is None and probed("Some GPU", found) is None
+
+
+def crossed(gbs: float, ranks: int = 4) -> list[Finding]:
+    """What ranks of two nodes find who have sent 32 MiB at gbs, as JSON."""
+    topology = Topology(2, ranks // 2, 0)
+    gathers: Any = SimpleNamespace(topology=topology, block_bytes=32 << 20, far_pieces=4)
+    trial: Any = SimpleNamespace(gathers=gathers, rounds=5, counts=torch.zeros(ranks))
+    here: Any = SimpleNamespace(device=torch.device("cuda"))
+    found = network.judge(here, trial, (32 << 20) / gbs / 1e6) * ranks
+    return [Finding(**finding) for finding in json.loads(json.dumps([asdict(finding) for finding in found]))]
+
+
+@pytest.mark.parametrize(("plays_nodes", "gbs"), [(False, 23.5), (True, H200.nic_gbs)])
+def test_the_measured_network_is_what_plans_reckon_with(
+    plays_nodes: bool, gbs: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not what went between ranks of one machine that were told to be nodes."""
+    here, results = tmp_path / "here.json", tmp_path / "plan.json"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    said = write_system(here, [*measured_by_ranks([640.0] * 4, 380.0), *crossed(23.5)], plays_nodes)
+    monkeypatch.undo()
+    assert ("nic_gbs" in said) != plays_nodes
+    system = read_system(str(here))
+    assert system.nic_gbs == pytest.approx(gbs) and ("nic_gbs" in system.measured) != plays_nodes
+    assert command.main(["--system", str(here), "--nodes", "2", "--tp", "2", "--json", str(results)]) == 0
+    planned = capsys.readouterr().out
+    assert ("- the network: nic_us of h200" in planned) != plays_nodes
+    assert json.loads(results.read_text())["system"]["nic_gbs"] == pytest.approx(gbs)
+    assert f"Reckons with {cost.network_sms(gbs)} SMs for the network" in planned
+
+
+@pytest.mark.parametrize("node_ranks", [0, 2])
+def test_what_node_ranks_plays_is_no_network(node_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bool] = []
+    monkeypatch.setattr(doctor, "write_system", lambda path, findings, plays_nodes: written.append(plays_nodes))
+    doctor.report(doctor.Doctor(system_json="here.json", node_ranks=node_ranks), [], ["host"])
+    assert written == [node_ranks > 0]
+
+
+def test_a_network_of_which_all_was_measured_is_not_listed() -> None:
+    strategy, known = Strategy(2, nodes=2), replace(H200, measured=(*SPEEDS, *NETWORK_SPEEDS))
+    assert any("the network: nic_gbs, nic_us of h200" in line for line in not_measured(H200, strategy, {}))
+    assert not any("the network" in line for line in not_measured(known, strategy, {}))
 
 
 def measured_by_ranks(tflops: list[float], gbs: float) -> list[Finding]:

@@ -93,8 +93,9 @@ def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, Sp
 
 
 def _not_measured_across_nodes(system: System) -> list[str]:
+    assumed = ", ".join(system.network_not_measured)
     return [
-        f"the network: {', '.join(system.network_not_measured)} of {system.name}",
+        *([f"the network: {assumed} of {system.name}"] if assumed else []),
         "chunked across nodes on GPUs: sums beside products, which pay for them, and copies passed on beside own copies",
         "NCCL across nodes: a flat ring as fast as its slowest link, as its own model has it; no sums in switches",
     ]

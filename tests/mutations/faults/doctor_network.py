@@ -27,5 +27,7 @@ FAULTS = [
     NETWORK("nodes that cannot be formed are one node", "if domain.nodes.problem is not None:", "if False:"),
     NETWORK("pieces inside the node are counted", "self.topology.world - self.topology.local) *", "self.topology.world - 1) *",
             f"{DOCTOR}::test_what_comes_from_other_nodes_is_counted"),
+    COMMAND("the speed between ranks of one machine is kept", "plays_nodes=asked.node_ranks > 0", "plays_nodes=False",
+            "tests/unit/test_plan_inputs.py::test_what_node_ranks_plays_is_no_network"),
     COMMAND("what --node-ranks says is not used", "self._all, self._asked.node_ranks,", "self._all, 0,"),
 ]  # fmt: skip
