@@ -6,6 +6,7 @@ The legs are the plan's, the order of tiles is the schedule's (schedule.py). Her
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from ..methods import TRAITS
 from . import cost
@@ -179,13 +180,12 @@ def wait(work: Work, tokens: tuple[Token, ...]) -> Kernel:
 
 def _chunked_gather(work: Work) -> list[Kernel]:
     """Blocks of the own node whole, those of far nodes by the chunks in which they cross the network."""
-    chunks = range(work.plan.chunks)
-    kernels = [_product(work, work.part_us)]
+    chunks, whole, part = range(work.plan.chunks), work.part_us, work.chunk_us(work.plan.chunks)
+    kernels = [_product(work, whole)]
     for source in work.plan.sources[: work.topology.local - 1]:
-        kernels += [wait(work, tuple(arrived(work.call, source, c) for c in chunks)), _product(work, work.part_us)]
+        kernels += [wait(work, tuple(arrived(work.call, source, c) for c in chunks)), _product(work, whole)]
     for source, chunk in far_turns(work):
-        product = _product(work, work.chunk_us(work.plan.chunks))
-        kernels += [wait(work, (arrived(work.call, source, chunk),)), product]
+        kernels += [wait(work, (arrived(work.call, source, chunk),)), _product(work, part)]
     return kernels
 
 
@@ -211,10 +211,10 @@ def _side_by_side(work: Work, blocks: int) -> Kernel:
 
 def _products(work: Work) -> list[Kernel]:
     """One for each block that leaves, in their order, and the own one; of a far twin's block one for each chunk that crosses."""
-    kernels, longer = [], sums_us(work) / work.world
+    kernels, longer, lasts = [], sums_us(work) / work.world, cache(work.chunk_us)
     for block, legs in work.plan.legs.by_block:
         parts = max(1, len(legs.network.all))
-        us = work.chunk_us(parts) + longer / parts
+        us = lasts(parts) + longer / parts
         kernels += [_product(work, us, multiplied(work, block, part)) for part in range(parts)]
     return [*kernels, _product(work, work.part_us + longer, multiplied(work, work.topology.rank))]
 

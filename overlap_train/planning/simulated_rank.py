@@ -78,10 +78,11 @@ class SimulatedRank:
         for action in self._waiting.pop(token, ()):
             action()
 
-    def _when(self, needs: tuple[Token, ...], action: Action) -> None:
-        for token in needs:
-            if token not in self._reached:
-                self._waiting.setdefault(token, []).append(partial(self._when, needs, action))
+    def _when(self, needs: tuple[Token, ...], action: Action, first: int = 0) -> None:
+        """Run `action` when all of needs[first:] have happened. What has happened stays so: nothing is looked at twice."""
+        for index in range(first, len(needs)):
+            if needs[index] not in self._reached:
+                self._waiting.setdefault(needs[index], []).append(partial(self._when, needs, action, index + 1))
                 return
         action()
 
@@ -130,8 +131,12 @@ class SimulatedRank:
         now = self._world.now
         # the buffer of the tile before must have left
         end = max(now + tile.us, self._stored_at.get(sm, 0.0))
-        self._world.at(end, partial(self._store, sm, tile))
-        self._world.at(end, partial(self._add, grid, sm, tile, now))
+        self._world.at(end, partial(self._end_product, grid, sm, tile, now))
+
+    def _end_product(self, grid: Grid, sm: int, tile: Tile, start: float) -> None:
+        if tile.fills:
+            self._store(sm, tile)
+        self._add(grid, sm, tile, start)
 
     def _add(self, grid: Grid, sm: int, tile: Tile, start: float) -> None:
         finish = partial(self._finish_tile, grid, sm, tile, start)

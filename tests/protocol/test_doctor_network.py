@@ -44,6 +44,7 @@ def test_the_line_names_the_transport_the_pieces_and_the_bandwidth(script_server
             line["measured"],
         )
         assert told is not None and int(told[1]) >= gathers.ROUNDS * gathers.CHUNKS and float(told[2]) > 0
+        assert line["figure"] == pytest.approx(float(told[2]), rel=0.01), "what the planner reckons with"
 
 
 def test_a_transport_that_cannot_run_is_a_warning_that_says_why(script_server: ScriptServer, tmp_path: Path) -> None:

@@ -197,6 +197,21 @@ def twins_expect_what_is_sent(module: ModuleType, nodes: int, local: int) -> Non
                 assert {(leg.block, leg.chunk) for leg in crossing.passed_on} <= {chunk}
 
 
+def what_is_received_is_what_a_twin_sends(module: ModuleType, nodes: int, local: int) -> None:
+    """By the plain definition: every twin is asked for its legs, and every leg whether it passes on what came."""
+    for kind, topology in product(KINDS, topologies(module, nodes, local)):
+        mine, found = module.legs(kind, topology, CHUNKS), module.crossings(kind, topology, CHUNKS)
+        assert tuple(crossing.sent for crossing in found) == mine.network.all
+        for turn, crossing in enumerate(found):
+            distance = crossing.sent.target // local - topology.node
+            twin = module.Topology(nodes, local, topology.twin((topology.node - distance) % nodes))
+            assert crossing.received == module.legs(kind, twin, CHUNKS).network.all[turn]
+            unit = (crossing.received.fills, crossing.received.chunk)
+            if not crossing.lands:
+                onward = tuple(leg for leg in mine.passed_on if (leg.block, leg.chunk) == unit)
+                assert crossing.passed_on.all == onward
+
+
 def far_blocks_of_an_all_to_all_are_received_or_passed_on_once(module: ModuleType, nodes: int, local: int) -> None:
     """Whoever takes a block from the network keeps it, or copies it once to the rank that it is for, as its one writer."""
     world = topologies(module, nodes, local)
@@ -233,6 +248,7 @@ RULES: list[Callable[[ModuleType, int, int], None]] = [
     nodes_do_not_all_send_to_the_same_one,
     tiles_are_taken_in_the_order_of_the_legs,
     twins_expect_what_is_sent,
+    what_is_received_is_what_a_twin_sends,
     far_blocks_of_an_all_to_all_are_received_or_passed_on_once,
     a_product_takes_blocks_of_one_node_in_the_order_in_which_they_arrive,
 ]
@@ -256,8 +272,10 @@ FAULTS = {
     "the twin is not the first of its node": (
         "_shifted(topology, -node, -place)", "_shifted(topology, -node, -place - (node > 0))",
     ),
-    "a rank expects what it sends": ("(topology.node - distance) %", "(topology.node + distance) %"),
-    "what crosses is passed on in the first chunk": ("== (block, chunk)))", "== (block, 0)))"),
+    "a rank expects what it sends": ("topology, sent, -distance)", "topology, sent, distance)"),
+    "a rank expects what its neighbour's twin sends": ("(rank + nodes * topology.local) %", "(rank + nodes) %"),
+    "shards of a gather count as blocks": ("leg.block if kind == GATHER else moved", "moved"),
+    "what crosses is passed on in the first chunk": ("onward.get((block, chunk),", "onward.get((block, 0),"),
     "what lands stays with who takes it from the network": ("    if target != rank:\n", "    if False:\n"),
     "what lands is passed on as the own block": ("fills=block, carries=LANDED", "fills=rank, carries=LANDED"),
     "what lands is passed on as the first chunk": (
@@ -301,6 +319,15 @@ def test_rule(rule: Callable[[ModuleType, int, int], None], nodes: int, local: i
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_caught(fault: str) -> None:
     assert broken(mutant("overlap_train.planning.schedule", *FAULTS[fault]))
+
+
+def test_crossings_are_worked_out_from_one_ranks_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or 1,024 nodes would take a thousand times as long as one."""
+    asked, legs = [], schedule.legs
+    monkeypatch.setattr(schedule, "legs", lambda *what: asked.append(what) or legs(*what))
+    for kind in KINDS:
+        schedule.crossings(kind, Topology(64, 2, 5), CHUNKS)
+    assert [topology.rank for _, topology, _ in asked] == [5] * len(KINDS)
 
 
 def test_one_node_is_as_it_was() -> None:

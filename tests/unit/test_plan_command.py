@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from overlap_train.flags import Parser, add_options, from_args
 from overlap_train.planning.cost import network_sms
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.tools.plan import command, picture
-from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy
+from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy, read_model
 from overlap_train.tools.plan.prediction import COLLECTIVE, METHODS, Prediction, predict, total
 from overlap_train.tools.plan.tables import linears_table, not_measured
 from tests.unit.test_plan_check import part_of
@@ -34,7 +35,7 @@ def run(model: str, *arguments: str) -> int:
 def test_the_tables_fit_and_name_everything(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(model, "--tp", "2", "--system", "h100") == 0
     said = capsys.readouterr().out
-    assert "for the network" not in said
+    assert "for the network" not in said and "Note: " not in said
     assert all(len(line) <= 120 for line in said.splitlines())
     for name in ("qkv", "proj", "fc1", "fc2", "output", "layer", "forward", "backward", *METHODS, "bound", "exposed"):
         assert name in said
@@ -114,7 +115,7 @@ def test_few_rows_are_a_matter_of_the_host() -> None:
     first = plan("h200", 4, seq=512)[0]
     chunked = first.by_method["chunked"]
     assert chunked.us == chunked.host_us > chunked.device_us
-    assert any("the host decides" in line for line in not_measured(SYSTEMS["h200"], Strategy(4, 512), [Strategy(4)]))
+    assert any("the host decides" in line for line in not_measured(SYSTEMS["h200"], Strategy(4, 512), {}))
 
 
 def test_ulysses_exchanges_beside_the_projections_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,11 +145,43 @@ def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
     spans = [line.split()[:2] for line in said.partition("Spans")[2].splitlines()[2:7]]
     assert spans == [["1", "1"], ["2", "1"], ["4", "1"], ["8", "1"], ["16", "2"]]
     assert "the network: nic_gbs, nic_us of h20" in said
+    assert said.splitlines()[1].startswith("Note: 8 query heads and 8 KV heads cannot be divided among 16 ranks.")
     document = json.loads(results.read_text())
     sms = network_sms(SYSTEMS["h20"].nic_gbs)
     assert f"Reckons with {sms} SMs for the network." in said.splitlines() and document["network_sms"] == sms
     assert [(span["tp"], span["nodes"]) for span in document["spans"]][-2:] == [(8, 1), (16, 2)]
     assert set(document["passes"][0]["methods"]) == {"chunked", COLLECTIVE}
+
+
+def test_too_many_tiles_are_not_simulated_one_by_one_in_a_plan_across_nodes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, small = tmp_path / "plan.json", read_model(model)
+    tiles = [command.count_tiles(Strategy(tp, 4096), small) for tp in (1, 2, 4, 8)]
+    assert tiles[0] == 0 and tiles[1] > tiles[2] > tiles[3] > 0
+    for most, coarse in ((tiles[1], []), (tiles[2], [2]), (tiles[2] - 1, [2, 4])):
+        monkeypatch.setattr(command, "MOST_TILES", most)
+        assert run(model, "--nodes", "2", "--json", str(results)) == 0
+        said, spans = capsys.readouterr().out, json.loads(results.read_text())["spans"]
+        assert [span["tp"] for span in spans if span["is_coarse"]] == coarse
+        named = f"- spans of {', '.join(map(str, coarse))} ranks by fused and direct: "
+        assert said.count(named) == bool(coarse)
+    assert run(model, "--tp", "8", "--json", str(results)) == 0
+    one_node = json.loads(results.read_text())["spans"]
+    assert not any(span["is_coarse"] for span in one_node), "of a plan of one node all are simulated"
+    assert spans[1]["ours_us"] > one_node[1]["ours_us"] and spans[3]["ours_us"] == one_node[3]["ours_us"]
+
+
+def test_tiles_are_about_those_that_are_simulated() -> None:
+    strategy, llama = Strategy(8), PLANNED_MODELS["llama3-8b"]
+    simulated = [p.by_method["fused"].timeline.tiles for p in predict(SYSTEMS["h200"], strategy, llama)]
+    assert command.count_tiles(strategy, llama) == pytest.approx(sum(map(len, simulated)), rel=0.05)
+
+
+def test_python_collects_as_before_afterwards(model: str) -> None:
+    before = gc.get_threshold()
+    run(model)
+    assert gc.get_threshold() == before
 
 
 @pytest.mark.parametrize(
@@ -162,6 +195,16 @@ def test_nodes_alone_are_filled(arguments: list[str], spans: tuple[int, int, int
     asked = from_args(command.Asked(), _parser().parse_args(arguments))
     strategy = command._strategy(asked, SYSTEMS["h200"])
     assert (strategy.tp, strategy.cp, strategy.nodes) == spans
+
+
+def test_what_is_hardly_meant_is_said_below_the_title(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "--nodes", "2", "--tp", "4", "--json", str(tmp_path / "plan.json")) == 0
+    _, note, *_ = capsys.readouterr().out.splitlines()
+    assert note.startswith("Note: --tp 4 fits in one node; --nodes 2 spreads it")
+    (kept,) = json.loads((tmp_path / "plan.json").read_text())["notes"]
+    assert kept.startswith("--tp 4 fits in one node")
 
 
 def test_nodes_leave_the_ranks_of_a_file(tmp_path: Path) -> None:

@@ -8,27 +8,34 @@ import sys
 from dataclasses import asdict, replace
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from overlap_train.planning import cost
 from overlap_train.planning.hardware import hardware_of
-from overlap_train.planning.machines import SPEEDS, SYSTEMS
+from overlap_train.planning.machines import NETWORK_SPEEDS, SPEEDS, SYSTEMS
+from overlap_train.planning.schedule import Topology
+from overlap_train.tools.doctor import command as doctor
+from overlap_train.tools.doctor import network
 from overlap_train.tools.doctor.links import judge_links, judge_speed
 from overlap_train.tools.doctor.report import Finding
-from overlap_train.tools.doctor.system import probed
+from overlap_train.tools.doctor.system import probed, write_system
+from overlap_train.tools.plan import command
+from overlap_train.tools.plan.fits import check, hints
 from overlap_train.tools.plan.inputs import (
     PLANNED_MODELS,
     STRATEGIES,
     Strategy,
-    check,
     linears_of,
     read_model,
     read_strategy,
     read_system,
     write,
 )
+from overlap_train.tools.plan.tables import not_measured
 
 H200, LLAMA = SYSTEMS["h200"], PLANNED_MODELS["llama3-8b"]
 
@@ -94,24 +101,45 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "problem"),
     [
-        (Strategy(16), "tp 16 x cp 1 on 1 nodes of 8 GPUs: 16 ranks must be at most 8, and as many on each node"),
-        (
-            Strategy(8, nodes=3),
-            "tp 8 x cp 1 on 3 nodes of 8 GPUs: 8 ranks must be at most 24, and as many on each node",
-        ),
-        (
-            Strategy(1, nodes=2),
-            "1 ranks must be at most 16, and as many on each node; choose another --tp, --cp or --nodes",
-        ),
+        (Strategy(16), "--tp 16 with --nodes 1: nodes of 8 GPUs hold 8 ranks; set --nodes 2, or --tp to at most 8"),
+        (Strategy(9), "set --nodes 3, or"),
+        (Strategy(1, nodes=2, cp=32), "--cp 32 with --nodes 2: nodes of 8 GPUs hold 16 ranks; set --nodes 4, or --cp to"),
+        (Strategy(8, nodes=1024), "--tp 8 with --nodes 1024: a group must have as many ranks on each node that it spans; leave "
+                                  "out --nodes, .* or set --tp to a multiple of 1024, at most 8192"),
+        (Strategy(10, nodes=4), "on each node that it spans; set --tp to a multiple of 4, at most 32"),
+        (Strategy(8192, nodes=1024), "qkv: features: 6144 must .*: --tp 1024 or 2048 fits with --nodes 1024$"),
+        (Strategy(12, nodes=3), "by the 12 ranks; .*: no --tp fits with --nodes 3$"),
+        (Strategy(1, nodes=2, cp=6), "8192 must be divisible by the 6 ranks; .*: --cp 2 or 4 or 8 or 16 fits with --nodes 2$"),
         (Strategy(2, cp=2), "tp 2 and cp 2: the two together are not planned yet; choose 1 for one of them"),
         (Strategy(1, seq=8191, cp=2), "8191 must be divisible by the 2 ranks"),
         (Strategy(4, seq=8190), "seq times micro_batch: 8190 must be divisible by the 4 ranks"),
-        (Strategy(7, seq=7 * 1024), "qkv: features: 6144 must be divisible by the 7 ranks"),
+        (Strategy(7, seq=7 * 1024), "qkv: features: 6144 must be divisible by the 7 ranks; .*: --tp 1 or 2 or 4 or 8 fits$"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_planned_is_refused(strategy: Strategy, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check(H200, strategy, LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hint"),
+    [
+        (Strategy(4), None), (Strategy(16, nodes=2), None), (Strategy(1, nodes=2, cp=16), None),
+        (Strategy(4, nodes=2), "--tp 4 fits in one node; --nodes 2 spreads it over 2 of 8 GPUs of each of 2. Without --nodes"),
+        (Strategy(1, nodes=4, cp=8), "--cp 8 fits in one node; --nodes 4 spreads it over 2 of 8 GPUs of each of 4."),
+        (Strategy(64, nodes=8), "32 query heads and 8 KV heads cannot be divided among 64 ranks"),
+    ],
+)  # fmt: skip
+def test_what_is_hardly_meant_is_planned_with_a_hint(strategy: Strategy, hint: str | None) -> None:
+    check(H200, strategy, LLAMA)
+    found = hints(H200, strategy, LLAMA)
+    assert len(found) == bool(hint) and all(str(hint) in line for line in found)
+
+
+def test_kv_heads_may_be_fewer_than_ranks_but_must_divide_or_be_divided() -> None:
+    for groups, fits in ((8, True), (4, True), (2, True), (6, False)):
+        model = replace(LLAMA, num_attention_heads=48, num_query_groups=groups)
+        assert bool(hints(H200, Strategy(4), model)) != fits
 
 
 def test_the_vocabulary_is_padded_as_megatron_does() -> None:
@@ -163,6 +191,50 @@ def test_what_the_doctor_measured_becomes_a_system(tmp_path: Path) -> None:
     alone = probed("NVIDIA H200", found[:1])
     assert alone is not None and alone.copy_gbs == H200.copy_gbs
     assert probed("NVIDIA H200", []) is None and probed("Some GPU", found) is None
+
+
+def crossed(gbs: float, ranks: int = 4) -> list[Finding]:
+    """What ranks of two nodes find who have sent 32 MiB at gbs, as JSON."""
+    topology = Topology(2, ranks // 2, 0)
+    gathers: Any = SimpleNamespace(topology=topology, block_bytes=32 << 20, far_pieces=4)
+    trial: Any = SimpleNamespace(gathers=gathers, rounds=5, counts=torch.zeros(ranks))
+    here: Any = SimpleNamespace(device=torch.device("cuda"))
+    found = network.judge(here, network.name_of("nccl"), trial, (32 << 20) / gbs / 1e6) * ranks
+    return [Finding(**finding) for finding in json.loads(json.dumps([asdict(finding) for finding in found]))]
+
+
+@pytest.mark.parametrize(("plays_nodes", "gbs"), [(False, 23.5), (True, H200.nic_gbs)])
+def test_the_measured_network_is_what_plans_reckon_with(
+    plays_nodes: bool, gbs: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not what went between ranks of one machine that were told to be nodes."""
+    here, results = tmp_path / "here.json", tmp_path / "plan.json"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    said = write_system(here, [*measured_by_ranks([640.0] * 4, 380.0), *crossed(23.5)], plays_nodes)
+    monkeypatch.undo()
+    assert ("nic_gbs" in said) != plays_nodes
+    system = read_system(str(here))
+    assert system.nic_gbs == pytest.approx(gbs) and ("nic_gbs" in system.measured) != plays_nodes
+    assert command.main(["--system", str(here), "--nodes", "2", "--tp", "2", "--json", str(results)]) == 0
+    planned = capsys.readouterr().out
+    assert ("- the network: nic_us of h200" in planned) != plays_nodes
+    assert json.loads(results.read_text())["system"]["nic_gbs"] == pytest.approx(gbs)
+    assert f"Reckons with {cost.network_sms(gbs)} SMs for the network" in planned
+
+
+@pytest.mark.parametrize("node_ranks", [0, 2])
+def test_what_node_ranks_plays_is_no_network(node_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bool] = []
+    monkeypatch.setattr(doctor, "write_system", lambda path, findings, plays_nodes: written.append(plays_nodes))
+    doctor.report(doctor.Doctor(system_json="here.json", node_ranks=node_ranks), [], ["host"])
+    assert written == [node_ranks > 0]
+
+
+def test_a_network_of_which_all_was_measured_is_not_listed() -> None:
+    strategy, known = Strategy(2, nodes=2), replace(H200, measured=(*SPEEDS, *NETWORK_SPEEDS))
+    assert any("the network: nic_gbs, nic_us of h200" in line for line in not_measured(H200, strategy, {}))
+    assert not any("the network" in line for line in not_measured(known, strategy, {}))
 
 
 def measured_by_ranks(tflops: list[float], gbs: float) -> list[Finding]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,6 +245,26 @@ def test_a_simulator_that_breaks_a_rule_is_found(
     monkeypatch.setattr(simulator.SimulatedRank, name, fault)
     made = work(kind, "fused", k=1024)  # copies outlast the product, so that tiles really wait
     assert any(found in problem for problem in problems_of(made, run(made)))
+
+
+def test_what_has_happened_is_not_looked_at_again() -> None:
+    """With 8,192 ranks a kernel waits for as many blocks."""
+
+    class Counted(set):  # type: ignore[type-arg]
+        looks = 0
+
+        def __contains__(self, token: object) -> bool:
+            self.looks += 1
+            return super().__contains__(token)
+
+    blocks = tuple(("arrived", "x", block, 0) for block in range(100))
+    rank, done = simulator.SimulatedRank(SimpleNamespace(now=0.0, tokens=[]), Program(0, 1, 1, ())), []  # type: ignore[arg-type]
+    rank._reached = seen = Counted()
+    rank._when(blocks, lambda: done.append(True))
+    for block in blocks:
+        assert not done
+        rank.reach(block)
+    assert done == [True] and seen.looks == 100
 
 
 def test_a_schedule_that_cannot_end_is_refused() -> None:

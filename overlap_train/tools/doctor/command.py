@@ -97,7 +97,7 @@ def report(asked: Doctor, findings: list[Finding], hosts: list[str]) -> None:
     if asked.json:
         write(Path(asked.json), findings, hosts)
     if asked.system_json:
-        print(write_system(Path(asked.system_json), findings))
+        print(write_system(Path(asked.system_json), findings, plays_nodes=asked.node_ranks > 0))
 
 
 def no_store(error: Exception) -> Finding:

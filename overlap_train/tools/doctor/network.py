@@ -11,7 +11,7 @@ All ranks gather what each of them has (gathers.py), by the engine that a column
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -138,4 +138,5 @@ def judge(here: World, name: str, trial: Trial, ms: float | None) -> list[Findin
         return []
     gbs = (topology.nodes - 1) * gathers.block_bytes / ms / 1e6
     where = f"proved between {topology.nodes} nodes of {topology.local}"
-    return [ok(name, f"{where}: {pieces} were whole when their signals came; {gbs:.3g} GB/s out of each rank")]
+    found = ok(name, f"{where}: {pieces} were whole when their signals came; {gbs:.3g} GB/s out of each rank")
+    return [replace(found, figure=gbs)]

@@ -23,7 +23,7 @@ class Finding:
 
     status: OK, WARN (it works, but not as it could, or could not be checked) or FAIL (training would fail or be wrong).
     measured, expected, fix: text with units; expected and fix may be empty. rank: of the job; None: of no rank in particular.
-    figure: what system.py takes from it: TFLOP/s of a product, GB/s of a rank's slowest link.
+    figure: what system.py takes from it: TFLOP/s of a product, GB/s of a rank's slowest link, or out of it into the network.
     """
 
     name: str

@@ -12,6 +12,7 @@ import torch
 
 from ...planning.cost import power_us
 from ...planning.machines import SYSTEMS, System
+from .network import NCCL, NVSHMEM, name_of
 from .report import Finding
 
 # Operators send blocks of 8 to 64 MiB. On H200 these go at 360 GB/s where the doctor's 128 MiB go at 380.
@@ -20,19 +21,20 @@ _FLOPS = 2.0 * 8192**3  # of the doctor's product
 _RATES = ("tile_tflops", "burst_tflops", "sustained_tflops")
 
 
-def write_system(path: Path, findings: Sequence[Finding]) -> str:
-    """Write the file; says what became of it."""
+def write_system(path: Path, findings: Sequence[Finding], plays_nodes: bool) -> str:
+    """Write the file; says what became of it. plays_nodes: ranks of one machine were told to be nodes, so that what went between
+    them was no network."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    system = probed(name, findings)
+    system = probed(name, findings, crossed=not plays_nodes)
     if system is None:
         return f"{path} not written: {name} is none of {', '.join(SYSTEMS)}, or its product was not measured"
     path.write_text(json.dumps(asdict(system), indent=1) + "\n")
     return f"{path}: {system.name} with what was measured: {', '.join(system.measured)}"
 
 
-def probed(device_name: str, findings: Sequence[Finding]) -> System | None:
-    """The named system with this machine's speed of products, and of copies over each rank's slowest link: medians over ranks.
-    Other figures are of the H200, or scaled from it."""
+def probed(device_name: str, findings: Sequence[Finding], crossed: bool = True) -> System | None:
+    """The named system with this machine's speed of products, of copies over each rank's slowest link, and (crossed) of gathers
+    between nodes: medians over ranks. Other figures are of the H200, or scaled from it."""
     base = next((system for name, system in SYSTEMS.items() if name.upper() in device_name.upper()), None)
     products = _figures(findings, "gemm")
     if base is None or not products:
@@ -40,10 +42,15 @@ def probed(device_name: str, findings: Sequence[Finding]) -> System | None:
     ratio = statistics.median(products) / (_FLOPS * 1e-6 / power_us(base, _FLOPS))
     rates = {rate: round(ratio * getattr(base, rate), 1) for rate in _RATES}
     made = replace(base, source=f"overlap-train doctor on {device_name}", **rates, measured=_RATES)
-    copies = _figures(findings, "link")
-    if not copies:
-        return made
-    return replace(made, copy_gbs=round(_OF_PROBE * statistics.median(copies), 1), measured=(*_RATES, "copy_gbs"))
+    network = _of_network(findings) if crossed else []
+    probes = (("copy_gbs", _OF_PROBE, _figures(findings, "link")), ("nic_gbs", 1.0, network))
+    links = {name: round(part * statistics.median(gbs), 1) for name, part, gbs in probes if gbs}
+    return replace(made, **links, measured=(*_RATES, *links))
+
+
+def _of_network(findings: Sequence[Finding]) -> list[float]:
+    """GB/s of the transport that groups take by themselves, or else of the one that was asked for."""
+    return _figures(findings, name_of(NCCL)) or _figures(findings, name_of(NVSHMEM))
 
 
 def _figures(findings: Sequence[Finding], name: str) -> list[float]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...planning.machines import SYSTEMS, System
-from ..measure.cases import check_divisible
 from ..measure.models import MODELS, TINY, Model
 
 Kind = TypeVar("Kind", System, "Strategy", Model)
@@ -78,26 +77,6 @@ def linears_of(model: Model, tp: int) -> list[Linear]:
         step = VOCAB_MULTIPLE * tp
         found.append(Linear(OUTPUT, -(-model.vocab_size // step) * step, model.hidden_size, True))
     return found
-
-
-def check(system: System, strategy: Strategy, model: Model) -> None:
-    """Raises ValueError for what cannot be planned."""
-    ranks, most = strategy.ranks, system.gpus_per_node * strategy.nodes
-    if ranks > most or ranks % strategy.nodes:
-        raise ValueError(
-            f"tp {strategy.tp} x cp {strategy.cp} on {strategy.nodes} nodes of {system.gpus_per_node} GPUs: {ranks} ranks must "
-            f"be at most {most}, and as many on each node; choose another --tp, --cp or --nodes"
-        )
-    if strategy.cp > 1 and strategy.tp > 1:
-        raise ValueError(
-            f"tp {strategy.tp} and cp {strategy.cp}: the two together are not planned yet; choose 1 for one of them"
-        )
-    check_divisible("seq times micro_batch", strategy.rows, ranks)
-    for linear in linears_of(model, strategy.tp):
-        sharing = strategy.cp if linear.name in EXCHANGED else strategy.tp
-        check_divisible(
-            f"{linear.name}: features", linear.n if linear.is_column else linear.k, max(sharing, strategy.tp)
-        )
 
 
 def _read(word: str, what: str, kind: type[Kind], named: Mapping[str, Kind]) -> Kind:

@@ -18,14 +18,16 @@ from ...planning.programs import program
 from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from ...planning.simulate import simulate
 from ...planning.table import SAME, UNTUNED, Table
-from ...planning.tiling import Target
+from ...planning.tiling import HOPPER_TILE, Target
 from ...planning.timeline import Program, Timeline
 from ...planning.work import Work
 from ..measure.models import Model
-from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, check, linears_of
+from .fits import check
+from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, linears_of
 
 METHODS = tuple(method for method, traits in TRAITS.items() if not traits.few_rows)  # plans are for long sequences
 COLLECTIVE = "collective"
+BY_LIBRARY = ("chunked", COLLECTIVE)  # no tile is simulated
 FORWARD, BACKWARD = "forward", "backward"
 RANK = 0  # whose part is shown: all do the same
 
@@ -88,11 +90,21 @@ class Sum:
     ours_us: float
 
 
-def predict(system: System, strategy: Strategy, model: Model) -> list[Prediction]:
-    """Forward and backward of all linears. Raises ValueError for what cannot be planned."""
+def predict(
+    system: System, strategy: Strategy, model: Model, methods: tuple[str, ...] = METHODS
+) -> list[Prediction]:  # fmt: skip
+    """Forward and backward of all linears by those of `methods` that serve them. Raises ValueError for what cannot be planned."""
     check(system, strategy, model)
-    linears = linears_of(model, strategy.tp)
-    return [_predict(system, strategy, linear, direction) for linear in linears for direction in (FORWARD, BACKWARD)]
+    linears, ways = linears_of(model, strategy.tp), (FORWARD, BACKWARD)
+    return [_predict(system, strategy, linear, direction, methods) for linear in linears for direction in ways]
+
+
+def count_tiles(strategy: Strategy, model: Model) -> int:
+    """Tiles of one rank's products beside communication in a layer and the output layer, forward and for dx: about what `fused`,
+    and once more `direct`, have a simulation take one by one."""
+    forward = [passes_of(linear, strategy) for linear in linears_of(model, strategy.tp)]
+    passes = [p for first in forward if first.world > 1 for p in (first, first.dgrad)]
+    return sum(HOPPER_TILE.count(p.rows, p.n) for p in passes)
 
 
 def passes_of(linear: Linear, strategy: Strategy) -> Pass:
@@ -112,12 +124,15 @@ def forward_pass(linear: Linear, rows: int, world: int) -> Pass:
     return Pass(SCATTER, rows, linear.n, linear.k // world, torch.bfloat16, world)
 
 
-def _predict(system: System, strategy: Strategy, linear: Linear, direction: str) -> Prediction:
+def _predict(
+    system: System, strategy: Strategy, linear: Linear, direction: str, methods: tuple[str, ...]
+) -> Prediction:
     first = passes_of(linear, strategy)
     is_backward = direction == BACKWARD
     pass_ = first.dgrad if is_backward else first
     nodes = strategy.nodes if pass_.world > 1 else 1
-    works = {method: work_of(system, pass_, method, UNTUNED, nodes=nodes) for method in methods_of(nodes)}
+    served = [method for method in methods_of(nodes) if method in methods]
+    works = {method: work_of(system, pass_, method, UNTUNED, nodes=nodes) for method in served}
     alone = works[COLLECTIVE]
     gemm_us = alone.gemm_us + (wgrad_us(alone) if is_backward else 0.0)
     nccl_us = communication_us(alone) if is_backward else alone.collective_us
@@ -129,7 +144,7 @@ def _predict(system: System, strategy: Strategy, linear: Linear, direction: str)
 
 def methods_of(nodes: int) -> tuple[str, ...]:
     """The methods with engines for a group that spans so many nodes (planning/refusals.py: why_not_across_nodes)."""
-    return METHODS if nodes == 1 else ("chunked", COLLECTIVE)
+    return METHODS if nodes == 1 else BY_LIBRARY
 
 
 def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bool = False, nodes: int = 1) -> Work:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...planning.cost import network_sms
 from ...planning.machines import System
 from ..measure.models import Model
 from ..measure.results import aligned, cell
+from .fits import hints
 from .inputs import OUTPUT, Strategy
 from .prediction import COLLECTIVE, METHODS, Prediction, Sum, in_layer, total
 
@@ -20,6 +21,18 @@ KEEP, NO_ENGINE = "no overlap", "-"
 ACROSS_NODES = "-: not estimated. The kernels of fused and direct send and wait inside one node only, so far."
 MEASURED_RANKS = (1, 2, 4)
 FEW_ROWS = 1024
+# A tile takes the simulation about 15 microseconds. With twice as many, by two methods, three spans inside a node would take
+# longer than 1,024 nodes do.
+MOST_TILES = 1 << 16
+
+
+@dataclass(frozen=True)
+class SpanSum:
+    """What a layer takes in one span. is_coarse: by chunked and collective alone; of the others too many tiles would be
+    simulated."""
+
+    layer: Sum
+    is_coarse: bool = False
 
 
 def linears_table(predictions: Sequence[Prediction], num_layers: int) -> list[str]:
@@ -36,12 +49,12 @@ def linears_table(predictions: Sequence[Prediction], num_layers: int) -> list[st
     return aligned([HEADINGS, *rows])
 
 
-def spans_table(spans: Mapping[Strategy, Sequence[Prediction]], strategy: Strategy) -> list[str]:
+def spans_table(spans: Mapping[Strategy, SpanSum], strategy: Strategy) -> list[str]:
     """What each span pays: the layer, and the GPU time that it takes on all of its ranks together."""
     across = ("nodes",) if strategy.nodes > 1 else ()
     figures = ("GEMMs", "NCCL alone", COLLECTIVE, "chosen", "exposed", "gain", "GPU-ms of a layer", "over the least")
     rows: list[tuple[str, ...]] = [("tp" if strategy.cp == 1 else "cp", *across, *figures)]
-    layers = {span: total(in_layer(predictions)) for span, predictions in spans.items()}
+    layers = {span: planned.layer for span, planned in spans.items()}
     least = min(span.ranks * layer.ours_us for span, layer in layers.items())
     for span, layer in layers.items():
         exposed = max(0.0, layer.ours_us - layer.gemm_us)
@@ -52,8 +65,8 @@ def spans_table(spans: Mapping[Strategy, Sequence[Prediction]], strategy: Strate
     return aligned(rows)
 
 
-def not_measured(system: System, strategy: Strategy, spans: Iterable[Strategy]) -> list[str]:
-    """What the figures of this plan do not rest on. spans: all that are in it."""
+def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, SpanSum]) -> list[str]:
+    """What the figures of this plan do not rest on, or leave out. spans: all that are in it."""
     found = []
     if system.not_measured:
         found.append(f"{system.name}: scaled from the H200 by data sheets: {', '.join(system.not_measured)}")
@@ -62,6 +75,12 @@ def not_measured(system: System, strategy: Strategy, spans: Iterable[Strategy]) 
         found.append(f"{names} ranks: links and NCCL were measured with 2 and 4 GPUs")
     if strategy.nodes > 1:
         found += _not_measured_across_nodes(system)
+    if coarse := ", ".join(str(span.ranks) for span, planned in spans.items() if planned.is_coarse):
+        axis = "tp" if strategy.cp == 1 else "cp"
+        found.append(
+            f"spans of {coarse} ranks by fused and direct: more than {MOST_TILES:,} tiles of a rank are not simulated one by one "
+            f"in a plan across nodes; --{axis} without --nodes does it"
+        )
     if strategy.cp > 1:
         found.append("the all-to-all operators: predictions of them were not compared with runs on GPUs")
     if strategy.rows < FEW_ROWS:
@@ -74,8 +93,9 @@ def not_measured(system: System, strategy: Strategy, spans: Iterable[Strategy]) 
 
 
 def _not_measured_across_nodes(system: System) -> list[str]:
+    assumed = ", ".join(system.network_not_measured)
     return [
-        f"the network: {', '.join(system.network_not_measured)} of {system.name}",
+        *([f"the network: {assumed} of {system.name}"] if assumed else []),
         "chunked across nodes on GPUs: sums beside products, which pay for them, and copies passed on beside own copies",
         "NCCL across nodes: a flat ring as fast as its slowest link, as its own model has it; no sums in switches",
     ]
@@ -83,7 +103,7 @@ def _not_measured_across_nodes(system: System) -> list[str]:
 
 def document(
     system: System, strategy: Strategy, model: Model, predictions: Sequence[Prediction],
-    spans: Mapping[Strategy, Sequence[Prediction]],
+    spans: Mapping[Strategy, SpanSum],
 ) -> dict[str, Any]:  # fmt: skip
     """All of it as JSON: inputs, passes, sums, spans; times in microseconds."""
     layer, output = in_layer(predictions), [p for p in predictions if p.linear == OUTPUT]
@@ -94,9 +114,10 @@ def document(
         "model_sum": asdict(total([*layer * model.num_layers, *output])),
         **({"network_sms": network_sms(system.nic_gbs)} if strategy.nodes > 1 else {}),
         "spans": [
-            {"tp": span.tp, "cp": span.cp, "nodes": span.nodes, **asdict(total(in_layer(some)))} for span, some in spans.items()
+            {"tp": span.tp, "cp": span.cp, "nodes": span.nodes, **asdict(planned.layer), "is_coarse": planned.is_coarse}
+            for span, planned in spans.items()
         ],
-        "not_measured": not_measured(system, strategy, spans),
+        "notes": hints(system, strategy, model), "not_measured": not_measured(system, strategy, spans),
     }  # fmt: skip
 
 

@@ -8,6 +8,8 @@ PROCESSES = "tests/protocol/test_doctor_processes.py"
 HARDWARE = "tests/unit/test_doctor_hardware.py"
 OPERATOR = In("overlap_train/tools/doctor/operator.py", (f"{PROCESSES}::test_every_method_that_auto_takes_is_tried",))
 LINKS = In("overlap_train/tools/doctor/links.py", ("tests/unit/test_plan_inputs.py",))
+NETWORK = In("overlap_train/tools/doctor/network.py", ("tests/unit/test_plan_inputs.py",))
+SYSTEM = In("overlap_train/tools/doctor/system.py", ("tests/unit/test_plan_inputs.py",))
 REPORT = In("overlap_train/tools/doctor/report.py", ("tests/unit/test_doctor.py",))
 _TRIAL = f"{HARDWARE}::test_the_trial_has_every_method_that_untuned_auto_takes"
 
@@ -29,5 +31,8 @@ FAULTS = [
     LINKS("a rank copies as fast as over its fastest link", "figure=min(mine.values())", "figure=max(mine.values())"),
     LINKS("every slow link counts as a rank", "*others]", "*(replace(other, figure=min(mine.values())) for other in others)]"),
     LINKS("products leave no figure", "return replace(found, figure=tflops)", "return found"),
+    NETWORK("the network leaves no figure", "return [replace(found, figure=gbs)]", "return [found]"),
+    SYSTEM("plans do not reckon with the measured network", '"nic_gbs", 1.0, network)', '"nic_gbs", 1.0, [])'),
+    SYSTEM("what goes between ranks of one machine is a network", "if crossed else []", "if True else []"),
     REPORT("what is measured keeps equal lines apart", 'host="", figure=None)', 'host="")'),
 ]  # fmt: skip

@@ -15,6 +15,8 @@ RANK = In("overlap_train/planning/simulated_rank.py", (ONE_NODE,))
 TILES = In("overlap_train/planning/persistent_tiles.py", (ONE_NODE,))
 WAVES = In("overlap_train/planning/tiling.py", ("tests/unit/test_hopper_rows.py",))  # as the kernel has them
 ACROSS_SPANS = f"{COMMAND}::test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays"
+SPAN_TILES = f"{COMMAND}::test_too_many_tiles_are_not_simulated_one_by_one_in_a_plan_across_nodes"
+FITS = In("overlap_train/tools/plan/fits.py", ("tests/unit/test_plan_inputs.py",))
 COMMANDS = In("overlap_train/tools/plan/command.py", (ACROSS_SPANS,))
 PREDICTION = In(
     "overlap_train/tools/plan/prediction.py", (f"{COMMAND}::test_as_many_ranks_cost_more_across_nodes_than_inside_one",)
@@ -87,6 +89,16 @@ FAULTS = [
     SIMULATE("plan: a mirrored block is of another place", "(place + beside - to_place)", "(place + to_place - beside)"),
     SIMULATE("plan: a mirrored block is of another node", "(node + there - to_node)", "(node + to_node - there)"),
     RANK("plan: a copy's signal is there before it", "partial(self._signal, lane, index, start)", "partial(int)"),
+    RANK("plan: what has happened is looked at again", "action, index + 1)", "action, 0)"),
+    COMMANDS("plan: every tile is simulated, however many", "count_tiles(span, model) > MOST_TILES", "False", SPAN_TILES),
+    COMMANDS("plan: tiles are left out in one node, too", "strategy.nodes > 1 == span.nodes", "span.nodes == 1", SPAN_TILES),
+    COMMANDS("plan: Python collects more seldom from then on", "        gc.set_threshold(first, *others)\n", "        pass\n",
+             f"{COMMAND}::test_python_collects_as_before_afterwards"),
+    FITS("plan: it offers numbers of ranks that do not fit", "    except ValueError:\n        return False\n",
+         "    except ValueError:\n        return True\n"),
+    FITS("plan: it offers nodes that a group cannot fill", "if ranks % count == 0)", "if True)"),
+    FITS("plan: a group that would fit in one node is not told", "if nodes > 1 and ranks <= gpus:", "if False:"),
+    FITS("plan: heads that cannot be divided are not told", "if query % ranks or", "if False and"),
     COMMANDS("plan: nodes are not filled", "named.nodes * system.gpus_per_node", "named.nodes"),
     COMMANDS("plan: spans across nodes are left out", "across = [*doubled, strategy.nodes] if", "across = [] if"),
     PREDICTION("plan: a group that spans nodes is planned in one", "strategy.nodes if pass_.world > 1", "1 if pass_.world > 1"),
