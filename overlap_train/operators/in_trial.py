@@ -85,5 +85,14 @@ class InTrial(Planned):
     def next_call(self, name: str) -> PlannedLinear:
         """The linear `name` by the method whose turn it is. A CUDA graph gets the first one, which has run before and stays in
         it."""
+        return self._candidate(name).linear(name)
+
+    def next_method(self, name: str) -> str | None:
+        """The method by which the linear `name` is to run in its next call, for callers that make it of several plans; None where
+        the plan that `auto` would take stands in."""
+        candidate = self._candidate(name)
+        return candidate.method if isinstance(candidate, Candidate) else None
+
+    def _candidate(self, name: str) -> Planned:
         turn = 0 if self.domain.is_capturing() else self.in_trial.next_turn(name)
-        return self.candidates[turn].linear(name)
+        return self.candidates[turn]

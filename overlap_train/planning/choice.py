@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..methods import TRAITS
-from .hardware import SUM_GBS
 from .low_latency import LOW_LATENCY, pays
 from .passes import SCATTER_AND_WGRAD, Pass
 from .schedule import A2A_GEMM, EXCHANGES, GATHER, SCATTER
 from .table import Table, Winner
-from .tiling import FILLS_A_GPU, HOPPER_TILE, count_waves, tma_reads
 from .variants import PLAIN, Variant
+from .waves import fills_a_wave, fills_tiles, on_hopper, saves_a_wave, waits_in_a_wave
 
 # SMALL_M: up to here the GEMM and the copies together take less than a call's host time, and NCCL's path for small messages
 # wins (4 x H200: by 1.3 to 2 at M = 256, by up to 1.1 at M = 512). SMALL_M_DIRECT: where a rank's rows fill a tile, NCCL wins
@@ -24,24 +23,24 @@ SMALL_M, SMALL_M_DIRECT = 512, 256
 # Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail (8B qkv forward:
 # 0.204 ms with whole blocks, 0.226 with chunks; by chunked, in twice the host time, 0.209; its backward: 0.357 and 0.380).
 COPIES_THAT_SHOW = 0.75
-# direct costs 22 microseconds of host time and fused 70. That shows in products shorter than SHORT_GEMM_US (a gather of
-# 1024 x 6144 x 4096: 0.068 ms by direct, 0.082 by fused, 2 x H200), and in a column's backward whose copies are shorter than
-# FUSED_HOST_US. The limit of a scatter is lower, because direct stores its result at NVLink's pace: 4096 x 4096 x 2048 takes
-# 0.108 ms by fused and 0.123 by direct (GEMM 106 us), 2048 x 4096 x 2048 0.077 and 0.068 (53 us).
-SHORT_GEMM_US, SHORT_SCATTER_US, FUSED_HOST_US = 160.0, 100.0, 70.0
+# direct costs 22 microseconds of host time, fused 70, and with the gather of a column's backward 127. Copies that fused is to
+# hide must take longer than that: a backward of 4096 x 4096 x 1536 on 4 x H200, copies of 84 us each way, took 0.271 ms by direct
+# and 0.308 by fused, with twice the rows 0.500 and 0.362.
+FUSED_HOST_US, FUSED_BACKWARD_HOST_US = 70.0, 127.0
+# In gathers up to here direct is best (2048 x 5120 x 8192: 0.235 ms, by fused 0.248; 1024 x 6144 x 4096: 0.068 and 0.082), if
+# their copies are short, too (FUSED_HOST_US): the warps that store a shard take time from the product. 8192 x 2048 x 4096, copies
+# of 112 us beside a product of 211: 0.203 and 0.192 in one run, 0.193 and 0.186 in another (2 x H200).
+SHORT_GATHER_US = 300.0
+# The limit of a scatter is lower, because direct stores its result at NVLink's pace: 4096 x 4096 x 2048 takes 0.108 ms by fused
+# and 0.123 by direct (GEMM 106 us), 2048 x 4096 x 2048 0.077 and 0.068 (53 us).
+SHORT_SCATTER_US = 100.0
 # With few rows direct is best for longer products, too: in 24 of them with M = 512 and 1024 it was 1.03 to 1.24 times as fast as
 # NCCL + cuBLAS. fused took 0.96 to 1.11 times as long as direct, and chunked, in products above a millisecond, 1.00 to 1.18 (2 x
 # H200).
 FEW_ROWS = 1024
-# A scatter whose tiles are one wave that leaves at most this part of the SMs idle: direct sends it under its product. 256 x 16384
-# x 26624, 128 tiles on 132 SMs, took 350 and 363 us in two passes, by low_latency 367 and 374, by NCCL and cuBLAS 365 and 373. On
-# another day direct was 1.04 and 1.03 times as fast as these two, low_latency 1.00 and 0.99 (2 x H200).
-MOST_IDLE = 0.05
 # A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
 # the own tiles: at 1.58 it gained 7 % (11008 x 4096), at 1.41 it cost 2 and 8 % (8B qkv on 2 GPUs), at 1.21 it cost 3 % (4 GPUs).
 LATE = 1.5
-# Beside reading and writing: what the second kernel of a split reduction takes from the end of the first.
-SUM_LAUNCH_US = 5.0
 # At the GPU's power limit cuBLAS seems to keep higher clocks than our kernels, and in training more than in bursts. Of 36 passes
 # of 1 to 6 ms on 2 x H200 `chunked` took 1.00 to 1.16 times as long as the best, 1.05 in the mean, and `fused` 1.02; of 4 above
 # 6 ms both took 1.02 (benchmarks/h200x2/untuned/tune.md). With 1000 here layers of 70B took up to 8 % longer than tuned. In
@@ -54,7 +53,9 @@ SHORT_RECEIVE_US = 300.0
 # Skewed ranks hit the same destination, halve its ingress bandwidth, and stay skewed. Where a column linear's backward gathers
 # and scatters for longer than it multiplies, it starts with a barrier, which takes 10 microseconds: Llama-3 8B qkv by chunked
 # took 0.385 ms after a barrier and 0.484 to 0.512 without (whole backward passes in the tuner, four runs before and one after,
-# 4 x H200). Shorter copies gain nothing: at half of these rows, in blocks of 8 MiB, 0.288 ms and 0.255 to 0.261.
+# 4 x H200). Shorter copies gain nothing: at half of these rows, in blocks of 8 MiB, 0.288 ms and 0.255 to 0.261. A gather has
+# one round of pushes. Where these outweigh the product, a barrier gained 8.6, 0.8, 1.9 and 1.8 % and lost 0.5 % (4 x H200); where
+# they do not, it lost up to 7 %.
 LONG_COPY_US = 150.0
 
 # Between nodes of GPUs each block of an all-to-all is an exchange of its own, which takes the host and the network's latency. The
@@ -117,27 +118,6 @@ def _is_late(pass_: Pass, method: str) -> bool:
     return pass_.kind == SCATTER_AND_WGRAD and TRAITS[method].splits and 2 * pass_.copy_us > LATE * until_own
 
 
-def saves_a_wave(pass_: Pass, device: torch.device) -> bool:
-    """Whether GEMM + RS by the Hopper kernels takes half a wave of tiles less, or more, and less time, with a split
-    reduction.
-
-    Own tiles that add the peers' partials have no rows of peers (schedule.py: units_in_run). So 4100 rows of 4096 columns on two
-    GPUs are 544 tiles, four waves and one of halves, and with a split reduction 528, four. 14336 x 4096 took 332 us with one, and
-    386 without when five waves were whole (2 x H200).
-    """
-    if pass_.kind not in (SCATTER, SCATTER_AND_WGRAD) or not on_hopper(pass_, device):
-        return False
-    rows, peers = pass_.m // pass_.world, pass_.world - 1
-    apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE.count(rows, pass_.n)
-    together = HOPPER_TILE.count(rows, pass_.n, pass_.world)
-    own = HOPPER_TILE.pairs(rows, pass_.n)
-    before, after = (count_waves(tiles, FILLS_A_GPU, own) for tiles in (apart, together))
-    if before <= after:
-        return False
-    nbytes = (pass_.world + 1) * rows * pass_.n * pass_.dtype.itemsize  # own and received partials, and their sum
-    return (before - after) / before * pass_.gemm_us > SUM_LAUNCH_US + nbytes / (SUM_GBS * 1e3)
-
-
 def alone(choice: Choice, pass_: Pass, device: torch.device) -> Choice:
     """The choice for a pass that nothing comes after: a reduction that is split to let a weight gradient run first is not."""
     splits = choice.variant.split_reduction and saves_a_wave(pass_, device)
@@ -145,9 +125,13 @@ def alone(choice: Choice, pass_: Pass, device: torch.device) -> Choice:
 
 
 def _collides(pass_: Pass, method: str) -> bool:
-    """Whether skewed ranks' pushes would cost time: two rounds of them, to several peers, longer than the products."""
-    pushes = pass_.kind == SCATTER_AND_WGRAD and pass_.world > 2 and TRAITS[method].pushes
-    return pushes and pass_.copy_us > max(LONG_COPY_US, pass_.gemm_us)
+    """Whether skewed ranks' pushes to several peers would cost time: two rounds of them, longer than the products, or a gather's
+    whole blocks, which outweigh it."""
+    if pass_.world <= 2 or not TRAITS[method].pushes:
+        return False
+    if pass_.kind == GATHER:
+        return _outweighs(pass_, method)
+    return pass_.kind == SCATTER_AND_WGRAD and pass_.copy_us > max(LONG_COPY_US, pass_.gemm_us)
 
 
 def _method(
@@ -190,28 +174,43 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     """(method, reason)."""
     if device.type != "cuda":
         return "chunked", "CPU tensors"
-    if _fills_a_wave(pass_, device):
+    if fills_a_wave(pass_, device):
         return "direct", "its tiles are one wave of all SMs"
     if pays(pass_):
         return LOW_LATENCY, f"M={pass_.m}: few bytes, which arrive soonest as words with flags"
     served = on_hopper(pass_, device)
-    small_m = SMALL_M_DIRECT if served and _fills_tiles(pass_) else SMALL_M
+    small_m = SMALL_M_DIRECT if served and fills_tiles(pass_) else SMALL_M
     if pass_.m <= small_m:
         return "collective", f"M={pass_.m} is at most {small_m}"
     if not served:
         return "chunked", "no Hopper kernel for this GPU, dtype or shape"
     if pass_.kind in EXCHANGES:
         return _model_of_exchange(pass_)
-    shows = _is_late(pass_, "fused") or (pass_.kind == GATHER and _outweighs(pass_, "fused"))
-    if shows and pass_.copy_us > FUSED_HOST_US:
+    if _hides_long_copies(pass_):
         return "fused", "copies take long beside the GEMM"
     if pass_.m <= FEW_ROWS:
         return "direct", f"M={pass_.m} is at most {FEW_ROWS}"
-    if pass_.gemm_us < (SHORT_GEMM_US if pass_.kind == GATHER else max(SHORT_SCATTER_US, pass_.copy_us)):
+    if _is_short(pass_):
         return "direct", "a short GEMM"
+    if waits_in_a_wave(pass_, device):
+        return "direct", "own tiles would wait for the peers' sums"
     if pass_.gemm_us > LONG_GEMM_US:
         return "chunked", "a long GEMM"
     return "fused", "the Hopper kernels serve it"
+
+
+def _hides_long_copies(pass_: Pass) -> bool:
+    """Whether fused has copies to hide that take long beside the product, and longer than its launches."""
+    if pass_.kind == GATHER:
+        return _outweighs(pass_, "fused") and pass_.copy_us > FUSED_HOST_US
+    return _is_late(pass_, "fused") and pass_.copy_us > FUSED_BACKWARD_HOST_US
+
+
+def _is_short(pass_: Pass) -> bool:
+    """Whether a gather or scatter is so short that direct, which is one launch, is the fastest."""
+    if pass_.kind == GATHER:
+        return pass_.gemm_us < SHORT_GATHER_US and pass_.copy_us < FUSED_HOST_US
+    return pass_.gemm_us < max(SHORT_SCATTER_US, pass_.copy_us)
 
 
 def _model_of_exchange(pass_: Pass) -> tuple[str, str]:
@@ -219,21 +218,3 @@ def _model_of_exchange(pass_: Pass) -> tuple[str, str]:
     if pass_.kind == A2A_GEMM and pass_.gemm_us < SHORT_RECEIVE_US:
         return "direct", "a short GEMM"
     return "fused", "the Hopper kernels serve it"
-
-
-def _fills_tiles(pass_: Pass) -> bool:
-    """Whether the rows of one rank are at least a tile."""
-    return pass_.m >= HOPPER_TILE.block_m * pass_.world
-
-
-def _fills_a_wave(pass_: Pass, device: torch.device) -> bool:
-    """Whether a scatter by the Hopper kernels is one wave of whole tiles, on nearly all SMs."""
-    if pass_.kind not in (SCATTER, SCATTER_AND_WGRAD) or not _fills_tiles(pass_) or not on_hopper(pass_, device):
-        return False
-    tiles = HOPPER_TILE.count(pass_.m // pass_.world, pass_.n, pass_.world)
-    return 1 - MOST_IDLE <= tiles / FILLS_A_GPU <= 1
-
-
-def on_hopper(pass_: Pass, device: torch.device) -> bool:
-    """Whether the warp-specialised kernels serve a pass."""
-    return tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(device, pass_.dtype, pass_.row_features, 0)

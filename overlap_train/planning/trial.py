@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..methods import TRAITS
-from .choice import on_hopper, untuned, winner_of
+from .choice import untuned, winner_of
 from .low_latency import serving
 from .passes import Bucket, Pass
 from .table import SAME, Table, Winner
+from .waves import on_hopper
 
 Times = Mapping[tuple[str, str], float]  # (kind of a pass, method) -> milliseconds
 TrialKey = tuple[Bucket, bool]

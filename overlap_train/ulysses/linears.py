@@ -20,7 +20,6 @@ from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
 from ..operators.applied import applied
 from ..operators.once import once_differentiable
-from ..operators.plan_book import plan_of
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from ..runtime.registry import domain_of
@@ -28,6 +27,7 @@ from .exchange import Linear, Rows
 from .parts import parts_of
 from .rows import RankRows
 from .tensor_parallel import ShardedLinear
+from .turns import Call
 
 
 def linear_all_to_all(
@@ -115,13 +115,13 @@ def heads_linear(
     copies = None if heads is None else copies_of(heads, w, bias, domain.world_size, name)
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
+    call = Call(LINEAR_ALL_TO_ALL, w_sent, bias_sent, group, config, domain, name)
     parts = parts_of(  # of one position of all ranks a rank receives W rows of N' / W features
-        x, 1, rows_of_position(x) * w_sent.shape[0] * x.element_size(), (config or domain.config).exchange_limit_mib,
-        lambda part: plan_of(LINEAR_ALL_TO_ALL, part, w_sent, bias_sent, group, config, name), name,
-        f"{heads}, {meaning}" if heads else meaning,
+        x, 1, rows_of_position(x) * w_sent.shape[0] * x.element_size(), call.settings.exchange_limit_mib,
+        call.plan, name, f"{heads}, {meaning}" if heads else meaning,
     )  # fmt: skip
     own_bias = None if bias_sent is None else bias_sent.chunk(domain.world_size)[domain.rank]
-    return Linear(parts, w, w_sent.detach(), copies, rows_of_position(x)), own_bias
+    return call.linear(parts, w, copies, rows_of_position(x)), own_bias
 
 
 def rows_linear(
@@ -131,12 +131,12 @@ def rows_linear(
     """A call of all_to_all_linear as planned (Linear). meaning: see Planned.linear."""
     domain = domain_of(group, config, x.device)
     shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
+    call = Call(ALL_TO_ALL_LINEAR, w, bias, group, config, domain, name)
     parts = parts_of(  # of one position of all ranks a rank receives a row of K features
         x, shards, rows_of_position(x) * domain.world_size * x.shape[-1:].numel() * x.element_size(),
-        (config or domain.config).exchange_limit_mib,
-        lambda part: plan_of(ALL_TO_ALL_LINEAR, part, w, bias, group, config, name), name, meaning,
+        call.settings.exchange_limit_mib, call.plan, name, meaning,
     )  # fmt: skip
-    return Linear(parts, w, w.detach(), None, rows_of_position(x))
+    return call.linear(parts, w, None, rows_of_position(x))
 
 
 def rows_of_position(x: torch.Tensor) -> int:

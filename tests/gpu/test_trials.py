@@ -32,7 +32,7 @@ def tuned_case(
     overlap_train.shutdown()
 
 
-@pytest.mark.parametrize("operator", ["column", "row"])
+@pytest.mark.parametrize("operator", ["column", "row", "to_heads", "to_rows"])
 def test_methods_take_turns_and_are_exact(tuned_case: Case, operator: str) -> None:
     case, said = tuned_case, io.StringIO()
     with contextlib.redirect_stderr(said):

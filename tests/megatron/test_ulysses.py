@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from overlap_train import OverlapConfig
+from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import report
 from overlap_train.integrations.megatron.attention.norms import norm_within
 from overlap_train.integrations.megatron.linears.ulysses import exchanges
@@ -246,6 +249,26 @@ def test_the_table_says_what_is_exchanged_and_names_are_megatrons(workers: Worke
         assert facts["evaluated"] == ("overlapped 2, evaluation mode 1",) * 2
         assert facts["keys"]
         assert facts["memory"] > 0
+
+
+def in_turn(folder: str) -> list[tuple[str, str]]:
+    """Method and reason of both projections while methods take turns, and after."""
+    shutdown()
+    run, rows = Run(context_parallel=2, overlap=OverlapConfig(tuning_dir=folder, tune_steps=10)), []
+    with contextlib.redirect_stderr(io.StringIO()):
+        for steps in (5, 1):  # of two micro-batches
+            _, model = ulysses.train(run, steps)
+            rows += [(x.method, x.reason) for x in report(model).linears if x.slot in ("qkv", "proj")]
+    shutdown()
+    return rows
+
+
+def test_projections_whose_methods_take_turns_say_so(workers: Workers, tmp_path: Path) -> None:
+    for rows in workers.call(in_turn, str(tmp_path)):
+        trying, tuned = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        for method, reason in trying:
+            assert method == "in turn" and reason.startswith("auto: tries ") and "chunked" in reason
+        assert all(method != "in turn" and reason.startswith("auto: tuned for ") for method, reason in tuned)
 
 
 def two_kinds_of_call() -> float:

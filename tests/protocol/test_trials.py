@@ -344,17 +344,17 @@ def test_ranks_compare_their_steps(tmp_path: Path) -> None:
         assert f"in {STEPS} calls" in message and f"in {STEPS + 1} calls" in message
 
 
-def _ulysses(rank: int, world: int, folder: str) -> list[bool]:
-    """Whether a plan that Ulysses asks for is in a trial, and one of linear.py of the same sizes."""
+def _within(rank: int, world: int, folder: str) -> list[bool]:
+    """Whether a plan that is asked for without turns is in a trial, and one of linear.py of the same sizes."""
     config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
     x, w = torch.ones(4, K, requires_grad=True), torch.ones(N, K, requires_grad=True)
     operands = (ALL_GATHER_LINEAR, x, w, None, dist.group.WORLD, config, "qkv")
     return [isinstance(plan_of(*operands, tries=tries), in_trial.InTrial) for tries in (False, True)]
 
 
-def test_ulysses_takes_no_part(tmp_path: Path) -> None:
-    """Its parts take no turns, and the trial would never end."""
-    assert values(run_ranks(2, _ulysses, str(tmp_path))) == [[False, True]] * 2
+def test_who_takes_no_turns_takes_no_part(tmp_path: Path) -> None:
+    """As the products of TP x Ulysses, whose trial would never end."""
+    assert values(run_ranks(2, _within, str(tmp_path))) == [[False, True]] * 2
 
 
 def _not_writable(rank: int, world: int) -> list[str]:

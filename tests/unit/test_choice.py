@@ -94,8 +94,9 @@ def test_defaults_where_copies_take_longer_than_the_gemm(hopper_gpu: pytest.Monk
         assert choice.method == "fused" and choice.variant.whole
     choice = choose("auto", QKV.dgrad, GPU, UNTUNED)
     assert (choice.method, choice.variant) == ("fused", Variant(whole=True, split_reduction=True, barrier_first=True))
-    assert choose("auto", replace(QKV.dgrad, m=4096), GPU, UNTUNED).method == "fused"
-    assert untuned(replace(QKV.dgrad, m=2048), GPU).method == "direct", "copies shorter than their launches"
+    assert untuned(replace(QKV.dgrad, m=6272), GPU).method == "fused"
+    for shorter in (6144, 4096, 2048):
+        assert untuned(replace(QKV.dgrad, m=shorter), GPU).method == "direct", "copies shorter than two launches"
     assert untuned(PROJ, GPU).method == "direct"
 
 
@@ -110,7 +111,34 @@ def test_defaults_of_short_products(hopper_gpu: pytest.MonkeyPatch) -> None:
     """Host time decides: chunked takes 110 microseconds of it, direct 22."""
     for pass_ in (FC1, FC2, QKV):
         assert untuned(replace(pass_, m=1536), GPU).method == "direct"
+    for pass_ in (FC1, FC2):
         assert untuned(replace(pass_, m=1536, n=6 * pass_.n), GPU).method == "fused"
+
+
+def test_a_short_gather_is_stored_by_its_product_where_its_shard_is_short(hopper_gpu: pytest.MonkeyPatch) -> None:
+    """Whatever direct stores it takes from the product, and fused does not."""
+    short = Pass(GATHER, 2048, 5120, 8192, torch.bfloat16, 2)
+    assert untuned(short, GPU).method == "direct"
+    assert untuned(replace(short, n=7168), GPU).method == "fused", "a longer product"
+    assert untuned(replace(short, m=8192, n=2048, k=4096), GPU).method == "fused", "a shard twice as long"
+
+
+def test_own_tiles_do_not_wait_beside_those_of_peers(hopper_gpu: pytest.MonkeyPatch) -> None:
+    """The peers' 160 tiles end in the second wave of 132. The other 104 of it are own ones, which wait for a copy of 10 MiB."""
+    waits = Pass(SCATTER, 2048, 5120, 4096, torch.bfloat16, 2)
+    for pass_ in (waits, replace(waits, kind=SCATTER_AND_WGRAD, k=5120), replace(waits, m=4096, k=1920, world=4)):
+        assert untuned(pass_, GPU).method == "direct"
+        assert choose("auto", pass_, GPU, UNTUNED).reason.endswith("own tiles would wait for the peers' sums")
+    elsewhere = {
+        "for a small part of the product": replace(waits, k=12800),
+        "in chunks, the first of which has come": replace(waits, m=4096),
+        "the peers' tiles fill a wave": replace(waits, m=2816, n=3072),
+        "few own tiles beside them": replace(waits, n=8192, k=2560),
+        "the copies of two blocks were earlier": replace(waits, m=4096, k=3840, world=4),
+        "nobody waits for a reduction that is split": replace(waits, m=4100, n=4096, k=7168),
+        "a gather": replace(waits, kind=GATHER, k=14336),
+    }
+    assert {why: untuned(pass_, GPU).method for why, pass_ in elsewhere.items()} == dict.fromkeys(elsewhere, "fused")
 
 
 def test_defaults_of_few_rows(hopper_gpu: pytest.MonkeyPatch) -> None:
@@ -195,7 +223,11 @@ def test_a_backward_starts_with_a_barrier_where_two_rounds_of_long_copies_would_
 
 def test_blocks_are_gathered_whole_where_copies_outweigh_the_product(hopper_gpu: pytest.MonkeyPatch) -> None:
     choice = choose("fused", QKV, GPU, UNTUNED)
-    assert (choice.variant, choice.reason) == (Variant(whole=True), "asked for; blocks are sent whole")
+    assert (choice.variant, choice.reason) == (
+        Variant(whole=True, barrier_first=True),
+        "asked for; blocks are sent whole; starts with a barrier",
+    )
+    assert choose("fused", replace(QKV, world=2, n=768), GPU, UNTUNED).variant == Variant(whole=True), "one peer only"
     elsewhere = [("fused", FC1), ("chunked", QKV), ("fused", PROJ)]
     assert not [case for case in elsewhere if choose(*case, GPU, UNTUNED).variant.whole]
     assert not choose("fused", QKV, CPU, UNTUNED).variant.whole

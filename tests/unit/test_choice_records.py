@@ -1,8 +1,17 @@
-"""What `auto` takes without measurements, against what the tuner has measured on 2 and 4 x H200."""
+"""What `auto` takes without measurements, against what was measured on 2 and 4 x H200: no choice costs more than 3 %, but those
+of ABOVE.
+
+How far two measurements of one thing differ: a gather whose copies take less than a tenth of the product does the same work in
+whole blocks and in chunks. In few rounds (untuned/) these two differ by 1.8 % in the mean of 17, and twice by more than 3 % (3.5,
+11.6). Shapes that were measured on two days differ by 1.1 % in what is best: the best of one day cost that much in the mean of 24
+on the other, and four of them more than 3 % (9.0 at most). So 1 to 2 % are noise, and what is above 3 % once may be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -10,12 +19,59 @@ import pytest
 import torch
 
 from overlap_train.planning.choice import choose
-from overlap_train.planning.passes import SCATTER_AND_WGRAD
+from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.planning.plan import chunks_of
 from overlap_train.planning.table import UNTUNED, Winner
 from overlap_train.planning.tiling import tma_reads
-from overlap_train.tools.plan.records import tuned
+from overlap_train.planning.variants import PLAIN, method_of
+from overlap_train.tools.plan.records import pass_of, rows_of, tuned
+from overlap_train.tools.tune.candidates import NOISE
 
 BENCHMARKS, GPU = Path(__file__).parents[2] / "benchmarks", torch.device("cuda")
+MOST = 0.03
+TABLES = {"h200x2": 2, "h200x4": 4, "h200x2/untuned": 2}  # of the tuner
+OPERATORS = ("h200x2", "h200x4", "h200x2/ragged")  # of `bench operators`
+
+# Why a choice that costs more stands; `holds` has what must be true for it.
+AGAIN = "measured another day it costs less than 3 %"
+SAME_WORK = (
+    "what was faster is the same kernel, with the same tiles in the same order, whose copies are hidden either way"
+)
+BURST = "what was faster is collective, by less than a burst flatters it: the tuner would not take it"
+TUNER = "the tuner takes this method, too: 5 % are noise to it"
+LONG = "chunked, because fused lost 7 ms of a step in training (choice.py: LONG_GEMM_US)"
+OLDER = """measured with kernels that took three waves of tiles where they now take 2.5: 0.487 ms then and 0.433 now, on one host
+(benchmarks/notes.md). The layer took 3.732 ms with the tuner's winner, 3.744 with the untuned choice (untuned/layers.md)."""
+ABOVE: Mapping[str, Mapping[str, tuple[float, str]]] = {
+    "h200x2": {
+        "gather M=2048 N=2048 K=4096": (0.039, AGAIN),
+        "gather M=4096 N=2048 K=4096": (0.038, AGAIN),
+    },
+    "h200x4": {},
+    "h200x2/untuned": {
+        "scatter M=2048 N=5120 K=12800": (0.251, OLDER),
+        "gather M=8192 N=25600 K=5120": (0.131, SAME_WORK),
+        "scatter, wgrad M=4096 N=4096 K=14336": (0.066, AGAIN),
+        "scatter, wgrad M=8192 N=4096 K=14336": (0.048, BURST),
+        "scatter, wgrad M=2048 N=5120 K=25600": (0.041, BURST),
+        "gather M=4096 N=4096 K=8192": (0.039, TUNER),
+        "scatter, wgrad M=16384 N=5120 K=25600": (0.037, TUNER),
+        "gather M=16384 N=14336 K=4096": (0.036, SAME_WORK),
+        "scatter, wgrad M=8192 N=8192 K=28672": (0.035, TUNER),
+        "scatter M=8192 N=5120 K=12800": (0.034, SAME_WORK),
+        "scatter M=2048 N=8192 K=14336": (0.034, SAME_WORK),
+        "scatter, wgrad M=2048 N=8192 K=5120": (0.033, SAME_WORK),
+        "gather M=16384 N=5120 K=8192": (0.031, SAME_WORK),
+    },
+}
+ABOVE_IN_OPERATORS: Mapping[str, Mapping[str, tuple[float, str]]] = {
+    "h200x2": {
+        "scatter M=8192 N=16384 K=26624": (0.051, LONG),
+        "gather M=8192 N=26624 K=16384": (0.044, LONG),
+    },
+    "h200x4": {},
+    "h200x2/ragged": {},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -26,34 +82,84 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tma_reads.cache_clear()
 
 
-def cost(winner: Winner) -> float | None:
-    """How much longer the untuned choice took than the best that was measured; None where its variant was not."""
-    choice = choose("auto", winner.measured, GPU, UNTUNED)
-    variant = choice.variant.named(choice.method)
-    if winner.measured.kind == SCATTER_AND_WGRAD:  # every variant began with a barrier
-        variant = variant.removesuffix(" barrier first")
-    return winner.ms[variant] / min(winner.ms.values()) - 1 if variant in winner.ms else None
+def chosen(pass_: Pass) -> str:
+    """The untuned choice, as the tuner calls what it runs."""
+    choice = choose("auto", pass_, GPU, UNTUNED)
+    variant = choice.variant
+    if chunks_of(replace(choice, variant=PLAIN), pass_, GPU, 1) == 1:  # too short to be cut
+        variant = replace(variant, whole=False)
+    if pass_.kind == SCATTER_AND_WGRAD:  # every variant began with a barrier
+        variant = replace(variant, barrier_first=False)
+    return variant.named(choice.method)
 
 
-def costs_of(folder: str, world: int) -> dict[str, float]:
+def cost(pass_: Pass, ms: Mapping[str, float], without: frozenset[str] = frozenset()) -> float:
+    """How much longer the untuned choice took than the best of what was measured, but for what is left out."""
+    took = ms[chosen(pass_)]
+    return took / min(took, *(other for name, other in ms.items() if name not in without)) - 1
+
+
+def costs_of(folder: str) -> dict[str, float]:
     """By what was measured."""
-    measured = tuned(BENCHMARKS / folder, world).winners.values()
-    found = {f"{w.measured.kind} {w.measured}": cost(w) for w in measured}
-    return {name: value for name, value in found.items() if value is not None}
+    winners = tuned(BENCHMARKS / folder, TABLES[folder]).winners.values()
+    return {f"{w.measured.kind} {w.measured}": cost(w.measured, w.ms) for w in winners}
 
 
-@pytest.mark.parametrize(("folder", "world"), [("h200x2", 2), ("h200x4", 4)])
-def test_an_untuned_choice_costs_little(folder: str, world: int) -> None:
-    costs = costs_of(folder, world)
-    assert len(costs) > 15
-    assert fmean(costs.values()) < 0.01
-    assert max(costs.values()) < 0.04, costs
+def costs_of_operators(folder: str) -> dict[str, float]:
+    """The same of `bench operators`, which tells methods and no variants."""
+    measured: dict[Pass, dict[str, float]] = defaultdict(dict)
+    for row in rows_of(BENCHMARKS / folder, "operators.json"):
+        if row["method"] != "auto":
+            measured[pass_of(row)][row["method"]] = row["ms"]
+    methods = {pass_: choose("auto", pass_, GPU, UNTUNED).method for pass_ in measured}
+    return {f"{p.kind} {p}": ms[methods[p]] / min(ms.values()) - 1 for p, ms in measured.items()}
 
 
-def test_it_costs_little_for_other_models_and_lengths() -> None:
-    """In few rounds, in which a kernel differs by 5 % from itself. Scatters of 2048 rows and 5120 features took three waves of
-    tiles; now they take 2.5."""
-    costs = costs_of("h200x2/untuned", 2)
-    assert len(costs) == 96
-    assert fmean(costs.values()) < 0.02
-    assert sum(value <= 0.03 for value in costs.values()) >= 0.8 * len(costs), costs
+def above(costs: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in costs.items() if value > MOST}
+
+
+def listed(entries: Mapping[str, tuple[float, str]]) -> dict[str, float]:
+    return {name: value for name, (value, _) in entries.items()}
+
+
+@pytest.mark.parametrize(
+    ("folder", "shapes", "mean"), [("h200x2", 24, 0.008), ("h200x4", 40, 0.004), ("h200x2/untuned", 96, 0.013)]
+)
+def test_an_untuned_choice_costs_little(folder: str, shapes: int, mean: float) -> None:
+    costs = costs_of(folder)
+    assert len(costs) == shapes
+    assert above(costs) == listed(ABOVE[folder])
+    assert fmean(costs.values()) < mean
+
+
+@pytest.mark.parametrize("folder", OPERATORS)
+def test_it_costs_little_among_operators(folder: str) -> None:
+    costs = costs_of_operators(folder)
+    assert len(costs) >= 15
+    assert above(costs) == listed(ABOVE_IN_OPERATORS[folder])
+
+
+def holds(why: str, folder: str, winner: Winner) -> bool:
+    """Whether it is true of a shape. AGAIN, TUNER: of one that was measured there. The others: of what was faster."""
+    pass_, ours = winner.measured, chosen(winner.measured)
+    method = method_of(ours)
+    if why == AGAIN:
+        return any(costs_of(other).get(f"{pass_.kind} {pass_}", 1.0) <= MOST for other in TABLES if other != folder)
+    if why == TUNER:
+        return winner.method == method
+    if why == SAME_WORK:
+        hidden = (pass_.world - 1) / pass_.world * pass_.gemm_us > pass_.copy_us
+        return hidden and cost(pass_, winner.ms, frozenset({"fused", "fused whole"})) <= MOST
+    if why == BURST:
+        return cost(pass_, winner.ms) < NOISE and cost(pass_, winner.ms, frozenset({"collective"})) <= MOST
+    return why == OLDER
+
+
+@pytest.mark.parametrize("folder", TABLES)
+def test_why_the_others_stand_is_true_of_them(folder: str) -> None:
+    winners = {
+        f"{w.measured.kind} {w.measured}": w for w in tuned(BENCHMARKS / folder, TABLES[folder]).winners.values()
+    }
+    wrong = [name for name, (_, why) in ABOVE[folder].items() if not holds(why, folder, winners[name])]
+    assert not wrong

@@ -143,7 +143,7 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
 def _tries(linear: Any) -> bool:
     """Whether a linear takes part in trials of its sizes."""
     is_wanted = linear.overlap.config.method == "auto" and linear.overlap.config.tune_steps
-    return bool(is_wanted) and linear.weight.requires_grad and not exchanges(linear)
+    return bool(is_wanted) and linear.weight.requires_grad and not in_two_groups(linear)
 
 
 def _forward_pass(linear: Any, domain: OverlapDomain) -> Pass:

@@ -13,7 +13,7 @@ import torch
 
 from ...methods import TRAITS
 from ...operators.start import start_gather, start_scatter
-from ...planning.choice import Choice, saves_a_wave, untuned
+from ...planning.choice import Choice, untuned
 from ...planning.low_latency import serving
 from ...planning.passes import SCATTER_AND_WGRAD, Pass
 from ...planning.plan import chunks_of, sent_again
@@ -21,6 +21,7 @@ from ...planning.schedule import EXCHANGES, GATHER, SCATTER
 from ...planning.table import Winner
 from ...planning.tiling import chunk_count, equal_chunks
 from ...planning.variants import IN_CHUNKS, PLAIN, VARIANTS, Variant, method_of
+from ...planning.waves import saves_a_wave
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
 from ..measure.cases import Case

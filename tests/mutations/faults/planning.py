@@ -14,6 +14,8 @@ ARGUMENTS = In("overlap_train/planning/arguments.py", PLANS)
 CACHE = In("overlap_train/planning/cache.py", PLANS)
 TILING = In("overlap_train/planning/tiling.py", PLANS)
 CHOICE = In("overlap_train/planning/choice.py", (f"{UNIT}/test_choice.py",))
+WAVES = In("overlap_train/planning/waves.py", (f"{UNIT}/test_choice.py",))
+RECORDS = In("overlap_train/planning/choice.py", (f"{UNIT}/test_choice_records.py",))
 PASSES = In("overlap_train/planning/passes.py", (f"{UNIT}/test_choice.py",))
 TABLE = In("overlap_train/planning/table.py", (f"{UNIT}/test_tuning_table.py",))
 
@@ -136,18 +138,44 @@ FAULTS = [
         "    fits = winner is not None and on_hopper",
         "    fits = winner is not None or on_hopper",
     ),
-    CHOICE(
+    WAVES(
         "a scatter that leaves SMs idle counts as one full wave", "return 1 - MOST_IDLE <= tiles", "return 0 <= tiles"
     ),
-    CHOICE("a scatter of more than one wave counts as one", "tiles / FILLS_A_GPU <= 1", "tiles / FILLS_A_GPU"),
-    CHOICE("tiles that are half empty fill the GPU", "or not _fills_tiles(pass_) or not on_hopper", "or not on_hopper"),
-    CHOICE(
-        "a gather of one wave is sent by direct",
-        "if pass_.kind not in (SCATTER, SCATTER_AND_WGRAD) or not _fills_tiles",
-        "if not _fills_tiles",
+    WAVES("a scatter of more than one wave counts as one", "tiles / FILLS_A_GPU <= 1", "tiles / FILLS_A_GPU"),
+    WAVES("tiles that are half empty fill the GPU", "if not fills_tiles(pass_) or not scatters", "if not scatters"),
+    WAVES(
+        "a gather is a scatter to the choice",
+        "return pass_.kind in (SCATTER, SCATTER_AND_WGRAD) and on_hopper",
+        "return on_hopper",
     ),
+    WAVES("blocks that are cut wait as a whole", "if not is_whole or not peers", "if not peers"),
+    WAVES("peers' tiles that fill their waves have own ones beside them", " if last else 0", ""),
+    WAVES("all own tiles wait", "min(FILLS_A_GPU - last, HOPPER_TILE.count(rows, pass_.n))", "FILLS_A_GPU"),
+    WAVES(
+        "own tiles wait for the copies of all blocks",
+        "return pass_.copy_us / peers * beside",
+        "return pass_.copy_us * beside",
+    ),
+    WAVES("however short own tiles wait, direct runs", "> MOST_WAITING * pass_.gemm_us", "> 0"),
+    WAVES("own tiles wait although the reduction is split", " or saves_a_wave(pass_, device):", ":"),
+    CHOICE("own tiles wait beside those of peers", "if waits_in_a_wave(pass_, device):", "if False:"),
+    CHOICE("however long a gather's shard is, direct stores it", " and pass_.copy_us < FUSED_HOST_US", ""),
+    CHOICE("however long a gather is, direct runs it", "pass_.gemm_us < SHORT_GATHER_US and ", ""),
+    CHOICE("a backward hides its launches under short copies", "pass_.copy_us > FUSED_BACKWARD_HOST_US", "True"),
+    CHOICE(
+        "a gather's whole blocks do not collide",
+        "return _outweighs(pass_, method)\n    return pass_.kind",
+        "return False\n    return pass_.kind",
+    ),
+    RECORDS("a short gather is left to fused", "SHORT_GATHER_US = 300.0", "SHORT_GATHER_US = 160.0"),
+    RECORDS(
+        "launches of a backward count as one",
+        "FUSED_BACKWARD_HOST_US = 70.0, 127.0",
+        "FUSED_BACKWARD_HOST_US = 70.0, 70.0",
+    ),
+    RECORDS("long products are left to fused", "LONG_GEMM_US = 6000.0", "LONG_GEMM_US = 60000.0"),
     CHOICE("few rows are left to fused", "if pass_.m <= FEW_ROWS:", "if pass_.m < FEW_ROWS:"),
-    CHOICE("two ranks collide", "pass_.world > 2 and TRAITS", "pass_.world > 1 and TRAITS"),
+    CHOICE("two ranks collide", "if pass_.world <= 2 or not TRAITS", "if not TRAITS"),
     CHOICE("short copies collide", "max(LONG_COPY_US, pass_.gemm_us)", "pass_.gemm_us"),
     CHOICE(
         "the tuner decides on a column's barrier",
@@ -159,13 +187,13 @@ FAULTS = [
         "pass_.kind == SCATTER_AND_WGRAD and TRAITS[method].splits",
         "TRAITS[method].splits",
     ),
-    CHOICE("whatever saves no wave is split", "    if before <= after:\n", "    if False:\n"),
-    CHOICE(
+    WAVES("whatever saves no wave is split", "    if before <= after:\n", "    if False:\n"),
+    WAVES(
         "a wave of tiles is worth any time",
         "/ before * pass_.gemm_us > SUM_LAUNCH_US + nbytes / (SUM_GBS * 1e3)",
         "/ before * pass_.gemm_us > 0",
     ),
-    CHOICE(
+    WAVES(
         "tiles of all ranks are counted apart",
         "apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE",
         "apart = peers * HOPPER_TILE.count(rows, pass_.n) + HOPPER_TILE",
@@ -202,12 +230,12 @@ FAULTS = [
     TABLE(
         "a reader sees half a file", "        os.replace(scratch, path)", "        path.write_text(scratch.read_text())"
     ),
-    CHOICE(
+    WAVES(
         "a scatter's last wave is always whole to the choice",
         "count_waves(tiles, FILLS_A_GPU, own)",
         "count_waves(tiles, FILLS_A_GPU, 0)",
     ),
-    CHOICE(
+    WAVES(
         "a scatter's last wave is cut to the choice whoever's rows are in it",
         "count_waves(tiles, FILLS_A_GPU, own)",
         "count_waves(tiles, FILLS_A_GPU, 10**9)",

@@ -18,6 +18,9 @@ WINS = In("overlap_train/planning/trial.py", (UNIT,))
 BOOK = In("overlap_train/operators/plan_book.py", (TRIALS,))
 HOLDS = In("overlap_train/runtime/domain.py", (REFUSED,))
 CALLS = In("overlap_train/linear.py", (TRIALS,))
+ULYSSES = "tests/protocol/test_ulysses_trials.py"
+ONE_TURN = f"{ULYSSES}::test_all_parts_of_a_call_have_one_turn_and_one_time"
+PARTS = In("overlap_train/ulysses/turns.py", (ONE_TURN,))
 CALLS_MADE = "return calls >= self.steps and"
 
 FAULTS = [
@@ -36,7 +39,7 @@ FAULTS = [
     TURNS("a graph's events are timed", "torch.cuda.is_current_stream_capturing()", "False"),
     PLANS("backward is timed as forward", "self._timed(bracket, self.trial.fprop.dgrad.kind)",
           "self._timed(bracket, self.trial.fprop.kind)"),
-    PLANS("some methods have no turn", "self.candidates[turn].linear", "self.candidates[min(turn, 1)].linear", EVERY_METHOD),
+    PLANS("some methods have no turn", "return self.candidates[turn]", "return self.candidates[min(turn, 1)]", EVERY_METHOD),
     PLANS("memory is that of the default", "max(request.flagged_bytes for request in requests)", "asked.flagged_bytes",
           EVERY_METHOD),
     PLANS("ranks do not compare their steps", " in {trial.steps} calls", "", f"{TRIALS}::test_ranks_compare_their_steps"),
@@ -57,7 +60,7 @@ FAULTS = [
          "if planned is None:\n            return book.agree(", LENGTHS, LAYOUT),
     BOOK("frozen weights are tried", "config.tune_steps and trains:", "config.tune_steps:"),
     BOOK("every caller takes part", "tries=bool(key[-1]) and error is None", "tries=error is None",
-         f"{TRIALS}::test_ulysses_takes_no_part"),
+         f"{TRIALS}::test_who_takes_no_turns_takes_no_part"),
     WINS("the fastest rank counts", "{method: max(times[kind, method]", "{method: min(times[kind, method]"),
     WINS("the slowest method wins", "min(ms, key=lambda method: ms[method])", "max(ms, key=lambda method: ms[method])"),
     WINS("what was tuned is measured over", " or winner_of(pass_, device, table, nodes) is not None:", ":"),
@@ -67,6 +70,16 @@ FAULTS = [
     WINS("methods that stay in a node are tried across", "if nodes == 1 or not TRAITS", "if nodes or not TRAITS"),
     WINS("the default does not begin", "[untuned(fprop, device, nodes).method, *fits]", "fits"),
     WINS("one trial is of two kinds of kernels", "return fprop.bucket, on_hopper(fprop, device)", "return fprop.bucket, True"),
+    PARTS("each part takes a turn", "if not self.is_begun and self.settings", "if self.settings"),
+    PARTS("only the first part runs by its turn", "self.config if self.trial is None else", "self.config if self.is_begun else"),
+    PARTS("Ulysses takes no turns", "self.name, tries=True)", "self.name)"),
+    PARTS("a part alone is timed", "self.rows_of_rank * self.world_size", "self.parts[0].last * self.batch * self.world_size"),
+    PARTS("Ulysses' backward is timed as forward", "return self._timed(self.trial.fprop.dgrad.kind) if",
+          "return self._timed(self.trial.fprop.kind) if"),
+    PARTS("a backward that gives no dx is timed", "if wants_dx else nullcontext()", "if True else nullcontext()",
+          f"{ULYSSES}::test_what_is_not_timed"),
+    PLANS("what stands in for a method is timed as that", "candidate.method if isinstance(candidate, Candidate) else None",
+          "self.in_trial.methods[self.candidates.index(candidate)]", f"{ULYSSES}::test_what_stands_in_is_not_timed"),
     CALLS("a gather takes no turns", "w_shard_n, bias, group, config, name, tries=True).next_call(name)",
           "w_shard_n, bias, group, config, name, tries=True).linear(name)"),
     CALLS("a scatter takes no turns", "w_shard_k, bias, group, config, name, tries=True).next_call(name)",
