@@ -79,8 +79,14 @@ def compare(plan: Plan, number: int, overlap: OverlapConfig, world: World, layou
     for run in trained.values():
         run.release()  # NCCL does not end while a graph holds its calls
     layouts.use(measured.settings)
-    forget_graphs(parallel_state.get_tensor_model_parallel_group())
+    forget_captured()
     return measured
+
+
+def forget_captured() -> None:
+    """Let symmetric memory be replaced again, for the next model: graphs may have captured that of either parallelism."""
+    for group in (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()):
+        forget_graphs(group)
 
 
 def start_all(plan: Plan, shared: Shared, measured: Measured, world: World) -> dict[str, Trained]:

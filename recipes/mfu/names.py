@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from overlap_train.tools.bench.style import AGAIN
 
 MEGATRON, OVERLAP, ASYNC_TP = "megatron", "overlap", "async_tp"
-OVERLAP_GRAPH, MEGATRON_GRAPH = "overlap_graph", "megatron_graph"
-GRAPHS = {OVERLAP_GRAPH: OVERLAP, MEGATRON_GRAPH: MEGATRON}  # these two with their passes in a CUDA graph
 NCCL = "nccl"  # our modules by NCCL and cuBLAS, one after the other: method collective
+OVERLAP_GRAPH, MEGATRON_GRAPH, NCCL_GRAPH = "overlap_graph", "megatron_graph", "nccl_graph"
+GRAPHS = {OVERLAP_GRAPH: OVERLAP, MEGATRON_GRAPH: MEGATRON, NCCL_GRAPH: NCCL}  # these with their passes in a CUDA graph
 DATA_PARALLEL = "data_parallel"  # context parallelism 1: every rank has whole sequences of its own
 TE, TE_OVERLAP = "te", "te_overlap"
 TE_USERBUFFERS, TE_RING = "te_userbuffers", "te_userbuffers_ring"
@@ -20,11 +20,11 @@ TENSOR_PARALLEL_DEFAULTS = (MEGATRON, OVERLAP, ASYNC_TP)
 ULYSSES_DEFAULTS = (NCCL, "chunked", "fused", "direct", OVERLAP)
 OTHERS = (NCCL, DATA_PARALLEL, *TRANSFORMER_ENGINE)  # only when asked for
 
-_BASELINES = (MEGATRON, NCCL, TE)
+_BASELINES, _GRAPH_BASELINES = (MEGATRON, NCCL, TE), (MEGATRON_GRAPH, NCCL_GRAPH)
 _NOT_ULYSSES = {
     MEGATRON: f"Megatron-Core's own modules have no context parallelism; take {NCCL}, or {DATA_PARALLEL} for its losses",
     ASYNC_TP: f"PyTorch's async-TP has no all-to-all; take {NCCL}",
-    **dict.fromkeys(GRAPHS, "CUDA graphs are compared without context parallelism"),
+    MEGATRON_GRAPH: f"Megatron-Core's own modules have no context parallelism; take {NCCL_GRAPH}",
     **dict.fromkeys(USERBUFFERS, f"userbuffers overlap tensor parallelism only; take {TE}"),
 }
 
@@ -59,9 +59,8 @@ def is_transformer_engine(name: str) -> bool:
 
 def speed_baseline(names: Collection[str], of: str = "") -> str | None:
     """What the step of a variant is compared with: the first baseline that ran. A graph is compared with a graph."""
-    if is_graph(of):
-        return MEGATRON_GRAPH if MEGATRON_GRAPH in names else None
-    return next((name for name in _BASELINES if name in names), None)
+    baselines = _GRAPH_BASELINES if is_graph(of) else _BASELINES
+    return next((name for name in baselines if name in names), None)
 
 
 def loss_baseline(names: Collection[str]) -> str:

@@ -154,11 +154,21 @@ def test_a_graph_has_no_timeline_and_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert world.said == [" small: no timeline of overlap_graph: a replay does not launch the layers' markers"]
 
 
+def test_memory_of_both_groups_is_free_of_graphs_for_the_next_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[str] = []
+    monkeypatch.setattr(measuring, "forget_graphs", forgotten.append)
+    for name in ("tensor_model", "context"):
+        monkeypatch.setattr(measuring.parallel_state, f"get_{name}_parallel_group", lambda name=name: name)
+    measuring.forget_captured()
+    assert forgotten == ["tensor_model", "context"]
+
+
 def test_obstacles_of_graphs() -> None:
     assert variants.obstacle("overlap_graph", SETTINGS, CPU) == "CUDA graphs need CUDA devices"
     assert variants.obstacle("overlap_graph", SETTINGS, CUDA) is None
     assert "size 1" in str(variants.obstacle("overlap_graph", Settings(tp=1), CUDA))
     assert variants.obstacle("megatron_graph", Settings(tp=1), CUDA) is None
+    assert variants.obstacle("overlap_graph", Settings(tp=1, cp=2), CUDA) is None
     assert "--recompute full" in str(variants.obstacle("megatron_graph", Settings(tp=2, recompute="full"), CUDA))
 
 
@@ -168,10 +178,11 @@ def test_a_graph_variant_is_its_eager_twin_but_for_the_flag(monkeypatch: pytest.
     monkeypatch.setattr(variants, "build_trainer", lambda settings, model: None)
     monkeypatch.setattr(variants, "with_graph", lambda trainer: trainer)
     overlap = OverlapConfig(method="chunked")
-    names = ("overlap", "overlap_graph again", "megatron", "megatron_graph", "fused")
+    names = ("overlap", "overlap_graph again", "megatron", "megatron_graph", "fused", "nccl_graph")
     layouts: Any = SimpleNamespace(use=lambda settings: None)
     main_grads = [variants.build_variant(name, SETTINGS, overlap, CUDA, layouts).main_grad for name in names]
-    assert [settings.cuda_graph for settings, _ in built] == [0, 1, 0, 1, 0]
-    assert [config for _, config in built] == [overlap, overlap, None, None, OverlapConfig(method="fused")]
-    assert main_grads == ["accumulate", "accumulate", "off", "off", "accumulate"]
+    assert [settings.cuda_graph for settings, _ in built] == [0, 1, 0, 1, 0, 1]
+    by_name = [OverlapConfig(method="fused"), OverlapConfig(method="collective")]
+    assert [config for _, config in built] == [overlap, overlap, None, None, *by_name]
+    assert main_grads == ["accumulate", "accumulate", "off", "off", "accumulate", "accumulate"]
     assert label_of("overlap_graph again") == "overlap_train, CUDA graph again"

@@ -52,6 +52,7 @@ def test_graphs_are_variants_that_must_be_asked_for() -> None:
     assert asked.names == ("megatron", "overlap_graph", "megatron_graph", "overlap_graph" + AGAIN)
     assert [is_graph(name) for name in asked.names] == [False, True, True, True]
     assert not any(is_graph(name) for name in plan().names)
+    assert plan("--cp 2 --variants nccl,overlap_graph,nccl_graph").names == ("nccl", "overlap_graph", "nccl_graph")
 
 
 def test_context_parallelism_has_variants_and_fewer_layers_of_its_own() -> None:
@@ -73,13 +74,15 @@ def test_what_others_are_compared_with() -> None:
     assert speed_baseline(["te_overlap", "te"]) == "te"
     assert speed_baseline(["data_parallel", "fused"]) is None
     assert speed_baseline(["megatron", "overlap_graph"], "overlap_graph") is None
+    assert speed_baseline(["nccl_graph", "megatron_graph", "megatron"], "overlap_graph again") == "megatron_graph"
+    assert speed_baseline(["nccl", "overlap_graph", "nccl_graph"], "overlap_graph") == "nccl_graph"
     assert loss_baseline(["nccl", "data_parallel"]) == "data_parallel"
     assert loss_baseline(["fused", "direct"]) == "fused"
 
 
 WRONG = [
     ("--cp 2 --variants megatron", ["--variants megatron with --cp 2", "take nccl"]),
-    ("--cp 2 --variants nccl,overlap_graph", ["--variants overlap_graph with --cp 2"]),
+    ("--cp 2 --variants nccl_graph,megatron_graph", ["--variants megatron_graph with --cp 2", "take nccl_graph"]),
     ("--cp 2 --variants te_userbuffers", ["--variants te_userbuffers with --cp 2", "take te"]),
     ("--variants data_parallel,overlap", ["--variants data_parallel without --cp", "take megatron"]),
     ("--model llama3-8b,llama3-70b --variants te_userbuffers", ["te_userbuffers", "one --model"]),
