@@ -224,6 +224,6 @@ class GlooTransport:
         for node in range(self._topology.nodes):
             if node != self._topology.node:
                 self._send(goodbye, self._topology.twin(node), _HEADER)
+        self.join()  # first: a peer that has heard everything may end, and gloo would call what has been sent lost
         for receiver in self._receivers:
             receiver.join(_CLOSE_S)
-        self.join()

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def probed(device_name: str, findings: Sequence[Finding], crossed: bool = True) 
     made = replace(base, source=f"overlap-train doctor on {device_name}", **rates, measured=_RATES)
     network = _of_network(findings) if crossed else []
     probes = (("copy_gbs", _OF_PROBE, _figures(findings, "link")), ("nic_gbs", 1.0, network))
-    links = {name: round(part * statistics.median(gbs), 1) for name, part, gbs in probes if gbs}
+    links: dict[str, Any] = {name: round(part * statistics.median(gbs), 1) for name, part, gbs in probes if gbs}
     return replace(made, **links, measured=(*_RATES, *links))
 
 
