@@ -79,7 +79,7 @@ def choose(requested: str, pass_: Pass, device: torch.device, table: Table, node
     nodes: that the group spans. What a group of another number has measured says nothing about it.
     """
     winner = winner_of(pass_, device, table, nodes)
-    choice = _method(requested, pass_, device, table, winner, nodes)
+    choice = _method(requested, pass_, device, winner, nodes)
     variant = _variant(choice.method, pass_, device, winner, nodes)
     return replace(choice, reason=f"{choice.reason}{variant}", variant=variant)
 
@@ -134,13 +134,11 @@ def _collides(pass_: Pass, method: str) -> bool:
     return pass_.kind == SCATTER_AND_WGRAD and pass_.copy_us > max(LONG_COPY_US, pass_.gemm_us)
 
 
-def _method(
-    requested: str, pass_: Pass, device: torch.device, table: Table, winner: Winner | None, nodes: int
-) -> Choice:
+def _method(requested: str, pass_: Pass, device: torch.device, winner: Winner | None, nodes: int) -> Choice:
     if requested != "auto":
         return Choice(requested, "asked for")
     if winner is not None:
-        return Choice(winner.method, f"auto: tuned for {winner.measured} on {table.where}")
+        return Choice(winner.method, f"auto: tuned for {winner.measured}")
     return untuned(pass_, device, nodes)
 
 

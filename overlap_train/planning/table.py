@@ -117,21 +117,15 @@ class Winner:
 class Table:
     """The winners of one key, by bucket."""
 
-    gpu: str
     winners: Mapping[Bucket, Winner]
     nodes: int = 1
-
-    @property
-    def where(self) -> str:
-        """What they were measured on, in words."""
-        return self.gpu + f" on {self.nodes} nodes" * (self.nodes > 1)
 
     def find(self, pass_: Pass) -> Winner | None:
         """The winner for a pass, or None."""
         return self.winners.get(pass_.bucket)
 
 
-UNTUNED = Table("", {})
+UNTUNED = Table({})
 
 
 def path_of(folder: str, key: Key) -> Path:
@@ -145,7 +139,7 @@ def read(folder: str, key: Key) -> Table:
     try:
         return _from_document(json.loads(path.read_text()), key)
     except FileNotFoundError:
-        return Table(key.gpu, {}, key.nodes)
+        return Table({}, key.nodes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         warnings.warn(
@@ -153,7 +147,7 @@ def read(folder: str, key: Key) -> Table:
             f"again, or name another folder ({flag_name('tuning_dir')})",
             stacklevel=2,
         )
-        return Table(key.gpu, {}, key.nodes)
+        return Table({}, key.nodes)
 
 
 def save(folder: str, key: Key, winners: Iterable[Winner]) -> Path:
@@ -184,7 +178,7 @@ def _from_document(document: dict[str, Any], key: Key) -> Table:
     if found != asdict(key):
         raise ValueError(f"it was measured with {found}, this is {asdict(key)}")
     winners = [_from_entry(entry, key.world) for entry in document["winners"]]
-    return Table(key.gpu, {winner.measured.bucket: winner for winner in winners}, key.nodes)
+    return Table({winner.measured.bucket: winner for winner in winners}, key.nodes)
 
 
 def _from_entry(entry: dict[str, Any], world: int) -> Winner:

@@ -32,10 +32,10 @@ class Variant:
 
     def __str__(self) -> str:
         return (
-            "; blocks are sent whole" * (self.whole or self.chunks == 1)
-            + f"; blocks are sent in {self.chunks} chunks" * (self.chunks > 1)
-            + "; the reduction runs in a second kernel" * self.split_reduction
-            + "; starts with a barrier" * self.barrier_first
+            "; whole blocks" * (self.whole or self.chunks == 1)
+            + f"; blocks in {self.chunks} chunks" * (self.chunks > 1)
+            + "; split reduction" * self.split_reduction
+            + "; barrier first" * self.barrier_first
         )
 
 

@@ -183,7 +183,7 @@ def test_products_over_tensor_parallelism_hide_exchanges_of_long_sequences() -> 
         assert _over_tp(rows.expand(shape), slot=slot) is None, positions
         half = (shape[0] // 2, *shape[1:])
         assert "too short to be cut" in str(_over_tp(rows.expand(half), slot=slot)), positions // 2
-    assert "fewer KV heads than tensor-parallel ranks" in str(_over_tp(rows.expand(4096, 1, 4096), kv=1))
+    assert "fewer KV heads than TP ranks" in str(_over_tp(rows.expand(4096, 1, 4096), kv=1))
 
 
 def test_on_gpus_both_are_hidden_where_a_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_on_gpus_both_are_hidden_where_a_method_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     x: Any = SimpleNamespace(shape=torch.Size((4096, 1, 4096)), is_cuda=True, element_size=lambda: 2, dim=lambda: 3)
     assert _over_tp(x, method="fused") is None
-    reason = "hiding both is not measured on GPUs yet: name a method, as --overlap-train-method fused"
+    reason = "not measured on GPUs yet; --overlap-train-method fused tries it"
     assert reason in str(_over_tp(x))
 
 
@@ -207,4 +207,4 @@ def test_groups_on_several_hosts_are_left_to_collectives(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     x = SimpleNamespace(shape=(4096, 1, 4096), is_cuda=True, element_size=lambda: 2)
     said = _over_tp(SimpleNamespace(**vars(x), dim=lambda: 3)) if spans else None
-    assert said == ("the context-parallel ranks are not on the GPUs of one host" if spans else None)
+    assert said == ("CP ranks are not on the GPUs of one host" if spans else None)

@@ -42,10 +42,9 @@ def test_a_checkpoint_of_the_one_loads_in_the_other(ranks: list[dict[str, Any]],
 
 def test_the_table_tells_what_tensor_parallelism_overlaps_from_what_is_exchanged(ranks: list[dict[str, Any]]):
     methods = {name: (method, reason) for name, method, reason in ranks[0]["tp 2 x ulysses 2"]["table"]}
-    exchanged = "; all-to-all over 2 context-parallel ranks: collective, not overlapped"
-    exchanged += ": too short to be cut into parts that hide each other's exchange"
-    assert methods["decoder.layers.0.self_attention.linear_qkv"] == ("chunked", "asked for" + exchanged)
-    assert methods["decoder.layers.1.self_attention.linear_proj"] == ("chunked", "asked for" + exchanged)
+    exchanged = "all-to-all over 2 CP ranks not overlapped: too short to be cut into parts"
+    assert methods["decoder.layers.0.self_attention.linear_qkv"] == ("chunked", f"{exchanged}; asked for")
+    assert methods["decoder.layers.1.self_attention.linear_proj"] == ("chunked", f"{exchanged}; asked for")
     assert methods["decoder.layers.0.mlp.linear_fc1"] == ("chunked", "asked for")
     alone = {name: (method, reason) for name, method, reason in ranks[0]["ulysses 4"]["table"]}
     assert alone["decoder.layers.0.self_attention.linear_qkv"] == ("chunked", "asked for")
@@ -53,7 +52,7 @@ def test_the_table_tells_what_tensor_parallelism_overlaps_from_what_is_exchanged
 
 def test_the_table_says_that_parts_hide_each_others_exchange(ranks: list[dict[str, Any]]):
     for facts in (rank["tp 2 x ulysses 2 in parts"] for rank in ranks):
-        hidden = "asked for; 2 parts, of which one's product hides another's exchange"
+        hidden = "2 parts, whose products hide exchanges; asked for"
         rows = {name.rpartition(".layers.")[2]: row for name, *row in facts["rows"]}
         assert rows["0.self_attention.linear_qkv"] == [
             "AG(x) + GEMM (TP 2), A2A (CP 2)", "A2A(dy) (CP 2), GEMM + RS (TP 2)", "AG(x) under dgrad, then GEMM", hidden,

@@ -21,10 +21,11 @@ from tests.megatron.workers import Workers
 
 OVERLAP = OverlapConfig(method="collective")
 SETTINGS = {
-    "gate": ({"attention_output_gate": True}, r"attention_output_gate=True .*set it to False, or set cp_comm_type"),
-    "softmax": ({"softmax_type": "off-by-one"}, r"softmax_type='off-by-one' .*heads.*'vanilla'"),
-    "clip": ({"qk_clip": True}, r"qk_clip=True .*logits"),
-    "heads": ({"num_attention_heads": 3, "kv_channels": 8, "num_query_groups": 3}, r"cp_comm_type='a2a': heads.query=3"),
+    "gate": ({"attention_output_gate": True}, r"attention_output_gate=True: .*set it to False, or set cp_comm_type"),
+    "softmax": ({"softmax_type": "off-by-one"}, r"softmax_type='off-by-one': .*heads.*'vanilla'"),
+    "clip": ({"qk_clip": True}, r"cp_comm_type='a2a' in the model's config, but qk_clip=True: .*logits"),
+    "heads": ({"num_attention_heads": 3, "kv_channels": 8, "num_query_groups": 3},
+              r"heads per TP rank: heads.query=3 .* divides 3, or set"),
     "window": ({"window_size": (4, 0)}, r"config.window_size=\(4, 0\): sliding windows"),
     "ring": ({"cp_comm_type": "p2p"}, r"cp_comm_type='p2p': .*--cp-comm-type a2a"),
     "default": ({"cp_comm_type": None}, r"cp_comm_type=None: .*--cp-comm-type a2a"),
@@ -76,12 +77,15 @@ def other_attention() -> None:
     for layer in model.decoder.layers:
         layer.self_attention.__class__ = Own
     before = dict(model.named_parameters())
-    with pytest.raises(ValueError, match=r"Own with cp_comm_type='a2a': .*on_unsupported='fallback'"):
+    with pytest.raises(ValueError, match=r"cp_comm_type='a2a' .*, but Own: .*; set .*on_unsupported='fallback'"):
         enable(model, OVERLAP)
     table = enable(model, OverlapConfig(method="collective", on_unsupported="fallback"))
-    assert "Own with cp_comm_type='a2a'" in table.problem
+    assert "cp_comm_type='a2a' in the model's config, but Own: " in table.problem
     (reason,) = {row.reason for row in table.linears if row.slot == "qkv"}
-    assert "tensor-parallel size 1" in reason and "context parallelism: Own with" in reason
+    assert reason == (
+        "context parallelism: Own: only Megatron-Core's SelfAttention has an overlapped form; "
+        "tensor-parallel size 1: nothing to communicate"
+    )
     assert all(type(layer.self_attention) is Own for layer in model.decoder.layers)
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
 

@@ -100,8 +100,8 @@ def expected(winner: Winner, pass_: Pass) -> tuple[str, int, str]:
     """What `auto` makes of it. CPU processes send whole blocks where nothing was measured."""
     variant = winner.variant_of(winner.method)
     chunks = max(1, variant.chunks) if variant else 1
-    told = {1: ""}.get(chunks, f"; blocks are sent in {chunks} chunks")
-    return winner.method, chunks, f"auto: tuned for {pass_} on cpu on 2 nodes{told}"
+    told = {1: ""}.get(chunks, f"; blocks in {chunks} chunks")
+    return winner.method, chunks, f"auto: tuned for {pass_}{told}"
 
 
 def test_what_was_measured_on_two_nodes_is_what_auto_does_there_and_only_there(
@@ -139,7 +139,7 @@ def test_the_number_of_chunks_that_was_fastest_runs_and_is_right(tmp_path: Path)
     save(str(tmp_path), of_key(NODES), winners("chunked", "chunked in 4"))
     for name, (method, chunks, reason) in trained(tmp_path).items():
         if name in TP:
-            assert (method, chunks) == ("chunked", 4) and reason.endswith("on 2 nodes; blocks are sent in 4 chunks")
+            assert (method, chunks) == ("chunked", 4) and reason.endswith("; blocks in 4 chunks")
 
 
 def test_rows_of_one_node_and_of_two_are_never_mixed(tmp_path: Path) -> None:

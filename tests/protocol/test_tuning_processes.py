@@ -120,7 +120,7 @@ def test_the_second_run_uses_what_the_first_has_measured_and_says_so(
     for name, pass_ in PASSES.items():
         winner = table.find(pass_)
         assert winner is not None
-        assert first[name] == (winner.method, f"auto: tuned for {pass_} on cpu")
+        assert first[name] == (winner.method, f"auto: tuned for {pass_}")
 
 
 def slow(start: Callable[..., Any]) -> Callable[..., Any]:

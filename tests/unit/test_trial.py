@@ -13,11 +13,11 @@ from overlap_train.planning.trial import is_known, key_of, methods_to_try, winne
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FPROP = Pass(GATHER, 64, 32, 16, torch.float32, 2)  # whose default on the CPU is chunked
-UNTUNED = Table("", {})
+UNTUNED = Table({})
 
 
 def _table(*passes: Pass) -> Table:
-    return Table("", {pass_.bucket: Winner(pass_, "collective", {}) for pass_ in passes})
+    return Table({pass_.bucket: Winner(pass_, "collective", {}) for pass_ in passes})
 
 
 def _times(**ms: float) -> dict[tuple[str, str], float]:

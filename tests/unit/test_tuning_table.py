@@ -35,7 +35,7 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     path = save(str(tmp_path), KEY, [WON])
     other = Winner(FC2, "direct", {"direct": 0.5})
     assert save(str(tmp_path), KEY, [other]) == path, "added to what is there"
-    assert read(str(tmp_path), KEY) == Table("NVIDIA H200", {FC1.bucket: WON, FC2.bucket: other})
+    assert read(str(tmp_path), KEY) == Table({FC1.bucket: WON, FC2.bucket: other})
     again = Winner(replace(FC1, m=7000), "chunked", {"chunked": 0.9})
     save(str(tmp_path), KEY, [again])
     assert read(str(tmp_path), KEY).winners == {FC1.bucket: again, FC2.bucket: other}, "the bucket's newest"
@@ -86,7 +86,7 @@ def test_another_key_is_never_used(other: dict[str, Any], tmp_path: Path) -> Non
 def test_a_missing_folder_is_an_empty_table(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert read(str(tmp_path / "nowhere"), KEY) == Table("NVIDIA H200", {})
+        assert read(str(tmp_path / "nowhere"), KEY) == Table({})
 
 
 def entry(**change: Any) -> str:
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_used_is_one_warning_with_its_name_and_the_fix(fau
     path, content = path_of(str(tmp_path), KEY), BROKEN[fault]
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(UserWarning, match="cannot be used") as caught:
-        assert read(str(tmp_path), KEY) == Table("NVIDIA H200", {})
+        assert read(str(tmp_path), KEY) == Table({})
     (warning,) = caught
     text = str(warning.message)
     assert str(path) in text and "overlap-train tune" in text and "--overlap-train-tuning-dir" in text

@@ -12,14 +12,14 @@ from .core import heads_of, is_transformer_engines
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-WAY_OUT = (
+_WAY_OUT = (
     "set cp_comm_type to 'p2p' or 'all_gather' for TransformerEngine's own context parallelism, or leave it to "
     "TransformerEngine with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
 )
 
 
 def bad_setting(config: TransformerConfig, ranks: int) -> str | None:
-    """The setting of a model under which an attention cannot exchange over `ranks` ranks, in one sentence; or None."""
+    """The setting of a model under which an attention cannot exchange over `ranks` ranks, its rule and way out; or None."""
     rules = (
         (
             "multi_latent_attention",
@@ -34,25 +34,29 @@ def bad_setting(config: TransformerConfig, ranks: int) -> str | None:
     for field, wanted, rule in rules:
         value = getattr(config, field, wanted)
         if value != wanted:
-            return f"{field}={value!r} in the model's config with cp_comm_type='a2a': {rule}; set it to {wanted!r}, or {WAY_OUT}"
-    problem = heads_of(config).error(ranks, "cp_comm_type='a2a'")
-    return None if problem is None else f"{problem} (tensor-parallel ranks divide the heads first), or {WAY_OUT}"
+            return f"{field}={value!r}: {rule}; set it to {wanted!r}"
+    return heads_of(config).error(ranks, "heads per TP rank")
+
+
+def in_full(why: str | None) -> str | None:
+    """What is raised for an attention that cannot exchange; `why` alone fits into the table of linears. None for None."""
+    if why is None:
+        return None
+    return f"cp_comm_type='a2a' in the model's config, but {why}{', or' if '; ' in why else ';'} {_WAY_OUT}"
 
 
 def why_not_turned(attention: Any) -> str | None:
-    """Why a built attention with cp_comm_type "a2a" cannot become ours, in one sentence; None: it can, or is."""
+    """Why a built attention with cp_comm_type "a2a" cannot become ours; None: it can, or is."""
     config, kind = attention.config, type(attention)
     if isinstance(attention, MultiLatentAttention):
         return bad_setting(config, 1)
     if issubclass(kind, CrossAttention):
-        return f"{kind.__name__} with cp_comm_type='a2a': only self-attention has one sequence to exchange; {WAY_OUT}"
+        return f"{kind.__name__}: only self-attention has one sequence to exchange"
     if kind is not SelfAttention:
-        return f"{kind.__name__} with cp_comm_type='a2a': only Megatron-Core's SelfAttention has an overlapped form; {WAY_OUT}"
+        return f"{kind.__name__}: only Megatron-Core's SelfAttention has an overlapped form"
     if not is_transformer_engines(attention.core_attention):
-        return (
-            f"core attention {type(attention.core_attention).__name__} with cp_comm_type='a2a': only TransformerEngine's can be "
-            f"rebuilt for all rows and some heads; build the model from gpt_block_spec, or {WAY_OUT}"
-        )
+        core = type(attention.core_attention).__name__
+        return f"core attention {core}: only TransformerEngine's can be rebuilt; build the model from gpt_block_spec"
     return bad_setting(config, attention.pg_collection.cp.size())
 
 

@@ -29,7 +29,7 @@ from ..linears.exchange import Exchange
 from ..linears.ulysses import exchanges
 from ..packed import Documents, cut_of, documents_of
 from .collective import Heads, collective_to_heads, collective_to_sequence
-from .conditions import bad_setting, refuse_call
+from .conditions import bad_setting, in_full, refuse_call
 from .core import core_of_rank, heads_of, is_transformer_engines, without_group
 from .norms import norm_within
 from .whole import WholeSequence
@@ -46,7 +46,7 @@ class UlyssesSelfAttention(SelfAttention):
     ) -> None:  # fmt: skip
         """Raises ValueError for settings of `config` with which there is no Ulysses attention, and another cp_comm_type."""
         ranks = config.context_parallel_size
-        problem = _other_type(cp_comm_type) or bad_setting(config, ranks)
+        problem = _other_type(cp_comm_type) or in_full(bad_setting(config, ranks))
         if problem is not None:
             raise ValueError(problem)
         inner = replace(submodules, core_attention=functools.partial(core_of_rank, submodules.core_attention, ranks))

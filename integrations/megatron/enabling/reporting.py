@@ -19,7 +19,8 @@ from ..linears.in_model import Model, groups_of, is_overlapped, is_row, named_li
 from ..linears.ulysses import exchanges
 from .passes import exchanges_now, in_two_groups, passes
 
-REASON_WIDTH = 160  # of the table's column
+# Of the table's column. Every reason fits, with the largest sizes; what follows that of an exchange may be cut.
+REASON_WIDTH = 160
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,10 @@ def _with_exchange(row: LinearReport, linear: Any, attention: Any) -> LinearRepo
     ranks = attention.pg_collection.cp.size()
     if is_ulysses(attention):
         apart = linear.overlap.apart if exchanges(linear) else None
-        said = f"all-to-all over {ranks} context-parallel ranks: collective, not overlapped"
-        said += "" if apart is None else f": {apart}"
+        said = f"all-to-all over {ranks} CP ranks not overlapped" + ("" if apart is None else f": {apart}")
     else:
         said = f"context parallelism: {why_not_ulysses(attention) or 'not enabled'}"
-    return replace(row, reason=f"{row.reason}; {said}")
+    return replace(row, reason=f"{said}; {row.reason}")
 
 
 def _report_linear(name: str, linear: Any) -> LinearReport:
@@ -136,7 +136,7 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
     method = fprop.method if fprop.method == dgrad.method else f"{fprop.method} / {dgrad.method}"
     reason = _both(fprop.reason, dgrad.reason)
     if in_two_groups(linear):
-        reason += f"; {linear.overlap.parts[0]} parts, of which one's product hides another's exchange"
+        reason = f"{linear.overlap.parts[0]} parts, whose products hide exchanges; {reason}"
     return method, reason
 
 
@@ -180,10 +180,10 @@ def _both(fprop: str, dgrad: str) -> str:
     """ "auto: default, not tuned: a long GEMM / a short GEMM": what both begin with is said once."""
     if fprop == dgrad:
         return fprop
-    parts = dgrad.split(": ")
-    while len(parts) > 1 and fprop.startswith(dgrad.removesuffix(": ".join(parts[1:]))):
-        parts = parts[1:]
-    return f"{fprop} / {': '.join(parts)}"
+    common, ends = "", [found.end() for found in re.finditer(": |tuned for ", dgrad)]
+    for end in ends:
+        common = dgrad[:end] if fprop.startswith(dgrad[:end]) else common
+    return f"{fprop} / {dgrad.removeprefix(common)}"
 
 
 def _grouped(linears: Sequence[LinearReport]) -> list[LinearReport]:

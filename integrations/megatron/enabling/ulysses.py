@@ -10,6 +10,7 @@ import torch
 
 from overlap_train import OverlapConfig
 
+from ..attention.conditions import in_full
 from ..attention.in_model import SLOTS, is_asked_for, sharing_attentions, turn, why_not_ulysses
 from ..attention.whole import WholeSequence
 from ..linears.in_model import overlap_linear, why_not
@@ -52,4 +53,4 @@ def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) ->
     asked = [attention for attention in sharing_attentions(chunks) if is_asked_for(attention)]
     reasons = [why_not_ulysses(attention) for attention in asked]
     ours = tuple(attention for attention, reason in zip(asked, reasons, strict=True) if reason is None)
-    return Attentions(ours, next(filter(None, reasons), None))
+    return Attentions(ours, in_full(next(filter(None, reasons), None)))

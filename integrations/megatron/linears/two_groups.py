@@ -25,13 +25,13 @@ def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
     assert exchange.group is not None
     is_qkv = linear.overlap.slot == "qkv"
     if is_qkv and linear.weight.shape[0] != exchange.heads.features:
-        return "fewer KV heads than tensor-parallel ranks: Megatron gathers the product first"
+        return "fewer KV heads than TP ranks: Megatron gathers the product first"
     if x.is_cuda and spans_hosts(exchange.group, torch.cuda.device_count()):
-        return "the context-parallel ranks are not on the GPUs of one host"
+        return "CP ranks are not on the GPUs of one host"
     if x.is_cuda and linear.overlap.config.method == "auto":
-        return f"hiding both is not measured on GPUs yet: name a method, as {flag_name('method')} fused, to try it"
+        return f"not measured on GPUs yet; {flag_name('method')} fused tries it"
     if parts_of_call(linear, x, exchange)[0] == 1:
-        return "too short to be cut into parts that hide each other's exchange"
+        return "too short to be cut into parts"
     return None
 
 

@@ -41,14 +41,14 @@ def tuned(folder: Path, world: int) -> Table:
     """What `auto` and the variants of methods went by: the first tables of tune.md, which are those of the record."""
     path = folder / "tune.md"
     if not path.exists():
-        return Table("", {})
+        return Table({})
     newest = "\n## ".join(path.read_text().split("\n## ")[:2])
     winners = [
         _winner(*entry, world)
         for block in re.findall(r"```\n(linear.*?)```", newest, re.S)
         for entry in _entries(block)
     ]
-    return Table("the record's GPUs", {winner.measured.bucket: winner for winner in winners})
+    return Table({winner.measured.bucket: winner for winner in winners})
 
 
 def _entries(block: str) -> list[tuple[Row, str]]:

@@ -1,0 +1,215 @@
+"""Every reason that the table of linears can show fits its column, with the longest names and largest sizes that are plausible.
+
+An exchange's reason comes first, so that it is there in full whatever follows it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+from overlap_train import OverlapConfig
+from overlap_train.integrations.megatron.attention import conditions as of_attention
+from overlap_train.integrations.megatron.attention import in_model as attentions
+from overlap_train.integrations.megatron.enabling import reporting
+from overlap_train.integrations.megatron.enabling.reporting import REASON_WIDTH, LinearReport, Report
+from overlap_train.integrations.megatron.linears import conditions, in_model, transformer_engine, two_groups, ulysses
+from overlap_train.planning.choice import choose
+from overlap_train.planning.passes import Pass
+from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from overlap_train.planning.table import UNTUNED, Table, Winner
+from overlap_train.planning.trial import methods_to_try
+from overlap_train.planning.variants import IN_CHUNKS, PLAIN, VARIANTS
+
+BF16, GPU, CPU = torch.bfloat16, torch.device("cuda", 0), torch.device("cpu")
+# 1 Mi tokens; Qwen's vocabulary; Llama-3 405B's feed-forward layer. 1024 ranks, and a class with a long name.
+M, N, K, RANKS = 1 << 20, 152064, 53248, 1024
+LONG_NAME = "TransformerEngineLayerNormColumnParallelLinear"
+HOLE = max(LONG_NAME, "torch.bfloat16", f"{M}", key=len)
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+def untuned() -> Iterator[str]:
+    """Of linears of all kinds that were never measured."""
+    kinds, rows = (GATHER, SCATTER, A2A_GEMM, GEMM_A2A), (8, 256, 512, 1024, 4096, 16384, M)
+    sizes = itertools.product(
+        kinds, rows, (1024, 6144, N, 4097), (1024, 16384, K, 4097), (2, 8, 64), (1, 2), (GPU, CPU)
+    )
+    for kind, m, n, k, world, nodes, device in sizes:
+        fprop = Pass(kind, m, n, k, BF16, world)
+        for method in ("auto", "fused", "direct", "low_latency", "chunked", "collective"):
+            both = (choose(method, one, device, UNTUNED, nodes).reason for one in (fprop, fprop.dgrad))
+            yield reporting._both(*both)
+
+
+def tuned() -> Iterator[str]:
+    """Of linears that were measured, forward and backward in sizes of their own and in every variant."""
+    pairs = [(1, *pair) for pair in itertools.product(set(VARIANTS) - set(IN_CHUNKS), repeat=2)]
+    for nodes, first, second in [*pairs, *((2, *pair) for pair in itertools.product(IN_CHUNKS, repeat=2))]:
+        fprop = Pass(GATHER, M, N, K, BF16, 64)
+        measured = Pass(GATHER, M - 1, N - 64, K - 64, BF16, 64), fprop.dgrad
+        winners = [
+            Winner(one, "fused", {PLAIN.named("fused"): 2.0, variant.named("fused"): 1.0})
+            for one, variant in zip(measured, (first, second), strict=True)
+        ]
+        table = Table({winner.measured.bucket: winner for winner in winners}, nodes)
+        both = [choose("auto", one, GPU, table, nodes).reason for one in (fprop, fprop.dgrad)]
+        assert all("tuned for" in reason for reason in both)
+        yield reporting._both(*both)
+
+
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> str:
+    trial = SimpleNamespace(methods=methods_to_try(Pass(GATHER, 256, 4096, 4096, BF16, 8), GPU, 1), steps=10**6)
+    assert len(trial.methods) == 5
+    monkeypatch.setattr(reporting, "made_domain", lambda group: SimpleNamespace(book=SimpleNamespace(trials=trials)))
+    trials = SimpleNamespace(under_way=lambda fprop: trial)
+    monkeypatch.setattr(reporting, "groups_of", lambda linear: [None])
+    monkeypatch.setattr(reporting, "_forward_pass", lambda linear, domain: None)
+    monkeypatch.setattr(reporting, "_tries", lambda linear: True)
+    return reporting._method_and_reason(SimpleNamespace(overlap=SimpleNamespace(sizes=())))[1]
+
+
+def in_two_groups(reason: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a linear whose parts hide exchanges: a method is named for it, or it is one of CPU processes."""
+    monkeypatch.setattr(reporting, "made_domain", lambda group: SimpleNamespace(book=SimpleNamespace(trials=trials)))
+    trials = SimpleNamespace(under_way=lambda fprop: None)
+    for name in ("_forward_pass", "_tries", "groups_of"):
+        monkeypatch.setattr(reporting, name, lambda *args: [None])
+    monkeypatch.setattr(reporting, "_choices", lambda *args: [SimpleNamespace(method="", reason=reason)] * 2)
+    monkeypatch.setattr(reporting, "in_two_groups", lambda linear: True)
+    return reporting._method_and_reason(SimpleNamespace(overlap=SimpleNamespace(sizes=(), parts=(128, M))))[1]
+
+
+def texts_of(*functions: FunctionType) -> list[str]:
+    """What functions return as text, each variable part as long as the longest name."""
+    found = []
+    for function in functions:
+        for node in ast.walk(ast.parse(inspect.getsource(function))):
+            if isinstance(node, ast.Return) and isinstance(node.value, ast.Constant | ast.JoinedStr):
+                pieces = getattr(node.value, "values", [node.value])
+                found.append("".join(str(p.value) if isinstance(p, ast.Constant) else HOLE for p in pieces))
+    return [text for text in found if " " in text]
+
+
+NO_REASONS = (conditions.bad_combination, conditions._sentence)  # these are raised, or printed in a line of their own
+STANDING = (
+    conditions.fallback_reason, conditions.exchange_reason, conditions._placement_reason, conditions._feature_reason,
+    conditions._weight_reason, conditions._call_reason, conditions._input_reason, in_model.why_not, ulysses.why_no_exchange,
+    transformer_engine.te_feature, reporting._method_and_reason,
+)  # fmt: skip
+
+
+def test_all_that_says_why_a_linear_does_not_overlap_is_looked_at() -> None:
+    """Whoever adds a function of reasons adds it here."""
+    for module in (conditions, transformer_engine):
+        functions = {function for _, function in inspect.getmembers(module, inspect.isfunction)}
+        speaking = {function for function in functions if function.__module__ == module.__name__ and texts_of(function)}
+        assert speaking <= {*STANDING, *NO_REASONS}
+
+
+@pytest.mark.parametrize("text", texts_of(*STANDING), ids=lambda text: text[:40])
+def test_reasons_not_to_overlap_fit(text: str) -> None:
+    assert len(text) <= REASON_WIDTH
+
+
+def test_reasons_of_methods_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {*untuned(), *tuned(), in_turn(monkeypatch)}
+    longest = max(reasons, key=len)
+    assert len(reasons) > 100 and len(longest) <= REASON_WIDTH, longest
+
+
+def test_reasons_of_parts_that_hide_exchanges_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {reason for reason in untuned() if not reason.startswith("auto") or "CPU" in reason}
+    for reason in (*named, f"auto: tuned for M={M} N={N} K={K} / M={M} N={K} K={N}"):
+        text = in_two_groups(reason, monkeypatch)
+        assert reason in text and text.index("128 parts") == 0 and len(text) <= REASON_WIDTH, text
+
+
+def attention(kind: type, core: str = "DotProductAttention", cp: int = RANKS, **settings: Any) -> Any:
+    """One under context parallelism, as far as why_not_turned looks at it."""
+    config = dict(
+        tensor_model_parallel_size=1, num_attention_heads=RANKS, num_query_groups=RANKS, kv_channels=128, cp_comm_type="a2a",
+    )  # fmt: skip
+    found = kind.__new__(kind)
+    vars(found).update(
+        config=SimpleNamespace(**config | settings), layer_number=1, core_attention=type(core, (), {})(),
+        pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: cp)),
+    )  # fmt: skip
+    return found
+
+
+def attentions_left_alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(of_attention, "is_transformer_engines", lambda core: "Transformer" in type(core).__name__)
+    latent = type(LONG_NAME, (MultiLatentAttention,), dict(get_query_key_value_tensors=None))
+    own, te = type(LONG_NAME, (SelfAttention,), {}), "TransformerEngineCore"
+    settings = dict(
+        attention_output_gate=True, softmax_type="off-by-one", qk_clip=True, log_max_attention_logit=True,
+        multi_latent_attention=True,
+    )  # fmt: skip
+    return {
+        **{name: attention(SelfAttention, te, **{name: value}) for name, value in settings.items()},
+        "latent": attention(latent, multi_latent_attention=True),
+        "query heads": attention(SelfAttention, te, cp=1000),
+        "KV heads": attention(SelfAttention, te, num_attention_heads=1000, num_query_groups=200, cp=500),
+        "cross": attention(type(LONG_NAME, (CrossAttention,), {})),
+        "own": attention(own),
+        "core": attention(SelfAttention, "FlashAttentionWithContextParallelism"),
+        "another": attention(SelfAttention, cp_comm_type="a2a+p2p"),
+    }
+
+
+def exchange_reasons(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the table says of the exchanges that no product hides."""
+    row = LinearReport("output", "output", "-", "-", "-", "-", "")
+    monkeypatch.setattr(reporting, "exchanges", lambda linear: True)
+    monkeypatch.setattr(reporting, "is_ulysses", lambda found: found is ours)
+    ours, found = SimpleNamespace(pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: RANKS))), {}
+    flags = [text.replace(HOLE, "--overlap-train-method") for text in texts_of(two_groups.why_apart)]
+    assert len(flags) == 4
+    for apart in (None, *flags):
+        linear = SimpleNamespace(overlap=SimpleNamespace(apart=apart))
+        found[str(apart)] = reporting._with_exchange(row, linear, ours).reason
+    for name, other in attentions_left_alone(monkeypatch).items():
+        assert attentions.why_not_ulysses(other) is not None, name
+        found[name] = reporting._with_exchange(row, None, other).reason
+    return {name: reason.removesuffix("; ") for name, reason in found.items()}
+
+
+def test_reasons_of_exchanges_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, reason in exchange_reasons(monkeypatch).items():
+        assert len(reason) <= REASON_WIDTH - len("..."), (name, reason)
+
+
+def test_an_exchange_comes_first_and_is_there_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a line of the table. What most calls have beside it fits, too."""
+    for exchange, method in itertools.product(exchange_reasons(monkeypatch).values(), (*tuned(), "asked for")):
+        row = LinearReport("output", "output", "-", "-", "-", "-", f"{exchange}; {method}")
+        line = str(Report((row,))).splitlines()[2]
+        assert exchange in line and len(re.split(r"\s{2,}", line)[-1]) <= REASON_WIDTH
+    for name, exchange in exchange_reasons(monkeypatch).items():
+        if exchange.startswith("all-to-all"):
+            assert len(f"{exchange}; auto: default, not tuned: a short GEMM") <= REASON_WIDTH, name
+
+
+def test_what_is_raised_says_what_the_table_says_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, other in attentions_left_alone(monkeypatch).items():
+        why = attentions.why_not_ulysses(other)
+        told = of_attention.in_full(why)
+        assert told is not None and str(why) in told, name
+        assert told.startswith("cp_comm_type='a2a' in the model's config, but ") and "on_unsupported='fallback'" in told
+    assert of_attention.in_full(None) is None
+    assert OverlapConfig().on_unsupported == "error", "who asks for nothing is told in full"
