@@ -252,7 +252,7 @@ def test_the_table_says_what_is_exchanged_and_names_are_megatrons(workers: Worke
 
 
 def trained_after_inference(overlap: OverlapConfig | None) -> bool:
-    """Whether gradients are those of a model that was not evaluated before, in inference mode, where what layers share is made."""
+    """Whether gradients are those of a model that was not evaluated in inference mode, where what layers share was made."""
     run = Run(context_parallel=2, overlap=overlap)
     expected, model = ulysses.gradients(run), ulysses.wrapped(ulysses.gpt(run))
     model.eval()
