@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .indices import kept
+
 
 @dataclass(frozen=True)
 class AttentionHeads:
@@ -53,10 +55,13 @@ class AttentionHeads:
 
         Where there are fewer KV heads than ranks, k and v of one head go to several ranks.
         """
-        if self.kv % world_size == 0:
-            return None
-        groups = torch.arange(self.features, device=device).view(self.kv, self.per_group + 2, self.dim)
-        ranks_of_group = world_size // self.kv
-        queries = groups[:, :-2].reshape(world_size, -1)
-        shared = groups[:, -2:].flatten(1).repeat_interleave(ranks_of_group, dim=0)
-        return torch.cat((queries, shared), dim=1).flatten()
+        return None if self.kv % world_size == 0 else _sent_rows(device, self, world_size)
+
+
+@kept
+def _sent_rows(device: torch.device, heads: AttentionHeads, world_size: int) -> torch.Tensor:
+    groups = torch.arange(heads.features, device=device).view(heads.kv, heads.per_group + 2, heads.dim)
+    ranks_of_group = world_size // heads.kv
+    queries = groups[:, :-2].reshape(world_size, -1)
+    shared = groups[:, -2:].flatten(1).repeat_interleave(ranks_of_group, dim=0)
+    return torch.cat((queries, shared), dim=1).flatten()

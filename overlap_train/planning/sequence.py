@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
+
+from .indices import kept
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -91,18 +92,13 @@ class SequenceLayout:
 
     def rows_of_ranks(self, rows: int, world_size: int, device: torch.device) -> torch.Tensor:
         """int64 [W, rows / W]: which row of the sequence each row of each rank is. With lengths [W, longest], -1 beyond a rank's
-        length.
-
-        A CUDA graph makes its own: what is made while it is captured is there only after a replay, and what was made before may
-        be forgotten here, and its memory used for something else, while the graph still reads it.
-        """
-        captured = device.type != "cpu" and torch.cuda.is_current_stream_capturing()
-        make = _rows_of_ranks.__wrapped__ if captured else _rows_of_ranks
-        return make(self, rows, world_size, device)
+        length."""
+        return _rows_of_ranks(device, self, rows, world_size)
 
 
-@functools.lru_cache(maxsize=32)  # 2 MB for 256 k rows; made on the device, so that nobody waits for it
-def _rows_of_ranks(layout: SequenceLayout, rows: int, world_size: int, device: torch.device) -> torch.Tensor:
+@kept
+def _rows_of_ranks(device: torch.device, layout: SequenceLayout, rows: int, world_size: int) -> torch.Tensor:
+    """Made on the device, so that nobody waits for it."""
     if layout.lengths:
         return _one_after_another(layout.lengths, device)
     if layout.kind == "contiguous" or world_size == 1:

@@ -113,6 +113,7 @@ def heads_linear(
     """A call of linear_all_to_all as planned (Linear), and the bias of this rank's columns. meaning: see Planned.linear."""
     domain = domain_of(group, config, x.device)
     copies = None if heads is None else copies_of(heads, w, bias, domain.world_size, name)
+    # Copied at each call: nothing tells when a weight has changed. Optimizers write into buffers that parameters are views of.
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
     call = Call(LINEAR_ALL_TO_ALL, w_sent, bias_sent, group, config, domain, name)

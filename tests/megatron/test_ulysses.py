@@ -251,6 +251,23 @@ def test_the_table_says_what_is_exchanged_and_names_are_megatrons(workers: Worke
         assert facts["memory"] > 0
 
 
+def trained_after_inference(overlap: OverlapConfig | None) -> bool:
+    """Whether gradients are those of a model that was not evaluated in inference mode, where what layers share was made."""
+    run = Run(context_parallel=2, overlap=overlap)
+    expected, model = ulysses.gradients(run), ulysses.wrapped(ulysses.gpt(run))
+    model.eval()
+    with torch.inference_mode():
+        ulysses.forward_step(ulysses.batches(run), model)
+    model.train()
+    ulysses.forward_backward(model, ulysses.batches(run))
+    return all(torch.equal(expected[name], p.main_grad) for name, p in model.module.named_parameters())
+
+
+@pytest.mark.parametrize("overlap", [None, CHUNKED], ids=["without overlap", "overlapped"])
+def test_training_goes_on_after_inference(workers: Workers, overlap: OverlapConfig | None) -> None:
+    assert all(workers.call(trained_after_inference, overlap))
+
+
 def in_turn(folder: str) -> list[tuple[str, str]]:
     """Method and reason of both projections while methods take turns, and after."""
     shutdown()

@@ -38,6 +38,14 @@ def test_each_rank_gets_its_query_heads_and_their_kv_heads(query: int, kv: int, 
     assert (rows is None) == (kv % world == 0), "a weight whose rows lie as they are sent is not copied"
 
 
+def test_sent_rows_are_made_once_and_also_for_training() -> None:
+    heads = AttentionHeads(16, 1, 5)
+    with torch.inference_mode():
+        rows = heads.sent_rows(4, CPU)
+    assert rows is not None and not rows.is_inference()
+    assert heads.sent_rows(4, CPU) is rows and heads.sent_rows(2, CPU) is not rows
+
+
 @pytest.mark.parametrize(
     ("heads", "world", "error"),
     [

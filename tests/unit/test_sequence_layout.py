@@ -105,6 +105,14 @@ def test_a_graph_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layout.rows_of_ranks(48, 2, device) is eager and layout.rows_of_ranks(96, 2, device) is not fresh
 
 
+@pytest.mark.parametrize("layout", [SequenceLayout(), SequenceLayout("zigzag"), SequenceLayout(lengths=(31, 33))])
+def test_rows_that_inference_has_made_are_for_training_too(layout: SequenceLayout) -> None:
+    """Autograd keeps the indices of a selection, and refuses inference tensors."""
+    with torch.inference_mode():
+        made = layout.rows_of_ranks(64, 2, torch.device("cpu"))
+    assert layout.rows_of_ranks(64, 2, torch.device("cpu")) is made and not made.is_inference()
+
+
 @pytest.mark.parametrize("kind", ["list", "tensor", "elements"])
 def test_document_starts_may_be_a_list_or_a_tensor(kind: str) -> None:
     """Ranks compare `meaning`: elements of a tensor have another hash in every process."""

@@ -88,13 +88,15 @@ class WholeSequence:
     def _kept(self, key: Any, holds: Any, answer: Callable[[], Any]) -> Any:
         """`holds`: the tensor whose address is in the key; while it is held, no other has that address.
 
-        A CUDA graph makes its own: what is made while it is captured is there only after a replay, and what was made before may
-        be forgotten here while the graph still reads it.
+        No answer is an inference tensor, which autograd would refuse in later calls. A CUDA graph makes its own: what is made
+        while it is captured is there only after a replay, and what was made before may be forgotten here while the graph still
+        reads it.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return answer()
         if key not in self._answers:
-            self._answers[key] = answer(), holds
+            with torch.inference_mode(False):
+                self._answers[key] = answer(), holds
             while len(self._answers) > _MOST_KEPT:
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)

@@ -41,6 +41,7 @@ PROJECTIONS = In("overlap_train/ulysses/attention.py", (BETWEEN_RANKS,))
 ARGUMENTS = In("overlap_train/ulysses/arguments.py", (REFUSED,))
 LAYOUT = In("overlap_train/operators/attention_layout.py", (f"{UNIT}/test_attention_layout.py",))
 HEADS = In("overlap_train/planning/heads.py", (f"{UNIT}/test_attention_heads.py",))
+INDICES = In("overlap_train/planning/indices.py", (f"{UNIT}/test_sequence_layout.py",))
 SEQUENCE = In("overlap_train/planning/sequence.py", (f"{UNIT}/test_sequence_layout.py",))
 ORDERS = In("overlap_train/planning/schedule.py", (SCHEDULE,))
 SPEC, PASSES = In("overlap_train/planning/spec.py", (PLAN,)), In("overlap_train/planning/passes.py", (PLAN,))
@@ -162,6 +163,9 @@ FAULTS = [
           ".repeat(ranks_of_group, 1)"),
     HEADS("A2A: a rank may have no KV head", "max(1, self.kv // world_size)", "self.kv // world_size"),
     HEADS("A2A: any numbers of KV heads and ranks go together", "if self.kv % world_size and world_size % self.kv:", "if False:"),
+    HEADS("A2A: the rows of copies are made in every call", "@kept\n", ""),
+    INDICES("A2A: indices of inference are kept for training", "torch.inference_mode(False)(make)", "make"),
+    INDICES("A2A: a graph reads indices that may be forgotten", "torch.cuda.is_current_stream_capturing()", "False"),
     SEQUENCE("A2A: late chunks lie as early ones", "chunks[world_size:].flip(0)", "chunks[world_size:]"),
     SEQUENCE("A2A: documents lie rank after rank", "torch.cat(parts, dim=1).contiguous()",
              "torch.cat(parts).view(world_size, -1)"),

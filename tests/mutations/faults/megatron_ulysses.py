@@ -25,6 +25,8 @@ FAULTS = [
     collective("the context is sent in the order of the sequence", "context.index_select(0, exchange.order)", "context"),
     collective("k and v of one head go to one rank only", "max(1, ranks // k.size(2))", "1"),
     whole("rotary frequencies in the order of the ranks", "whole.index_select(0, exchange.places)", "whole"),
+    whole("what inference has made is kept for training", "with torch.inference_mode(False):", "with torch.no_grad():",
+          TRAINING + "::test_training_goes_on_after_inference"),
     whole("positions count on from document to document", "if whole_pack and count", "if True or count", TRAINING),
     attention("q is rotated before its norm sees it", "None if norms_follow else self", "self"),
     attention("q and k are normalised twice", "            if norms_follow:", "            if norm or norms_follow:",
