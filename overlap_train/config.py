@@ -12,7 +12,7 @@ from .methods import TRAITS
 
 SLOTS = ("qkv", "proj", "fc1", "fc2", "output")
 METHODS = ("auto", *TRAITS)
-MOST_CTAS = 32  # of one of NCCL's communicators
+MOST_CTAS = 32  # of one of NCCL's communicators; no sum between nodes takes more either
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,12 @@ class OverlapConfig:
         0,
         "SMs that NCCL may hold to send between nodes, of GPUs only; products that run meanwhile leave them alone. 0: as many as "
         "the network needs, which is measured when the nodes are connected",
+        rule=_SMS,
+    )
+    reduce_sms: int = _setting(
+        0,
+        "SMs that the sum of a node's partial products may hold between nodes, of GPUs only; products that run meanwhile leave "
+        "them alone. 0: the fewest with which it is as fast as the network, which is measured when the nodes are connected",
         rule=_SMS,
     )
     tuning_dir: str = _setting(

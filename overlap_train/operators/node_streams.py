@@ -18,6 +18,7 @@ from ..gpu.launch import Launch
 from ..planning.schedule import Crossing
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
+from ..symmetric.node_sums import grid_of
 from .crossings import Crossings, OperandCrossings
 from .gemm_reduce_scatter import ChunkedScatter
 from .node_processes import NodeGather
@@ -72,7 +73,7 @@ class NodeStreamScatter(ChunkedScatter):
         self._crossings = Crossings(engine, call, plan.crossings, most=len(plan.crossings))
         engine.at_end(self._crossings.arrive_all)
         rows = self._a.unflatten(0, (world, -1))
-        with engine.products(plan.send_sms):
+        with engine.products(plan.spared_sms):
             for block, legs in plan.legs.by_block:
                 for leg in legs.network:
                     part = self._chunk(self._partials, block, leg.chunk)
@@ -98,7 +99,8 @@ class NodeStreamScatter(ChunkedScatter):
         for block in others:
             self._call.wait_chunk(block, chunk)
         received = self._call.blocks[:, self._call.chunk_rows(chunk)]
-        add_blocks(self._call, self._chunk(self._partials, twin, chunk), received, others, total)
+        own = self._chunk(self._partials, twin, chunk)
+        add_blocks(self._call, own, received, others, total, self._plan.reduce_sms)
 
     def _others(self, twin: int) -> list[int]:
         """The blocks in which this node's other ranks put what they have for `twin`."""
@@ -119,20 +121,27 @@ class NodeStreamScatter(ChunkedScatter):
         return y
 
 
-def add_blocks(call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor) -> None:
-    """y = own [rows, N] + received [W, rows, N] of the blocks in `order`, in that order, summed in fp32. They are here."""
+def add_blocks(
+    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
+) -> None:  # fmt: skip
+    """y = own [rows, N] + received [W, rows, N] of the blocks in `order`, in that order, summed in fp32. They are here.
+
+    sms: that it may hold; 0: all, with the same bits.
+    """
     values = (own.data_ptr(), y.data_ptr())
-    key = ("add", tuple(order), received.data_ptr(), aligned(*values))
-    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y))
+    key = ("add", tuple(order), received.data_ptr(), aligned(*values), sms)
+    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y, sms))
 
 
-def _add_launch(call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor) -> Launch:
-    from ..kernels.add_blocks import add_blocks_kernel
+def _add_launch(
+    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int
+) -> Launch:
+    from ..kernels.add_blocks import WARPS, add_blocks_kernel
 
-    block = 1024
+    programs, block = grid_of(own.numel(), own.element_size(), sms)
     arguments = dict(
         own_ptr=own, received_ptr=received, order_ptr=call.order(tuple(order)), y_ptr=y, size=own.numel(),
         pitch=received.stride(0), abort_ptr=call.abort,
     )  # fmt: skip
-    grid = (-(-own.numel() // block),)
-    return Launch(add_blocks_kernel, grid, arguments, dict(COUNT=len(order), BLOCK=block), (("own_ptr",), ("y_ptr",)))
+    constants = dict(COUNT=len(order), BLOCK=block, num_warps=WARPS)
+    return Launch(add_blocks_kernel, (programs,), arguments, constants, (("own_ptr",), ("y_ptr",)))

@@ -142,7 +142,7 @@ def products_beside(domain: OverlapDomain, started: EnginePlan | None) -> Abstra
     if started is None or not started.send_sms:
         return _NONE_SPARED
     assert isinstance(domain.engine, NodeStreamEngine)
-    return domain.engine.products(started.send_sms)
+    return domain.engine.products(started.spared_sms)
 
 
 def _across_nodes(domain: OverlapDomain, plan: EnginePlan) -> str:

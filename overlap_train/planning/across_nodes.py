@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import cost
-from .schedule import ARRIVED, LANDED, NETWORK, NODE_SUM, SCATTER, Leg
+from .schedule import ARRIVED, LANDED, NETWORK, NODE_SUM, Leg
 from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived, landed
 from .work import Work
 
@@ -75,11 +75,7 @@ def _node_sum(work: Work, leg: Leg) -> Kernel:
 
 
 def _node_sum_us(work: Work) -> float:
-    """Microseconds that the sum of a whole block over the ranks of a node takes."""
-    return cost.sum_us(work.system, (work.topology.local + 1) * work.shard_bytes)
-
-
-def sums_us(work: Work) -> float:
-    """By how many microseconds the products of a scatter are longer for the sums beside them, which want all SMs, too; 0 in other
-    passes. Not measured."""
-    return (work.topology.nodes - 1) * _node_sum_us(work) if work.plan.kind == SCATTER else 0.0
+    """Microseconds that the sum of a whole block over the ranks of a node takes on the SMs that it has, which products spare. In
+    a node of one rank there is nothing to add."""
+    local = work.topology.local
+    return cost.sum_us(work.system, (local + 1) * work.shard_bytes, work.plan.reduce_sms) if local > 1 else 0.0

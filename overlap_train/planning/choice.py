@@ -185,7 +185,7 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     if pass_.kind in EXCHANGES:
         return _model_of_exchange(pass_)
     if _hides_long_copies(pass_):
-        return "fused", "copies take long beside the GEMM"
+        return "fused", "long copies beside the GEMM"
     if pass_.m <= FEW_ROWS:
         return "direct", f"M={pass_.m} is at most {FEW_ROWS}"
     if _is_short(pass_):

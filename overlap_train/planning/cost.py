@@ -42,6 +42,20 @@ def network_sms(nic_gbs: float) -> int:
     return min(2 * math.ceil(nic_gbs / NETWORK_CTA_GBS), MOST_CTAS)
 
 
+def node_sum_gbs(local: int, wire_gbs: float) -> float:
+    """GB/s that the sum of a node of `local` ranks has to read and write to be as fast as a network of wire_gbs: all partials,
+    and the total, for each byte that crosses."""
+    return (local + 1) * wire_gbs
+
+
+def reduce_sms(system: System, local: int) -> int:
+    """SMs that the sum of a node of `local` ranks needs to be as fast as the NIC; 0 where there is nothing to add. Groups measure
+    it where they connect their nodes (symmetric/node_sums.py)."""
+    if local == 1:
+        return 0
+    return min(math.ceil(node_sum_gbs(local, system.nic_gbs) / system.sum_sm_gbs), MOST_CTAS)
+
+
 def library_gemm_us(system: System, m: int, n: int, k: int, parts: int = 1, spared_sms: int = 0) -> float:
     """One of `parts` library products [m, k] @ [k, n] that run one after the other: waves of tiles, or what power allows.
     spared_sms: that others hold."""
@@ -63,9 +77,10 @@ def tile_us(system: System, rows: int, cols: int, k: int, waves: float, flops: f
     return max(tile_at_full_clock_us(system, rows, cols, k), (power_us(system, flops) - idle_us) / waves)
 
 
-def sum_us(system: System, nbytes: float) -> float:
-    """Reading and writing so many bytes of local memory by all SMs."""
-    return nbytes / (system.memory_gbs * 1e3)
+def sum_us(system: System, nbytes: float, sms: int = 0) -> float:
+    """Reading and writing so many bytes of local memory by so many SMs; 0: by all."""
+    gbs = min(system.memory_gbs, sms * system.sum_sm_gbs) if sms else system.memory_gbs
+    return nbytes / (gbs * 1e3)
 
 
 def collective_us(system: System, nbytes: float, world: int, nodes: int = 1) -> float:

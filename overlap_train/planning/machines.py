@@ -22,6 +22,7 @@ class System:
 
     capability: CUDA's. peak_tflops, nvlink_gbs: data sheet. gpus_per_node: of usual servers.
     nic_gbs, nic_us: one GPU's share of its node's NICs, and what each network transfer takes besides its bytes.
+    sum_sm_gbs: of one SM that adds partial sums of a node, where few do.
     tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock.
     burst_tflops, sustained_tflops, settle_us: what power allows in a short product, in a long one, and the time between.
     small_tile: speed of 128 x 128 tiles over that of 128 x 256. portable: of our plain Triton kernels over the library's.
@@ -44,6 +45,7 @@ class System:
     nic_gbs: float
     gpus_per_node: int
     nic_us: float
+    sum_sm_gbs: float
     tile_tflops: float
     burst_tflops: float
     sustained_tflops: float
@@ -80,17 +82,18 @@ class System:
 _FIRST_SPEED = "tile_tflops"  # of the fields; before it are facts
 _NAMES = [field.name for field in fields(System)]
 SPEEDS = tuple(_NAMES[_NAMES.index(_FIRST_SPEED) : -1])
-NETWORK_SPEEDS = ("nic_gbs", "nic_us")
+NETWORK_SPEEDS = ("nic_gbs", "nic_us", "sum_sm_gbs")
 
 H200 = System(
     "h200", "NVIDIA H200 SXM data sheet; measured in benchmarks/h200x2 and h200x4", (9, 0), 132, 989.4, 450.0, 50.0, 8,
-    nic_us=14.0,
+    nic_us=14.0, sum_sm_gbs=60.0,
     tile_tflops=850.0, burst_tflops=755.0, sustained_tflops=655.0, settle_us=490.0, small_tile=0.88, portable=0.83,
     memory_gbs=SUM_GBS, copy_gbs=360.0, push_us=6.2, store_gbs=240.0, tile_store_gbs=330.0, peer_tile_us=11.0,
     nccl_us=19.0, nccl_pair_gbs=220.0, nccl_ring_gbs=285.0, nccl_beside=0.5, gap_us=1.5, wait_us=2.0, ramp_us=10.0,
     host_call_us=4.0, measured=SPEEDS,
 )  # fmt: skip
-# nic_us: of a ring's hop over the network in NCCL's own model (src/graph/tuning.cc).
+# nic_us: of a ring's hop over the network in NCCL's own model (src/graph/tuning.cc). sum_sm_gbs: 4 and 8 blocks on 4 to 8 SMs of
+# an H100 (kernels/add_blocks.py); of 2 blocks an SM adds twice as much.
 _H200_MEMORY_GBS = 4800.0  # data sheet
 
 

@@ -36,12 +36,21 @@ MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a te
 
 
 @dataclass(frozen=True)
+class NodeSms:
+    """SMs that communication between nodes of GPUs holds: those of NCCL, and of the sum of a node's partials (OverlapConfig)."""
+
+    network: int = 0
+    reduce: int = 0
+
+
+@dataclass(frozen=True)
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
     kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
-    workspace. send_sms: those that NCCL has between nodes, and library products beside it leave. nodes: that the group spans.
+    workspace. send_sms, reduce_sms: those that NCCL has between nodes, and sums of this node's partials; library products beside
+    them leave these. nodes: that the group spans.
     crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
     multiplies at once across nodes of GPUs.
     """
@@ -56,6 +65,7 @@ class EnginePlan:
     legs: Legs
     sources: tuple[int, ...]
     send_sms: int = 0
+    reduce_sms: int = 0
     nodes: int = 1
     crossings: tuple[Crossing, ...] = ()
     together: int = 1
@@ -63,6 +73,11 @@ class EnginePlan:
     @property
     def slots(self) -> int:
         return 0 if self.method == "collective" else 1
+
+    @property
+    def spared_sms(self) -> int:
+        """SMs that the library's products leave alone, so that none of the three starves another."""
+        return self.send_sms + self.reduce_sms
 
     @property
     def sends_ahead(self) -> bool:
@@ -96,9 +111,7 @@ def make_plan(
     if spec.multiplies:
         fprop, dgrad = (_engine(p, config, table, topology, x.device, w) for p in (first, first.dgrad))
     else:
-        fprop = dgrad = engine_plan(
-            _without_product(config, topology), first, topology, x.device, w, config.network_sms
-        )
+        fprop = dgrad = engine_plan(_without_product(config, topology), first, topology, x.device, w, sms_of(config))
     sends_again = spec.sends_input and config.gathered_input == "regather"
     wgrad = sent_again(fprop, topology) if sends_again else None
     how = (
@@ -120,7 +133,11 @@ def _engine(
     pass_: Pass, config: OverlapConfig, table: Table, topology: Topology, device: torch.device, w: torch.Tensor
 ) -> EnginePlan:
     choice = choose(config.method, pass_, device, table, topology.nodes)
-    return engine_plan(choice, pass_, topology, device, w, config.network_sms)
+    return engine_plan(choice, pass_, topology, device, w, sms_of(config))
+
+
+def sms_of(config: OverlapConfig) -> NodeSms:
+    return NodeSms(config.network_sms, config.reduce_sms)
 
 
 def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
@@ -133,9 +150,9 @@ def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
 
 
 def engine_plan(
-    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, network_sms: int
+    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, sms: NodeSms
 ) -> EnginePlan:
-    """How a pass runs by a choice. w: the weight shard, of which its layout counts. network_sms: see OverlapConfig."""
+    """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
     kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
     chunks = chunks_of(choice, pass_, device, topology.nodes)
     kernels = _kernels(kind, choice, pass_, device, w)
@@ -144,8 +161,8 @@ def engine_plan(
     route = legs(kind, topology, chunks, after_tiles)
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
-        send_sms=_send_sms(choice.method, device, topology.nodes, network_sms), nodes=topology.nodes,
-        crossings=_crossings(kind, topology, chunks), together=_together(pass_, topology, device),
+        send_sms=_send_sms(choice.method, device, topology.nodes, sms.network), reduce_sms=_reduce_sms(kind, topology, device, sms.reduce),
+        nodes=topology.nodes, crossings=_crossings(kind, topology, chunks), together=_together(pass_, topology, device),
     )  # fmt: skip
 
 
@@ -175,6 +192,12 @@ def _send_sms(method: str, device: torch.device, nodes: int, network: int) -> in
     """NCCL's kernels between nodes wait on SMs for the network; a product that counts on those SMs would wait with them. The
     products of `collective` run before or after its NCCL, or beside a communicator whose SMs are not known here."""
     return network if nodes > 1 and device.type == "cuda" and method != "collective" else 0
+
+
+def _reduce_sms(kind: str, topology: Topology, device: torch.device, reduce: int) -> int:
+    """Only a scatter adds, and nothing where a node has one rank."""
+    adds = kind == SCATTER and topology.nodes > 1 and topology.local > 1
+    return reduce if adds and device.type == "cuda" else 0
 
 
 def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:
@@ -217,10 +240,12 @@ def barrier_first(plan: Plan, gathers: bool) -> bool:
 
 __all__ = [
     "EnginePlan",
+    "NodeSms",
     "Plan",
     "barrier_first",
     "chunks_of",
     "engine_plan",
     "make_plan",
     "sent_again",
+    "sms_of",
 ]

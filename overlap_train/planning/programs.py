@@ -10,7 +10,7 @@ from functools import cache
 
 from ..methods import TRAITS
 from . import cost
-from .across_nodes import far_turns, in_order, lane_of, multiplied, node_sums, sums_us, waits_for
+from .across_nodes import far_turns, in_order, lane_of, multiplied, node_sums, waits_for
 from .low_latency import LOW_LATENCY
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
@@ -211,12 +211,11 @@ def _side_by_side(work: Work, blocks: int) -> Kernel:
 
 def _products(work: Work) -> list[Kernel]:
     """One for each block that leaves, in their order, and the own one; of a far twin's block one for each chunk that crosses."""
-    kernels, longer, lasts = [], sums_us(work) / work.world, cache(work.chunk_us)
+    kernels, lasts = [], cache(work.chunk_us)
     for block, legs in work.plan.legs.by_block:
         parts = max(1, len(legs.network.all))
-        us = lasts(parts) + longer / parts
-        kernels += [_product(work, us, multiplied(work, block, part)) for part in range(parts)]
-    return [*kernels, _product(work, work.part_us + longer, multiplied(work, work.topology.rank))]
+        kernels += [_product(work, lasts(parts), multiplied(work, block, part)) for part in range(parts)]
+    return [*kernels, _product(work, work.part_us, multiplied(work, work.topology.rank))]
 
 
 def _reduce_us(work: Work) -> float:

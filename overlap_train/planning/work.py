@@ -60,14 +60,14 @@ class Work:
         """Microseconds of one of `chunks` equal parts of one rank's part of the product (part_us)."""
         depth = self.pass_.k // (self.world if self.plan.kind == A2A_GEMM else 1)
         rows, parts = self.m_shard // chunks, self.world * chunks
-        return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, self.plan.send_sms)
+        return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, self.plan.spared_sms)
 
     def terms_us(self, blocks: int, chunks: int) -> float:
         """Microseconds of the product of `blocks` ranks' terms in A2A + GEMM, or of one of `chunks` equal parts of it. It is
         added to a sum in fp32."""
         rows, k = self.m_shard // chunks, self.pass_.k // self.world * blocks
         parts = self.world * chunks // blocks
-        product = cost.library_gemm_us(self.system, rows, self.pass_.n, k, parts, self.plan.send_sms)
+        product = cost.library_gemm_us(self.system, rows, self.pass_.n, k, parts, self.plan.spared_sms)
         return max(product, cost.sum_us(self.system, 8 * rows * self.pass_.n))
 
     def arrivals(self, chunk: int) -> tuple[Token, ...]:

@@ -40,17 +40,19 @@ class Network(Protocol):
 class NodeStreamEngine(StreamCopyEngine, ABC):
     """A copy engine whose operators end when what crosses the network has left, has arrived and is passed on.
 
-    lands: whether what is for another rank of this node comes to this one first, and needs memory here.
+    lands: whether what is for another rank of this node comes to this one first, and needs memory here. reduce_sms: that the sum
+    of this node's partials may hold; 0 in nodes of one rank, and on CPUs.
     """
 
     lands = True
     network: Network
 
     def __init__(
-        self, device: torch.device, driver: CudaDriver, network: Network, fault: FaultRecord, blas: Blas | None = None
-    ) -> None:
+        self, device: torch.device, driver: CudaDriver, network: Network, fault: FaultRecord, blas: Blas | None = None,
+        reduce_sms: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(device, driver)
-        self.network, self._fault, self._blas = network, fault, blas
+        self.network, self._fault, self._blas, self.reduce_sms = network, fault, blas, reduce_sms
         self._sending, self._arriving = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._told, self._marks = driver.new_event(), (driver.new_event(), driver.new_event())
         self._unfinished: list[Callable[[], None]] = []

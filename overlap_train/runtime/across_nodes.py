@@ -22,7 +22,8 @@ from ..symmetric import SymmetricHeap, open_heap, resolve_provider
 from ..symmetric.agreement import Agreement
 from ..symmetric.inter_node import GlooTransport
 from ..symmetric.nccl import NcclTransport
-from ..symmetric.puts import NvshmemPuts
+from ..symmetric.node_sums import settle
+from ..symmetric.puts import PUT_GBS, NvshmemPuts
 from ..symmetric.wire import connect
 
 
@@ -63,11 +64,14 @@ class AcrossNodes:
         agreement, topology, timeout_s, launcher = self.agreement, self.topology, self.config.timeout_s, self.launcher
         if launcher is None:
             return NodeEngine(timeout_s, GlooTransport(agreement, topology, timeout_s), self.fault)
+        device, config, driver = self.device, self.config, launcher.driver
         if self.by_nvshmem:
-            return NodePutEngine(self.device, launcher.driver, NvshmemPuts(launcher.driver), self.fault)
-        by = partial(NcclTransport, agreement, topology, self.device, timeout_s, self.fault)
-        nccl = connect(agreement, topology, self.device, self.config.network_sms, by, self.fault)
-        return NodeExchangeEngine(self.device, launcher.driver, nccl, self.fault, Blas(self.device))
+            sms = settle(agreement, topology, device, PUT_GBS, config.reduce_sms)
+            return NodePutEngine(device, driver, NvshmemPuts(driver), self.fault, Blas(device), sms)
+        by = partial(NcclTransport, agreement, topology, device, timeout_s, self.fault)
+        nccl, gbs = connect(agreement, topology, device, config.network_sms, by, self.fault)
+        sms = settle(agreement, topology, device, gbs, config.reduce_sms)
+        return NodeExchangeEngine(device, driver, nccl, self.fault, Blas(device), sms)
 
     def new_memory(self, layout: Layout, engine: NodeEngine | NodeStreamEngine) -> tuple[SymmetricHeap, Workspace]:
         """A heap, into which peers may send from now on, and its slots. Collective."""

@@ -132,9 +132,8 @@ class OverlapDomain:
     def nodes(self) -> Nodes:
         """The nodes of the group. Collective at its first use: where the group's plans begin, before any memory is shared."""
         config = self.config
-        return find_nodes(
-            self.agreement, self.device, NodeSettings(config.node_ranks, config.network, config.network_sms)
-        )
+        settings = NodeSettings(config.node_ranks, config.network, config.network_sms, config.reduce_sms)
+        return find_nodes(self.agreement, self.device, settings)
 
     @property
     def topology(self) -> Topology:
@@ -142,13 +141,13 @@ class OverlapDomain:
         return self.nodes.topology
 
     def settled(self, config: OverlapConfig) -> OverlapConfig:
-        """`config` with the network_sms that the connected nodes have, which were measured where it is 0. On CPUs, inside one
-        node and during a capture `config` as it is. Collective at its first use: it connects the nodes."""
+        """`config` with the network_sms and reduce_sms of the connected nodes, which were measured where they are 0. On CPUs,
+        inside one node and during a capture `config` as it is. Collective at its first use: it connects the nodes."""
         if not self._on_gpu or self.topology.nodes == 1 or self.is_capturing():
             return config
         engine = self._engine_across_nodes()
         assert isinstance(engine, NodeStreamEngine)
-        return replace(config, network_sms=engine.network.sms)
+        return replace(config, network_sms=engine.network.sms, reduce_sms=engine.reduce_sms)
 
     @torch.inference_mode(False)
     def _reallocate(self, layout: Layout) -> None:

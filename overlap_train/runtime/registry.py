@@ -9,7 +9,7 @@ from ..config import OverlapConfig
 from .domain import OverlapDomain
 
 # Settings that all calls of a group share.
-DOMAIN_WIDE = ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms")
+DOMAIN_WIDE = ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms")
 
 _domains: dict[dist.ProcessGroup, OverlapDomain] = {}
 

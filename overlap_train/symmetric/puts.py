@@ -14,6 +14,7 @@ import torch
 from ..gpu.driver import CudaDriver
 from .inter_node import Place
 
+PUT_GBS = 50.0  # of a card for each GPU. What puts reach is not measured where the nodes are connected: there is no memory yet
 _WORD = 1 << 64  # NVSHMEM takes signals as unsigned numbers
 
 

@@ -33,6 +33,7 @@ class NodeSettings(NamedTuple):
     node_ranks: int
     network: str
     network_sms: int
+    reduce_sms: int
 
 
 def find_nodes(agreement: Agreement, device: torch.device, settings: NodeSettings) -> Nodes:

@@ -30,8 +30,9 @@ _MEASURE = "overlap_train: measure the network between the nodes of the group"
 
 def connect(
     agreement: Agreement, topology: Topology, device: torch.device, sms: int, by: Connect, failures: Failures
-) -> StreamTransport:
-    """The transport between the connected nodes. Collective. Rank 0 prints what was found.
+) -> tuple[StreamTransport, float]:
+    """The transport between the connected nodes, and the GB/s that it carries in each direction: those of the slowest rank.
+    Collective. Rank 0 prints what was found.
 
     Args:
         sms: that NCCL gets; 0: the fewest with which the wire carries what it can.
@@ -39,15 +40,17 @@ def connect(
     Raises:
         OverlapTimeoutError: a rank did not come, or an exchange did not end.
     """
-    if sms:
-        return by(sms)
 
     def measure(network: StreamTransport) -> float:
         gbs = _gbs(topology, device, network)
         failures.check()
         return min(agreement.exchange(gbs, _MEASURE))
 
-    network, gbs = fewest(by, measure)
+    if sms:
+        network = by(sms)
+        gbs = measure(network)
+    else:
+        network, gbs = fewest(by, measure)
     if agreement.rank == 0:
         print(
             f"overlap_train: NCCL between nodes carries {gbs:.1f} GB/s in each direction, and takes {network.sms} SMs for it "
@@ -55,7 +58,7 @@ def connect(
             file=sys.stderr,
             flush=True,
         )
-    return network
+    return network, gbs
 
 
 def fewest(by: Connect, measure: Callable[[StreamTransport], float]) -> tuple[StreamTransport, float]:

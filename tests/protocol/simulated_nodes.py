@@ -30,12 +30,14 @@ Posted = dict[tuple[int, int], "Post"]  # by rank and number
 @dataclass(frozen=True)
 class NodeSimulation(StreamSimulation):
     """world_size ranks, node_ranks in each node. chunks: of a block. together: blocks that A2A + GEMM multiplies at once. puts:
-    NVSHMEM is between the nodes instead of NCCL, and holds no SMs."""
+    NVSHMEM is between the nodes instead of NCCL, and holds no SMs. send_sms, reduce_sms: of every plan."""
 
     node_ranks: int = 1
     chunks: int = 2
     together: int = 1
     puts: bool = False
+    send_sms: int = NETWORK_SMS
+    reduce_sms: int = 0
     posted: Posted = field(default_factory=dict)
     heaps: dict[int, torch.Tensor] = field(default_factory=dict)  # by rank, with room for what is put
     blas: SimulatedBlas = field(default_factory=SimulatedBlas)
@@ -111,7 +113,8 @@ class NodeDomain(SimulatedDomain):
             legs=schedule.legs(*of_kind),
             crossings=schedule.crossings(*of_kind),
             together=together,
-            send_sms=0 if self._simulation.puts else NETWORK_SMS,
+            send_sms=0 if self._simulation.puts else self._simulation.send_sms,
+            reduce_sms=self._simulation.reduce_sms,
         )
 
 

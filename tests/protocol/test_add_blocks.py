@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
 from overlap_train.kernels.add_blocks import add_blocks_kernel
+from overlap_train.symmetric import node_sums
 
 
+@pytest.mark.parametrize("programs", [1, 2, 3, 5])
 @pytest.mark.parametrize("aborted", [0, 1])
-def test_named_blocks_are_added_in_their_order(aborted: int) -> None:
-    """In fp32 the result is right in this order only: the own block, then 3, then 0. Blocks 1 and 2 are not read."""
+def test_named_blocks_are_added_in_their_order(aborted: int, programs: int) -> None:
+    """In fp32 the result is right in this order only: the own block, then 3, then 0. Blocks 1 and 2 are not read. Three tiles are
+    taken by any number of programs."""
     size, chunk, order = 40, 16, torch.tensor([3, 0])
     received = torch.full((4, 2 * size), torch.nan)
     own, received[3, chunk:], received[0, chunk:] = torch.full((size,), 2.0**24), -(2.0**24), 1.0
-    y, abort = torch.empty_like(own), torch.tensor([aborted], dtype=torch.int64)
+    y, abort = torch.full_like(own, torch.nan), torch.tensor([aborted], dtype=torch.int64)
     part = received[:, chunk : chunk + size]
-    add_blocks_kernel[(3,)](own, part, order, y, size, part.stride(0), abort, COUNT=2, BLOCK=16)
+    add_blocks_kernel[(programs,)](own, part, order, y, size, part.stride(0), abort, COUNT=2, BLOCK=16)
     assert bool((y == 1.0).all()) if not aborted else bool(y.isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_bits_do_not_depend_on_the_number_of_programs(dtype: torch.dtype) -> None:
+    """Of numbers that rounding treats differently in every other order."""
+    torch.manual_seed(0)
+    size, order, abort = 1000, torch.tensor([2, 0, 1]), torch.zeros(1, dtype=torch.int64)
+    own, received = torch.randn(size).to(dtype), (1000 * torch.randn(3, size)).to(dtype)
+    found = []
+    for programs in (1, 3, 7, 16):
+        y = torch.full_like(own, torch.nan)
+        add_blocks_kernel[(programs,)](own, received, order, y, size, size, abort, COUNT=3, BLOCK=64)
+        found.append(y)
+    by_hand = own.float()
+    for block in order:
+        by_hand = by_hand + received[block].float()
+    assert all(torch.equal(y, by_hand.to(dtype)) for y in found)
+
+
+def test_the_probe_adds_all_blocks_and_counts_what_is_read_and_written() -> None:
+    """Three blocks of 680 bytes are read, one is written, eight times a burst; the best of four bursts counts."""
+    probe, times = (
+        node_sums.SumProbe(torch.device("cpu"), 3, nbytes=2040),
+        iter((0.0, 9.0, 10.0, 10.9, 11.0, 11.7, 12.0, 12.8, 13.0, 13.5)),
+    )
+    for block, part in enumerate((probe._own, *probe._received)):
+        part.fill_(1 << block)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    with (
+        mock.patch.object(node_sums.time, "perf_counter", side_effect=times),
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+    ):
+        gbs = probe.gbs(2)
+    assert gbs == pytest.approx(8 * 4 * 680 / 0.5e9)
+    assert probe.total.numel() == 340 and bool((probe.total == 7).all())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -313,6 +315,30 @@ def test_twins_that_start_their_exchanges_in_different_order_are_found() -> None
     with turned.planted():
         for operator, world, node_ranks in (("gather", 3, 1), ("to_heads", 4, 2), ("to_rows", 6, 3)):
             assert_caught(problem(operator, world, node_ranks), range(4))
+
+
+def test_a_sum_holds_as_many_sms_as_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products spare them, and those of NCCL. Sums of a node have 16 tiles here. The last one, beside which nothing runs, has a
+    program for each of its tiles."""
+    kernel, streams = core("kernels.add_blocks"), core("operators.node_streams")
+    for bytes_of_a_tile in ("ON_FEW_SMS", "ON_ALL_SMS"):
+        monkeypatch.setattr(kernel, bytes_of_a_tile, TILE * TILE * 4 // 2 // 16)
+    grids, spared, launch = Counter[tuple[int, int]](), set[int](), streams.Launch
+
+    def recorded(kernel: Any, grid: tuple[int], arguments: Any, constants: Any, replaced: Any) -> Any:
+        grids[constants["COUNT"], grid[0]] += 1
+        return launch(kernel, grid, arguments, constants, replaced)
+
+    def products(engine: Any, sms: int) -> Any:
+        spared.add(sms)
+        return nullcontext()
+
+    monkeypatch.setattr(streams, "Launch", recorded)
+    monkeypatch.setattr(core("protocol.node_streams").NodeStreamEngine, "products", products)
+    machine = NodeSimulation(4, node_ranks=2, send_sms=2, reduce_sms=3)
+    assert_passes(PROBLEMS["scatter"]("chunked", machine, 1), range(2))
+    assert spared == {2 + 3} and set(grids) == {(1, 3), (2, 32)}
+    assert grids[1, 3] == 2 * grids[2, 32], "two chunks for the far node"
 
 
 def test_a_graph_is_refused_by_name() -> None:

@@ -135,7 +135,7 @@ FAULTS = {
         _fault(STREAMS, "self._engine.products(self._plan.send_sms)", "self._engine.products(0)"), "gather",
     ),
     "a scatter spares none": (
-        _fault(STREAMS, "with engine.products(plan.send_sms)", "with engine.products(0)"), "scatter",
+        _fault(STREAMS, "with engine.products(plan.spared_sms)", "with engine.products(0)"), "scatter",
     ),
     "what goes to heads spares none": (
         _fault(EXCHANGES, "with engine.products(plan.send_sms)", "with engine.products(0)"), "to_heads",
@@ -147,7 +147,7 @@ FAULTS = {
         _fault(EXCHANGES, f"{BRACKET}            {FIRST}", f"        {FIRST}{BRACKET}"), "to_rows",
     ),
     "no weight gradient spares any": (
-        _fault(START, "return domain.engine.products(started.send_sms)", "return _NONE_SPARED", COLUMN, "linear"),
+        _fault(START, "return domain.engine.products(started.spared_sms)", "return _NONE_SPARED", COLUMN, "linear"),
         "column and row",
     ),
     "a column linear's weight gradient spares none": (

@@ -76,7 +76,34 @@ def test_a_block_more_is_held_to_send_from(network: str, staging: int) -> None:
 
 def test_a_rank_without_nvshmem_is_not_stopped_before_the_others_know() -> None:
     """The engine is made before ranks agree on the first call; what is missing is said there."""
-    with mock.patch.object(across_nodes, "NodePutEngine") as engine, mock.patch.dict("sys.modules", {"nvshmem": None}):
-        where = across(network="nvshmem")
-        object.__setattr__(where, "launcher", mock.Mock())
+    with mock.patch.dict("sys.modules", {"nvshmem": None}):
+        engine, _ = made_engine("NodePutEngine", network="nvshmem")
+    assert engine.called
+
+
+def made_engine(name: str, **settings: Any) -> tuple[Any, Any]:
+    """The class of the engine that is made, and what settled the SMs of sums: 5 of them. NCCL carries 30 GB/s."""
+    where = across(**settings)
+    object.__setattr__(where, "launcher", mock.Mock())
+    with (
+        mock.patch.object(across_nodes, name) as engine,
+        mock.patch.object(across_nodes, "connect", return_value=(mock.Mock(), 30.0)),
+        mock.patch.object(across_nodes, "Blas"),
+        mock.patch.object(across_nodes, "settle", return_value=5) as settle,
+    ):
         assert where.new_engine() is engine.return_value
+    return engine, settle
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "gbs", "asked"),
+    [
+        ("NodeExchangeEngine", {}, 30.0, 0), ("NodeExchangeEngine", {"reduce_sms": 7}, 30.0, 7),
+        ("NodePutEngine", {"network": "nvshmem"}, 50.0, 0),
+    ],
+)  # fmt: skip
+def test_sums_get_the_sms_that_keep_up_with_the_network(
+    name: str, settings: dict[str, Any], gbs: float, asked: int
+) -> None:
+    engine, settle = made_engine(name, **settings)
+    assert engine.call_args.args[-1] == 5 and settle.call_args.args[1:] == (TWO_BY_TWO, GPU, gbs, asked)

@@ -77,6 +77,7 @@ def test_a_flag_that_cannot_act_is_an_error() -> None:
         ({"network_sms": 33}, "network_sms=33 must"),
         ({"network_sms": 4.0}, "network_sms=4.0 must"),
         ({"network_sms": True}, "network_sms=True must"),
+        ({"reduce_sms": 33}, "reduce_sms=33 must be a number from 1 to 32, or 0.*--overlap-train-reduce-sms"),
         ({"timeout_s": float("nan")}, "timeout_s=nan must be a positive and finite number"),
         ({"timeout_s": float("inf")}, "timeout_s=inf must be a positive and finite number"),
         ({"timeout_s": "60"}, "timeout_s='60' must be a positive and finite number"),

@@ -9,7 +9,7 @@ from overlap_train.config import OverlapConfig
 from overlap_train.planning.arguments import all_to_all_linear_error, linear_all_to_all_error
 from overlap_train.planning.choice import Choice, choose, untuned
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import EnginePlan, engine_plan, make_plan, sent_again
+from overlap_train.planning.plan import EnginePlan, NodeSms, engine_plan, make_plan, sent_again
 from overlap_train.planning.schedule import A2A_GEMM, GEMM_A2A, Topology
 from overlap_train.planning.spec import ALL_TO_ALL, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from overlap_train.planning.table import UNTUNED
@@ -40,7 +40,9 @@ def test_slots_have_room_for_what_one_rank_receives() -> None:
 
 def engine(method: str, kind: str, m: int = 8192, n: int = 4096, k: int = 4096, world: int = 4) -> EnginePlan:
     w = torch.empty(8, 8, dtype=BF16)
-    return engine_plan(Choice(method, "asked for"), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w, 4)
+    return engine_plan(
+        Choice(method, "asked for"), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w, NodeSms(4, 9)
+    )
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -69,7 +71,9 @@ def test_across_nodes_they_overlap() -> None:
         on_cpu, on_gpu = (choose("auto", one, device, UNTUNED, nodes=2) for device in (torch.device("cpu"), GPU))
         assert on_cpu == Choice("chunked", "auto: default, not tuned: CPU tensors on several nodes")
         assert on_gpu == Choice("chunked", "auto: default, not tuned: GPUs on several nodes")
-    plan = engine_plan(on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16), 4)
+    plan = engine_plan(
+        on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16), NodeSms(4, 9)
+    )
     again = sent_again(plan, Topology(2, 2, 0))
     assert plan.sources == again.sources == (1, 3, 2), "the own node's, then of the far node the twin's last"
     assert [leg.target for leg in again.legs] == [3, 2, 1]
@@ -83,7 +87,7 @@ def test_shallow_blocks_are_multiplied_together() -> None:
     def together(k: int, nodes: int = 2, device: torch.device = GPU, kind: str = A2A_GEMM) -> int:
         pass_, choice = Pass(kind, 16384, 4096, k, BF16, 8), Choice("chunked", "asked for")
         weight = torch.empty(8, 8, dtype=BF16)
-        return engine_plan(choice, pass_, Topology(nodes, 8 // nodes, 0), device, weight, 4).together
+        return engine_plan(choice, pass_, Topology(nodes, 8 // nodes, 0), device, weight, NodeSms(4, 9)).together
 
     assert [together(8 * depth) for depth in (1024, 1000, 512, 300, 8)] == [1, 2, 2, 4, 4]
     assert together(4096, nodes=1) == together(4096, device=torch.device("cpu")) == together(4096, kind=GEMM_A2A) == 1
@@ -96,7 +100,7 @@ def test_chunks_that_cross_nodes_of_gpus_are_products_that_fill_a_gpu() -> None:
     def chunks(kind: str, n: int) -> int:
         pass_ = Pass(kind, 16384, n, 4096, BF16, 2)
         choice = Choice("chunked", "asked for")
-        return engine_plan(choice, pass_, Topology(2, 1, 0), GPU, torch.empty(8, 8, dtype=BF16), 4).chunks
+        return engine_plan(choice, pass_, Topology(2, 1, 0), GPU, torch.empty(8, 8, dtype=BF16), NodeSms(4, 9)).chunks
 
     assert (chunks(A2A_GEMM, 4096), chunks(A2A_GEMM, 1024)) == (4, 1)
     assert (chunks(GEMM_A2A, 4096), chunks(GEMM_A2A, 1024)) == (2, 1)

@@ -17,7 +17,7 @@ from overlap_train.planning.arguments import all_gather_error, reduce_scatter_er
 from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.choice import Choice, choose
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.plan import EnginePlan, barrier_first, engine_plan, make_plan, sent_again
+from overlap_train.planning.plan import EnginePlan, NodeSms, barrier_first, engine_plan, make_plan, sent_again
 from overlap_train.planning.refusals import why_not
 from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
@@ -52,7 +52,12 @@ def engine(
     """The plan of one pass on a GPU. w: the weight, else one of [n, k]."""
     w = torch.empty(8, 8, dtype=BF16) if w is None else w
     return engine_plan(
-        Choice(method, "asked for", Variant(**how)), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w, 6
+        Choice(method, "asked for", Variant(**how)),
+        Pass(kind, m, n, k, BF16, world),
+        Topology(1, world, 0),
+        GPU,
+        w,
+        NodeSms(6, 9),
     )
 
 
@@ -145,7 +150,7 @@ def test_rows_and_memory_of_each_operator() -> None:
 def across_nodes(pass_: Pass, method: str = "auto", nodes: int = 2, device: torch.device = GPU) -> EnginePlan:
     topology = Topology(nodes, pass_.world // nodes, 0)
     choice = choose(method, pass_, device, UNTUNED, nodes)
-    return engine_plan(choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16), network_sms=6)
+    return engine_plan(choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16), NodeSms(6, reduce=9))
 
 
 def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_sms() -> None:
@@ -167,6 +172,17 @@ def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_
     assert (alone.chunks, alone.crossings, alone.send_sms) == (1, (), 0)
 
 
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, SCATTER_AND_WGRAD, A2A_GEMM, GEMM_A2A])
+def test_products_spare_sms_for_sums_where_a_node_adds(kind: str) -> None:
+    """Only a scatter does, on GPUs, of several nodes with several ranks each."""
+    plan = across_nodes(Pass(kind, 8192, 14336, 4096, BF16, 4), "chunked")
+    adds = kind in (SCATTER, SCATTER_AND_WGRAD)
+    assert (plan.send_sms, plan.reduce_sms, plan.spared_sms) == (6, 9 * adds, 6 + 9 * adds)
+    for world, nodes, device in ((2, 2, GPU), (4, 1, GPU), (4, 2, CPU)):
+        without = across_nodes(Pass(kind, 8192, 14336, 4096, BF16, world), "chunked", nodes, device)
+        assert (without.reduce_sms, without.spared_sms) == (0, without.send_sms)
+
+
 class OnGpu(torch.Tensor):
     """As planning sees a tensor on a GPU."""
 
@@ -180,6 +196,13 @@ def test_as_many_sms_are_spared_as_the_config_gives_the_network(spec: Any) -> No
     for method, sms in (("chunked", 10), ("collective", 0)):
         plan = make_plan(spec, OverlapConfig(method=method, network_sms=10), UNTUNED, Topology(2, 1, 0), x, w)
         assert {engine.send_sms for engine in (plan.fprop, plan.dgrad)} == {sms}, method
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_as_many_sms_add_as_the_config_says() -> None:
+    x, w = (torch.empty(rows, 64, dtype=BF16).as_subclass(OnGpu) for rows in (1024, 256))
+    plan = make_plan(ALL_GATHER_LINEAR, OverlapConfig(reduce_sms=7), UNTUNED, Topology(2, 2, 0), x, w)
+    assert (plan.fprop.reduce_sms, plan.dgrad.reduce_sms) == (0, 7)
 
 
 def test_across_nodes_no_backward_starts_with_a_barrier() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from overlap_train.flags import Parser, add_options, from_args
-from overlap_train.planning.cost import network_sms
+from overlap_train.planning.cost import network_sms, reduce_sms
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy, read_model
@@ -53,7 +53,7 @@ def test_what_is_written_can_be_read(model: str, tmp_path: Path, capsys: pytest.
     results, trace = tmp_path / "plan.json", tmp_path / "plan.trace.json"
     assert run(model, "--json", str(results), "--trace", str(trace)) == 0
     document = json.loads(results.read_text())
-    assert "network_sms" not in document, "of groups that span nodes only"
+    assert not {"network_sms", "reduce_sms"} & document.keys(), "of groups that span nodes only"
     assert document["strategy"] == {"tp": 4, "seq": 4096, "micro_batch": 1, "nodes": 1, "cp": 1}
     assert len(document["passes"]) == 10 and set(document["passes"][0]["methods"]) == set(METHODS)
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
@@ -144,11 +144,12 @@ def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
     assert fc1[8:10] == ["-", "-"] and float(fc1[10]) > 0, "fused and direct, then chunked"
     spans = [line.split()[:2] for line in said.partition("Spans")[2].splitlines()[2:7]]
     assert spans == [["1", "1"], ["2", "1"], ["4", "1"], ["8", "1"], ["16", "2"]]
-    assert "the network: nic_gbs, nic_us of h20" in said
+    assert "across nodes: nic_gbs, nic_us, sum_sm_gbs of h20" in said
     assert said.splitlines()[1].startswith("Note: 8 query heads and 8 KV heads cannot be divided among 16 ranks.")
     document = json.loads(results.read_text())
-    sms = network_sms(SYSTEMS["h20"].nic_gbs)
-    assert f"Reckons with {sms} SMs for the network." in said.splitlines() and document["network_sms"] == sms
+    sms, sums = network_sms(SYSTEMS["h20"].nic_gbs), reduce_sms(SYSTEMS["h20"], 8)
+    assert f"Reckons with {sms} SMs for the network, and {sums} for sums of a node." in said.splitlines()
+    assert (document["network_sms"], document["reduce_sms"]) == (sms, sums) == (4, 4)
     assert [(span["tp"], span["nodes"]) for span in document["spans"]][-2:] == [(8, 1), (16, 2)]
     assert set(document["passes"][0]["methods"]) == {"chunked", COLLECTIVE}
 

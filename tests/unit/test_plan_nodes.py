@@ -53,9 +53,18 @@ from overlap_train.tools.plan.prediction import work_of
 H200 = SYSTEMS["h200"]
 KINDS = (GATHER, SCATTER, *EXCHANGES)
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (3, 4)]
-# Easy to reckon with: a shard of 1 MB takes 10 us over NVLink and 100 over the network.
+# Easy to reckon with: a shard of 1 MB takes 10 us over NVLink and 100 over the network. As long takes a sum of a node of two,
+# which reads two such and writes one, on two SMs.
 ROUND = replace(
-    H200, gap_us=1.0, wait_us=1.0, push_us=2.0, nic_us=10.0, copy_gbs=100.0, nic_gbs=10.0, memory_gbs=1000.0
+    H200,
+    gap_us=1.0,
+    wait_us=1.0,
+    push_us=2.0,
+    nic_us=10.0,
+    copy_gbs=100.0,
+    nic_gbs=10.0,
+    memory_gbs=1000.0,
+    sum_sm_gbs=15.0,
 )
 SHARD = 1e6
 
@@ -100,8 +109,9 @@ def test_a_scatter_of_two_nodes_of_two_by_hand() -> None:
     """Rank 0 multiplies for 3, 2, 1 and itself. Block 3 goes to rank 1, which adds it for rank 3; block 2 is added here."""
     made = work(SCATTER, 2, 2)
     assert made.shard_bytes == SHARD and made.part_us < 3
-    first = 1 + 1 + 1 + made.part_us + across_nodes.sums_us(made) / 4  # gap, epoch, gap, product
-    added = first + 2 + 10 + 3  # a copy; two partials read, one sum written
+    first = 1 + 1 + 1 + made.part_us  # gap, epoch, gap, product
+    assert made.plan.reduce_sms == 2
+    added = first + 2 + 10 + 100  # a copy; two partials read, one sum written
     crossed = added + 10 + 100
     assert run(made).us == pytest.approx(crossed + 1 + 1 + 4)  # wait, gap; two partials, a far sum, and what is written
 
@@ -130,7 +140,7 @@ def all_legs(made: Work) -> list[Leg]:
 def problems_of(made: Work, timeline: Timeline) -> Iterator[str]:
     """What a run did that the two steps forbid."""
     tokens = {token: time for _, token, time in timeline.tokens}
-    topology = made.topology
+    topology, sums = made.topology, (span for span in timeline.spans if span.name == "node sum")
     for leg in all_legs(made):
         span = span_of(timeline, leg)
         if leg.carries == ARRIVED and span.start < tokens[arrived("call", leg.block, leg.chunk)]:
@@ -147,7 +157,8 @@ def problems_of(made: Work, timeline: Timeline) -> Iterator[str]:
         end = tokens["call", "sum", leg.block, leg.chunk]
         if span.start < end:
             yield "sent before it was added"
-        if any(end < tokens[token] for token in [("call", "rows", leg.block, leg.chunk), *needed]):
+        begun = next(sums).start
+        if any(begun < tokens[token] for token in [("call", "rows", leg.block, leg.chunk), *needed]):
             yield "added before the node's partials were there"
     yield from lane_problems(made, timeline)
 
@@ -318,20 +329,42 @@ def test_an_all_to_all_crosses_by_every_ranks_own_nic() -> None:
     assert cost.all_to_all_us(nccl, 7e6, 8) == pytest.approx(20 + 7e6 / 200e3)
 
 
-def test_products_pay_for_the_sums_beside_them_and_spare_nccls_sms() -> None:
+@pytest.mark.parametrize("nic_gbs", [10.0, 25.0, 50.0, 100.0])
+@pytest.mark.parametrize("local", [1, 2, 4, 8])
+def test_sums_have_the_fewest_sms_that_keep_up_with_the_network(local: int, nic_gbs: float) -> None:
+    """All partials are read, and the sum is written, while as much as one of them crosses."""
+    system, crosses = replace(H200, nic_gbs=nic_gbs), SHARD / (nic_gbs * 1e3)
+
+    def adds(sms: int) -> float:
+        return cost.sum_us(system, (local + 1) * SHARD, sms)
+
+    sms = cost.reduce_sms(system, local)
+    assert (sms == 0) == (local == 1)
+    if sms:
+        assert adds(sms) <= crosses * (1 + 1e-9) and (sms == 1 or adds(sms - 1) > crosses)
+        assert adds(132) == adds(0) == (local + 1) * SHARD / (H200.memory_gbs * 1e3), "never more than the memory gives"
+    assert cost.reduce_sms(replace(H200, nic_gbs=1000.0), 8) == 32, "nor more than communication may have"
+
+
+def test_products_spare_the_sms_of_sums_and_of_nccl() -> None:
     made = work(SCATTER, 3, 2)
-    assert across_nodes.sums_us(made) == pytest.approx(2 * 3)  # two sums of three blocks
-    products = [kernel for kernel in program(made).kernels if kernel.name == "library gemm"]
-    assert sum(kernel.us for kernel in products) == pytest.approx(6 * made.part_us + 2 * 3)
-    sums = [kernel for kernel in program(work(SCATTER, 3, 2, chunks=2)).kernels if kernel.name == "node sum"]
-    assert len(sums) == 4 and sum(kernel.us for kernel in sums) == pytest.approx(2 * 3)
+    assert (made.plan.send_sms, made.plan.reduce_sms) == (2, 2)
+    kernels = {}
+    for kernel in program(work(SCATTER, 3, 2, chunks=2)).kernels:
+        kernels.setdefault(kernel.name, []).append(kernel.us)
+    assert kernels["node sum"] == pytest.approx([50.0] * 4), "half a block each"
+    products = [kernel.us for kernel in program(made).kernels if kernel.name == "library gemm"]
+    assert products == pytest.approx([made.part_us] * 6)
+    alone = [kernel.us for kernel in program(work(SCATTER, 3, 1)).kernels if kernel.name == "node sum"]
+    assert alone == [0.0, 0.0], "a rank alone sends what it has"
     exchange = work(GEMM_A2A, 3, 2)
-    alone = [kernel.us for kernel in program(exchange).kernels if kernel.name == "library gemm"]
-    assert alone == pytest.approx([exchange.part_us] * 6), "an all-to-all adds nothing"
+    assert exchange.plan.spared_sms == exchange.plan.send_sms == 2, "an all-to-all adds nothing"
+    assert not [kernel for kernel in program(exchange).kernels if kernel.name == "node sum"]
     full = cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096)  # one wave of 132 tiles
     assert cost.library_gemm_us(H200, 128 * 12, 256 * 11, 4096, spared_sms=8) > 1.4 * full
-    spared = replace(made, plan=replace(made.plan, send_sms=130))
-    assert spared.part_us > 10 * made.part_us
+    for part in ("send_sms", "reduce_sms"):
+        spared = replace(made, plan=replace(made.plan, **{part: 128}))
+        assert spared.part_us > 10 * made.part_us
 
 
 def test_a_weight_gradient_spares_nccls_sms_while_sums_of_dx_cross() -> None:

@@ -24,7 +24,7 @@ Reached = list[tuple[int, ...]]
 
 
 def settings(node_ranks: int, network: str = "auto") -> NodeSettings:
-    return NodeSettings(node_ranks, network, network_sms=4)
+    return NodeSettings(node_ranks, network, network_sms=4, reduce_sms=8)
 
 
 @pytest.mark.parametrize("reached", [[(0, 1), (0, 1)], [(0, 1), (0, 1), (2, 3), (2, 3)], [(0,), (1,), (2,)]])
@@ -46,16 +46,17 @@ def test_other_nodes_are_refused_by_name(reached: Reached, error: str) -> None:
 
 
 class Told:
-    """An agreement in which all ranks say what this one says, but for node_ranks and, where a pair is given, network_sms."""
+    """An agreement in which all ranks say what this one says, but for node_ranks and, where more is given, network_sms and
+    reduce_sms."""
 
-    def __init__(self, rank: int, others: Sequence[int | tuple[int, int]]) -> None:
+    def __init__(self, rank: int, others: Sequence[int | tuple[int, int, int]]) -> None:
         self.rank, self.world_size, self._others = rank, len(others) + 1, others
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         if not isinstance(value[0], NodeSettings):
             return [value] * self.world_size
-        pairs = [other if isinstance(other, tuple) else (other, value[0].network_sms) for other in self._others]
-        others = [value[0]._replace(node_ranks=ranks, network_sms=sms) for ranks, sms in pairs]
+        told = [other if isinstance(other, tuple) else (other, *value[0][2:]) for other in self._others]
+        others = [NodeSettings(ranks, value[0].network, *sms) for ranks, *sms in told]
         return [value, *((other, *value[1:]) for other in others)]
 
 
@@ -64,12 +65,13 @@ class Told:
     [
         (2, [2, 2], "node_ranks=2 does not divide the group's 3 ranks"),
         (2, [0, 2, 2], "node_ranks is 2, 0, 2, 2 on the ranks of the group"),
-        (2, [2, (2, 6), 2], "network_sms is 4, 4, 6, 4 on the ranks of the group"),
+        (2, [2, (2, 6, 8), 2], "network_sms is 4, 4, 6, 4 on the ranks of the group"),
+        (2, [2, (2, 4, 9), 2], "reduce_sms is 8, 8, 9, 8 on the ranks of the group"),
         (2, [2, 2, 2], None),
     ],
 )
 def test_the_settings_are_checked(
-    node_ranks: int, others: list[int | tuple[int, int]], error: str | None, capsys: pytest.CaptureFixture[str]
+    node_ranks: int, others: list[int | tuple[int, int, int]], error: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agreement: Any = Told(0, others)
     found = find_nodes(agreement, CPU, settings(node_ranks))

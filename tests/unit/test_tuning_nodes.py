@@ -14,7 +14,7 @@ import torch
 
 from overlap_train.planning.choice import Choice, choose, untuned
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import EnginePlan, engine_plan
+from overlap_train.planning.plan import EnginePlan, NodeSms, engine_plan
 from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from overlap_train.planning.table import KERNELS, UNTUNED, Key, Table, Winner, key_of, path_of, read, save
 from overlap_train.planning.tiling import equal_chunks
@@ -93,7 +93,7 @@ def test_a_row_of_another_number_of_nodes_is_never_taken(device: torch.device) -
 
 def engine(table: Table, pass_: Pass = FC1, device: torch.device = GPU, nodes: int = 2) -> EnginePlan:
     topology, weight = Topology(nodes, pass_.world // nodes, 0), torch.empty(8, 8, dtype=pass_.dtype)
-    return engine_plan(choose("auto", pass_, device, table, nodes), pass_, topology, device, weight, network_sms=4)
+    return engine_plan(choose("auto", pass_, device, table, nodes), pass_, topology, device, weight, NodeSms(4))
 
 
 @pytest.mark.usefixtures("hopper_gpu")

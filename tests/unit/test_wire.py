@@ -72,17 +72,20 @@ def agreement(rank: int, gbs: Sequence[float]) -> Any:
     return SimpleNamespace(rank=rank, exchange=lambda mine, what: [mine, next(theirs)])
 
 
-def connect(rank: int, sms: int, own: Sequence[float], others: Sequence[float], fails: bool = False) -> Made:
+def connect(
+    rank: int, sms: int, own: Sequence[float], others: Sequence[float], fails: bool = False, gbs: float | None = None
+) -> Made:
+    """gbs: what is carried in the end."""
     by, failure = Made(), OverlapTimeoutError("rank 3 does not come") if fails else None
     failures: Any = SimpleNamespace(check=mock.Mock(side_effect=failure))
     with mock.patch.object(wire, "_gbs", side_effect=list(own)):
-        network = wire.connect(agreement(rank, others), TOPOLOGY, CPU, sms, by, failures)
-    assert [one for one in by.networks if one.open] == [network]
+        network, carried = wire.connect(agreement(rank, others), TOPOLOGY, CPU, sms, by, failures)
+    assert [one for one in by.networks if one.open] == [network] and carried == (gbs or carried)
     return by
 
 
 def test_the_slowest_rank_decides_for_all(capsys: pytest.CaptureFixture[str]) -> None:
-    found = connect(0, 0, own=(20.0, 40.0, 50.0), others=(20.0, 30.0, 30.0))
+    found = connect(0, 0, own=(20.0, 40.0, 50.0), others=(20.0, 30.0, 30.0), gbs=30.0)
     assert [one.sms for one in found.networks if one.open] == [4]
     assert capsys.readouterr().err == (
         "overlap_train: NCCL between nodes carries 30.0 GB/s in each direction, and takes 4 SMs for it (see network_sms)\n"
@@ -91,9 +94,10 @@ def test_the_slowest_rank_decides_for_all(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == ""  # rank 0 alone says so
 
 
-def test_a_setting_is_taken_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [one.sms for one in connect(0, 6, own=(), others=()).networks] == [6]
-    assert capsys.readouterr().err == ""
+def test_a_setting_is_taken_as_it_is_and_what_it_carries_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sums go by it."""
+    assert [one.sms for one in connect(0, 6, own=(20.0,), others=(18.0,), gbs=18.0).networks] == [6]
+    assert "carries 18.0 GB/s in each direction, and takes 6 SMs for it" in capsys.readouterr().err
 
 
 def test_an_exchange_that_did_not_end_is_no_measurement() -> None:
@@ -107,11 +111,11 @@ def test_an_exchange_that_did_not_end_is_no_measurement() -> None:
 )
 def test_plans_spare_the_sms_that_were_found(changed: dict[str, Any], sms: int) -> None:
     """And nothing is connected where nothing goes over the network, or where it could not be."""
-    engine = mock.Mock(spec=NodeStreamEngine, network=Network(8))
+    engine = mock.Mock(spec=NodeStreamEngine, network=Network(8), reduce_sms=5)
     connect = mock.Mock(return_value=engine)
     own = {"_on_gpu": True, "topology": TOPOLOGY, "is_capturing": lambda: False, "_engine_across_nodes": connect}
     domain: Any = SimpleNamespace(**(own | changed))
-    assert OverlapDomain.settled(domain, OverlapConfig()) == OverlapConfig(network_sms=sms)
+    assert OverlapDomain.settled(domain, OverlapConfig()) == OverlapConfig(network_sms=sms, reduce_sms=5 * bool(sms))
     assert connect.called == bool(sms)
 
 

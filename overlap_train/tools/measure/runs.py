@@ -13,7 +13,7 @@ from ...operators.start import start_all_to_all_gemm, start_gather, start_gemm_a
 from ...planning.arguments import Request
 from ...planning.choice import Choice, alone
 from ...planning.low_latency import MOST_BYTES, flagged_bytes
-from ...planning.plan import EnginePlan, engine_plan
+from ...planning.plan import EnginePlan, engine_plan, sms_of
 from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
@@ -97,9 +97,8 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
     """How the case runs by a choice; like: one of its input sets."""
     weight = like.right if like.right.is_contiguous() else like.right.t()
     planned = case.planned(domain.world_size, like.left.dtype)
-    return engine_plan(
-        choice, planned, domain.topology, domain.device, weight, domain.settled(domain.config).network_sms
-    )
+    sms = sms_of(domain.settled(domain.config))
+    return engine_plan(choice, planned, domain.topology, domain.device, weight, sms)
 
 
 def tag_of(case: Case, choice: Choice) -> Tag:

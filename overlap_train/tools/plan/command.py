@@ -12,7 +12,6 @@ from pathlib import Path
 from textwrap import wrap
 
 from ...flags import Parser, add_options, from_args, option, positive_int
-from ...planning.cost import network_sms
 from ...planning.machines import SYSTEMS, System
 from ..measure.models import Model
 from . import check, picture, tables, trace
@@ -141,7 +140,8 @@ def _lines(
     tokens = f"{strategy.rows} tokens"
     machine = f"{strategy.ranks} x {system.name}" + (f" by Ulysses (cp {strategy.cp})" if strategy.cp > 1 else "")
     machine += f" on {strategy.nodes} nodes" if strategy.nodes > 1 else ""
-    network = f"Reckons with {network_sms(system.nic_gbs)} SMs for the network."
+    sms = tables.node_sms(system, strategy)
+    network = f"Reckons with {sms['network_sms']} SMs for the network, and {sms['reduce_sms']} for sums of a node."
     across = ["", *wrap(tables.ACROSS_NODES, WIDTH), network] if strategy.nodes > 1 else []
     bullets = (
         wrap(f"- {text}", WIDTH, subsequent_indent="  ") for text in tables.not_measured(system, strategy, spans)

@@ -10,10 +10,10 @@ import torch
 from ...methods import TRAITS
 from ...planning.backward import backward, communication_us, wgrad_us
 from ...planning.choice import alone, choose
-from ...planning.cost import network_sms
+from ...planning.cost import network_sms, reduce_sms
 from ...planning.machines import System
 from ...planning.passes import Pass
-from ...planning.plan import engine_plan
+from ...planning.plan import NodeSms, engine_plan
 from ...planning.programs import program
 from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from ...planning.simulate import simulate
@@ -155,9 +155,9 @@ def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bo
     if is_alone:
         choice = alone(choice, pass_, target)  # type: ignore[arg-type]
     weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")
-    return Work(
-        system, engine_plan(choice, pass_, topology, target, weight, network_sms(system.nic_gbs)), pass_, topology
-    )  # type: ignore[arg-type]
+    sms = NodeSms(network_sms(system.nic_gbs), reduce_sms(system, topology.local))
+    plan = engine_plan(choice, pass_, topology, target, weight, sms)  # type: ignore[arg-type]
+    return Work(system, plan, pass_, topology)
 
 
 def estimate(work: Work, what: Program) -> Estimate:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...planning.cost import network_sms
+from ...planning.cost import network_sms, reduce_sms
 from ...planning.machines import System
 from ..measure.models import Model
 from ..measure.results import aligned, cell
@@ -95,10 +95,16 @@ def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, Sp
 def _not_measured_across_nodes(system: System) -> list[str]:
     assumed = ", ".join(system.network_not_measured)
     return [
-        *([f"the network: {assumed} of {system.name}"] if assumed else []),
-        "chunked across nodes on GPUs: sums beside products, which pay for them, and copies passed on beside own copies",
+        *([f"across nodes: {assumed} of {system.name}"] if assumed else []),
+        "chunked across nodes on GPUs: sums beside products that spare SMs for them; copies passed on beside own copies",
         "NCCL across nodes: a flat ring as fast as its slowest link, as its own model has it; no sums in switches",
     ]
+
+
+def node_sms(system: System, strategy: Strategy) -> dict[str, int]:
+    """SMs that products leave to NCCL, and a scatter's also to sums of a node."""
+    sums = reduce_sms(system, strategy.ranks // strategy.nodes) if strategy.cp == 1 else 0
+    return {"network_sms": network_sms(system.nic_gbs), "reduce_sms": sums}
 
 
 def document(
@@ -112,7 +118,7 @@ def document(
         "passes": [_entry(p) for p in predictions],
         "layer": asdict(total(layer)), "output": asdict(total(output)),
         "model_sum": asdict(total([*layer * model.num_layers, *output])),
-        **({"network_sms": network_sms(system.nic_gbs)} if strategy.nodes > 1 else {}),
+        **(node_sms(system, strategy) if strategy.nodes > 1 else {}),
         "spans": [
             {"tp": span.tp, "cp": span.cp, "nodes": span.nodes, **asdict(planned.layer), "is_coarse": planned.is_coarse}
             for span, planned in spans.items()

@@ -43,6 +43,10 @@ BESIDE, COLUMN, ULYSSES, STREAM_PRODUCTS, EXCHANGE_PRODUCTS = (
     )
 )  # fmt: skip
 SUM = In("kernels/add_blocks.py", ("tests/protocol/test_add_blocks.py",))
+SUMS = In("overlap_train/symmetric/node_sums.py", ("tests/unit/test_node_sums.py",))
+SUM_PROBE = In("overlap_train/symmetric/node_sums.py", ("tests/protocol/test_add_blocks.py",))
+ENGINES_MADE = In("overlap_train/runtime/across_nodes.py", ("tests/unit/test_across_nodes.py",))
+SUM_SMS = In("overlap_train/operators/node_streams.py", (f"{STREAMED}::test_a_sum_holds_as_many_sms_as_its_plan_says",))
 BLAS = In("overlap_train/gpu/blas.py", ("tests/unit/test_blas.py",))
 CHUNKS = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
 TOGETHER = In("overlap_train/planning/tiling.py", ("tests/unit/test_exchange_plan.py",))
@@ -95,6 +99,7 @@ FAULTS = [
             "heap = self._heaps[self._topology.rank]"),
     ACROSS("blocks for the ranks beside this one have no place", "for rank in node})", "for rank in [self.rank]})"),
     SETTLED("plans do not know what NCCL takes", "network_sms=engine.network.sms", "network_sms=0"),
+    SETTLED("plans do not know what sums take", "reduce_sms=engine.reduce_sms", "reduce_sms=0"),
     SETTLED("a group of one node connects", "self.topology.nodes == 1 or self.is_capturing()", "self.is_capturing()"),
     BOOK("who asks for NCCL alone connects", "if any(engine.nodes > 1 and engine.slots for", "if any(engine.nodes > 1 for"),
     BOOK("plans keep what was not measured", "            config = self.domain.settled(config)\n", ""),
@@ -203,11 +208,33 @@ FAULTS = [
     SUM("sums between nodes are a number after a failed wait",
         "tl.load(abort_ptr, volatile=True) != 0", "tl.load(abort_ptr, volatile=True) < 0"),
     SUM("sums between nodes take blocks in the slot's order", "tl.load(order_ptr + place)", "place"),
+    SUM("a program adds one tile", "tl.cdiv(size, BLOCK), tl.num_programs(0))", "tl.cdiv(size, BLOCK), 999)"),
+    SUM("programs leave tiles out", "range(tl.program_id(0), tl", "range(2 * tl.program_id(0), tl"),
+    SUM("sums are rounded block by block",
+        "total += tl.load(part_ptr + offsets, mask=mask, other=0.0).to(tl.float32)",
+        "total = (total + tl.load(part_ptr + offsets, mask=mask, other=0.0)).to(y_ptr.dtype.element_ty).to(tl.float32)"),
+    SUMS("ranks take different numbers of SMs for sums", "min(agreement.exchange(probe.gbs(count), _MEASURE))",
+         "agreement.exchange(probe.gbs(count), _MEASURE)[0]"),
+    SUMS("a sum need not keep up", "while gbs < needed and sms < MOST_CTAS:", "while False:"),
+    SUMS("sums take more SMs than communication may have", "sms = min(MOST_CTAS, max", "sms = min(999, max"),
+    SUMS("sums take SMs that they do not need", "math.ceil(sms * needed / gbs)))", "math.ceil(2 * sms * needed / gbs)))"),
+    SUMS("every rank says what sums take", "    if agreement.rank == 0:\n", "    if True:\n"),
+    SUMS("nodes of one rank measure sums", "if sms or topology.local == 1:", "if sms:"),
+    SUMS("the setting of sums is measured, too", "if sms or topology.local == 1:", "if topology.local == 1:"),
+    SUMS("a program may take more than one SM", "return min(sms or tiles, tiles), block", "return tiles, block"),
+    SUMS("there are programs that have nothing to add", "return min(sms or tiles, tiles), block", "return sms or tiles, block"),
+    SUM_PROBE("the first burst of sums counts, in which they are compiled", "        seconds()  # it", "        # it"),
+    SUM_PROBE("what a sum writes is not counted", "(local + 1) * self._own.nbytes", "local * self._own.nbytes"),
+    SUM_PROBE("the probe adds fewer blocks", "COUNT=len(received)", "COUNT=1"),
+    ENGINES_MADE("sums keep up with the slowest network", "settle(agreement, topology, device, gbs,",
+                 "settle(agreement, topology, device, 1.0,"),
+    SUM_SMS("a sum takes all SMs", "others, total, self._plan.reduce_sms)", "others, total)"),
+    SUM_SMS("a scatter's products leave no SM to sums", "engine.products(plan.spared_sms)", "engine.products(plan.send_sms)"),
     SUM("sums between nodes begin at another block's chunk", "* pitch", "* size"),
     BLAS("products go on sparing SMs", "self._check(self._set(handle, 0))", "pass"),
     BLAS("products spare all other SMs", "self._count - sms", "sms"),
     BESIDE("weight gradients beside the network spare none",
-           "return domain.engine.products(started.send_sms)", "return _NONE_SPARED"),
+           "return domain.engine.products(started.spared_sms)", "return _NONE_SPARED"),
     COLUMN("a column linear's weight gradient spares nothing while dx crosses",
            "None if scatter is None else plan.dgrad", "None"),
     COLUMN("a weight gradient without dx spares SMs", "None if scatter is None else plan.dgrad", "plan.dgrad"),
@@ -222,7 +249,7 @@ FAULTS = [
     STREAM_PRODUCTS("products of a gather beside the network spare none",
                     "self._engine.products(self._plan.send_sms)", "self._engine.products(0)"),
     STREAM_PRODUCTS("products of a scatter beside the network spare none",
-                    "with engine.products(plan.send_sms)", "with engine.products(0)"),
+                    "with engine.products(plan.spared_sms)", "with engine.products(0)"),
     EXCHANGE_PRODUCTS("products of GEMM + A2A beside the network spare none",
                       "with engine.products(plan.send_sms)", "with engine.products(0)"),
     EXCHANGE_PRODUCTS("products of A2A + GEMM beside the network spare none",
@@ -233,7 +260,12 @@ FAULTS = [
     EXCHANGE_CHUNKS("chunks of GEMM + A2A are counted by all columns",
                     "pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)", "pass_.n"),
     CHUNKS("products spare what NCCL has by default",
-           "topology, device, w, config.network_sms)", "topology, device, w, 4)"),
+           "return NodeSms(config.network_sms, config.reduce_sms)", "return NodeSms(4, config.reduce_sms)"),
+    CHUNKS("as many SMs add as by default",
+           "return NodeSms(config.network_sms, config.reduce_sms)", "return NodeSms(config.network_sms, 4)"),
+    CHUNKS("every pass spares SMs for sums", "adds = kind == SCATTER and topology.nodes > 1", "adds = topology.nodes > 1"),
+    CHUNKS("a rank alone spares SMs for sums", "topology.nodes > 1 and topology.local > 1", "topology.nodes > 1"),
+    CHUNKS("a product leaves no SM to sums", "return self.send_sms + self.reduce_sms", "return self.send_sms"),
     CHUNKS("blocks cross the network whole", 'if nodes > 1 and choice.method == "chunked" and on_gpu:', "if False:"),
     CHUNKS("NCCL gets no SMs",
            'return network if nodes > 1 and device.type == "cuda" and method', "return 0 if method"),

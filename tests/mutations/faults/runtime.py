@@ -75,12 +75,12 @@ FAULTS = [
     GUARD("CUDA is asked on the CPU", "return self._on_gpu and torch", "return torch"),
     REGISTRY(
         "another timeout_s is accepted",
-        '("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms")',
+        '("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms")',
         '("provider", "symmetric_mib", "node_ranks")',
     ),
     REGISTRY(
         "another provider is accepted",
-        '("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms")',
+        '("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms")',
         '("symmetric_mib", "timeout_s", "node_ranks")',
     ),
     REGISTRY("an equal config is refused", "        if mine != theirs:", "        if mine is not None:"),

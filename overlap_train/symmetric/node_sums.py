@@ -1,0 +1,105 @@
+"""How many SMs the sum of a node's partials may hold: the fewest with which it is as fast as the network that takes it.
+
+Products beside it leave these SMs alone. With fewer the network would wait for sums, with more products would be longer for
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from ..config import MOST_CTAS
+from ..planning.cost import node_sum_gbs
+from ..planning.schedule import Topology
+from .agreement import Agreement
+
+# Of all blocks that are read together: more than an L2 holds. A burst of so many sums outweighs its launches; the best of some
+# bursts counts, as for the wire.
+_NBYTES, _SUMS, _BURSTS = 64 << 20, 8, 4
+_MEASURE = "overlap_train: measure the sum of a node's partials"
+
+
+def grid_of(size: int, itemsize: int, sms: int) -> tuple[int, int]:
+    """(programs, BLOCK) of add_blocks_kernel for blocks of `size` elements. sms: that it may hold, one a program; 0: all."""
+    from ..kernels.add_blocks import ON_ALL_SMS, ON_FEW_SMS
+
+    block = min((ON_FEW_SMS if sms else ON_ALL_SMS) // itemsize, 1 << (size - 1).bit_length())
+    tiles = -(-size // block)
+    return min(sms or tiles, tiles), block
+
+
+def settle(agreement: Agreement, topology: Topology, device: torch.device, wire_gbs: float, sms: int) -> int:
+    """The SMs of the sum of a node. Collective. Rank 0 prints what was found.
+
+    Args:
+        wire_gbs: what the network carries in each direction, the same on all ranks.
+        sms: that the sum gets; 0: the fewest with which it is as fast.
+
+    Raises:
+        OverlapTimeoutError: a rank did not come.
+    """
+    if sms or topology.local == 1:
+        return sms
+    needed, probe = node_sum_gbs(topology.local, wire_gbs), SumProbe(device, topology.local)
+    sms, gbs = fewest(needed, lambda count: min(agreement.exchange(probe.gbs(count), _MEASURE)))
+    if agreement.rank == 0:
+        print(
+            f"overlap_train: sums of a node read and write {gbs:.1f} GB/s on {sms} SMs; the network takes {needed:.1f} "
+            f"(see reduce_sms)",
+            file=sys.stderr,
+            flush=True,
+        )
+    return sms
+
+
+def fewest(needed: float, measure: Callable[[int], float]) -> tuple[int, float]:
+    """The fewest SMs that reach `needed` GB/s, or as many as communication may have, and what they reach. measure: GB/s of so
+    many, the same on all ranks.
+
+    Each SM more brings less than the one before it. So what is worked out from the last figure is never too many.
+    """
+    sms, gbs = 1, measure(1)
+    while gbs < needed and sms < MOST_CTAS:
+        sms = min(MOST_CTAS, max(sms + 1, math.ceil(sms * needed / gbs)))
+        gbs = measure(sms)
+    return sms, gbs
+
+
+class SumProbe:
+    """The sum of a node of `local` ranks, over and over. nbytes: of the partials together."""
+
+    def __init__(self, device: torch.device, local: int, nbytes: int = _NBYTES) -> None:
+        size, self._device = nbytes // local // 2, device
+        self._own, self.total = (torch.zeros(size, dtype=torch.bfloat16, device=device) for _ in range(2))
+        self._received = torch.zeros(local - 1, size, dtype=torch.bfloat16, device=device)
+        self._order = torch.arange(local - 1, device=device)
+        self._abort = torch.zeros(1, dtype=torch.int64, device=device)
+        self._moved = (local + 1) * self._own.nbytes
+
+    def gbs(self, sms: int) -> float:
+        """GB/s that are read and written by so many SMs."""
+
+        def seconds() -> float:
+            begin = time.perf_counter()
+            for _ in range(_SUMS):
+                self._add(sms)
+            torch.cuda.current_stream(self._device).synchronize()
+            return time.perf_counter() - begin
+
+        seconds()  # it is compiled, and clocks rise
+        return _SUMS * self._moved / min(seconds() for _ in range(_BURSTS)) / 1e9
+
+    def _add(self, sms: int) -> None:
+        from ..kernels.add_blocks import WARPS, add_blocks_kernel
+
+        own, received = self._own, self._received
+        programs, block = grid_of(own.numel(), own.element_size(), sms)
+        add_blocks_kernel[(programs,)](
+            own, received, self._order, self.total, own.numel(), received.stride(0), self._abort,
+            COUNT=len(received), BLOCK=block, num_warps=WARPS,
+        )  # fmt: skip
