@@ -10,7 +10,7 @@ from typing import Any
 
 from .methods import TRAITS
 
-SLOTS = ("qkv", "proj", "fc1", "fc2", "output")
+SLOTS = ("qkv", "proj", "fc1", "fc2", "output")  # of linears; those of memory are protocol/slot.py's
 METHODS = ("auto", *TRAITS)
 MOST_CTAS = 32  # of one of NCCL's communicators; no sum between nodes takes more either
 

@@ -109,12 +109,12 @@ class FusedGather(ChunkedGather):
     """One persistent kernel whose tiles wait for their chunk."""
 
     _sends = False  # whether the kernel stores the own rows at the peers
-    _multiplied = False
+    _is_over = False  # whether the kernel has run, or copies have sent what it would have
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        if self._multiplied:  # everything is here, and the kernel's tile counter is used up
+        if self._is_over:  # everything is here, and a kernel that has run has used up its tile counter
             return self.gathered_view() @ b_kn
-        self._multiplied = True
+        self._is_over = True
         y = self._own.new_empty(self._own.shape[0] * self._domain.world_size, b_kn.shape[1])
         # _arrived stays False: gathered_view, which the weight gradient calls later, waits once more. That costs nothing if all
         # waits of this kernel were met. If one failed, the second wait fails at once and writes NaN into x: dw then shows it.
@@ -132,9 +132,9 @@ class DirectGather(FusedGather):
         self._open()  # nothing is sent before it is known whether there is a product
 
     def gathered_view(self) -> torch.Tensor:
-        if not self._multiplied:  # no product (a frozen input): the peers need the rows all the same
+        if not self._is_over:  # no product (a frozen input): the peers need the rows all the same
             self._push()
-            self._multiplied = True
+            self._is_over = True
         return super().gathered_view()
 
 

@@ -131,19 +131,19 @@ class DirectAllToAllGemm(FusedAllToAllGemm):
     them."""
 
     _sends = True
-    _multiplied = False
+    _is_over = False  # as FusedGather's
 
     def start(self) -> None:
         self._open()  # nothing is sent before it is known whether there is a product
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self._multiplied = True
+        self._is_over = True
         return super().matmul(b_kn, y)
 
     def received_view(self) -> torch.Tensor:
-        if not self._multiplied:  # no product (a frozen input): the peers need the blocks all the same
+        if not self._is_over:  # no product (a frozen input): the peers need the blocks all the same
             self._push()
-            self._multiplied = True
+            self._is_over = True
         return super().received_view()
 
 

@@ -80,7 +80,7 @@ class ChunkedGemmAllToAll:
 
     def _open(self) -> None:
         shape = torch.Size([self._a.shape[0], self._b.shape[1] // self._domain.world_size])
-        self._call = self._domain.workspace.open(shape, self._a.dtype, self._tag)
+        self._call = self._domain.workspace.open(shape, self._a.dtype, self._tag, self._plan.chunks)
 
     def _multiply(self, blocks: torch.Tensor, multiplied: Callable[[Legs], None]) -> None:
         """The peers' blocks [W, M/W, N/W], with a call after each, then the own one, which goes to its place."""
@@ -113,31 +113,23 @@ class FusedGemmAllToAll(ChunkedGemmAllToAll):
 
     def start(self) -> None:
         self._open()
-        self._launch()
+        staging = new_blocks(self._domain, self._a, self._b)
+        persistent.multiply_and_push(self._domain, self._call, self._plan, self._operands(staging))
 
     def _open(self) -> None:
         self._a = persistent.operand(self._plan, self._a)
-        self._shape = torch.Size([self._a.shape[0], self._b.shape[1] // self._domain.world_size])
-        self._call = self._domain.workspace.open(self._shape, self._a.dtype, self._tag, self._plan.chunks)
+        super()._open()
 
-    def _launch(self) -> None:
-        staging = new_blocks(self._domain, self._a, self._b)
-        m_shard, n = self._shape
-        routes = self._call.routes(self._plan.legs, tiles=self._plan.tile.counted(m_shard // self._plan.chunks, n))
-        self._call.next_epoch()
-        self._domain.engine.launch(lambda: self._kernel(staging), staging, routes)
-
-    def _kernel(self, staging: torch.Tensor | None) -> None:
-        """Launch the kernel; blocks for the peers go to staging [W, M/W, N/W] or, with None, straight to the peers."""
-        operands = ScatterOperands(self._a, self._b, staging, self._own_place())
-        persistent.multiply_and_send(self._domain, self._call, self._plan, operands)
+    def _operands(self, staging: torch.Tensor | None) -> ScatterOperands:
+        return ScatterOperands(self._a, self._b, staging, self._own_place())
 
 
 class DirectGemmAllToAll(FusedGemmAllToAll):
     """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
 
-    def _launch(self) -> None:
-        self._kernel(None)
+    def start(self) -> None:
+        self._open()
+        persistent.multiply_and_send(self._domain, self._call, self._plan, self._operands(None))
 
 
 def new_blocks(domain: OverlapDomain, a_shard_m: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:

@@ -89,21 +89,16 @@ class FusedScatter:
         self._a, self._b = persistent.operand(plan, a_mk), b_kn
 
     def start(self) -> None:
+        self._open()
+        staging = self._a.new_empty(self._domain.world_size, *self._y.shape)
+        persistent.multiply_and_push(self._domain, self._call, self._plan, self._operands(staging))
+
+    def _open(self) -> None:
         self._y = self._a.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])  # perhaps a partial
         self._call = self._domain.workspace.open(self._y.shape, self._a.dtype, self._tag, self._plan.chunks)
-        self._launch()
 
-    def _launch(self) -> None:
-        m_shard, n = self._y.shape
-        staging = self._a.new_empty(self._domain.world_size, m_shard, n)
-        routes = self._call.routes(self._plan.legs, tiles=self._plan.tile.counted(m_shard // self._plan.chunks, n))
-        self._call.next_epoch()
-        self._domain.engine.launch(lambda: self._kernel(staging), staging, routes)
-
-    def _kernel(self, staging: torch.Tensor | None) -> None:
-        """Launch the kernel; partials for the peers go to staging [W, M/W, N] or, with None, straight to the peers."""
-        operands = ScatterOperands(self._a, self._b, staging, self._y)
-        persistent.multiply_and_send(self._domain, self._call, self._plan, operands)
+    def _operands(self, staging: torch.Tensor | None) -> ScatterOperands:
+        return ScatterOperands(self._a, self._b, staging, self._y)
 
     def finish(self) -> torch.Tensor:
         if self._plan.variant.split_reduction:
@@ -114,8 +109,9 @@ class FusedScatter:
 class DirectScatter(FusedScatter):
     """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
 
-    def _launch(self) -> None:
-        self._kernel(None)
+    def start(self) -> None:
+        self._open()
+        persistent.multiply_and_send(self._domain, self._call, self._plan, self._operands(None))
 
 
 class LowLatencyScatter:

@@ -38,7 +38,8 @@ def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, op
 
 
 def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
-    """Launch the kernel of GEMM + RS or GEMM + A2A that fills `operands.y`.
+    """Launch the kernel of GEMM + RS or GEMM + A2A that fills `operands.y`, and `operands.staging` or, where that is None, the
+    peers' slots.
 
     GEMM + RS with `Variant.split_reduction` leaves the own partial there, GEMM + A2A the own block.
     """
@@ -53,6 +54,15 @@ def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, opera
         (*addresses, call.tag.word),
         lambda: _family(plan).scatter_launch(domain, call, plan, operands),
     )
+
+
+def multiply_and_push(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
+    """multiply_and_send into `operands.staging`, whose chunks the copy engine pushes as soon as their tiles are counted."""
+    assert operands.staging is not None
+    rows, cols = operands.y.shape
+    routes = call.routes(plan.legs, tiles=plan.tile.counted(rows // plan.chunks, cols))
+    call.next_epoch()
+    domain.engine.launch(lambda: multiply_and_send(domain, call, plan, operands), operands.staging, routes)
 
 
 def operand(plan: EnginePlan, a_mk: torch.Tensor) -> torch.Tensor:

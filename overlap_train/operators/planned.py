@@ -101,6 +101,6 @@ class Planned:
 def tags_of(plan: Plan, name: str, meaning: str) -> PassTags:
     """The tags of a linear. Methods are not in them: ranks have agreed on these already."""
     what = f"{plan.spec.name}, {plan.request.what.partition(', method')[0]}" + (meaning and f", {meaning}")
-    slot = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
+    short = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
     fprop, dgrad, wgrad = (Tag(f"{name}/{part}", what) for part in ("fprop", "dgrad", "wgrad"))
-    return PassTags(fprop, dgrad, wgrad, (f"{slot}/fprop", f"{slot}/dgrad", f"{slot}/wgrad"))
+    return PassTags(fprop, dgrad, wgrad, (f"{short}/fprop", f"{short}/dgrad", f"{short}/wgrad"))

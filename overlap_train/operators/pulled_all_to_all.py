@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from . import persistent
 from .gemm_all_to_all import ChunkedGemmAllToAll, FusedGemmAllToAll
 
 
@@ -43,4 +44,5 @@ class PulledFusedGemmAllToAll(PulledChunkedGemmAllToAll, FusedGemmAllToAll):
 
     def _leave_blocks(self) -> None:
         self._call.reset_counters()
-        self._kernel(self._call.blocks)
+        operands = self._operands(self._call.blocks)
+        persistent.multiply_and_send(self._domain, self._call, self._plan, operands)

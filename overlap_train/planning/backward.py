@@ -77,7 +77,7 @@ def _column(work: Work) -> Program:
         first, _ = gather_part(again)
         return assemble(work, [first[0], *kernels, _wgrad(work, wgrad_us(work)), *finish], sending)
     arrivals = tuple(arrived("x", source, 0) for source in plan.sources)
-    wgrad = [_own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work, work.plan.send_sms))]
+    wgrad = [_own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work, work.plan.spared_sms))]
     return assemble(work, [*begin(work, work.world > 1), *kernels, *wgrad, *finish], [*sends(again), *sending])
 
 

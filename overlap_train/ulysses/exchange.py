@@ -11,10 +11,10 @@ ranks that it is for while the next one is multiplied (ahead.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -43,8 +43,32 @@ class Rows(Protocol):
         ...
 
 
+class InParts:
+    """What a call of a Ulysses linear is, with tensor parallelism (tensor_parallel.py) and without. A part is of `batch` rows a
+    position."""
+
+    __slots__ = ()  # Linear has its own
+
+    parts: Sequence[Part]
+    w: torch.Tensor
+    batch: int
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what `to_rows` receives is kept for the weight gradient, and not sent again."""
+        return self.parts[0].exchange.plan.wgrad is None
+
+    def multiplying(self, w: torch.Tensor) -> Self:
+        """This call with w as autograd has kept it: hooks on saved tensors (checkpointing) give back another object."""
+        return replace(self, w=w)  # type: ignore[type-var]  # of dataclasses
+
+    def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+        """The rows of a part of a shard x [positions * batch, C]."""
+        return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
+
+
 @dataclass(slots=True)  # made at each call: frozen it would take 0.6 microseconds more
-class Linear:
+class Linear(InParts):
     """One call of a Ulysses linear. weight: the parameter [N, K]. w: what is multiplied, the weight or, with `copies`, rows of it
     [N', K].
 
@@ -60,19 +84,6 @@ class Linear:
     @property
     def main_grad(self) -> str:
         return self.parts[0].exchange.plan.config.main_grad
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what arrives is kept for the weight gradient, and not sent again."""
-        return self.parts[0].exchange.plan.wgrad is None
-
-    def multiplying(self, w: torch.Tensor) -> Linear:
-        """This call with w as autograd has kept it: hooks on saved tensors (checkpointing) give back another object."""
-        return replace(self, w=w)
-
-    def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
-        """The rows of a part of a shard x [positions * batch, C]."""
-        return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
 
     @property
     def world_size(self) -> int:

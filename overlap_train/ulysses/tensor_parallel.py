@@ -18,7 +18,7 @@ heads_backward does as to_rows. rows_backward has x of a part and dx of the part
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ from ..operators.column_row import column_backward, column_forward, row_backward
 from ..operators.planned import PlannedLinear
 from ..operators.weight_gradient import WeightGradient
 from .ahead import run_steps
-from .exchange import Rows, summed_copies
+from .exchange import InParts, Rows, summed_copies
 from .parts import Part
 from .rows_backward import RowsBackward
 
@@ -42,7 +42,7 @@ class ShardedPart(Part):
 
 
 @dataclass(frozen=True)
-class ShardedLinear:
+class ShardedLinear(InParts):
     """One call of a Ulysses projection under tensor parallelism, as exchange.Linear. weight: this TP rank's shard; w: the same as
     autograd has kept it.
 
@@ -61,15 +61,6 @@ class ShardedLinear:
     def keeps_gathered(self) -> bool:
         """Whether what `to_heads` gathers is kept for the weight gradient."""
         return self.parts[0].product.keeps
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what `to_rows` receives is kept for the weight gradient."""
-        return self.parts[0].exchange.plan.wgrad is None
-
-    def multiplying(self, w: torch.Tensor) -> ShardedLinear:
-        """This call with w as autograd has kept it: see exchange.Linear."""
-        return replace(self, w=w)
 
     def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
         """y = all_to_all(all_gather(x [positions * batch, K]) @ w.T). Returns x for the weight gradient, perhaps as gathered."""
@@ -130,10 +121,6 @@ class ShardedLinear:
         for before, part in pairwise((None, *self.parts, None)):
             turns.run(before, part)
         return None if dw is None else dw.result()
-
-    def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
-        """The rows of a part of this TP rank's shard x [positions * batch, C]."""
-        return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
 
     def _gradient(self) -> WeightGradient:
         return WeightGradient(self.weight, self.parts[0].product.plan.config.main_grad, len(self.parts))

@@ -91,5 +91,5 @@ class SequenceAlone(UlyssesRowParallelLinear):
     def reason(self, x: torch.Tensor, exchange: Exchange) -> None:  # type: ignore[override]
         """Every call is this one."""
 
-    def to_sequence(self, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def to_rows(self, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return _ToSequence.apply(x.contiguous(), self.weight, exchange, self.wholes.main_grad), None

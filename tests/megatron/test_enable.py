@@ -194,7 +194,7 @@ def other_classes() -> None:
     model = gpt(PLAIN)
     for layer in model.decoder.layers:
         layer.mlp.linear_fc2.__class__ = SomebodysLinear
-    with pytest.raises(ValueError, match=r"'fc2'.*only SomebodysLinear there.*leave the slot out"):
+    with pytest.raises(ValueError, match=r"'fc2'.*only SomebodysLinear there.*leave it out"):
         enable(model, OverlapConfig())
 
 

@@ -13,8 +13,9 @@ for _kernel in ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter", "lo
     importlib.import_module(f"overlap_train.kernels.{_kernel}")
 
 
-# Engines, and what is made of them, in that order.
+# What runs their kernels, engines, and what is made of them, in that order.
 ENGINES = (
+    "operators.persistent",
     *(f"operators.{name}" for name in ("all_gather_gemm", "gemm_reduce_scatter", "all_to_all_gemm", "gemm_all_to_all")),
     *(
         f"operators.{name}"

@@ -90,7 +90,7 @@ def test_what_is_gathered_by_direct_without_a_product_is_sent_all_the_same(devic
     """A row linear whose input is frozen multiplies only for its weight gradient."""
     problem = gathers("direct", Simulation(2, device_waits=device_waits), complete=True)
     assert_passes(problem, range(9))
-    with Fault(OPERATOR, "if not self._multiplied:", "if False:").planted():
+    with Fault(OPERATOR, "if not self._is_over:", "if False:").planted():
         assert re.search("wrong result|deadlock", str(assert_caught(problem, range(5))))
 
 

@@ -18,9 +18,6 @@ from tests.protocol.test_interleaving_all_gather_gemm import SEND, TELL, TELL_FI
 from tests.protocol.test_interleaving_gemm_reduce_scatter import (
     CHUNKED_ON_DEVICE_FAULTS,
     CHUNKED_ON_HOST_FAULTS,
-    DEADLOCK,
-    MORE_TILES_THAN_A_CHUNK,
-    OF_CHUNK,
     size_for,
 )
 from tests.protocol.test_interleaving_gemm_reduce_scatter import DIRECT_FAULTS as SCATTERING_DIRECT
@@ -48,7 +45,6 @@ OUT_FUSED = {
     **{name: fault for name, fault in SCATTERING_FUSED.items() if not name.startswith((*_WAITS, *_OF_THE_HOST))},
     **_OF_BLOCKS,
     **CHUNKED_ON_HOST_FAULTS,
-    MORE_TILES_THAN_A_CHUNK: Fault(OUT, OF_CHUNK, OF_CHUNK.replace(" // self._plan.chunks", ""), DEADLOCK),
 }
 _SHOWS_NOTHING = "told for another chunk"  # all chunks are waited for at once
 OUT_DIRECT = {  # with waits by kernels: memory orders are those of words that kernels wait for
@@ -169,7 +165,7 @@ def test_what_is_received_without_a_product_is_complete(device_waits: bool) -> N
         for fault in IN_WITHOUT_PRODUCT.values():
             with fault.planted():
                 assert "wrong result" in str(assert_caught(problem, range(60)))
-    with Fault(IN, "if not self._multiplied:", "if False:").planted():
+    with Fault(IN, "if not self._is_over:", "if False:").planted():
         assert re.search("wrong result|deadlock", str(assert_caught(problem, range(5))))
 
 

@@ -23,7 +23,7 @@ TELL = "notify_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal
 CLAIM = 'tl.int64), sem="relaxed", scope="gpu")'
 RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef notify_peer'
 GOAL = "word + 1], tiles)"
-OF_CHUNK = "tile.counted(m_shard // self._plan.chunks, n)"
+OF_CHUNK = "tile.counted(rows // plan.chunks, cols)"
 BARRIER = "tl.debug_barrier()\n    tl.atomic_add("
 COUNTER = "word = leg.target * MAX_CHUNKS + leg.chunk"
 DEADLOCK = "deadlock.*complete.* to reach"
@@ -48,7 +48,7 @@ FUSED_FAULTS = {
     "push does not wait for its rows": Fault("protocol.copy_engine", "counter.item() >= goal", "counter.item() >= 0"),
     "push waits for all tiles but one": in_slot(GOAL, GOAL.replace("tiles", "tiles - 1")),
     "push waits for the tiles of a whole block": Fault(
-        OPERATOR, OF_CHUNK, OF_CHUNK.replace(" // self._plan.chunks", ""), DEADLOCK
+        "operators.persistent", OF_CHUNK, OF_CHUNK.replace(" // plan.chunks", ""), DEADLOCK
     ),
     "push waits for another chunk": in_slot(COUNTER, COUNTER.replace("leg.chunk", "0"), "wrong result|deadlock"),
     "push waits for another counter": in_slot(COUNTER, COUNTER.replace("leg.target", "self.rank"), DEADLOCK),

@@ -113,7 +113,7 @@ def compute_alone(kv: int) -> list[str]:
 
     context, w_out = torch.randn(8, 3, 16, requires_grad=True), torch.randn(24, 32, requires_grad=True)
     row: Any = SimpleNamespace(weight=w_out, wholes=SimpleNamespace(main_grad="off"))
-    z, _ = SequenceAlone.to_sequence(row, context, exchange)
+    z, _ = SequenceAlone.to_rows(row, context, exchange)
     wanted = (context[order].view(-1, 32) @ w_out.t()).view(4, 3, 24)
     problems += [] if torch.allclose(z, wanted, rtol=1e-4) else ["output"]
     expected = torch.autograd.grad(wanted.square().sum(), (context, w_out))

@@ -252,9 +252,9 @@ def test_what_a_gather_stores_is_cut_into_chunks(kind: str, blocks: int) -> None
 def test_copies_wait_for_as_many_strips_as_a_chunk_has(kind: str) -> None:
     """65 rows of a chunk are two strips, of 264 columns in two tiles each."""
     plan: Any = SimpleNamespace(kernels=HOPPER, tile=HOPPER_TILE, chunks=CHUNKS, legs=())
-    domain, a, b = MagicMock(world_size=2), torch.empty(M_SHARD, K), torch.empty(K, N)
+    domain, a, b = MagicMock(world_size=2, rank=0), torch.empty(M_SHARD, K), torch.empty(K, N)
     if kind == SCATTER:
         FusedScatter(domain, plan, MagicMock(), torch.cat([a, a]), b).start()
     else:
-        FusedGemmAllToAll(domain, plan, MagicMock(), a, torch.cat([b, b], dim=1), None).start()
+        FusedGemmAllToAll(domain, plan, MagicMock(), a, torch.cat([b, b], dim=1), torch.empty(2, M_SHARD, N)).start()
     domain.workspace.open.return_value.routes.assert_called_once_with((), tiles=2 * 2)

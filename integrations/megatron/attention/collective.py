@@ -34,7 +34,7 @@ def collective_to_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, excha
     return tuple(x.contiguous() for x in in_order.split(sizes, dim=2))  # type: ignore[return-value]
 
 
-def collective_to_sequence(context: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def collective_to_rows(context: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """[s/W, b, K], a sequence shard with all heads, from [s, b, K/W] in the order of the sequence."""
     if exchange.ranks == 1:
         return context

@@ -28,7 +28,7 @@ from ..linears.context_parallel import ULYSSES
 from ..linears.exchange import Exchange
 from ..linears.ulysses import exchanges
 from ..packed import Documents, cut_of, documents_of
-from .collective import Heads, collective_to_heads, collective_to_sequence
+from .collective import Heads, collective_to_heads, collective_to_rows
 from .conditions import bad_setting, in_full, refuse_call
 from .core import core_of_rank, heads_of, is_transformer_engines, without_group
 from .norms import norm_within
@@ -196,8 +196,8 @@ class UlyssesSelfAttention(SelfAttention):
     def _projected(self, context: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         linear = self.linear_proj
         if exchanges(linear) and linear.reason(context, exchange) is None:
-            return linear.to_sequence(context, exchange)
-        return linear(collective_to_sequence(context, exchange))
+            return linear.to_rows(context, exchange)
+        return linear(collective_to_rows(context, exchange))
 
 
 def _other_type(cp_comm_type: str | None) -> str | None:

@@ -1,11 +1,11 @@
 """Counters of overlapped linears for Megatron's TensorBoard and W&B writers.
 
-    overlap_train/<slot>/overlapped_calls   forward calls that overlapped, of all linears of a slot on this rank
+    overlap_train/<slot>/overlapped_calls   forward calls that overlapped, of all linears of that slot on this rank
     overlap_train/<slot>/fallback_calls     forward calls that took Megatron's own path
     overlap_train/symmetric_mib             symmetric memory of this rank, in MiB
 
-Calls are counted from the start of the process, recomputed ones included. Megatron writes from the last rank: with a pipeline
-these are the figures of the last stage.
+<slot> is a linear slot: qkv, proj, fc1, fc2 or output. Calls are counted from the start of the process, recomputed ones included.
+Megatron writes from the last rank: with a pipeline these are the figures of the last stage.
 """
 
 from __future__ import annotations

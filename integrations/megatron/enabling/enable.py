@@ -46,7 +46,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
 
     Raises:
         ValueError: the model is wrapped already, its settings rule out overlap, an attention with cp_comm_type "a2a" has no
-            Ulysses form, it lacks a linear for a slot of config.slots, or it was enabled with another config. With
+            Ulysses form, it lacks a linear that config.slots names, or it was enabled with another config. With
             config.on_unsupported="fallback" the first four leave the linears and attentions concerned to Megatron instead, and
             the report says so.
     """
@@ -75,7 +75,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
 
 
 def _wanted(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Iterator[tuple[str, str, Any]]:
-    """(name, slot, module) of the linears in the slots asked for."""
+    """(name, linear slot, module) of the linears asked for."""
     for name, linear in named_linears(chunks):
         slot = slot_of(name)
         if slot is not None and slot in config.slots:
@@ -134,7 +134,7 @@ def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
 
 
 def _missing_slot(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> str | None:
-    """A slot with no linear to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
+    """Why a linear slot has nothing to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
     if getattr(_config_of(chunks), "pipeline_model_parallel_size", 1) > 1:
         return None
     wanted = [(slot, linear) for _, slot, linear in _wanted(chunks, config)]
@@ -145,7 +145,7 @@ def _missing_slot(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> s
             there = f"only {', '.join(others)} there" if others else "none there"
             return (
                 f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "
-                f"TransformerEngine's in their place, for {slot!r} outside experts ({there}); leave the slot out "
+                f"TransformerEngine's in their place, for {slot!r} outside experts ({there}); leave it out "
                 f"(--overlap-train-slots), build the model from a layer spec with them, {WAY_TO_FALL_BACK}"
             )
     return None

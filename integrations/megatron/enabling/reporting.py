@@ -34,7 +34,7 @@ class LinearReport:
     """
 
     name: str
-    slot: str | None  # None: not one of the linears that this package overlaps
+    slot: str | None  # linear slot; None: not one of the linears that this package overlaps
     fprop: str
     dgrad: str
     wgrad: str
@@ -55,7 +55,7 @@ class LinearReport:
 class Report:
     """All parallel linears of a model; `str()` of it is the table, with one row for each group of identical linears.
 
-    problem: why nothing was enabled, or which slot is missing; None where all went as asked.
+    problem: why nothing was enabled, or which linear slot is missing; None where all went as asked.
     """
 
     linears: tuple[LinearReport, ...]

@@ -19,8 +19,8 @@ from ..linears.ulysses import exchange_in, why_no_exchange
 
 @dataclass(frozen=True)
 class Attentions:
-    """The attentions in the slots asked for. ours: those that are Ulysses', or can be. problem: why one of the others cannot;
-    None: all can, or slots leave attention out."""
+    """The attentions whose linears are asked for. ours: those that are Ulysses', or can be. problem: why one of the others
+    cannot; None: all can, or config.slots leaves attention out."""
 
     ours: tuple[Any, ...]
     problem: str | None
@@ -47,7 +47,7 @@ class Attentions:
 
 
 def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Attentions:
-    """Find the attentions in the slots asked for, and why one of them cannot be Ulysses'. Changes nothing."""
+    """Find the attentions whose linears are asked for, and why one of them cannot be Ulysses'. Changes nothing."""
     if not set(SLOTS) & set(config.slots):
         return Attentions((), None)
     asked = [attention for attention in sharing_attentions(chunks) if is_asked_for(attention)]

@@ -1,4 +1,4 @@
-"""The parallel linears of a model: which there are, what slot each has, and how one is overlapped in place."""
+"""The parallel linears of a model: which there are, what linear slot each has, and how one is overlapped in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .ulysses import exchanges
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
-# How Megatron-Core names the linears in its modules -> our name of the slot.
+# How Megatron-Core names the linears in its modules -> our name of the linear slot.
 SLOT_OF_ATTRIBUTE = {
     "linear_qkv": "qkv",
     "linear_proj": "proj",
@@ -35,7 +35,7 @@ def chunks_of(model: Model) -> list[torch.nn.Module]:
 
 
 def named_linears(model: Model) -> Iterator[tuple[str, Any]]:
-    """(name, module) of the modules in one of our slots and of all other parallel linears of Megatron's own classes.
+    """(name, module) of the modules in one of our linear slots and of all other parallel linears of Megatron's own classes.
 
     Names are those of the bare model, without the wrappers' leading "module."; of several chunks with "chunk0." before them.
     """
@@ -52,7 +52,7 @@ def overlapped_linears(model: Model) -> list[Any]:
 
 
 def slot_of(name: str) -> str | None:
-    """ "decoder.layers.0.mlp.linear_fc1" -> "fc1"; None for a name that is no slot."""
+    """ "decoder.layers.0.mlp.linear_fc1" -> "fc1"; None for a name that is no linear slot."""
     return SLOT_OF_ATTRIBUTE.get(name.rpartition(".")[2])
 
 

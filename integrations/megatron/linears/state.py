@@ -21,7 +21,7 @@ class LinearOverlap:
     """The attribute `overlap` of an overlapped linear; no part of a checkpoint."""
 
     config: OverlapConfig
-    slot: str  # one of overlap_train.config.SLOTS
+    slot: str  # linear slot, one of overlap_train.config.SLOTS
     name: str  # where it is in the model, for error messages
     enabled: bool = False  # by enable(), not only built by a layer spec
     overlapped_calls: int = 0

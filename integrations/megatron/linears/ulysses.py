@@ -1,7 +1,7 @@
 """The linears of a Ulysses attention, Megatron's and TransformerEngine's, that exchange within their product.
 
-    linear_qkv    to_heads       x [s/W, b, K] -> q, k, v of all rows and some heads     GEMM + all-to-all
-    linear_proj   to_sequence    x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
+    linear_qkv    to_heads    x [s/W, b, K] -> q, k, v of all rows and some heads     GEMM + all-to-all
+    linear_proj   to_rows     x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
 
 W: context-parallel ranks. The attention calls these two methods. They run as calls of the module, behind its forward pre-hooks:
 in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call serves what falls back. It is
@@ -33,7 +33,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Exchanging:
-    """Makes a linear of a Ulysses attention exchange within its product (to_heads, to_sequence). Mixed in before a linear class
+    """Makes a linear of a Ulysses attention exchange within its product (to_heads, to_rows). Mixed in before a linear class
     of Megatron's or TransformerEngine's."""
 
     overlap: UlyssesOverlap
@@ -86,11 +86,11 @@ class _Exchanging:
         )  # fmt: skip
         return overlap.watched(q), k, v
 
-    def to_sequence(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(y, None), or (y without b, b) where the caller adds the bias itself; a call without `reason`."""
-        return self._call(x, partial(self._to_sequence, exchange=exchange))
+        return self._call(x, partial(self._to_rows, exchange=exchange))
 
-    def _to_sequence(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None
         added, returned = (None, bias) if _returns_bias(self) else (bias, None)
         y = attention_output_linear(

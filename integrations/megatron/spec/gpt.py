@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 def gpt_layer_spec(config: TransformerConfig, overlap: OverlapConfig | None = None) -> ModuleSpec:
     """The spec of one layer of `config`: dense, or with experts where `config.num_moe_experts` is set.
 
-    With `overlap` the linears of its slots (qkv, proj, fc1, fc2) are built as overlapped ones; experts are left alone. A GPTModel
-    with a single layer spec picks its final norm itself, and that norm refuses sequence parallelism: give GPTModel
+    With `overlap` the linears that its `slots` names (qkv, proj, fc1, fc2) are built as overlapped ones; experts are left alone.
+    A GPTModel with a single layer spec picks its final norm itself, and that norm refuses sequence parallelism: give GPTModel
     `gpt_block_spec` instead.
 
     Raises:

@@ -29,7 +29,7 @@ class Model:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """The weights of a layer by their slots: [N, K], output times input features, over all ranks."""
+        """The weights of a layer by linear slot: [N, K], output times input features, over all ranks."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         queries, keys = self.num_attention_heads * self.head_width, self.num_query_groups * self.head_width
         return {

@@ -109,7 +109,7 @@ FAULTS = [
     IN("A2A: the own block is missing for the weight gradient", "self._call.keep(own)", "pass"),
     IN("A2A: the own block is missing without a product", "self._call.receive(own)", "self._call.wait_for_all()"),
     IN("A2A: blocks are read before all have come", "self._call.receive(own)", "self._call.keep(own)", WITHOUT_PRODUCT),
-    IN("A2A: direct sends nothing without a product", "if not self._multiplied:", "if False:", WITHOUT_PRODUCT),
+    IN("A2A: direct sends nothing without a product", "if not self._is_over:", "if False:", WITHOUT_PRODUCT),
     IN("A2A: NCCL's blocks are read before they have come", "            self._work.wait()\n", "            pass\n", ASIDE),
     IN("A2A: kept x stays in its slot", "self.received_view().flatten(0, 1).clone()", "self.received_view().flatten(0, 1)",
        FOOTPRINT),

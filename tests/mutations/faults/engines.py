@@ -48,13 +48,13 @@ FAULTS = [
     GATHER("kept x stays in its slot", "return self.gathered_view().clone()", "return self.gathered_view()", FOOTPRINT),
     GATHER(
         "a second product is launched again",
-        "        self._multiplied = True\n        y = ",
+        "        self._is_over = True\n        y = ",
         "        y = ",
         f"{PROTOCOL}/test_interleaving_all_gather_gemm.py::test_what_is_gathered_can_be_multiplied_twice",
     ),
     GATHER(
         "direct sends nothing without a product",
-        "        if not self._multiplied:  # no",
+        "        if not self._is_over:  # no",
         "        if False:  # no",
         f"{PROTOCOL}/test_interleaving_all_gather_gemm.py::test_what_is_gathered_by_direct_without_a_product_is_sent_all_the_same",
     ),
@@ -87,10 +87,10 @@ FAULTS = [
         "        if self._plan.variant.split_reduction:\n            return",
         "        if False:\n            return",
     ),
-    DEFERRED(
+    PERSISTENT(
         "a push waits for the tiles of a whole block",
-        "m_shard // self._plan.chunks, n)",
-        "m_shard, n)",
+        "rows // plan.chunks, cols)",
+        "rows, cols)",
         f"{PROTOCOL}/test_interleaving_gemm_reduce_scatter.py::test_fused_passes_where_a_chunk_has_fewer_tiles_than_its_block",
     ),
     SCATTER(

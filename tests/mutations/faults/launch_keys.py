@@ -26,7 +26,7 @@ FAULTS = [
     SCATTER("partials are added by a launch for aligned ones", '("reduce", aligned(*values))', '("reduce",)'),
     NODES(
         "a node's partials are added by a launch for aligned ones",
-        "received.data_ptr(), aligned(*values))",
+        "received.data_ptr(), aligned(*values), sms)",
         "received.data_ptr())",
     ),
     WAITS("the own block is kept by a launch for aligned ones", '("receive", at % 16 == 0)', '("receive",)'),

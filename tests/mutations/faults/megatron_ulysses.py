@@ -50,7 +50,7 @@ FAULTS = [
             "self._call(x, partial(self._to_heads, exchange=exchange, norm=norm, rotary=rotary))",
             "self._to_heads(x, exchange, norm, rotary)", GATHERED),
     linears("output weights that are still being gathered are multiplied",
-            "self._call(x, partial(self._to_sequence, exchange=exchange))", "self._to_sequence(x, exchange)", GATHERED),
+            "self._call(x, partial(self._to_rows, exchange=exchange))", "self._to_rows(x, exchange)", GATHERED),
     core("the core attention has all heads", "own.num_attention_heads, own.num_query_groups = heads.query * tp, heads.kv * tp",
          "pass"),
     core("the core attention exchanges, too", "own.context_parallel_size, own.cp_comm_type = 1, None", "pass"),

@@ -67,7 +67,7 @@ FAULTS = [
     SIMULATE("plan: what is for another rank arrives at once",
              "taker = topology.receiver(leg.target) if leg.link == NETWORK else", "taker ="),
     COST("plan: products have NCCL's SMs, too", "sms = system.sms - spared_sms", "sms = system.sms"),
-    BACKWARD("plan: a weight gradient has NCCL's SMs, too", "wgrad_us(work, work.plan.send_sms)", "wgrad_us(work)"),
+    BACKWARD("plan: a weight gradient has NCCL's SMs, too", "wgrad_us(work, work.plan.spared_sms)", "wgrad_us(work)"),
     COST("plan: NCCL is as fast as its fastest link", "(min(gbs) * 1e3)", "(max(gbs) * 1e3)"),
     COST("plan: NCCL leaves a node by one NIC", "gbs.append(local * system.nic_gbs)", "gbs.append(system.nic_gbs)"),
     COST("plan: NCCL's ring crosses NVLink where there is none", "[] if local == 1 else", "[] if local == 0 else"),

@@ -83,11 +83,8 @@ FAULTS = [
         "RS: the upper strip of a tile that crosses is not counted", "if crosses and upper_target != rank:", "if False:"
     ),
     SCATTER("RS: an own strip is counted", "if crosses and upper_target != rank:", "if crosses:"),
-    In("overlap_train/operators/gemm_reduce_scatter.py", ENGINES)(
-        "RS: a push waits for as many strips as there are tiles", "tile.counted(", "tile.count("
-    ),
-    In("overlap_train/operators/gemm_all_to_all.py", ENGINES)(
-        "A2A: a push waits for as many strips as there are tiles", "tile.counted(", "tile.count("
+    In("overlap_train/operators/persistent.py", ENGINES)(
+        "a push waits for as many strips as there are tiles", "tile.counted(", "tile.count("
     ),
     SCATTER(
         "RS: a strip beyond the run is multiplied",
