@@ -369,12 +369,12 @@ def test_products_spare_the_sms_of_sums_and_of_nccl() -> None:
 
 def test_a_weight_gradient_spares_nccls_sms_while_sums_of_dx_cross() -> None:
     """A column linear's. Of a row linear all is there before it."""
-    for kind, spared_sms in ((SCATTER, 125), (GEMM_A2A, 125), (GATHER, 0), (A2A_GEMM, 0)):
+    for kind, spared_sms in ((SCATTER, 130), (GEMM_A2A, 130), (GATHER, 0), (A2A_GEMM, 0)):
         made = work(kind, 2, 2)
-        spared = replace(made, plan=replace(made.plan, send_sms=120, reduce_sms=5))
+        spared = replace(made, plan=replace(made.plan, send_sms=124, reduce_sms=6))
         (us,) = (kernel.us for kernel in backward(spared).kernels if kernel.name == "library wgrad gemm")
         assert us == wgrad_us(made, spared_sms), kind
-        assert wgrad_us(made, 125) > wgrad_us(made, 120) > wgrad_us(made)
+        assert wgrad_us(made, 130) > wgrad_us(made, 124)
 
 
 def test_far_blocks_are_multiplied_by_the_chunks_that_cross() -> None:
