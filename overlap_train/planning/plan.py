@@ -161,8 +161,9 @@ def engine_plan(
     route = legs(kind, topology, chunks, after_tiles)
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
-        send_sms=_send_sms(choice.method, device, topology.nodes, sms.network), reduce_sms=_reduce_sms(kind, topology, device, sms.reduce),
-        nodes=topology.nodes, crossings=_crossings(kind, topology, chunks), together=_together(pass_, topology, device),
+        send_sms=_send_sms(choice.method, device, topology.nodes, sms.network),
+        reduce_sms=_reduce_sms(kind, topology, device, sms.reduce), nodes=topology.nodes,
+        crossings=_crossings(kind, topology, chunks), together=_together(pass_, topology, device),
     )  # fmt: skip
 
 
