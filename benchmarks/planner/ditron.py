@@ -38,7 +38,8 @@ SLOWER = 0.8  # of the NICs' data sheet: another network that the summary plans 
 HEAD = """# Planned beside the Ditron paper's scaling tables
 
 Written by `python benchmarks/planner/ditron.py`. **Planned, not measured**: no figure here was taken on an H800 or an H20, and
-overlap across nodes has not run on a network between GPUs yet. [The planner's page](../../docs/planner.md#against-published-figures) says how the
+overlap across nodes has not run on a network between GPUs yet. [The planner's
+page](../../docs/planner.md#against-published-figures) says how the
 figures come about.
 
 Speed-ups are over NCCL and the product, one after the other. **published**: the paper's kernels over cuBLAS + NCCL. **ours**: the

@@ -162,7 +162,7 @@ def engine_plan(
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
         send_sms=_send_sms(choice.method, device, topology.nodes, sms.network),
-        reduce_sms=_reduce_sms(kind, topology, device, sms.reduce), nodes=topology.nodes,
+        reduce_sms=_reduce_sms(choice.method, kind, topology, device, sms.reduce), nodes=topology.nodes,
         crossings=_crossings(kind, topology, chunks), together=_together(pass_, topology, device),
     )  # fmt: skip
 
@@ -195,10 +195,10 @@ def _send_sms(method: str, device: torch.device, nodes: int, network: int) -> in
     return network if nodes > 1 and device.type == "cuda" and method != "collective" else 0
 
 
-def _reduce_sms(kind: str, topology: Topology, device: torch.device, reduce: int) -> int:
-    """Only a scatter adds, and nothing where a node has one rank."""
+def _reduce_sms(method: str, kind: str, topology: Topology, device: torch.device, reduce: int) -> int:
+    """Only a scatter adds, and nothing where a node has one rank, or NCCL's own adds."""
     adds = kind == SCATTER and topology.nodes > 1 and topology.local > 1
-    return reduce if adds and device.type == "cuda" else 0
+    return reduce if adds and device.type == "cuda" and method != "collective" else 0
 
 
 def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:

@@ -70,7 +70,7 @@ class NodeSimulation(StreamSimulation):
             network = core("symmetric.puts").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps))
         make = networks.NodePutEngine if self.puts else networks.NodeExchangeEngine
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
-            return make(torch.device("cpu"), driver, network, fault, None if self.puts else self.blas.of_a_rank())
+            return make(torch.device("cpu"), driver, network, fault, self.blas.of_a_rank())
 
 
 class NodeDomain(SimulatedDomain):

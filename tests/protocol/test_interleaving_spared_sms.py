@@ -190,7 +190,22 @@ WEIGHT_GRADIENTS: dict[str, tuple[Callable[[NodeSimulation], Build], list[int]]]
 def test_weight_gradients_spare_sms_only_while_something_crosses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row linear's, the last part's, and those without dx have all SMs."""
     make, expected = WEIGHT_GRADIENTS[name]
-    machine, found = NodeSimulation(2), defaultdict(list)
+    assert of_weight_gradients(make, NodeSimulation(2), monkeypatch) == dict.fromkeys(range(2), expected)
+
+
+@pytest.mark.parametrize(("puts", "spared"), [(False, NETWORK_SMS + 3), (True, 3)])
+def test_they_spare_the_sms_of_sums_too(puts: bool, spared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVSHMEM needs none for itself."""
+    machine = NodeSimulation(4, node_ranks=2, puts=puts, reduce_sms=3)
+    found = of_weight_gradients(OPERATORS["column and row"], machine, monkeypatch)
+    assert found == dict.fromkeys(range(4), [SMS, SMS - spared] * 2)
+
+
+def of_weight_gradients(
+    make: Callable[[NodeSimulation], Build], machine: NodeSimulation, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, list[int]]:
+    """How many SMs each weight gradient counts on, by rank."""
+    found: dict[int, list[int]] = defaultdict(list)
     gradient = core("operators.weight_gradient").WeightGradient
     add = gradient.add
 
@@ -203,4 +218,4 @@ def test_weight_gradients_spare_sms_only_while_something_crosses(name: str, monk
 
     monkeypatch.setattr(gradient, "add", noted)
     assert_passes(make(machine), range(1))
-    assert dict(found) == dict.fromkeys(range(2), expected)
+    return dict(found)

@@ -82,7 +82,9 @@ def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, Sp
             f"in a plan across nodes; --{axis} without --nodes does it"
         )
     if strategy.cp > 1:
-        found.append("the all-to-all operators: compared with runs of 2 GPUs alone, where chunked was 13 % off in the mean")
+        found.append(
+            "the all-to-all operators: compared with runs of 2 GPUs alone, where chunked was 13 % off in the mean"
+        )
     if strategy.rows < FEW_ROWS:
         found.append(f"{strategy.rows} rows: below {FEW_ROWS} the host decides, and it differs from machine to machine")
     return [

@@ -269,7 +269,13 @@ FAULTS = [
     CHUNKS("blocks cross the network whole", 'if nodes > 1 and choice.method == "chunked" and on_gpu:', "if False:"),
     CHUNKS("NCCL gets no SMs",
            'return network if nodes > 1 and device.type == "cuda" and method', "return 0 if method"),
-    CHUNKS("products of collective spare SMs that nothing of ours takes", ' and method != "collective" else 0', " else 0"),
+    CHUNKS("products of collective spare SMs that nothing of ours takes",
+           'nodes > 1 and device.type == "cuda" and method != "collective" else', 'nodes > 1 and device.type == "cuda" else'),
+    CHUNKS("products of collective spare SMs for sums that it does not make",
+           'if adds and device.type == "cuda" and method != "collective" else', 'if adds and device.type == "cuda" else'),
+    In(BESIDE.file, (f"{SPARED[0].partition('::')[0]}::test_they_spare_the_sms_of_sums_too",))(
+        "with NVSHMEM weight gradients spare nothing for sums", "not started.spared_sms:", "not started.send_sms:"
+    ),
     BARRIERS("a barrier crosses the network first", "if nodes > 1:  # on CPUs, too", "if nodes > 9:  # on CPUs, too"),
     PRETENDED("ranks of real nodes are told apart", "    if count > node_ranks:", "    if True:"),
     PRETENDED("all ranks are one host", "{here // node_ranks}", "{0 * here // node_ranks}"),
