@@ -39,8 +39,7 @@ HEAD = """# Planned beside the Ditron paper's scaling tables
 
 Written by `python benchmarks/planner/ditron.py`. **Planned, not measured**: no figure here was taken on an H800 or an H20, and
 overlap across nodes has not run on a network between GPUs yet. [The planner's
-page](../../docs/planner.md#against-published-figures) says how the
-figures come about.
+page](../../docs/planner.md#against-published-figures) says how the figures come about.
 
 Speed-ups are over NCCL and the product, one after the other. **published**: the paper's kernels over cuBLAS + NCCL. **ours**: the
 fastest of our methods; across nodes that is `chunked`, since `fused` and `direct` do not cross nodes yet. **auto**: what the
