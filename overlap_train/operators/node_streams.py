@@ -138,7 +138,7 @@ def _add_launch(
 ) -> Launch:
     from ..kernels.add_blocks import WARPS, add_blocks_kernel
 
-    programs, block = grid_of(own.numel(), own.element_size(), sms)
+    programs, block = grid_of(own, len(order), sms)
     arguments = dict(
         own_ptr=own, received_ptr=received, order_ptr=call.order(tuple(order)), y_ptr=y, size=own.numel(),
         pitch=received.stride(0), abort_ptr=call.abort,

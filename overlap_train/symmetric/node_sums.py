@@ -24,11 +24,12 @@ _NBYTES, _SUMS, _BURSTS = 64 << 20, 8, 4
 _MEASURE = "overlap_train: measure the sum of a node's partials"
 
 
-def grid_of(size: int, itemsize: int, sms: int) -> tuple[int, int]:
-    """(programs, BLOCK) of add_blocks_kernel for blocks of `size` elements. sms: that it may hold, one a program; 0: all."""
-    from ..kernels.add_blocks import ON_ALL_SMS, ON_FEW_SMS
+def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
+    """(programs, BLOCK) of add_blocks_kernel for `count` blocks like `own`. sms: that it may hold, one a program; 0: all."""
+    from ..kernels.add_blocks import MOST_OF_64_KIB, ON_ALL_SMS, ON_FEW_SMS
 
-    block = min((ON_FEW_SMS if sms else ON_ALL_SMS) // itemsize, 1 << (size - 1).bit_length())
+    size, nbytes = own.numel(), ON_FEW_SMS if sms and count <= MOST_OF_64_KIB else ON_ALL_SMS
+    block = min(nbytes // own.element_size(), 1 << (size - 1).bit_length())
     tiles = -(-size // block)
     return min(sms or tiles, tiles), block
 
@@ -98,7 +99,7 @@ class SumProbe:
         from ..kernels.add_blocks import WARPS, add_blocks_kernel
 
         own, received = self._own, self._received
-        programs, block = grid_of(own.numel(), own.element_size(), sms)
+        programs, block = grid_of(own, len(received), sms)
         add_blocks_kernel[(programs,)](
             own, received, self._order, self.total, own.numel(), received.stride(0), self._abort,
             COUNT=len(received), BLOCK=block, num_warps=WARPS,

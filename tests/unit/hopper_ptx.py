@@ -125,13 +125,14 @@ def _descriptor(*block: int) -> str:
 
 
 def compiled_portable(module_name: str, kernel_name: str, **constants: Any) -> str:
-    """PTX of a plain Triton kernel for bf16 data."""
+    """PTX of a plain Triton kernel for bf16 data. constants: constexprs; num_warps, 4 without it; and divisible: the names of
+    arguments that are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = getattr(__import__(f"overlap_train.kernels.{module_name}", fromlist=["kernel"]), kernel_name)
-    names = kernel.arg_names
+    names, warps, divisible = kernel.arg_names, constants.pop("num_warps", 4), constants.pop("divisible", ())
     data = "*bf16"
     if "words_at_ptr" in names:  # the low-latency protocol, which takes units of 4 or 2 bytes
         data = "*i32" if constants["PER_WORD"] == 1 else "*i16"
@@ -140,8 +141,9 @@ def compiled_portable(module_name: str, kernel_name: str, **constants: Any) -> s
     pointers = {name: "*i64" if name in (*WORDS, "memory_at_ptr") else data for name in names if name.endswith("_ptr")}
     types = pointers | {"limit": "i64", "tag": "i64"} | OTHERS | dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, values)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
+    source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, values, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
 
 
 def resources(ptx: str) -> str:

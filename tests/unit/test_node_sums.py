@@ -12,7 +12,7 @@ import torch
 from overlap_train.planning.schedule import Topology
 from overlap_train.symmetric import node_sums
 
-CPU, EIGHT = torch.device("cpu"), Topology(2, 8, 0)
+CPU, BF16, EIGHT = torch.device("cpu"), torch.bfloat16, Topology(2, 8, 0)
 H100 = {1: 61.0, 4: 235.0, 8: 446.0, 16: 818.0, 32: 1341.0}  # GB/s of 8 blocks by so many CTAs
 
 
@@ -71,13 +71,14 @@ def test_a_setting_is_taken_and_nothing_is_measured_where_nothing_is_added(capsy
 
 
 @pytest.mark.parametrize(
-    ("size", "itemsize", "sms", "grid"),
+    ("size", "dtype", "count", "sms", "grid"),
     [
-        (1 << 20, 2, 8, (8, 32768)), (1 << 20, 2, 64, (32, 32768)), (1 << 20, 2, 0, (64, 16384)), (1 << 20, 4, 8, (8, 16384)),
-        (1 << 20, 4, 0, (128, 8192)), (100_000, 2, 8, (4, 32768)), (1000, 2, 8, (1, 1024)), (1, 4, 0, (1, 1)),
+        (1 << 20, BF16, 7, 8, (8, 32768)), (1 << 20, BF16, 8, 64, (32, 32768)), (1 << 20, BF16, 9, 8, (8, 16384)),
+        (1 << 20, BF16, 7, 0, (64, 16384)), (1 << 20, torch.float32, 7, 8, (8, 16384)), (100_000, BF16, 1, 8, (4, 32768)),
+        (1 << 20, torch.float32, 1, 0, (128, 8192)), (1000, BF16, 1, 8, (1, 1024)), (1, torch.float32, 1, 0, (1, 1)),
     ],
 )  # fmt: skip
 def test_a_program_holds_an_sm_and_there_are_no_more_than_have_something_to_add(
-    size: int, itemsize: int, sms: int, grid: tuple[int, int]
+    size: int, dtype: torch.dtype, count: int, sms: int, grid: tuple[int, int]
 ) -> None:
-    assert node_sums.grid_of(size, itemsize, sms) == grid
+    assert node_sums.grid_of(torch.empty(size, dtype=dtype), count, sms) == grid

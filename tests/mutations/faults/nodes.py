@@ -223,6 +223,7 @@ FAULTS = [
     SUMS("the setting of sums is measured, too", "if sms or topology.local == 1:", "if topology.local == 1:"),
     SUMS("a program may take more than one SM", "return min(sms or tiles, tiles), block", "return tiles, block"),
     SUMS("there are programs that have nothing to add", "return min(sms or tiles, tiles), block", "return sms or tiles, block"),
+    SUMS("many blocks are added 64 KiB at a time", "if sms and count <= MOST_OF_64_KIB else", "if sms else"),
     SUM_PROBE("the first burst of sums counts, in which they are compiled", "        seconds()  # it", "        # it"),
     SUM_PROBE("what a sum writes is not counted", "(local + 1) * self._own.nbytes", "local * self._own.nbytes"),
     SUM_PROBE("the probe adds fewer blocks", "COUNT=len(received)", "COUNT=1"),
