@@ -117,7 +117,7 @@ def store_tiles(tiles, outbox, y_desc, rank, sizes, WORLD: gl.constexpr, CHUNKS:
         col, halves = columns_of(tile_n, side, BLOCK_N)
         for part in gl.static_range(PARTS):
             source, chunk, strip = gather_strip(2 * pair + part, strips, rank, WORLD, CHUNKS)
-            store_strip(y_desc, outbox, turn, source * CHUNKS + chunk, strip * ROWS, col, halves, part, 1)
+            store_strip(y_desc, outbox, turn, source * CHUNKS + chunk, strip * ROWS, col, halves, part, BUFFERS=1)
         turn += 1
         index = next_tile(tiles, turn, 1)
 

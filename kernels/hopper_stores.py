@@ -5,8 +5,8 @@ A quarter is one multiplying group's strip of half a tile's columns. A storing w
 group 0's first, left before right. Each quarter has a `full` barrier (it is in its buffer) and a `free` one (TMA has read it).
 
 Beside four stages there is room for two buffers. Both groups use both, one for each half of a tile, in turns. So no group waits
-for TMA between its two quarters, as it did when each had one buffer: a product takes 0.5 to 2 % less time, the more the smaller K
-is (1.7 % at K = 2048; `benchmarks/notes.md`).
+for TMA between its two quarters, as it did when each had one buffer. A product takes less time, the more the smaller K is: 4 to
+5 % at K = 1024, 2 to 3 % at 2048, 1 to 2 % at 4096 (H100, `benchmarks/notes.md`).
 
 What is stored has a descriptor of [chunks, rows of a chunk, columns]: TMA leaves out what lies beyond an edge.
 """

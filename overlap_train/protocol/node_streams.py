@@ -41,7 +41,7 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
     """A copy engine whose operators end when what crosses the network has left, has arrived and is passed on.
 
     lands: whether what is for another rank of this node comes to this one first, and needs memory here. reduce_sms: that the sum
-    of this node's partials may hold; 0 in nodes of one rank, and on CPUs.
+    of this node's partials may hold; in nodes of one rank there is none.
     """
 
     lands = True

@@ -380,7 +380,7 @@ def _store_products(loads: Loads, y: Stored, p: Product, exchange: bool) -> None
         put[-1].append(half)
 
     def store_strip(
-        desc: Stored, outbox: object, turn: int, chunk: int, row: int, col: int, halves: int, part: int, buffers: int
+        desc: Stored, outbox: object, turn: int, chunk: int, row: int, col: int, halves: int, part: int, BUFFERS: int
     ) -> None:
         for half in range(halves):
             desc.store(chunk, row, col + half * HALF_N, part, half, tiles[turn])
