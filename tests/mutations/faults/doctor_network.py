@@ -6,7 +6,7 @@ from tests.mutations.mutation import In
 
 DOCTOR = "tests/protocol/test_doctor_network.py"
 WHOLE = (f"{DOCTOR}::test_pieces_are_whole_when_their_signals_are_there",)
-GLOO = In("overlap_train/symmetric/inter_node.py", WHOLE)
+GLOO = In("overlap_train/symmetric/gloo.py", WHOLE)
 TRANSPORTS = "tests/unit/test_doctor_transports.py"
 GATHERS = In("overlap_train/tools/doctor/gathers.py", (DOCTOR,))
 NETWORK = In("overlap_train/tools/doctor/network.py", (DOCTOR,))
