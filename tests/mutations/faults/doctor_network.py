@@ -12,6 +12,7 @@ GATHERS = In("overlap_train/tools/doctor/gathers.py", (DOCTOR,))
 NETWORK = In("overlap_train/tools/doctor/network.py", (DOCTOR,))
 LINES = In("overlap_train/tools/doctor/network.py", (TRANSPORTS,))
 COMMAND = In("overlap_train/tools/doctor/command.py", (TRANSPORTS,))
+EXAMINATION = In("overlap_train/tools/doctor/examination.py", (TRANSPORTS,))
 TIMES = In("overlap_train/tools/doctor/operator.py", ("tests/unit/test_doctor_hardware.py",))
 
 _DATA = """                if nbytes:
@@ -31,9 +32,9 @@ FAULTS = [
     NETWORK("nodes that cannot be formed are one node", "if domain.nodes.problem is not None:", "if False:"),
     GATHERS("pieces inside the node are counted", "self.topology.world - self.topology.local) *", "self.topology.world - 1) *",
             f"{DOCTOR}::test_what_comes_from_other_nodes_is_counted"),
-    COMMAND("what --node-ranks says is not used", "network.Settings(self._asked.node_ranks,", "network.Settings(0,", DOCTOR),
-    COMMAND("what --network says is not used", "self._asked.network, seconds)", '"auto", seconds)', DOCTOR),
-    COMMAND("transports follow each other in one world of NVSHMEM", 'self._check(f"before {name}", free)', "pass"),
+    EXAMINATION("what --node-ranks says is not used", "network.Settings(self._asked.node_ranks,", "network.Settings(0,", DOCTOR),
+    EXAMINATION("what --network says is not used", "self._asked.network, seconds)", '"auto", seconds)', DOCTOR),
+    EXAMINATION("transports follow each other in one world of NVSHMEM", 'self._check(f"before {name}", free)', "pass"),
     COMMAND("NCCL finds its own way between pretended nodes", "    if asked.node_ranks:\n", "    if False:\n"),
     LINES("NVSHMEM is checked only when it is asked for", "return (NCCL, NVSHMEM) if on_gpu", "return (NCCL,) if on_gpu"),
     LINES("another transport is checked than was asked for", 'if self.network != "auto":', "if False:"),
