@@ -306,7 +306,7 @@ FAULTS = [
         "reporting: what is raised is in the table, too",
         M + "attention/conditions.py",
         "set it to {wanted!r}",
-        "set it to {wanted!r}, or {_WAY_OUT}",
+        "set it to {wanted!r}. {_WITHOUT_US}",
         (T + "reasons_fit.py",),
     ),
     Mutation(
