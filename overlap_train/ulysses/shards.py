@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from ..planning.sequence import SequenceLayout
+from .calls import like
 from .exchange import Linear, Rows
-from .linears import like, rank_rows
+from .linears import rank_rows
 from .rows import SequenceRows, UnequalRows
 from .tensor_parallel import ShardedLinear
 
