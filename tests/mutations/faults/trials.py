@@ -16,7 +16,7 @@ PLANS = In("overlap_train/operators/in_trial.py", (TRIALS,))
 ENDS = In("overlap_train/operators/trial_book.py", (TRIALS,))
 WINS = In("overlap_train/planning/trial.py", (UNIT,))
 BOOK = In("overlap_train/operators/plan_book.py", (TRIALS,))
-HOLDS = In("overlap_train/runtime/domain.py", (REFUSED,))
+HOLDS = In("overlap_train/runtime/room.py", (REFUSED,))
 CALLS = In("overlap_train/linear.py", (TRIALS,))
 ULYSSES = "tests/protocol/test_ulysses_trials.py"
 ONE_TURN = f"{ULYSSES}::test_all_parts_of_a_call_have_one_turn_and_one_time"
@@ -53,7 +53,7 @@ FAULTS = [
     ENDS("what was measured is tried again", "len(methods) < 2 or is_known(", "len(methods) < 2 or False and is_known("),
     ENDS("what the kernels refuse is tried", "why_not(plan, domain.device, interpreted) is not None or", "", REFUSED),
     ENDS("what memory does not hold is tried", " or not domain.may_hold(plan.request)", "", REFUSED),
-    HOLDS("memory never ends", "layout.nbytes <= self.config.symmetric_mib * _MIB)\n\n", "True)\n\n"),
+    HOLDS("memory never ends", "(not self.is_captured and self._fits(self._needed(request)))", "not self.is_captured"),
     BOOK("other winners are forgotten", "{**self.table.winners, **{", "{**{", EVERY_METHOD),
     BOOK("plans outlive their table", "        self.plans.clear()\n", "", AFTER),
     BOOK("a plan that is new does not end a trial", "planned = planned or book.agree(",
