@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mfu.flops import step_flops
-from mfu.measuring import Measured
+from mfu.measured import Measured
 from mfu.names import DATA_PARALLEL, bare, is_graph, is_transformer_engine, loss_baseline
 from mfu.plan import Plan
 from overlap_train.config import METHODS
