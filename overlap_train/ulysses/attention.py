@@ -112,7 +112,7 @@ def attention_output_linear(
     config: OverlapConfig | None = None,
     name: str = "linear_proj",
 ) -> torch.Tensor:
-    """The output projection of a Ulysses attention: all_to_all_linear behind `layout`.
+    """The output projection of a Ulysses attention: all_to_all_linear on the rows of a sequence that ranks share by `layout`.
 
         x          [s, b, K/W]   the attention's output, in the order of the sequence
         w          [N, K]
@@ -144,7 +144,7 @@ def attention_output_linear(
 
 
 def _both(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> Groups | None:
-    """None where weights are whole."""
+    """Both groups; None if weights are whole, because tp_group is None or has one rank."""
     return None if tp_group is None or dist.get_world_size(tp_group) == 1 else Groups(group, tp_group)
 
 
@@ -155,9 +155,9 @@ def _shards(layout: SequenceLayout, group: dist.ProcessGroup, tp_group: dist.Pro
 
 @dataclass(frozen=True)
 class _Received:
-    """What a rank receives, and how it becomes q, k and v.
+    """How what a rank receives becomes q, k and v.
 
-    heads: of this rank. s: rows of the sequence. rows: which of them each rank has sent (shards.py). trains: gradients are
+    heads: this rank's. s: rows of the sequence. rows: which of them each rank sends (shards.py). trains: whether gradients are
     enabled.
     """
 

@@ -29,7 +29,7 @@ _MOST_TO_HIDE, _LEAST_ROWS, _LEAST_GEMM_US = 4, 1024, 150.0
 class Part:
     """Positions first ... last - 1 of the first dimension of every rank's shard, and the plan of their exchange.
 
-    forward, backward, again: the step of a pass whose exchange comes first. give, read: see Step.
+    forward, backward and again return the step of a pass. give, read: see Step.
     """
 
     first: int

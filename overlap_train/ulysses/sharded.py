@@ -40,10 +40,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one projection on one rank. positions: of a TP rank's shard. rows: of one position, of all TP ranks together.
+    """The sizes of one projection on one rank.
 
-    sent: features of a row that is exchanged, of all ranks of the Ulysses group. n, k: of the weight shard. carries: of how many
-    parts one all-to-all has rows.
+    positions: in the shard of one TP rank. rows: of one position, over all TP ranks. sent: features of a row that are exchanged, for
+    all ranks of the Ulysses group. n, k: of the weight shard [n, k]. carries: how many parts have rows in one all-to-all.
     """
 
     positions: int
