@@ -12,8 +12,8 @@ import torch
 
 
 class Blas:
-    """cuBLAS as torch calls it. A product that counts on all SMs may take twice as long where a few are taken: its last CTAs find
-    room only when the first have ended."""
+    """cuBLAS as torch calls it. A product that counts on all SMs may take twice as long if others hold a few of them: its last
+    CTAs find room only when the first have ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -30,7 +30,7 @@ class Blas:
 
     @contextmanager
     def sparing(self, sms: int) -> Iterator[None]:
-        """Bracket of products of this thread that leave so many SMs alone."""
+        """A bracket in which products of this thread leave so many SMs to others."""
         if self._set is None:
             yield
             return
@@ -39,7 +39,7 @@ class Blas:
         try:
             yield
         finally:
-            self._check(self._set(handle, 0))  # all of them, as it was
+            self._check(self._set(handle, 0))  # 0: all SMs, as before
 
     def _check(self, status: int) -> None:
         if status:

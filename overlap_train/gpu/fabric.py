@@ -52,7 +52,7 @@ class FabricMemory:
         return None if failed else bytes(handle)
 
     def reaches(self, handle: bytes) -> bool:
-        """Whether this process can take in the memory that another one's handle names."""
+        """Whether this process can import the memory that a handle of another one names."""
         if self.handle is None:
             return False
         memory, theirs = ctypes.c_uint64(), (ctypes.c_ubyte * _HANDLE_BYTES).from_buffer_copy(handle)
@@ -62,7 +62,7 @@ class FabricMemory:
         return True
 
     def close(self) -> None:
-        """Give the memory back. Peers have looked."""
+        """Give the memory back, after peers have tried."""
         if self._memory is not None:
             self._library.cuMemRelease(self._memory)
             self._memory = None

@@ -1,8 +1,8 @@
 """What a kernel is compiled for: launches whose arguments are of equal kinds run the same binary.
 
 Triton works this out at every launch and warm-up: 0.24 ms for the 30 arguments of our kernels, 2 ms of a step of four MLPs whose
-length is new (H200's host, under cProfile). Kinds here are at least as fine as Triton's. Where they are finer, Triton is asked
-once more than it need be.
+length is new (H200's host, under cProfile). Our kinds are at least as fine as Triton's. If they are finer, Triton is asked more
+often than it need be.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a domain has of its own where its group spans nodes: what carries data between them, and the heap and slots for it."""
+"""What a domain needs if its group spans nodes: an engine that carries data between them, and a heap with slots for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..symmetric.wire import connect
 
 @dataclass(frozen=True)
 class AcrossNodes:
-    """Makes what one domain has of its own where its group spans nodes. launcher: None on CPUs."""
+    """Makes what one domain needs if its group spans nodes. launcher: None on CPUs."""
 
     config: OverlapConfig
     device: torch.device
@@ -74,7 +74,7 @@ class AcrossNodes:
         return NodeExchangeEngine(device, driver, nccl, self.fault, Blas(device), sms)
 
     def new_memory(self, layout: Layout, engine: NodeEngine | NodeStreamEngine) -> tuple[SymmetricHeap, Workspace]:
-        """A heap, into which peers may send from now on, and its slots. Collective."""
+        """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""
         topology, device = self.topology, self.device
         node = topology.ranks_of(topology.node)
         staging = layout.slot_bytes // topology.world if self.by_nvshmem else 0  # a block, which NVSHMEM sends from

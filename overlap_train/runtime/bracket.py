@@ -1,4 +1,4 @@
-"""What brackets a call of an operator: one thread at a time, free slots before, finished pushes and checked waits after."""
+"""The brackets around an operator: one thread at a time; before it slots are free, after it pushes are done and waits checked."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Exclusively:
 
 
 class Operator:
-    """The bracket that OverlapDomain.operator returns. It is no generator, which would take 2 microseconds more; a linear keeps
-    its own, which saves 1."""
+    """The bracket that OverlapDomain.operator returns. As a generator it would take 2 microseconds more. A linear keeps its
+    bracket, which saves another one."""
 
     def __init__(self, domain: Domain, tag: Tag, slots: int, barrier_first: bool, shown_as: str) -> None:
         self._domain, self._tag, self._slots, self._barrier_first = domain, tag, slots, barrier_first
@@ -74,7 +74,7 @@ class Operator:
             self._range, ended = OUTSIDE, self._range
             ended.__exit__(None, None, None)
         try:
-            domain.engine.join()  # whatever was raised, pushes must not outlive the operator: the next call resets their counters
+            domain.engine.join()  # whatever was raised: pushes must not outlive the operator, the next one resets their counters
             if raised is not None and self._slots:
                 if domain.workspace.use.is_ahead:
                     domain.engine.join()

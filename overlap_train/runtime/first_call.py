@@ -10,10 +10,10 @@ from ..planning.arguments import Request
 
 @dataclass(frozen=True)
 class FirstCall:
-    """What one rank says.
+    """What one rank says about the first call.
 
-    problem: what is wrong with its arguments or its machine, or None. terms: in what else ranks must agree, in words. name: what
-    its errors call the operator.
+    problem: what is wrong with its arguments or its machine, or None. terms: what must be equal on all ranks besides the request,
+    in words. name: what its errors call the operator.
     """
 
     problem: str | None
@@ -23,7 +23,7 @@ class FirstCall:
 
 
 def compare(rank: int, all_ranks: Sequence[FirstCall]) -> None:
-    """All ranks must say the same, and none may have a problem. rank: this one.
+    """Check that all ranks say the same and none has a problem. rank: this one.
 
     Raises:
         ValueError: they do not; on every rank.
@@ -39,7 +39,7 @@ def compare(rank: int, all_ranks: Sequence[FirstCall]) -> None:
 
 
 def _difference(mine: FirstCall, theirs: FirstCall, rank: int) -> str | None:
-    """What `theirs`, of rank `rank`, says otherwise, or None."""
+    """Where this rank and rank `rank` differ, in words with a way out, or None."""
     if theirs.request != mine.request:
         return (
             f"this rank has {mine.request.operator} of {mine.request.what}, rank {rank} of the group has {theirs.name}: "

@@ -1,7 +1,7 @@
 """Operators inside a CUDA graph.
 
-Epochs are counted on the device: a replay sends new ones. But a graph uses the same slots at every replay, and what runs before
-and after it does not know which (docs/design.md, rule 3). A barrier of signals at both ends of the graph makes up for that, 10
+The device counts epochs, so that a replay sends new ones. But a graph uses the same slots at every replay, and calls before and
+after it do not know which ones (docs/design.md, rule 3). Therefore a graph begins and ends with a barrier of signals, 10
 microseconds each.
 """
 
@@ -26,10 +26,10 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
             y = model(x)
             y.backward(dy)
 
-    In this order: a graph that is captured inside `graphed` would have no barriers. All ranks capture the same, with all
-    operators in one stream, and replay it equally often, in the stream of the eager calls or ordered with them by events. Replays
-    call no operator: `check()` after them raises what a wait in them has found. Run the same twice before capturing: then kernels
-    are compiled and symmetric memory is there. Calls of the method collective are captured as PyTorch captures NCCL's.
+    Keep this order: a capture that begins inside `graphed` would have no barriers. All ranks capture the same operators, in one
+    stream. They replay the graph equally often, in the stream of the eager calls or ordered with them by events. Run the same
+    twice before capturing: then kernels are compiled and symmetric memory is there. A replay calls no operator; `check()` after
+    it raises what a wait in it has found. Calls of the method collective are captured as PyTorch captures NCCL's.
 
     Raises:
         ValueError: no operator of this group has run yet.
@@ -68,7 +68,7 @@ def _between_barriers(domain: OverlapDomain) -> Iterator[None]:
 
 
 def forget_graphs(group: dist.ProcessGroup) -> None:
-    """Let symmetric memory be replaced again: no graph that was captured so far is replayed any more. All ranks call it."""
+    """Allow symmetric memory to be replaced again. All ranks call it, and none replays a graph that was captured before."""
     domain = made_domain(group)
     if domain is not None:
         domain.captured = False

@@ -1,8 +1,8 @@
 """NCCL between the GPUs of different nodes: what a rank sends to one twin, and what it receives from another meanwhile.
 
-NCCL's sends and receives come in pairs, and its kernels hold SMs until the peer's run, too. So a receive is never posted early:
-it goes with the send of the same turn, as one group (`planning/schedule.py: crossings`), and all groups of a rank run in one
-stream, in an order that all twins have in common. None waits for what comes after it.
+A kernel of NCCL holds SMs until the peer's kernel runs, too. So a receive is never posted early: it goes with the send of the
+same turn, as one group (`planning/schedule.py: crossings`). All groups of a rank run in one stream, in an order that all twins
+have in common. None waits for a later one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class NcclExchange:
 class NcclTransport:
     """A communicator of the twins of this rank: nothing else travels in it.
 
-    NCCL waits without end. A thread looks at the oldest exchange, and at what the waits of this rank have found. It ends the
-    communicator when either has failed: then no stream hangs, and the error with the name comes first.
+    NCCL waits without end. Therefore a thread watches the oldest exchange, and what the waits of this rank have found. If either
+    has failed, it ends the communicator: no stream hangs, and the error that names a rank comes first.
 
-    sms: of NCCL's CTAs, at most; each holds one.
+    sms: how many CTAs NCCL may have, each of which holds an SM.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """NVSHMEM between the GPUs of different nodes: a rank puts data and their signal into the memory of any other.
 
-Only the sender acts, and no SM takes part: network cards read and write. They read symmetric memory alone, so what is sent is
-copied there first. A card carries 50 GB/s, the copy 3700.
+Only the sender acts, and no SM takes part: network cards read and write. They can read symmetric memory only, so data are copied
+there first. A card carries 50 GB/s, the copy 3700.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from ..gpu.driver import CudaDriver
 from .inter_node import Place
 
-PUT_GBS = 50.0  # of a card for each GPU. What puts reach is not measured where the nodes are connected: there is no memory yet
+PUT_GBS = (
+    50.0  # of a card, one for each GPU. Not measured: when the nodes are connected there is no memory to put into yet
+)
 _WORD = 1 << 64  # NVSHMEM takes signals as unsigned numbers
 
 

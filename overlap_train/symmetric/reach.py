@@ -1,7 +1,7 @@
 """Which ranks can map each other's memory, found by trying, before any is shared. Never by host name: containers share them.
 
-CPU processes open what every other has put into a memfd. GPUs map each other's memory within one operating system; across hosts
-by NVLink's fabric, where there is one. What keeps GPUs of one host apart (no peer access), their provider says.
+CPU processes open what every other has put into a memfd. GPUs map each other's memory within one operating system, and across
+hosts by NVLink's fabric, where there is one. If GPUs of one host have no peer access, their provider of memory says so.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ _BOOT = "/proc/sys/kernel/random/boot_id"  # drawn by the kernel when it starts:
 
 
 class Sample(Protocol):
-    """Memory of this rank that its peers may try to map.
-
-    told: what peers need for it; it can be pickled.
-    """
+    """Memory of this rank that its peers may try to map. told: what peers need to try, a value that can be pickled."""
 
     told: Any
 
     def reaches(self, told: Any) -> bool:
-        """Whether this rank can map what a peer has told of."""
+        """Whether this rank can map the sample of a peer. told: the peer's."""
         ...
 
     def close(self) -> None:
-        """Give the memory back: all peers have tried."""
+        """Give the memory back, after all peers have tried."""
         ...
 
 
@@ -55,8 +52,8 @@ class HostSample:
 
 
 def read_token(process: int, descriptor: int) -> bytes | None:
-    """The token in a descriptor of a process, or None. In another PID namespace it is another process's file, which might never
-    end an open or read."""
+    """The token in a descriptor of a process, or None. In another PID namespace the number is another process's. Its file is not
+    opened: that might never return."""
     path = f"/proc/{process}/fd/{descriptor}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
@@ -68,16 +65,16 @@ def read_token(process: int, descriptor: int) -> bytes | None:
 
 
 class GpuPlace(NamedTuple):
-    """Where a GPU is, as its peers are told. boot: of which operating system, "" where that is not told. fabric: a handle that
-    other hosts may try, or None."""
+    """Where a GPU is. boot: the id of its operating system, "" if it does not tell. fabric: a handle that other hosts may try, or
+    None."""
 
     boot: str
     fabric: bytes | None
 
 
 class GpuSample:
-    """Memory of a GPU that peers may try to map; told: see GpuPlace. Where no operating system says which it is, all ranks are
-    taken for one node, as on one host."""
+    """Memory of a GPU that peers may try to map; told: a GpuPlace. If no operating system tells its id, all ranks are taken for
+    one node, as on one host."""
 
     def __init__(self, device: torch.device) -> None:
         from ..gpu.fabric import FabricMemory

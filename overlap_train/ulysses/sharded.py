@@ -42,8 +42,8 @@ class Groups:
 class Sizes:
     """The sizes of one projection on one rank.
 
-    positions: in the shard of one TP rank. rows: of one position, over all TP ranks. sent: features of a row that are exchanged, for
-    all ranks of the Ulysses group. n, k: of the weight shard [n, k]. carries: how many parts have rows in one all-to-all.
+    positions: in the shard of one TP rank. rows: of one position, over all TP ranks. sent: features of a row that are exchanged,
+    for all ranks of the Ulysses group. n, k: of the weight shard [n, k]. carries: how many parts have rows in one all-to-all.
     """
 
     positions: int

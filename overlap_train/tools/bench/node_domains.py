@@ -1,6 +1,6 @@
-"""The domains that a benchmark compares: the group's own, and across nodes one more for each other number of SMs of the network.
+"""The domains that a benchmark compares: the group's own, and across nodes one for each other number of SMs that NCCL gets.
 
-All of them are of the same ranks. Numbers of SMs are settings of a whole domain, so each has a process group of its own.
+All of them have the same ranks. The number of SMs is a setting of a whole domain, so each domain has a process group of its own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ class Ours:
 
 @dataclass(frozen=True)
 class Domains:
-    """own: the group's, whose network has the SMs that its config names, or that the probe has found (symmetric/wire.py).
-    others: with other numbers. groups: for NCCL in two steps, where that is something else."""
+    """The domains of a benchmark.
+
+    own: the group's, in which NCCL has the SMs that the config names or the probe has found (symmetric/wire.py). others: those
+    with other numbers of SMs. groups: for NCCL in two steps; None if that would be NCCL in one.
+    """
 
     own: OverlapDomain
     others: tuple[OverlapDomain, ...]
@@ -40,8 +43,10 @@ class Domains:
 
     @classmethod
     def of(cls, session: Session, received: Sequence[int], network_sms: Sequence[int]) -> Domains:
-        """The domains for shapes of which a rank receives so many bytes, with the own number and each of `network_sms`. Prints
-        what the probe has found. Collective."""
+        """Make the domains, and print what the probe has found. Collective.
+
+        received: how many bytes a rank receives of each shape. network_sms: the numbers of SMs to measure besides the own one.
+        """
         own = session.domain(received)
         found = sms_of(own)
         others = tuple(_domain(session, received, sms) for sms in network_sms if sms != found)
@@ -63,14 +68,14 @@ class Domains:
         return found
 
     def told(self, domain: OverlapDomain) -> dict[str, Any]:
-        """What a row says of its domain: nothing inside one node."""
+        """What a row says about its domain. Nothing inside one node."""
         if self.own.topology.nodes == 1:
             return {}
         return {"network_sms": sms_of(domain), "probe_sms": sms_of(self.own)}
 
 
 def sms_of(domain: OverlapDomain) -> int:
-    """The SMs that the network of a domain may hold; between CPU processes what was asked for, which nobody needs."""
+    """The SMs that the network of a domain may hold. Between CPU processes it is what was asked for, and has no meaning."""
     return domain.settled(domain.config).network_sms
 
 

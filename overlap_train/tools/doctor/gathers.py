@@ -1,7 +1,7 @@
-"""Gathers between nodes, for the doctor: each looks whether pieces are whole as soon as their signals are there.
+"""Gathers between nodes, with which the doctor proves that a piece is whole as soon as its signal is there.
 
 Each piece is multiplied by the identity right after the wait for its signal. So the product shows what was there at that moment.
-Every number differs from those of earlier rounds: data that come late are wrong everywhere.
+Every number differs from those of earlier rounds, so that late data are wrong everywhere.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Gathers:
 
     @property
     def far_pieces(self) -> int:
-        """What one rank gets over the network in a round, by itself or by way of its node."""
+        """How many pieces one rank gets over the network in a round, itself or by way of another rank of its node."""
         return (self.topology.world - self.topology.local) * CHUNKS
 
     def numbers(self, source: int, turn: int) -> torch.Tensor:

@@ -46,8 +46,8 @@ _WRONG_FIX = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the checks between nodes are told. node_ranks, provider: see OverlapConfig. network: the transport that was asked for;
-    auto: all that serve the ranks. seconds: for each of them."""
+    """The settings of the checks between nodes. node_ranks, provider: see OverlapConfig. network: the transport that was asked
+    for; auto: all that serve the ranks. seconds: for each transport."""
 
     node_ranks: int
     provider: str
@@ -67,7 +67,7 @@ class Settings:
         return OverlapConfig(provider=provider, network=network, node_ranks=self.node_ranks, timeout_s=_TIMEOUT_S)
 
     def needs(self, transport: str) -> bool:
-        """Whether a job is not fit without it: groups take it by themselves, or it was asked for by its name."""
+        """Whether it is a failure if this transport cannot run: groups take it by default, or it was asked for by name."""
         return transport in (GLOO, NCCL, self.network)
 
 
@@ -92,7 +92,7 @@ def check_network(here: World, transport: str, settings: Settings) -> list[Findi
 
 
 def _prove(here: World, name: str, domain: OverlapDomain, needed: bool, seconds: float) -> list[Finding]:
-    """needed: whether it is a failure that the ranks cannot be connected."""
+    """Connect the ranks, and prove and time what they send. needed: whether it is a failure if they cannot be connected."""
     made: list[Gathers] = []
     error = here.attempt(lambda: made.append(connected(domain)))
     if error is not None and not needed:
@@ -109,8 +109,10 @@ def _prove(here: World, name: str, domain: OverlapDomain, needed: bool, seconds:
 
 
 def _lacking(here: World, transport: str, provider: str) -> str | None:
-    """What the ranks lack for a transport, as `World.attempt` says it; None: nothing. Before anything collective of its library:
-    a rank that cannot even load it must not leave its peers in a rendezvous."""
+    """What the ranks lack for a transport, in the words of `World.attempt`; None: nothing.
+
+    Asked before anything collective of its library: a rank that cannot load it must not leave its peers in a rendezvous.
+    """
     if transport == GLOO:
         return None
     if here.device.type != "cuda":
@@ -126,7 +128,7 @@ def _unless_elsewhere(error: str, finding: Finding) -> list[Finding]:
 
 
 def judge(here: World, name: str, trial: Trial, ms: float | None) -> list[Finding]:
-    """What this rank saw. ms: of a gather; None where a piece of some rank was not whole."""
+    """The finding about what this rank saw. ms: of a gather; None: a piece of some rank was not whole."""
     gathers, topology = trial.gathers, trial.gathers.topology
     pieces = f"{trial.rounds * gathers.far_pieces} pieces of {gathers.block_bytes // CHUNKS >> 10} KiB"
     broken = [source for source, count in enumerate(trial.counts.tolist()) if count]

@@ -23,8 +23,8 @@ _RATES = ("tile_tflops", "burst_tflops", "sustained_tflops")
 
 
 def write_system(path: Path, findings: Sequence[Finding], plays_nodes: bool) -> str:
-    """Write the file; says what became of it. plays_nodes: ranks of one machine were told to be nodes, so that what went between
-    them was no network."""
+    """Write the file. Returns a line that says what became of it. plays_nodes: ranks of one machine play several nodes, so no
+    network was measured."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     system = probed(name, findings, crossed=not plays_nodes)
     if system is None:

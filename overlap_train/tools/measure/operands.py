@@ -35,7 +35,7 @@ class Operands:
 
     @property
     def nbytes(self) -> int:
-        """What every method reads of it, at the least."""
+        """The bytes that every method reads, at the least."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (self.left, self.right))
 
 

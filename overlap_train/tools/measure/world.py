@@ -49,7 +49,7 @@ class World:
         return bool(found.item())
 
     def attempt(self, work: Callable[[], object]) -> str | None:
-        """Run `work` on all ranks; None if it succeeded on all of them, else what went wrong, which only its own rank knows.
+        """Run `work` on all ranks. None if it succeeded on all of them; else what went wrong here, or "failed on another rank".
 
         Any error counts: a library that lacks an operation, a kernel that does not compile or a wrong result must not
         end a run of minutes.
