@@ -17,8 +17,13 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt import check_packages
+
+if TYPE_CHECKING:
+    from mfu.plan import Plan
+    from overlap_train import OverlapConfig
 
 
 def main() -> int:
@@ -34,13 +39,12 @@ def main() -> int:
 
 
 def compare(arguments: list[str]) -> None:
-    """Measure every model of the command line and write what was found after each of them.
+    """Measure every model of the command line, or draw again what was measured.
 
     Raises:
         RecipeError: flags that are wrong by themselves or contradict each other.
     """
-    began = time.monotonic()
-    from gpt.program import join_ranks, refused_by_rule
+    from gpt.program import refused_by_rule
     from mfu.plan import read_flags, settings_for
 
     plan, overlap = read_flags(arguments, __doc__)
@@ -52,20 +56,27 @@ def compare(arguments: list[str]) -> None:
         return
     for number in range(len(plan.model)):  # all are checked before the first begins
         settings_for(plan, number, int(os.environ.get("WORLD_SIZE", "1")))
-    world = join_ranks()
+    measure(plan, overlap)
+
+
+def measure(plan: Plan, overlap: OverlapConfig) -> None:
+    """Join the ranks, and measure the models of a plan. What was found is written after each of them."""
+    began = time.monotonic()
     import torch  # from here on imports take seconds, which --help and a wrong flag need not wait for
 
+    from gpt.program import join_ranks
     from gpt.run import make_deterministic
     from mfu import measuring
     from mfu.current import Layouts
+    from mfu.plan import settings_for
     from mfu.results import Writer
     from overlap_train.integrations.megatron import run_without_cuda
 
+    world = join_ranks()
     run_without_cuda()
     writer, layouts = Writer(plan, world), Layouts()
     for number in range(len(plan.model)):
-        settings = settings_for(plan, number, world.size)
-        make_deterministic(settings)
+        make_deterministic(settings_for(plan, number, world.size))
         writer.add(measuring.compare(plan, number, overlap, world, layouts))
         gc.collect()  # a model and its optimizer refer to each other
         if world.device.type == "cuda":

@@ -150,29 +150,36 @@ def _against_m(rows: list[Row], path: Path) -> Path:
     for line, weight in zip(grid, weights, strict=True):
         for axes, case in zip(line, cases, strict=True):
             here = [row for row in rows if (row["op"], row["pass"]) == case and {row["n"], row["k"]} == set(weight)]
-            for name, points in curves(here).items():
-                # auto is one of the others: it is larger, and still seen under that one's marker
-                size = {"bound": 0, "auto": 7}.get(name, 4)
-                look, thickness = look_of(name), 2 if name == "bound" else 1.2
-                axes.plot(
-                    *zip(*points, strict=True), look.marker + "-", c=look.colour, markersize=size, linewidth=thickness
-                )
-            axes.axhline(1, color=LOOKS["sequence"].colour, linewidth=1)
-            axes.grid(axis="y")
+            _draw_curves(axes, here)
         line[0].set_ylabel(_model(*weight))
-    sizes = sorted({row["m"] for row in rows})
-    grid[0][0].set(xscale="log", ylim=(0, None))
-    grid[0][0].set_xticks(sizes, [f"{m // 1024}k" if m >= 1024 else str(m) for m in sizes])
-    grid[0][0].minorticks_off()
     for axes, case in zip(grid[0], cases, strict=True):
         axes.set_title(",\n".join(_case(*case)), fontsize=SMALL)
-    for axes in grid[-1]:
-        axes.set_xlabel("M (rows)")
+    _label_rows(grid, sorted({row["m"] for row in rows}))
     return save(figure, path)
 
 
+def _draw_curves(axes: Any, rows: list[Row]) -> None:
+    """A curve for each method, against M."""
+    for name, points in curves(rows).items():
+        # auto is one of the others: it is larger, and still seen under that one's marker
+        size = {"bound": 0, "auto": 7}.get(name, 4)
+        look, thickness = look_of(name), 2 if name == "bound" else 1.2
+        axes.plot(*zip(*points, strict=True), look.marker + "-", c=look.colour, markersize=size, linewidth=thickness)
+    axes.axhline(1, color=LOOKS["sequence"].colour, linewidth=1)
+    axes.grid(axis="y")
+
+
+def _label_rows(grid: Any, sizes: list[int]) -> None:
+    """Let all panels share an axis of M with these sizes."""
+    grid[0][0].set(xscale="log", ylim=(0, None))
+    grid[0][0].set_xticks(sizes, [f"{m // 1024}k" if m >= 1024 else str(m) for m in sizes])
+    grid[0][0].minorticks_off()
+    for axes in grid[-1]:
+        axes.set_xlabel("M (rows)")
+
+
 def curves(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
-    """(M, speed-up) of every method, of async-TP and of the ceiling, by increasing M."""
+    """The points (M, speed-up) of every method, of async-TP and of the ceiling, by increasing M."""
     found: dict[str, list[tuple[int, float]]] = {}
     for (m,), members in sorted(_grouped(rows, "m").items()):
         for name, value in by_method(members).items():
