@@ -283,6 +283,7 @@ def in_turn(folder: str) -> list[tuple[str, str]]:
 def test_projections_whose_methods_take_turns_say_so(workers: Workers, tmp_path: Path) -> None:
     for rows in workers.call(in_turn, str(tmp_path)):
         trying, tuned = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        assert len(trying) == len(tuned) > 0
         for method, reason in trying:
             assert method == "in turn" and reason.startswith("auto: tries ") and "chunked" in reason
         assert all(method != "in turn" and reason.startswith("auto: tuned for ") for method, reason in tuned)

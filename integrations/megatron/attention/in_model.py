@@ -1,4 +1,4 @@
-"""The attentions of a built model: which are Ulysses', why others are not, and how one is turned in place."""
+"""The attentions of a built model: which are Ulysses', why others are not, and how one becomes Ulysses' in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOTS = ("qkv", "proj")  # of an attention's linears
 
 
 def sharing_attentions(model: Model) -> Iterator[Any]:
-    """The attentions under context parallelism, of whatever kind."""
+    """All attentions of a model under context parallelism, Ulysses' and others."""
     for chunk in chunks_of(model):
         for module in chunk.modules():
             if isinstance(module, Attention) and module.config.context_parallel_size > 1:
@@ -34,7 +34,7 @@ def is_asked_for(attention: Any) -> bool:
 
 
 def why_not_ulysses(attention: Any) -> str | None:
-    """Why an attention under context parallelism is none of ours and cannot become one; None: it is, or can."""
+    """Why an attention under context parallelism is not Ulysses' and cannot become so; None: it is, or can."""
     if is_ulysses(attention):
         return None
     if not is_asked_for(attention):
@@ -43,7 +43,10 @@ def why_not_ulysses(attention: Any) -> str | None:
 
 
 def turn(attention: Any, whole: WholeSequence) -> None:
-    """Make it a UlyssesSelfAttention, one of which `why_not_ulysses` is None. Its core attention is built anew for its heads."""
+    """Turn an attention into a UlyssesSelfAttention, and build its core attention anew for the heads of one rank.
+
+    attention: one of which `why_not_ulysses` is None.
+    """
     if is_ulysses(attention):
         return
     core = attention.core_attention

@@ -25,12 +25,16 @@ NewNorm = Callable[[], QkNorm]
 
 
 def norm_within(q_norm: Any, k_norm: Any, weight: torch.Tensor) -> tuple[NewNorm | None, bool]:
-    """(what makes the norm that can be part of the exchange's pass, whether there are norms that must be called after it).
+    """Decide who normalises q and k: the exchange's own pass, both of them, or the modules after it.
 
-    It is called behind the forward pre-hooks of the linear, in which Megatron's DDP waits for the weights before the norms'.
+    Returns:
+        A function that makes the norms of the pass, or None; and whether the modules must be called after the exchange. The
+        function is to be called after the linear's forward pre-hooks: in these Megatron's DDP waits for weights in their order.
 
-    The weights are the modules' own parameters, so that gradients land where the modules' calls would put them. Both norms are
-    within, or none. weight: of the linear, whose dtype and device q and k have.
+    The norms of the pass have the modules' own parameters. So gradients land where the modules' calls would put them.
+
+    Args:
+        weight: of the linear; q and k have its dtype and device.
     """
     if all(norm is None or isinstance(norm, IdentityOp) for norm in (q_norm, k_norm)):
         return None, False
@@ -41,8 +45,8 @@ def norm_within(q_norm: Any, k_norm: Any, weight: torch.Tensor) -> tuple[NewNorm
 
 
 def _gathered(q_norm: Any, k_norm: Any, *how: Any) -> QkNorm:
-    """The QkNorm with the weights of both norms, after the forward pre-hooks of their modules have run. With
-    --overlap-param-gather these hooks wait for the gathered weights. how: see _how."""
+    """Run the forward pre-hooks of both modules, and return the QkNorm with their weights. With --overlap-param-gather these
+    hooks wait for the gathered weights. how: see _how."""
     for norm in (q_norm, k_norm):
         for hook in norm._forward_pre_hooks.values():
             hook(norm, ())
@@ -50,10 +54,8 @@ def _gathered(q_norm: Any, k_norm: Any, *how: Any) -> QkNorm:
 
 
 def _how(norm: Any, weight: torch.Tensor) -> tuple[float, bool] | None:
-    """(eps, zero_centered) of an RMSNorm in the dtype of `weight`; None of any other norm.
-
-    A norm with other hooks than those of Megatron's DDP is called itself.
-    """
+    """(eps, zero_centered) of an RMSNorm that the pass can do; None: the module must be called, because it is another norm, of
+    another dtype or device than `weight`, or has hooks besides those of Megatron's DDP."""
     flag = _zero_centered(norm)
     if flag is None or norm.weight is None or not norm.eps or _is_watched(norm):
         return None
@@ -63,7 +65,7 @@ def _how(norm: Any, weight: torch.Tensor) -> tuple[float, bool] | None:
 
 
 def _is_watched(norm: Any) -> bool:
-    """Whether somebody else than Megatron's DDP wants to know of its calls."""
+    """Whether a module has hooks besides those of Megatron's DDP, which a call would run."""
     gathering = all(
         getattr(hook, "__qualname__", "").startswith(_GATHERING) for hook in norm._forward_pre_hooks.values()
     )
@@ -71,8 +73,8 @@ def _is_watched(norm: Any) -> bool:
 
 
 def _zero_centered(norm: Any) -> bool | None:
-    """Whether an RMSNorm multiplies by 1 + weight instead of by weight; None for other modules. It knows torch's class, ours and
-    TransformerEngine's, and no subclasses of them."""
+    """Whether an RMSNorm multiplies by 1 + weight instead of by weight. None for other modules than torch's class, ours and
+    TransformerEngine's, and for subclasses of these."""
     if type(norm) is torch.nn.RMSNorm:
         return False
     if type(norm) is RMSNorm:

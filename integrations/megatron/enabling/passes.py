@@ -22,7 +22,7 @@ def passes(linear: Any) -> tuple[str, str, str]:
 
 
 def _exchanging_passes(linear: Any) -> tuple[str, str, str]:
-    """CP: context-parallel ranks of the last call."""
+    """The passes of a linear that exchanges. CP: context-parallel ranks of the last call."""
     over = "".join(f" (CP {group.size()})" for group in groups_of(linear)[-1:])
     if not is_row(linear):
         return f"GEMM + A2A{over}", f"A2A(dy) + GEMM{over}", "GEMM with the received dy"
@@ -31,7 +31,7 @@ def _exchanging_passes(linear: Any) -> tuple[str, str, str]:
 
 
 def _passes_in_two_groups(linear: Any) -> tuple[str, str, str]:
-    """TP: tensor-parallel ranks."""
+    """The passes of a linear that communicates over both groups. TP: tensor-parallel ranks."""
     *ulysses, tensor = groups_of(linear)  # none before the first call
     tp, cp = f"(TP {tensor.size()})", "".join(f" (CP {group.size()})" for group in ulysses[-1:])
     kept = linear.overlap.config.gathered_input == "keep"
@@ -43,12 +43,12 @@ def _passes_in_two_groups(linear: Any) -> tuple[str, str, str]:
 
 
 def exchanges_now(linear: Any) -> bool:
-    """Whether a product hides its exchange, as far as settings say, or over TP the last call."""
+    """Whether a product of the linear hides its exchange, as far as settings tell; over TP, whether it did in the last call."""
     if not exchanges(linear) or linear.overlap.apart is not None:
         return False
     return standing_exchange_reason(linear, linear.weight) is None
 
 
 def in_two_groups(linear: Any) -> bool:
-    """Whether it gathers or scatters over TP, and exchanges under the products."""
+    """Whether a linear gathers or scatters over TP, and its products hide an exchange over context-parallel ranks."""
     return exchanges_now(linear) and divides_weights(linear)

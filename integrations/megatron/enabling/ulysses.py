@@ -1,4 +1,4 @@
-"""The attentions of a model that enable() makes Ulysses', and which of their linears then exchange within their product."""
+"""Which attentions enable() turns into Ulysses', and which of their linears then exchange within their product."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ..linears.ulysses import exchange_in, why_no_exchange
 
 @dataclass(frozen=True)
 class Attentions:
-    """The attentions whose linears are asked for. ours: those that are Ulysses', or can be. problem: why one of the others
-    cannot; None: all can, or config.slots leaves attention out."""
+    """The attentions whose linears config.slots names. ours: those that are Ulysses', or can be. problem: why another one cannot
+    be; None: all can, or config.slots names no linear of an attention."""
 
     ours: tuple[Any, ...]
     problem: str | None
 
     def exchanges(self, linear: Any) -> bool:
-        """Whether it is linear_qkv or linear_proj of one of ours. Over TP one that cannot exchange overlaps alone."""
+        """Whether a linear is to exchange: linear_qkv or linear_proj of one of ours. One that cannot overlaps over TP alone."""
         for attention in self.ours:
             if linear is attention.linear_qkv or linear is attention.linear_proj:
                 return attention.pg_collection.tp.size() == 1 or why_no_exchange(linear) is None
         return False
 
     def why_not(self, linear: Any) -> str | None:
-        """What stands for good against overlapping a linear, within its attention's exchange or over tensor parallelism."""
+        """Why no call of a linear can overlap, within its attention's exchange or over tensor parallelism; None: some can."""
         return why_no_exchange(linear) if self.exchanges(linear) else why_not(linear)
 
     def overlap(self, linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
-        """Overlap one of which `why_not` is None, in place."""
+        """Overlap a linear in place, of which `why_not` is None."""
         (exchange_in if self.exchanges(linear) else overlap_linear)(linear, config, slot, name)
 
     def turn(self) -> None:

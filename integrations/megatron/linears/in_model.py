@@ -72,7 +72,7 @@ def groups_of(linear: Any) -> list[dist.ProcessGroup]:
 
 
 def is_candidate(linear: Any) -> bool:
-    """Whether it is of a class that has an overlapped form, or overlapped already, and no expert."""
+    """Whether a linear overlaps, or is of a class that has an overlapped form and is no expert."""
     if is_overlapped(linear):
         return True
     if is_te_linear(linear):
@@ -81,7 +81,7 @@ def is_candidate(linear: Any) -> bool:
 
 
 def why_not(linear: Any) -> str | None:
-    """What stands for good against overlapping a linear of which `is_overlapped` is false; None: nothing."""
+    """Why no call of a linear can overlap, of which `is_overlapped` is false; None: some can."""
     if is_te_linear(linear):
         return standing_te_reason(linear)
     if type(linear) not in OVERLAPPED:

@@ -32,10 +32,10 @@ def accumulates(linear: Any, weight: torch.Tensor, config: OverlapConfig) -> boo
 
 
 def _is_used_twice(linear: Any, weight: torch.Tensor) -> bool:
-    """Whether an embedding of the same pipeline stage has this weight, too, and DDP would not look at its gradient any more.
+    """Whether an embedding of the same pipeline stage shares this weight, and DDP would miss the embedding's gradient.
 
-    So it is on the last stage of a model with multi-token prediction and tied embeddings. With one stage Megatron sets
-    zero_out_wgrad, which tells DDP to add both.
+    That is so on the last stage of a model with multi-token prediction and tied embeddings. With one stage Megatron sets
+    zero_out_wgrad, which tells DDP to add both gradients.
     """
     tied = getattr(weight, "shared_embedding", False) and bool(getattr(linear.config, "mtp_num_layers", None))
     return tied and not getattr(weight, "zero_out_wgrad", False)

@@ -45,7 +45,7 @@ class LinearOverlap:
         return self.config if accumulates(linear, weight, self.config) else self._returning
 
     def watched(self, y: torch.Tensor) -> torch.Tensor:
-        """y; `on_gradient` is called when its gradient arrives."""
+        """Return y, and let `on_gradient` be called when the gradient of y arrives."""
         if self.on_gradient is not None and y.requires_grad:
             y.register_hook(self.on_gradient)
         return y

@@ -41,9 +41,9 @@ class _Exchanging:
     _instead: Callable[[torch.Tensor], Any] | None = None
 
     def reason(self: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
-        """Why this call is the linear and a separate exchange; None where it is ours. Counts the call.
+        """Why this call cannot exchange within its product; None: it can. Counts the call.
 
-        Over TP the linear counts its own calls.
+        With a reason, the attention calls the linear and exchanges by a collective. Over TP the linear counts such a call itself.
         """
         reason = te_feature(self) or exchange_reason(self, x, exchange.group)
         if not divides_weights(self):
@@ -60,8 +60,10 @@ class _Exchanging:
         return super().forward(*args, **kwargs) if instead is None else instead(*args)  # type: ignore[misc]
 
     def _call(self: Any, x: torch.Tensor, instead: Callable[[torch.Tensor], Any]) -> Any:
-        """Call the module for something else. Not by an argument: hooks would see it, and Megatron's activation logging saves
-        the arguments of a call."""
+        """Call the module, with its hooks, and run `instead` in place of its forward.
+
+        `instead` is no argument of the call: hooks would see it, and Megatron's activation logging saves the arguments of a call.
+        """
         self._instead = instead
         try:
             return self(x)
@@ -71,8 +73,10 @@ class _Exchanging:
     def to_heads(
         self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
     ) -> Heads:
-        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated; of a
-        call without `reason`. norm: makes it, behind the module's own hooks."""
+        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated.
+
+        For a call of which `reason` is None. norm: makes the norms of q and k; called after the module's forward pre-hooks.
+        """
         return self._call(x, partial(self._to_heads, exchange=exchange, norm=norm, rotary=rotary))
 
     def _to_heads(
@@ -87,7 +91,7 @@ class _Exchanging:
         return overlap.watched(q), k, v
 
     def to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(y, None), or (y without b, b) where the caller adds the bias itself; a call without `reason`."""
+        """(y, None), or (y without b, b) where the caller adds the bias itself. For a call of which `reason` is None."""
         return self._call(x, partial(self._to_rows, exchange=exchange))
 
     def _to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -181,7 +185,7 @@ def _forms(over_tp: bool) -> dict[type, type]:
 
 
 def why_no_exchange(linear: Any) -> str | None:
-    """What stands for good against a linear's exchanging within its product; None: nothing."""
+    """Why no call of a linear can exchange within its product; None: some can."""
     if type(linear) not in _forms(over_tp=False):
         return f"{type(linear).__name__} has no form that exchanges"
     return te_feature(linear) or standing_exchange_reason(linear, None)
@@ -199,7 +203,7 @@ def exchange_in(linear: Any, config: OverlapConfig, slot: str, name: str) -> Non
 
 
 def exchanges(linear: Any) -> bool:
-    """Whether it has been built, or turned into, one that exchanges."""
+    """Whether a linear is of a class that exchanges within its product."""
     return isinstance(linear, _Exchanging)
 
 
