@@ -82,14 +82,13 @@ def qkv_all_to_all(
         )  # fmt: skip
     both, shards = _both(group, tp_group), _shards(layout, group, tp_group)
     rows = x_shard_m.shape[:1].numel() * shards.ranks * shards.tensor
-    error = sequence_error(x_shard_m, rows, layout, rotary, shards.ranks, name)
-    error = error or lengths_error(x_shard_m, layout, shards.rank, shards.tensor, name)
-    error = error or heads_error(x_shard_m, heads, qk_norm, rotary, name)
-    if error is not None:
-        raise ValueError(error)
+    _refuse(
+        sequence_error(x_shard_m, rows, layout, rotary, shards.ranks, name)
+        or lengths_error(x_shard_m, layout, shards.rank, shards.tensor, name)
+        or heads_error(x_shard_m, heads, qk_norm, rotary, name)
+    )
     x_shard_m, s = shards.padded(x_shard_m), sum(layout.lengths) or rows
-    does = (("normalised", qk_norm), ("rotated", rotary))
-    terms = Terms(config, name, ", ".join([layout.meaning, *(word for word, how in does if how is not None)]))
+    terms = Terms(config, name, _meaning(layout, qk_norm, rotary))
     linear: Linear | ShardedLinear
     if both is None:
         linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, terms)
@@ -127,10 +126,10 @@ def attention_output_linear(
             attention_output_linear, x, w, bias, group=group, layout=layout, tp_group=tp_group, config=config, name=name
         )
     both, shards = _both(group, tp_group), _shards(layout, group, tp_group)
-    error = sequence_error(x, x.shape[:1].numel(), layout, None, shards.ranks, name)
-    error = error or lengths_error(x, layout, None, shards.tensor, name)
-    if error is not None:
-        raise ValueError(error)
+    _refuse(
+        sequence_error(x, x.shape[:1].numel(), layout, None, shards.ranks, name)
+        or lengths_error(x, layout, None, shards.tensor, name)
+    )
     sent, terms = shards.as_sent(x), Terms(config, name, layout.meaning)
     linear: Linear | ShardedLinear
     if both is None:
@@ -141,6 +140,17 @@ def attention_output_linear(
     y = apply_to_rows(x, w, linear, finder, torch.is_grad_enabled())
     y = shards.cut(y.view(-1, x.shape[1], w.shape[0]))
     return y if bias is None else y + bias
+
+
+def _refuse(error: str | None) -> None:
+    if error is not None:
+        raise ValueError(error)
+
+
+def _meaning(layout: SequenceLayout, qk_norm: QkNorm | None, rotary: Rotary | None) -> str:
+    """How ranks must understand each other's rows: those that would do something else with them are told apart."""
+    does = (("normalised", qk_norm), ("rotated", rotary))
+    return ", ".join([layout.meaning, *(word for word, how in does if how is not None)])
 
 
 def _both(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> Groups | None:
