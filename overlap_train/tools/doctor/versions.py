@@ -82,24 +82,35 @@ def _judge(package: str, inventory: Inventory, on_gpu: bool) -> Finding:
     name, version = f"version {package}", inventory.versions.get(package)
     asked = {d.by: d.range for d in inventory.demands if d.package == package}
     ours = asked.pop(US, "")
-    pip = f'pip install "{package}{ours}"'
     if version is None:
-        purpose, optional = PURPOSES[package]
-        missing = f"not installed; needed for {purpose}"
-        if not ours:
-            return ok(name, missing)
-        if not on_gpu and package.startswith(_FOR_GPUS):
-            return ok(name, f"not installed; only GPUs use it, for {purpose}", ours)
-        return warn(name, missing, ours, f"pip install {optional}") if optional else fail(name, missing, ours, pip)
+        return _judge_missing(package, ours, on_gpu)
     if not _fits(version, ours):
+        pip = _pip(package, ours)
         if _fits(version, _without_upper_bound(ours)):
             return warn(name, f"{version}: newer than tested", ours, f"if something fails, {pip}")
         return fail(name, version, ours, pip)
     broken = {by: allowed for by, allowed in asked.items() if not _fits(version, allowed)}
     if broken:
         told = ", ".join(f"{r} (asked for by {by} {inventory.versions.get(by, '')})" for by, r in broken.items())
-        return warn(name, version, told, f'pip install "{package}{next(iter(broken.values()))}"')
+        return warn(name, version, told, _pip(package, next(iter(broken.values()))))
     return ok(name, version, ours)
+
+
+def _judge_missing(package: str, ours: str, on_gpu: bool) -> Finding:
+    """The finding about a package that is not installed. ours: the range that overlap-train requires; empty: none."""
+    name, (purpose, optional) = f"version {package}", PURPOSES[package]
+    missing = f"not installed; needed for {purpose}"
+    if not ours:
+        return ok(name, missing)
+    if not on_gpu and package.startswith(_FOR_GPUS):
+        return ok(name, f"not installed; only GPUs use it, for {purpose}", ours)
+    if optional:
+        return warn(name, missing, ours, f"pip install {optional}")
+    return fail(name, missing, ours, _pip(package, ours))
+
+
+def _pip(package: str, allowed: str) -> str:
+    return f'pip install "{package}{allowed}"'
 
 
 def disagreements(findings: Sequence[Finding]) -> list[Finding]:
