@@ -105,7 +105,7 @@ class Agreement:
                 raise
             raise OverlapTimeoutError(
                 f"{what}: rank {self.rank} lost the key-value store of the job ({error}); the process that hosts it, usually "
-                f"rank 0 of the job, has ended"
+                f"rank 0 of the job, has ended: its own log says why"
             ) from error
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .agreement import Agreement
+from .allocation import allocated
 
 
 class AloneHeap:
@@ -13,13 +14,12 @@ class AloneHeap:
     provider = "alone"
 
     def __init__(self, agreement: Agreement, nbytes: int, device: torch.device) -> None:
-        error = None
-        try:
-            self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        def make() -> torch.Tensor:
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)
-        except RuntimeError as failure:
-            error = f"{nbytes} bytes: {failure}"
-        agreement.all_succeed(error, "overlap_train: allocate memory")
+            return memory
+
+        self._memory = allocated(make, nbytes, agreement, "overlap_train: allocate memory")
 
     def view(self, rank: int) -> torch.Tensor:
         return self._memory

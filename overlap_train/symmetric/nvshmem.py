@@ -7,12 +7,14 @@ torch.distributed: no MPI, no launcher, and other domains of the job cannot dist
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .agreement import Agreement
+from .allocation import allocated
 
 _world_ranks: list[tuple[int, ...]] = []  # global ranks of this process's NVSHMEM world; empty before it is initialised
 
@@ -46,18 +48,15 @@ class NvshmemHeap:
         ranks, world = ranks or everyone, everyone if carries else ranks or everyone
         self._nvshmem, self._first, self._world_first = _world(agreement, device, world), ranks.start, world.start
         agreement.barrier("overlap_train: allocate NVSHMEM memory")  # what follows is collective, and not bounded by us
-        memory, error = None, None
-        try:
-            memory = self._nvshmem.bytetensor((nbytes,), dtype=torch.uint8)
-            memory.zero_()
-        except Exception as failure:  # nvshmem4py raises its own class where memory is short
-            error = f"{nbytes} bytes: {failure}"
-        agreement.all_succeed(error, "overlap_train: allocate NVSHMEM memory")
-        assert memory is not None
+        memory = allocated(partial(self._new, nbytes), nbytes, agreement, "overlap_train: allocate NVSHMEM memory")
         self._memory = memory
         self._views = [memory if rank == agreement.rank else self._peer(memory, rank) for rank in ranks]
         torch.cuda.synchronize(device)
         agreement.barrier("overlap_train: open NVSHMEM memory")
+
+    def _new(self, nbytes: int) -> torch.Tensor:
+        memory: torch.Tensor = self._nvshmem.bytetensor((nbytes,), dtype=torch.uint8)
+        return memory.zero_()
 
     def _peer(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
         try:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .agreement import Agreement
+from .allocation import allocated
 
 
 class TorchHeap:
@@ -22,15 +23,13 @@ class TorchHeap:
     def __init__(self, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        memory, error = None, None
-        try:
+        def make() -> torch.Tensor:
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
             memory.zero_()
             torch.cuda.synchronize(device)
-        except RuntimeError as failure:
-            error = f"{nbytes} bytes: {failure}"
-        agreement.all_succeed(error, "overlap_train: allocate torch symmetric memory")
-        assert memory is not None
+            return memory
+
+        memory = allocated(make, nbytes, agreement, "overlap_train: allocate torch symmetric memory")
         self._first = 0 if ranks is None else ranks.start
         group = agreement.group if ranks is None else _group_of(agreement, ranks)
         handle = symmetric_memory.rendezvous(memory, group.group_name)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from overlap_train.symmetric import nvshmem, resolve_provider
+from overlap_train.symmetric.allocation import allocated
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -55,3 +56,39 @@ def test_cpus_are_served_by_host_and_gpus_are_not(world: list[tuple[int, ...]]) 
     for provider, device in (("host", GPU), ("torch", CPU), ("nvshmem", CPU)):
         with pytest.raises(ValueError, match=f"provider='{provider}' with tensors on {device}"):
             resolve_provider(group, provider, device)
+
+
+class Ranks:
+    """A stand-in for the Agreement of two ranks, of which the other one has room or not."""
+
+    def __init__(self, theirs: str | None) -> None:
+        self.theirs, self.asked = theirs, 0
+
+    def all_succeed(self, error: str | None, what: str) -> None:
+        self.asked += 1
+        if error or self.theirs:
+            raise RuntimeError(f"{what}: {error or self.theirs}")
+
+
+def test_memory_is_allocated_by_all_ranks_or_by_none() -> None:
+    memory, here, there = torch.zeros(8), Ranks(None), Ranks("rank 1: no room")
+    assert allocated(lambda: memory, 32, here, "allocate") is memory and here.asked == 1  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="allocate: rank 1: no room"):
+        allocated(lambda: memory, 32, there, "allocate")  # type: ignore[arg-type]
+
+
+def test_a_rank_without_room_tells_the_others_why_and_the_way_out() -> None:
+    """Whatever the provider raises: a rank that left alone would keep its peers waiting."""
+
+    class OwnError(Exception):
+        pass
+
+    def make() -> torch.Tensor:
+        raise OwnError("out of memory")
+
+    ranks = Ranks(None)
+    with pytest.raises(
+        RuntimeError, match=r"32 bytes: out of memory; leave more room on its GPU.*exchange-mib.*provider"
+    ):
+        allocated(make, 32, ranks, "allocate")  # type: ignore[arg-type]
+    assert ranks.asked == 1

@@ -24,6 +24,7 @@ LAYOUT = In("overlap_train/protocol/layout.py", (f"{UNIT}/test_plan.py",))
 TAGS = In("overlap_train/protocol/tags.py", (f"{UNIT}/test_watchdog.py",))
 AGREEMENT = In("overlap_train/symmetric/agreement.py", (f"{UNIT}/test_agreement.py",))
 PROVIDERS = In("overlap_train/symmetric/__init__.py", (f"{UNIT}/test_providers.py",))
+ALLOCATION = In("overlap_train/symmetric/allocation.py", (f"{UNIT}/test_providers.py",))
 NVSHMEM = In("overlap_train/symmetric/nvshmem.py", (f"{UNIT}/test_providers.py",))
 
 FAULTS = [
@@ -283,6 +284,12 @@ FAULTS = [
         "a GPU is given the host's memory",
         'if on_gpu == (provider == "host"):',
         'if not on_gpu and provider != "host":',
+    ),
+    ALLOCATION("a rank without room leaves its peers waiting", "    agreement.all_succeed(error, what)\n", ""),
+    ALLOCATION(
+        "only torch's errors are told to the peers",
+        "except Exception as failure:  # torch",
+        "except RuntimeError as failure:  # torch",
     ),
     NVSHMEM(
         "nvshmem serves a second group",
