@@ -49,8 +49,8 @@ class EnginePlan:
 
     kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
-    workspace. send_sms, reduce_sms: those that NCCL has between nodes, and sums of this node's partials; library products beside
-    them leave these. nodes: that the group spans.
+    workspace. send_sms, reduce_sms: those that NCCL has between nodes, and sums of this node's partials; products beside them
+    leave these. nodes: that the group spans.
     crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
     multiplies at once across nodes of GPUs.
     """
@@ -76,8 +76,15 @@ class EnginePlan:
 
     @property
     def spared_sms(self) -> int:
-        """SMs that the library's products leave alone, so that none of the three starves another."""
-        return self.send_sms + self.reduce_sms
+        """SMs that products leave alone, so that none of the three starves another. A persistent kernel leaves one more: it
+        holds its SMs while it waits for what kernels of one CTA let arrive (wait_kernel)."""
+        waits = int(self.nodes > 1 and TRAITS[self.method].multiplies)
+        return self.send_sms + self.reduce_sms + waits
+
+    @property
+    def reduces_later(self) -> bool:
+        """Whether a kernel of its own adds a scatter's partials. Across nodes they are sums of nodes, which come last."""
+        return self.variant.split_reduction or self.nodes > 1
 
     @property
     def sends_ahead(self) -> bool:
@@ -157,13 +164,13 @@ def engine_plan(
     chunks = chunks_of(choice, pass_, device, topology.nodes)
     kernels = _kernels(kind, choice, pass_, device, w)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
-    after_tiles = kind not in INBOUND and choice.method == "fused"
-    route = legs(kind, topology, chunks, after_tiles)
+    tiled = choice.method == "fused"
+    route = legs(kind, topology, chunks, tiled)
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
         send_sms=_send_sms(choice.method, device, topology.nodes, sms.network),
         reduce_sms=_reduce_sms(choice.method, kind, topology, device, sms.reduce), nodes=topology.nodes,
-        crossings=_crossings(kind, topology, chunks), together=_together(pass_, topology, device),
+        crossings=_crossings(kind, topology, chunks, tiled), together=_together(pass_, topology, device),
     )  # fmt: skip
 
 
@@ -178,8 +185,8 @@ def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
     )  # fmt: skip
 
 
-def _crossings(kind: str, topology: Topology, chunks: int) -> tuple[Crossing, ...]:
-    return crossings(kind, topology, chunks) if topology.nodes > 1 else ()
+def _crossings(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> tuple[Crossing, ...]:
+    return crossings(kind, topology, chunks, tiled) if topology.nodes > 1 else ()
 
 
 def _together(pass_: Pass, topology: Topology, device: torch.device) -> int:
@@ -207,7 +214,7 @@ def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> 
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     if choice.variant.chunks:
         return equal_chunks(m_shard, choice.variant.chunks)
-    if nodes > 1 and choice.method == "chunked" and on_gpu:  # one is multiplied while the next is on its way
+    if nodes > 1 and on_gpu and TRAITS[choice.method].pushes:  # one is multiplied while the next is on its way
         return network_chunk_count(m_shard, pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1), row_bytes)
     if not TRAITS[choice.method].multiplies or choice.variant.whole:
         return 1
