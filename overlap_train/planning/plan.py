@@ -49,8 +49,8 @@ class EnginePlan:
 
     kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
-    workspace. send_sms, reduce_sms: those that NCCL has between nodes, and sums of this node's partials; products beside them
-    leave these. nodes: that the group spans.
+    workspace. send_sms, reduce_sms, wait_sms: those that NCCL has between nodes, sums of this node's partials, and kernels that
+    wait; products beside them leave these. nodes: that the group spans.
     crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
     multiplies at once across nodes of GPUs.
     """
@@ -66,6 +66,7 @@ class EnginePlan:
     sources: tuple[int, ...]
     send_sms: int = 0
     reduce_sms: int = 0
+    wait_sms: int = 0
     nodes: int = 1
     crossings: tuple[Crossing, ...] = ()
     together: int = 1
@@ -76,10 +77,8 @@ class EnginePlan:
 
     @property
     def spared_sms(self) -> int:
-        """SMs that products leave alone, so that none of the three starves another. A persistent kernel leaves one more: it
-        holds its SMs while it waits for what kernels of one CTA let arrive (wait_kernel)."""
-        waits = int(self.nodes > 1 and TRAITS[self.method].multiplies)
-        return self.send_sms + self.reduce_sms + waits
+        """SMs that products leave alone, so that nothing starves another."""
+        return self.send_sms + self.reduce_sms + self.wait_sms
 
     @property
     def reduces_later(self) -> bool:
@@ -169,7 +168,8 @@ def engine_plan(
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
         send_sms=_send_sms(choice.method, device, topology.nodes, sms.network),
-        reduce_sms=_reduce_sms(choice.method, kind, topology, device, sms.reduce), nodes=topology.nodes,
+        reduce_sms=_reduce_sms(choice.method, kind, topology, device, sms.reduce),
+        wait_sms=_wait_sms(choice.method, device, topology.nodes), nodes=topology.nodes,
         crossings=_crossings(kind, topology, chunks, tiled), together=_together(pass_, topology, device),
     )  # fmt: skip
 
@@ -206,6 +206,12 @@ def _reduce_sms(method: str, kind: str, topology: Topology, device: torch.device
     """Only a scatter adds, and nothing where a node has one rank, or NCCL's own adds."""
     adds = kind == SCATTER and topology.nodes > 1 and topology.local > 1
     return reduce if adds and device.type == "cuda" and method != "collective" else 0
+
+
+def _wait_sms(method: str, device: torch.device, nodes: int) -> int:
+    """A persistent kernel holds its SMs while its tiles wait. Kernels of one CTA let what they wait for arrive (wait_kernel): a
+    few at once, which fit on one SM."""
+    return int(nodes > 1 and device.type == "cuda" and TRAITS[method].multiplies)
 
 
 def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:
