@@ -30,7 +30,8 @@ Posted = dict[tuple[int, int], "Post"]  # by rank and number
 @dataclass(frozen=True)
 class NodeSimulation(StreamSimulation):
     """world_size ranks, node_ranks in each node. chunks: of a block. together: blocks that A2A + GEMM multiplies at once. puts:
-    NVSHMEM is between the nodes instead of NCCL, and holds no SMs. send_sms, reduce_sms: of every plan."""
+    NVSHMEM is between the nodes instead of NCCL, and holds no SMs. send_sms, reduce_sms: of every plan. method: of problems that
+    are not told one."""
 
     node_ranks: int = 1
     chunks: int = 2
@@ -38,6 +39,7 @@ class NodeSimulation(StreamSimulation):
     puts: bool = False
     send_sms: int = NETWORK_SMS
     reduce_sms: int = 0
+    method: str = "chunked"
     posted: Posted = field(default_factory=dict)
     heaps: dict[int, torch.Tensor] = field(default_factory=dict)  # by rank, with room for what is put
     blas: SimulatedBlas = field(default_factory=SimulatedBlas)

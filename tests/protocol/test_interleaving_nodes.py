@@ -68,7 +68,7 @@ def backward(machine: NodeSimulation, calls: int = 2) -> Build:
             rank = domain.rank
             for call in range(calls):
                 own, own_dy = (operand[call, rank] for operand in operands)
-                plan = domain.plan("chunked", own, w[rank].t())
+                plan = domain.plan(machine.method, own, w[rank].t())
                 with domain.operator(tag_of("backward"), slots=2):
                     gather = core("operators.start").start_gather(domain, plan.fprop, tag_of("x"), own)
                     start = core("operators.start").start_scatter
@@ -89,9 +89,11 @@ def backward(machine: NodeSimulation, calls: int = 2) -> Build:
 
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2)])
-def test_a_backward_that_gathers_and_scatters_passes(world: int, node_ranks: int, one_queue: bool) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_backward_that_gathers_and_scatters_passes(method: str, world: int, node_ranks: int, one_queue: bool) -> None:
     """Two calls each, so that there are too few slots and a barrier comes between."""
-    assert_passes(backward(NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue)), range(4))
+    machine = NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue, method=method)
+    assert_passes(backward(machine), range(4))
 
 
 def in_turns(machine: NodeSimulation, order: str) -> Build:
@@ -102,17 +104,19 @@ def in_turns(machine: NodeSimulation, order: str) -> Build:
     def run(domain: SimulatedDomain, kind: str, own: torch.Tensor) -> torch.Tensor:
         eye, tag = torch.eye(TILE), tag_of(kind)
         if kind == "g":
-            plan = domain.plan("chunked", own[0], eye).fprop
+            plan = domain.plan(machine.method, own[0], eye).fprop
             return core("operators.start").start_gather(domain, plan, tag, own[0]).matmul(eye)
         if kind == "s":
-            plan = domain.plan("chunked", own.flatten(0, 1), eye, "LINEAR_REDUCE_SCATTER").fprop
+            plan = domain.plan(machine.method, own.flatten(0, 1), eye, "LINEAR_REDUCE_SCATTER").fprop
             return core("operators.start").start_scatter(domain, plan, tag, own.flatten(0, 1), eye).finish()
         if kind == "r":
-            plan = domain.plan("chunked", own.flatten(0, 1), torch.ones(TILE, world * TILE), "ALL_TO_ALL_LINEAR").fprop
+            plan = domain.plan(
+                machine.method, own.flatten(0, 1), torch.ones(TILE, world * TILE), "ALL_TO_ALL_LINEAR"
+            ).fprop
             start = core("operators.start").start_all_to_all_gemm
             return start(domain, plan, tag, own).received_view().clone()
         columns = own.transpose(0, 1).flatten(1)  # block d for rank d
-        plan = domain.plan("chunked", eye, columns.t(), "LINEAR_ALL_TO_ALL").fprop
+        plan = domain.plan(machine.method, eye, columns.t(), "LINEAR_ALL_TO_ALL").fprop
         return core("operators.start").start_gemm_all_to_all(domain, plan, tag, eye, columns).received().clone()
 
     def expected(kind: str, rank: int, all_ranks: torch.Tensor) -> torch.Tensor:
@@ -140,9 +144,11 @@ def in_turns(machine: NodeSimulation, order: str) -> Build:
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
-def test_operators_of_all_kinds_follow_each_other(one_queue: bool) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_operators_of_all_kinds_follow_each_other(method: str, one_queue: bool) -> None:
+    machine = NodeSimulation(4, node_ranks=2, one_queue=one_queue, method=method)
     for order in ("rghrs", "hshrgr"):
-        assert_passes(in_turns(NodeSimulation(4, node_ranks=2, one_queue=one_queue), order), range(3))
+        assert_passes(in_turns(machine, order), range(3))
 
 
 def test_a_slot_that_operators_of_several_kinds_reuse_early_is_found() -> None:
