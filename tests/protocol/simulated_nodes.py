@@ -96,17 +96,17 @@ class NodeDomain(SimulatedDomain):
         self, method: str, x: torch.Tensor, w: torch.Tensor, spec: str = "ALL_GATHER_LINEAR", variant: Any = None,
         **settings: Any,
     ) -> Any:  # fmt: skip
-        """variant: across nodes `chunked` runs in one way."""
+        """variant: across nodes a method runs in one way."""
         planning, config = core("planning.plan"), core("config").OverlapConfig(method=method, **settings)
         table, spec = core("planning.table").UNTUNED, getattr(core("planning.spec"), spec)
         plan = planning.make_plan(spec, config, table, self.topology, x, w)
         return replace(plan, **{part: self._in_chunks(getattr(plan, part)) for part in ("fprop", "dgrad")})
 
     def _in_chunks(self, engine: Any) -> Any:
-        """On the CPU `chunked` sends whole blocks, and nothing holds SMs."""
+        """On the CPU plans have numbers of chunks of their own, and nothing holds SMs."""
         schedule = core("planning.schedule")
         chunks, together = self._simulation.chunks, self._simulation.together
-        of_kind = (engine.kind, self.topology, chunks)
+        of_kind = (engine.kind, self.topology, chunks, engine.method == "fused")
         return replace(
             engine,
             chunks=chunks,

@@ -25,26 +25,31 @@ from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 
 PROBLEMS = {"gather": gathers, "scatter": scatters, "to_heads": to_heads, "to_rows": to_rows}
+METHODS = ("chunked", "fused")
 SIZES = [(2, 1), (4, 2), (3, 1), (6, 2), (6, 3)]  # ranks, of them in a node
 
 
-def problem(operator: str, world: int, node_ranks: int, one_queue: bool = False, calls: int = 4) -> Build:
+def problem(
+    operator: str, world: int, node_ranks: int, one_queue: bool = False, calls: int = 4, method: str = "chunked"
+) -> Build:
     """Four calls: the fourth is the first that can take a slot too early."""
-    return PROBLEMS[operator]("chunked", NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue), calls)
+    return PROBLEMS[operator](method, NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue), calls)
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize(("world", "node_ranks"), SIZES)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("operator", PROBLEMS)
-def test_operators_pass(operator: str, world: int, node_ranks: int, one_queue: bool) -> None:
-    assert_passes(problem(operator, world, node_ranks, one_queue), range(8 // world))
+def test_operators_pass(operator: str, method: str, world: int, node_ranks: int, one_queue: bool) -> None:
+    assert_passes(problem(operator, world, node_ranks, one_queue, method=method), range(8 // world))
 
 
 @pytest.mark.parametrize("chunks", [1, 8])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("operator", PROBLEMS)
-def test_every_number_of_chunks_that_the_tuner_may_find_passes(operator: str, chunks: int) -> None:
+def test_every_number_of_chunks_that_the_tuner_may_find_passes(operator: str, method: str, chunks: int) -> None:
     machine = NodeSimulation(4, node_ranks=2, chunks=chunks)
-    assert_passes(PROBLEMS[operator]("chunked", machine, 4), range(2))
+    assert_passes(PROBLEMS[operator](method, machine, 4), range(2))
 
 
 def backward(machine: NodeSimulation, calls: int = 2) -> Build:

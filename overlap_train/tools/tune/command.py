@@ -183,7 +183,7 @@ def nodes_of(session: Session, asked: tuple[str, ...]) -> int:
     found = domain_of(here.group, config, here.device).nodes
     if found.problem is not None:
         raise ValueError(found.problem)
-    nodes, inside = found.topology.nodes, [method for method in asked if TRAITS[method].kernels]
+    nodes, inside = found.topology.nodes, [method for method in asked if not TRAITS[method].crosses]
     if nodes > 1 and inside:
         raise ValueError(f"--methods: {inside[0]!r} stays inside a node, and the ranks are on {nodes}; leave it out")
     return nodes
