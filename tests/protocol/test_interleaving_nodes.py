@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.protocol.faults import ENGINES, SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers, scatters, tag_of, to_heads, to_rows
 from tests.protocol.simulated_gpu import Operation
-from tests.protocol.simulated_nodes import NodeSimulation
+from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 
 PROBLEMS = {"gather": gathers, "scatter": scatters, "to_heads": to_heads, "to_rows": to_rows}
@@ -274,14 +275,16 @@ def beside_a_long_product(machine: NodeSimulation, operator: str) -> Build:
     return build
 
 
-def _started(domain: SimulatedDomain, operator: str, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _started(
+    domain: SimulatedDomain, operator: str, own: torch.Tensor, method: str = "chunked"
+) -> Callable[[], torch.Tensor]:
     """A call under way; what it returns multiplies by ones of the diagonal: two blocks [2, TILE, TILE]."""
     if operator == "gather":
         shard = own[:TILE]
-        plan = domain.plan("chunked", shard, shard).fprop
+        plan = domain.plan(method, shard, shard).fprop
         gather = core("operators.start").start_gather(domain, plan, tag_of("call"), shard)
         return lambda: gather.matmul(torch.eye(TILE)).unflatten(0, (2, TILE))
-    plan = domain.plan("chunked", own, own.new_empty(2 * TILE, 2 * TILE), "ALL_TO_ALL_LINEAR").fprop
+    plan = domain.plan(method, own, own.new_empty(2 * TILE, 2 * TILE), "ALL_TO_ALL_LINEAR").fprop
     start = core("operators.start").start_all_to_all_gemm
     receiver = start(domain, plan, tag_of("call"), own.unflatten(0, (2, TILE)))
     y = own.new_empty(TILE, 2 * TILE)
@@ -296,6 +299,42 @@ def test_the_network_does_not_wait_for_products(operator: str) -> None:
     start = "            self.start(self._source("
     with Fault(CROSSINGS, start, f"            self._engine.send_after_this()\n{start}").planted():
         assert isinstance(assert_caught(build, range(4)), Deadlock)
+
+
+@pytest.mark.parametrize("operator", ["gather", "to_rows"])
+def test_a_kernel_runs_beside_its_exchanges(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one hardware queue: the second exchange takes so long that it ends only once the kernel has taken a tile."""
+    machine, slots, run = NodeSimulation(2, one_queue=True), {}, SimulatedNccl._run
+
+    def slow(network: Any, number: int, *what: Any) -> None:
+        gpu = network._gpu
+        if number == 2:
+            has_begun = partial(_has_taken_a_tile, slots[gpu.rank])
+            gpu.scheduler.wait_until(has_begun, "the kernel to take a tile")
+        run(network, number, *what)
+
+    def build(scheduler: Scheduler) -> Any:
+        x, y = integers(2, 2 * TILE, TILE, seed=1), torch.full((2, 2, TILE, TILE), torch.nan)
+
+        def host(domain: SimulatedDomain) -> None:
+            slots[domain.rank] = domain.workspace.slots
+            with domain.operator(tag_of("call"), slots=1):
+                y[domain.rank] = _started(domain, operator, x[domain.rank], "fused")()
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            halves = x.unflatten(1, (2, TILE))
+            assert (y == (halves[:, 0] if operator == "gather" else halves.transpose(0, 1))).all()
+
+        return check
+
+    monkeypatch.setattr(SimulatedNccl, "_run", slow)
+    assert_passes(build, range(4))
+
+
+def _has_taken_a_tile(slots: Any) -> bool:
+    return any(int(slot.counters.claimed) > 0 for slot in slots)
 
 
 def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import pytest
@@ -245,8 +246,10 @@ def shapes_of(describe: Any, kind: str, operands: Any, world: int) -> dict[str, 
     domain.config.timeout_s = 1.0
     blocks = torch.empty(world, M_SHARD, N, dtype=torch.bfloat16)
     call = MagicMock(chunks=CHUNKS, blocks=blocks, peers=peers, remote_block=lambda peer: BLOCK)
-    plan = SimpleNamespace(kind=kind, reduces_later=False, spared_sms=0)
-    launch = describe(domain, call, plan, operands)
+    plan = SimpleNamespace(kind=kind, reduces_later=False, spared_sms=5)
+    with mock.patch.object(hopper, "grid_size", return_value=(1,)) as grid_size:
+        launch = describe(domain, call, plan, operands)
+    assert grid_size.call_args.args[-1] == 5, "SMs that the kernel leaves"
     descriptors = {name: value for name, value in launch.arguments.items() if name.endswith("_desc")}
     # Of two linears of one shape the second launch is the first one's with other addresses: each operand's, in both of b's.
     replaced = {name for names in launch.replaced for name in names}
