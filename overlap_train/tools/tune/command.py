@@ -59,7 +59,7 @@ class Tune:
         spaced=True,
     )
     ulysses: bool = option(
-        False, "of --model the projections of its attention as Ulysses has them, instead of its linears under TP"
+        False, "measure the QKV and output projections of --model under Ulysses, instead of its linears under TP"
     )
     tp: int | None = option(
         None, "tensor-parallel ranks; default all that torchrun starts", parse=positive_int, metavar="N"
@@ -77,7 +77,7 @@ class Tune:
     )
     node_ranks: int = option(
         OverlapConfig().node_ranks,
-        "ranks per node, where the group spans several; 0: those that can map each other's memory, which they find out",
+        "ranks per node, where the group spans several; 0: nodes are found",
         parse=positive_int_or_0,
         metavar="N",
     )
@@ -97,7 +97,9 @@ def main(arguments: list[str]) -> int:
     Raises:
         ValueError: wrong arguments.
     """
-    top = Parser("overlap-train tune", description=f"Under torchrun: {world.START} tune --model llama3-8b --seq 8192")
+    start = f"Under torchrun: {world.START} tune --model llama3-8b --seq 8192"
+    what = "Measures which method is fastest for a model's linears; method=auto then takes it."
+    top = Parser("overlap-train tune", description=f"{what} {start}")
     add_options(top, Tune)
     asked = from_args(Tune(), top.parse_args(arguments))
     ranks = ranks_of(asked.tp, asked.dry_run)
@@ -140,6 +142,8 @@ def tune(asked: Tune, cases: list[Case]) -> int:
     """Join the ranks, measure, store after each case, and print."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(asked.connections)  # read when CUDA starts, which is in join
     began, here = time.monotonic(), world.join()
+    if here.device.type == "cpu":
+        here.say("tune: no GPU here. Winners count for CPU processes only, and large shapes take minutes each")
     session = Session(settings_of(asked, here.device), here, Results())
     key = key_of(here.device, here.size, nodes_of(session, asked.methods))
     keep(asked.tuning_dir, key, None, here)  # a folder that cannot be written is said before minutes of measuring
