@@ -188,7 +188,7 @@ def test_products_spare_sms_for_sums_where_a_node_adds(kind: str) -> None:
 @pytest.mark.parametrize("kind", [GATHER, SCATTER, A2A_GEMM, GEMM_A2A])
 def test_a_kernel_across_nodes_leaves_an_sm_to_kernels_that_wait(kind: str) -> None:
     """It multiplies as many chunks as cross the network, in the order in which they do; nothing is added in it."""
-    pass_ = Pass(kind, 16384, 14336, 4096, BF16, 4)
+    pass_ = Pass(kind, 65536, 14336, 4096, BF16, 4)
     plan, chunked = across_nodes(pass_, "fused"), across_nodes(pass_, "chunked")
     assert (plan.wait_sms, plan.spared_sms) == (1, chunked.spared_sms + 1)
     assert plan.chunks == chunked.chunks > 1 and plan.reduces_later
