@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .enabling.enable import enable
     from .enabling.first_table import print_table
     from .enabling.graphing import graphed_model, graphed_passes
-    from .enabling.reporting import Report, report
+    from .enabling.reporting import report
+    from .enabling.table import Report
     from .linears.accumulation_fusion import provide_accumulation_fusion
     from .linears.column_row import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
     from .norm import LayerNorm, Norm, RMSNorm
@@ -38,7 +39,8 @@ _HOME = {
     "enabling.enable": ("enable",),
     "enabling.first_table": ("print_table",),
     "enabling.graphing": ("graphed_model", "graphed_passes"),
-    "enabling.reporting": ("Report", "report"),
+    "enabling.reporting": ("report",),
+    "enabling.table": ("Report",),
     "linears.accumulation_fusion": ("provide_accumulation_fusion",),
     "linears.column_row": ("OverlappedColumnParallelLinear", "OverlappedRowParallelLinear"),
     "spec.attention": ("SDPACoreAttention",),

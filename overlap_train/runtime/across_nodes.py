@@ -20,7 +20,7 @@ from ..protocol.watchdog import FaultRecord
 from ..protocol.workspace import Workspace
 from ..symmetric import SymmetricHeap, open_heap, resolve_provider
 from ..symmetric.agreement import Agreement
-from ..symmetric.inter_node import GlooTransport
+from ..symmetric.gloo import GlooTransport
 from ..symmetric.nccl import NcclTransport
 from ..symmetric.node_sums import settle
 from ..symmetric.puts import PUT_GBS, NvshmemPuts

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import OverlapConfig, flag_name
+from ..config import OverlapConfig
 from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
 from ..planning.arguments import Request
 from ..planning.schedule import Topology
 from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
-from ..protocol.layout import SLOTS, Layout, with_room
+from ..protocol.layout import Layout
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.node_workspace import link_of
@@ -35,8 +35,7 @@ from ..symmetric.topology import Nodes, NodeSettings, find_nodes
 from .across_nodes import AcrossNodes
 from .bracket import Exclusively, Operator
 from .first_call import FirstCall, compare
-
-_MIB = 1 << 20
+from .room import Room
 
 
 class OverlapDomain:
@@ -66,7 +65,7 @@ class OverlapDomain:
         self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
 
     def prepare(self, request: Request, problem: str | None, name: str, trains: str = "") -> None:
-        """Make sure that every rank asks for the same and that the heap holds it. Communicates; for new requests only.
+        """Make sure that every rank asks for the same, and that the heap holds it. Collective, and for new requests only.
 
         Args:
             problem: what is wrong with this rank's arguments, or None.
@@ -87,11 +86,12 @@ class OverlapDomain:
         mine = FirstCall(problem or unmet, request, f"{terms}; {trains}", name)
         what = f"{name}: agree on its first call with {request.what}"
         compare(self.rank, self.agreement.exchange(mine, what, kind="first call"))
-        if request.shares_memory:
-            self._hold(request, name)
+        room = self._room
+        if request.shares_memory and not room.holds(request):
+            self._reallocate(room.grown(request, name))
 
     def _terms(self, request: Request) -> tuple[str, str | None]:
-        """What symmetric memory needs to be equal everywhere, in words; and why this rank cannot have it, or None."""
+        """(the settings in which all ranks must agree, in words; why this rank cannot have symmetric memory, or None)."""
         limits = f"symmetric_mib={self.config.symmetric_mib}, timeout_s={self.config.timeout_s:g}"
         limits += ", a captured CUDA graph" * self.captured
         if not request.shares_memory:
@@ -103,30 +103,88 @@ class OverlapDomain:
 
     def may_hold(self, request: Request) -> bool:
         """Whether the heap holds what a request needs, or may grow until it does."""
-        layout = self.layout.covering(request.slot_bytes, request.flagged_bytes)
-        is_there = not request.shares_memory or (self.heap is not None and layout == self.layout)
-        return is_there or (not self.captured and layout.nbytes <= self.config.symmetric_mib * _MIB)
+        return not request.shares_memory or self._room.may_hold(request)
 
-    def _hold(self, request: Request, name: str) -> None:
-        layout = self.layout.covering(request.slot_bytes, request.flagged_bytes)
-        if self.heap is not None and layout == self.layout:
+    @property
+    def _room(self) -> Room:
+        layout = None if self.heap is None else self.layout
+        return Room(layout, self.world_size, self.config.symmetric_mib, self.captured)
+
+    def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Operator:
+        """The bracket of one autograd pass of an operator. It may be kept, and entered again and again.
+
+        Calls from several streams run in the order of their brackets. At its end the bracket joins all pushes; then their sources
+        may be freed.
+
+        Args:
+            slots: how many gathers and scatters the pass makes by way of symmetric memory, at most. It waits for each of them.
+            barrier_first: whether the pass starts with a barrier.
+            shown_as: the name of its range in profiles.
+
+        Raises:
+            RuntimeError: see check_usable; or another thread is in an operator of the same group.
+            OverlapTimeoutError, OverlapMismatchError: a wait has failed, in an earlier pass or in this one. The bracket does not
+                wait for the device to find that out.
+        """
+        return Operator(self, tag, slots, barrier_first, shown_as)
+
+    def check_usable(self, tag: Tag, slots: int) -> None:
+        """Check that an operator can run here now.
+
+        Raises:
+            RuntimeError: the symmetric memory is gone; or the operator is captured into a CUDA graph outside `graphed`, so that
+                no barriers would be around its replays.
+        """
+        if self.closed or (slots and self.heap is None):
+            raise RuntimeError(
+                f"{tag.op}: the symmetric memory of its group is gone, by shutdown(); a backward belongs before shutdown()"
+            )
+        if slots and not self.graphed and self.is_capturing():
+            raise RuntimeError(
+                "an operator was called while a CUDA graph is captured, but not inside overlap_train.graphed(group), without "
+                "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
+                "those of the full iteration are), or train without CUDA graphs"
+            )
+
+    def begin_ahead(self) -> None:
+        """Begin the next operator before the running one has read, or pulled, what it receives. The next one's bracket follows.
+
+        The next operator makes one call. The running one has sent everything by copies, or its ranks have met in a barrier and
+        pull. (What a kernel is yet to send would come after what the next operator sends.)
+        """
+        self.engine.begin_ahead()
+        self.workspace.begin_ahead()
+
+    def before_collective(self, tag: Tag) -> None:
+        """Check, between CPU processes, that all ranks are in this call of a collective.
+
+        gloo would wait as long as its group says, and name nobody. NCCL has a watchdog of its own.
+
+        Raises:
+            OverlapMismatchError: a rank is in another call.
+            OverlapTimeoutError: a rank did not come.
+        """
+        if self._on_gpu:
             return
-        if self.captured:
-            raise ValueError(
-                f"{name} with {request.what} needs more symmetric memory, but a CUDA graph holds addresses of what is "
-                f"there; run the largest shapes before capturing, or free the graph, call overlap_train.forget_graphs(group) on "
-                f"all ranks and capture again"
-            )
-        if layout.nbytes > self.config.symmetric_mib * _MIB:
-            raise ValueError(
-                f"symmetric_mib={self.config.symmetric_mib} is too small: {name} with {request.what} needs "
-                f"{-(-layout.nbytes // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
-                f"{(layout.slot_bytes + layout.flagged_bytes) / _MIB:.1f} MiB); raise OverlapConfig.symmetric_mib "
-                f"({flag_name('symmetric_mib')})"
-            )
-        # longer rows then cost no agreement
-        roomy = layout.covering(with_room(request.slot_bytes), with_room(request.flagged_bytes))
-        self._reallocate(roomy if roomy.nbytes <= self.config.symmetric_mib * _MIB else layout)
+        for rank, theirs in enumerate(self.agreement.exchange(tag, str(tag), kind="collective call")):
+            if theirs != tag:
+                raise OverlapMismatchError(
+                    f"{tag.op}: rank {self.rank} is in {tag}, but rank {rank} is in {theirs} here; all ranks of a group "
+                    "must make the "
+                    f"same calls, with the same shapes, in the same order"
+                )
+
+    def is_capturing(self) -> bool:
+        """Whether the caller's stream is being captured into a CUDA graph."""
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def exclusively(self, name: str) -> AbstractContextManager[None]:
+        """A bracket that one thread of this process may be in at a time: the ranks' calls of a group need one order.
+
+        Raises:
+            RuntimeError: another thread is in an operator of this group.
+        """
+        return Exclusively(self.in_use, name)
 
     @cached_property
     def nodes(self) -> Nodes:
@@ -141,19 +199,34 @@ class OverlapDomain:
         return self.nodes.topology
 
     def settled(self, config: OverlapConfig) -> OverlapConfig:
-        """`config` with the network_sms and reduce_sms of the connected nodes, which were measured where they are 0. On CPUs,
-        inside one node and during a capture `config` as it is. Collective at its first use: it connects the nodes."""
+        """`config` with the network_sms and reduce_sms of the connected nodes, which are measured if the config says 0.
+
+        On CPUs, inside one node and during a capture it is `config` itself. Collective at its first use: it connects the nodes.
+        """
         if not self._on_gpu or self.topology.nodes == 1 or self.is_capturing():
             return config
         engine = self._engine_across_nodes()
         assert isinstance(engine, NodeStreamEngine)
         return replace(config, network_sms=engine.network.sms, reduce_sms=engine.reduce_sms)
 
+    @cached_property
+    def _across_nodes(self) -> AcrossNodes:
+        return AcrossNodes(self.config, self.device, self.topology, self.agreement, self.fault, self._launcher)
+
+    def _engine_across_nodes(self) -> NodeEngine | NodeStreamEngine:
+        """The engine that carries data between the nodes. Its first use makes it and connects the nodes; collective."""
+        if isinstance(self.engine, NodeEngine | NodeStreamEngine):
+            return self.engine
+        engine = self._across_nodes.new_engine()
+        self.engine.close()
+        self.engine, self.fault.link_of = engine, partial(link_of, self.topology)
+        return engine
+
     @torch.inference_mode(False)
     def _reallocate(self, layout: Layout) -> None:
-        """Replace the heap by a larger one. Collective, and outside the hot path: once for each larger shape.
+        """Replace the heap by a larger one, once for each larger shape. Collective.
 
-        The new one is opened first. Where that fails, on all ranks alike, calls that fit the old one go on.
+        The new heap is opened first. If that fails, it fails on all ranks alike, and calls that fit the old heap go on.
         """
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
@@ -166,99 +239,17 @@ class OverlapDomain:
             workspace = Workspace(heap, layout, self.device, waits)
         self._close_heap()
         self.heap, self.layout, self.workspace = heap, layout, workspace
-        barrier(
-            self, Tag("overlap_train/open", "barrier")
-        )  # its kernel is loaded now: while a graph is captured it could not be
-
-    @cached_property
-    def _across_nodes(self) -> AcrossNodes:
-        return AcrossNodes(self.config, self.device, self.topology, self.agreement, self.fault, self._launcher)
-
-    def _engine_across_nodes(self) -> NodeEngine | NodeStreamEngine:
-        """The engine that carries data between the nodes. It is made, with its connections, when it is needed first."""
-        if isinstance(self.engine, NodeEngine | NodeStreamEngine):
-            return self.engine
-        engine = self._across_nodes.new_engine()
-        self.engine.close()
-        self.engine, self.fault.link_of = engine, partial(link_of, self.topology)
-        return engine
+        barrier(self, Tag("overlap_train/open", "barrier"))  # loads its kernel, which a capture of a graph could not
 
     def _close_heap(self) -> None:
-        """Unmap what was there, now: torch's heap waits for the device when it goes, which later could be between the launch of a
-        kernel and its pushes (copy_engine.py)."""
+        """Unmap the heap at once. torch's heap waits for the device when it is freed. Later that could happen between the launch
+        of a kernel and its pushes (copy_engine.py)."""
         if self.heap is None:
             return
-        del self.workspace  # it holds views of it
-        gc.collect()  # in objects that know each other, which only the collector ends
+        del self.workspace  # it holds views of the heap,
+        gc.collect()  # in objects that refer to each other: only the collector frees them
         self.heap.close()
         self.heap = None
-
-    def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Operator:
-        """Bracket of everything that one autograd pass of one operator does here: up to `slots` gathers and scatters by way of
-        symmetric memory, each waited for before the end. It may be kept, and entered again and again.
-
-        barrier_first: it starts with a barrier. shown_as: its range in profiles.
-
-        Raises an earlier failure of a wait before and, without waiting for the device, after. Calls from several streams are
-        put in order. Pushes are joined at the end; then their sources may be freed.
-
-        Raises:
-            RuntimeError: see check_usable, or another thread is in an operator of the same group.
-        """
-        return Operator(self, tag, slots, barrier_first, shown_as)
-
-    def check_usable(self, tag: Tag, slots: int) -> None:
-        """Check, before an operator, that it can run here.
-
-        Raises:
-            RuntimeError: it is captured into a CUDA graph whose replays would not be between barriers, or the symmetric memory is
-                gone.
-        """
-        if self.closed or (slots and self.heap is None):
-            raise RuntimeError(
-                f"{tag.op}: the symmetric memory of its group is gone, by shutdown(); a backward belongs before shutdown()"
-            )
-        if slots and not self.graphed and self.is_capturing():
-            raise RuntimeError(
-                "an operator was called while a CUDA graph is captured, but not inside overlap_train.graphed(group), without "
-                "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
-                "those of the full iteration are), or train without CUDA graphs"
-            )
-
-    def begin_ahead(self) -> None:
-        """Begin the next operator, of one call, before the running one has read, or pulled, what it receives. Its own bracket
-        comes next.
-
-        The running one has sent all that it sends, by copies: what a kernel is yet to send would come after it. Or its ranks have
-        met, and pull.
-        """
-        self.engine.begin_ahead()
-        self.workspace.begin_ahead()
-
-    def before_collective(self, tag: Tag) -> None:
-        """Check, between CPU processes, that all ranks are in this call; raise OverlapMismatchError or OverlapTimeoutError if
-        not. gloo would wait as long as its group says, and name nobody; of NCCL's collectives NCCL's own watchdog takes care."""
-        if self._on_gpu:
-            return
-        for rank, theirs in enumerate(self.agreement.exchange(tag, str(tag), kind="collective call")):
-            if theirs != tag:
-                raise OverlapMismatchError(
-                    f"{tag.op}: rank {self.rank} is in {tag}, but rank {rank} is in {theirs} here; all ranks of a group "
-                    "must make the "
-                    f"same calls, with the same shapes, in the same order"
-                )
-
-    def is_capturing(self) -> bool:
-        """Whether what the caller's stream is given goes into a CUDA graph."""
-        return self._on_gpu and torch.cuda.is_current_stream_capturing()
-
-    def exclusively(self, name: str) -> AbstractContextManager[None]:
-        """Bracket of what only one thread of this process may do at a time: the ranks' calls of a group need one order.
-
-        Raises:
-            RuntimeError: another thread is in an operator of this group.
-        """
-        return Exclusively(self.in_use, name)
 
     def close(self) -> None:
         """End the engine and give the symmetric memory back. Collective over the group. Nothing runs in this domain any more."""
@@ -267,13 +258,11 @@ class OverlapDomain:
         self.agreement.forget()
         if self.heap is not None and self._on_gpu:
             torch.cuda.synchronize(self.device)
-            self.agreement.barrier(
-                "overlap_train: shutdown"
-            )  # nobody is still pushing into memory that is about to be unmapped
+            self.agreement.barrier("overlap_train: shutdown")  # nobody still pushes into memory that is unmapped next
         self._close_heap()
 
 
 def barrier(domain: OverlapDomain, tag: Tag) -> None:
-    """Hold all ranks' streams until every rank has come here; afterwards all slots are free."""
+    """Hold all ranks' streams until every rank has come here. Afterwards all slots are free."""
     with domain.operator(tag, slots=0):
         domain.workspace.barrier(tag)

@@ -6,6 +6,7 @@ A collective of gloo or NCCL waits as long as the group says and names nobody. H
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 import warnings
 from typing import Any
@@ -19,6 +20,12 @@ class OverlapTimeoutError(RuntimeError):
 
 class OverlapMismatchError(RuntimeError):
     """A peer is in another call than this rank: the ranks of a group did not make the same calls in the same order."""
+
+
+def say_on_rank_0(rank: int, text: str) -> None:
+    """Print a line that all ranks of a group would print, once. rank: this one."""
+    if rank == 0:
+        print(f"overlap_train: {text}", file=sys.stderr, flush=True)
 
 
 class Agreement:

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from ..planning.schedule import Crossing, Topology
 from .agreement import Agreement, OverlapTimeoutError
-from .inter_node import Failures, Piece
+from .inter_node import CONNECT, Failures, Piece
 
-_CONNECT = "overlap_train: connect the nodes of the group"
 _LOOK_S = 0.5
 
 
@@ -61,9 +60,9 @@ class NcclTransport:
         self._topology, self._timeout_s, self._failures, self.sms = topology, timeout_s, failures, sms
         self._under_way: deque[NcclExchange] = deque()
         self._ended = threading.Event()
-        agreement.barrier(_CONNECT)  # NCCL's own rendezvous is not bounded by us
+        agreement.barrier(CONNECT)  # NCCL's own rendezvous is not bounded by us
         self._group, error = self._connect(agreement, device)
-        agreement.all_succeed(error, _CONNECT)
+        agreement.all_succeed(error, CONNECT)
         threading.Thread(target=self._watch, name="overlap_train between nodes", daemon=True).start()
 
     def _connect(self, agreement: Agreement, device: torch.device) -> tuple[Any, str | None]:

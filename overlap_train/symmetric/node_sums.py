@@ -7,8 +7,6 @@ nothing.
 from __future__ import annotations
 
 import math
-import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -16,11 +14,11 @@ import torch
 from ..config import MOST_CTAS
 from ..planning.cost import node_sum_gbs
 from ..planning.schedule import Topology
-from .agreement import Agreement
+from .agreement import Agreement, say_on_rank_0
+from .bursts import fastest_s, seconds
 
-# Of all blocks that are read together: more than an L2 holds. A burst of so many sums outweighs its launches; the best of some
-# bursts counts, as for the wire.
-_NBYTES, _SUMS, _BURSTS = 64 << 20, 8, 4
+_NBYTES = 64 << 20  # of the blocks that one sum reads: more than an L2 holds
+_SUMS = 8  # of a burst, which outweigh its launches
 _MEASURE = "overlap_train: measure the sum of a node's partials"
 
 
@@ -35,11 +33,11 @@ def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
 
 
 def settle(agreement: Agreement, topology: Topology, device: torch.device, wire_gbs: float, sms: int) -> int:
-    """The SMs of the sum of a node. Collective. Rank 0 prints what was found.
+    """Decide how many SMs the sum of a node may hold. Collective. Rank 0 prints what was found.
 
     Args:
         wire_gbs: what the network carries in each direction, the same on all ranks.
-        sms: that the sum gets; 0: the fewest with which it is as fast.
+        sms: what the sum gets; 0: the fewest with which it is as fast as the network.
 
     Raises:
         OverlapTimeoutError: a rank did not come.
@@ -47,22 +45,17 @@ def settle(agreement: Agreement, topology: Topology, device: torch.device, wire_
     if sms or topology.local == 1:
         return sms
     needed, probe = node_sum_gbs(topology.local, wire_gbs), SumProbe(device, topology.local)
-    sms, gbs = fewest(needed, lambda count: min(agreement.exchange(probe.gbs(count), _MEASURE)))
-    if agreement.rank == 0:
-        print(
-            f"overlap_train: sums of a node read and write {gbs:.1f} GB/s on {sms} SMs; the network takes {needed:.1f} "
-            f"(see reduce_sms)",
-            file=sys.stderr,
-            flush=True,
-        )
+    sms, gbs = fewest_sms(needed, lambda count: min(agreement.exchange(probe.gbs(count), _MEASURE)))
+    found = f"read and write {gbs:.1f} GB/s on {sms} SMs; the network takes {needed:.1f} (see reduce_sms)"
+    say_on_rank_0(agreement.rank, f"sums of a node {found}")
     return sms
 
 
-def fewest(needed: float, measure: Callable[[int], float]) -> tuple[int, float]:
-    """The fewest SMs that reach `needed` GB/s, or as many as communication may have, and what they reach. measure: GB/s of so
-    many, the same on all ranks.
+def fewest_sms(needed: float, measure: Callable[[int], float]) -> tuple[int, float]:
+    """Find the fewest SMs that reach `needed` GB/s, or as many as communication may have. Returns them, and what they reach.
 
-    Each SM more brings less than the one before it. So what is worked out from the last figure is never too many.
+    measure: returns the GB/s of so many SMs, the same on all ranks. Each SM more brings less than the one before it. Therefore
+    the number worked out from the last figure is never too many.
     """
     sms, gbs = 1, measure(1)
     while gbs < needed and sms < MOST_CTAS:
@@ -72,7 +65,7 @@ def fewest(needed: float, measure: Callable[[int], float]) -> tuple[int, float]:
 
 
 class SumProbe:
-    """The sum of a node of `local` ranks, over and over. nbytes: of the partials together."""
+    """Measures the sum of a node of `local` ranks. nbytes: of the partials together."""
 
     def __init__(self, device: torch.device, local: int, nbytes: int = _NBYTES) -> None:
         size, self._device = nbytes // local // 2, device
@@ -83,17 +76,14 @@ class SumProbe:
         self._moved = (local + 1) * self._own.nbytes
 
     def gbs(self, sms: int) -> float:
-        """GB/s that are read and written by so many SMs."""
+        """GB/s that so many SMs read and write."""
 
-        def seconds() -> float:
-            begin = time.perf_counter()
+        def burst() -> None:
             for _ in range(_SUMS):
                 self._add(sms)
-            torch.cuda.current_stream(self._device).synchronize()
-            return time.perf_counter() - begin
 
-        seconds()  # it is compiled, and clocks rise
-        return _SUMS * self._moved / min(seconds() for _ in range(_BURSTS)) / 1e9
+        seconds(burst, self._device)  # it is compiled, and clocks rise
+        return _SUMS * self._moved / fastest_s(burst, self._device) / 1e9
 
     def _add(self, sms: int) -> None:
         from ..kernels.add_blocks import WARPS, add_blocks_kernel

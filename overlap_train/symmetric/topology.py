@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +11,7 @@ import torch
 
 from ..config import flag_name
 from ..planning.schedule import Topology
-from .agreement import Agreement
+from .agreement import Agreement, say_on_rank_0
 from .reach import new_sample
 
 _FIND, _COMPARE = "overlap_train: find the nodes of the group", "overlap_train: compare the nodes of the group"
@@ -51,9 +50,10 @@ def find_nodes(agreement: Agreement, device: torch.device, settings: NodeSetting
         return Nodes(Topology(1, world, rank), problem)
     local = node_ranks or len(reached[0])
     topology = Topology(world // local, local, rank)
-    if rank == 0 and topology.nodes > 1:
+    if topology.nodes > 1:
         by_puts = settings.network == "nvshmem"
-        _print(topology, node_ranks, "gloo" if device.type == "cpu" else "NVSHMEM" if by_puts else "NCCL")
+        transport = "gloo" if device.type == "cpu" else "NVSHMEM" if by_puts else "NCCL"
+        say_on_rank_0(rank, _in_words(topology, node_ranks, transport))
     return Nodes(topology)
 
 
@@ -114,14 +114,12 @@ def _look(
         sample.close()
 
 
-def _print(topology: Topology, node_ranks: int, transport: str) -> None:
+def _in_words(topology: Topology, node_ranks: int, transport: str) -> str:
     found = "as node_ranks says" if node_ranks else "found by mapping memory"
     ranks = ", ".join(_listed(tuple(topology.ranks_of(node))) for node in range(topology.nodes))
-    print(
-        f"overlap_train: a group of {topology.world} ranks on {topology.nodes} nodes of {topology.local}, {found}: "
-        f"ranks {ranks}; {transport} between nodes",
-        file=sys.stderr,
-        flush=True,
+    return (
+        f"a group of {topology.world} ranks on {topology.nodes} nodes of {topology.local}, {found}: "
+        f"ranks {ranks}; {transport} between nodes"
     )
 
 

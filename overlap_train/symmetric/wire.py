@@ -5,37 +5,34 @@ NCCL's CTAs copy between the GPU and what the network card reads. More of them t
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
 
 from ..planning.schedule import GATHER, Topology, crossings
-from .agreement import Agreement
+from .agreement import Agreement, say_on_rank_0
+from .bursts import fastest_s, seconds
 from .inter_node import Failures, Piece, StreamTransport
 
-Connect: TypeAlias = Callable[[int], StreamTransport]  # with so many SMs, by all ranks together
+Connect: TypeAlias = Callable[[int], StreamTransport]  # connects the twins with so many SMs, by all ranks together
 
 COUNTS = (2, 4, 8, 16)  # half of them send while the others receive; without 16 of 132 SMs a product takes 7 % longer
-WORTH = (
-    1.05  # so much more must the wire carry for twice the SMs: about what a product loses without the next 4 (notes.md)
-)
-# The best of so many bursts counts: sockets carried 32 MiB in 4.5 to 10.8 ms within one run (2 x H200, a slow host), and with one
-# burst of each number 8 SMs looked better than 4.
-_NBYTES, _EXCHANGES, _BURSTS = 32 << 20, 4, 4
+# For twice the SMs the wire must carry so much more: a product loses about that without the next 4 SMs (benchmarks/notes.md).
+WORTH = 1.05
+_NBYTES, _EXCHANGES = 32 << 20, 4  # of one exchange; of one burst
 _MEASURE = "overlap_train: measure the network between the nodes of the group"
 
 
 def connect(
     agreement: Agreement, topology: Topology, device: torch.device, sms: int, by: Connect, failures: Failures
 ) -> tuple[StreamTransport, float]:
-    """The transport between the connected nodes, and the GB/s that it carries in each direction: those of the slowest rank.
+    """Connect the nodes. Returns the transport, and the GB/s that it carries in each direction on the slowest rank.
+
     Collective. Rank 0 prints what was found.
 
     Args:
-        sms: that NCCL gets; 0: the fewest with which the wire carries what it can.
+        sms: what NCCL gets; 0: the fewest with which the wire carries what it can.
 
     Raises:
         OverlapTimeoutError: a rank did not come, or an exchange did not end.
@@ -50,20 +47,18 @@ def connect(
         network = by(sms)
         gbs = measure(network)
     else:
-        network, gbs = fewest(by, measure)
-    if agreement.rank == 0:
-        print(
-            f"overlap_train: NCCL between nodes carries {gbs:.1f} GB/s in each direction, and takes {network.sms} SMs for it "
-            f"(see network_sms)",
-            file=sys.stderr,
-            flush=True,
-        )
+        network, gbs = connect_with_fewest_sms(by, measure)
+    found = f"carries {gbs:.1f} GB/s in each direction, and takes {network.sms} SMs for it (see network_sms)"
+    say_on_rank_0(agreement.rank, f"NCCL between nodes {found}")
     return network, gbs
 
 
-def fewest(by: Connect, measure: Callable[[StreamTransport], float]) -> tuple[StreamTransport, float]:
-    """The transport with the fewest SMs of COUNTS that carries what the wire can, and the GB/s that it carries. measure: GB/s of
-    a transport, the same on all ranks."""
+def connect_with_fewest_sms(by: Connect, measure: Callable[[StreamTransport], float]) -> tuple[StreamTransport, float]:
+    """Connect with more and more of COUNTS, until more SMs carry no more. Returns the transport to use, and its GB/s; the others
+    are closed.
+
+    measure: returns the GB/s of a transport, the same on all ranks.
+    """
     best = by(COUNTS[0])
     gbs = measure(best)
     for count in COUNTS[1:]:
@@ -85,12 +80,12 @@ def _gbs(topology: Topology, device: torch.device, network: StreamTransport) -> 
     )
     crossing = crossings(GATHER, topology, chunks=1)[0]
 
-    def seconds(times: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(times):
-            network.exchange(crossing, sent, received).arrive()
-        torch.cuda.current_stream(device).synchronize()
-        return time.perf_counter() - begin
+    def exchange() -> None:
+        network.exchange(crossing, sent, received).arrive()
 
-    seconds(1)  # NCCL connects, and the twins meet
-    return _EXCHANGES * _NBYTES / min(seconds(_EXCHANGES) for _ in range(_BURSTS)) / 1e9
+    def burst() -> None:
+        for _ in range(_EXCHANGES):
+            exchange()
+
+    seconds(exchange, device)  # NCCL connects, and the twins meet
+    return _EXCHANGES * _NBYTES / fastest_s(burst, device) / 1e9

@@ -23,10 +23,10 @@ Read = Callable[[Any], None]  # takes what `start` returns
 
 @dataclass(slots=True)  # made at each call: frozen it would take 0.7 microseconds more
 class Step:
-    """One all-to-all, an operator of its own.
+    """One all-to-all of one part: an operator with a bracket of its own.
 
-    bracket: of that operator. give: makes what is sent, [W, rows, C]. read: takes what has come; until it returns the slot is
-    this step's.
+    give: makes the blocks to send, [W, rows, C]. read: takes what `start` returned, and what has arrived from it; the step keeps
+    its slot until `read` returns.
     """
 
     domain: OverlapDomain
@@ -40,21 +40,21 @@ class Step:
         return start_all_to_all_gemm(self.domain, self.plan, self.tag, sent)
 
     def with_product(self, b_kn: torch.Tensor, into: torch.Tensor | None, is_pulled: bool) -> ProductStep:
-        """This step as a GEMM + A2A, in which what is given is multiplied by b_kn [K, N] first. into, is_pulled: see
-        ProductStep."""
+        """This step with a product in front of its all-to-all. b_kn, into, is_pulled: see ProductStep."""
         return ProductStep(self.domain, self.plan, self.tag, self.bracket, self.give, self.read, b_kn, into, is_pulled)
 
     def may_go_before(self, reader: Step) -> bool:
-        """Whether this step may begin before `reader`, the step before it, reads. Only copies may: what the reader's kernel is
-        yet to send would come after it."""
+        """Whether this step may begin before `reader`, the step before it, reads. It may if copies send in both steps: what a
+        kernel of the reader is yet to send would come after what this step sends."""
         return self.plan.sends_ahead and reader.plan.sends_ahead
 
 
 @dataclass(slots=True)
 class ProductStep(Step):
-    """One GEMM + A2A: x [rows, K] @ b_kn [K, N], of which each rank gets columns. give: x.
+    """One GEMM + A2A of one part: each rank gets columns of x [rows, K] @ b_kn [K, N]. give: makes x.
 
-    into: where what arrives belongs, or None. is_pulled: it is pulled, beside the product of the next step.
+    into: the memory where arriving blocks belong, or None. is_pulled: whether ranks pull these blocks from each other while the
+    next step multiplies.
     """
 
     b_kn: torch.Tensor
@@ -67,16 +67,16 @@ class ProductStep(Step):
         return start_gemm_all_to_all(self.domain, self.plan, self.tag, sent, self.b_kn, self.into)
 
     def may_go_before(self, reader: Step) -> bool:
-        """Whether this step may begin before `reader`, the step before it, reads. It may where nothing is read but by copies,
-        which go on beside this product."""
+        """Whether this step may begin before `reader`, the step before it, reads. It may if the reader's blocks are pulled:
+        copies pull them beside this step's product."""
         return isinstance(reader, ProductStep) and reader.is_pulled
 
 
 def run_steps(steps: Sequence[Step]) -> None:
-    """Begin and read step after step. Where copies send, a step's blocks leave before the step before it reads.
+    """Begin and read one step after the other. A step that may go before its predecessor reads begins at that time.
 
-    They are made first of all. That may take a product, which then hides the blocks that the step before it has sent. Where a
-    step is pulled, the next step's product begins before its blocks have come.
+    First its blocks are made. If that takes a product, the product hides what the predecessor has sent. If the predecessor is
+    pulled, the product of the step hides that.
     """
     ahead: Receiver | Exchange | None = None
     for step, following in zip_longest(steps, steps[1:]):

@@ -17,8 +17,9 @@ from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
 from .arguments import heads_error, lengths_error, sequence_error
+from .calls import Terms, heads_linear, rows_linear
 from .exchange import Linear
-from .linears import apply_to_rows, heads_linear, rows_linear
+from .linears import apply_to_rows
 from .rows import HeadRows
 from .sharded import Groups, sharded_heads_linear, sharded_rows_linear
 from .shards import Shards
@@ -88,12 +89,12 @@ def qkv_all_to_all(
         raise ValueError(error)
     x_shard_m, s = shards.padded(x_shard_m), sum(layout.lengths) or rows
     does = (("normalised", qk_norm), ("rotated", rotary))
-    meaning = ", ".join([layout.meaning, *(word for word, how in does if how is not None)])
+    terms = Terms(config, name, ", ".join([layout.meaning, *(word for word, how in does if how is not None)]))
     linear: Linear | ShardedLinear
     if both is None:
-        linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name, meaning)
+        linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, terms)
     else:
-        linear, own_bias = sharded_heads_linear(x_shard_m, w, bias, heads, both, config, name, meaning)
+        linear, own_bias = sharded_heads_linear(x_shard_m, w, bias, heads, both, terms)
     of_ranks = shards.rows(s, x_shard_m.device)
     received = _Received(heads.of_rank(shards.ranks), s, of_ranks, qk_norm, rotary, torch.is_grad_enabled())
     norm_weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
@@ -111,7 +112,7 @@ def attention_output_linear(
     config: OverlapConfig | None = None,
     name: str = "linear_proj",
 ) -> torch.Tensor:
-    """The output projection of a Ulysses attention: all_to_all_linear behind `layout`.
+    """The output projection of a Ulysses attention: all_to_all_linear on the rows of a sequence that ranks share by `layout`.
 
         x          [s, b, K/W]   the attention's output, in the order of the sequence
         w          [N, K]
@@ -130,12 +131,12 @@ def attention_output_linear(
     error = error or lengths_error(x, layout, None, shards.tensor, name)
     if error is not None:
         raise ValueError(error)
-    sent = shards.as_sent(x)
+    sent, terms = shards.as_sent(x), Terms(config, name, layout.meaning)
     linear: Linear | ShardedLinear
     if both is None:
-        linear = rows_linear(sent, w, bias, group, config, name, layout.meaning)
+        linear = rows_linear(sent, w, bias, group, terms)
     else:
-        linear = sharded_rows_linear(sent, w, bias, both, config, name, layout.meaning)
+        linear = sharded_rows_linear(sent, w, bias, both, terms)
     finder = shards.finder(linear, x.shape[0], x.device)
     y = apply_to_rows(x, w, linear, finder, torch.is_grad_enabled())
     y = shards.cut(y.view(-1, x.shape[1], w.shape[0]))
@@ -143,7 +144,7 @@ def attention_output_linear(
 
 
 def _both(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> Groups | None:
-    """None where weights are whole."""
+    """Both groups; None if weights are whole, because tp_group is None or has one rank."""
     return None if tp_group is None or dist.get_world_size(tp_group) == 1 else Groups(group, tp_group)
 
 
@@ -154,9 +155,9 @@ def _shards(layout: SequenceLayout, group: dist.ProcessGroup, tp_group: dist.Pro
 
 @dataclass(frozen=True)
 class _Received:
-    """What a rank receives, and how it becomes q, k and v.
+    """How what a rank receives becomes q, k and v.
 
-    heads: of this rank. s: rows of the sequence. rows: which of them each rank has sent (shards.py). trains: gradients are
+    heads: this rank's. s: rows of the sequence. rows: which of them each rank sends (shards.py). trains: whether gradients are
     enabled.
     """
 

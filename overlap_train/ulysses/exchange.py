@@ -3,10 +3,10 @@
     to_heads    y = all_to_all(x @ w.T)    rows of x leave, columns of y arrive    dgrad and wgrad: heads_backward
     to_rows     y = all_to_all(x) @ w.T    columns of x arrive                     dgrad and wgrad: rows_backward
 
-Of `to_rows` and `heads_backward` the next part is sent before one is multiplied. What `to_heads` sends of a part is pulled by the
-ranks that it is for while the next one is multiplied (ahead.py).
+`to_rows` and `heads_backward` send the next part before they multiply one. `to_heads` lets the receiving ranks pull a part while
+it multiplies the next one (ahead.py).
 
-`Rows` is where the exchanged rows lie in the caller's tensors: rank after rank, or in the order of the sequence.
+`Rows` says where the exchanged rows lie in the caller's tensors: rank after rank, or in the order of the sequence.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from .parts import Part
 
 
 class Rows(Protocol):
-    """Rows of all ranks, of which each rank has some features."""
+    """The rows of all ranks in a tensor of the caller, with this rank's part of the features."""
 
     def place(self, part: Part) -> torch.Tensor | None:
-        """The memory where the blocks of a part [W, rows, C] belong as they arrive; None: they become something else."""
+        """The memory for the blocks [W, rows, C] of a part if they stay as they arrive; None: `take` makes something else of
+        them."""
         ...
 
     def take(self, part: Part, received: torch.Tensor) -> None:
-        """Write what has arrived for a part [W, rows, C], unless it is in its place."""
+        """Write the blocks [W, rows, C] that have arrived for a part to where they belong, if `place` has not put them there."""
         ...
 
     def give(self, part: Part) -> torch.Tensor:
@@ -44,8 +45,7 @@ class Rows(Protocol):
 
 
 class InParts:
-    """What a call of a Ulysses linear is, with tensor parallelism (tensor_parallel.py) and without. A part is of `batch` rows a
-    position."""
+    """A call of a Ulysses linear in parts, with tensor parallelism (tensor_parallel.py) or without. batch: rows of a position."""
 
     __slots__ = ()  # Linear has its own
 
@@ -110,9 +110,9 @@ class Linear(InParts):
         self, part: Part, step: Callable[[Give, Read], Step], x: torch.Tensor, b_kn: torch.Tensor, y: Rows,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> ProductStep:  # fmt: skip
-        """GEMM + A2A of a part's rows of x. All parts but the last are pulled, where rows have their place in y.
+        """The GEMM + A2A of a part's rows of x. All parts but the last are pulled, if y has a place for their blocks.
 
-        meanwhile: what is to be done before the part's blocks are waited for.
+        meanwhile: called before the step waits for the part's blocks.
         """
 
         def read(exchange: Exchange) -> None:
@@ -157,8 +157,12 @@ class Linear(InParts):
     def rows_backward(
         self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """Write dx and return dw [N, K] of to_rows. x: what to send again, or what was kept, or None if dw is not wanted. dx:
-        None if it is not wanted."""
+        """Write dx and return dw [N, K] of to_rows.
+
+        Args:
+            x: the rows to send again, or what forward received and kept; None: dw is not wanted.
+            dx: where to write dx; None: it is not wanted.
+        """
         if x is None or isinstance(x, list):
             return self._rows_backward_alone(x, dy, dx)
         gradient = self.gradient()
@@ -179,7 +183,7 @@ class Linear(InParts):
     def _rows_backward_alone(
         self, kept: list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """Write dx and return dw of to_rows where nothing is sent again. kept: what each part has received, None if dw is not
+        """Write dx and return dw of to_rows, and send nothing again. kept: what each part received in forward; None: dw is not
         wanted."""
         gradient = self.gradient()
         adds: list[Callable[[], None]] = [lambda: None] * len(self.parts)
@@ -196,14 +200,15 @@ class Linear(InParts):
     def _add(
         self, gradient: WeightGradient, dy: torch.Tensor, dx: Rows | None, part: Part, blocks: torch.Tensor
     ) -> None:
-        """Add a part's product of dy and what was received for it [W, rows, K/W] to dw, while dx, if it is wanted, leaves."""
+        """Add to dw the product of a part's dy and the blocks [W, rows, K/W] that it received. Meanwhile dx leaves, if it is
+        wanted."""
         dy_rows, started = self.rows(dy, part), None if dx is None else part.exchange.plan.dgrad
         with profiled(part.exchange.tags.ranges[2]), products_beside(part.exchange.domain, started):
             gradient.add(dy_rows, blocks.view(self.world_size, len(dy_rows), -1))
 
 
 def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:
-    """dy as the weight's rows have it: blocks as they are, or [rows, N] with its copies summed."""
+    """dy in the columns of the weight's rows: the blocks as they are, or [rows, N] with the copies of a column summed."""
     if linear.copies is None:
         return dy_blocks
     return summed_copies(dy_blocks, linear.copies, linear.weight.shape[0])

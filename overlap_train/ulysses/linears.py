@@ -21,13 +21,10 @@ from ..linear import as_rows, run_eagerly
 from ..operators.applied import applied
 from ..operators.once import once_differentiable
 from ..planning.heads import AttentionHeads
-from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
-from ..runtime.registry import domain_of
+from .calls import Terms, heads_linear, rows_linear
 from .exchange import Linear, Rows
-from .parts import parts_of
 from .rows import RankRows
 from .tensor_parallel import ShardedLinear
-from .turns import Call
 
 
 def linear_all_to_all(
@@ -67,7 +64,7 @@ def linear_all_to_all(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(linear_all_to_all, x_shard_m, w, bias, group=group, heads=heads, config=config, name=name)
-    linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, config, name)
+    linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, Terms(config, name))
     y = _apply_linear_all_to_all(as_rows(x_shard_m), w, linear)
     if x_shard_m.dim() > 2:
         y = y.view(-1, *x_shard_m.shape[1:-1], y.shape[-1])
@@ -99,71 +96,11 @@ def all_to_all_linear(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(all_to_all_linear, x_shard_k, w, bias, group=group, config=config, name=name)
-    linear = rows_linear(x_shard_k, w, bias, group, config, name)
+    linear = rows_linear(x_shard_k, w, bias, group, Terms(config, name))
     y = apply_to_rows(as_rows(x_shard_k), w, linear, partial(rank_rows, linear), torch.is_grad_enabled())
     if x_shard_k.dim() > 2:
         y = y.view(-1, *x_shard_k.shape[1:-1], y.shape[-1])
     return y if bias is None else y + bias
-
-
-def heads_linear(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads | None,
-    group: dist.ProcessGroup, config: OverlapConfig | None, name: str, meaning: str = "",
-) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
-    """A call of linear_all_to_all as planned (Linear), and the bias of this rank's columns. meaning: see Planned.linear."""
-    domain = domain_of(group, config, x.device)
-    copies = None if heads is None else copies_of(heads, w, bias, domain.world_size, name)
-    # Copied at each call: nothing tells when a weight has changed. Optimizers write into buffers that parameters are views of.
-    w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
-    bias_sent = bias if bias is None or copies is None else bias[copies]
-    call = Call(LINEAR_ALL_TO_ALL, w_sent, bias_sent, group, config, domain, name)
-    parts = parts_of(  # of one position of all ranks a rank receives W rows of N' / W features
-        x, 1, rows_of_position(x) * w_sent.shape[0] * x.element_size(), call.settings.exchange_limit_mib,
-        call.plan, name, f"{heads}, {meaning}" if heads else meaning,
-    )  # fmt: skip
-    own_bias = None if bias_sent is None else bias_sent.chunk(domain.world_size)[domain.rank]
-    return call.linear(parts, w, copies, rows_of_position(x)), own_bias
-
-
-def rows_linear(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
-    group: dist.ProcessGroup, config: OverlapConfig | None, name: str, meaning: str = "",
-) -> Linear:  # fmt: skip
-    """A call of all_to_all_linear as planned (Linear). meaning: see Planned.linear."""
-    domain = domain_of(group, config, x.device)
-    shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
-    call = Call(ALL_TO_ALL_LINEAR, w, bias, group, config, domain, name)
-    parts = parts_of(  # of one position of all ranks a rank receives a row of K features
-        x, shards, rows_of_position(x) * domain.world_size * x.shape[-1:].numel() * x.element_size(),
-        call.settings.exchange_limit_mib, call.plan, name, meaning,
-    )  # fmt: skip
-    return call.linear(parts, w, None, rows_of_position(x))
-
-
-def rows_of_position(x: torch.Tensor) -> int:
-    """Rows of one position of x [positions, ..., C]."""
-    return 1 if x.dim() == 2 else max(1, x.shape[1:-1].numel())
-
-
-def like(x: torch.Tensor, positions: int, features: int) -> torch.Tensor:
-    """A tensor [positions, b, features] for plans, in kind as x [*, b, *], that takes no memory of its own."""
-    one = x.detach()[:1, :1, :1].expand(positions, x.shape[1], features)
-    return one.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else one
-
-
-def copies_of(
-    heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
-) -> torch.Tensor | None:
-    """The rows of w whose products are sent, int64 [N']; None where that is each once and in order. Raises ValueError where
-    `heads` do not fit w, bias or the ranks."""
-    error = heads.error(world_size, name)
-    if error is None and w.dim() == 2 and w.shape[0] != heads.features:
-        error = f"{name}: w has {w.shape[0]} rows (shape {tuple(w.shape)}), {heads} needs {heads.features}; they must be equal"
-    if error is None and bias is not None and bias.shape != (heads.features,):
-        error = f"{name}: bias has shape {tuple(bias.shape)}; it must be [{heads.features}], one per row of w"
-    if error is not None:
-        raise ValueError(error)
-    return heads.sent_rows(world_size, w.device)
 
 
 class _LinearAllToAll(torch.autograd.Function):

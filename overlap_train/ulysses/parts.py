@@ -6,13 +6,10 @@ three of them (protocol/workspace.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
-import torch
-
-from ..operators.planned import Planned, PlannedLinear
+from ..operators.planned import PlannedLinear
 from ..planning.hardware import GEMM_TFLOPS
 from ..protocol.layout import SLOTS
 from .ahead import Give, Read, Step
@@ -32,7 +29,7 @@ _MOST_TO_HIDE, _LEAST_ROWS, _LEAST_GEMM_US = 4, 1024, 150.0
 class Part:
     """Positions first ... last - 1 of the first dimension of every rank's shard, and the plan of their exchange.
 
-    forward, backward, again: the step of a pass whose exchange comes first. give, read: see Step.
+    forward, backward and again return the step of a pass. give, read: see Step.
     """
 
     first: int
@@ -95,24 +92,3 @@ def _step(positions: int, fits: int, unit: int) -> int:
     step = -(-step // unit) * unit
     last = positions - (-(-positions // step) - 1) * step
     return 0 if unit > 1 and 2 * last < step else step
-
-
-def parts_of(
-    x: torch.Tensor,
-    shards: int,
-    bytes_of_position: int,
-    limit_mib: int,
-    plan: Callable[[torch.Tensor], Planned],
-    name: str,
-    meaning: str,
-) -> tuple[Part, ...]:
-    """The parts of x [positions, ...], or of x [shards * positions, ...], and the plan of each. meaning: see Planned.linear."""
-    positions = x.shape[:1].numel() // shards
-    if x.dim() < 2 or not bytes_of_position or not positions:
-        plan(x)  # which raises, on every rank: there is nothing to cut
-    if positions <= _fitting(bytes_of_position, limit_mib):
-        return (Part(0, positions, plan(x).linear(name, meaning)),)
-    # Ranks with other lengths may have equal parts, and more of them.
-    meaning = ", ".join(filter(None, (meaning, f"a part of {positions} positions a rank")))
-    places = cut(positions, bytes_of_position, limit_mib, x.shape[1:-1].numel())
-    return tuple(Part(first, last, plan(x[: (last - first) * shards]).linear(name, meaning)) for first, last in places)

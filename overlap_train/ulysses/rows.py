@@ -73,8 +73,10 @@ class UnequalRows:
 
 
 class HeadRows:
-    """q [s, b, query, dim], k and v [s, b, kv, dim], or their gradients. rows: int64 [W, positions], which row of the sequence
-    each row of each rank is; -1: padding. bias: of what is taken."""
+    """q [s, b, query, dim], k and v [s, b, kv, dim], or their gradients.
+
+    rows: int64 [W, positions], which row of the sequence each row of each rank is; -1: padding. bias: added to what is taken.
+    """
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class HeadRows:
         norm: HeadNorm | None,
     ) -> None:
         self._heads, self._rows, self._rotary, self._bias, self._norm = heads, rows, rotary, bias, norm
-        self.bias_gradient: torch.Tensor | None = None  # fp32, of what was given; None: not asked for
+        self.bias_gradient: torch.Tensor | None = None  # fp32, the sum of what `give` has returned; None: not asked for
 
     def place(self, part: Part) -> None:
         return None
@@ -103,5 +105,5 @@ class HeadRows:
 
 
 def rows_of(rows: torch.Tensor, part: Part) -> torch.Tensor:
-    """Which rows of the sequence a part has, rank after rank. rows: [W, positions], or [W, TP ranks, positions]."""
+    """The rows of the sequence that a part has, rank after rank. rows: [W, positions], or [W, TP ranks, positions]."""
     return rows[..., part.first : part.last].flatten()

@@ -1,8 +1,8 @@
 """The backward of to_rows under tensor parallelism, turn by turn (tensor_parallel.py).
 
-Turn i has one all-to-all: of dx of part i - 1, and of x of part i where it is sent again. The product for dx of part i runs
-meanwhile. That for dw reads x when it has come. In an all-to-all of its own, sent before dx is read, x would have to arrive
-before the product: there are three slots (protocol/slot_use.py).
+Turn i has one all-to-all. It carries dx of part i - 1, and x of part i if x is sent again. Meanwhile the product for dx of part i
+runs. The product for dw reads x when it has come. With an all-to-all of its own, x would have to come before the product: until
+then a rank does not know that the third slot is free (protocol/slot_use.py).
 
     turn    0              1              2              3 (of three parts)
             [x 0 ]         [dx 0, x 1]    [dx 1, x 2]    [dx 2]
@@ -26,10 +26,10 @@ P = TypeVar("P", bound=Part)
 
 
 class RowsBackward(Generic[P]):
-    """The backward of one call of to_rows under tensor parallelism. x: as for ShardedLinear.rows_backward. dx: where it is
-    written, or None.
+    """The backward of one call of to_rows under tensor parallelism. x, dx: as for ShardedLinear.rows_backward.
 
-    product: of a part, given what gives its x when dx is under way; returns dx as it is sent, or None.
+    product: multiplies for a part, and returns its dx as it is sent, or None. It gets the part, and a function that returns the
+    part's x, which it may call when dx is under way.
     """
 
     def __init__(

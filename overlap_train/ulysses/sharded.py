@@ -17,7 +17,7 @@ from ..operators.planned import Planned
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ..runtime.registry import domain_of
-from .linears import copies_of, like, rows_of_position
+from .calls import Terms, copies_of, like, rows_of_position
 from .parts import cut, parts_that_hide
 from .tensor_parallel import ShardedLinear, ShardedPart
 
@@ -40,10 +40,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one projection on one rank. positions: of a TP rank's shard. rows: of one position, of all TP ranks together.
+    """The sizes of one projection on one rank.
 
-    sent: features of a row that is exchanged, of all ranks of the Ulysses group. n, k: of the weight shard. carries: of how many
-    parts one all-to-all has rows.
+    positions: in the shard of one TP rank. rows: of one position, over all TP ranks. sent: features of a row that are exchanged,
+    for all ranks of the Ulysses group. n, k: of the weight shard [n, k]. carries: how many parts have rows in one all-to-all.
     """
 
     positions: int
@@ -83,37 +83,34 @@ def _sizes(x: torch.Tensor, w: torch.Tensor, positions: int, sent: int, groups: 
 
 
 def sharded_heads_linear(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads, groups: Groups,
-    config: OverlapConfig | None, name: str, meaning: str,
-) -> tuple[ShardedLinear, torch.Tensor | None]:  # fmt: skip
-    """The QKV projection as planned, and the bias of the columns that this rank receives. meaning: see Planned.linear."""
-    copies = copies_of(heads, w, bias, groups.ranks, name)
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads, groups: Groups, terms: Terms
+) -> tuple[ShardedLinear, torch.Tensor | None]:
+    """The QKV projection as planned, and the bias of the columns that this rank receives."""
+    copies = copies_of(heads, w, bias, groups.ranks, terms.name)
 
     def product(positions: int) -> Planned:
-        return plan_of(ALL_GATHER_LINEAR, x[:positions], w, bias, groups.tensor, config, name)
+        return plan_of(ALL_GATHER_LINEAR, x[:positions], w, bias, groups.tensor, terms.config, terms.name)
 
-    sizes = sizes_of_heads(x, w, heads, groups)
-    linear = _linear(x, w, copies, groups, sizes, product, config, name, f"{heads}, {meaning}")
+    linear = _linear(x, w, copies, groups, sizes_of_heads(x, w, heads, groups), product, terms.also(str(heads)))
     sent = bias if bias is None or copies is None else bias[copies]
     own = None if sent is None else sent.chunk(groups.ranks)[groups.ulysses.rank()]
     return linear, own
 
 
 def sharded_rows_linear(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, groups: Groups,
-    config: OverlapConfig | None, name: str, meaning: str,
-) -> ShardedLinear:  # fmt: skip
-    """The output projection as planned. meaning: see Planned.linear."""
-    error = _rows_error(x, groups, name)
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, groups: Groups, terms: Terms
+) -> ShardedLinear:
+    """The output projection as planned."""
+    error = _rows_error(x, groups, terms.name)
     if error is not None:
         raise ValueError(error)
-    sizes = sizes_of_rows(x, w, groups, _settings(x, groups, config))
+    sizes = sizes_of_rows(x, w, groups, _settings(x, groups, terms))
 
     def product(positions: int) -> Planned:
         received = like(x, positions * groups.shards, sizes.sent)
-        return plan_of(LINEAR_REDUCE_SCATTER, received, w, bias, groups.tensor, config, name)
+        return plan_of(LINEAR_REDUCE_SCATTER, received, w, bias, groups.tensor, terms.config, terms.name)
 
-    return _linear(x, w, None, groups, sizes, product, config, name, meaning)
+    return _linear(x, w, None, groups, sizes, product, terms)
 
 
 def _rows_error(x: torch.Tensor, groups: Groups, name: str) -> str | None:
@@ -129,11 +126,11 @@ def _rows_error(x: torch.Tensor, groups: Groups, name: str) -> str | None:
 
 def _linear(
     x: torch.Tensor, w: torch.Tensor, copies: torch.Tensor | None, groups: Groups, sizes: Sizes,
-    product: Callable[[int], Planned], config: OverlapConfig | None, name: str, meaning: str,
+    product: Callable[[int], Planned], terms: Terms,
 ) -> ShardedLinear:  # fmt: skip
-    parts, places = [], sizes.parts(_settings(x, groups, config))
-    if len(places) > 1:  # as parts.py
-        meaning += f", a part of {sizes.positions} positions a rank"
+    """The call in parts. product: returns the plan of the product of so many positions."""
+    parts, places = [], sizes.parts(_settings(x, groups, terms))
+    config, name, meaning = terms if len(places) == 1 else terms.in_parts(sizes.positions)
     for first, last in places:
         multiplies = product(last - first)
         sent = like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
@@ -142,5 +139,5 @@ def _linear(
     return ShardedLinear(tuple(parts), w, w.detach(), copies, rows_of_position(x), groups.shards)
 
 
-def _settings(x: torch.Tensor, groups: Groups, config: OverlapConfig | None) -> OverlapConfig:
-    return config or domain_of(groups.tensor, None, x.device).config
+def _settings(x: torch.Tensor, groups: Groups, terms: Terms) -> OverlapConfig:
+    return terms.config or domain_of(groups.tensor, None, x.device).config

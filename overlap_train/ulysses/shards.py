@@ -18,16 +18,19 @@ import torch
 import torch.nn.functional as F
 
 from ..planning.sequence import SequenceLayout
+from .calls import like
 from .exchange import Linear, Rows
-from .linears import like, rank_rows
+from .linears import rank_rows
 from .rows import SequenceRows, UnequalRows
 from .tensor_parallel import ShardedLinear
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of a sequence in one call. layout: over `ranks` ranks. rank: this one. tensor: tensor-parallel ranks, which have
-    equal parts of a rank's rows."""
+    """The shards of a sequence in one call: how `layout` divides it over `ranks` ranks, of which `rank` is this one.
+
+    tensor: how many tensor-parallel ranks have equal parts of a rank's rows.
+    """
 
     layout: SequenceLayout
     ranks: int
@@ -45,7 +48,7 @@ class Shards:
         return y_shard_m if length == len(y_shard_m) else y_shard_m[:length]
 
     def as_sent(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor for plans: x [s, b, C], or with lengths one like it with as many rows as are exchanged."""
+        """A tensor to plan with: x [s, b, C] itself, or with lengths one like it that has as many rows as are exchanged."""
         sent = self.ranks * self.tensor * self._longest
         return like(x, sent, x.shape[-1]) if self.layout.lengths else x
 
@@ -58,7 +61,7 @@ class Shards:
         return rows if self.tensor == 1 else rows.unflatten(1, (self.tensor, -1))
 
     def finder(self, linear: Linear | ShardedLinear, s: int, device: torch.device) -> Callable[[torch.Tensor], Rows]:
-        """Makes of a tensor [s, b, C] what the exchange finds."""
+        """A function that says of a tensor [s, b, C] where the exchanged rows lie in it."""
         if isinstance(linear, Linear) and self.layout.is_in_turn:  # nothing is to be copied
             return lambda x: rank_rows(linear, x.flatten(0, 1))
         if self.layout.lengths:

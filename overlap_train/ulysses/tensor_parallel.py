@@ -109,8 +109,7 @@ class ShardedLinear(InParts):
     def rows_backward(
         self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """Write dx and return dw [N, K] of to_rows. x: what to send again, or what was kept, or None if dw is not wanted. dx:
-        None if it is not wanted."""
+        """Write dx and return dw [N, K] of to_rows. x, dx: see exchange.Linear.rows_backward."""
         dw = None if x is None else self._gradient()
 
         def multiplied(part: ShardedPart, received: Callable[[], torch.Tensor]) -> torch.Tensor | None:
@@ -126,7 +125,7 @@ class ShardedLinear(InParts):
         return WeightGradient(self.weight, self.parts[0].product.plan.config.main_grad, len(self.parts))
 
     def packed(self, product: torch.Tensor) -> torch.Tensor:
-        """What is sent [W, rows, N'/W] of a product [rows, N]: the columns of each rank."""
+        """The blocks to send [W, rows, N'/W] of a product [rows, N]: for each rank its columns."""
         world = self.parts[0].exchange.domain.world_size
         if self.copies is None:
             return product.unflatten(1, (world, -1)).transpose(0, 1).contiguous()
@@ -136,8 +135,10 @@ class ShardedLinear(InParts):
         return sent
 
     def _of_product(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The inverse: what has come [W, rows, N'/W] as [rows, N]; of columns that several ranks have, the sum. Never a view: it
-        may be kept, and its slot is used again."""
+        """The inverse of `packed`: received blocks [W, rows, N'/W] as [rows, N]. Columns that several ranks have are summed.
+
+        Never a view of the slot, which is used again: the result may be kept.
+        """
         if self.copies is None:
             return torch.cat(blocks.unbind(), dim=1)
         return summed_copies(blocks, self.copies, self.weight.shape[0])

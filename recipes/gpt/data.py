@@ -52,7 +52,7 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Datasets:
-    """`key` names the text that both come from."""
+    """The samples to train on and to validate on. key: names the text that both come from."""
 
     train: Samples
     valid: Samples
@@ -61,7 +61,7 @@ class Datasets:
 
 @dataclass(frozen=True)
 class Share:
-    """Which samples of a global batch this data-parallel rank reads; the ranks of one replica read the same ones."""
+    """Which part of a global batch a data-parallel rank reads: number `rank` of `size`. The ranks of a replica read the same."""
 
     rank: int
     size: int
@@ -78,7 +78,7 @@ def build_datasets(settings: Settings) -> Datasets:
 
 
 def training_samples(settings: Settings) -> Samples:
-    """Those of build_datasets, for a program that does not validate: samples may be longer than the validation part."""
+    """The training samples of build_datasets, for a program that does not validate: its samples may be longer than that part."""
     return Samples(_corpus(settings, PARTS[:1]).train, settings.seq_length, settings.seed)
 
 

@@ -29,7 +29,10 @@ EAGER_STEPS = 3
 
 @dataclass
 class Passes:
-    """The eager calls so far; after them the graph, the tensors that it reads and the one that it writes."""
+    """How the passes of a Trainer run. eager_calls: so many have run without a graph. graph: made after them.
+
+    inputs, total: the tensors that the graph reads, and the one that it writes.
+    """
 
     eager_calls: int = 0
     graph: torch.cuda.CUDAGraph | None = None
@@ -44,7 +47,7 @@ class GraphedTrainer(Trainer):
     passes: Passes = field(default_factory=Passes)
 
     def forward_backward(self, batches: Iterator[Batch]) -> torch.Tensor:
-        """As Trainer's. All ranks capture at the same call.
+        """Do as Trainer.forward_backward. All ranks capture at the same call.
 
         Raises:
             OverlapTimeoutError: a wait in an earlier replay has given up.
@@ -91,7 +94,7 @@ class GraphedTrainer(Trainer):
 
 
 def with_graph(trainer: Trainer) -> Trainer:
-    """The same trainer, graphed where its settings say so."""
+    """The trainer itself, or a GraphedTrainer of the same parts if its settings ask for a CUDA graph."""
     if not trainer.settings.cuda_graph:
         return trainer
     return GraphedTrainer(trainer.settings, trainer.model, trainer.optimizer, trainer.schedule)

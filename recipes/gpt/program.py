@@ -85,7 +85,7 @@ def say(text: str) -> None:
 
 
 def is_rank_0() -> bool:
-    """Of the job; also before ranks have joined."""
+    """Whether this is rank 0 of the job, as far as is known: before ranks have joined, every process is."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

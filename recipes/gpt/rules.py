@@ -17,7 +17,7 @@ MAY_BE_0 = (
     "variable_seq_length", "tp", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "cuda_graph", "deterministic", "seed",
     "eval_interval", "sample_bytes", "temperature", "save_interval", "keep_checkpoints",
 )  # fmt: skip
-# divisor, what it divides, why
+# (divisor, what it must divide, why)
 EQUAL_PARTS = (
     ("pp", "num_layers", "every pipeline stage has as many layers; change one of them"),
     ("num_attention_heads", "hidden_size", "each head has an equal part of the width"),
@@ -149,7 +149,7 @@ def check_device(settings: Settings, on_gpu: bool) -> None:
 
 
 def _free_gib() -> float:
-    """Of this machine's memory."""
+    """GiB of this machine's memory that are free."""
     with Path("/proc/meminfo").open() as file:
         return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) / 2**20
 

@@ -69,9 +69,9 @@ def make_folders(settings: Settings) -> None:
 
 
 def make_deterministic(settings: Settings) -> None:
-    """With `--deterministic 1`: refuse kernels of torch and cuBLAS that add in the order of arrival.
+    """With `--deterministic 1`, let torch and cuBLAS refuse kernels that add in the order of arrival.
 
-    Not warn_only: attention's backward would then only warn, and losses would differ from the third step on.
+    With warn_only attention's backward would only warn, and losses would differ from the third step on.
     """
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; torch insists on it

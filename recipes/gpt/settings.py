@@ -73,7 +73,7 @@ class Settings:
     keep_checkpoints: int = _checkpoint(3, "newest checkpoints to keep in --save; 0: all")
     load: str = _checkpoint("", "where to resume: a --save folder (its newest good checkpoint), or an iter_ folder")
 
-    # What a published model has beside its shape; no flags.
+    # What a published model has beside its shape. These fields are no flags.
     title: str = "small GPT"
     vocab_size: int = 256
     kv_channels: int = 0  # width of a head; 0: hidden_size / num_attention_heads
@@ -86,12 +86,12 @@ class Settings:
 
     @property
     def replica_ranks(self) -> int:
-        """That train one model together; the others are data parallel."""
+        """How many ranks train one model together. Replicas of them are data parallel."""
         return self.tp * self.cp * self.pp
 
     @property
     def sequence_parts(self) -> int:
-        """A sequence is a multiple of this: context parallelism cuts it into twice as many parts as it has ranks."""
+        """The number of equal parts into which a sequence is cut. Context parallelism makes two parts for each of its ranks."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     @property
@@ -106,7 +106,7 @@ class Settings:
 
     @property
     def parameters(self) -> int:
-        """In all: embedding and output layer, four or more matrices a layer, norms."""
+        """How many parameters the model has: embedding and output layer, the matrices of each layer, norms."""
         queries, keys = self.num_attention_heads * self.head_width, self.num_query_groups * self.head_width
         mlps = 3 * self.ffn_hidden_size * max(1, self.experts) + self.experts  # the last: the router
         norms = 2 * self.hidden_size + 2 * self.head_width * self.has_qk_norm

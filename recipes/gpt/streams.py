@@ -17,9 +17,9 @@ from gpt.settings import Settings
 
 
 def prepare_random_states(settings: Settings) -> None:
-    """With `--cuda-graph 1`, before a model is built: let a capture switch between Megatron's random states from now on.
+    """With `--cuda-graph 1`, let a capture switch between Megatron's random states. Call it before a model is built.
 
-    They draw the same numbers. All models of this process use them, also those built before.
+    The states draw the same numbers as before. All models of this process use them, also those that are built already.
     """
     if settings.cuda_graph:
         initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)

@@ -48,10 +48,10 @@ class Trainer:
         return _run(self, batches, micro_batches(self.settings), forward_only=False)
 
     def rehearse(self, device: torch.device) -> None:
-        """Where micro-batches differ in length: run forward and backward of each length once, the longest first.
+        """Run forward and backward once at each length that micro-batches may have, the longest first. One length: do nothing.
 
-        Symmetric memory, plans of the operators and the allocator's blocks are made at the first use of a shape, and are
-        therefore there before the first step. Weights stay as they are; the next step clears the gradients.
+        The first use of a shape makes symmetric memory, plans of the operators and the allocator's blocks. The first step finds
+        them. Weights stay as they are; the next step clears the gradients.
         """
         self.model.trained.train()
         for length in lengths(self.settings) if self.settings.variable_seq_length else ():
@@ -68,7 +68,7 @@ class Trainer:
         """Free what the device must not hold when NCCL ends: nothing here (see gpt/graph.py)."""
 
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """The learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
 
@@ -115,7 +115,7 @@ def micro_batches(settings: Settings) -> int:
 
 
 def _schedule(settings: Settings, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Counted in samples, as Megatron does."""
+    """The schedule of learning rate and weight decay, which counts samples as Megatron does."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

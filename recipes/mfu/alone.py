@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from mfu.alone_ulysses import HeadsAlone, SequenceAlone
 from overlap_train.integrations.megatron.attention import collective
+from overlap_train.integrations.megatron.linears.conditions import divides_weights
 from overlap_train.integrations.megatron.linears.ulysses import exchanges
 from overlap_train.operators.weight_gradient import weight_gradient
 
@@ -101,8 +102,10 @@ def without_communication(model: torch.nn.Module, wholes: Wholes) -> Iterator[No
 
 
 def _alone(linear: Any) -> type:
-    """With tensor parallelism the linears of a Ulysses attention gather and scatter instead, and the exchange follows."""
-    column, row = (HeadsAlone, SequenceAlone) if exchanges(linear) else (ColumnAlone, RowAlone)
+    """The class that stands in for a linear. If tensor parallelism divides the weights of a Ulysses attention, its linears gather
+    and scatter alone, and the attention exchanges by the collective that without_communication leaves out."""
+    does_exchange = exchanges(linear) and not divides_weights(linear)
+    column, row = (HeadsAlone, SequenceAlone) if does_exchange else (ColumnAlone, RowAlone)
     return column if isinstance(linear, ColumnParallelLinear) else row
 
 

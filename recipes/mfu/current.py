@@ -15,10 +15,10 @@ from gpt.settings import Settings
 
 
 class Current(Protocol):
-    """Collective to make; `use` and `release` are not."""
+    """Something global that a variant needs. Making one is collective; `use` and `release` are not."""
 
     def use(self) -> None:
-        """Make it the one that Megatron-Core or TransformerEngine sees."""
+        """Let Megatron-Core or TransformerEngine see this one."""
 
     def release(self) -> None:
         """Free what must not outlive the process groups."""
@@ -41,18 +41,18 @@ class Layout:
         vars(parallel_state).update(self._globals)
 
     def release(self) -> None:
-        """Nothing: groups end with torch.distributed."""
+        """Do nothing: groups end with torch.distributed."""
 
 
 class Layouts:
-    """Those of a process, each made once."""
+    """The layouts of a process, and its userbuffers. Each is made once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int], Layout] = {}
         self._userbuffers: Userbuffers | None = None
 
     def use(self, settings: Settings) -> Layout:
-        """Make that of these settings current; collective the first time."""
+        """Use the layout of these settings, which is returned. The first time it is made; collective then."""
         key = settings.tp, settings.cp
         if key not in self._made:
             self._made[key] = Layout(settings)
@@ -60,7 +60,7 @@ class Layouts:
         return self._made[key]
 
     def userbuffers(self, settings: Settings) -> Userbuffers:
-        """The one set of a process, of one model; collective the first time."""
+        """The userbuffers of this process, made for the first model that asks; collective the first time."""
         self._userbuffers = self._userbuffers or Userbuffers(settings)
         return self._userbuffers
 
@@ -91,13 +91,13 @@ class Userbuffers:
         )
 
     def name(self, model: Any, names: tuple[str, str]) -> None:
-        """Let the model's linears take the communicators of these names."""
+        """Let the model's column and row linears take the communicators of these two names."""
         for module in model.modules():
             if getattr(module, "ub_name", None) is not None:
                 module.ub_name = names[module.parallel_mode == "row"]
 
     def use(self) -> None:
-        """Nothing: linears without userbuffers do not look at them."""
+        """Do nothing: linears without userbuffers do not look at them."""
 
     def release(self) -> None:
         self._base.destroy_ub()

@@ -26,6 +26,6 @@ def step_flops(settings: Settings) -> float:
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Of one GPU; None for a device that is not in the table."""
+    """Peak TFLOP/s of one GPU in dense bf16; None for a device that planning/hardware.py does not list."""
     found = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if found is None else found.peak_tflops

@@ -9,7 +9,11 @@ from overlap_train.tools.bench.style import AGAIN
 MEGATRON, OVERLAP, ASYNC_TP = "megatron", "overlap", "async_tp"
 NCCL = "nccl"  # our modules by NCCL and cuBLAS, one after the other: method collective
 OVERLAP_GRAPH, MEGATRON_GRAPH, NCCL_GRAPH = "overlap_graph", "megatron_graph", "nccl_graph"
-GRAPHS = {OVERLAP_GRAPH: OVERLAP, MEGATRON_GRAPH: MEGATRON, NCCL_GRAPH: NCCL}  # these with their passes in a CUDA graph
+GRAPHS = {
+    OVERLAP_GRAPH: OVERLAP,
+    MEGATRON_GRAPH: MEGATRON,
+    NCCL_GRAPH: NCCL,
+}  # the variant whose passes are in a CUDA graph
 DATA_PARALLEL = "data_parallel"  # context parallelism 1: every rank has whole sequences of its own
 TE, TE_OVERLAP = "te", "te_overlap"
 TE_USERBUFFERS, TE_RING = "te_userbuffers", "te_userbuffers_ring"
@@ -44,7 +48,7 @@ def pairing_problem(names: Sequence[str], cp: int, models: int) -> str | None:
 
 
 def bare(name: str) -> str:
-    """Of a variant, or of its repetition."""
+    """The name of a variant, given its own or that of its repetition."""
     return name.removesuffix(AGAIN)
 
 
@@ -58,7 +62,7 @@ def is_transformer_engine(name: str) -> bool:
 
 
 def speed_baseline(names: Collection[str], of: str = "") -> str | None:
-    """What the step of a variant is compared with: the first baseline that ran. A graph is compared with a graph."""
+    """What the step of the variant `of` is compared with: the first baseline that ran. A graph is compared with a graph."""
     baselines = _GRAPH_BASELINES if is_graph(of) else _BASELINES
     return next((name for name in baselines if name in names), None)
 

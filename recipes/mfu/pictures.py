@@ -58,7 +58,7 @@ def _by_model(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def title_of(row: Row) -> str:
-    """Of a model, as it was trained."""
+    """What a picture calls a model: its name, and how it was trained."""
     ulysses = f", CP {row['cp']}" if row.get("cp", 1) > 1 else ""  # older records have no such entry
     return f"{row['title']}, {row['layers']} layers, s = {row['seq']}, TP {row['tp']}{ulysses}"
 
@@ -83,9 +83,9 @@ def draw_speed(rows: Sequence[Row], found: Mapping[str, Any], path: Path) -> Pat
 
 
 def bars_of(rows: Sequence[Row], key: str, factor: float) -> list[Bar]:
-    """Of one model, with the speed-up of a step over the baseline's, eager over eager and graph over graph.
+    """The bars of one model. Each names the speed-up of its step over the baseline's, eager over eager and graph over graph.
 
-    All share the bound of `overlap`, the variant that a user runs; that of a CUDA graph is not known.
+    All have the bound of `overlap`, the variant that a user runs. The bound of a CUDA graph is not known.
     """
     known, found = {row["variant"]: row for row in rows}, []
     ours = known.get(OVERLAP)
@@ -100,7 +100,7 @@ def bars_of(rows: Sequence[Row], key: str, factor: float) -> list[Bar]:
 
 
 def _without_exposed(row: Row) -> float:
-    """How much faster the step would be."""
+    """How many times faster the step of a row would be without its exposed communication."""
     return row["step_ms"] / (row["step_ms"] - max(0.0, row["exposed_ms"]))
 
 

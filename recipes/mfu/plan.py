@@ -62,18 +62,18 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """Of interleaved steps. In each, a variant makes one step more than is timed, which brings the ranks together."""
+        """How many rounds of steps there are. In each a variant first makes a step that is not timed: ranks come together."""
         for_losses = math.ceil((self.loss_steps - WARM_UP_STEPS) / (self.round_steps + 1))
         return max(1, for_losses, math.ceil(self.steps / self.round_steps))
 
     @property
     def trained_steps(self) -> int:
-        """Optimizer steps of every variant."""
+        """How many optimizer steps every variant makes."""
         return WARM_UP_STEPS + self.rounds * (self.round_steps + 1)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that is trained; repetitions come last."""
+        """The names of all that is trained: variants, then repetitions."""
         return (*self.variants, *(name + AGAIN for name in self.repeat))
 
 
@@ -96,7 +96,7 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
 
 
 def _completed(plan: Plan) -> Plan:
-    """With the layers that were left out, what --quick and --bitwise stand for, and nothing twice; checked."""
+    """Fill in the layers that were left out and what --quick and --bitwise stand for; drop what is named twice; check."""
     plan = replace(
         plan,
         layers=plan.layers or tuple(_few_layers(model, plan.cp) for model in plan.model),
@@ -115,7 +115,7 @@ def _completed(plan: Plan) -> Plan:
 
 
 def _few_layers(model: str, cp: int) -> int:
-    """Fewer with context parallelism, which does not divide the weights and compares more variants."""
+    """How many layers of a model fit. Half as many with context parallelism: it leaves weights whole and has more variants."""
     few = FEW_LAYERS.get(model, 1)
     return max(1, few // 2) if cp > 1 else few
 

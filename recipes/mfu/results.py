@@ -9,7 +9,7 @@ from pathlib import Path
 from gpt.program import RecipeError, say
 from mfu import pictures
 from mfu.flops import peak_tflops
-from mfu.measuring import Measured
+from mfu.measured import Measured
 from mfu.names import ASYNC_TP
 from mfu.plan import Plan
 from mfu.rows import notes_of, rows_of, tables_of

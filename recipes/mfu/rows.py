@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mfu.flops import step_flops
-from mfu.measuring import Measured
+from mfu.measured import Measured
 from mfu.names import DATA_PARALLEL, bare, is_graph, is_transformer_engine, loss_baseline
 from mfu.plan import Plan
 from overlap_train.config import METHODS
@@ -52,7 +52,7 @@ def _row(name: str, measured: Measured, world_size: int, peak: float | None, pre
 
 
 def _speed(name: str, measured: Measured, world_size: int, peak: float | None) -> Row:
-    """Times are medians over rounds. MFU is a fraction of the peak."""
+    """How fast a variant is. Times are medians over rounds; MFU is a fraction of the peak."""
     if name not in measured.step_ms:
         return dict.fromkeys(("step_ms", "step_ms_rounds", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "speed_up"))
     settings, milliseconds = measured.settings, measured.median_ms(name)
@@ -69,7 +69,7 @@ def _speed(name: str, measured: Measured, world_size: int, peak: float | None) -
 
 
 def _exposed(name: str, measured: Measured) -> Row:
-    """Milliseconds a step; the last is a fraction of what the baseline leaves exposed. Of a graph only the first is known."""
+    """Milliseconds that a step leaves exposed, and their fraction of the baseline's. A graph's are not known."""
     exposed, whole = measured.exposed_ms(name), measured.exposed_ms(measured.baseline)
     return {
         "forward_backward_ms": measured.passes_ms.get(name),
@@ -80,7 +80,7 @@ def _exposed(name: str, measured: Measured) -> Row:
 
 
 def _losses(name: str, measured: Measured) -> Row:
-    """Nats per byte. The difference is the largest from the baseline's at any step; `same_bits` is of a repetition."""
+    """Losses in nats per byte. loss_difference: the largest from the baseline's at any step. same_bits: of a repetition only."""
     if name not in measured.losses:
         return dict.fromkeys(("first_loss", "last_loss", "loss_difference", "same_bits"))
     losses = measured.losses[name]
@@ -93,7 +93,7 @@ def _losses(name: str, measured: Measured) -> Row:
 
 
 def largest_difference(losses: list[float], others: list[float]) -> float:
-    """Over all steps; NaN if either has one."""
+    """The largest difference of two losses at one step; NaN if there is a NaN."""
     differences = [abs(a - b) for a, b in zip(losses, others, strict=True)]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
@@ -157,7 +157,7 @@ def tables_of(rows: Sequence[Row]) -> list[tuple[list[Row], Columns]]:
     return [(list(models.values()), SETUP), *((list(rows), columns) for columns in (SPEED, COMMUNICATION, OUTCOME))]
 
 
-# Where any variant is one of these, a reader of the table must know this.
+# (which variants, what a reader of their table must know)
 NOTES: Sequence[tuple[Callable[[str], bool], str]] = (
     (lambda name: name == DATA_PARALLEL,
      f"{look_of(DATA_PARALLEL).label}: the same global batches without context parallelism, whole sequences on each rank; losses "

@@ -24,8 +24,11 @@ from overlap_train import OverlapConfig
 
 @dataclass
 class Trained:
-    """held_bytes: parameters, gradients, optimizer and any other memory that stays; peak_bytes: the most during a step,
-    of this variant alone, though others hold memory beside it. fingerprint: of the initial weights."""
+    """A variant in training.
+
+    fingerprint: of its initial weights. held_bytes: parameters, gradients, optimizer and any other memory that stays. peak_bytes:
+    the most that this variant alone holds during a step, while others hold memory beside it.
+    """
 
     name: str
     built: Built
@@ -52,7 +55,7 @@ class Trained:
         self.trainer.forward_backward(iter(self._micro_batches(0)))
 
     def forward_backward_alone(self, _: int = 0) -> None:
-        """The same without the communication of the linears."""
+        """As forward_backward, without the communication of the linears."""
         with without_communication(self.trainer.model.bare, self.wholes):
             self.forward_backward()
 
@@ -126,9 +129,9 @@ def start(name: str, shared: Shared) -> Trained:
 
 @torch.no_grad()
 def fingerprint(model: torch.nn.Module) -> torch.Tensor:
-    """Sums of squares of all parameters [parameters], fp64, the smallest first; equal for equal weights.
+    """The sum of squares of each parameter, fp64 [parameters], the smallest first; equal for equal weights.
 
-    In this order, because TransformerEngine's modules have the same parameters in another one.
+    Sorted, because TransformerEngine's modules have the same parameters in another order.
     """
     squares = [parameter.float().square().sum().double() for parameter in model.parameters()]
     return torch.stack(squares).sort().values

@@ -41,7 +41,10 @@ ALONE = (MEGATRON, DATA_PARALLEL, TE)  # also run where there is nothing to over
 
 @dataclass(frozen=True)
 class Built:
-    """main_grad: where weight gradients go, in the words of OverlapConfig. current: what it needs made current."""
+    """A trainer, and what its steps need.
+
+    main_grad: where weight gradients go, as OverlapConfig.main_grad says it. current: what to make current before each step.
+    """
 
     trainer: Trainer
     main_grad: str
@@ -71,7 +74,7 @@ def obstacle(name: str, settings: Settings, device: torch.device) -> str | None:
 
 
 def settings_of(name: str, settings: Settings) -> Settings:
-    """Of one variant: with a CUDA graph, or without context parallelism."""
+    """The settings of one variant. Some have a CUDA graph, and one has no context parallelism."""
     variant = bare(name)
     return replace(settings, cuda_graph=int(variant in GRAPHS), cp=1 if variant == DATA_PARALLEL else settings.cp)
 
@@ -79,7 +82,7 @@ def settings_of(name: str, settings: Settings) -> Settings:
 def build_variant(
     name: str, settings: Settings, overlap: OverlapConfig, device: torch.device, layouts: Layouts
 ) -> Built:
-    """A trainer with what it needs, made current; collective. Raises RecipeError where enable() refuses."""
+    """Build a variant's trainer and make what it needs current. Collective. Raises RecipeError where enable() refuses."""
     settings, variant = settings_of(name, settings), GRAPHS.get(bare(name), bare(name))
     current: list[Current] = [layouts.use(settings)]
     config, change = overlap_of(variant, overlap), use_async_tp if variant == ASYNC_TP else None
@@ -95,7 +98,7 @@ def build_variant(
 
 
 def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig | None:
-    """The settings of overlapped linears; None: a variant has none."""
+    """The settings of a variant's overlapped linears; None: it has none."""
     if variant in (MEGATRON, ASYNC_TP, DATA_PARALLEL, TE, *USERBUFFERS):
         return None
     if variant in (OVERLAP, TE_OVERLAP):
@@ -104,7 +107,7 @@ def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig | None:
 
 
 def modules_of(variant: str) -> Modules:
-    """TransformerEngine's modules overlap by userbuffers where their config says so when they are built."""
+    """The modules that a variant is built of. TransformerEngine's overlap by userbuffers if their config says so at that time."""
     if not is_transformer_engine(variant):
         return OURS
     spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)

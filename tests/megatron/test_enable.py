@@ -18,7 +18,7 @@ from overlap_train.integrations.megatron import (
     enable,
     report,
 )
-from overlap_train.integrations.megatron.enabling.reporting import LinearReport, Report
+from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from tests.megatron.linears import model_config
 from tests.megatron.models import LLAMA, Recipe, gpt, quietly_enable, wrap
 from tests.megatron.test_spec import MIXTURE

@@ -15,7 +15,7 @@ import torch
 from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import print_table, report
 from overlap_train.integrations.megatron.enabling import first_table, reporting
-from overlap_train.integrations.megatron.enabling.reporting import LinearReport, Report
+from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from overlap_train.integrations.megatron.linears.in_model import overlapped_linears
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.table import Winner, key_of, save
@@ -301,10 +301,14 @@ def test_what_two_reasons_have_in_common_is_said_once() -> None:
     assert both("asked for", "asked for; more") == "asked for / asked for; more"
 
 
-def test_a_long_reason_is_cut_in_the_table_only() -> None:
-    linear = LinearReport("output_layer", "output", "-", "-", "-", "megatron", "x" * 500)
-    line = str(Report((linear,))).splitlines()[2]
-    assert cells(line)[-1] == "x" * 157 + "..."
+def test_a_long_reason_goes_on_in_the_next_line() -> None:
+    words = [f"all-to-all-{number:06}" for number in range(20)]
+    linear = LinearReport("output_layer", "output", "-", "-", "-", "megatron", " ".join(words), overlapped_calls=8)
+    row, *more, last = str(Report((linear, replace(linear, name="lm_head", reason="")))).splitlines()[2:]
+    assert cells(row)[5:] == [" ".join(words[:8]), "overlapped 8"]
+    assert [cells(line) for line in more] == [[" ".join(words[8:16])], [" ".join(words[16:])]]
+    assert {line.index("all-to-all") for line in (row, *more)} == {row.index("all-to-all")}
+    assert cells(last) == ["lm_head", "-", "-", "-", "megatron", "overlapped 8"]
 
 
 def tied_fallback(zero_out: bool) -> None:

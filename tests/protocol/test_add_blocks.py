@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from overlap_train.kernels.add_blocks import add_blocks_kernel
-from overlap_train.symmetric import node_sums
+from overlap_train.symmetric import bursts, node_sums
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 5])
@@ -53,7 +53,7 @@ def test_the_probe_adds_all_blocks_and_counts_what_is_read_and_written() -> None
         part.fill_(1 << block)
     stream = SimpleNamespace(synchronize=lambda: None)
     with (
-        mock.patch.object(node_sums.time, "perf_counter", side_effect=times),
+        mock.patch.object(bursts.time, "perf_counter", side_effect=times),
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
     ):
         gbs = probe.gbs(2)

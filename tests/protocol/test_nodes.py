@@ -38,7 +38,7 @@ from overlap_train.protocol.tags import Tag
 from overlap_train.protocol.waits import next_epoch_on_host
 from overlap_train.runtime.domain import barrier
 from overlap_train.runtime.registry import domain_of, made_domain
-from overlap_train.symmetric.inter_node import GlooTransport
+from overlap_train.symmetric.gloo import GlooTransport
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
 from tests.processes import Outcome, run_ranks, values
 

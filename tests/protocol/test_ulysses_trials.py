@@ -19,7 +19,7 @@ from overlap_train.methods import TRAITS
 from overlap_train.operators import trial_book, trials
 from overlap_train.planning.schedule import A2A_GEMM, GEMM_A2A
 from overlap_train.runtime.registry import made_domain
-from overlap_train.ulysses import parts, turns
+from overlap_train.ulysses import calls, parts
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values
 from tests.protocol.test_trials import STEPS, _slow, _two_methods
@@ -39,9 +39,9 @@ class Seen:
 @contextlib.contextmanager
 def _seen() -> Iterator[Seen]:
     """Also lets a KiB stand for a MiB of exchange_mib."""
-    seen, linear, add = Seen(), turns.Call.linear, trials.Trial.add
+    seen, linear, add = Seen(), calls.Call.linear, trials.Trial.add
 
-    def note_parts(call: turns.Call, planned: Any, *rest: Any) -> Any:
+    def note_parts(call: calls.Call, planned: Any, *rest: Any) -> Any:
         seen.methods.append([part.exchange.plan.fprop.method for part in planned])
         return linear(call, planned, *rest)
 
@@ -51,7 +51,7 @@ def _seen() -> Iterator[Seen]:
 
     with (
         mock.patch.object(parts, "_MIB", 1 << 10),
-        mock.patch.object(turns.Call, "linear", note_parts),
+        mock.patch.object(calls.Call, "linear", note_parts),
         mock.patch.object(trials.Trial, "add", note_time),
         contextlib.redirect_stderr(io.StringIO()),
     ):

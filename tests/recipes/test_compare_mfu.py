@@ -16,7 +16,7 @@ import torch
 
 from gpt.settings import Settings
 from mfu.layer_timeline import MARKER, cut
-from mfu.measuring import Measured
+from mfu.measured import Measured
 from mfu.plan import read_flags
 from mfu.rows import largest_difference, notes_of, rows_of
 from overlap_train.tools.bench.lanes import exposed, kind_of
@@ -262,7 +262,7 @@ def notice_differences() -> list[bool]:
 
     import torch.distributed as dist
 
-    from mfu.measuring import are_the_same
+    from mfu.after_training import are_the_same
     from overlap_train.tools.measure.world import World
 
     here = World(dist.group.WORLD, torch.device("cpu"), dist.get_rank(), 2)

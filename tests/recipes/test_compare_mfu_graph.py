@@ -11,8 +11,10 @@ import torch
 
 from gpt.program import RecipeError
 from gpt.settings import Settings
-from mfu import measuring, variants
-from mfu.measuring import Measured, capture_all, record_timelines, time_without_communication, train_in_turns
+from mfu import after_training, measuring, variants
+from mfu.after_training import record_timelines, time_without_communication
+from mfu.measured import Measured
+from mfu.measuring import capture_all, train_in_turns
 from mfu.plan import read_flags
 from mfu.rows import label_of, rows_of
 from overlap_train import OverlapConfig
@@ -90,7 +92,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.extend(calls)
         return {name: SimpleNamespace(ms=1.5 if "alone" in name else 2.0) for name in calls}
 
-    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(after_training, "measure", measure)
     return asked
 
 
@@ -147,8 +149,8 @@ def test_after_a_wait_that_gave_up_the_others_have_new_memory(
 
 def test_a_graph_has_no_timeline_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     measured, world = Measured(SETTINGS), World()
-    monkeypatch.setattr(measuring.layer_timeline, "record", lambda run: [run.name])
-    monkeypatch.setattr(measuring.dist, "barrier", lambda: None)
+    monkeypatch.setattr(after_training.layer_timeline, "record", lambda run: [run.name])
+    monkeypatch.setattr(after_training.dist, "barrier", lambda: None)
     record_timelines(runs("overlap", "overlap_graph"), measured, world)  # type: ignore[arg-type]
     assert measured.spans == {"overlap": ["overlap"]}
     assert world.said == [" small: no timeline of overlap_graph: a replay does not launch the layers' markers"]

@@ -78,6 +78,24 @@ def test_without_communication_projections_are_those_of_one_rank(workers: Worker
     assert workers.call(compute_alone, kv) == [[], []]
 
 
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_linears_that_tensor_parallelism_divides_gather_and_scatter_alone(tensor_ranks: int) -> None:
+    """They have other rows and columns than those that exchange: taken for these, nothing was measured."""
+    from types import SimpleNamespace
+
+    from mfu import alone, alone_ulysses
+    from overlap_train.integrations.megatron.linears import ulysses
+
+    over_tp = ulysses.UlyssesColumnOverTP, ulysses.UlyssesRowOverTP
+    classes = over_tp if tensor_ranks > 1 else (ulysses.UlyssesColumnParallelLinear, ulysses.UlyssesRowParallelLinear)
+    linears: Any = [kind.__new__(kind) for kind in classes]
+    for linear in linears:
+        linear.tp_group = SimpleNamespace(size=lambda: tensor_ranks)
+    exchanging = [alone_ulysses.HeadsAlone, alone_ulysses.SequenceAlone]
+    expected = [alone.ColumnAlone, alone.RowAlone] if tensor_ranks > 1 else exchanging
+    assert [alone._alone(linear) for linear in linears] == expected
+
+
 def compute_alone(kv: int) -> list[str]:
     """Called on two ranks: what is wrong. The shapes are those of two ranks, and a product's rows are looked up again."""
     from types import SimpleNamespace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from overlap_train.flags import from_args
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.table import Winner, key_of, save
 from overlap_train.tools.bench import command, kinds, layers, plots
+from overlap_train.tools.measure import methods
 from overlap_train.tools.measure.cases import EXCHANGES, OPS, PASSES
 from overlap_train.tools.measure.pretended import pretend_nodes
 from overlap_train.tools.measure.results import Results
@@ -193,9 +195,44 @@ def test_some_operators_and_lengths_can_be_chosen(monkeypatch: pytest.MonkeyPatc
     told: list[Any] = []
     monkeypatch.setattr(kinds.hierarchical, "hierarchical_cases", lambda session, shapes: told.append(shapes))
     monkeypatch.setattr(kinds.operators, "run", lambda cases, session, network_sms: told.append(network_sms))
+    monkeypatch.setattr(kinds, "nodes_of", lambda session: 2)
     bench.files()[0].measure(None)
     assert told == [kinds.hierarchical.Shapes(("gemm_a2a",), PASSES, (0.5, 1.0), 1, tiny=False), (2, 16)]
     assert (parsed("hierarchical").ops, parsed("hierarchical").network_sms) == ((*OPS, *EXCHANGES), ())
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("chunked,direct", "--methods: 'direct' stays inside a node, and the ranks are on 2; leave it out"),
+        ("auto,low_latency", "--methods: 'low_latency' stays inside a node, and the ranks are on 2; leave it out"),
+        ("auto,chunked,fused,collective", None),
+    ],
+)
+def test_a_method_that_stays_inside_a_node_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, asked: str, message: str | None
+) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(kinds.hierarchical, "hierarchical_cases", lambda *arguments: measured.append("network"))
+    monkeypatch.setattr(kinds.operators, "run", lambda *arguments: measured.append("operators"))
+    monkeypatch.setattr(kinds, "nodes_of", lambda session: nodes)
+    (file,) = parsed(f"hierarchical --methods {asked}").files()
+    nodes = 2
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        file.measure(None)
+    assert measured == ([] if message else ["network", "operators"])
+    nodes, measured[:] = 1, []
+    file.measure(None)
+    assert measured == ["network", "operators"], "inside a node it runs"
+
+
+def test_kernels_are_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton's interpreter, in which other tests of this process may run them."""
+    monkeypatch.setattr(methods, "is_interpreted", lambda: False)
+    bench = parsed("operators --methods auto,direct")
+    with pytest.raises(ValueError, match="--methods: 'direct' is not one of chunked, collective, which run on CPU"):
+        bench.settings(torch.device("cpu"))
+    assert bench.settings(torch.device("cuda", 0)).methods == ("auto", "direct")
 
 
 def test_nccl_in_two_steps_is_a_baseline_where_nodes_have_several_ranks(

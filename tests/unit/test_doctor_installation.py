@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from packaging.specifiers import SpecifierSet
 
 from overlap_train.tools.doctor import command, environment, versions
 from overlap_train.tools.doctor.environment import WITHOUT_MULTICAST
+from overlap_train.tools.doctor.examination import Examination
+from overlap_train.tools.doctor.flags import Doctor
 from overlap_train.tools.doctor.job import Job
-from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding
+from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding, ok
 from tests.unit.doctor_cases import only
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +155,26 @@ def test_the_rank_that_prints_leaves_when_all_others_know() -> None:
     other.wait_for_report(speaker=0)
     leaving.join(5.0)
     assert not leaving.is_alive()
+
+
+def examination(job: Job) -> Examination:
+    return Examination(Doctor(), {"RANK": "0"}, job)
+
+
+def test_ranks_with_and_without_a_gpu_do_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would start NCCL and gloo and wait for each other."""
+    job = Job(dist.HashStore(), rank=0, size=1)
+    monkeypatch.setattr(job, "run", lambda name, work, limit_s, fix: ran.append(name) or [])
+    job.findings = [ok("device", text) for text in ("GPU ranks", "CPU ranks: gloo and shared memory")]
+    job.findings = [replace(found, rank=rank, host="node7") for rank, found in enumerate(job.findings)]
+    ran: list[str] = []
+    examination(job).run()
+    strange, unchecked = job.findings[2:]
+    assert (strange.name, strange.status, strange.rank) == ("device: ranks differ", FAIL, 1) and strange.host == "node7"
+    assert unchecked.name == "not checked" and "join" not in ran and "gpus" in ran
+    job.findings, ran = job.findings[1:2], []
+    examination(job).run()
+    assert "join" in ran and job.findings[1:] == []
 
 
 class GoneStore:

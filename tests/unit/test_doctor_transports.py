@@ -15,7 +15,8 @@ import torch.distributed as dist
 from overlap_train import OverlapConfig
 from overlap_train.flags import NETWORKS
 from overlap_train.planning.schedule import Topology
-from overlap_train.tools.doctor import command, network
+from overlap_train.tools.doctor import command, examination, network
+from overlap_train.tools.doctor.flags import Doctor
 from overlap_train.tools.doctor.network import Settings, check_network
 from overlap_train.tools.doctor.report import FAIL, WARN, Finding
 from overlap_train.tools.measure.world import World, first_line
@@ -119,11 +120,11 @@ def test_ranks_that_cannot_be_connected_are_a_failure_where_training_connects_th
 def test_symmetric_memory_is_free_before_each_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVSHMEM has one world a process, and one that was of the ranks of a host cannot join the nodes."""
     done: list[str] = []
-    monkeypatch.setattr(command, "shutdown", lambda: done.append("shutdown"))
-    monkeypatch.setattr(command, "finalize", lambda: done.append("finalize"))
+    monkeypatch.setattr(examination, "shutdown", lambda: done.append("shutdown"))
+    monkeypatch.setattr(examination, "finalize", lambda: done.append("finalize"))
     monkeypatch.setattr(network, "check_network", lambda here, transport, settings: done.append(transport) or [])
-    doctor: Any = command.Examination.__new__(command.Examination)
-    doctor._asked, doctor._on_gpu, doctor._all = command.Doctor(), True, world()
+    doctor: Any = examination.Examination.__new__(examination.Examination)
+    doctor._asked, doctor._on_gpu, doctor._all = Doctor(), True, world()
     doctor._check = lambda name, work, limit_s=None: done.append(name) or work()
     doctor._networks(ASKED)
     freed = ["shutdown", "finalize"]

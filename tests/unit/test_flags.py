@@ -21,7 +21,7 @@ from overlap_train.flags import (
     shown,
 )
 from overlap_train.tools.bench import kinds
-from overlap_train.tools.doctor.command import Doctor
+from overlap_train.tools.doctor.flags import Doctor
 from overlap_train.tools.plan.command import Asked
 from overlap_train.tools.slurm.job import Job
 from overlap_train.tools.tune.command import Tune

@@ -25,16 +25,16 @@ def reached(sms: int) -> float:
 
 @pytest.mark.parametrize("needed", [1.0, 61.0, 62.0, 225.0, 446.0, 450.0, 900.0, 1341.0])
 def test_the_fewest_that_are_as_fast_as_the_network(needed: float) -> None:
-    sms, gbs = node_sums.fewest(needed, reached)
+    sms, gbs = node_sums.fewest_sms(needed, reached)
     assert gbs == reached(sms) >= needed
     assert sms == 1 or reached(sms - 1) < needed
 
 
 def test_sums_never_take_more_than_communication_may_have() -> None:
     tried: list[int] = []
-    assert node_sums.fewest(5000.0, lambda sms: tried.append(sms) or reached(sms)) == (32, 1341.0)
+    assert node_sums.fewest_sms(5000.0, lambda sms: tried.append(sms) or reached(sms)) == (32, 1341.0)
     assert tried == [1, 32]
-    assert node_sums.fewest(100.0, lambda sms: 10.0) == (32, 10.0), "more that bring nothing end, too"
+    assert node_sums.fewest_sms(100.0, lambda sms: 10.0) == (32, 10.0), "more that bring nothing end, too"
 
 
 class Probe:

@@ -17,7 +17,8 @@ import torch
 pytest.importorskip("triton")
 
 from overlap_train.gpu.entry import Entry, entry_of, layout_of
-from overlap_train.gpu.launch import Launch, LaunchCache, PackedLaunch, _Configuration, _Parameters
+from overlap_train.gpu.launch import Launch, LaunchCache, PackedLaunch, _Configuration
+from overlap_train.gpu.parameters import PackedArguments, Parameters
 from overlap_train.gpu.ptx_check import Verifier
 from tests.unit import hopper_ptx
 
@@ -59,7 +60,7 @@ def test_a_layout_that_differs_is_noticed() -> None:
 
 
 def test_parameters_lie_on_64_bytes_and_keep_their_values() -> None:
-    parameters = _Parameters([128, 4, 8])
+    parameters = Parameters([128, 4, 8])
     assert all(address % 64 == 0 for address in parameters.table)
     words = [parameters.set(1, -2), parameters.set(2, 1 << 40)]
     assert [parameters.words[word] for word in words] == [2**64 - 2, 1 << 40]
@@ -224,9 +225,9 @@ def test_a_descriptor_that_is_there_twice_is_encoded_once() -> None:
         signature={"a_desc": "tensordesc<bf16[128, 64]>", "b_desc": "tensordesc<bf16[128, 64]>"},
         function=1, threads=128, shared=0,
     )  # fmt: skip
-    launch = PackedLaunch(Writing(), entry, Launch(None, (1,), {"a_desc": one, "b_desc": one}, {}))  # type: ignore[arg-type]
-    assert len(encoded) == 1 and launch._maps["b_desc"] != launch._maps["a_desc"] == encoded[0]
-    assert ctypes.string_at(launch._maps["b_desc"], 128) == bytes([7] * 128)
+    maps = PackedArguments(Writing(), entry, {"a_desc": one, "b_desc": one}).maps  # type: ignore[arg-type]
+    assert len(encoded) == 1 and maps["b_desc"] != maps["a_desc"] == encoded[0]
+    assert ctypes.string_at(maps["b_desc"], 128) == bytes([7] * 128)
 
 
 def test_sizes_that_cannot_be_packed_run_through_triton() -> None:

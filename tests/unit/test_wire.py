@@ -14,7 +14,7 @@ from overlap_train import OverlapConfig
 from overlap_train.planning.schedule import Topology
 from overlap_train.protocol.node_streams import NodeStreamEngine
 from overlap_train.runtime.domain import OverlapDomain
-from overlap_train.symmetric import wire
+from overlap_train.symmetric import bursts, wire
 from overlap_train.symmetric.agreement import OverlapTimeoutError
 
 CPU, TOPOLOGY = torch.device("cpu"), Topology(2, 2, 0)
@@ -60,7 +60,7 @@ def test_the_fewest_sms_with_which_the_wire_carries_what_it_can(
     gbs: Sequence[float], tried: Sequence[int], taken: int
 ) -> None:
     by, rates = Made(), iter(gbs)
-    network, carried = wire.fewest(by, lambda network: next(rates))
+    network, carried = wire.connect_with_fewest_sms(by, lambda network: next(rates))
     assert tuple(one.sms for one in by.networks) == tried
     assert network.sms == taken and carried == gbs[tried.index(taken)]
     assert [one.sms for one in by.networks if one.open] == [taken]
@@ -124,7 +124,7 @@ def test_exchanges_are_timed_once_the_twins_have_met() -> None:
     network, times = Network(2), iter((0.0, 7.0, 10.0, 10.9, 11.0, 11.5, 12.0, 12.8, 13.0, 14.0))
     stream = SimpleNamespace(synchronize=lambda: None)
     with (
-        mock.patch.object(wire.time, "perf_counter", side_effect=times),
+        mock.patch.object(bursts.time, "perf_counter", side_effect=times),
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
     ):
         gbs = wire._gbs(TOPOLOGY, CPU, network)  # type: ignore[arg-type]

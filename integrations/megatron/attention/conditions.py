@@ -12,14 +12,14 @@ from .core import heads_of, is_transformer_engines
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_WAY_OUT = (
-    "set cp_comm_type to 'p2p' or 'all_gather' for TransformerEngine's own context parallelism, or leave it to "
-    "TransformerEngine with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
+_WITHOUT_US = (
+    "To train without our exchange, set cp_comm_type to 'p2p' or 'all_gather' for TransformerEngine's own context parallelism, "
+    "or leave 'a2a' to TransformerEngine with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
 )
 
 
 def bad_setting(config: TransformerConfig, ranks: int) -> str | None:
-    """The setting of a model under which an attention cannot exchange over `ranks` ranks, its rule and way out; or None."""
+    """Why a model's settings keep an attention from exchanging over `ranks` ranks: setting, rule and way out; or None."""
     rules = (
         (
             "multi_latent_attention",
@@ -39,10 +39,9 @@ def bad_setting(config: TransformerConfig, ranks: int) -> str | None:
 
 
 def in_full(why: str | None) -> str | None:
-    """What is raised for an attention that cannot exchange; `why` alone fits into the table of linears. None for None."""
-    if why is None:
-        return None
-    return f"cp_comm_type='a2a' in the model's config, but {why}{', or' if '; ' in why else ';'} {_WAY_OUT}"
+    """The error for an attention that cannot exchange. why: what the table of linears says of it, which has no room for more;
+    None: it can."""
+    return None if why is None else f"cp_comm_type='a2a' in the model's config, but {why}. {_WITHOUT_US}"
 
 
 def why_not_turned(attention: Any) -> str | None:

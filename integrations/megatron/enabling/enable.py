@@ -29,7 +29,8 @@ from ..linears.in_model import (
     slot_of,
 )
 from .first_table import FirstTable, stage
-from .reporting import Report, report
+from .reporting import report
+from .table import Report
 from .ulysses import find_attentions
 
 

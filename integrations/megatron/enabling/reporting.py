@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from overlap_train.planning.choice import GATHER, SCATTER, Choice, Pass, choose
@@ -18,60 +17,7 @@ from ..linears.conditions import divides_weights, standing_exchange_reason, stan
 from ..linears.in_model import Model, groups_of, is_overlapped, is_row, named_linears, slot_of, why_not
 from ..linears.ulysses import exchanges
 from .passes import exchanges_now, in_two_groups, passes
-
-# Of the table's column. Every reason fits, with the largest sizes; what follows that of an exchange may be cut.
-REASON_WIDTH = 160
-
-
-@dataclass(frozen=True)
-class LinearReport:
-    """One parallel linear. fprop, dgrad and wgrad say what each pass does.
-
-    method: "fused", or "fused / chunked" where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code;
-        "-" before the first call, when sizes are not known yet.
-    reason: why that method, of fprop and dgrad where they differ.
-    overlapped_calls, fallback_calls: forward calls since the linear was enabled, recomputed ones included.
-    """
-
-    name: str
-    slot: str | None  # linear slot; None: not one of the linears that this package overlaps
-    fprop: str
-    dgrad: str
-    wgrad: str
-    method: str
-    reason: str
-    overlapped_calls: int = 0
-    fallback_calls: tuple[tuple[str, int], ...] = ()  # (reason, calls)
-
-    @property
-    def calls(self) -> str:
-        """How often each path has run, in words: for example "overlapped 8" or "overlapped 8, evaluation mode 2"; empty before
-        the first call."""
-        overlapped = [("overlapped", self.overlapped_calls)] if self.overlapped_calls else []
-        return ", ".join(f"{what} {count}" for what, count in (*overlapped, *self.fallback_calls))
-
-
-@dataclass(frozen=True)
-class Report:
-    """All parallel linears of a model; `str()` of it is the table, with one row for each group of identical linears.
-
-    problem: why nothing was enabled, or which linear slot is missing; None where all went as asked.
-    """
-
-    linears: tuple[LinearReport, ...]
-    problem: str | None = None
-
-    def __str__(self) -> str:
-        table = [["linear", "fprop", "dgrad", "wgrad", "method", "reason", "calls"]]
-        for x in _grouped(self.linears):
-            reason = x.reason if len(x.reason) <= REASON_WIDTH else x.reason[: REASON_WIDTH - 3] + "..."
-            table.append([x.name, x.fprop, x.dgrad, x.wgrad, x.method, reason, x.calls])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
-        notes = [] if self.problem is None else [f"overlap_train: {self.problem}"]
-        return "\n".join([*notes, lines[0], "-" * len(lines[0]), *lines[1:]])
+from .table import LinearReport, Report
 
 
 def report(model: Model, problem: str | None = None) -> Report:
@@ -184,24 +130,3 @@ def _both(fprop: str, dgrad: str) -> str:
     for end in ends:
         common = dgrad[:end] if fprop.startswith(dgrad[:end]) else common
     return f"{fprop} / {dgrad.removeprefix(common)}"
-
-
-def _grouped(linears: Sequence[LinearReport]) -> list[LinearReport]:
-    """One row for linears that differ in one layer index only: "decoder.layers.0-3.mlp.linear_fc1"."""
-    groups: dict[LinearReport, list[int]] = {}
-    for linear in linears:
-        layer = re.search(r"layers\.(\d+)\.", linear.name)
-        pattern = linear.name if layer is None else linear.name.replace(layer[0], "layers.*.", 1)
-        groups.setdefault(replace(linear, name=pattern), []).extend([int(layer[1])] if layer else [])
-    return [replace(row, name=row.name.replace("*", _ranges(layers), 1)) for row, layers in groups.items()]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

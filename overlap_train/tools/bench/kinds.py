@@ -12,6 +12,7 @@ from ... import OverlapConfig
 from ...config import METHODS
 from ...flags import NETWORKS, PROVIDERS, option, positive_float, positive_int
 from ..measure.cases import EXCHANGES, OPS, PASSES
+from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.models import MODELS, TINY
 from ..measure.runs import Session, Settings
 from . import attention_blocks, hierarchical, layers, operators, output
@@ -54,9 +55,10 @@ class Bench(ABC):
         """The benchmark's files, in the order in which they are measured."""
 
     def settings(self, device: torch.device) -> Settings:
-        """What the measurements themselves need."""
+        """What the measurements themselves need. Raises ValueError for a method that cannot run on the device."""
         in_node = ("fused", "direct") if device.type == "cuda" and not self.node_ranks else ()
         methods = self.methods or (*in_node, "chunked", "collective")
+        refuse_kernels_on_cpus(self.methods, device)
         dtype = torch.float32 if self.tiny else torch.bfloat16
         # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
         config = OverlapConfig(
@@ -187,6 +189,7 @@ class Hierarchical(OfPasses):
         return replace(settings, config=replace(settings.config, network=self.network))
 
     def _measure(self, session: Session) -> None:
+        refuse_methods_of_one_node(self.methods, nodes_of(session))
         shapes = hierarchical.Shapes(self.ops, self.passes, self.ratios, self.node_ranks, self.tiny)
         operators.run(hierarchical.hierarchical_cases(session, shapes), session, self.network_sms)
 

@@ -8,7 +8,6 @@ import re
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +15,16 @@ import torch.distributed as dist
 from ... import OverlapConfig, shutdown
 from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int, positive_int_or_0
 from ...methods import TRAITS
-from ...operators.portable import is_interpreted
 from ...planning.table import Key, Winner, key_of, save
-from ...planning.variants import PLAIN, VARIANTS
-from ...runtime.registry import domain_of
 from ..measure import world
 from ..measure.cases import Case
+from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.models import MODELS
-from ..measure.results import Columns, Results, Row, screen
+from ..measure.results import Results, screen
 from ..measure.runs import Session, Settings
 from .candidates import tune_case
 from .cases import Sizes, model_cases, one_a_bucket, ulysses_cases, weight_cases
+from .output import SHAPE_COLUMNS, columns_of, figures, shape_row
 
 CANDIDATES = tuple(TRAITS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -145,18 +143,10 @@ def tune(asked: Tune, cases: list[Case]) -> int:
     if here.device.type == "cpu":
         here.say("tune: no GPU here. Winners count for CPU processes only, and large shapes take minutes each")
     session = Session(settings_of(asked, here.device), here, Results())
-    key = key_of(here.device, here.size, nodes_of(session, asked.methods))
-    keep(asked.tuning_dir, key, None, here)  # a folder that cannot be written is said before minutes of measuring
-    domain = session.domain([case.slot_bytes(session.world.size, session.settings.dtype) for case in cases])
-    results = session.results
-    world.heat(here.device)
-    for number, case in enumerate(cases):
-        winner, shape = tune_case(case, domain, session), shape_row(case, here.size)
-        if winner is not None:
-            keep(asked.tuning_dir, key, winner, here)
-            results.rows.append(shape | figures(winner))
-        told = winner.method if winner else "no method works"
-        here.say(f"[{number + 1}/{len(cases)}] {' '.join(shape.values())}: {told}")
+    nodes, results = nodes_of(session), session.results
+    refuse_methods_of_one_node(asked.methods, nodes)
+    key = key_of(here.device, here.size, nodes)
+    measure(asked.tuning_dir, key, cases, session)
     results.share_notes(here.group)
     here.say(screen(results.rows, results.notes, columns_of(results.rows)))
     where, took = f"{asked.tuning_dir}/{key.file_name}", time.monotonic() - began
@@ -166,31 +156,30 @@ def tune(asked: Tune, cases: list[Case]) -> int:
     return 1 if results.failed else 0
 
 
+def measure(folder: str, key: Key, cases: list[Case], session: Session) -> None:
+    """Find the winner of each case, store it, and add its row to the results. Collective."""
+    here = session.world
+    keep(folder, key, None, here)  # a folder that cannot be written is said before minutes of measuring
+    domain = session.domain([case.slot_bytes(here.size, session.settings.dtype) for case in cases])
+    world.heat(here.device)
+    for number, case in enumerate(cases):
+        winner, shape = tune_case(case, domain, session), shape_row(case, here.size)
+        if winner is not None:
+            keep(folder, key, winner, here)
+            session.results.rows.append(shape | figures(winner))
+        told = winner.method if winner else "no method works"
+        here.say(f"[{number + 1}/{len(cases)}] {' '.join(shape.values())}: {told}")
+
+
 def settings_of(asked: Tune, device: torch.device) -> Settings:
     """The Settings of the measurements, as the benchmark has them. Raises ValueError for a method that cannot run here."""
     on_gpu = device.type == "cuda"
     dtype = DTYPES[asked.dtype or ("bf16" if on_gpu else "fp32")]
-    possible = [method for method, traits in TRAITS.items() if on_gpu or is_interpreted() or not traits.kernels]
+    refuse_kernels_on_cpus(asked.methods, device)
     methods = asked.methods or (CANDIDATES if on_gpu else ("chunked", "collective"))
-    for method in methods:
-        if method not in possible:
-            raise ValueError(f"--methods: {method!r} is not one of {', '.join(possible)}, which run on CPU tensors")
     limits = OverlapConfig(symmetric_mib=8192, timeout_s=30.0, main_grad="off")
     config = replace(limits, provider=asked.provider, tuning_dir=asked.tuning_dir, node_ranks=asked.node_ranks)
     return Settings(methods, dtype, asked.quick, config)
-
-
-def nodes_of(session: Session, asked: tuple[str, ...]) -> int:
-    """How many nodes the ranks are on. Collective. Raises ValueError where they cannot share memory, or a method that was asked
-    for stays inside a node."""
-    here, config = session.world, session.settings.config
-    found = domain_of(here.group, config, here.device).nodes
-    if found.problem is not None:
-        raise ValueError(found.problem)
-    nodes, inside = found.topology.nodes, [method for method in asked if not TRAITS[method].crosses]
-    if nodes > 1 and inside:
-        raise ValueError(f"--methods: {inside[0]!r} stays inside a node, and the ranks are on {nodes}; leave it out")
-    return nodes
 
 
 def keep(folder: str, key: Key, winner: Winner | None, here: world.World) -> None:
@@ -199,34 +188,3 @@ def keep(folder: str, key: Key, winner: Winner | None, here: world.World) -> Non
     problem = here.attempt(work)
     if problem is not None:
         raise ValueError(f"--tuning-dir {folder}: rank 0 cannot write there ({problem}); name another folder")
-
-
-def shape_row(case: Case, ranks: int) -> Row:
-    """One line of the printed table; sizes are those of one rank's product, M those of all ranks."""
-    planned = case.planned(ranks, torch.float32)
-    sizes = f"{planned.m}, {planned.n}, {planned.k}"
-    return {"linear": case.model, "pass": case.pass_, "kind": planned.kind, "sizes": sizes}
-
-
-def figures(winner: Winner) -> Row:
-    """A winner's figures for the printed table: ms, winner, gain. gain: how much faster than collective."""
-    collective = winner.ms.get("collective")
-    name = (winner.variant_of(winner.method) or PLAIN).named(winner.method)
-    gain = None if collective is None else f"{100 * (collective / winner.ms[name] - 1):+.1f} %"
-    return {"ms": winner.ms, "winner": name, "gain": gain}
-
-
-SHAPE_COLUMNS: Columns = (
-    ("linear", lambda row: row["linear"]),
-    ("pass", lambda row: row["pass"]),
-    ("kind", lambda row: row["kind"]),
-    ("M, N, K", lambda row: row["sizes"]),
-)
-
-
-def columns_of(rows: list[Row]) -> Columns:
-    """The shape, the milliseconds of each method that ran anywhere, the winner and its gain."""
-    possible = [variant.named(method) for method in CANDIDATES for variant in VARIANTS]
-    names = [name for name in possible if any(name in row["ms"] for row in rows)]
-    times: list[Any] = [(f"{name} ms", lambda row, name=name: row["ms"].get(name)) for name in names]
-    return (*SHAPE_COLUMNS, *times, ("winner", lambda row: row["winner"]), ("over collective", lambda row: row["gain"]))

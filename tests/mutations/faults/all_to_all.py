@@ -35,6 +35,7 @@ PULLED = In("overlap_train/operators/pulled_all_to_all.py", (f"{PULLS}::test_par
 ENGINE_PLAN = In("overlap_train/planning/plan.py", (PULLS,))
 PARTS = In("overlap_train/ulysses/parts.py", (f"{UNIT}/test_parts.py",))
 LINEARS = In("overlap_train/ulysses/linears.py", (EVERY_SHAPE,))
+CALLS = In("overlap_train/ulysses/calls.py", (EVERY_SHAPE,))
 EXCHANGE = In("overlap_train/ulysses/exchange.py", (EVERY_SHAPE,))
 STEPS = In("overlap_train/ulysses/ahead.py", (EVERY_SHAPE,))
 PROJECTIONS = In("overlap_train/ulysses/attention.py", (BETWEEN_RANKS,))
@@ -116,9 +117,9 @@ FAULTS = [
     EXCHANGE("A2A: gradients of copies are added in 16 bits", "n, dtype=torch.float32)", "n)", f"{UNIT}/test_attention_heads.py"),
     EXCHANGE("A2A: a copy's gradient replaces the others", "total[:, columns] += block", "total[:, columns] = block",
             f"{UNIT}/test_attention_heads.py"),
-    LINEARS("A2A: every rank adds the first columns' bias", ".chunk(domain.world_size)[domain.rank]",
+    CALLS("A2A: every rank adds the first columns' bias", ".chunk(domain.world_size)[domain.rank]",
             ".chunk(domain.world_size)[0]"),
-    LINEARS("A2A: heads are not checked", "error = heads.error(world_size, name)", "error = None", REFUSED),
+    CALLS("A2A: heads are not checked", "error = heads.error(world_size, name)", "error = None", REFUSED),
     LINEARS("A2A: the input of a frozen weight is kept", "x_shard_m if ctx.needs_input_grad[1] else None, linear.w)",
             "x_shard_m, linear.w)", f"{MODES}[frozen_weights]"),
     LINEARS("A2A: x is kept although nothing is trained", "linear.keeps and trains and", "linear.keeps and",
@@ -197,9 +198,9 @@ FAULTS = [
     # long sequences in parts, and what ranks must agree on
     PARTS("a part takes more memory than all slots may", "(SLOTS * bytes_of_position)", "bytes_of_position"),
     PARTS("parts of a batch are counted in positions", "rows // gcd(rows, batch)", "rows"),
-    PARTS("parts of other lengths may pair up", ", f\"a part of {positions} positions a rank\"", "",
+    CALLS("parts of other lengths may pair up", "return self.also(f\"a part of {positions} positions a rank\")", "return self",
           f"{OWN}::test_ranks_with_other_numbers_of_rows_are_named"),
-    LINEARS("a batch is not counted", "return 1 if x.dim() == 2 else max(1, x.shape[1:-1].numel())", "return 1",
+    CALLS("a batch is not counted", "return 1 if x.dim() == 2 else max(1, x.shape[1:-1].numel())", "return 1",
             f"{OWN}::test_a_batch_takes_no_more_memory_than_the_setting"),
     PARTS("parts end within tiles", "(1024, 512, 256, 128)", "(1024,)"),
     PARTS("parts have odd numbers of tiles", "(1024, 512, 256, 128)", "(128,)"),
@@ -246,7 +247,7 @@ FAULTS = [
           f"{FLIGHT}[row_backward]"),
     BOTH("two groups: every rank adds the first columns' bias", "[groups.ulysses.rank()]", "[0]"),
     BOTH("two groups: slots have room for one of two", "carries=2 if", "carries=1 if"),
-    BOTH("two groups: parts of other lengths may pair up", ", a part of {sizes.positions} positions a rank", "",
+    BOTH("two groups: parts of other lengths may pair up", "if len(places) == 1 else terms.in_parts(sizes.positions)", "",
          f"{PROTOCOL}/test_tp_ulysses_order.py::test_ranks_with_other_numbers_of_rows_are_named"),
     BOTH("two groups: the product's ranks do not compare layouts", "multiplies.linear(name, meaning)", "multiplies.linear(name)",
          NAMED),
@@ -287,11 +288,11 @@ FAULTS = [
     HEAD_ROWS("lengths: the kernel stores padding's first features", "        inside &= row >= 0\n", ""),
     HEAD_ROWS("lengths: the kernel stores padding's last features", "x, inside & (row >= 0), PER_GROUP", "x, inside, PER_GROUP"),
     HEAD_ROWS("lengths: the kernel sends a row in the place of padding", "there = inside & (row >= 0)", "there = inside"),
-    PROJECTIONS("ranks may share the sequence otherwise", "heads, group, config, name, meaning)",
-                "heads, group, config, name)",
+    PROJECTIONS("ranks may share the sequence otherwise", "bias, heads, group, terms)",
+                "bias, heads, group, Terms(config, name))",
                 f"{ATTENTION}::test_ranks_that_share_the_sequence_otherwise_are_named[layout]"),
-    PROJECTIONS("ranks may take the output's rows otherwise", "bias, group, config, name, layout.meaning)",
-                "bias, group, config, name)",
+    PROJECTIONS("ranks may take the output's rows otherwise", "bias, group, terms)",
+                "bias, group, Terms(config, name))",
                 f"{ATTENTION}::test_ranks_that_share_the_sequence_otherwise_are_named[output layout]"),
     # what shows in the PTX
     HOPPER("A2A: TMA reads a peer's block without a fence", "            fence_for_tma()\n", ""),

@@ -9,6 +9,8 @@ COMMAND = "tests/unit/test_bench_command.py"
 TIMELINES = "tests/unit/test_bench_timeline.py"
 TWO_STEPS = f"{COMMAND}::test_nccl_in_two_steps_is_a_baseline_where_nodes_have_several_ranks"
 ROWS = f"{COMMAND}::test_operators_across_nodes_run_on_two_processes"
+INSIDE = f"{COMMAND}::test_a_method_that_stays_inside_a_node_is_refused_before_anything_is_measured"
+METHODS = In("overlap_train/tools/measure/methods.py", (INSIDE,))
 SIZES = In("overlap_train/tools/bench/hierarchical.py", (UNIT,))
 DOMAINS = In("overlap_train/tools/bench/node_domains.py", (UNIT,))
 BASELINES = In("overlap_train/tools/bench/node_baselines.py", (TWO_STEPS,))
@@ -48,6 +50,13 @@ FAULTS = [
           f"{COMMAND}::test_some_operators_and_lengths_can_be_chosen"),
     KINDS("--network is not used", "replace(settings.config, network=self.network)", "settings.config",
           f"{COMMAND}::test_some_operators_and_lengths_can_be_chosen"),
+    KINDS("methods that stay inside a node fail case by case",
+          "        refuse_methods_of_one_node(self.methods, nodes_of(session))\n", "", INSIDE),
+    KINDS("kernels fail on the CPU case by case", "        refuse_kernels_on_cpus(self.methods, device)\n", "",
+          f"{COMMAND}::test_kernels_are_refused_on_the_cpu"),
+    METHODS("methods are refused inside a node, too", "for method in asked if nodes > 1 and", "for method in asked if"),
+    METHODS("auto is no method that can be asked for", "return method in TRAITS and TRAITS[method].kernels",
+            "return method not in TRAITS or TRAITS[method].kernels"),
     TIMELINE("a timeline has one rank a node", "OverlapConfig(method=method, node_ranks=node_ranks)",
              "OverlapConfig(method=method, node_ranks=1)"),
     TIMELINE("a timeline counts ranks as nodes", "here.size // node_ranks}", "here.size}"),

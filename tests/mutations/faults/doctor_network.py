@@ -6,12 +6,13 @@ from tests.mutations.mutation import In
 
 DOCTOR = "tests/protocol/test_doctor_network.py"
 WHOLE = (f"{DOCTOR}::test_pieces_are_whole_when_their_signals_are_there",)
-GLOO = In("overlap_train/symmetric/inter_node.py", WHOLE)
+GLOO = In("overlap_train/symmetric/gloo.py", WHOLE)
 TRANSPORTS = "tests/unit/test_doctor_transports.py"
 GATHERS = In("overlap_train/tools/doctor/gathers.py", (DOCTOR,))
 NETWORK = In("overlap_train/tools/doctor/network.py", (DOCTOR,))
 LINES = In("overlap_train/tools/doctor/network.py", (TRANSPORTS,))
 COMMAND = In("overlap_train/tools/doctor/command.py", (TRANSPORTS,))
+EXAMINATION = In("overlap_train/tools/doctor/examination.py", (TRANSPORTS,))
 TIMES = In("overlap_train/tools/doctor/operator.py", ("tests/unit/test_doctor_hardware.py",))
 
 _DATA = """                if nbytes:
@@ -31,9 +32,13 @@ FAULTS = [
     NETWORK("nodes that cannot be formed are one node", "if domain.nodes.problem is not None:", "if False:"),
     GATHERS("pieces inside the node are counted", "self.topology.world - self.topology.local) *", "self.topology.world - 1) *",
             f"{DOCTOR}::test_what_comes_from_other_nodes_is_counted"),
-    COMMAND("what --node-ranks says is not used", "network.Settings(self._asked.node_ranks,", "network.Settings(0,", DOCTOR),
-    COMMAND("what --network says is not used", "self._asked.network, seconds)", '"auto", seconds)', DOCTOR),
-    COMMAND("transports follow each other in one world of NVSHMEM", 'self._check(f"before {name}", free)', "pass"),
+    EXAMINATION("what --node-ranks says is not used", "network.Settings(self._asked.node_ranks,", "network.Settings(0,", DOCTOR),
+    EXAMINATION("what --network says is not used", "self._asked.network, seconds)", '"auto", seconds)', DOCTOR),
+    EXAMINATION("transports follow each other in one world of NVSHMEM", 'self._check(f"before {name}", free)', "pass"),
+    EXAMINATION("ranks with and without a GPU join", "if strange or not self._can_join():", "if not self._can_join():",
+                "tests/unit/test_doctor_installation.py::test_ranks_with_and_without_a_gpu_do_not_join"),
+    EXAMINATION("ranks that are alike are strangers", "for finding in devices}) <= 1:", "for finding in devices}) < 1:",
+                "tests/unit/test_doctor_installation.py::test_ranks_with_and_without_a_gpu_do_not_join"),
     COMMAND("NCCL finds its own way between pretended nodes", "    if asked.node_ranks:\n", "    if False:\n"),
     LINES("NVSHMEM is checked only when it is asked for", "return (NCCL, NVSHMEM) if on_gpu", "return (NCCL,) if on_gpu"),
     LINES("another transport is checked than was asked for", 'if self.network != "auto":', "if False:"),

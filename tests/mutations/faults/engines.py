@@ -33,6 +33,7 @@ LAUNCH = In(
     "overlap_train/gpu/launch.py",
     (f"{UNIT}/test_packed_launch.py::test_addresses_and_the_stream_are_those_of_the_launch",),
 )
+PARAMETERS = In("overlap_train/gpu/parameters.py", LAUNCH.tests)
 PTX = In(
     "overlap_train/gpu/ptx_check.py", (f"{UNIT}/test_ptx_check.py::test_a_kernel_that_lacks_its_wait_is_not_launched",)
 )
@@ -221,10 +222,10 @@ FAULTS = [
         f"{PROTOCOL}/test_processes.py::test_every_shape[chunked-2]",
     ),
     LAUNCH(
-        "a sealed address stays that of the first launch", "self._check(self._replace(place, values[which]))", "pass"
+        "a sealed address stays that of the first launch", "self._check(self._replace(place, values[number]))", "pass"
     ),
-    LAUNCH("an address is stored where it is not read", "== expected", "is not None"),
-    LAUNCH(
+    PARAMETERS("an address is stored where it is not read", "== expected", "is not None"),
+    PARAMETERS(
         "an address is never stored",
         "== expected",
         "is None",
@@ -239,11 +240,11 @@ FAULTS = [
     ),
     LAUNCH(
         "a value for what is no parameter is dropped",
-        "for which, name in replaced if name not in sealed)",
-        "for which, name in replaced if name in self._indices)",
+        "for number, name in replaced if name not in sealed)",
+        "for number, name in replaced if name in indices)",
         f"{UNIT}/test_packed_launch.py::test_a_value_for_what_is_no_parameter_is_refused",
     ),
-    LAUNCH("pointers stay those of the first launch", "            words[index] = values[which]", "            pass"),
+    LAUNCH("pointers stay those of the first launch", "            words[index] = values[number]", "            pass"),
     LAUNCH(
         "a kernel is packed again and again",
         "            self._refused.add(key)\n",
@@ -252,35 +253,35 @@ FAULTS = [
     ),
     LAUNCH(
         "every length goes through Triton",
-        "entry = self._launcher.entries.get(compiled.hash)",
-        "entry = None",
+        "has_run = compiled.hash in launcher.entries",
+        "has_run = False",
         f"{UNIT}/test_packed_launch.py::test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton",
     ),
     LAUNCH(
         "another length is packed and not launched",
-        "        if entry is not None:\n            packed(values)\n",
-        "",
+        "            packed(values)\n        elif",
+        "            pass\n        elif",
         f"{UNIT}/test_packed_launch.py::test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton",
     ),
     LAUNCH(
         "a length that cannot be packed is not launched",
-        "            if entry is not None:\n                launch.through_triton()\n",
+        "        elif has_run:\n            launch.through_triton()\n",
         "",
         f"{UNIT}/test_packed_launch.py::test_sizes_that_cannot_be_packed_run_through_triton",
     ),
-    LAUNCH(
+    PARAMETERS(
         "a descriptor that is there several times is copied once",
-        "ctypes.memmove(place, encoded[id(descriptor)], MAP_BYTES)",
+        "ctypes.memmove(place, first, MAP_BYTES)",
         "pass",
         f"{UNIT}/test_packed_launch.py::test_a_descriptor_that_is_there_twice_is_encoded_once",
     ),
-    LAUNCH(
+    PARAMETERS(
         "parameters lie on 32 bytes",
         "_MAP_ALIGNMENT = 64",
         "_MAP_ALIGNMENT = 32",
         f"{UNIT}/test_packed_launch.py::test_parameters_lie_on_64_bytes_and_keep_their_values",
     ),
-    LAUNCH(
+    PARAMETERS(
         "negative numbers do not fit",
         "number & (2**64 - 1)",
         "abs(number)",

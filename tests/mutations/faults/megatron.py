@@ -268,11 +268,18 @@ FAULTS = [
         (T + "table.py::test_a_run_without_training_prints_it_when_asked",),
     ),
     Mutation(
-        "reporting: if len(x.reason) <= REASON_WIDTH -> if True",
-        M + "enabling/reporting.py",
-        "if len(x.reason) <= REASON_WIDTH",
-        "if True",
-        (T + "table.py::test_a_long_reason_is_cut_in_the_table_only",),
+        "table: a long reason widens its column",
+        M + "enabling/table.py",
+        "textwrap.wrap(linear.reason, REASON_WIDTH, break_on_hyphens=False) or",
+        "[linear.reason] or",
+        (T + "table.py::test_a_long_reason_goes_on_in_the_next_line",),
+    ),
+    Mutation(
+        "table: what does not fit into a reason's column is left out",
+        M + "enabling/table.py",
+        "return [row, *([",
+        "return [row] or [row, *([",
+        (T + "table.py::test_a_long_reason_goes_on_in_the_next_line",),
     ),
     Mutation(
         "reporting: the exchange's reason comes last",
@@ -299,7 +306,7 @@ FAULTS = [
         "reporting: what is raised is in the table, too",
         M + "attention/conditions.py",
         "set it to {wanted!r}",
-        "set it to {wanted!r}, or {_WAY_OUT}",
+        "set it to {wanted!r}. {_WITHOUT_US}",
         (T + "reasons_fit.py",),
     ),
     Mutation(

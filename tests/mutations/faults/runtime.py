@@ -9,7 +9,10 @@ DOMAIN_FILE = "overlap_train/runtime/domain.py"
 BRACKET = In("overlap_train/runtime/bracket.py", (f"{UNIT}/test_operator_bracket.py",))
 REGISTRY = In("overlap_train/runtime/registry.py", (f"{UNIT}/test_registry.py",))
 GRAPH = In("overlap_train/runtime/graph.py", (f"{UNIT}/test_graph_guard.py",))
-ROOM = In(DOMAIN_FILE, ("tests/protocol/test_new_lengths.py::test_a_thousand_lengths_agree_once_a_bucket",))
+ROOM = In(
+    "overlap_train/runtime/room.py",
+    ("tests/protocol/test_new_lengths.py::test_a_thousand_lengths_agree_once_a_bucket",),
+)
 DOCTOR = In("overlap_train/tools/doctor/job.py", (f"{UNIT}/test_doctor_installation.py",))
 GUARD = In(DOMAIN_FILE, (f"{UNIT}/test_graph_guard.py",))
 
@@ -56,8 +59,8 @@ FAULTS = [
     ),
     ROOM(
         "room for longer rows counts against symmetric_mib",
-        "self._reallocate(roomy if roomy.nbytes <= self.config.symmetric_mib * _MIB else layout)",
-        "self._reallocate(roomy)",
+        "return roomy if self._fits(roomy) else needed",
+        "return roomy",
         "tests/protocol/test_new_lengths.py::test_room_for_longer_rows_is_not_taken_beyond_the_limit",
     ),
     GUARD("an operator runs after shutdown", "if self.closed or (slots", "if (slots"),

@@ -16,11 +16,11 @@ PLANS = In("overlap_train/operators/in_trial.py", (TRIALS,))
 ENDS = In("overlap_train/operators/trial_book.py", (TRIALS,))
 WINS = In("overlap_train/planning/trial.py", (UNIT,))
 BOOK = In("overlap_train/operators/plan_book.py", (TRIALS,))
-HOLDS = In("overlap_train/runtime/domain.py", (REFUSED,))
+HOLDS = In("overlap_train/runtime/room.py", (REFUSED,))
 CALLS = In("overlap_train/linear.py", (TRIALS,))
 ULYSSES = "tests/protocol/test_ulysses_trials.py"
 ONE_TURN = f"{ULYSSES}::test_all_parts_of_a_call_have_one_turn_and_one_time"
-PARTS = In("overlap_train/ulysses/turns.py", (ONE_TURN,))
+PARTS, TIMED = (In(f"overlap_train/ulysses/{file}.py", (ONE_TURN,)) for file in ("calls", "turns"))
 CALLS_MADE = "return calls >= self.steps and"
 
 FAULTS = [
@@ -53,7 +53,7 @@ FAULTS = [
     ENDS("what was measured is tried again", "len(methods) < 2 or is_known(", "len(methods) < 2 or False and is_known("),
     ENDS("what the kernels refuse is tried", "why_not(plan, domain.device, interpreted) is not None or", "", REFUSED),
     ENDS("what memory does not hold is tried", " or not domain.may_hold(plan.request)", "", REFUSED),
-    HOLDS("memory never ends", "layout.nbytes <= self.config.symmetric_mib * _MIB)\n\n", "True)\n\n"),
+    HOLDS("memory never ends", "(not self.is_captured and self._fits(self._needed(request)))", "not self.is_captured"),
     BOOK("other winners are forgotten", "{**self.table.winners, **{", "{**{", EVERY_METHOD),
     BOOK("plans outlive their table", "        self.plans.clear()\n", "", AFTER),
     BOOK("a plan that is new does not end a trial", "planned = planned or book.agree(",
@@ -71,12 +71,13 @@ FAULTS = [
     WINS("the default does not begin", "[untuned(fprop, device, nodes).method, *fits]", "fits"),
     WINS("one trial is of two kinds of kernels", "return fprop.bucket, on_hopper(fprop, device)", "return fprop.bucket, True"),
     PARTS("each part takes a turn", "if not self.is_begun and self.settings", "if self.settings"),
-    PARTS("only the first part runs by its turn", "self.config if self.trial is None else", "self.config if self.is_begun else"),
-    PARTS("Ulysses takes no turns", "self.name, tries=True)", "self.name)"),
-    PARTS("a part alone is timed", "self.rows_of_rank * self.world_size", "self.parts[0].last * self.batch * self.world_size"),
-    PARTS("Ulysses' backward is timed as forward", "return self._timed(self.trial.fprop.dgrad.kind) if",
+    PARTS("only the first part runs by its turn", "self.terms.config if self.trial is None else",
+          "self.terms.config if self.is_begun else"),
+    PARTS("Ulysses takes no turns", "config, name, tries=True)", "config, name)"),
+    TIMED("a part alone is timed", "self.rows_of_rank * self.world_size", "self.parts[0].last * self.batch * self.world_size"),
+    TIMED("Ulysses' backward is timed as forward", "return self._timed(self.trial.fprop.dgrad.kind) if",
           "return self._timed(self.trial.fprop.kind) if"),
-    PARTS("a backward that gives no dx is timed", "if wants_dx else nullcontext()", "if True else nullcontext()",
+    TIMED("a backward that gives no dx is timed", "if wants_dx else nullcontext()", "if True else nullcontext()",
           f"{ULYSSES}::test_what_is_not_timed"),
     PLANS("what stands in for a method is timed as that", "candidate.method if isinstance(candidate, Candidate) else None",
           "self.in_trial.methods[self.candidates.index(candidate)]", f"{ULYSSES}::test_what_stands_in_is_not_timed"),

@@ -32,7 +32,7 @@ FAULTS = [
     CANDIDATES("one number of chunks is measured twice", "if v.chunks != own)", "if v.chunks)"),
     CANDIDATES("chunks are too short for a message", '// SHORTEST_MESSAGE if device.type == "cuda"', 'if device.type == "cuda"'),
     COMMAND("what is measured across nodes is stored as of one",
-            "key_of(here.device, here.size, nodes_of(session, asked.methods))", "key_of(here.device, here.size)"),
+            "key_of(here.device, here.size, nodes)", "key_of(here.device, here.size)"),
     BOOK("a group across nodes reads what one node has measured",
          "domain.world_size, self.topology.nodes)", "domain.world_size)"),
     ENGINES("a chunk of a far block is multiplied before it is there", "                call.wait_chunk(source, chunk)\n", ""),

@@ -1,0 +1,34 @@
+"""What the doctor is told on its command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...flags import NETWORKS, PROVIDERS, option, positive_float, positive_int_or_0
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """What the doctor is told."""
+
+    json: str = option("", "write all findings of all ranks to FILE", metavar="FILE")
+    system_json: str = option("", "write what was measured to FILE, for overlap-train plan --system", metavar="FILE")
+    provider: str = option("auto", "check this one only; auto: all of them", choices=PROVIDERS)
+    network: str = option(
+        "auto", "check this transport between nodes only; auto: all that serve the ranks", choices=NETWORKS
+    )
+    seconds: float | None = option(
+        None,
+        "how long to repeat the operators, and gathers by each transport between nodes; default 30 on GPUs, 3 on CPUs",
+        parse=positive_float,
+        metavar="S",
+    )
+    limit: float = option(
+        60.0, "longest time for one check (operators and network: more)", parse=positive_float, metavar="SECONDS"
+    )
+    node_ranks: int = option(
+        0,
+        "ranks per node, to try several nodes on one machine; 0: nodes are found",
+        parse=positive_int_or_0,
+        metavar="N",
+    )
