@@ -50,7 +50,7 @@ FAULTS = [
     ENGINE("a sum waits for one tile too few", "counter.data_ptr(), tiles, AT_LEAST", "counter.data_ptr(), tiles - 1, AT_LEAST"),
     PROCESS_ENGINE("processes send before the tiles are stored",
                    "lambda: send() if poll(lambda: counter.item() >= tiles, self._timeout_s) else None", "send"),
-    PROCESSES("a process sends no columns", "    engine.send(call, staging[leg.block], leg)\n", "    pass\n"),
+    PROCESSES("a process sends the first rank's columns to all", "staging[leg.block], leg", "staging[0], leg"),
     SLOT("partial sums leave for a neighbour before their tiles",
          "(self.stored_tiles(leg), tiles) if leg.after_tiles else None", "None"),
     SLOT("counters of two blocks are one", "word = block * MAX_CHUNKS + chunk", "word = chunk"),
