@@ -65,7 +65,7 @@ FAULTS = [
            "        return landed(work.call, leg.target, leg.block, leg.chunk)\n", "        return None\n"),
     PROGRAMS("plan: a chunk that crosses leaves after the first", "leg.chunk if leg.link == NETWORK else 0)", "0)"),
     SIMULATE("plan: what is for another rank arrives at once",
-             "taker = topology.receiver(leg.target) if leg.link == NETWORK else", "taker ="),
+             "taker = group.topology.receiver(leg.target) if leg.link == NETWORK else", "taker ="),
     COST("plan: products have NCCL's SMs, too", "sms = system.sms - spared_sms", "sms = system.sms"),
     BACKWARD("plan: a weight gradient has NCCL's SMs, too", "wgrad_us(work, work.plan.spared_sms)", "wgrad_us(work)"),
     COST("plan: NCCL is as fast as its fastest link", "(min(gbs) * 1e3)", "(max(gbs) * 1e3)"),
