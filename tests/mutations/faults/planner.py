@@ -105,7 +105,7 @@ FAULTS = [
     FITS("plan: heads that cannot be divided are not told", "if query % ranks or", "if False and"),
     COMMANDS("plan: nodes are not filled", "named.nodes * system.gpus_per_node", "named.nodes"),
     COMMANDS("plan: spans across nodes are left out", "across = [*doubled, strategy.nodes] if", "across = [] if"),
-    PREDICTION("plan: a group that spans nodes is planned in one", "strategy.nodes if pass_.world > 1", "1 if pass_.world > 1"),
+    PREDICTION("plan: a group that spans nodes is planned in one", "else strategy.tp_nodes", "else 1"),
     WAVES("plan: it cuts tiles with a peer's strip", "2 * rest <= sms and rest <= may_cut", "2 * rest <= sms"),
     TILES("plan: it cuts no scatter", "may_cut = tile.pairs(work.m_shard // chunks, work.block_columns, chunks)",
           "may_cut = 0"),
