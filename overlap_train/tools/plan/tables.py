@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,18 +102,19 @@ def notes(system: System, strategy: Strategy, predictions: Sequence[Prediction])
     return found
 
 
-def _of_two_groups(strategy: Strategy, predictions: Sequence[Prediction]) -> Iterator[str]:
+def _of_two_groups(strategy: Strategy, predictions: Sequence[Prediction]) -> list[str]:
     """Which projections hide their all-to-all under TP x Ulysses, and what a layer takes by each method."""
     parts = {p.linear: p.parts for p in predictions if p.linear in EXCHANGED}
     hidden = ", ".join(f"{name} in {count} parts" for name, count in parts.items() if count > 1)
-    if hidden:
-        yield f"{IN_PARTS} {hidden}."
-    if apart := ", ".join(name for name, count in parts.items() if count == 1):
-        why = "Ulysses' ranks are on several nodes" if strategy.cp_nodes > 1 else "Too short for parts"
-        yield f"{why}, {APART} {apart}."
+    apart = ", ".join(name for name, count in parts.items() if count == 1)
+    why = "Ulysses' ranks are on several nodes" if strategy.cp_nodes > 1 else "Too short for parts"
+    said = [f"{IN_PARTS} {hidden}."] if hidden else []
+    if apart:
+        said.append(f"{why}, {APART} {apart}.")
     if hidden:
         layers = ", ".join(f"{method} {_ms(us)}" for method, us in by_one_method(predictions).items())
-        yield f"{ONE_METHOD} {layers} ms."
+        said.append(f"{ONE_METHOD} {layers} ms.")
+    return said
 
 
 def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, SpanSum]) -> list[str]:
