@@ -23,7 +23,8 @@ from overlap_train.planning.passes import Pass
 from overlap_train.planning.programs import program
 from overlap_train.planning.schedule import GATHER, SCATTER
 from overlap_train.planning.table import UNTUNED
-from overlap_train.tools.plan.prediction import COLLECTIVE, FORWARD, Prediction, estimate, methods_of, work_of
+from overlap_train.tools.plan.estimates import COLLECTIVE, estimate, methods_of, work_of
+from overlap_train.tools.plan.prediction import FORWARD, Prediction
 
 HERE = Path(__file__).parent
 NODES, GPUS = (1, 2, 4), 8

@@ -29,8 +29,8 @@ def _adds(work: Work) -> bool:
 def _tile_us(work: Work, waves: float, idle_us: float = 0.0) -> float:
     tile, pass_ = work.plan.tile, work.pass_
     speed = 1.0 if work.plan.kernels == HOPPER else work.system.portable
-    flops = 2.0 * pass_.rows * pass_.n * pass_.k
-    return cost.tile_us(work.system, tile.block_m, tile.block_n, pass_.k, waves, flops, idle_us) / speed
+    allowed_us = cost.power_us(work.system, 2.0 * pass_.rows * pass_.n * pass_.k * work.parts) / work.parts
+    return cost.tile_us(work.system, tile.block_m, tile.block_n, pass_.k, waves, allowed_us, idle_us) / speed
 
 
 def gather_tiles(work: Work) -> tuple[Tile, ...]:

@@ -109,15 +109,18 @@ class Plan:
 
 
 def make_plan(
-    spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor
-) -> Plan:
-    """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`."""
+    spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor,
+    device: torch.device | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`. device: where
+    it runs; None: where x is."""
+    device = device or x.device
     rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
     first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
     if spec.multiplies:
-        fprop, dgrad = (_engine(p, config, table, topology, x.device, w) for p in (first, first.dgrad))
+        fprop, dgrad = (_engine(p, config, table, topology, device, w) for p in (first, first.dgrad))
     else:
-        fprop = dgrad = engine_plan(_without_product(config, topology), first, topology, x.device, w, sms_of(config))
+        fprop = dgrad = engine_plan(_without_product(config, topology), first, topology, device, w, sms_of(config))
     sends_again = spec.sends_input and config.gathered_input == "regather"
     wgrad = sent_again(fprop, topology) if sends_again else None
     how = (

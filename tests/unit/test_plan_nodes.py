@@ -48,7 +48,7 @@ from overlap_train.planning.timeline import (
     landed,
 )
 from overlap_train.planning.work import Work
-from overlap_train.tools.plan.prediction import work_of
+from overlap_train.tools.plan.estimates import work_of
 
 H200 = SYSTEMS["h200"]
 KINDS = (GATHER, SCATTER, *EXCHANGES)

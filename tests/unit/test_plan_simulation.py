@@ -35,7 +35,7 @@ from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.timeline import COPIES, Program, Send, Span, Timeline, Token, arrived
 from overlap_train.planning.work import Work
-from overlap_train.tools.plan.prediction import METHODS, work_of
+from overlap_train.tools.plan.estimates import METHODS, work_of
 
 H200 = SYSTEMS["h200"]
 KINDS = (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)
