@@ -43,8 +43,8 @@ overlap across nodes has not run on a network between GPUs yet. [The planner's
 page](../../docs/planner.md#against-published-figures) says how the figures come about.
 
 Speed-ups are over NCCL and the product, one after the other. **published**: the paper's kernels over cuBLAS + NCCL. **ours**: the
-fastest of our methods; across nodes that is `chunked`, since `fused` and `direct` do not cross nodes yet. **auto**: what the
-planner chooses, which may be not to overlap (1.00), and within 2 % the simpler method. The operators' own `auto` takes `chunked`
+fastest of our methods; across nodes `direct` is left out, which does not cross nodes. **auto**: what the planner
+chooses, which may be not to overlap (1.00), and within 2 % the simpler method. The operators' own `auto` takes `chunked`
 across nodes without asking the planner.
 """
 

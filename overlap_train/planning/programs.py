@@ -10,12 +10,12 @@ from functools import cache
 
 from ..methods import TRAITS
 from . import cost
-from .across_nodes import far_turns, in_order, lane_of, multiplied, node_sums, waits_for
+from .across_nodes import far_turns, in_order, lane_of, made, multiplied, node_sums, waits_for
 from .low_latency import LOW_LATENCY
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
 from .schedule import GATHER, INBOUND, NETWORK, SCATTER, Leg, multiplied_together
-from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived, stored
+from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived
 from .work import STARTED, Work
 
 BARRIER_US = 10.0  # what a barrier of signals takes (docs/design.md)
@@ -56,8 +56,8 @@ def scatter_part(work: Work) -> tuple[Part, list[Kernel]]:
     if method == "chunked":
         return ([*_products(work), *node_sums(work)], sends(work)), [waits, adds]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
-    finish = [waits, adds] if work.plan.variant.split_reduction else []
-    return ([kernel], [] if method == "direct" else sends(work)), finish
+    finish = [waits, adds] if work.plan.reduces_later else []
+    return ([kernel, *node_sums(work)], [] if method == "direct" else sends(work)), finish
 
 
 def receive_part(work: Work) -> Part:
@@ -117,9 +117,7 @@ def _ready(work: Work, leg: Leg) -> Token:
     """The Token after which an own operand may leave."""
     if work.plan.kind in INBOUND:
         return work.begun
-    if work.plan.method == "fused":
-        return stored(work.call, leg.block, leg.chunk)
-    return multiplied(work, leg.block, leg.chunk if leg.link == NETWORK else 0)
+    return made(work, leg.block, leg.chunk if leg.link == NETWORK or leg.after_tiles else 0)
 
 
 def program(work: Work) -> Program:
@@ -141,7 +139,7 @@ def forward(work: Work) -> Part:
 def assemble(work: Work, kernels: list[Kernel], sending: list[Send]) -> Program:
     system = work.system
     return Program(
-        work.topology.rank, work.world, system.sms, tuple(kernels), tuple(sending),
+        work.topology.rank, work.world, tuple(kernels), tuple(sending),
         host_us(system, kernels, sending), store_gbs=system.tile_store_gbs, nodes=work.topology.nodes,
     )  # fmt: skip
 
@@ -238,4 +236,5 @@ def _reduce_us(work: Work) -> float:
 
 
 def _persistent(work: Work, name: str, tiles: tuple[Tile, ...]) -> Kernel:
-    return Kernel(name, GEMM, work.system.ramp_us, work.system.gap_us, tiles=tiles, starts=work.started)
+    us, gap = work.system.ramp_us, work.system.gap_us
+    return Kernel(name, GEMM, us, gap, tiles=tiles, sms=work.kernel_sms, starts=work.started)

@@ -106,7 +106,7 @@ class SimulatedRank:
             self._world.at(self._world.now + kernel.us, done)
             return
         grid = Grid(kernel, start, done)
-        for sm in range(min(self.program.sms, len(kernel.tiles))):
+        for sm in range(min(kernel.sms, len(kernel.tiles))):
             self._world.at(start + kernel.us / 2, partial(self._claim, grid, sm))
 
     def _close(self, kernel: Kernel, stream: list[Kernel], index: int, start: float) -> None:

@@ -53,7 +53,7 @@ class Tile:
 class Kernel:
     """One kernel, which starts gap_us after the one before it in its stream.
 
-    us: on all SMs; of one with tiles what it takes before its first and after its last one.
+    us: on all SMs; of one with tiles what it takes before its first and after its last one. sms: that its tiles run on.
     needs: what must be there when it starts; a kernel that is WAITING runs meanwhile. ends: the token of its end.
     starts: that of its start.
     """
@@ -66,6 +66,7 @@ class Kernel:
     ends: Token | None = None
     starts: Token | None = None
     tiles: tuple[Tile, ...] = ()
+    sms: int = 0
     stream: int = 0
 
 
@@ -99,7 +100,6 @@ class Program:
 
     rank: int
     world: int
-    sms: int
     kernels: tuple[Kernel, ...]
     sends: tuple[Send, ...] = ()
     host_us: float = 0.0

@@ -71,6 +71,11 @@ class Work:
         return what(self.system, (self.world - 1) * self.shard_bytes, self.world, self.topology.nodes)
 
     @property
+    def kernel_sms(self) -> int:
+        """The SMs of a persistent kernel: all but those that it leaves to what runs beside it."""
+        return self.system.sms - self.plan.spared_sms
+
+    @property
     def gemm_us(self) -> float:
         """Microseconds of the whole product by the library."""
         return cost.library_gemm_us(self.system, self.pass_.rows, self.pass_.n, self.pass_.k, self.parts)

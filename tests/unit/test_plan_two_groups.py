@@ -401,7 +401,7 @@ def test_exchanges_across_nodes_are_nccls() -> None:
 def test_a_tensor_parallel_group_may_fill_nodes() -> None:
     model = PLANNED_MODELS["llama-7b"]
     found = predict(H200, Strategy(16, 32768, nodes=4, cp=2), model)
-    assert all(tuple(p.by_method) == ("chunked", COLLECTIVE) for p in found)
+    assert all(tuple(p.by_method) == ("fused", "chunked", COLLECTIVE) for p in found)
     alone = predict(H200, Strategy(16, 16384, nodes=2), model)
     assert found[4].by_method["chunked"].us == alone[4].by_method["chunked"].us, "fc1"
     nbytes = 16384 * 768 * 2 / 2

@@ -44,7 +44,7 @@ class Estimate:
 
 def methods_of(nodes: int) -> tuple[str, ...]:
     """The methods with engines for a group that spans so many nodes (planning/refusals.py: why_not_across_nodes)."""
-    return METHODS if nodes == 1 else BY_LIBRARY
+    return tuple(method for method in METHODS if nodes == 1 or TRAITS[method].crosses)
 
 
 def served_of(nodes: int, methods: Sequence[str]) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bo
     """A pass as `auto` or a method would run it on that machine, by its plan. is_alone: without the wgrad that splits it. nodes:
     that its group spans."""
     target, topology = Target(system.capability), Topology(nodes, pass_.world // nodes, RANK)
-    choice = choose(method, pass_, target, table)  # type: ignore[arg-type]  # a GPU that need not be here
+    choice = choose(method, pass_, target, table, nodes)  # type: ignore[arg-type]  # a GPU that need not be here
     if is_alone:
         choice = alone(choice, pass_, target)  # type: ignore[arg-type]
     weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")

@@ -89,7 +89,7 @@ class Recording(TorchDispatchMode):
         system = self.system
         host = host_us(system, self.kernels, self.sends, self.operators)
         return Program(
-            self.grid.rank, self.grid.world, system.sms, tuple(self.kernels), tuple(self.sends), host,
+            self.grid.rank, self.grid.world, tuple(self.kernels), tuple(self.sends), host,
             store_gbs=system.tile_store_gbs, groups=self._groups,
         )  # fmt: skip
 

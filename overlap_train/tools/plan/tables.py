@@ -19,7 +19,7 @@ HEADINGS = (
     "linear", "pass", "M, N, K of a rank", "GEMM", "NCCL", "bound", *METHODS, "exposed", "choose", "gain",
 )  # fmt: skip
 KEEP, NO_ENGINE = "no overlap", "-"
-ACROSS_NODES = "-: not estimated. The kernels of fused and direct send and wait inside one node only, so far."
+ACROSS_NODES = "-: not estimated. The kernels of direct send inside one node only."
 IN_PARTS = "By fused, direct and chunked the product of one part hides the all-to-all of another:"
 APART = "so only TP is overlapped, and the all-to-all is NCCL's:"
 ONE_METHOD = (
@@ -155,7 +155,7 @@ def _not_measured_across_nodes(system: System) -> list[str]:
     assumed = ", ".join(system.network_not_measured)
     return [
         *([f"across nodes: {assumed} of {system.name}"] if assumed else []),
-        "chunked across nodes on GPUs: sums beside products that spare SMs for them; copies passed on beside own copies",
+        "fused and chunked across nodes on GPUs: sums beside products that spare SMs for them; copies passed on beside own copies",
         "NCCL across nodes: a flat ring as fast as its slowest link, as its own model has it; no sums in switches",
     ]
 
