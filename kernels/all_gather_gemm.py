@@ -4,16 +4,17 @@
     gathered  [W, M/W, K]   the slot that the peers' copy engines fill; row block `rank` stays unused
     y         [M, N] = concat(shards) @ b [K, N]
 
-Shards are walked in the order in which they arrive: rank, rank-1, rank-2, ... (docs/design.md, AG+GEMM). With DIRECT there are no
-copies: the kernel stores the own rows at the peers, before its first tile (p2p_store.py).
+Shards are walked in the order in which they arrive, the own one first (order.py). With DIRECT there are no copies: the kernel
+stores the own rows at the peers, before its first tile (p2p_store.py).
 """
 
 import triton
 import triton.language as tl
 
+from .order import gather_tile
 from .p2p_store import store_at_peers
 from .signal import claim, finalize_epoch, next_word, signal_word, wait_signal
-from .tiles import gather_tile, tile_in_block, tile_offsets, tile_product
+from .tiles import tile_in_block, tile_offsets, tile_product
 
 
 @triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
@@ -22,7 +23,7 @@ def all_gather_gemm_kernel(
     m_shard, n, k, stride_bk, stride_bn,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
-    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, PIECE: tl.constexpr,
+    WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
     TIMED: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +36,7 @@ def all_gather_gemm_kernel(
                        expected, WORLD, CHUNKS, PIECE, STEP, EXCHANGE=False)  # fmt: skip
     index = claim(counter_ptr).to(tl.int32)
     while index < per_chunk * WORLD * CHUNKS:
-        source, chunk = gather_tile(index // per_chunk, rank, WORLD, CHUNKS)
+        source, chunk = gather_tile(index // per_chunk, rank, WORLD, LOCAL, CHUNKS)
         arrived = source == rank
         shard_ptr = own_ptr
         if source != rank:

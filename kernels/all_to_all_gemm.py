@@ -4,13 +4,14 @@
     received  [W, M/W, K/W]   the slot that the peers fill: block s are rank s's columns of the own rows; block `rank` is unused
     y         [M/W, N] = sum over s of block s @ the s-th K/W rows of b [K, N], in one fp32 accumulator
 
-Blocks are walked in the order in which they arrive: rank, rank-1, rank-2, ...: the same on every run, so the same bits. A tile
+Blocks are walked in the order in which they arrive, the own one first (order.py): the same on every run, so the same bits. A tile
 waits at each block's edge. With DIRECT there are no copies: the kernel stores the peers' blocks there before its first tile.
 """
 
 import triton
 import triton.language as tl
 
+from .order import received_block
 from .p2p_store import store_at_peers
 from .signal import claim, finalize_epoch, next_word, signal_word, wait_signal
 from .tiles import tile_in_block, tile_offsets, tile_product
@@ -22,7 +23,7 @@ def all_to_all_gemm_kernel(
     m_shard, n, k, stride_bk, stride_bn,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
-    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, PIECE: tl.constexpr,
+    WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
     TIMED: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +42,7 @@ def all_to_all_gemm_kernel(
         tile_m, tile_n = tile_in_block(index % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in range(WORLD):
-            source = (rank + WORLD - step) % WORLD
+            source = received_block(step, rank, WORLD, LOCAL)
             block_ptr = own_ptr
             if source != rank:
                 word = signal_word(source, chunk)

@@ -25,8 +25,9 @@ With EXCHANGE (GEMM + AllToAll) a destination picks columns of b, not rows of a,
 import triton
 import triton.language as tl
 
+from .order import scatter_tile
 from .signal import claim, finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_signal
-from .tiles import scatter_tile, tile_in_block, tile_offsets, tile_product
+from .tiles import tile_in_block, tile_offsets, tile_product
 
 
 @triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
@@ -35,7 +36,8 @@ def gemm_reduce_scatter_kernel(
     m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
     rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, left_ptr,
     memory_at_ptr, outgoing_at_ptr,
-    WORLD: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, REDUCE: tl.constexpr, EXCHANGE: tl.constexpr,
+    WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, REDUCE: tl.constexpr,
+    EXCHANGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
     TIMED: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +47,7 @@ def gemm_reduce_scatter_kernel(
     expected = next_word(tl.load(epoch_ptr), tag) if DIRECT else tl.load(epoch_ptr)
     index = claim(counter_ptr).to(tl.int32)
     while index < per_chunk * WORLD * CHUNKS:
-        target, chunk, tile = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, DIRECT)
+        target, chunk, tile = scatter_tile(index, per_chunk, rank, WORLD, LOCAL, CHUNKS, DIRECT)
         tile_m, tile_n = tile_in_block(tile, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
         first_row = chunk.to(tl.int64) * m_chunk

@@ -33,8 +33,9 @@ VECTOR = gl.constexpr(8)  # elements that a thread stores at once: 16 bytes
 
 @gluon.jit
 def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes,
-          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+          WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr,
+          BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+          B_IS_NK: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, waits until the rows of both strips are here, and brings A and B through the ring."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
@@ -49,8 +50,8 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
         pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
-        upper_source, upper_chunk, upper_strip = gather_strip(2 * pair, strips, rank, WORLD, CHUNKS)
-        source, chunk, strip = gather_strip(2 * pair + 1, strips, rank, WORLD, CHUNKS)
+        upper_source, upper_chunk, upper_strip = gather_strip(2 * pair, strips, rank, WORLD, LOCAL, CHUNKS)
+        source, chunk, strip = gather_strip(2 * pair + 1, strips, rank, WORLD, LOCAL, CHUNKS)
         upper, row = upper_chunk * m_chunk + upper_strip * ROWS, chunk * m_chunk + strip * ROWS
         col = tile_n * BLOCK_N
         # A call for each pair of descriptors. Choosing them at run time compiles, too (Triton 3.6), but was not measured.
@@ -103,8 +104,8 @@ def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes,
 
 
 @gluon.jit
-def store_tiles(tiles, outbox, y_desc, rank, sizes, WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr,
-                BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):  # fmt: skip
+def store_tiles(tiles, outbox, y_desc, rank, sizes, WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr,
+                BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):  # fmt: skip
     """The storing warp: stores each tile's quarters in y as they come into the outbox."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, _ = sizes
@@ -116,7 +117,7 @@ def store_tiles(tiles, outbox, y_desc, rank, sizes, WORLD: gl.constexpr, CHUNKS:
         pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
         col, halves = columns_of(tile_n, side, BLOCK_N)
         for part in gl.static_range(PARTS):
-            source, chunk, strip = gather_strip(2 * pair + part, strips, rank, WORLD, CHUNKS)
+            source, chunk, strip = gather_strip(2 * pair + part, strips, rank, WORLD, LOCAL, CHUNKS)
             store_strip(y_desc, outbox, turn, source * CHUNKS + chunk, strip * ROWS, col, halves, part, BUFFERS=1)
         turn += 1
         index = next_tile(tiles, turn, 1)
@@ -148,9 +149,9 @@ def hopper_all_gather_gemm_kernel(
     own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
-    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr, STEP: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr,
+    STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N], as
     [W x CHUNKS, M/W/CHUNKS, N]; all 16-byte aligned rows.
@@ -169,9 +170,9 @@ def hopper_all_gather_gemm_kernel(
                           BLOCK_K, STAGES, B_IS_NK)),
         (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes, 1, WORLD, CHUNKS, BLOCK_M, BLOCK_N,
                           BLOCK_K, STAGES, B_IS_NK)),
-        (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
-                 BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
-        (store_tiles, (tiles, outbox, y_desc, rank, sizes, WORLD, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),
+        (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, LOCAL, CHUNKS, DIRECT,
+                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (store_tiles, (tiles, outbox, y_desc, rank, sizes, WORLD, LOCAL, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),
         (send_rows, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP, False)),
     ], [WARPS, 1, 1, SENDERS], [232, 40, 40, 40])  # fmt: skip
     if DIRECT:

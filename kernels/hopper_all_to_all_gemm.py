@@ -10,14 +10,16 @@ from triton.experimental.gluon import language as gl
 from .hopper_all_gather_gemm import SENDERS, multiply_tiles, send_rows, store_tiles
 from .hopper_stores import make_outbox
 from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile_or_half, make_rings
+from .order import received_block
 from .signal import finalize_epoch, next_word, signal_word, wait_both
 from .tiles import cut_of_gather, strip_in_run, tile_and_side, tile_in_run
 
 
 @gluon.jit
 def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes,
-          WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+          WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr,
+          BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+          B_IS_NK: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, and brings the panels of the own block, then those of each peer once its rows are here."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
@@ -39,7 +41,7 @@ def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, si
         step = load_tile_or_half(panels, step, own_desc, own_desc, b_desc, b_half_desc, upper, row, col, rank * k, side,
                                  k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         for distance in range(1, WORLD):
-            source = (rank + WORLD - distance) % WORLD
+            source = received_block(distance, rank, WORLD, LOCAL)
             word, upper_word = signal_word(source, chunk), signal_word(source, upper_chunk)
             wait_both(signals_ptr, upper_word, word, expected, abort_ptr, record_ptr, limit, True)
             fence_for_tma()
@@ -55,9 +57,9 @@ def hopper_all_to_all_gemm_kernel(
     own_desc, own_ptr, received_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
-    WORLD: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr, STEP: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr,
+    STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """y [M/W, N], as [CHUNKS, M/W/CHUNKS, N] = the own block [M/W, K/W] and the peers', one below the other in received [M, K/W],
     each times its K/W rows of b, [N, K] or [K, N] by B_IS_NK; rows aligned. own_ptr: all blocks of the own rows [M, K/W], for the
@@ -78,9 +80,9 @@ def hopper_all_to_all_gemm_kernel(
                           BLOCK_K, STAGES, B_IS_NK)),
         (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, whole, 1, 1, CHUNKS, BLOCK_M, BLOCK_N,
                           BLOCK_K, STAGES, B_IS_NK)),
-        (_load, (panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes, WORLD, CHUNKS, DIRECT, BLOCK_M,
-                 BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
-        (store_tiles, (tiles, outbox, y_desc, 0, whole, 1, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),
+        (_load, (panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes, WORLD, LOCAL, CHUNKS, DIRECT,
+                 BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (store_tiles, (tiles, outbox, y_desc, 0, whole, 1, 1, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),
         (send_rows, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP, True)),
     ], [WARPS, 1, 1, SENDERS], [232, 40, 40, 40])  # fmt: skip
     if DIRECT:

@@ -46,9 +46,9 @@ from .tiles import (
 
 @gluon.jit
 def _load(panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr, words, sizes,
-          WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
-          EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-          STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+          WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
+          REDUCE: gl.constexpr, EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+          GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, brings A and B through the ring and, for own tiles (REDUCE), what each peer has sent."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
@@ -63,8 +63,8 @@ def _load(panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
         run, pair, tile_n = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
-        upper_target, upper_chunk, upper_strip = scatter_strip(run, 2 * pair, strips, rank, WORLD, CHUNKS, RUN)
-        target, chunk, strip = scatter_strip(run, 2 * pair + 1, strips, rank, WORLD, CHUNKS, RUN)
+        upper_target, upper_chunk, upper_strip = scatter_strip(run, 2 * pair, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
+        target, chunk, strip = scatter_strip(run, 2 * pair + 1, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
         upper, row = upper_chunk * m_chunk + upper_strip * ROWS, chunk * m_chunk + strip * ROWS
         upper_a = upper if EXCHANGE else upper_target * m_shard + upper
         lower_a = row if EXCHANGE else target * m_shard + row
@@ -88,9 +88,9 @@ def _load(panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr
 
 @gluon.jit
 def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, PART: gl.constexpr,
-              WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
-              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-              B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+              WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
+              REDUCE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+              STAGES: gl.constexpr, B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
     """A multiplying group: multiplies strip PART of each tile, adds what the peers have sent to own rows (REDUCE), and puts
     it into the outbox, a quarter of a whole tile at a time."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
@@ -106,7 +106,7 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
         run, pair, _ = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
-        target, _, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, CHUNKS, RUN)
+        target, _, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
         if side == WHOLE:
             if strip < strips:
                 acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
@@ -138,8 +138,8 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
 
 @gluon.jit
 def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes,
-           WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, BLOCK_M: gl.constexpr,
-           BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+           WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
+           BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
     """The storing warp: takes quarters out of the outbox, stores them where they belong, and counts a peer's strips."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, _ = sizes
@@ -152,8 +152,8 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
         run, pair, tile_n = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
-        upper_target, upper_chunk, upper_strip = scatter_strip(run, 2 * pair, strips, rank, WORLD, CHUNKS, RUN)
-        target, chunk, strip = scatter_strip(run, 2 * pair + 1, strips, rank, WORLD, CHUNKS, RUN)
+        upper_target, upper_chunk, upper_strip = scatter_strip(run, 2 * pair, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
+        target, chunk, strip = scatter_strip(run, 2 * pair + 1, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
         crosses = strip == 0  # from the chunk before
         col, halves = columns_of(tile_n, side, BLOCK_N)
         _store_strip(outbox, turn, places, y_desc, rank, upper_target, upper_chunk, upper_strip * ROWS, col, halves,
@@ -201,9 +201,9 @@ def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, b_half_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc,
     m_shard, n, k,
     rank, counter_ptr, complete_ptr, left_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
-    WORLD: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr, REDUCE: gl.constexpr,
-    EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
+    REDUCE: gl.constexpr, EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS, rows 16-byte aligned.
 
@@ -223,14 +223,14 @@ def hopper_gemm_reduce_scatter_kernel(
     words = (rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, 0, WORLD, CHUNKS, RUN,
-                     DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
-        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, CHUNKS, RUN,
-                     DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
-        (_load, (panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr, words, sizes, WORLD, CHUNKS, RUN,
-                 DIRECT, REDUCE, EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
-        (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes, WORLD, CHUNKS,
-                  RUN, DIRECT, BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
+        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, 0, WORLD, LOCAL, CHUNKS,
+                     RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
+        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, LOCAL, CHUNKS,
+                     RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
+        (_load, (panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr, words, sizes, WORLD, LOCAL, CHUNKS,
+                 RUN, DIRECT, REDUCE, EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes, WORLD, LOCAL,
+                  CHUNKS, RUN, DIRECT, BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
     ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

@@ -12,8 +12,8 @@ pieces are claimed: any one resident CTA sends them all (rule 4).
 import triton
 import triton.language as tl
 
+from .order import exchange_piece, scatter_tile
 from .signal import claim, notify_peer, signal_word
-from .tiles import exchange_piece, scatter_tile
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def store_at_peers(own_ptr, chunk_size, lane, rank, claimed_ptr, complete_ptr, m
         if EXCHANGE:
             target, chunk, piece = exchange_piece(index, per_chunk, rank, WORLD)
         else:
-            target, chunk, piece = scatter_tile(index, per_chunk, rank, WORLD, CHUNKS, INTERLEAVED=False)
+            target, chunk, piece = scatter_tile(index, per_chunk, rank, WORLD, WORLD, CHUNKS, INTERLEAVED=False)
         # Where a slot begins is aligned: said here, or every element would be stored by itself.
         slot_ptr = tl.multiple_of(tl.load(memory_at_ptr + target).to(own_ptr.dtype), 16)
         first = chunk.to(tl.int64) * chunk_size

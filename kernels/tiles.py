@@ -3,42 +3,9 @@
 import triton
 import triton.language as tl
 
+from .order import gather_tile, scatter_tile, scatter_unit
+
 WHOLE = tl.constexpr(-1)  # a tile that is not cut, instead of 0 for its left half or 1 for its right
-
-
-@triton.jit
-def gather_tile(unit, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
-    """The unit-th chunk to be multiplied -> (source rank, its chunk): own shard, then rank-1's, rank-2's, ..."""
-    return (rank + WORLD - unit // CHUNKS) % WORLD, unit % CHUNKS
-
-
-@triton.jit
-def scatter_tile(index, per_chunk, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The index-th tile to be multiplied, or piece to be sent -> (target rank, its chunk, number in the chunk); own rows last.
-
-    One chunk after the other: rank+1's, then rank+2's, ... INTERLEAVED, of tiles that are stored at the peers: for all peers in
-    turn, because ranks that are not in step would otherwise meet at one peer, whose link then gives each of them half.
-    """
-    if INTERLEAVED and WORLD > 1:
-        foreign = per_chunk * CHUNKS * (WORLD - 1)
-        is_own = index >= foreign
-        target = tl.where(is_own, rank, (rank + 1 + index % (WORLD - 1)) % WORLD)
-        place = tl.where(is_own, index - foreign, index // (WORLD - 1))
-        return target, place // per_chunk, place % per_chunk
-    else:
-        unit = index // per_chunk
-        return (rank + 1 + unit // CHUNKS) % WORLD, unit % CHUNKS, index % per_chunk
-
-
-@triton.jit
-def exchange_piece(index, per_chunk, rank, WORLD: tl.constexpr):
-    """The index-th piece to be sent before an A2A + GEMM -> (target rank, chunk, number in the chunk).
-
-    The first chunk of every peer's rows, then the second: a tile needs its chunk from every rank.
-    """
-    PEERS: tl.constexpr = WORLD - 1 if WORLD > 1 else 1
-    unit = index // per_chunk
-    return (rank + 1 + unit % PEERS) % WORLD, unit // PEERS, index % per_chunk
 
 
 @triton.jit
@@ -95,10 +62,10 @@ def strip_in_run(strip, strips, units):
 
 
 @triton.jit
-def gather_strip(strip, strips, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
+def gather_strip(strip, strips, rank, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr):
     """Strip of a gather's only run -> (source rank, its chunk, number in the chunk)."""
     unit, number = strip_in_run(strip, strips, WORLD * CHUNKS)
-    source, chunk = gather_tile(unit, rank, WORLD, CHUNKS)
+    source, chunk = gather_tile(unit, rank, WORLD, LOCAL, CHUNKS)
     return source, chunk, number
 
 
@@ -117,17 +84,18 @@ def scatter_pair(index, strips, tiles_n, rank, WORLD: tl.constexpr, CHUNKS: tl.c
     run = index // per_run
     within = index % per_run
     if INTERLEAVED and WORLD > 2:  # a run is one target's
-        target, _, within = scatter_tile(index, per_run, rank, WORLD, 1, INTERLEAVED)
+        target, _, within = scatter_tile(index, per_run, rank, WORLD, WORLD, 1, INTERLEAVED)
         run = (target + WORLD - rank - 1) % WORLD
     pair, col = tile_in_run(within, strips, tl.minimum(RUN, WORLD * CHUNKS - run * RUN), tiles_n, GROUP_M)
     return run, pair, col
 
 
 @triton.jit
-def scatter_strip(run, strip, strips, rank, WORLD: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr):
+def scatter_strip(run, strip, strips, rank, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr,
+                  RUN: tl.constexpr):  # fmt: skip
     """Strip of a scatter's run -> (target rank, its chunk, number in the chunk)."""
     unit, number = strip_in_run(strip, strips, tl.minimum(RUN, WORLD * CHUNKS - run * RUN))
-    target, chunk, _ = scatter_tile(run * RUN + unit, 1, rank, WORLD, CHUNKS, INTERLEAVED=False)
+    target, chunk = scatter_unit(run * RUN + unit, rank, WORLD, LOCAL, CHUNKS)
     return target, chunk, number
 
 

@@ -102,7 +102,7 @@ class OverlapConfig:
     )
     node_ranks: int = _setting(
         0,
-        "ranks per node, where a group spans several nodes; 0: those that can map each other's memory, which they find out",
+        "ranks per node, where a group spans several nodes; 0: nodes are found, as the ranks that can map each other's memory",
         rule=_NODE,
     )
     network: str = _setting(
@@ -130,8 +130,8 @@ class OverlapConfig:
     )
     tune_steps: int = _setting(
         0,
-        "calls of a linear in training, at least 10, in which method=auto tries all methods in turn where its sizes were never "
-        "tuned; then ranks agree on the fastest, and keep it in tuning_dir. 0: none",
+        "let training measure: in the first so many calls of a linear whose sizes were never tuned (at least 10), method=auto "
+        "tries all methods in turn; then ranks agree on the fastest, and keep it in tuning_dir. 0: off",
         rule=_CALLS,
     )
     on_unsupported: str = _setting(

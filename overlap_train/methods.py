@@ -17,6 +17,7 @@ class Traits:
     splits: its reduction may run in a second kernel, after what the caller does meanwhile.
     kernels: it runs kernels of ours, which CPUs have in Triton's interpreter only.
     multiplies: in such kernels, and not by the library.
+    crosses: it serves groups that span nodes.
     few_rows: it serves short gathers and scatters of tensor parallelism only (planning/low_latency.py).
     """
 
@@ -25,13 +26,14 @@ class Traits:
     splits: bool = False
     kernels: bool = False
     multiplies: bool = False
+    crosses: bool = False
     few_rows: bool = False
 
 
 TRAITS = {
-    "fused": Traits(pushes=True, cuts=True, splits=True, kernels=True, multiplies=True),
+    "fused": Traits(pushes=True, cuts=True, splits=True, kernels=True, multiplies=True, crosses=True),
     "direct": Traits(kernels=True, multiplies=True),
     "low_latency": Traits(kernels=True, few_rows=True),
-    "chunked": Traits(pushes=True),
-    "collective": Traits(),
+    "chunked": Traits(pushes=True, crosses=True),
+    "collective": Traits(crosses=True),
 }

@@ -23,7 +23,8 @@ from overlap_train.planning.passes import Pass
 from overlap_train.planning.programs import program
 from overlap_train.planning.schedule import GATHER, SCATTER
 from overlap_train.planning.table import UNTUNED
-from overlap_train.tools.plan.prediction import COLLECTIVE, FORWARD, Prediction, estimate, methods_of, work_of
+from overlap_train.tools.plan.estimates import COLLECTIVE, estimate, methods_of, work_of
+from overlap_train.tools.plan.prediction import FORWARD, Prediction
 
 HERE = Path(__file__).parent
 NODES, GPUS = (1, 2, 4), 8
@@ -42,8 +43,8 @@ overlap across nodes has not run on a network between GPUs yet. [The planner's
 page](../../docs/planner.md#against-published-figures) says how the figures come about.
 
 Speed-ups are over NCCL and the product, one after the other. **published**: the paper's kernels over cuBLAS + NCCL. **ours**: the
-fastest of our methods; across nodes that is `chunked`, since `fused` and `direct` do not cross nodes yet. **auto**: what the
-planner chooses, which may be not to overlap (1.00), and within 2 % the simpler method. The operators' own `auto` takes `chunked`
+fastest of our methods; across nodes `direct` is left out, which does not cross nodes. **auto**: what the planner
+chooses, which may be not to overlap (1.00), and within 2 % the simpler method. The operators' own `auto` takes `chunked`
 across nodes without asking the planner.
 """
 

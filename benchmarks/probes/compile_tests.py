@@ -54,6 +54,10 @@ def tasks(worlds: list[int]) -> Iterator[Task]:
         for rows, chunks in itertools.product((66, 130, 190, 196), (1, 2, 4)):
             shape = ((rows, 1), 272 + 8 * chunks, 528 + 8 * chunks)
             yield (world, operator, method, torch.bfloat16, shape, math.gcd(rows, chunks))
+    # Sums of partials: their kernel knows which sizes and addresses 16 divides.
+    sums = [*ragged, *(shape for name, shape in SHAPES_OF_TILES.items() if name != "two chunks")]
+    for world, operator, shape in itertools.product(worlds, ("column", "row"), sums):
+        yield (world, operator, "chunked", torch.bfloat16, shape, 0)
 
 
 def run(task: Task) -> str:

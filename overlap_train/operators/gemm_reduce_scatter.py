@@ -101,7 +101,7 @@ class FusedScatter:
         return ScatterOperands(self._a, self._b, staging, self._y)
 
     def finish(self) -> torch.Tensor:
-        if self._plan.variant.split_reduction:
+        if self._plan.reduces_later:
             return reduce_partials(self._domain, self._call, self._y)
         return self._y
 

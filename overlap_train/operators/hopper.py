@@ -66,7 +66,7 @@ def gather_launch(
     constants = _constants(b_kn, STAGES) | {"STEP": STEP} | protocol.constants | sending.constants
     # Tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
     halves = 2 * HOPPER_TILE.count(m_shard // call.chunks, n, blocks * call.chunks)
-    grid = grid_size(multiprocessors(domain.device) if sends else halves, domain.device)
+    grid = grid_size(multiprocessors(domain.device) if sends else halves, domain.device, plan.spared_sms)
     replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc",), ("tag",))
     return Launch(kernel, grid, arguments, constants, replaced)
 
@@ -96,7 +96,7 @@ def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands
     sending = sending_constants(plan, direct)
     run = units_in_run(plan.kind, domain.world_size, call.chunks, direct, sending["REDUCE"])
     constants |= sending | {"RUN": run, "BUFFERS": BUFFERS_DIRECT if direct else 1}
-    grid = grid_size(HOPPER_TILE.count(m_shard, n) * domain.world_size, domain.device)
+    grid = grid_size(HOPPER_TILE.count(m_shard, n) * domain.world_size, domain.device, plan.spared_sms)
     replaced = (("a_desc",), ("b_desc", "b_half_desc"), () if direct else ("to1_desc",), ("y_desc",), ("tag",))
     return Launch(hopper_gemm_reduce_scatter_kernel, grid, arguments, constants, replaced)
 

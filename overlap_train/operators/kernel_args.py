@@ -73,7 +73,7 @@ def protocol_arguments(domain: OverlapDomain, call: Call, direct: bool) -> Kerne
         abort_ptr=domain.fault.abort, record_ptr=domain.fault.record, tag=call.tag.word,
         limit=int(timeout_s * (1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)),
     )  # fmt: skip
-    return KernelArguments(arguments, dict(WORLD=domain.world_size, CHUNKS=call.chunks))
+    return KernelArguments(arguments, dict(WORLD=domain.world_size, LOCAL=domain.topology.local, CHUNKS=call.chunks))
 
 
 def sending_arguments(domain: OverlapDomain, call: Call, sends: bool) -> KernelArguments:
@@ -91,14 +91,15 @@ def sending_arguments(domain: OverlapDomain, call: Call, sends: bool) -> KernelA
 def sending_constants(plan: EnginePlan, direct: bool) -> dict[str, Any]:
     """Which form of the kernel that multiplies and sends a plan takes. direct: it stores at the peers itself."""
     exchange = plan.kind == GEMM_A2A
-    return dict(DIRECT=direct, REDUCE=not exchange and not plan.variant.split_reduction, EXCHANGE=exchange)
+    return dict(DIRECT=direct, REDUCE=not exchange and not plan.reduces_later, EXCHANGE=exchange)
 
 
-def grid_size(programs: int, device: torch.device) -> tuple[int]:
-    """One CTA per SM, or per program if there are fewer; one in the interpreter, which runs them in turn."""
+def grid_size(programs: int, device: torch.device, spared_sms: int) -> tuple[int]:
+    """One CTA per SM but those that are spared, or per program if there are fewer; one in the interpreter, which runs them in
+    turn."""
     if device.type != "cuda":
         return (1,)
-    return (min(programs, multiprocessors(device)),)
+    return (min(programs, multiprocessors(device) - spared_sms),)
 
 
 @functools.cache

@@ -88,6 +88,23 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
     _call: NodeCall
 
     def start(self) -> None:
+        domain, plan = self._domain, self._plan
+        engine, staging = self._begin()
+        call, columns = self._call, self._b.chunk(domain.world_size, dim=1)
+        with engine.products(plan.spared_sms):
+            while (crossing := self._crossings.next) is not None:
+                block, chunk = crossing.sent.block, crossing.sent.chunk
+                part = staging[block].chunk(call.chunks)[chunk]
+                torch.mm(self._a.chunk(call.chunks)[chunk], columns[block], out=part)
+                engine.send_after_this()
+                self._crossings.start(part)
+            for target, legs in plan.legs.inside.by_target:
+                torch.mm(self._a, columns[target], out=staging[target])
+                engine.push(staging, call.routes(legs))
+            torch.mm(self._a, columns[domain.rank], out=self._own_place())
+
+    def _begin(self) -> tuple[NodeStreamEngine, torch.Tensor]:
+        """The call and its exchanges, of which none has begun; the engine, and memory [W, M/W, N/W] for what is multiplied."""
         domain, plan, engine = self._domain, self._plan, self._domain.engine
         assert isinstance(engine, NodeStreamEngine)
         # What the operator sends besides is there already, and its reader comes first: x, which a weight gradient waits for.
@@ -99,18 +116,7 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
         call.next_epoch()
         self._crossings = Crossings(engine, call, plan.crossings)
         engine.at_end(self._crossings.arrive_all)
-        columns = self._b.chunk(domain.world_size, dim=1)
-        with engine.products(plan.send_sms):
-            while (crossing := self._crossings.next) is not None:
-                block, chunk = crossing.sent.block, crossing.sent.chunk
-                part = staging[block].chunk(call.chunks)[chunk]
-                torch.mm(self._a.chunk(call.chunks)[chunk], columns[block], out=part)
-                engine.send_after_this()
-                self._crossings.start(part)
-            for target, legs in plan.legs.inside.by_target:
-                torch.mm(self._a, columns[target], out=staging[target])
-                engine.push(staging, call.routes(legs))
-            torch.mm(self._a, columns[domain.rank], out=self._own_place())
+        return engine, staging
 
     def received(self) -> torch.Tensor:
         self._crossings.arrive_all()

@@ -68,23 +68,27 @@ class NodeScatter(ChunkedScatter):
     _call: NodeCall
 
     def start(self) -> None:
-        domain, world = self._domain, self._domain.world_size
-        self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
-        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, self._plan.chunks)
-        call.next_epoch()
-        rows = self._a.unflatten(0, (world, -1))
-        assert isinstance(call, NodeCall) and isinstance(domain.engine, NodeEngine)
-        self._call = call
+        engine, call, own = self._open(), self._call, self._domain.rank
+        rows = self._a.unflatten(0, (self._domain.world_size, -1))
         for block, legs in self._plan.legs.by_block:
             for leg in legs.network:
                 part = call.chunk_rows(leg.chunk)
                 torch.mm(rows[block, part], self._b, out=self._partials[block, part])
-                domain.engine.later.run(partial(self._send_sum, domain.engine.network, leg))
+                engine.later.run(partial(self._send_sum, engine.network, leg))
             if legs.inside.all:
                 torch.mm(rows[block], self._b, out=self._partials[block])
-                domain.engine.push(self._partials, call.routes(legs.inside))
-        own = domain.rank
+                engine.push(self._partials, call.routes(legs.inside))
         torch.mm(rows[own], self._b, out=self._partials[own])
+
+    def _open(self) -> NodeEngine:
+        """The call, and memory for what is multiplied."""
+        domain, world = self._domain, self._domain.world_size
+        self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
+        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, self._plan.chunks)
+        call.next_epoch()
+        assert isinstance(call, NodeCall) and isinstance(domain.engine, NodeEngine)
+        self._call = call
+        return domain.engine
 
     def _send_sum(self, network: Transport, leg: Leg) -> None:
         total = self._sum_for(leg.block, leg.chunk).to(self._a.dtype)

@@ -59,20 +59,8 @@ class NodeStreamScatter(ChunkedScatter):
     _call: NodeCall
 
     def start(self) -> None:
-        domain, plan, world = self._domain, self._plan, self._domain.world_size
-        engine = domain.engine
-        assert isinstance(engine, NodeStreamEngine)
-        self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
-        # A node of one rank sends its partials as they are.
-        self._sums = self._partials if domain.topology.local == 1 else self._partials.new_empty(self._partials.shape)
-        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, plan.chunks)
-        assert isinstance(call, NodeCall)
-        self._call = call
-        call.next_epoch()
-        # Nothing waits for what comes but `finish`.
-        self._crossings = Crossings(engine, call, plan.crossings, most=len(plan.crossings))
-        engine.at_end(self._crossings.arrive_all)
-        rows = self._a.unflatten(0, (world, -1))
+        engine, call, plan, rank = self._open(), self._call, self._plan, self._domain.rank
+        rows = self._a.unflatten(0, (self._domain.world_size, -1))
         with engine.products(plan.spared_sms):
             for block, legs in plan.legs.by_block:
                 for leg in legs.network:
@@ -83,19 +71,38 @@ class NodeStreamScatter(ChunkedScatter):
                 if legs.inside.all:
                     torch.mm(rows[block], self._b, out=self._partials[block])
                     engine.push(self._partials, call.routes(legs.inside))
-            torch.mm(rows[domain.rank], self._b, out=self._partials[domain.rank])
+            torch.mm(rows[rank], self._b, out=self._partials[rank])
+
+    def _open(self) -> NodeStreamEngine:
+        """The call, memory for what is multiplied and added, and its exchanges, of which none has begun."""
+        domain, plan, world = self._domain, self._plan, self._domain.world_size
+        engine = domain.engine
+        assert isinstance(engine, NodeStreamEngine)
+        self._engine = engine
+        self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
+        # A node of one rank sends its partials as they are.
+        self._sums = self._partials if domain.topology.local == 1 else self._partials.new_empty(self._partials.shape)
+        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, plan.chunks)
+        assert isinstance(call, NodeCall)
+        self._call = call
+        call.next_epoch()
+        # Nothing waits for what comes but `finish`.
+        self._crossings = Crossings(engine, call, plan.crossings, most=len(plan.crossings))
+        engine.at_end(self._crossings.arrive_all)
+        return engine
 
     def _chunk(self, blocks: torch.Tensor, block: int, chunk: int) -> torch.Tensor:
         return blocks[block].chunk(self._call.chunks)[chunk]
 
     def _send_sum(self, twin: int, chunk: int) -> None:
         total = self._chunk(self._sums, twin, chunk)
-        make = partial(self._add_node, twin, chunk, total) if self._sums is not self._partials else None
-        self._crossings.start(total, make)
+        self._crossings.start(total, partial(self._make_sum, twin, chunk, total))
 
-    def _add_node(self, twin: int, chunk: int, total: torch.Tensor) -> None:
+    def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
         """total = what the ranks of this node have for a chunk of `twin`: the own one, then the others in rank order."""
         others = self._others(twin)
+        if not others:
+            return  # a node of one rank: `total` is the own one
         for block in others:
             self._call.wait_chunk(block, chunk)
         received = self._call.blocks[:, self._call.chunk_rows(chunk)]

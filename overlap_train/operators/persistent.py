@@ -41,13 +41,13 @@ def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, opera
     """Launch the kernel of GEMM + RS or GEMM + A2A that fills `operands.y`, and `operands.staging` or, where that is None, the
     peers' slots.
 
-    GEMM + RS with `Variant.split_reduction` leaves the own partial there, GEMM + A2A the own block.
+    GEMM + RS with `EnginePlan.reduces_later` leaves the own partial there, GEMM + A2A the own block.
     """
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
     written = y if staging is None else staging
     addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())
     layout = (a_mk.stride(), b_kn.shape, b_kn.stride())  # a's shape follows, as above
-    how = (plan.kernels, staging is None, plan.variant.split_reduction)
+    how = (plan.kernels, staging is None, plan.reduces_later)
     key = (plan.kind, how, layout, _compiled_for(plan, addresses))
     call.launches.run(
         key,

@@ -52,7 +52,9 @@ def gather_launch(
         stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1), **protocol.arguments, **sending.arguments,
     ) | {received: call.blocks}  # fmt: skip
     constants = _constants(plan, domain) | protocol.constants | sending.constants
-    grid = grid_size(plan.tile.count(m_shard, n) * (1 if exchange else domain.world_size), domain.device)
+    grid = grid_size(
+        plan.tile.count(m_shard, n) * (1 if exchange else domain.world_size), domain.device, plan.spared_sms
+    )
     return Launch(kernel, grid, arguments, constants, ((), ("own_ptr",), ("b_ptr",), ("y_ptr",), ("tag",)))
 
 
@@ -71,7 +73,7 @@ def scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands
         stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1), memory_at_ptr=call.slot.memory_at, **protocol.arguments,
     )  # fmt: skip
     constants = _constants(plan, domain) | protocol.constants | sending_constants(plan, direct)
-    grid = grid_size(plan.tile.count(m_shard, n) * domain.world_size, domain.device)
+    grid = grid_size(plan.tile.count(m_shard, n) * domain.world_size, domain.device, plan.spared_sms)
     replaced = (("a_ptr",), ("b_ptr",), ("staging_ptr",), ("y_ptr",), ("tag",))
     return Launch(gemm_reduce_scatter_kernel, grid, arguments, constants, replaced)
 

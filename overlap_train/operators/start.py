@@ -1,6 +1,6 @@
 """Every engine by the method of its plan, and the start of one.
 
-In a group that spans nodes `chunked` has two engines of each kind: between CPU processes, and between GPUs.
+In a group that spans nodes `chunked` and `fused` have two engines of each kind: between CPU processes, and between GPUs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ..methods import TRAITS
 from ..planning.plan import EnginePlan
 from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
@@ -21,6 +22,18 @@ from .all_to_all_gemm import (
     DirectAllToAllGemm,
     FusedAllToAllGemm,
     Receiver,
+)
+from .fused_node_processes import (
+    FusedNodeAllToAllGemm,
+    FusedNodeGather,
+    FusedNodeGemmAllToAll,
+    FusedNodeScatter,
+)
+from .fused_node_streams import (
+    FusedNodeStreamAllToAllGemm,
+    FusedNodeStreamGather,
+    FusedNodeStreamGemmAllToAll,
+    FusedNodeStreamScatter,
 )
 from .gemm_all_to_all import (
     ChunkedGemmAllToAll,
@@ -44,7 +57,7 @@ from .pulled_all_to_all import PulledChunkedGemmAllToAll, PulledFusedGemmAllToAl
 
 _NONE_SPARED: AbstractContextManager[None] = nullcontext()
 
-PROCESSES, GPUS = "chunked, nodes of CPU processes", "chunked, nodes of GPUs"
+PROCESSES, GPUS = "nodes of CPU processes", "nodes of GPUs"
 
 GATHERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gather]] = {
     "collective": CollectiveGather,
@@ -52,8 +65,10 @@ GATHERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor], Gath
     "fused": FusedGather,
     "direct": DirectGather,
     "low_latency": LowLatencyGather,
-    PROCESSES: NodeGather,
-    GPUS: NodeStreamGather,
+    f"chunked, {PROCESSES}": NodeGather,
+    f"chunked, {GPUS}": NodeStreamGather,
+    f"fused, {PROCESSES}": FusedNodeGather,
+    f"fused, {GPUS}": FusedNodeStreamGather,
 }
 SCATTERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor], Scatter]] = {
     "collective": CollectiveScatter,
@@ -61,8 +76,10 @@ SCATTERS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torc
     "fused": FusedScatter,
     "direct": DirectScatter,
     "low_latency": LowLatencyScatter,
-    PROCESSES: NodeScatter,
-    GPUS: NodeStreamScatter,
+    f"chunked, {PROCESSES}": NodeScatter,
+    f"chunked, {GPUS}": NodeStreamScatter,
+    f"fused, {PROCESSES}": FusedNodeScatter,
+    f"fused, {GPUS}": FusedNodeStreamScatter,
 }
 GEMM_ALL_TO_ALLS: dict[
     str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor, torch.Tensor | None], Exchange]
@@ -71,8 +88,10 @@ GEMM_ALL_TO_ALLS: dict[
     "chunked": ChunkedGemmAllToAll,
     "fused": FusedGemmAllToAll,
     "direct": DirectGemmAllToAll,
-    PROCESSES: NodeGemmAllToAll,
-    GPUS: NodeStreamGemmAllToAll,
+    f"chunked, {PROCESSES}": NodeGemmAllToAll,
+    f"chunked, {GPUS}": NodeStreamGemmAllToAll,
+    f"fused, {PROCESSES}": FusedNodeGemmAllToAll,
+    f"fused, {GPUS}": FusedNodeStreamGemmAllToAll,
 }
 PULLED_GEMM_ALL_TO_ALLS: dict[
     str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tensor, torch.Tensor, torch.Tensor], Exchange]
@@ -82,8 +101,10 @@ ALL_TO_ALL_GEMMS: dict[str, Callable[[OverlapDomain, EnginePlan, Tag, torch.Tens
     "chunked": ChunkedAllToAllGemm,
     "fused": FusedAllToAllGemm,
     "direct": DirectAllToAllGemm,
-    PROCESSES: NodeAllToAllGemm,
-    GPUS: NodeStreamAllToAllGemm,
+    f"chunked, {PROCESSES}": NodeAllToAllGemm,
+    f"chunked, {GPUS}": NodeStreamAllToAllGemm,
+    f"fused, {PROCESSES}": FusedNodeAllToAllGemm,
+    f"fused, {GPUS}": FusedNodeStreamAllToAllGemm,
 }
 
 
@@ -146,9 +167,8 @@ def products_beside(domain: OverlapDomain, started: EnginePlan | None) -> Abstra
 
 
 def _across_nodes(domain: OverlapDomain, plan: EnginePlan) -> str:
-    """The key of the engine by which a plan runs across nodes: `collective`, or the one of `chunked` for GPUs or CPU
-    processes."""
+    """The key of the engine by which a plan runs across nodes."""
     if plan.method == "collective":
         return plan.method
-    assert plan.method == "chunked", f"{plan.method} stays inside one node (planning/refusals.py)"
-    return GPUS if isinstance(domain.engine, NodeStreamEngine) else PROCESSES
+    assert TRAITS[plan.method].crosses, f"{plan.method} stays inside one node (planning/refusals.py)"
+    return f"{plan.method}, {GPUS if isinstance(domain.engine, NodeStreamEngine) else PROCESSES}"

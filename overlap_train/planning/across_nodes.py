@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..methods import TRAITS
 from . import cost
 from .schedule import ARRIVED, LANDED, NETWORK, NODE_SUM, Leg
-from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived, landed
+from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived, landed, stored
 from .work import Work
 
 SUMS = 2  # their stream; 1 is NCCL's (backward.py)
@@ -19,6 +20,12 @@ SUMS = 2  # their stream; 1 is NCCL's (backward.py)
 def multiplied(work: Work, block: int, chunk: int = 0) -> Token:
     """This rank's product for a block by the library: for a chunk of it, where it crosses the network, else whole (0)."""
     return (work.call, "rows", block, chunk)
+
+
+def made(work: Work, block: int, chunk: int) -> Token:
+    """This rank's product for a chunk of a block, by a persistent kernel, or as `multiplied` by the library."""
+    in_tiles = TRAITS[work.plan.method].multiplies
+    return stored(work.call, block, chunk) if in_tiles else multiplied(work, block, chunk)
 
 
 def summed(work: Work, block: int, chunk: int) -> Token:
@@ -69,7 +76,7 @@ def node_sums(work: Work) -> list[Kernel]:
 def _node_sum(work: Work, leg: Leg) -> Kernel:
     block, chunk = leg.block, leg.chunk
     ranks = work.topology.ranks_of(block // work.topology.local)
-    needs = (multiplied(work, block, chunk), *(arrived(work.call, rank, chunk) for rank in ranks if rank != block))
+    needs = (made(work, block, chunk), *(arrived(work.call, rank, chunk) for rank in ranks if rank != block))
     us, gap = _node_sum_us(work) / work.plan.chunks, work.system.gap_us
     return Kernel("node sum", COMPUTE, us, gap, needs=needs, ends=summed(work, block, chunk), stream=SUMS)
 

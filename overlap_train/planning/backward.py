@@ -13,14 +13,15 @@ from . import cost
 from .low_latency import LOW_LATENCY
 from .plan import sent_again
 from .programs import (
+    Part,
     assemble,
-    begin,
+    epoch,
     exchange_part,
+    forward,
     gather_part,
-    receive_part,
+    leading_barrier,
     scatter_part,
     sends,
-    sends_by_copies,
     wait,
 )
 from .schedule import A2A_GEMM, GATHER, INBOUND, SCATTER
@@ -34,15 +35,25 @@ PARTIAL: Token = ("dgrad done",)
 def backward(work: Work) -> Program:
     """The Program of a linear's whole backward. work: its input gradient, whose kind says which linear this is: a column linear
     scatters, a row linear gathers."""
+    kernels, sending = whole(work)
+    return assemble(work, [*leading_barrier(work), *kernels], sending)
+
+
+def whole(work: Work) -> Part:
+    """A linear's backward, once its operator has begun."""
     if work.plan.kind in INBOUND:
-        return _row(work)
+        kernels, sending = row_dx(work)
+        return [*kernels, row_dw(work)], sending
     return _column_by_nccl(work) if work.plan.method == "collective" else _column(work)
 
 
 def wgrad_us(work: Work, spared_sms: int = 0) -> float:
     """dy.T @ x: as many operations as the input gradient. spared_sms: that are left to what the network carries meanwhile."""
-    pass_ = work.pass_
-    return cost.library_gemm_us(work.system, pass_.k, pass_.n, pass_.rows, spared_sms=spared_sms)
+    pass_, blocks = work.pass_, work.x_blocks
+    one = cost.library_gemm_us(
+        work.system, pass_.k, pass_.n // blocks, pass_.rows, blocks * work.parts, spared_sms=spared_sms
+    )
+    return blocks * one
 
 
 def communication_us(work: Work) -> float:
@@ -54,48 +65,49 @@ def _wgrad(work: Work, us: float, *needs: Token) -> Kernel:
     return Kernel("library wgrad gemm", GEMM, us, work.system.gap_us, needs=needs)
 
 
-def _own_block(work: Work) -> Kernel:
+def own_block(work: Work) -> Kernel:
     """The copy of the own block beside the gathered ones: read and written."""
     return Kernel("copy of the own block", COMPUTE, cost.sum_us(work.system, 2 * work.shard_bytes), work.system.gap_us)
 
 
-def _row(work: Work) -> Program:
-    kernels, sending = (gather_part if work.plan.kind == GATHER else receive_part)(work)
+def row_dx(work: Work) -> Part:
+    """The input gradient of a row linear, and dy complete."""
+    kernels, sending = forward(work)
     is_dense = work.plan.method in ("collective", LOW_LATENCY)  # and no slot, where the own block has to be copied to
-    gathered = [] if is_dense else [_own_block(work), wait(work, work.all_arrivals())]
-    return assemble(
-        work, [*begin(work, sends_by_copies(work)), *kernels, *gathered, _wgrad(work, wgrad_us(work))], sending
-    )
+    gathered = [] if is_dense else [own_block(work), wait(work, work.all_arrivals())]
+    return [*kernels, *gathered], sending
 
 
-def _column(work: Work) -> Program:
+def row_dw(work: Work) -> Kernel:
+    """The weight gradient of a row linear."""
+    return _wgrad(work, wgrad_us(work))
+
+
+def _column(work: Work) -> Part:
     scatters = work.plan.kind == SCATTER
     plan = sent_again(replace(work.plan, kind=GATHER if scatters else A2A_GEMM), work.topology)
-    again = replace(work, plan=plan, call="x")  # its rows have as many columns as dx
+    again = replace(work, plan=plan, what="x")  # its rows have as many columns as dx
     (kernels, sending), finish = (scatter_part if scatters else exchange_part)(work)
     if work.plan.method == LOW_LATENCY:
         first, _ = gather_part(again)
-        return assemble(work, [first[0], *kernels, _wgrad(work, wgrad_us(work)), *finish], sending)
-    arrivals = tuple(arrived("x", source, 0) for source in plan.sources)
-    wgrad = [_own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work, work.plan.spared_sms))]
-    return assemble(work, [*begin(work, work.world > 1), *kernels, *wgrad, *finish], [*sends(again), *sending])
+        return [first[0], *kernels, _wgrad(work, wgrad_us(work)), *finish], sending
+    arrivals = tuple(arrived(again.call, source, 0) for source in plan.sources)
+    wgrad = [own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work, work.plan.spared_sms))]
+    return [*epoch(work, work.world > 1), *kernels, *wgrad, *finish], [*sends(again), *sending]
 
 
-def _column_by_nccl(work: Work) -> Program:
+def _column_by_nccl(work: Work) -> Part:
     """NCCL in a stream of its own, beside the products, which are longer for it: one that ends before NCCL does takes twice as
     long at half the speed, and no more."""
     gap, collective = work.system.gap_us, work.collective_us
     dgrad, wgrad = (us + _slower_us(work, us) for us in (work.gemm_us, wgrad_us(work)))
-    return assemble(
-        work,
-        [
-            Kernel("nccl all-gather", COMMUNICATION, collective, gap, ends=GATHERED, stream=1),
-            Kernel("nccl reduce-scatter", COMMUNICATION, collective, gap, needs=(PARTIAL,), stream=1),
-            Kernel("library gemm", GEMM, dgrad, gap, ends=PARTIAL),
-            _wgrad(work, wgrad, GATHERED),
-        ],
-        [],
-    )
+    kernels = [
+        Kernel("nccl all-gather", COMMUNICATION, collective, gap, ends=GATHERED, stream=1),
+        Kernel("nccl reduce-scatter", COMMUNICATION, collective, gap, needs=(PARTIAL,), stream=1),
+        Kernel("library gemm", GEMM, dgrad, gap, ends=PARTIAL),
+        _wgrad(work, wgrad, GATHERED),
+    ]
+    return kernels, []
 
 
 def _slower_us(work: Work, product_us: float) -> float:

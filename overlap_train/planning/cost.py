@@ -68,13 +68,13 @@ def library_gemm_us(system: System, m: int, n: int, k: int, parts: int = 1, spar
     return max(waves, power_us(system, 2.0 * m * n * k * parts) / parts)
 
 
-def tile_us(system: System, rows: int, cols: int, k: int, waves: float, flops: float, idle_us: float) -> float:
-    """A tile of a persistent kernel that takes `waves` waves for a product of `flops`.
+def tile_us(system: System, rows: int, cols: int, k: int, waves: float, allowed_us: float, idle_us: float) -> float:
+    """A tile of a persistent kernel that takes `waves` waves for a product of which power allows allowed_us.
 
     idle_us: for how long each SM does something else meanwhile. What power does not allow the product all the time, the SMs
     get back as a higher clock after they have been idle.
     """
-    return max(tile_at_full_clock_us(system, rows, cols, k), (power_us(system, flops) - idle_us) / waves)
+    return max(tile_at_full_clock_us(system, rows, cols, k), (allowed_us - idle_us) / waves)
 
 
 def sum_us(system: System, nbytes: float, sms: int = 0) -> float:

@@ -23,14 +23,14 @@ def _in_order(work: Work, interleaved: bool = False) -> list[tuple[tuple[int, in
 
 def _adds(work: Work) -> bool:
     """Whether own tiles wait for the peers' partials."""
-    return work.plan.kind == SCATTER and not work.plan.variant.split_reduction
+    return work.plan.kind == SCATTER and not work.plan.reduces_later
 
 
 def _tile_us(work: Work, waves: float, idle_us: float = 0.0) -> float:
     tile, pass_ = work.plan.tile, work.pass_
     speed = 1.0 if work.plan.kernels == HOPPER else work.system.portable
-    flops = 2.0 * pass_.rows * pass_.n * pass_.k
-    return cost.tile_us(work.system, tile.block_m, tile.block_n, pass_.k, waves, flops, idle_us) / speed
+    allowed_us = cost.power_us(work.system, 2.0 * pass_.rows * pass_.n * pass_.k * work.parts) / work.parts
+    return cost.tile_us(work.system, tile.block_m, tile.block_n, pass_.k, waves, allowed_us, idle_us) / speed
 
 
 def gather_tiles(work: Work) -> tuple[Tile, ...]:
@@ -46,12 +46,12 @@ def gather_tiles(work: Work) -> tuple[Tile, ...]:
 
 def _waves(work: Work, tiles: int, may_cut: int) -> float:
     """The waves that so many tiles take. may_cut: tiles, of the last ones, that the kernels for Hopper may cut into halves."""
-    return count_waves(tiles, work.system.sms, may_cut if work.plan.kernels == HOPPER else 0)
+    return count_waves(tiles, work.kernel_sms, may_cut if work.plan.kernels == HOPPER else 0)
 
 
 def _cut(work: Work, tiles: list[Tile], may_cut: int) -> Iterator[Tile]:
     is_cut = _waves(work, len(tiles), may_cut) % 1 > 0
-    first = len(tiles) - (len(tiles) % work.system.sms if is_cut else 0)
+    first = len(tiles) - (len(tiles) % work.kernel_sms if is_cut else 0)
     yield from tiles[:first]
     for tile in tiles[first:]:
         yield from (replace(tile, us=tile.us / 2, adds_us=tile.adds_us / 2),) * 2

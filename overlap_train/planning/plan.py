@@ -49,8 +49,8 @@ class EnginePlan:
 
     kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
-    workspace. send_sms, reduce_sms: those that NCCL has between nodes, and sums of this node's partials; library products beside
-    them leave these. nodes: that the group spans.
+    workspace. send_sms, reduce_sms, wait_sms: those that NCCL has between nodes, sums of this node's partials, and kernels that
+    wait; products beside them leave these. nodes: that the group spans.
     crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
     multiplies at once across nodes of GPUs.
     """
@@ -66,6 +66,7 @@ class EnginePlan:
     sources: tuple[int, ...]
     send_sms: int = 0
     reduce_sms: int = 0
+    wait_sms: int = 0
     nodes: int = 1
     crossings: tuple[Crossing, ...] = ()
     together: int = 1
@@ -76,8 +77,13 @@ class EnginePlan:
 
     @property
     def spared_sms(self) -> int:
-        """SMs that the library's products leave alone, so that none of the three starves another."""
-        return self.send_sms + self.reduce_sms
+        """SMs that products leave alone, so that nothing starves another."""
+        return self.send_sms + self.reduce_sms + self.wait_sms
+
+    @property
+    def reduces_later(self) -> bool:
+        """Whether a kernel of its own adds a scatter's partials. Across nodes they are sums of nodes, which come last."""
+        return self.variant.split_reduction or self.nodes > 1
 
     @property
     def sends_ahead(self) -> bool:
@@ -103,15 +109,18 @@ class Plan:
 
 
 def make_plan(
-    spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor
-) -> Plan:
-    """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`."""
+    spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor,
+    device: torch.device | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`. device: where
+    it runs; None: where x is."""
+    device = device or x.device
     rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
     first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
     if spec.multiplies:
-        fprop, dgrad = (_engine(p, config, table, topology, x.device, w) for p in (first, first.dgrad))
+        fprop, dgrad = (_engine(p, config, table, topology, device, w) for p in (first, first.dgrad))
     else:
-        fprop = dgrad = engine_plan(_without_product(config, topology), first, topology, x.device, w, sms_of(config))
+        fprop = dgrad = engine_plan(_without_product(config, topology), first, topology, device, w, sms_of(config))
     sends_again = spec.sends_input and config.gathered_input == "regather"
     wgrad = sent_again(fprop, topology) if sends_again else None
     how = (
@@ -157,13 +166,14 @@ def engine_plan(
     chunks = chunks_of(choice, pass_, device, topology.nodes)
     kernels = _kernels(kind, choice, pass_, device, w)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
-    after_tiles = kind not in INBOUND and choice.method == "fused"
-    route = legs(kind, topology, chunks, after_tiles)
+    tiled = choice.method == "fused"
+    route = legs(kind, topology, chunks, tiled)
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
         send_sms=_send_sms(choice.method, device, topology.nodes, sms.network),
-        reduce_sms=_reduce_sms(choice.method, kind, topology, device, sms.reduce), nodes=topology.nodes,
-        crossings=_crossings(kind, topology, chunks), together=_together(pass_, topology, device),
+        reduce_sms=_reduce_sms(choice.method, kind, topology, device, sms.reduce),
+        wait_sms=_wait_sms(choice.method, device, topology.nodes), nodes=topology.nodes,
+        crossings=_crossings(kind, topology, chunks, tiled), together=_together(pass_, topology, device),
     )  # fmt: skip
 
 
@@ -178,8 +188,8 @@ def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
     )  # fmt: skip
 
 
-def _crossings(kind: str, topology: Topology, chunks: int) -> tuple[Crossing, ...]:
-    return crossings(kind, topology, chunks) if topology.nodes > 1 else ()
+def _crossings(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> tuple[Crossing, ...]:
+    return crossings(kind, topology, chunks, tiled) if topology.nodes > 1 else ()
 
 
 def _together(pass_: Pass, topology: Topology, device: torch.device) -> int:
@@ -201,13 +211,19 @@ def _reduce_sms(method: str, kind: str, topology: Topology, device: torch.device
     return reduce if adds and device.type == "cuda" and method != "collective" else 0
 
 
+def _wait_sms(method: str, device: torch.device, nodes: int) -> int:
+    """A persistent kernel holds its SMs while its tiles wait. Kernels of one CTA let what they wait for arrive (wait_kernel): a
+    few at once, which fit on one SM."""
+    return int(nodes > 1 and device.type == "cuda" and TRAITS[method].multiplies)
+
+
 def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:
     """Into how many each block is cut: as measured across nodes, else as a rule says."""
     m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     if choice.variant.chunks:
         return equal_chunks(m_shard, choice.variant.chunks)
-    if nodes > 1 and choice.method == "chunked" and on_gpu:  # one is multiplied while the next is on its way
+    if nodes > 1 and on_gpu and TRAITS[choice.method].pushes:  # one is multiplied while the next is on its way
         return network_chunk_count(m_shard, pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1), row_bytes)
     if not TRAITS[choice.method].multiplies or choice.variant.whole:
         return 1

@@ -5,22 +5,20 @@ The legs are the plan's, the order of tiles is the schedule's (schedule.py). Her
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from ..methods import TRAITS
 from . import cost
-from .across_nodes import far_turns, in_order, lane_of, multiplied, node_sums, waits_for
+from .across_nodes import far_turns, in_order, lane_of, made, multiplied, node_sums, waits_for
 from .low_latency import LOW_LATENCY
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
 from .schedule import GATHER, INBOUND, NETWORK, SCATTER, Leg, multiplied_together
-from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived, stored
-from .work import Work
+from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived
+from .work import STARTED, Work
 
 BARRIER_US = 10.0  # what a barrier of signals takes (docs/design.md)
-STARTED = ("started",)  # the kernel that stores at peers
-BEGUN = ("begun",)  # what comes before a call's first product or push
 # Host work in driver calls: a kernel launch with its preparation, a library product, a collective, what each call has besides.
 LAUNCH_CALLS, PRODUCT_CALLS, COLLECTIVE_CALLS, OTHER_CALLS = 2, 5, 9, 4
 PUSH_CALLS, PUSH_AFTER_TILES_CALLS, NETWORK_CALLS = 2, 3, COLLECTIVE_CALLS + 2  # send and receive are one call of NCCL
@@ -58,8 +56,8 @@ def scatter_part(work: Work) -> tuple[Part, list[Kernel]]:
     if method == "chunked":
         return ([*_products(work), *node_sums(work)], sends(work)), [waits, adds]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
-    finish = [waits, adds] if work.plan.variant.split_reduction else []
-    return ([kernel], [] if method == "direct" else sends(work)), finish
+    finish = [waits, adds] if work.plan.reduces_later else []
+    return ([kernel, *node_sums(work)], [] if method == "direct" else sends(work)), finish
 
 
 def receive_part(work: Work) -> Part:
@@ -105,7 +103,7 @@ def sends(work: Work) -> list[Send]:
     """The plan's legs, in its order, by the copy engine, the network, or (direct) by stores of the kernel."""
     nbytes = work.shard_bytes / work.plan.chunks
     if work.plan.method == "direct":
-        return [Send(work.call, leg, nbytes, work.system.store_gbs, 0.0, STARTED) for leg in work.plan.legs]
+        return [Send(work.call, leg, nbytes, work.system.store_gbs, 0.0, work.started) for leg in work.plan.legs]
     return [_send(work, leg, nbytes) for leg in in_order(work)]
 
 
@@ -118,41 +116,46 @@ def _send(work: Work, leg: Leg, nbytes: float) -> Send:
 def _ready(work: Work, leg: Leg) -> Token:
     """The Token after which an own operand may leave."""
     if work.plan.kind in INBOUND:
-        return BEGUN
-    if work.plan.method == "fused":
-        return stored(work.call, leg.block, leg.chunk)
-    return multiplied(work, leg.block, leg.chunk if leg.link == NETWORK else 0)
+        return work.begun
+    return made(work, leg.block, leg.chunk if leg.link == NETWORK or leg.after_tiles else 0)
 
 
 def program(work: Work) -> Program:
     """A pass alone, as the benchmark measures it."""
-    start = list(begin(work, sends_by_copies(work)))
+    kernels, sending = forward(work)
+    return assemble(work, [*leading_barrier(work), *kernels], sending)
+
+
+def forward(work: Work) -> Part:
+    """A pass, once its operator has begun."""
+    start = epoch(work, sends_by_copies(work))
     if work.plan.kind in INBOUND:
         kernels, sending = (gather_part if work.plan.kind == GATHER else receive_part)(work)
-        return assemble(work, [*start, *kernels], sending)
+        return [*start, *kernels], sending
     (kernels, sending), finish = (scatter_part if work.plan.kind == SCATTER else exchange_part)(work)
-    return assemble(work, [*start, *kernels, *finish], sending)
+    return [*start, *kernels, *finish], sending
 
 
 def assemble(work: Work, kernels: list[Kernel], sending: list[Send]) -> Program:
     system = work.system
     return Program(
-        work.topology.rank, work.world, system.sms, tuple(kernels), tuple(sending),
+        work.topology.rank, work.world, tuple(kernels), tuple(sending),
         host_us(system, kernels, sending), store_gbs=system.tile_store_gbs, nodes=work.topology.nodes,
     )  # fmt: skip
 
 
-def host_us(system: System, kernels: list[Kernel], sending: list[Send]) -> float:
-    """Microseconds of host time until a call returns: driver calls for kernels and pushes, and what is always there."""
-    return system.host_call_us * (OTHER_CALLS + sum(map(_push_calls, sending)) + sum(map(_calls, kernels)))
+def host_us(system: System, kernels: Sequence[Kernel], sending: Sequence[Send], operators: int = 1) -> float:
+    """Microseconds of host time until a call returns: driver calls for kernels and pushes, and what each operator has besides."""
+    calls = sum(map(_push_calls, sending)) + sum(map(_calls, kernels))
+    return system.host_call_us * (OTHER_CALLS * operators + calls)
 
 
 def _push_calls(send: Send) -> int:
-    if send.ready == STARTED:  # the kernel stores
+    if send.ready is not None and send.ready[0] == STARTED:  # the kernel stores
         return 0
     if send.leg.link == NETWORK:
         return NETWORK_CALLS
-    return PUSH_AFTER_TILES_CALLS if send.ready != BEGUN and send.leg.after_tiles else PUSH_CALLS
+    return PUSH_AFTER_TILES_CALLS if send.leg.after_tiles else PUSH_CALLS
 
 
 def _calls(kernel: Kernel) -> int:
@@ -161,13 +164,22 @@ def _calls(kernel: Kernel) -> int:
     return PRODUCT_CALLS if kernel.kind == GEMM and not kernel.tiles else LAUNCH_CALLS
 
 
-def begin(work: Work, pushes: bool) -> Iterator[Kernel]:
-    """The kernels that come first: a barrier, and the epoch where copies send it. pushes: whether there are copies."""
-    if work.plan.variant.barrier_first and work.world > 1:
-        across = work.system.nic_us if work.topology.nodes > 1 else 0.0  # the twins meet first
-        yield Kernel("barrier_kernel", WAITING, BARRIER_US + across, work.system.gap_us)
+def leading_barrier(work: Work) -> list[Kernel]:
+    """The barrier with which an operator begins, by its plan."""
+    if not work.plan.variant.barrier_first or work.world == 1:
+        return []
+    return [barrier(work.system, work.topology.nodes)]
+
+
+def barrier(system: System, nodes: int = 1) -> Kernel:
+    """In which the ranks of a group that spans so many nodes meet: twins first."""
+    return Kernel("barrier_kernel", WAITING, BARRIER_US + (system.nic_us if nodes > 1 else 0.0), system.gap_us)
+
+
+def epoch(work: Work, pushes: bool) -> Iterator[Kernel]:
+    """The kernel that advances the epoch, where copies send it. pushes: whether there are copies."""
     if pushes:
-        yield Kernel("next_epoch_kernel", COMPUTE, work.system.wait_us, work.system.gap_us, ends=BEGUN)
+        yield Kernel("next_epoch_kernel", COMPUTE, work.system.wait_us, work.system.gap_us, ends=work.begun)
 
 
 def _product(work: Work, us: float, ends: Token | None = None) -> Kernel:
@@ -224,4 +236,5 @@ def _reduce_us(work: Work) -> float:
 
 
 def _persistent(work: Work, name: str, tiles: tuple[Tile, ...]) -> Kernel:
-    return Kernel(name, GEMM, work.system.ramp_us, work.system.gap_us, tiles=tiles, starts=STARTED)
+    us, gap = work.system.ramp_us, work.system.gap_us
+    return Kernel(name, GEMM, us, gap, tiles=tiles, sms=work.kernel_sms, starts=work.started)

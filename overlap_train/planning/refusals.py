@@ -47,9 +47,9 @@ def why_not_across_nodes(plan: Plan, topology_problem: str | None, device: torch
                 f"a product of another group do not overlap across nodes yet; use 'auto' or 'collective', or a group inside one "
                 f"node ({flag_name('method')})"
             )
-        if engine.nodes > 1 and engine.method != "chunked":
+        if engine.nodes > 1 and not TRAITS[engine.method].crosses:
             return (
-                f"method={engine.method!r} in a group of {engine.nodes} nodes: its kernels send and wait inside one node only; "
-                f"use 'auto', 'chunked' or 'collective', or a group inside one node ({flag_name('method')})"
+                f"method={engine.method!r} in a group of {engine.nodes} nodes: its kernels send inside one node only; use "
+                f"'auto', 'fused', 'chunked' or 'collective', or a group inside one node ({flag_name('method')})"
             )
     return None

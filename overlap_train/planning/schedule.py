@@ -13,13 +13,15 @@ Hopper, whose tiles may cross from one chunk into the next.
 Across nodes each byte crosses the network once, between ranks of equal local rank (twins). Gather and scatter go in two steps:
 
     gather                a shard goes to the twins first, then to the own node; what arrives from a twin is passed on inside the
-                          node. Tiles in order of arrival: own, own node, then far node by far node
+                          node. Tiles in order of arrival: own, own node, then far node by far node, of each the first chunk of
+                          all its ranks, then the second
     scatter               for each node, far ones first and the own one last: the blocks of its ranks go to their twins inside
                           this node, which add them up; the sum goes to the far twin
     a2a_gemm, gemm_a2a    blocks of far nodes go first, and of each node that of the twin last. The twin takes them from the
                           network and puts each into the memory of the rank that it is for: CPU processes at once, GPUs by a
                           copy out of memory beside the slot. a2a_gemm multiplies the blocks of the own node first, then far
-                          node by far node
+                          node by far node. A persistent kernel multiplies one chunk of all of them after the other, the library
+                          whole blocks
 """
 
 from __future__ import annotations
@@ -140,15 +142,17 @@ class Legs:
         return Legs(tuple(leg for leg in self.all if leg.carries == ARRIVED))
 
 
-def legs(kind: str, topology: Topology, chunks: int, after_tiles: bool = False) -> Legs:
-    """What rank `topology.rank` sends. chunks: of each block."""
+def legs(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> Legs:
+    """What rank `topology.rank` sends. chunks: of each block. tiled: copies send what a persistent kernel multiplies, or has
+    multiplied."""
+    after_tiles = tiled and kind not in INBOUND
     if topology.nodes > 1 and kind in _ACROSS_NODES:
         return Legs(tuple(_ACROSS_NODES[kind](topology, chunks, after_tiles)))
     rank = topology.rank
     pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
     # A tile needs its chunk from every rank. Across nodes the library multiplies whole blocks.
-    if kind == A2A_GEMM and topology.nodes == 1:
-        pieces.sort(key=lambda piece: piece[1])
+    if kind == A2A_GEMM and (tiled or topology.nodes == 1):
+        pieces.sort(key=lambda piece: (_link(topology, piece[0]) == NVLINK, piece[1]))
     return Legs(
         tuple(
             Leg(_link(topology, target), rank, target, 0 if kind == GATHER else target, chunk, after_tiles, fills=rank)
@@ -171,14 +175,14 @@ class Crossing:
         return self.received.target != self.sent.source
 
 
-def crossings(kind: str, topology: Topology, chunks: int) -> tuple[Crossing, ...]:
+def crossings(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> tuple[Crossing, ...]:
     """All of one pass, in order, for transports whose receiver must say what it expects: twins work out the same.
 
     The legs of all ranks go equally far in each turn. So twins come to their parts of a crossing in the same order, and what
     comes is what the rank so many nodes before sends: this rank's leg, moved back. To ask every twin for its legs would take
     minutes with 1,024 nodes.
     """
-    mine, found = legs(kind, topology, chunks), []
+    mine, found = legs(kind, topology, chunks, tiled), []
     onward = mine.passed_on.by_unit
     for sent in mine.network:
         distance = sent.target // topology.local - topology.node
@@ -225,7 +229,7 @@ def _scatter_across_nodes(topology: Topology, chunks: int, after_tiles: bool) ->
     for block, chunk in product(targets(topology), range(chunks)):
         node, place = divmod(block, topology.local)
         if block == topology.twin(node):  # the last of its node
-            yield Leg(NETWORK, rank, block, block, chunk, False, fills=rank, carries=NODE_SUM)
+            yield Leg(NETWORK, rank, block, block, chunk, after_tiles, fills=rank, carries=NODE_SUM)
         else:
             beside = topology.node * topology.local + place
             yield Leg(NVLINK, rank, beside, block, chunk, after_tiles, fills=topology.twin(node))
@@ -263,9 +267,8 @@ def sources(topology: Topology, kind: str = GATHER) -> tuple[int, ...]:
 def multiplied_together(topology: Topology, together: int) -> tuple[tuple[int, ...], ...]:
     """The blocks of a2a_gemm in the order in which the library multiplies them: the own one, then as they arrive; up to
     `together` of one node at once."""
-    order, local = (topology.rank, *sources(topology, A2A_GEMM)), topology.local
-    nodes = [order[first : first + local] for first in range(0, topology.world, local)]
-    return tuple(node[first : first + together] for node in nodes for first in range(0, local, together))
+    nodes = _by_node((topology.rank, *sources(topology, A2A_GEMM)), topology.local)
+    return tuple(node[first : first + together] for node in nodes for first in range(0, topology.local, together))
 
 
 def _shifted(topology: Topology, nodes: int, places: int) -> int:
@@ -332,12 +335,18 @@ def units_in_run(kind: str, world: int, chunks: int, interleaved: bool, adds: bo
 
 
 def _units(kind: str, topology: Topology, chunks: int) -> list[Unit]:
-    rank = topology.rank
-    if kind in INBOUND:
-        blocks: tuple[int, ...] = (rank, *sources(topology)) if kind == GATHER else (rank,)
-    else:
-        blocks = (*targets(topology), rank)
-    return list(product(blocks, range(chunks)))
+    rank, numbers = topology.rank, range(chunks)
+    if kind == A2A_GEMM:
+        return list(product((rank,), numbers))
+    if kind != GATHER:
+        return list(product((*targets(topology), rank), numbers))
+    near, *far = _by_node((rank, *sources(topology)), topology.local)
+    return [*product(near, numbers), *((block, chunk) for node in far for chunk in numbers for block in node)]
+
+
+def _by_node(blocks: tuple[int, ...], local: int) -> list[tuple[int, ...]]:
+    """Blocks in an order that takes one node after the other, node by node."""
+    return [blocks[first : first + local] for first in range(0, len(blocks), local)]
 
 
 def _tiles_of_run(run: list[Unit], strips: Strips) -> Iterator[tuple[Unit, ...]]:

@@ -60,7 +60,8 @@ class _World:
     def carry(self, send: Send, source: int, done: Action) -> None:
         """Start a copy over both ends of its link; `done` runs when it has arrived. Where one program stands for all ranks, it
         receives at its own end as it sends."""
-        link, target = send.leg.link, source if self.stands_for_all else send.leg.target
+        link, ranks = send.leg.link, self.ranks[source].program.group_of(send.call).ranks
+        target = source if self.stands_for_all else ranks[send.leg.target]
         ends = (self._sends_to[link, source], self._receives[link, target])
         flow = _Flow(send.nbytes, send.gbs, done, ends, since=self.now)
         for end in ends:
@@ -83,16 +84,17 @@ class _World:
         self._share(flow.ends)
         flow.done()
 
-    def deliver(self, call: str, leg: Leg) -> None:
-        """What a leg carries has arrived: at who takes it from the network, or at its target."""
-        topology = self.ranks[leg.source].program.topology
-        taker = topology.receiver(leg.target) if leg.link == NETWORK else leg.target
-        rank = self.ranks[leg.source if self.stands_for_all else taker]
-        block = _mirror(topology, leg, taker) if self.stands_for_all else leg.fills
+    def deliver(self, call: str, leg: Leg, source: int) -> None:
+        """What a leg of rank `source` carries has arrived: at who takes it from the network, or at its target."""
+        group = self.ranks[source].program.group_of(call)
+        taker = group.topology.receiver(leg.target) if leg.link == NETWORK else leg.target
+        rank = self.ranks[source if self.stands_for_all else group.ranks[taker]]
+        block = _mirror(group.topology, leg, taker) if self.stands_for_all else leg.fills
         if taker == leg.target:
             rank.reach(arrived(call, block, leg.chunk))
             return
-        beside = rank.program.topology.ranks_of(rank.program.topology.node)[leg.target % topology.local]
+        here = rank.program.group_of(call).topology
+        beside = here.ranks_of(here.node)[leg.target % here.local]
         rank.reach(landed(call, beside, block, leg.chunk))
 
 

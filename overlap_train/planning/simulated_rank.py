@@ -28,8 +28,8 @@ class World(Protocol):
     def carry(self, send: Send, source: int, done: Action) -> None:
         """Bring a send over the link."""
 
-    def deliver(self, call: str, leg: Leg) -> None:
-        """What a leg carries has arrived."""
+    def deliver(self, call: str, leg: Leg, source: int) -> None:
+        """What a leg of rank `source` carries has arrived."""
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ class SimulatedRank:
             self._world.at(self._world.now + kernel.us, done)
             return
         grid = Grid(kernel, start, done)
-        for sm in range(min(self.program.sms, len(kernel.tiles))):
+        for sm in range(min(kernel.sms, len(kernel.tiles))):
             self._world.at(start + kernel.us / 2, partial(self._claim, grid, sm))
 
     def _close(self, kernel: Kernel, stream: list[Kernel], index: int, start: float) -> None:
@@ -170,7 +170,7 @@ class SimulatedRank:
             if not self._parts[fills]:
                 self.reach(fills)
                 if tile.legs:
-                    self._world.deliver(str(fills[1]), tile.legs[place])
+                    self._world.deliver(str(fills[1]), tile.legs[place], self.program.rank)
 
     # senders
 
@@ -199,5 +199,5 @@ class SimulatedRank:
             Span(self.program.rank, send.lane, f"{send.call} to {leg.target}", COMMUNICATION, start, now, place)
         )
         self._left -= 1
-        self._world.deliver(send.call, leg)
+        self._world.deliver(send.call, leg, self.program.rank)
         self._next_send(lane, index + 1)

@@ -7,13 +7,15 @@ of the node; ("stored", call, block, chunk), all tiles of a chunk; or a kernel's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from .schedule import Leg, Topology
 
 Token = tuple[str | int, ...]
 GEMM, COMPUTE, COMMUNICATION, WAITING = "gemm", "compute", "communication", "waiting"  # kinds of spans
-SENDERS = COPIES, PASSED_ON, TO_NETWORK = "copies", "passed on", "network"
+SENDERS = COPIES, PASSED_ON, TO_NETWORK, EXCHANGES = "copies", "passed on", "network", "exchanges"
 
 
 def arrived(call: str, block: int, chunk: int) -> Token:
@@ -51,7 +53,7 @@ class Tile:
 class Kernel:
     """One kernel, which starts gap_us after the one before it in its stream.
 
-    us: on all SMs; of one with tiles what it takes before its first and after its last one.
+    us: on all SMs; of one with tiles what it takes before its first and after its last one. sms: that its tiles run on.
     needs: what must be there when it starts; a kernel that is WAITING runs meanwhile. ends: the token of its end.
     starts: that of its start.
     """
@@ -64,6 +66,7 @@ class Kernel:
     ends: Token | None = None
     starts: Token | None = None
     tiles: tuple[Tile, ...] = ()
+    sms: int = 0
     stream: int = 0
 
 
@@ -82,23 +85,35 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Group:
+    """The ranks among which a call is. topology: theirs, as this rank sees it. ranks: their numbers among all that are
+    simulated."""
+
+    topology: Topology
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Program:
     """One rank's part of a pass. host_us: until the call returns to Python. start_us: later than the first rank. store_gbs: what
-    its kernels store at peers. nodes: that the group spans."""
+    its kernels store at peers. nodes: that all ranks span. groups: of calls that are among some of the ranks only."""
 
     rank: int
     world: int
-    sms: int
     kernels: tuple[Kernel, ...]
     sends: tuple[Send, ...] = ()
     host_us: float = 0.0
     start_us: float = 0.0
     store_gbs: float = 1.0
     nodes: int = 1
+    groups: Mapping[str, Group] = field(default_factory=dict)
 
-    @property
-    def topology(self) -> Topology:
-        return Topology(self.nodes, self.world // self.nodes, self.rank)
+    def group_of(self, call: str) -> Group:
+        return self.groups.get(call, self._all_ranks)
+
+    @cached_property
+    def _all_ranks(self) -> Group:
+        return Group(Topology(self.nodes, self.world // self.nodes, self.rank), range(self.world))
 
 
 @dataclass(frozen=True)

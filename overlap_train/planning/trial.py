@@ -26,7 +26,7 @@ def methods_to_try(fprop: Pass, device: torch.device, nodes: int) -> tuple[str, 
     """The methods that may serve a linear in both directions, the forward's default first: they take turns, and it has the
     first."""
     asked = serving(serving(TRAITS, fprop), fprop.dgrad)
-    fits = [method for method in asked if nodes == 1 or not TRAITS[method].kernels]
+    fits = [method for method in asked if nodes == 1 or TRAITS[method].crosses]
     return tuple(dict.fromkeys([untuned(fprop, device, nodes).method, *fits]))
 
 

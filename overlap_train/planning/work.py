@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from . import cost
 from .machines import System
@@ -11,16 +12,40 @@ from .plan import EnginePlan
 from .schedule import A2A_GEMM, EXCHANGES, GEMM_A2A, Topology
 from .timeline import Token, arrived
 
+STARTED = "started"
+
 
 @dataclass(frozen=True)
 class Work:
-    """A pass to be simulated: its plan, its sizes, and the machine. call: what its signals are known by."""
+    """A pass to be simulated: its plan, its sizes, and the machine. what: its signals are known by.
+
+    operator: its number among those of one program. parts: of a product, one after the other, of which this is one; power is that
+    of all. x_blocks: blocks of columns in which x of the weight gradient lies, each a product of its own.
+    """
 
     system: System
     plan: EnginePlan
     pass_: Pass
     topology: Topology
-    call: str = "call"
+    what: str = "call"
+    operator: int = 0
+    parts: int = 1
+    x_blocks: int = 1
+
+    @cached_property
+    def call(self) -> str:
+        """What its signals are known by among those of all operators."""
+        return f"{self.what} {self.operator}" if self.operator else self.what
+
+    @property
+    def begun(self) -> Token:
+        """What comes before the first product or push of its operator."""
+        return ("begun", self.operator)
+
+    @property
+    def started(self) -> Token:
+        """The start of its kernel, where that stores at peers."""
+        return (STARTED, self.operator)
 
     @property
     def world(self) -> int:
@@ -46,9 +71,14 @@ class Work:
         return what(self.system, (self.world - 1) * self.shard_bytes, self.world, self.topology.nodes)
 
     @property
+    def kernel_sms(self) -> int:
+        """The SMs of a persistent kernel: all but those that it leaves to what runs beside it."""
+        return self.system.sms - self.plan.spared_sms
+
+    @property
     def gemm_us(self) -> float:
         """Microseconds of the whole product by the library."""
-        return cost.library_gemm_us(self.system, self.pass_.rows, self.pass_.n, self.pass_.k)
+        return cost.library_gemm_us(self.system, self.pass_.rows, self.pass_.n, self.pass_.k, self.parts)
 
     @property
     def part_us(self) -> float:
@@ -59,7 +89,7 @@ class Work:
     def chunk_us(self, chunks: int) -> float:
         """Microseconds of one of `chunks` equal parts of one rank's part of the product (part_us)."""
         depth = self.pass_.k // (self.world if self.plan.kind == A2A_GEMM else 1)
-        rows, parts = self.m_shard // chunks, self.world * chunks
+        rows, parts = self.m_shard // chunks, self.world * chunks * self.parts
         return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, self.plan.spared_sms)
 
     def terms_us(self, blocks: int, chunks: int) -> float:

@@ -20,7 +20,7 @@ import torch
 from ..gpu.driver import CudaDriver
 from .watchdog import poll
 
-_AT_LEAST = 0  # how a stream compares a word with the value that it waits for
+AT_LEAST = 0  # how a stream compares a word with the value that it waits for
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class StreamCopyEngine:
         failed = 0
         for route in routes:
             if route.counter_at:
-                failed = wait_value(stream, route.counter_at, route.goal, _AT_LEAST) or failed
+                failed = wait_value(stream, route.counter_at, route.goal, AT_LEAST) or failed
             failed = copy(route.place, start + route.offset, route.nbytes, stream) or failed
             failed = copy(route.signal_at, route.epoch_at, 8, stream) or failed
         self._driver.check(failed)

@@ -17,7 +17,7 @@ from ..symmetric.agreement import OverlapTimeoutError
 from ..symmetric.inter_node import Transport
 from .copy_engine import HostCopyEngine
 from .node_slot import NodeCall
-from .watchdog import FaultRecord
+from .watchdog import FaultRecord, poll
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -74,6 +74,11 @@ class NodeEngine(HostCopyEngine):
     def send(self, call: NodeCall, block: torch.Tensor, leg: Leg) -> None:
         """Enqueue the chunk of `block` [block shape] that a leg carries over the network."""
         self.network.put(block.chunk(call.chunks)[leg.chunk], call.place(leg), call.word)
+
+    def after_tiles(self, counter: torch.Tensor, tiles: int, send: Callable[[], None]) -> None:
+        """Let `later` run `send` once a kernel has stored so many tiles of a chunk. If they never come, it sends nothing: the
+        kernel reports why, and the peers whom they were for."""
+        self.later.run(lambda: send() if poll(lambda: counter.item() >= tiles, self._timeout_s) else None)
 
     def meet(self, call: NodeCall, topology: Topology) -> None:
         for node in range(topology.nodes):

@@ -41,6 +41,8 @@ class NodeSlot(Slot):
         # that one sends in a call, for whomever, has the same word.
         self.crossed = torch.zeros_like(self.signals)
         self._count(layout.world_size, device)
+        # Kernels that send by themselves stay inside a node: of these addresses nothing is read.
+        self.outgoing_at = self.memory_at = torch.zeros(layout.world_size, dtype=torch.int64, device=device)
         self.word = 0  # as `epoch` on the device. No graph is replayed across nodes, so the host can count
         self.calls = BoundedCache(_MOST_CALLS)
 
@@ -71,7 +73,15 @@ class NodeCall(Call):
             return Route(0, chunk, signal, self.crossed(leg), None)
         first = leg.block * pitch + leg.chunk * chunk.numel()
         word = self.signal_of(leg.block, leg.chunk) if leg.carries == ARRIVED else self.slot.epoch
-        return Route(first, chunk, signal, word, None)
+        return Route(first, chunk, signal, word, (self.stored_tiles(leg), tiles) if leg.after_tiles else None)
+
+    def stored_tiles(self, leg: Leg) -> torch.Tensor:
+        """int64 [1]: how many tiles, or strips, a kernel has stored of what a leg carries."""
+        return self.stored_tiles_of(leg.block, leg.chunk)
+
+    def stored_tiles_of(self, block: int, chunk: int) -> torch.Tensor:
+        word = block * MAX_CHUNKS + chunk
+        return self.slot.counters.complete[word : word + 1]
 
     def signal_of(self, block: int, chunk: int) -> torch.Tensor:
         """The signal, int64 [1], of a chunk of the own slot."""

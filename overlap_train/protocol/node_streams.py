@@ -21,7 +21,7 @@ from ..gpu.blas import Blas
 from ..gpu.driver import CudaDriver
 from ..planning.schedule import GATHER, Crossing, Legs, Topology, crossings
 from ..symmetric.inter_node import Exchange
-from .copy_engine import Route, StreamCopyEngine
+from .copy_engine import AT_LEAST, Route, StreamCopyEngine
 from .node_slot import NodeCall
 from .watchdog import FaultRecord
 
@@ -77,6 +77,16 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
         """Enqueue what is left of the calls that have begun."""
         while self._unfinished:
             self._unfinished.pop(0)()
+
+    def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:
+        """Enqueue pushes of what a kernel that has been launched writes into `source`, each after its counter."""
+        self._enqueue(source, routes)
+
+    def wait_for_tiles(self, counter: torch.Tensor, tiles: int) -> None:
+        """Hold the current stream until a kernel has stored so many tiles of a chunk. Of a kernel that has been launched: what
+        stood before it in its hardware queue would wait for good."""
+        stream = self._driver.current_stream()
+        self._driver.check(self._driver.wait_value(stream, counter.data_ptr(), tiles, AT_LEAST))
 
     def send_after_this(self) -> None:
         """Let what is sent from now on leave after what the caller's stream has been given so far."""

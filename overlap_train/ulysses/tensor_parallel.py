@@ -36,9 +36,29 @@ from .rows_backward import RowsBackward
 
 @dataclass(frozen=True)
 class ShardedPart(Part):
-    """A Part under tensor parallelism: positions of every TP rank's shard. product: the planned operator of the TP group."""
+    """A Part under tensor parallelism: positions of every TP rank's shard. product: the planned operator of the TP group.
+
+    Its products are those of operators/column_row.py. The planner has others, which note what would run (tools/plan/replay.py).
+    """
 
     product: PlannedLinear
+
+    def column_forward(self, x_shard_m: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return column_forward(self.product, x_shard_m, w)
+
+    def column_backward(
+        self, dy: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor, dw: WeightGradient | None, wants_dx: bool
+    ) -> torch.Tensor | None:
+        return column_backward(self.product, dy, x, w, dw, wants_dx)
+
+    def row_forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return row_forward(self.product, x, w)
+
+    def row_backward(
+        self, dy_shard_m: torch.Tensor, x: Callable[[], torch.Tensor], w: torch.Tensor, dw: WeightGradient | None,
+        wants_dx: bool,
+    ) -> torch.Tensor | None:  # fmt: skip
+        return row_backward(self.product, dy_shard_m, x, w, dw, wants_dx)
 
 
 @dataclass(frozen=True)
@@ -67,7 +87,7 @@ class ShardedLinear(InParts):
         kept = []
 
         def multiplied(part: ShardedPart) -> torch.Tensor:
-            product, gathered = column_forward(part.product, self.rows(x, part), self.w)
+            product, gathered = part.column_forward(self.rows(x, part), self.w)
             kept.append(gathered)
             return self.packed(product)
 
@@ -88,7 +108,7 @@ class ShardedLinear(InParts):
             blocks = receiver.received_view()  # whatever is frozen here
             if wants_dx or x is not None:
                 own = None if x is None else x[part.first * batch : part.last * batch]
-                dx.append(column_backward(part.product, self._of_product(blocks), own, self.w, dw, wants_dx))
+                dx.append(part.column_backward(self._of_product(blocks), own, self.w, dw, wants_dx))
 
         run_steps([part.backward(partial(dy.give, part), partial(multiplied, part)) for part in self.parts])
         return _together(dx) if wants_dx else None, None if dw is None else dw.result()
@@ -99,7 +119,7 @@ class ShardedLinear(InParts):
 
         def multiplied(part: ShardedPart, receiver: Receiver) -> None:
             received = self._of_product(receiver.received_view())
-            y.append(row_forward(part.product, received, self.w))
+            y.append(part.row_forward(received, self.w))
             if keep:
                 kept.append(received)
 
@@ -113,7 +133,7 @@ class ShardedLinear(InParts):
         dw = None if x is None else self._gradient()
 
         def multiplied(part: ShardedPart, received: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-            product = row_backward(part.product, self.rows(dy, part), received, self.w, dw, dx is not None)
+            product = part.row_backward(self.rows(dy, part), received, self.w, dw, dx is not None)
             return None if product is None else self.packed(product)
 
         turns = RowsBackward(x, dx, multiplied)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from overlap_train.config import METHODS
 from overlap_train.tools.bench.bars import Bar, bars, has_bound
 from overlap_train.tools.bench.lanes import KINDS, NOTE, Span, draw_lanes, label_lanes
 from overlap_train.tools.bench.style import PERFECT, canvas, in_order, look_of, marks, save
-from overlap_train.tools.measure.results import Row
+from overlap_train.tools.measure.results import Row, ranks_of
 
 AGREE = "The curves should agree: all variants have the same model, global batches and seed."
 GRAPHS = "A CUDA graph is compared with a graph. How much of it is exposed is not known."
@@ -38,13 +38,14 @@ def draw(folder: Path) -> list[Path]:
         for name in ("mfu.json", "losses.json", "timeline.json")
     ]
     rows, losses, spans = (_by_model(document["rows"]) for document in documents)
-    drawn = [draw_speed(documents[0]["rows"], folder / "mfu.png")]
+    found = documents[0]["hardware"]
+    drawn = [draw_speed(documents[0]["rows"], found, folder / "mfu.png")]
     for key, members in rows.items():
         name, title = f"{key[0]}-{key[1]}-layers", title_of(members[0])
         if curves := {row["variant"]: row["losses"] for row in losses.get(key, ())}:
             drawn.append(draw_losses(curves, title, folder / f"loss-{name}.png"))
         if key in spans:
-            heading = f"One layer of {title}, {members[0]['gpus']} x {documents[0]['hardware'].get('device')}"
+            heading = f"One layer of {title}, {members[0]['gpus']} x {found.get('device')}"
             drawn.append(draw_timeline(spans[key], heading, folder / f"timeline-{name}.png"))
     return drawn
 
@@ -62,18 +63,18 @@ def title_of(row: Row) -> str:
     return f"{row['title']}, {row['layers']} layers, s = {row['seq']}, TP {row['tp']}{ulysses}"
 
 
-def draw_speed(rows: Sequence[Row], path: Path) -> Path:
-    """MFU of each model and variant, or tokens/s/GPU where no peak is known."""
+def draw_speed(rows: Sequence[Row], found: Mapping[str, Any], path: Path) -> Path:
+    """MFU of each model and variant, or tokens/s of a rank where no peak is known. found: what results.hardware has found."""
     measured = [row for row in rows if row["step_ms"] is not None and not row["variant"].endswith(AGAIN)]
     has_peak = all(row["mfu"] is not None for row in measured)
-    key, factor = ("mfu", 100.0) if has_peak else ("tokens_per_s_per_gpu", 1.0)
-    unit = f"MFU, % of {measured[0]['peak_tflops']:g} TFLOP/s a GPU" if has_peak else "tokens/s/GPU"
+    key, factor, what = ("mfu", 100.0, "MFU") if has_peak else ("tokens_per_s_per_gpu", 1.0, "tokens/s")
+    unit = f"{what}, % of {measured[0]['peak_tflops']:g} TFLOP/s a GPU" if has_peak else f"{what} of a rank"
     methods = dict.fromkeys(row["variant"] for row in measured if row["variant"] in METHODS)
     baseline = look_of(speed_baseline({row["variant"] for row in measured}) or MEGATRON).label
     panels = {title_of(some[0]): bars_of(some, key, factor) for some in _by_model(measured).values()}
     perfect = f" {PERFECT.capitalize()}: {look_of(OVERLAP).label}'s step without its exposed communication."
     header = (
-        f"Training on {measured[0]['gpus']} GPUs: {unit.split(',')[0]}, and speed-up of a step over {baseline}",
+        f"Training on {ranks_of(found, measured[0]['gpus'])}: {what}, and speed-up of a step over {baseline}",
         "Higher is better." + perfect * has_bound(panels),
         *((f"{', '.join(methods)}: {BY_METHOD}",) if methods else ()),
         *((GRAPHS,) if any(is_graph(row["variant"]) for row in measured) else ()),

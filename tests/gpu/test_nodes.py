@@ -50,9 +50,12 @@ LARGE = {
 }
 
 
-@pytest.fixture
-def method() -> str:
-    return "chunked"
+@pytest.fixture(params=["chunked", "fused"])
+def method(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+once = pytest.mark.parametrize("method", ["chunked"])  # of what no method changes
 
 
 @pytest.fixture
@@ -90,12 +93,14 @@ def proved(nodes: Case, transport: str) -> list[Finding]:
     return network.check_network(here, transport, settings)
 
 
+@once
 def test_the_doctor_proves_the_transport(nodes: Case) -> None:
     (line,) = proved(nodes, nodes.config.network)
     assert (line.name, line.status) == (f"network {nodes.config.network}", OK), line
     assert f"proved between 2 nodes of {nodes.world // 2}: " in line.measured
 
 
+@once
 def test_the_doctor_finds_a_signal_that_overtakes_its_data(nodes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The word crosses alone, then once more with the data, for which nobody waits."""
     exchange, put = NcclTransport.exchange, NvshmemPuts.put
@@ -118,6 +123,7 @@ def test_the_doctor_finds_a_signal_that_overtakes_its_data(nodes: Case, monkeypa
     assert any("were not whole when their signals came" in text for texts in told for text in texts), told
 
 
+@once
 @pytest.mark.parametrize("operator", ["column", "to_heads", "to_rows"])
 def test_auto_takes_chunked_and_kept_inputs_work(nodes: Case, operator: str) -> None:
     """Of all-to-alls with blocks of 4 MiB, and `collective` with shorter ones."""
@@ -158,6 +164,7 @@ def test_the_same_bits_whoever_is_late(nodes: Case) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], later, strict=True))
 
 
+@once
 def test_a_captured_graph_is_refused(nodes: Case) -> None:
     x, w = (torch.ones(64, 128, device=nodes.device, dtype=nodes.dtype) for _ in range(2))
     y = all_gather_linear(x, w, group=nodes.group, config=nodes.config)

@@ -182,7 +182,7 @@ def split_plans(case: Case, x: torch.Tensor, w: torch.Tensor, variant: Variant) 
     topology = Topology(1, case.world, case.rank)
     plan = make_plan(ALL_GATHER_LINEAR, case.config, UNTUNED, topology, x, w)
     chunks = 1 if variant.whole else chunk_count(x.shape[0], x.shape[1] * x.element_size(), True)
-    route = legs(SCATTER, topology, chunks, after_tiles=True)
+    route = legs(SCATTER, topology, chunks, tiled=True)
     assert plan.wgrad is not None
     return plan.wgrad, replace(plan.dgrad, variant=variant, chunks=chunks, legs=route)
 

@@ -30,7 +30,8 @@ Posted = dict[tuple[int, int], "Post"]  # by rank and number
 @dataclass(frozen=True)
 class NodeSimulation(StreamSimulation):
     """world_size ranks, node_ranks in each node. chunks: of a block. together: blocks that A2A + GEMM multiplies at once. puts:
-    NVSHMEM is between the nodes instead of NCCL, and holds no SMs. send_sms, reduce_sms: of every plan."""
+    NVSHMEM is between the nodes instead of NCCL, and holds no SMs. send_sms, reduce_sms: of every plan. method: of problems that
+    are not told one."""
 
     node_ranks: int = 1
     chunks: int = 2
@@ -38,6 +39,7 @@ class NodeSimulation(StreamSimulation):
     puts: bool = False
     send_sms: int = NETWORK_SMS
     reduce_sms: int = 0
+    method: str = "chunked"
     posted: Posted = field(default_factory=dict)
     heaps: dict[int, torch.Tensor] = field(default_factory=dict)  # by rank, with room for what is put
     blas: SimulatedBlas = field(default_factory=SimulatedBlas)
@@ -96,17 +98,17 @@ class NodeDomain(SimulatedDomain):
         self, method: str, x: torch.Tensor, w: torch.Tensor, spec: str = "ALL_GATHER_LINEAR", variant: Any = None,
         **settings: Any,
     ) -> Any:  # fmt: skip
-        """variant: across nodes `chunked` runs in one way."""
+        """variant: across nodes a method runs in one way."""
         planning, config = core("planning.plan"), core("config").OverlapConfig(method=method, **settings)
         table, spec = core("planning.table").UNTUNED, getattr(core("planning.spec"), spec)
         plan = planning.make_plan(spec, config, table, self.topology, x, w)
         return replace(plan, **{part: self._in_chunks(getattr(plan, part)) for part in ("fprop", "dgrad")})
 
     def _in_chunks(self, engine: Any) -> Any:
-        """On the CPU `chunked` sends whole blocks, and nothing holds SMs."""
+        """On the CPU plans have numbers of chunks of their own, and nothing holds SMs."""
         schedule = core("planning.schedule")
         chunks, together = self._simulation.chunks, self._simulation.together
-        of_kind = (engine.kind, self.topology, chunks)
+        of_kind = (engine.kind, self.topology, chunks, engine.method == "fused")
         return replace(
             engine,
             chunks=chunks,

@@ -124,6 +124,7 @@ class SimulatedDomain:
         self, simulation: Simulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int
     ) -> None:
         self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
+        self.topology = core("planning.schedule").Topology(1, self.world_size, rank)
         self.memory = simulation.memory[rank]
         self.graphed = self.captured = self.closed = False
         self.book, self.in_use = object(), threading.RLock()
@@ -160,7 +161,7 @@ class SimulatedDomain:
     ) -> Any:
         """The plan of an operator for operands like these. variant: how every pass runs, instead of what the choice says."""
         planning, config = core("planning.plan"), core("config").OverlapConfig(method=method, **settings)
-        topology = core("planning.schedule").Topology(1, self.world_size, self.rank)
+        topology = self.topology
         plan = planning.make_plan(
             getattr(core("planning.spec"), spec), config, core("planning.table").UNTUNED, topology, x, w
         )
@@ -176,7 +177,7 @@ class SimulatedDomain:
 
 def _varied(engine: Any, topology: Any, variant: Any) -> Any:
     chunks = 1 if variant.whole else engine.chunks
-    legs = core("planning.schedule").legs(engine.kind, topology, chunks, engine.legs.all[0].after_tiles)
+    legs = core("planning.schedule").legs(engine.kind, topology, chunks, engine.method == "fused")
     return dataclasses.replace(engine, variant=variant, chunks=chunks, legs=legs)
 
 

@@ -26,6 +26,7 @@ from tests.protocol.test_interleaving_nodes import (
     ARRIVE,
     CROSSINGS,
     EXCHANGES,
+    METHODS,
     OWN,
     PASSED,
     assert_fault_is_caught,
@@ -65,7 +66,7 @@ def exchanged_backward(machine: NodeSimulation, calls: int = 2, first: Before | 
             rank = domain.rank
             for call in range(calls):
                 (own, own_dy) = (operand[call, rank] for operand in operands)
-                plan = domain.plan("chunked", own, w, "ALL_TO_ALL_LINEAR")
+                plan = domain.plan(machine.method, own, w, "ALL_TO_ALL_LINEAR")
                 with domain.operator(tag_of("backward"), slots=2):
                     start = core("operators.start").start_all_to_all_gemm
                     receiver = start(domain, plan.wgrad, tag_of("x"), own.unflatten(0, (world, TILE)))
@@ -91,8 +92,10 @@ def exchanged_backward(machine: NodeSimulation, calls: int = 2, first: Before | 
 
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2)])
-def test_a_backward_with_two_exchanges_passes(world: int, node_ranks: int, one_queue: bool) -> None:
-    assert_passes(exchanged_backward(NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue)), range(4))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_backward_with_two_exchanges_passes(method: str, world: int, node_ranks: int, one_queue: bool) -> None:
+    machine = NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue, method=method)
+    assert_passes(exchanged_backward(machine), range(4))
 
 
 def test_what_is_sent_again_crosses_before_dx() -> None:
@@ -111,11 +114,12 @@ def test_what_is_sent_again_crosses_before_dx() -> None:
 
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
-def test_parts_of_a_long_sequence_pass(backward: bool, one_queue: bool) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_parts_of_a_long_sequence_pass(method: str, backward: bool, one_queue: bool) -> None:
     """Each is sent before the one before it is multiplied: more of them than there are slots."""
     for world, node_ranks in ((2, 1), (4, 2)):
         machine = NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue)
-        assert_passes(passes("chunked", machine, backward), range(3))
+        assert_passes(passes(method, machine, backward), range(3))
 
 
 FAULTS = {

@@ -28,10 +28,10 @@ from tests.protocol.test_interleaving_nodes import (
 )
 
 
-def problem(operator: str, world: int, node_ranks: int, one_queue: bool = False) -> Build:
+def problem(operator: str, world: int, node_ranks: int, one_queue: bool = False, method: str = "chunked") -> Build:
     """Four calls: the fourth is the first that can take a slot too early."""
     machine = NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue, puts=True)
-    return PROBLEMS[operator]("chunked", machine, 4)
+    return PROBLEMS[operator](method, machine, 4)
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
@@ -39,6 +39,13 @@ def problem(operator: str, world: int, node_ranks: int, one_queue: bool = False)
 @pytest.mark.parametrize("operator", PROBLEMS)
 def test_operators_pass(operator: str, world: int, node_ranks: int, one_queue: bool) -> None:
     assert_passes(problem(operator, world, node_ranks, one_queue), range(8 // world))
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("operator", PROBLEMS)
+def test_operators_by_a_kernel_pass(operator: str, world: int, node_ranks: int, one_queue: bool) -> None:
+    assert_passes(problem(operator, world, node_ranks, one_queue, "fused"), range(8 // world))
 
 
 @pytest.mark.parametrize("one_queue", [False, True])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,30 +22,35 @@ from tests.protocol.faults import ENGINES, SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers, scatters, tag_of, to_heads, to_rows
 from tests.protocol.simulated_gpu import Operation
-from tests.protocol.simulated_nodes import NodeSimulation
+from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 
 PROBLEMS = {"gather": gathers, "scatter": scatters, "to_heads": to_heads, "to_rows": to_rows}
+METHODS = ("chunked", "fused")
 SIZES = [(2, 1), (4, 2), (3, 1), (6, 2), (6, 3)]  # ranks, of them in a node
 
 
-def problem(operator: str, world: int, node_ranks: int, one_queue: bool = False, calls: int = 4) -> Build:
+def problem(
+    operator: str, world: int, node_ranks: int, one_queue: bool = False, calls: int = 4, method: str = "chunked"
+) -> Build:
     """Four calls: the fourth is the first that can take a slot too early."""
-    return PROBLEMS[operator]("chunked", NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue), calls)
+    return PROBLEMS[operator](method, NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue), calls)
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize(("world", "node_ranks"), SIZES)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("operator", PROBLEMS)
-def test_operators_pass(operator: str, world: int, node_ranks: int, one_queue: bool) -> None:
-    assert_passes(problem(operator, world, node_ranks, one_queue), range(8 // world))
+def test_operators_pass(operator: str, method: str, world: int, node_ranks: int, one_queue: bool) -> None:
+    assert_passes(problem(operator, world, node_ranks, one_queue, method=method), range(8 // world))
 
 
 @pytest.mark.parametrize("chunks", [1, 8])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("operator", PROBLEMS)
-def test_every_number_of_chunks_that_the_tuner_may_find_passes(operator: str, chunks: int) -> None:
+def test_every_number_of_chunks_that_the_tuner_may_find_passes(operator: str, method: str, chunks: int) -> None:
     machine = NodeSimulation(4, node_ranks=2, chunks=chunks)
-    assert_passes(PROBLEMS[operator]("chunked", machine, 4), range(2))
+    assert_passes(PROBLEMS[operator](method, machine, 4), range(2))
 
 
 def backward(machine: NodeSimulation, calls: int = 2) -> Build:
@@ -62,7 +68,7 @@ def backward(machine: NodeSimulation, calls: int = 2) -> Build:
             rank = domain.rank
             for call in range(calls):
                 own, own_dy = (operand[call, rank] for operand in operands)
-                plan = domain.plan("chunked", own, w[rank].t())
+                plan = domain.plan(machine.method, own, w[rank].t())
                 with domain.operator(tag_of("backward"), slots=2):
                     gather = core("operators.start").start_gather(domain, plan.fprop, tag_of("x"), own)
                     start = core("operators.start").start_scatter
@@ -83,9 +89,11 @@ def backward(machine: NodeSimulation, calls: int = 2) -> Build:
 
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2)])
-def test_a_backward_that_gathers_and_scatters_passes(world: int, node_ranks: int, one_queue: bool) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_backward_that_gathers_and_scatters_passes(method: str, world: int, node_ranks: int, one_queue: bool) -> None:
     """Two calls each, so that there are too few slots and a barrier comes between."""
-    assert_passes(backward(NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue)), range(4))
+    machine = NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue, method=method)
+    assert_passes(backward(machine), range(4))
 
 
 def in_turns(machine: NodeSimulation, order: str) -> Build:
@@ -96,17 +104,19 @@ def in_turns(machine: NodeSimulation, order: str) -> Build:
     def run(domain: SimulatedDomain, kind: str, own: torch.Tensor) -> torch.Tensor:
         eye, tag = torch.eye(TILE), tag_of(kind)
         if kind == "g":
-            plan = domain.plan("chunked", own[0], eye).fprop
+            plan = domain.plan(machine.method, own[0], eye).fprop
             return core("operators.start").start_gather(domain, plan, tag, own[0]).matmul(eye)
         if kind == "s":
-            plan = domain.plan("chunked", own.flatten(0, 1), eye, "LINEAR_REDUCE_SCATTER").fprop
+            plan = domain.plan(machine.method, own.flatten(0, 1), eye, "LINEAR_REDUCE_SCATTER").fprop
             return core("operators.start").start_scatter(domain, plan, tag, own.flatten(0, 1), eye).finish()
         if kind == "r":
-            plan = domain.plan("chunked", own.flatten(0, 1), torch.ones(TILE, world * TILE), "ALL_TO_ALL_LINEAR").fprop
+            plan = domain.plan(
+                machine.method, own.flatten(0, 1), torch.ones(TILE, world * TILE), "ALL_TO_ALL_LINEAR"
+            ).fprop
             start = core("operators.start").start_all_to_all_gemm
             return start(domain, plan, tag, own).received_view().clone()
         columns = own.transpose(0, 1).flatten(1)  # block d for rank d
-        plan = domain.plan("chunked", eye, columns.t(), "LINEAR_ALL_TO_ALL").fprop
+        plan = domain.plan(machine.method, eye, columns.t(), "LINEAR_ALL_TO_ALL").fprop
         return core("operators.start").start_gemm_all_to_all(domain, plan, tag, eye, columns).received().clone()
 
     def expected(kind: str, rank: int, all_ranks: torch.Tensor) -> torch.Tensor:
@@ -134,9 +144,11 @@ def in_turns(machine: NodeSimulation, order: str) -> Build:
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
-def test_operators_of_all_kinds_follow_each_other(one_queue: bool) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_operators_of_all_kinds_follow_each_other(method: str, one_queue: bool) -> None:
+    machine = NodeSimulation(4, node_ranks=2, one_queue=one_queue, method=method)
     for order in ("rghrs", "hshrgr"):
-        assert_passes(in_turns(NodeSimulation(4, node_ranks=2, one_queue=one_queue), order), range(3))
+        assert_passes(in_turns(machine, order), range(3))
 
 
 def test_a_slot_that_operators_of_several_kinds_reuse_early_is_found() -> None:
@@ -269,14 +281,16 @@ def beside_a_long_product(machine: NodeSimulation, operator: str) -> Build:
     return build
 
 
-def _started(domain: SimulatedDomain, operator: str, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _started(
+    domain: SimulatedDomain, operator: str, own: torch.Tensor, method: str = "chunked"
+) -> Callable[[], torch.Tensor]:
     """A call under way; what it returns multiplies by ones of the diagonal: two blocks [2, TILE, TILE]."""
     if operator == "gather":
         shard = own[:TILE]
-        plan = domain.plan("chunked", shard, shard).fprop
+        plan = domain.plan(method, shard, shard).fprop
         gather = core("operators.start").start_gather(domain, plan, tag_of("call"), shard)
         return lambda: gather.matmul(torch.eye(TILE)).unflatten(0, (2, TILE))
-    plan = domain.plan("chunked", own, own.new_empty(2 * TILE, 2 * TILE), "ALL_TO_ALL_LINEAR").fprop
+    plan = domain.plan(method, own, own.new_empty(2 * TILE, 2 * TILE), "ALL_TO_ALL_LINEAR").fprop
     start = core("operators.start").start_all_to_all_gemm
     receiver = start(domain, plan, tag_of("call"), own.unflatten(0, (2, TILE)))
     y = own.new_empty(TILE, 2 * TILE)
@@ -291,6 +305,42 @@ def test_the_network_does_not_wait_for_products(operator: str) -> None:
     start = "            self.start(self._source("
     with Fault(CROSSINGS, start, f"            self._engine.send_after_this()\n{start}").planted():
         assert isinstance(assert_caught(build, range(4)), Deadlock)
+
+
+@pytest.mark.parametrize("operator", ["gather", "to_rows"])
+def test_a_kernel_runs_beside_its_exchanges(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one hardware queue: the second exchange takes so long that it ends only once the kernel has taken a tile."""
+    machine, slots, run = NodeSimulation(2, one_queue=True), {}, SimulatedNccl._run
+
+    def slow(network: Any, number: int, *what: Any) -> None:
+        gpu = network._gpu
+        if number == 2:
+            has_begun = partial(_has_taken_a_tile, slots[gpu.rank])
+            gpu.scheduler.wait_until(has_begun, "the kernel to take a tile")
+        run(network, number, *what)
+
+    def build(scheduler: Scheduler) -> Any:
+        x, y = integers(2, 2 * TILE, TILE, seed=1), torch.full((2, 2, TILE, TILE), torch.nan)
+
+        def host(domain: SimulatedDomain) -> None:
+            slots[domain.rank] = domain.workspace.slots
+            with domain.operator(tag_of("call"), slots=1):
+                y[domain.rank] = _started(domain, operator, x[domain.rank], "fused")()
+
+        machine.spawn_hosts(scheduler, host)
+
+        def check() -> None:
+            halves = x.unflatten(1, (2, TILE))
+            assert (y == (halves[:, 0] if operator == "gather" else halves.transpose(0, 1))).all()
+
+        return check
+
+    monkeypatch.setattr(SimulatedNccl, "_run", slow)
+    assert_passes(build, range(4))
+
+
+def _has_taken_a_tile(slots: Any) -> bool:
+    return any(int(slot.counters.claimed) > 0 for slot in slots)
 
 
 def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:

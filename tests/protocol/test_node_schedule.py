@@ -134,6 +134,7 @@ def blocks_of_an_all_to_all_arrive_in_the_order_of_its_product(module: ModuleTyp
     for kind in EXCHANGES:
         crossing = [[t for t, _ in module.legs(kind, topology, CHUNKS).network.by_target] for topology in world]
         assert all(sorted(turn) == list(range(nodes * local)) for turn in zip(*crossing, strict=True))
+        assert all(len(turns) == (nodes - 1) * local for turns in crossing), "all chunks of one, then those of the next"
         for topology in world:
             near, far = (module.sources(topology, kind)[some] for some in (slice(local - 1), slice(local - 1, None)))
             assert {source // local for source in near} <= {topology.node}
@@ -233,6 +234,35 @@ def far_blocks_of_an_all_to_all_are_received_or_passed_on_once(module: ModuleTyp
         assert came == dict.fromkeys(far, 1)
 
 
+def a_kernel_gets_all_blocks_of_an_all_to_all_chunk_by_chunk(module: ModuleType, nodes: int, local: int) -> None:
+    """Far before near, as for the library. Each tile needs its chunk from every rank, so first chunks come before second ones."""
+    for topology in topologies(module, nodes, local):
+        tiled = module.legs(A2A_GEMM, topology, CHUNKS, True)
+        assert Counter(tiled) == Counter(module.legs(A2A_GEMM, topology, CHUNKS)), "the same, in another order"
+        order = [(leg.link == NVLINK, leg.chunk) for leg in tiled]
+        assert order == sorted(order)
+        assert [crossing.sent for crossing in module.crossings(A2A_GEMM, topology, CHUNKS, True)] == list(tiled.network)
+
+
+def a_kernel_multiplies_what_arrives_first(module: ModuleType, nodes: int, local: int) -> None:
+    """Of a far node the first chunk of each rank, then the second: twins send theirs at the same time."""
+    for topology in topologies(module, nodes, local):
+        order = [(block, chunk) for block, chunk, _ in module.tile_order(GATHER, topology, CHUNKS, 1)]
+        assert len(set(order)) == len(order) == topology.world * CHUNKS
+        far = order[local * CHUNKS :]
+        for crossing, first in zip(module.crossings(GATHER, topology, CHUNKS), range(0, len(far), local), strict=True):
+            node = crossing.received.source // local
+            expected = [(block, crossing.received.chunk) for block in topology.ranks_of(node)]
+            assert sorted(far[first : first + local]) == expected
+
+
+def what_a_kernel_sends_leaves_after_its_tiles(module: ModuleType, nodes: int, local: int) -> None:
+    for kind, topology in product(KINDS, topologies(module, nodes, local)):
+        assert not any(leg.after_tiles for leg in module.legs(kind, topology, CHUNKS))
+        own = [leg for leg in module.legs(kind, topology, CHUNKS, True) if leg.carries != module.ARRIVED]
+        assert {leg.after_tiles for leg in own} == {kind in (SCATTER, GEMM_A2A)}
+
+
 def key_of(leg: Any) -> tuple[int, ...]:
     return leg.source, leg.target, leg.fills, leg.chunk
 
@@ -251,6 +281,9 @@ RULES: list[Callable[[ModuleType, int, int], None]] = [
     what_is_received_is_what_a_twin_sends,
     far_blocks_of_an_all_to_all_are_received_or_passed_on_once,
     a_product_takes_blocks_of_one_node_in_the_order_in_which_they_arrive,
+    a_kernel_gets_all_blocks_of_an_all_to_all_chunk_by_chunk,
+    a_kernel_multiplies_what_arrives_first,
+    what_a_kernel_sends_leaves_after_its_tiles,
 ]
 FAULTS = {
     "shards go to every far rank": (
@@ -286,13 +319,22 @@ FAULTS = {
     "a rank is connected with all": ("return self.twin(target // self.local)", "return target"),
     "a block goes to who takes it from the network": ("rank, target, 0 if kind", "rank, topology.receiver(target), 0 if kind"),
     "blocks of an all-to-all arrive as shards do": ("first = int(kind in EXCHANGES)", "first = 0"),
-    "all blocks of an all-to-all are whole at the end": ("if kind == A2A_GEMM and topology.nodes == 1:", "if kind == A2A_GEMM:"),
+    "all blocks of an all-to-all are whole at the end": ("A2A_GEMM and (tiled or topology.nodes == 1):", "A2A_GEMM:"),
+    "a kernel's blocks come one after the other": ("(tiled or topology.nodes == 1):", "topology.nodes == 1:"),
+    "a kernel's near blocks go first": ("(_link(topology, piece[0]) == NVLINK, piece[1])", "piece[1]"),
+    "twins expect blocks as the library wants them": (
+        "legs(kind, topology, chunks, tiled), []", "legs(kind, topology, chunks), []",
+    ),
+    "a far shard is multiplied after the other": (
+        "for chunk in numbers for block in node)", "for block in node for chunk in numbers)",
+    ),
+    "a sum of the node waits for no tiles": ("after_tiles, fills=rank, carries=NODE_SUM", "False, fills=rank, carries=NODE_SUM"),
     "blocks are multiplied as shards arrive": (
         "*sources(topology, A2A_GEMM)), topology.local", "*sources(topology)), topology.local",
     ),
     "a product takes blocks of two nodes": (
-        "for node in nodes for first in range(0, local, together)",
-        "for node in [order] for first in range(0, len(order), together)",
+        "for node in nodes for first in range(0, topology.local, together)",
+        "for node in [sum(nodes, ())] for first in range(0, topology.world, together)",
     ),
     "a block has two writers": ("return block if block == self.twin(block // self.local) else", "return block if False else"),
 }  # fmt: skip
@@ -327,7 +369,7 @@ def test_crossings_are_worked_out_from_one_ranks_legs(monkeypatch: pytest.Monkey
     monkeypatch.setattr(schedule, "legs", lambda *what: asked.append(what) or legs(*what))
     for kind in KINDS:
         schedule.crossings(kind, Topology(64, 2, 5), CHUNKS)
-    assert [topology.rank for _, topology, _ in asked] == [5] * len(KINDS)
+    assert [topology.rank for _, topology, *_ in asked] == [5] * len(KINDS)
 
 
 def test_one_node_is_as_it_was() -> None:

@@ -67,9 +67,9 @@ def test_every_shape(world: int, node_ranks: int) -> None:
     assert values(run_ranks(world, _every_shape, node_ranks, "chunked", limit_s=60)) == [world] * world
 
 
-def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int) -> list[int]:
+def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int, method: str) -> list[int]:
     """Operators of tensor parallelism as if so many chunks had been measured as the fastest; how many each plan then has."""
-    case, counts = case_of(node_ranks), []
+    case, counts = case_of(node_ranks, method), []
     with mock.patch.object(choice, "PLAIN", Variant(chunks=chunks)):
         for number, (rows, k, n) in enumerate([*SHAPES.values(), ((6, 1), 24, 20)]):
             for operator in ("column", "row"):
@@ -81,15 +81,21 @@ def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int) -> list[int]
     return counts
 
 
+@pytest.mark.parametrize("method", ["chunked", "fused"])
 @pytest.mark.parametrize(("world", "node_ranks"), [(4, 2), (3, 1)])
-def test_every_shape_in_chunks(world: int, node_ranks: int) -> None:
-    for counts in values(run_ranks(world, _in_chunks, node_ranks, 4, limit_s=60)):
+def test_every_shape_in_chunks(world: int, node_ranks: int, method: str) -> None:
+    for counts in values(run_ranks(world, _in_chunks, node_ranks, 4, method, limit_s=120)):
         assert set(counts) == {1, 2, 4}, "as many as cut the rows into equal chunks"
 
 
 @pytest.mark.parametrize("method", ["collective", "auto"])
 def test_every_shape_by_other_methods(method: str) -> None:
     assert values(run_ranks(4, _every_shape, 2, method, limit_s=60)) == [4] * 4
+
+
+@pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2), (3, 1)])
+def test_every_shape_by_a_kernel(world: int, node_ranks: int) -> None:
+    assert values(run_ranks(world, _every_shape, node_ranks, "fused", limit_s=120)) == [world] * world
 
 
 def _many_ways(rank: int, world: int) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from overlap_train.kernels.tiles import exchange_piece, gather_tile, scatter_tile
+from overlap_train.kernels.order import exchange_piece, gather_tile, received_block, scatter_tile
 from overlap_train.planning.schedule import (
     A2A_GEMM,
     GATHER,
@@ -21,12 +21,13 @@ from overlap_train.planning.schedule import (
 )
 
 SIZES = [(1, 1, 1), (2, 1, 3), (2, 2, 2), (3, 2, 3), (4, 4, 1), (8, 8, 2)]
+NODES = [(2, 1, 2, 1), (2, 2, 1, 3), (2, 3, 2, 2), (3, 2, 2, 1)]  # nodes, ranks of each, chunks, tiles
 
 
 @triton.jit
-def list_gather_kernel(out_ptr, rank, tiles, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
+def list_gather_kernel(out_ptr, rank, tiles, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr):
     for index in range(tiles * WORLD * CHUNKS):
-        block, chunk = gather_tile(index // tiles, rank, WORLD, CHUNKS)
+        block, chunk = gather_tile(index // tiles, rank, WORLD, LOCAL, CHUNKS)
         tl.store(out_ptr + 3 * index, block)
         tl.store(out_ptr + 3 * index + 1, chunk)
         tl.store(out_ptr + 3 * index + 2, index % tiles)
@@ -34,13 +35,19 @@ def list_gather_kernel(out_ptr, rank, tiles, WORLD: tl.constexpr, CHUNKS: tl.con
 
 @triton.jit
 def list_scatter_kernel(
-    out_ptr, rank, tiles, count, WORLD: tl.constexpr, CHUNKS: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+    out_ptr, rank, tiles, count, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
     for index in range(count):
-        block, chunk, tile = scatter_tile(index, tiles, rank, WORLD, CHUNKS, INTERLEAVED)
+        block, chunk, tile = scatter_tile(index, tiles, rank, WORLD, LOCAL, CHUNKS, INTERLEAVED)
         tl.store(out_ptr + 3 * index, block)
         tl.store(out_ptr + 3 * index + 1, chunk)
         tl.store(out_ptr + 3 * index + 2, tile)
+
+
+@triton.jit
+def list_blocks_kernel(out_ptr, rank, WORLD: tl.constexpr, LOCAL: tl.constexpr):
+    for step in range(WORLD):
+        tl.store(out_ptr + 3 * step, received_block(step, rank, WORLD, LOCAL))
 
 
 @triton.jit
@@ -58,15 +65,18 @@ def order_of(kernel: object, count: int, *arguments: int, **constants: object) -
     return [tuple(row) for row in out.tolist()]
 
 
-@pytest.mark.parametrize(("world", "chunks", "tiles"), SIZES)
-def test_kernels_take_tiles_in_the_schedules_order(world: int, chunks: int, tiles: int) -> None:
-    count, constants = world * chunks * tiles, dict(WORLD=world, CHUNKS=chunks)
+@pytest.mark.parametrize(("nodes", "local", "chunks", "tiles"), [*((1, *size) for size in SIZES), *NODES])
+def test_kernels_take_tiles_in_the_schedules_order(nodes: int, local: int, chunks: int, tiles: int) -> None:
+    world = nodes * local
+    count, constants = world * chunks * tiles, dict(WORLD=world, LOCAL=local, CHUNKS=chunks)
     for rank in range(world):
-        topology = Topology(1, world, rank)
+        topology = Topology(nodes, local, rank)
         assert order_of(list_gather_kernel, count, rank, tiles, **constants) == list(
             tile_order(GATHER, topology, chunks, tiles)
         )
-        for interleaved in (False, True):
+        received = order_of(list_blocks_kernel, world, rank, WORLD=world, LOCAL=local)
+        assert [block for block, *_ in received] == [rank, *sources(topology, A2A_GEMM)]
+        for interleaved in (False, True) if nodes == 1 else (False,):
             taken = order_of(list_scatter_kernel, count, rank, tiles, count, INTERLEAVED=interleaved, **constants)
             assert taken == list(tile_order(SCATTER, topology, chunks, tiles, interleaved))
             assert taken == list(tile_order(GEMM_A2A, topology, chunks, tiles, interleaved)), "the same kernel"
@@ -85,7 +95,8 @@ def test_kernels_store_rows_at_peers_in_the_order_of_the_legs(world: int, chunks
     """p2p_store.py counts pieces as a scatter counts tiles, without the own block."""
     count = (world - 1) * chunks * tiles
     for rank in range(world):
-        taken = order_of(list_scatter_kernel, count, rank, tiles, count, INTERLEAVED=False, WORLD=world, CHUNKS=chunks)
+        told = dict(INTERLEAVED=False, WORLD=world, LOCAL=world, CHUNKS=chunks)
+        taken = order_of(list_scatter_kernel, count, rank, tiles, count, **told)
         expected = [(leg.target, leg.chunk) for leg in legs(GATHER, Topology(1, world, rank), chunks)]
         assert [(target, chunk) for target, chunk, piece in taken if piece == 0] == expected
 

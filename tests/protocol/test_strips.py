@@ -101,24 +101,24 @@ def test_a_run_has_as_few_tiles_as_one_product() -> None:
 
 
 @triton.jit
-def list_gather_kernel(out_ptr, rank, strips, tiles_n, WORLD: tl.constexpr, CHUNKS: tl.constexpr):
+def list_gather_kernel(out_ptr, rank, strips, tiles_n, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr):
     for index in range(tiles_in_run(strips, WORLD * CHUNKS, tiles_n)):
         pair, _ = tile_in_run(index, strips, WORLD * CHUNKS, tiles_n, 2)
         for part in tl.static_range(2):
-            block, chunk, _ = gather_strip(2 * pair + part, strips, rank, WORLD, CHUNKS)
+            block, chunk, _ = gather_strip(2 * pair + part, strips, rank, WORLD, LOCAL, CHUNKS)
             tl.store(out_ptr + 4 * index + 2 * part, block)
             tl.store(out_ptr + 4 * index + 2 * part + 1, chunk)
 
 
 @triton.jit
 def list_scatter_kernel(
-    out_ptr, rank, strips, tiles_n, WORLD: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr,
+    out_ptr, rank, strips, tiles_n, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, RUN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     for index in range(tiles_in_scatter(strips, tiles_n, WORLD, CHUNKS, RUN)):
         run, pair, _ = scatter_pair(index, strips, tiles_n, rank, WORLD, CHUNKS, RUN, INTERLEAVED, 2)
         for part in tl.static_range(2):
-            block, chunk, _ = scatter_strip(run, 2 * pair + part, strips, rank, WORLD, CHUNKS, RUN)
+            block, chunk, _ = scatter_strip(run, 2 * pair + part, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
             tl.store(out_ptr + 4 * index + 2 * part, block)
             tl.store(out_ptr + 4 * index + 2 * part + 1, chunk)
 
@@ -130,34 +130,37 @@ def order_of(kernel: object, count: int, *arguments: int, **constants: object) -
 
 
 SIZES = [
-    (1, 1, 1, 1),
-    (2, 1, 3, 2),
-    (2, 2, 1, 1),
-    (2, 2, 2, 2),
-    (3, 2, 3, 1),
-    (4, 1, 5, 1),
-]  # world, chunks, strips, columns
+    (1, 1, 1, 1, 1),
+    (1, 2, 1, 3, 2),
+    (1, 2, 2, 1, 1),
+    (1, 2, 2, 2, 2),
+    (1, 3, 2, 3, 1),
+    (1, 4, 1, 5, 1),
+    (2, 4, 2, 3, 1),
+    (3, 6, 1, 1, 2),
+]  # nodes, world, chunks, strips, columns
 
 
-@pytest.mark.parametrize(("world", "chunks", "strips", "columns"), SIZES)
+@pytest.mark.parametrize(("nodes", "world", "chunks", "strips", "columns"), SIZES)
 def test_kernels_take_tiles_of_strips_in_the_schedules_order(
-    world: int, chunks: int, strips: int, columns: int
+    nodes: int, world: int, chunks: int, strips: int, columns: int
 ) -> None:
     """In Triton's own arithmetic; the other tests run its Python."""
-    rank, constants = world - 1, dict(WORLD=world, CHUNKS=chunks)
+    rank, local = world - 2 if nodes > 1 else world - 1, world // nodes
+    constants = dict(WORLD=world, LOCAL=local, CHUNKS=chunks)
 
     def expected(kind: str, run: int, interleaved: bool = False) -> list[tuple[Unit, ...]]:
         cut = Strips(strips, columns, 2, run)
-        return [units for _, units in strip_order(kind, Topology(1, world, rank), chunks, cut, interleaved)]
+        return [units for _, units in strip_order(kind, Topology(nodes, local, rank), chunks, cut, interleaved)]
 
     gathered = expected(GATHER, world * chunks)
     assert order_of(list_gather_kernel, len(gathered), rank, strips, columns, **constants) == gathered
-    for kind, interleaved, adds in product((SCATTER, GEMM_A2A), (False, True), (False, True)):
+    inside = (False, True) if nodes == 1 else (False,)  # what only kernels in one node do
+    for kind, interleaved, adds in product((SCATTER, GEMM_A2A), inside, inside):
         run = units_in_run(kind, world, chunks, interleaved, adds)
         scattered = expected(kind, run, interleaved)
-        constants |= dict(RUN=run, INTERLEAVED=interleaved)
-        assert order_of(list_scatter_kernel, len(scattered), rank, strips, columns, **constants) == scattered
-        constants = dict(WORLD=world, CHUNKS=chunks)
+        told = constants | dict(RUN=run, INTERLEAVED=interleaved)
+        assert order_of(list_scatter_kernel, len(scattered), rank, strips, columns, **told) == scattered
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -17,10 +17,10 @@ import torch
 from overlap_train.kernels import hopper_all_gather_gemm as gather
 from overlap_train.kernels import hopper_all_to_all_gemm as receive
 from overlap_train.kernels import hopper_gemm_reduce_scatter as scatter
-from overlap_train.kernels import hopper_stores, hopper_tiles, signal, tiles
+from overlap_train.kernels import hopper_stores, hopper_tiles, order, signal, tiles
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.operators.hopper import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, PART_M
-from overlap_train.planning.schedule import GEMM_A2A, SCATTER, units_in_run
+from overlap_train.planning.schedule import GEMM_A2A, SCATTER, Topology, units_in_run
 from overlap_train.planning.tiling import HOPPER_TILE
 
 
@@ -60,21 +60,23 @@ def python_of(function: Any, **names: Any) -> Any:
     return FunctionType(plain.__code__, known, plain.__name__, plain.__defaults__)
 
 
-_ORDER = (
-    "gather_tile", "scatter_tile", "tile_in_groups", "tiles_in_run", "tile_in_run", "strip_in_run", "gather_strip",
-    "tiles_in_scatter",
-    "scatter_pair", "scatter_strip", "first_cut", "first_cut_of_scatter", "cut_of_gather", "cut_of_scatter",
-    "tile_and_side", "columns_of",
-)  # fmt: skip
+_ORDER = {
+    order: ("rank_at", "gather_tile", "received_block", "scatter_unit", "scatter_tile"),
+    tiles: (
+        "tile_in_groups", "tiles_in_run", "tile_in_run", "strip_in_run", "gather_strip", "tiles_in_scatter", "scatter_pair",
+        "scatter_strip", "first_cut", "first_cut_of_scatter", "cut_of_gather", "cut_of_scatter", "tile_and_side", "columns_of",
+    ),
+}  # fmt: skip
 ORDER: dict[str, Any] = {}
-for _name in _ORDER:
-    ORDER[_name] = python_of(getattr(tiles, _name), **ORDER)
+for _module, _names in _ORDER.items():
+    for _name in _names:
+        ORDER[_name] = python_of(getattr(_module, _name), **ORDER)
 ORDER["signal_word"] = lambda source, chunk: source * MAX_CHUNKS + chunk
 
 
 @dataclass(frozen=True)
 class Product:
-    """What one rank multiplies: chunks of each block; m_shard, n and k as the kernel is told them."""
+    """What one rank multiplies: chunks of each block; m_shard, n and k as the kernel is told them. nodes: of the group."""
 
     world: int
     rank: int
@@ -82,6 +84,11 @@ class Product:
     m_shard: int
     n: int
     k: int = 64
+    nodes: int = 1
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.nodes, self.world // self.nodes, self.rank)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -248,7 +255,7 @@ def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True, gav
     adds, loads = adds and not exchange, Loads(min(SMS, HOPPER_TILE.count(p.m_shard, p.n) * p.world))
     run = units_in_run(GEMM_A2A if exchange else SCATTER, p.world, p.chunks, direct, adds)
     places = [p.stored() for _ in range(p.world - 1)] if direct else [p.stored(p.world)]
-    switches = (p.world, p.chunks, run, direct, adds)
+    switches = (p.world, p.topology.local, p.chunks, run, direct, adds)
     python_of(scatter._load, **loads.names(), **ORDER, gl=loads.language)(
         None, None, "a", "b", "half of b", None, None, (p.rank, *[0] * 6), p.sizes, *switches, exchange, *_BLOCKS, 4, True,
     )  # fmt: skip
@@ -289,7 +296,7 @@ def _store_tiles(done: Scattered, p: Product, run: int, direct: bool) -> None:
         names[name] = python_of(getattr(scatter, name), **names)
     python_of(scatter._store, **names, gl=done.loads.language)(
         None, None, done.places, done.own, Word(), Word(), Word(), 0, p.rank, p.sizes, p.world,
-        p.chunks, run, direct, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, 2 if direct else 1,
+        p.topology.local, p.chunks, run, direct, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, 2 if direct else 1,
     )  # fmt: skip
     assert done.stored.pop() == []
 
@@ -349,6 +356,7 @@ def run_gather(p: Product, exchange: bool) -> tuple[Loads, Stored]:
         (p.rank, *[0] * 7),
         p.sizes,
         p.world,
+        p.topology.local,
         p.chunks,
         False,
         *_BLOCKS,
@@ -362,7 +370,7 @@ def run_gather(p: Product, exchange: bool) -> tuple[Loads, Stored]:
 def _store_products(loads: Loads, y: Stored, p: Product, exchange: bool) -> None:
     """The multiplying groups, and the storing warp, which takes as many quarters of each as it has put."""
     tiles = loads.tiles[:: p.world] if exchange else loads.tiles  # own blocks; the peers' are of the same rows
-    rank, world = (0, 1) if exchange else (p.rank, p.world)
+    rank, world, local = (0, 1, 1) if exchange else (p.rank, p.world, p.topology.local)
     put: list[list[int]] = []  # by tile of one group
 
     def next_tile(rings: object, turn: int, warps: int) -> int:
@@ -394,5 +402,5 @@ def _store_products(loads: Loads, y: Stored, p: Product, exchange: bool) -> None
         )
         assert put == [list(range(tile.halves)) for tile in tiles]
     python_of(gather.store_tiles, **names, **ORDER)(
-        None, None, y, rank, p.sizes, world, p.chunks, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m
+        None, None, y, rank, p.sizes, world, local, p.chunks, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m
     )

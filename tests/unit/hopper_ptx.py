@@ -82,6 +82,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=HOPPER_TILE.group_m,
         STAGES=STAGES, B_IS_NK=b_is_nk, num_warps=LAUNCH["num_warps"],
     ) | switches  # fmt: skip
+    constants = {"LOCAL": constants["WORLD"]} | constants
     if "own_desc" in kernel.arg_names:
         constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP} | constants
     else:

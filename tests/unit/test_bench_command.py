@@ -71,7 +71,7 @@ def test_a_timeline_of_nodes_has_ranks_that_nccl_takes_for_several_hosts(
 ) -> None:
     told: list[Any] = []
     monkeypatch.setattr(command, "pretend_nodes", told.append)
-    monkeypatch.setattr(command.world, "join", lambda: "here")
+    monkeypatch.setattr(command.world, "join", lambda start: "here")
     monkeypatch.setattr(command.timeline, "record", lambda *arguments: told.append(arguments))
     assert command.main(["timeline", "--what", "nodes", *line.split()]) == 0
     assert told == [node_ranks, (Path("."), "nodes", node_ranks, "here")]
@@ -138,7 +138,20 @@ def test_without_torchrun_the_message_says_how_to_start(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert cli.main(["bench", "operators", "--tiny"]) == 2
-    assert "torchrun --standalone --nproc-per-node" in capsys.readouterr().err
+    assert "torchrun --standalone --nproc-per-node 4 -m overlap_train bench operators" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "is_warned"), [("operators", True), ("operators --tiny", False)])
+def test_on_cpus_the_wait_is_announced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, is_warned: bool
+) -> None:
+    here = World(None, torch.device("cpu"), 0, 2)  # type: ignore[arg-type]
+    monkeypatch.setattr(command.world, "join", lambda start: here)
+    monkeypatch.setattr(kinds.Operators, "files", lambda self: [])
+    monkeypatch.setattr(command, "shutdown", lambda: None)
+    monkeypatch.setattr(command.dist, "destroy_process_group", lambda: None)
+    assert command.main(line.split()) == 0
+    assert ("a minute or more a row; --tiny" in capsys.readouterr().out) == is_warned
 
 
 def test_operators_run_on_two_processes(script_server: ScriptServer, tmp_path: Path) -> None:
@@ -191,9 +204,9 @@ def test_some_operators_and_lengths_can_be_chosen(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("chunked,fused", "--methods: 'fused' stays inside a node, and the ranks are on 2; leave it out"),
+        ("chunked,direct", "--methods: 'direct' stays inside a node, and the ranks are on 2; leave it out"),
         ("auto,low_latency", "--methods: 'low_latency' stays inside a node, and the ranks are on 2; leave it out"),
-        ("auto,chunked,collective", None),
+        ("auto,chunked,fused,collective", None),
     ],
 )
 def test_a_method_that_stays_inside_a_node_is_refused_before_anything_is_measured(

@@ -155,7 +155,7 @@ def test_tables_tell_numbers_of_sms_apart_and_pictures_have_what_was_found(
     assert output.label_of({"method": "auto"}) == "auto", "inside one node"
     drawn: list[Any] = []
     monkeypatch.setattr(plots, "load", lambda: None)
-    monkeypatch.setattr(plots, "_speed_up", lambda rows, path: drawn.extend(rows) or path)
+    monkeypatch.setattr(plots, "_speed_up", lambda rows, record, path: drawn.extend(rows) or path)
     (tmp_path / "operators.json").write_text(json.dumps({"rows": rows}))
     plots.draw(tmp_path)
     assert drawn == [row]

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from overlap_train.tools.bench import bars, output, plots, style, timeline
-from overlap_train.tools.measure.results import write_json
+from overlap_train.tools.measure.results import ranks_of, write_json
 from tests.unit.test_bench_output import layer_row, operator_row
 
 METHODS = ("auto", "fused", "direct", "chunked", "collective")
@@ -89,6 +89,7 @@ def words_of(recorded: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyP
     figures: list[Any] = []
     monkeypatch.setattr(timeline, "save", lambda figure, path: figures.append(figure) or path)
     timeline.draw(recorded, folder / "timeline.png")
+    figures[0].canvas.draw()  # numbers of ticks are made here
     return [text.get_text() for text in texts(figures[0])]
 
 
@@ -160,6 +161,30 @@ def test_perfect_overlap_is_explained_where_it_is_drawn(
     panels = {"a layer": [bars.Bar("auto", "auto", 1.1, "1.10", bound), bars.Bar("TE", "te", 1.2, "1.20", None)]}
     bars.bars(panels, ("title", "Lower is better."), "time", tmp_path / "bars.png")
     assert (style.PERFECT in [text.get_text() for text in texts(figures[0])]) == (bound is not None)
+
+
+def test_perfect_overlap_is_seen_however_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(bars, "save", lambda figure, path: figures.append(figure))
+    bars.bars({"a": [bars.Bar("auto", "auto", 1.0, "1.0", 3.0)]}, ("title", "Higher is better."), "MFU", tmp_path)
+    assert figures[0].axes[0].get_xlim()[1] > 3.0
+
+
+def test_long_calls_are_in_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    recorded = json.loads((tmp_path / "timeline.json").read_text())
+    assert "microseconds" in words_of(recorded, tmp_path, monkeypatch)
+    for spans in recorded["calls"].values():
+        for span in spans:
+            span |= {"start": 40 * span["start"], "end": 40 * span["end"]}
+    words = words_of(recorded, tmp_path, monkeypatch)
+    assert "milliseconds" in words and "microseconds" not in words
+    assert any(" ms, 0.00 exposed" in line for line in words) and {"0", "4", "16"} <= set(words)
+
+
+def test_ranks_without_gpus_are_not_called_gpus() -> None:
+    assert ranks_of({"device": "cpu"}, 2) == "2 CPU processes"
+    assert ranks_of({"device": "NVIDIA H200"}, 4) == ranks_of({}, 4) == "4 GPUs"
 
 
 def test_every_thing_has_a_colour_of_its_own() -> None:

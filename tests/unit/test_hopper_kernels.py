@@ -202,6 +202,12 @@ KERNELS = [
     ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False, "EXCHANGE": True}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCE": False, "EXCHANGE": True}),
 ]
+ACROSS_NODES = [  # where other blocks come next; nothing is sent or added by the kernel
+    ("hopper_all_gather_gemm", {"LOCAL": 2}),
+    ("hopper_all_to_all_gemm", {"LOCAL": 2}),
+    ("hopper_gemm_reduce_scatter", {"LOCAL": 2, "DIRECT": False, "REDUCE": False}),
+    ("hopper_gemm_reduce_scatter", {"LOCAL": 2, "DIRECT": False, "REDUCE": False, "EXCHANGE": True}),
+]
 
 
 def _keeps_its_registers_and_fits(ptx: str, shared: int) -> None:
@@ -211,7 +217,7 @@ def _keeps_its_registers_and_fits(ptx: str, shared: int) -> None:
     assert "setmaxnreg.inc" in ptx
 
 
-@pytest.mark.parametrize(("kernel", "switches"), KERNELS)
+@pytest.mark.parametrize(("kernel", "switches"), KERNELS + ACROSS_NODES)
 def test_nothing_spills_and_the_stages_fit(
     compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, switches: dict[str, bool]
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import pytest
@@ -23,8 +24,8 @@ from overlap_train.planning.schedule import (
     GEMM_A2A,
     SCATTER,
     Strips,
-    Topology,
     Unit,
+    sources,
     strip_order,
     units_in_run,
 )
@@ -36,6 +37,7 @@ FEW = [(1, 1), (65, 1), (128, 1), (129, 1), (997, 1), (1400, 2), (1024, 2), (102
 # more tiles than there are SMs, and a last wave that is cut into halves, one of which may lack a strip
 ROWS = [*FEW, (4100, 4), (4240, 1)]
 RANKS = [(1, 0), (2, 1), (3, 0), (4, 2)]
+NODES = [(1, *of_world) for of_world in RANKS] + [(2, 4, 1), (2, 2, 0), (3, 6, 3)]  # nodes, ranks, this one
 WIDE = 264  # two tiles of columns, the second of 8
 
 
@@ -101,8 +103,8 @@ def pieces(p: Product, units: list[tuple[Unit, ...]]) -> list[tuple[tuple[Unit, 
 def units_of_tiles(p: Product, kind: str, direct: bool = False, adds: bool = True) -> list[tuple[Unit, ...]]:
     """Of which blocks and chunks the two strips of each tile are, as the schedule says."""
     run = units_in_run(kind, p.world, p.chunks, direct, adds and kind == SCATTER)
-    strips, topology = Strips(-(-p.m_shard // p.chunks // 64), 2, 2, run), Topology(1, p.world, p.rank)
-    return [units for _, units in strip_order(kind, topology, p.chunks, strips, direct)]
+    strips = Strips(-(-p.m_shard // p.chunks // 64), 2, 2, run)
+    return [units for _, units in strip_order(kind, p.topology, p.chunks, strips, direct)]
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -146,6 +148,31 @@ def test_a_peers_strip_leaves_before_an_own_one_below_it(
         assert done.stored[tile] == list(stores(units, len(halves), rank, done.stored[tile]))
 
 
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize(("nodes", "world", "rank"), [case for case in NODES if case[0] > 1])
+@pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
+def test_across_nodes_far_blocks_are_stored_first(
+    m_shard: int, chunks: int, nodes: int, world: int, rank: int, exchange: bool
+) -> None:
+    """In the schedule's order, into staging; nothing is added."""
+    p = Product(world, rank, chunks, m_shard, WIDE, nodes=nodes)
+    done = run_scatter(p, direct=False, exchange=exchange, adds=False)
+    units = [tile for tile, _ in pieces(p, units_of_tiles(p, GEMM_A2A if exchange else SCATTER, adds=False))]
+    m_chunk = m_shard // chunks
+    for tile, expected in zip(done.loads.tiles, units, strict=True):
+        assert not tile.waits and not tile.adds
+        of_rows = [chunk if exchange else block * chunks + chunk for block, chunk in expected]
+        beyond = -(-m_chunk // 64) * 64 + 1  # a strip that a run lacks lies behind its last one
+        assert all(row - of * m_chunk in range(beyond) for row, of in zip(tile.a_rows, of_rows, strict=True))
+        assert not exchange or tile.b_col - expected[1][0] * WIDE in range(0, 512, 128), "two tiles of 256 columns"
+    strips = HOPPER_TILE.counted(m_chunk, WIDE)
+    peers = [target for target in range(world) if target != rank]
+    assert done.counted == {target * 8 + chunk: strips for target in peers for chunk in range(chunks)}
+    for target in peers:
+        check(part_of(done.places[0], target, chunks), *((0, target * WIDE) if exchange else (target * m_shard, 0)))
+    check(done.own, *((0, rank * WIDE) if exchange else (rank * m_shard, 0)))
+
+
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("direct", [False, True])
 def test_what_a_wait_gave_up_on_is_nan(direct: bool, adds: bool) -> None:
@@ -171,19 +198,20 @@ def stores(units: tuple[Unit, ...], halves: int, rank: int, did: list[tuple[int,
 
 
 @pytest.mark.parametrize("exchange", [False, True])
-@pytest.mark.parametrize(("world", "rank"), RANKS)
+@pytest.mark.parametrize(("nodes", "world", "rank"), NODES)
 @pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
 def test_a_tile_waits_for_the_chunks_of_both_strips(
-    m_shard: int, chunks: int, world: int, rank: int, exchange: bool
+    m_shard: int, chunks: int, nodes: int, world: int, rank: int, exchange: bool
 ) -> None:
-    p = Product(world, rank, chunks, m_shard, WIDE)
+    p = Product(world, rank, chunks, m_shard, WIDE, nodes=nodes)
     loads, _ = run_gather(p, exchange)
     # a tile that is cut into halves is loaded twice, from the same rows
     seen = dict.fromkeys((t.descs, t.a_rows, t.b_col // 256, frozenset(t.waits)) for t in loads.tiles)
     expected = units_of_tiles(p, A2A_GEMM if exchange else GATHER)
     if exchange:
+        order = (rank, *sources(p.topology, A2A_GEMM))
         for turn, (descs, *_, waits) in enumerate(seen):
-            source, units = (rank - turn % world) % world, expected[turn // world]
+            source, units = order[turn % world], expected[turn // world]
             assert waits == (set() if source == rank else {source * 8 + chunk for _, chunk in units})
             assert descs == (("own",) if source == rank else ("arrived",)) * 2
         return
@@ -193,11 +221,13 @@ def test_a_tile_waits_for_the_chunks_of_both_strips(
 
 
 @pytest.mark.parametrize("exchange", [False, True])
-@pytest.mark.parametrize(("world", "rank"), RANKS)
+@pytest.mark.parametrize(("nodes", "world", "rank"), NODES)
 @pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
-def test_a_gather_stores_every_row_once(m_shard: int, chunks: int, world: int, rank: int, exchange: bool) -> None:
+def test_a_gather_stores_every_row_once(
+    m_shard: int, chunks: int, nodes: int, world: int, rank: int, exchange: bool
+) -> None:
     """Few tiles are cut into halves, of 144 the last 12, and of 72 none. Rows of `own` are 0 ... m_shard - 1."""
-    _, y = run_gather(Product(world, rank, chunks, m_shard, WIDE), exchange)
+    _, y = run_gather(Product(world, rank, chunks, m_shard, WIDE, nodes=nodes), exchange)
     if exchange:
         check(y, 0)  # of the own block, to which those of the peers are added
         return
@@ -216,7 +246,10 @@ def shapes_of(describe: Any, kind: str, operands: Any, world: int) -> dict[str, 
     domain.config.timeout_s = 1.0
     blocks = torch.empty(world, M_SHARD, N, dtype=torch.bfloat16)
     call = MagicMock(chunks=CHUNKS, blocks=blocks, peers=peers, remote_block=lambda peer: BLOCK)
-    launch = describe(domain, call, SimpleNamespace(kind=kind, variant=MagicMock()), operands)
+    plan = SimpleNamespace(kind=kind, reduces_later=False, spared_sms=5)
+    with mock.patch.object(hopper, "grid_size", return_value=(1,)) as grid_size:
+        launch = describe(domain, call, plan, operands)
+    assert grid_size.call_args.args[-1] == 5, "SMs that the kernel leaves"
     descriptors = {name: value for name, value in launch.arguments.items() if name.endswith("_desc")}
     # Of two linears of one shape the second launch is the first one's with other addresses: each operand's, in both of b's.
     replaced = {name for names in launch.replaced for name in names}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from overlap_train.operators.kernel_args import grid_size, protocol_arguments, sending_arguments
+from overlap_train.planning.schedule import Topology
 from overlap_train.protocol.tags import Tag
 from overlap_train.protocol.waits import BoundedWaits
 
@@ -54,7 +55,12 @@ def test_the_own_block_goes_to_its_place_beside_the_wait() -> None:
 def domain_on(device: torch.device) -> Any:
     fault = SimpleNamespace(abort="abort", record="record")
     return SimpleNamespace(
-        rank=RANK, world_size=WORLD, device=device, fault=fault, config=SimpleNamespace(timeout_s=LIMIT_S)
+        rank=RANK,
+        world_size=WORLD,
+        topology=Topology(1, WORLD, RANK),
+        device=device,
+        fault=fault,
+        config=SimpleNamespace(timeout_s=LIMIT_S),
     )
 
 
@@ -75,4 +81,5 @@ def test_kernels_that_send_themselves_have_counters_of_their_own() -> None:
 
 def test_a_grid_has_a_cta_per_sm_or_per_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("overlap_train.operators.kernel_args.multiprocessors", lambda device: 132)
-    assert (grid_size(1000, GPU), grid_size(7, GPU), grid_size(1000, CPU)) == ((132,), (7,), (1,))
+    assert (grid_size(1000, GPU, 0), grid_size(7, GPU, 0), grid_size(1000, CPU, 0)) == ((132,), (7,), (1,))
+    assert (grid_size(1000, GPU, 9), grid_size(125, GPU, 9), grid_size(7, GPU, 9)) == ((123,), (123,), (7,))

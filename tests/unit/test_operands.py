@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 from overlap_train.operators import persistent
 from overlap_train.operators.kernel_args import GatherOperands, ScatterOperands
 from overlap_train.planning.tiling import HOPPER, PORTABLE
-from overlap_train.planning.variants import PLAIN
 
 BF16 = torch.bfloat16
 
 
-def plan(kernels: str, **variant: bool) -> Any:
-    return SimpleNamespace(kind="gather", kernels=kernels, variant=replace(PLAIN, **variant))
+def plan(kernels: str, reduces_later: bool = False) -> Any:
+    return SimpleNamespace(kind="gather", kernels=kernels, reduces_later=reduces_later)
 
 
 def test_what_tma_cannot_read_is_copied() -> None:
@@ -75,7 +73,7 @@ def test_so_have_scatters(call: Any) -> None:
     for how, operands in (
         (plan(PORTABLE), ScatterOperands(a, b, staging, y)),
         (plan(HOPPER), ScatterOperands(a, b, staging, y)),
-        (plan(PORTABLE, split_reduction=True), ScatterOperands(a, b, staging, y)),
+        (plan(PORTABLE, reduces_later=True), ScatterOperands(a, b, staging, y)),
         (plan(PORTABLE), ScatterOperands(a, b, None, y)),
         (plan(PORTABLE), ScatterOperands(a.t(), b, staging, y)),
         (plan(PORTABLE), ScatterOperands(a, b.t(), staging, y)),

@@ -184,6 +184,21 @@ def test_products_spare_sms_for_sums_where_a_node_adds(kind: str) -> None:
     assert across_nodes(Pass(kind, 8192, 14336, 4096, BF16, 4), "collective").spared_sms == 0
 
 
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, A2A_GEMM, GEMM_A2A])
+def test_a_kernel_across_nodes_leaves_an_sm_to_kernels_that_wait(kind: str) -> None:
+    """It multiplies as many chunks as cross the network, in the order in which they do; nothing is added in it."""
+    pass_ = Pass(kind, 65536, 14336, 4096, BF16, 4)
+    plan, chunked = across_nodes(pass_, "fused"), across_nodes(pass_, "chunked")
+    assert (plan.wait_sms, plan.spared_sms) == (1, chunked.spared_sms + 1)
+    assert plan.chunks == chunked.chunks > 1 and plan.reduces_later
+    assert tuple(crossing.sent for crossing in plan.crossings) == plan.legs.network.all
+    assert {leg.after_tiles for leg in plan.legs.inside} == {kind in (SCATTER, GEMM_A2A)}
+    inside, on_cpu = across_nodes(pass_, "fused", nodes=1), across_nodes(pass_, "fused", device=CPU)
+    assert inside.spared_sms == on_cpu.spared_sms == 0
+    assert not inside.reduces_later and on_cpu.reduces_later
+
+
 class OnGpu(torch.Tensor):
     """As planning sees a tensor on a GPU."""
 

@@ -12,9 +12,11 @@ import pytest
 from overlap_train.flags import Parser, add_options, from_args
 from overlap_train.planning.cost import network_sms, reduce_sms
 from overlap_train.planning.machines import SYSTEMS
+from overlap_train.tools.measure.results import cell
 from overlap_train.tools.plan import command, picture
+from overlap_train.tools.plan.estimates import COLLECTIVE, METHODS
 from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy, read_model
-from overlap_train.tools.plan.prediction import COLLECTIVE, METHODS, Prediction, predict, total
+from overlap_train.tools.plan.prediction import Prediction, predict, total
 from overlap_train.tools.plan.tables import linears_table, not_measured
 from tests.unit.test_plan_check import part_of
 
@@ -129,6 +131,69 @@ def test_ulysses_exchanges_beside_the_projections_only(capsys: pytest.CaptureFix
     assert max(map(len, said.splitlines())) <= 120
 
 
+WIDE = {"hidden_size": 4096, "ffn_hidden_size": 512, "num_attention_heads": 32, "num_query_groups": 8, "num_layers": 2}
+GRIDS = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4), (1, 8))
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> str:
+    """Whose attention has long products beside a short MLP."""
+    path = tmp_path / "wide.json"
+    path.write_text(json.dumps({"source": "a test", **WIDE}))
+    return str(path)
+
+
+def plan_of_grid(model: str, *arguments: str) -> int:
+    return command.main(["--model", model, "--cp", "2", *arguments])
+
+
+def test_tp_and_ulysses_together_say_what_hides_which_and_which_spans_pay(
+    wide: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, trace = tmp_path / "plan.json", tmp_path / "plan.trace.json"
+    files = ("--json", str(results), "--trace", str(trace))
+    assert plan_of_grid(wide, "--tp", "2", "--seq", "16384", *files) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 120
+    assert "on 4 x h200 by tensor parallelism (tp 2) and Ulysses (cp 2), 16384 tokens" in said
+    assert "the product of one part hides the all-to-all of another: qkv in 2 parts." in said
+    assert "Too short for parts, so only TP is overlapped, and the all-to-all is NCCL's: proj." in said
+    table = said.partition("Spans of tensor parallelism (tp) and Ulysses (cp)")[2].splitlines()
+    assert [line.split()[:2] for line in table[1:12]] == [["tp", "cp"], *([str(tp), str(cp)] for tp, cp in GRIDS)]
+    assert "- TP x Ulysses: no pass of both was timed on GPUs." in said
+    document = json.loads(results.read_text())
+    assert tuple((span["tp"], span["cp"]) for span in document["spans"]) == GRIDS
+    layers = document["by_one_method"]
+    assert list(layers) == [*METHODS[:-1], "auto"] and "network_sms" not in document
+    figures = ", ".join(f"{method} {cell(us / 1e3)}" for method, us in layers.items())
+    assert f"A layer by it: {figures} ms." in " ".join(said.split())
+    qkv, fc1 = (document["passes"][number] for number in (0, 4))
+    assert (qkv["parts"], fc1["parts"]) == (2, 1)
+    assert set(qkv["methods"]) == set(fc1["methods"]) == {*METHODS, "auto"}
+    (chosen,) = {one["chosen"] for one in document["passes"]} - {COLLECTIVE}
+    here = next(span for span in document["spans"] if (span["tp"], span["cp"]) == (2, 2))
+    assert here["ours_us"] == document["layer"]["ours_us"] == layers[chosen]
+    lanes = {event.get("tid") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"copies", "exchanges", "stream 0"} <= lanes
+
+
+def test_short_sequences_and_nodes_hide_no_all_to_all(wide: str, capsys: pytest.CaptureFixture[str]) -> None:
+    apart = "so only TP is overlapped, and the all-to-all is NCCL's: qkv, proj."
+    assert plan_of_grid(wide, "--tp", "2", "--seq", "4096") == 0
+    short = capsys.readouterr().out
+    assert f"Too short for parts, {apart}" in short
+    assert "By auto" not in short and "for the network" not in short
+    assert plan_of_grid(wide, "--tp", "4", "--nodes", "2", "--seq", "16384") == 0
+    across = capsys.readouterr().out
+    assert f"Ulysses' ranks are on several nodes, {apart}" in across
+    assert "not estimated" not in across and "for the network" not in across, "each product is inside a node"
+    spans = [line.split()[:3] for line in across.partition("Spans")[2].splitlines()]
+    assert spans[12:15] == [["8", "1", "2"], ["4", "2", "2"], ["2", "4", "2"]]
+    assert plan_of_grid(wide, "--tp", "4", "--nodes", "4", "--seq", "4096") == 0
+    filled, sums = capsys.readouterr().out, reduce_sms(SYSTEMS["h200"], 2)
+    assert "not estimated" in filled and f"6 SMs for the network, and {sums} for sums of a node." in filled
+
+
 def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,10 +203,10 @@ def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
     assert max(map(len, said.splitlines())) <= 120
     assert (
         "on 16 x h20 on 2 nodes" in said
-        and "The kernels of fused and direct send and wait inside one node only" in said
+        and "The kernels of direct send inside one node only" in said
     )
     fc1 = next(line.split() for line in said.splitlines() if line.startswith("fc1"))
-    assert fc1[8:10] == ["-", "-"] and float(fc1[10]) > 0, "fused and direct, then chunked"
+    assert fc1[9] == "-" and float(fc1[8]) > 0 and float(fc1[10]) > 0, "direct, between fused and chunked"
     spans = [line.split()[:2] for line in said.partition("Spans")[2].splitlines()[2:7]]
     assert spans == [["1", "1"], ["2", "1"], ["4", "1"], ["8", "1"], ["16", "2"]]
     assert "across nodes: nic_gbs, nic_us, sum_sm_gbs of h20" in said
@@ -151,7 +216,7 @@ def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
     assert f"Reckons with {sms} SMs for the network, and {sums} for sums of a node." in said.splitlines()
     assert (document["network_sms"], document["reduce_sms"]) == (sms, sums) == (4, 4)
     assert [(span["tp"], span["nodes"]) for span in document["spans"]][-2:] == [(8, 1), (16, 2)]
-    assert set(document["passes"][0]["methods"]) == {"chunked", COLLECTIVE}
+    assert set(document["passes"][0]["methods"]) == {"fused", "chunked", COLLECTIVE}
 
 
 def test_too_many_tiles_are_not_simulated_one_by_one_in_a_plan_across_nodes(
@@ -229,9 +294,9 @@ def test_as_many_ranks_cost_more_across_nodes_than_inside_one() -> None:
     assert across.gemm_us == pytest.approx(inside.gemm_us)
 
 
-def test_ulysses_across_nodes_is_by_library_products() -> None:
+def test_ulysses_across_nodes_is_by_what_crosses_them() -> None:
     found = predict(SYSTEMS["h200"], Strategy(1, 16384, nodes=2, cp=16), PLANNED_MODELS["llama-7b"])
-    assert {tuple(p.by_method) for p in found if p.nccl_us} == {("chunked", COLLECTIVE)}
+    assert {tuple(p.by_method) for p in found if p.nccl_us} == {("fused", "chunked", COLLECTIVE)}
     assert {tuple(p.by_method) for p in found if not p.nccl_us} == {METHODS}, "the MLP is whole on every rank"
 
 

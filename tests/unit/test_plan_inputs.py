@@ -110,7 +110,17 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (Strategy(8192, nodes=1024), "qkv: features: 6144 must .*: --tp 1024 or 2048 fits with --nodes 1024$"),
         (Strategy(12, nodes=3), "by the 12 ranks; .*: no --tp fits with --nodes 3$"),
         (Strategy(1, nodes=2, cp=6), "8192 must be divisible by the 6 ranks; .*: --cp 2 or 4 or 8 or 16 fits with --nodes 2$"),
-        (Strategy(2, cp=2), "tp 2 and cp 2: the two together are not planned yet; choose 1 for one of them"),
+        (Strategy(4, cp=4), "--tp 4 --cp 4 with --nodes 1: nodes of 8 GPUs hold 8 ranks; set --nodes 2, or --tp times --cp to at "
+                            "most 8"),
+        (Strategy(3, 12288, nodes=2, cp=8), "--tp 3 --cp 8 with --nodes 2: nodes of 8 GPUs hold 16 ranks; set --nodes 3, or"),
+        (Strategy(4, nodes=2, cp=3), "each node has 6 ranks, and tensor-parallel groups of 4 neither fit into nodes nor fill "
+                                     "them; set --tp to a divisor or a multiple of 6"),
+        (Strategy(16, nodes=4, cp=2), "8 KV heads cannot be divided among 16 tensor-parallel ranks; Megatron then gathers the "
+                                      "product before it exchanges, which is not planned: --cp 1 fits beside --tp 16 with"),
+        (Strategy(2, 8, 2, cp=8, nodes=2), "seq: 8 must be divisible by the 16 ranks; .*: --cp 1 or 2 or 4 fits beside --tp 2 "),
+        (Strategy(8, nodes=8, cp=8), "query=4 query heads cannot be divided among the 8 ranks .*: --cp 1 or 2 or 4 fits beside "
+                                     "--tp 8 with --nodes 8$"),
+        (Strategy(2, seq=6144, cp=3), "query=16 query heads cannot be divided among the 3 ranks .*: --cp 1 or 2 or 4 fits"),
         (Strategy(1, seq=8191, cp=2), "8191 must be divisible by the 2 ranks"),
         (Strategy(4, seq=8190), "seq times micro_batch: 8190 must be divisible by the 4 ranks"),
         (Strategy(7, seq=7 * 1024), "qkv: features: 6144 must be divisible by the 7 ranks; .*: --tp 1 or 2 or 4 or 8 fits$"),
@@ -127,6 +137,8 @@ def test_what_cannot_be_planned_is_refused(strategy: Strategy, problem: str) -> 
         (Strategy(4), None), (Strategy(16, nodes=2), None), (Strategy(1, nodes=2, cp=16), None),
         (Strategy(4, nodes=2), "--tp 4 fits in one node; --nodes 2 spreads it over 2 of 8 GPUs of each of 2. Without --nodes"),
         (Strategy(1, nodes=4, cp=8), "--cp 8 fits in one node; --nodes 4 spreads it over 2 of 8 GPUs of each of 4."),
+        (Strategy(2, cp=4), None), (Strategy(8, nodes=2, cp=2), None), (Strategy(16, nodes=4, cp=1), None),
+        (Strategy(2, nodes=2, cp=4), "--tp 2 --cp 4 fits in one node; --nodes 2 spreads it over 4 of 8 GPUs of each of 2."),
         (Strategy(64, nodes=8), "32 query heads and 8 KV heads cannot be divided among 64 ranks"),
     ],
 )  # fmt: skip

@@ -48,7 +48,7 @@ from overlap_train.planning.timeline import (
     landed,
 )
 from overlap_train.planning.work import Work
-from overlap_train.tools.plan.prediction import work_of
+from overlap_train.tools.plan.estimates import work_of
 
 H200 = SYSTEMS["h200"]
 KINDS = (GATHER, SCATTER, *EXCHANGES)
@@ -255,8 +255,8 @@ def test_two_senders_of_one_rank_get_half_of_its_link_each() -> None:
         Send("x", leg, 3.6e6, 360.0, lane=lane)
         for leg, lane in zip(legs(GATHER, Topology(1, 3, 0), 1), (COPIES, PASSED_ON), strict=True)
     ]
-    idle = [Program(rank, 3, 132, ()) for rank in (1, 2)]
-    together = simulate([Program(0, 3, 132, (), tuple(sends)), *idle], 360.0)
+    idle = [Program(rank, 3, ()) for rank in (1, 2)]
+    together = simulate([Program(0, 3, (), tuple(sends)), *idle], 360.0)
     assert [span.end for span in together.spans] == [pytest.approx(20.0)] * 2
 
 

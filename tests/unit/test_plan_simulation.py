@@ -35,7 +35,7 @@ from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.timeline import COPIES, Program, Send, Span, Timeline, Token, arrived
 from overlap_train.planning.work import Work
-from overlap_train.tools.plan.prediction import METHODS, work_of
+from overlap_train.tools.plan.estimates import METHODS, work_of
 
 H200 = SYSTEMS["h200"]
 KINDS = (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)
@@ -258,7 +258,7 @@ def test_what_has_happened_is_not_looked_at_again() -> None:
             return super().__contains__(token)
 
     blocks = tuple(("arrived", "x", block, 0) for block in range(100))
-    rank, done = simulator.SimulatedRank(SimpleNamespace(now=0.0, tokens=[]), Program(0, 1, 1, ())), []  # type: ignore[arg-type]
+    rank, done = simulator.SimulatedRank(SimpleNamespace(now=0.0, tokens=[]), Program(0, 1, ())), []  # type: ignore[arg-type]
     rank._reached = seen = Counted()
     rank._when(blocks, lambda: done.append(True))
     for block in blocks:
@@ -283,7 +283,7 @@ def pushes(rank: int, rounds: int, start_us: float) -> Program:
         for number in range(rounds)
         for leg in legs(GATHER, Topology(1, 4, rank), 1)
     ]
-    return Program(rank, 4, H200.sms, (), tuple(sends), start_us=start_us)
+    return Program(rank, 4, (), tuple(sends), start_us=start_us)
 
 
 def longest_us(starts: tuple[float, ...], rounds: int) -> float:
@@ -307,9 +307,9 @@ def test_pushes_of_skewed_ranks_collide_as_was_measured() -> None:
 def test_two_that_send_to_one_get_half_each() -> None:
     def to_rank_0(rank: int) -> Program:
         (leg,) = (leg for leg in legs(GATHER, Topology(1, 3, rank), 1) if leg.target == 0)
-        return Program(rank, 3, 132, (), (Send("x", leg, 3.6e6, 360.0),))
+        return Program(rank, 3, (), (Send("x", leg, 3.6e6, 360.0),))
 
-    idle = Program(0, 3, 132, ())
+    idle = Program(0, 3, ())
     together = simulate([idle, to_rank_0(1), to_rank_0(2)], 360.0)
     assert [span.end for span in together.spans] == [pytest.approx(20.0)] * 2
     assert times_of(together)[arrived("x", 1, 0)] == pytest.approx(20.0)

@@ -23,7 +23,7 @@ from overlap_train.planning.schedule import GATHER, SCATTER
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.timeline import COPIES
 from overlap_train.tools.bench.timeline import last_call
-from overlap_train.tools.plan.prediction import Estimate, estimate, work_of
+from overlap_train.tools.plan.estimates import Estimate, estimate, work_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RECORDS = ("h200x2", "h200x4")

@@ -32,7 +32,7 @@ from tests.unit import hopper_ptx
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
 
-TILES = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, PRECISION="ieee", TIMED=True, WORLD=2, CHUNKS=2)
+TILES = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, PRECISION="ieee", TIMED=True, WORLD=2, LOCAL=2, CHUNKS=2)
 FEW_ROWS = dict(WORLD=2, PER_WORD=1, BLOCK=1024, TIMED=True)
 PORTABLE = {
     "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),

@@ -208,7 +208,8 @@ def test_what_does_not_cross_nodes_is_refused_by_name() -> None:
     for device in (CPU, gpu):
         assert why_not_across_nodes(plan("chunked"), None, device) is None
         assert why_not_across_nodes(plan("fused", nodes=1), None, device) is None
-        for method in ("fused", "direct"):
+        assert why_not_across_nodes(plan("fused"), None, device) is None
+        for method in ("low_latency", "direct"):
             refused = why_not_across_nodes(plan(method), None, device) or ""
             assert f"method='{method}' in a group of 2 nodes" in refused
         assert why_not_across_nodes(plan("chunked", nodes=1), "unequal", device) == "unequal"

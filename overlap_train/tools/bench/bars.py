@@ -38,8 +38,9 @@ def bars(
     explained = ("bound",) if has_bound(panels) else ()
     figure, grid = canvas(len(panels), columns, BAR * most + 0.7, header, explained, sharex=True)
     ends = [min(bar.value, limit) for some in panels.values() for bar in some]
-    length = max(ends) - start
-    grid[0][0].set_xlim(min(start, *ends) - 0.01 * length, start + 1.3 * length)
+    bounds = [bar.bound for some in panels.values() for bar in some if bar.bound is not None]
+    length, farthest = max(ends) - start, max(bounds, default=start) - start
+    grid[0][0].set_xlim(min(start, *ends) - 0.01 * length, start + max(1.3 * length, 1.15 * farthest))
     alike = _named_alike(panels)
     for number, (axes, (title, some)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
         for place, bar in enumerate(some):

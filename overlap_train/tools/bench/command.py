@@ -20,6 +20,8 @@ from ..measure.runs import Session
 from . import output, plots, timeline
 from .kinds import KINDS, Bench, File
 
+SLOW = "bench: no GPU here. On CPU processes sizes like these take a minute or more a row; --tiny only tries the code, in seconds"
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -46,7 +48,12 @@ def main(arguments: list[str]) -> int:
         return 0
     if args.command == "timeline":
         return _record(from_args(Timeline(), args))
-    return benchmark(from_args(KINDS[args.command](), args))
+    return benchmark(args.command, from_args(KINDS[args.command](), args))
+
+
+def _start(name: str) -> str:
+    """How to start a subcommand."""
+    return f"{world.START} bench {name}"
 
 
 def _record(told: Timeline) -> int:
@@ -58,13 +65,13 @@ def _record(told: Timeline) -> int:
         raise ValueError(
             f"{shown(told, 'node_ranks')} with {shown(told, 'what')}: only --what nodes has nodes; leave it out"
         )
-    timeline.record(Path(told.out), told.what, node_ranks, world.join())
+    timeline.record(Path(told.out), told.what, node_ranks, world.join(_start("timeline")))
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of `overlap-train bench` with all its subcommands."""
-    start = f"Measure under torchrun: {world.START} bench operators. Draw without it: overlap-train bench plot FOLDER"
+    start = f"Measure under torchrun: {_start('operators')}. Draw without it: overlap-train bench plot FOLDER"
     top = Parser(prog="overlap-train bench", description=start)
     names = "|".join((*KINDS, "timeline", "plot"))
     commands: Any = top.add_subparsers(dest="command", required=True, metavar=names)
@@ -76,20 +83,22 @@ def parser() -> argparse.ArgumentParser:
     }
     for name, settings in KINDS.items():
         add_options(commands.add_parser(name, help=helps[name]), settings)
-    plot = commands.add_parser("plot", help="draw the results of a folder (needs matplotlib)")
-    plot.add_argument("folder", type=Path)
     told = "record kernels and copies of one call of each method, on GPUs"
     add_options(commands.add_parser("timeline", help=told), Timeline)
+    plot = commands.add_parser("plot", help="draw the results of a folder (needs matplotlib)")
+    plot.add_argument("folder", type=Path)
     return top
 
 
-def benchmark(bench: Bench) -> int:
-    """Join the ranks, measure, write and print."""
+def benchmark(name: str, bench: Bench) -> int:
+    """Join the ranks, measure, write and print. name: the subcommand."""
     if bench.connections:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(bench.connections)  # read when CUDA starts, which is below
     if bench.node_ranks:
         pretend_nodes(bench.node_ranks)
-    here = world.join()
+    here = world.join(_start(name))
+    if here.device.type == "cpu" and not bench.tiny:
+        here.say(SLOW)
     world.heat(here.device)
     failed = [_one(bench, file, here) for file in bench.files()]
     shutdown()  # not after an error: it needs all ranks

@@ -11,8 +11,9 @@ import torch
 from ... import OverlapConfig
 from ...config import METHODS
 from ...flags import NETWORKS, PROVIDERS, option, positive_float, positive_int
+from ...methods import TRAITS
 from ..measure.cases import EXCHANGES, OPS, PASSES
-from ..measure.methods import nodes_of, refuse_kernels_across_nodes, refuse_kernels_on_cpus
+from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.models import MODELS, TINY
 from ..measure.runs import Session, Settings
 from . import attention_blocks, hierarchical, layers, operators, output
@@ -35,7 +36,7 @@ class Bench(ABC):
     out: str = option("", "write DIR/operators.json or layers.json, and .md", metavar="DIR")
     methods: tuple[str, ...] = option(
         (),
-        f"of {','.join(METHODS)}; default fused,direct,chunked,collective; on the CPU chunked,collective",
+        f"of {','.join(METHODS)}; default fused,direct (inside a node),chunked,collective; on the CPU chunked,collective",
         choices=METHODS,
         metavar="METHOD,...",
     )
@@ -56,8 +57,8 @@ class Bench(ABC):
 
     def settings(self, device: torch.device) -> Settings:
         """What the measurements themselves need. Raises ValueError for a method that cannot run on the device."""
-        in_node = ("fused", "direct") if device.type == "cuda" and not self.node_ranks else ()
-        methods = self.methods or (*in_node, "chunked", "collective")
+        fits = [method for method in ("fused", "direct") if not self.node_ranks or TRAITS[method].crosses]
+        methods = self.methods or (*(fits if device.type == "cuda" else ()), "chunked", "collective")
         refuse_kernels_on_cpus(self.methods, device)
         dtype = torch.float32 if self.tiny else torch.bfloat16
         # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
@@ -189,7 +190,7 @@ class Hierarchical(OfPasses):
         return replace(settings, config=replace(settings.config, network=self.network))
 
     def _measure(self, session: Session) -> None:
-        refuse_kernels_across_nodes(self.methods, nodes_of(session))
+        refuse_methods_of_one_node(self.methods, nodes_of(session))
         shapes = hierarchical.Shapes(self.ops, self.passes, self.ratios, self.node_ranks, self.tiny)
         operators.run(hierarchical.hierarchical_cases(session, shapes), session, self.network_sms)
 

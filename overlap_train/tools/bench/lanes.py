@@ -16,6 +16,7 @@ Interval = tuple[float, float]  # start and end
 COMPUTATION, COMMUNICATION = ("gemm", "compute"), ("communication", "waiting")
 KINDS = ("gemm", "compute", "hidden", "exposed", "inside")  # what a legend explains
 STORING = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")  # kernels that may store at the peers
+LONG = 5000.0  # microseconds: what takes longer is named in milliseconds
 NOTE = "Exposed: the GPU computes nothing meanwhile. What a kernel waits inside itself counts as GEMM."
 
 
@@ -92,14 +93,22 @@ def draw_lanes(axes: Any, title: str, spans: Sequence[Span], is_direct: bool) ->
         place = {"ha": "center", "va": "center", "fontsize": SMALL, "zorder": 4}
         blank = {"facecolor": "white", "linewidth": 0, "pad": 1}
         axes.text(sum(inside[0]) / 2, 0.4, "inside the kernel: stores to peers", bbox=blank, **place)
-    axes.set_title(f"{title} {length:.0f} µs, {sum(end - start for start, end in bare):.0f} exposed", fontsize=SMALL)
+    axes.set_title(f"{title} {took(length, sum(end - start for start, end in bare))} exposed", fontsize=SMALL)
     axes.set_ylim(-0.1, 1.9)
 
 
+def took(length: float, part: float) -> str:
+    """How long a call took, in microseconds, and a part of it: `767 µs, 150`, or `15.52 ms, 10.24` of a long one."""
+    return f"{length:.0f} µs, {part:.0f}" if length < LONG else f"{length / 1e3:.2f} ms, {part / 1e3:.2f}"
+
+
 def label_lanes(grid: Any) -> None:
-    """Names of the lanes on the left, of the unit below."""
+    """Names of the lanes on the left, of the unit below: milliseconds where the axis is long."""
     for axes in grid.flat:
         axes.set_yticks([0.4, 1.4], ["communication", "kernels"])
         axes.tick_params(left=False, labelleft=axes in grid[:, 0])
     for axes in grid[-1]:
-        axes.set_xlabel("microseconds")
+        is_long = axes.get_xlim()[1] >= LONG
+        axes.set_xlabel("milliseconds" if is_long else "microseconds")
+        if is_long:
+            axes.xaxis.set_major_formatter(lambda tick, _: f"{tick / 1e3:g}")

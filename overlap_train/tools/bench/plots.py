@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..measure.results import ranks_of
 from . import timeline
 from .bars import Bar, bars
 from .output import Row, is_as_found, speed_up
@@ -25,6 +26,7 @@ OPERATORS = {
     "gemm_a2a": "linear_all_to_all",
     "a2a_gemm": "all_to_all_linear",
 }
+Record = dict[str, Any]  # a JSON file: its rows, and on what they were measured
 BASELINES = ("async_tp", "three_gemms", "by_nodes")  # of operators, beside the sequence
 PASSES = {"fprop": "forward", "dgrad": "input gradient"}
 CEILING = (
@@ -42,12 +44,14 @@ def draw(folder: Path) -> list[Path]:
     """
     load()
     drawn = []
-    if operators := [row for row in _read(folder / "operators.json").get("rows", ()) if is_as_found(row)]:
-        drawn.append(_speed_up(operators, folder / "speedup.png"))
+    record = _read(folder / "operators.json")
+    if operators := [row for row in record.get("rows", ()) if is_as_found(row)]:
+        drawn.append(_speed_up(operators, record, folder / "speedup.png"))
         if len({row["m"] for row in operators}) > 1:
-            drawn.append(_against_m(operators, folder / "speedup_m.png"))
-    if rows := _read(folder / "layers.json").get("rows"):
-        drawn.append((_blocks if "alone_ms" in rows[0] else _layers)(rows, folder / "layers.png"))
+            drawn.append(_against_m(operators, record, folder / "speedup_m.png"))
+    record = _read(folder / "layers.json")
+    if rows := record.get("rows"):
+        drawn.append((_blocks if "alone_ms" in rows[0] else _layers)(rows, record, folder / "layers.png"))
     if "calls" in (recording := _read(folder / "timeline.json")):
         drawn.append(timeline.draw(recording, folder / "timeline.png"))
     if not drawn:
@@ -59,8 +63,13 @@ def draw(folder: Path) -> list[Path]:
     return drawn
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Record:
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _ranks(record: Record) -> str:
+    """How many GPUs, or CPU processes, measured it."""
+    return ranks_of(record.get("hardware", {}), record["rows"][0]["world"])
 
 
 def by_method(rows: Iterable[Row]) -> dict[str, float]:
@@ -98,14 +107,14 @@ def _model(n: int, k: int) -> str:
     return f"{model}\n{n} x {k}".strip()
 
 
-def _speed_up(rows: list[Row], path: Path) -> Path:
+def _speed_up(rows: list[Row], record: Record, path: Path) -> Path:
     """A panel for each operator and pass, a row a weight, a marker a method."""
     sizes = {row["m"] for row in rows}
     m = 8192 if 8192 in sizes else max(sizes)
     rows = [row for row in rows if row["m"] == m]
     names, panels = _names(rows), _grouped(rows, "op", "pass")
     tallest = max(len(_grouped(members, "n", "k")) for members in panels.values())
-    header = (f"Operators: speed-up over NCCL + cuBLAS, M = {m}, {rows[0]['world']} GPUs", CEILING)
+    header = (f"Operators: speed-up over NCCL + cuBLAS, M = {m}, {_ranks(record)}", CEILING)
     figure, grid = canvas(len(panels), min(2, len(panels)), 0.42 * tallest + 0.75, header, names, sharex=True)
     for axes, (case, members) in zip(grid.flat, panels.items(), strict=False):
         _draw_case(axes, _grouped(members, "n", "k"), names)
@@ -140,11 +149,11 @@ def _mark(axes: Any, name: str, value: float, place: int, names: tuple[str, ...]
     axes.plot(value, height, look.marker, color=look.colour, markersize=6.5, zorder=3, **edge)
 
 
-def _against_m(rows: list[Row], path: Path) -> Path:
+def _against_m(rows: list[Row], record: Record, path: Path) -> Path:
     """A row of panels for each weight, a column for each operator and pass; a weight and its transpose share a row."""
     names, cases = _names(rows), list(_grouped(rows, "op", "pass"))
     weights = list(dict.fromkeys(tuple(sorted((row["n"], row["k"]), reverse=True)) for row in rows))
-    header = (f"Operators: speed-up over NCCL + cuBLAS against M, {rows[0]['world']} GPUs", CEILING)
+    header = (f"Operators: speed-up over NCCL + cuBLAS against M, {_ranks(record)}", CEILING)
     count, height = len(weights) * len(cases), 1.4 + 0.9 / len(weights)
     figure, grid = canvas(count, len(cases), height, header, names, "-", sharex=True, sharey=True)
     for line, weight in zip(grid, weights, strict=True):
@@ -187,18 +196,18 @@ def curves(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def _layers(rows: list[Row], path: Path) -> Path:
+def _layers(rows: list[Row], record: Record, path: Path) -> Path:
     header = (
-        f"Layers: forward and backward over their six GEMMs alone, {rows[0]['world']} GPUs",
+        f"Layers: forward and backward over their six GEMMs alone, {_ranks(record)}",
         f"Lower is better: 1.00 = all communication hidden ({PERFECT}).",
     )
     panels = _ratios(rows, "gemms_ms", dict.fromkeys(("megatron", "async_tp", "te", "te_userbuffers"), "gemms_ms"))
     return bars(panels, header, "time / GEMMs alone", path, start=1.0, limit=LONGEST)
 
 
-def _blocks(rows: list[Row], path: Path) -> Path:
+def _blocks(rows: list[Row], record: Record, path: Path) -> Path:
     header = (
-        f"Ulysses attention, forward and backward, over the same without exchanges, {rows[0]['world']} GPUs",
+        f"Ulysses attention, forward and backward, over the same without exchanges, {_ranks(record)}",
         f"Lower is better: 1.00 = all communication hidden ({PERFECT}).",
     )
     # TransformerEngine's core attention is another one

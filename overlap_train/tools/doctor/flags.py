@@ -28,7 +28,7 @@ class Doctor:
     )
     node_ranks: int = option(
         0,
-        "ranks per node, to try several nodes on one machine; 0: those that can map each other's memory, which they find out",
+        "ranks per node, to try several nodes on one machine; 0: nodes are found",
         parse=positive_int_or_0,
         metavar="N",
     )

@@ -22,9 +22,9 @@ def refuse_kernels_on_cpus(asked: Sequence[str], device: torch.device) -> None:
             raise ValueError(f"--methods: {method!r} is not one of {possible}, which run on CPU tensors; leave it out")
 
 
-def refuse_kernels_across_nodes(asked: Sequence[str], nodes: int) -> None:
+def refuse_methods_of_one_node(asked: Sequence[str], nodes: int) -> None:
     """Raise ValueError if the ranks are on several nodes and a method that was asked for stays inside one."""
-    inside = [method for method in asked if nodes > 1 and _has_kernels(method)]
+    inside = [method for method in asked if nodes > 1 and method in TRAITS and not TRAITS[method].crosses]
     if inside:
         raise ValueError(f"--methods: {inside[0]!r} stays inside a node, and the ranks are on {nodes}; leave it out")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,6 +79,11 @@ def hardware(device: torch.device, world: int) -> dict[str, Any]:
         found |= {"sms": properties.multi_processor_count, "memory_bytes": properties.total_memory}
         found["cuda_device_max_connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
     return found
+
+
+def ranks_of(found: Mapping[str, Any], world: int) -> str:
+    """`4 GPUs` or `2 CPU processes`, by what hardware() has found."""
+    return f"{world} {'CPU processes' if found.get('device') == 'cpu' else 'GPUs'}"
 
 
 def versions() -> dict[str, str]:

@@ -80,17 +80,18 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def join(may_be_alone: bool = False, minutes: float = 3) -> World:
+def join(start: str = f"{START} ...", may_be_alone: bool = False, minutes: float = 3) -> World:
     """Start torch.distributed as torchrun says: NCCL on GPUs, gloo on the CPU.
 
-    may_be_alone: without torchrun, this process is a world of one. minutes: how long collectives may take.
+    start: the command that an error names. may_be_alone: without torchrun, this process is a world of one. minutes: how long
+    collectives may take.
 
     Raises:
         ValueError: not started by torchrun, or more ranks than GPUs.
     """
     is_alone = "RANK" not in os.environ
     if is_alone and not may_be_alone:
-        raise ValueError(f"start it under torchrun: {START} ...")
+        raise ValueError(f"start it under torchrun: {start}")
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if is_alone else {}
     limit = timedelta(minutes=minutes)
     if torch.cuda.is_available():

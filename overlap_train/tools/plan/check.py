@@ -12,8 +12,9 @@ from ...planning.machines import System
 from ...planning.programs import program
 from ...planning.table import UNTUNED, Table
 from ..bench.shapes import LAYERS
+from .estimates import COLLECTIVE, Estimate, estimate, work_of
 from .inputs import Linear
-from .prediction import COLLECTIVE, Estimate, estimate, forward_pass, work_of
+from .prediction import forward_pass
 from .records import Row, pass_of, rows_of, tuned
 
 # The weights whose records the H200's figures were fitted to (machines.py). All others are held out.

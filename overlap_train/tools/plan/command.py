@@ -15,9 +15,10 @@ from ...flags import Parser, add_options, from_args, option, positive_int
 from ...planning.machines import SYSTEMS, System
 from ..measure.models import Model
 from . import check, picture, tables, trace
+from .estimates import BY_LIBRARY, METHODS
 from .fits import hints
 from .inputs import PLANNED_MODELS, STRATEGIES, Strategy, read_model, read_strategy, read_system
-from .prediction import BY_LIBRARY, METHODS, Prediction, count_tiles, in_layer, predict, total
+from .prediction import Prediction, count_tiles, in_layer, predict, total
 from .tables import MOST_TILES, SpanSum
 
 WIDTH = 120  # of what is printed
@@ -112,8 +113,8 @@ def _strategy(asked: Asked, system: System) -> Strategy:
 
 
 def spans_of(system: System, strategy: Strategy, model: Model, here: Sequence[Prediction]) -> dict[Strategy, SpanSum]:
-    """What a layer takes in all spans of tensor parallelism, or of Ulysses, that this model and machine allow: inside a node,
-    then across nodes with as many ranks in each as here."""
+    """What a layer takes in all spans of tensor parallelism, of Ulysses, or of both, that this model and machine allow: inside a
+    node, then across nodes with as many ranks in each as here."""
     found: dict[Strategy, SpanSum] = {}
     for span in _spans(strategy):
         coarse = strategy.nodes > 1 == span.nodes and count_tiles(span, model) > MOST_TILES
@@ -126,11 +127,20 @@ def spans_of(system: System, strategy: Strategy, model: Model, here: Sequence[Pr
 
 
 def _spans(strategy: Strategy) -> list[Strategy]:
-    axis, local = "tp" if strategy.cp == 1 else "cp", strategy.ranks // strategy.nodes
+    local = strategy.local
     doubled = [1 << power for power in range(1, strategy.nodes.bit_length()) if 1 << power < strategy.nodes]
     across = [*doubled, strategy.nodes] if strategy.nodes > 1 else []
     sizes = [*((ranks, 1) for ranks in SPANS), *((local * nodes, nodes) for nodes in across)]
+    if strategy.is_grid:
+        return [span for ranks, nodes in sizes for span in _divided(strategy, ranks, nodes)]
+    axis = "tp" if strategy.cp == 1 else "cp"
     return [replace(strategy, **{axis: ranks}, nodes=nodes) for ranks, nodes in sizes]
+
+
+def _divided(strategy: Strategy, ranks: int, nodes: int) -> list[Strategy]:
+    """So many ranks divided between tensor parallelism and Ulysses, most for the former first; this strategy's tp among them."""
+    tensor = sorted({tp for tp in (*SPANS, strategy.tp) if ranks % tp == 0}, reverse=True)
+    return [replace(strategy, tp=tp, cp=ranks // tp, nodes=nodes) for tp in tensor]
 
 
 def _lines(
@@ -138,21 +148,19 @@ def _lines(
     spans: Mapping[Strategy, SpanSum],
 ) -> list[str]:  # fmt: skip
     tokens = f"{strategy.rows} tokens"
-    machine = f"{strategy.ranks} x {system.name}" + (f" by Ulysses (cp {strategy.cp})" if strategy.cp > 1 else "")
+    machine = f"{strategy.ranks} x {system.name}{tables.divided_by(strategy)}"
     machine += f" on {strategy.nodes} nodes" if strategy.nodes > 1 else ""
-    sms = tables.node_sms(system, strategy)
-    network = f"Reckons with {sms['network_sms']} SMs for the network, and {sms['reduce_sms']} for sums of a node."
-    across = ["", *wrap(tables.ACROSS_NODES, WIDTH), network] if strategy.nodes > 1 else []
+    below = [line for note in tables.notes(system, strategy, predictions) for line in wrap(note, WIDTH)]
+    below = ["", *below] if below else []
     bullets = (
         wrap(f"- {text}", WIDTH, subsequent_indent="  ") for text in tables.not_measured(system, strategy, spans)
     )
     notes = (wrap(f"Note: {hint}", WIDTH) for hint in hints(system, strategy, model))
     title = f"{Path(asked.model).stem} on {machine}, {tokens}, bf16. Planned, not measured; times in ms."
-    what = "tensor parallelism" if strategy.cp == 1 else "Ulysses (cp)"
     return [
         *wrap(title, WIDTH), *chain.from_iterable(notes), "", *tables.linears_table(predictions, model.num_layers),
         "", "gain: over collective, which is NCCL and the product one after the other, as stock Megatron-Core has it.",
-        *across, "", f"Spans of {what}, one layer forward and backward:", *tables.spans_table(spans, strategy),
+        *below, "", f"Spans of {tables.axis_of(strategy)}, one layer forward and backward:", *tables.spans_table(spans, strategy),
         "", "Not measured:", *chain.from_iterable(bullets),
     ]  # fmt: skip
 

@@ -8,15 +8,11 @@ from dataclasses import replace
 from ...planning.machines import System
 from ..measure.cases import check_divisible
 from ..measure.models import Model
-from .inputs import EXCHANGED, Strategy, linears_of
+from .inputs import EXCHANGED, Strategy, heads_of, linears_of
 
 
 def check(system: System, strategy: Strategy, model: Model) -> None:
     """Raises ValueError for what cannot be planned."""
-    if strategy.cp > 1 and strategy.tp > 1:
-        raise ValueError(
-            f"tp {strategy.tp} and cp {strategy.cp}: the two together are not planned yet; choose 1 for one of them"
-        )
     _check_nodes(system, strategy)
     try:
         _check_sizes(strategy, model)
@@ -28,39 +24,61 @@ def _check_nodes(system: System, strategy: Strategy) -> None:
     """Whether a group has as many ranks on each of its nodes, and GPUs for all of them."""
     ranks, nodes, gpus = strategy.ranks, strategy.nodes, system.gpus_per_node
     flag, most = _flag(strategy), gpus * nodes
+    asked = f"{_asked(strategy)} with --nodes {nodes}"
     if ranks > most:
         enough = next(count for count in range(math.ceil(ranks / gpus), ranks + 1) if ranks % count == 0)
         raise ValueError(
-            f"{flag} {ranks} with --nodes {nodes}: nodes of {gpus} GPUs hold {most} ranks; set --nodes {enough}, or {flag} to at "
-            f"most {most}"
+            f"{asked}: nodes of {gpus} GPUs hold {most} ranks; set --nodes {enough}, or {flag} to at most {most}"
         )
     inside = "leave out --nodes, which says how many nodes one group spans, or " if ranks <= gpus else ""
     if ranks % nodes:
         raise ValueError(
-            f"{flag} {ranks} with --nodes {nodes}: a group must have as many ranks on each node that it spans; {inside}set "
-            f"{flag} to a multiple of {nodes}, at most {most}"
+            f"{asked}: a group must have as many ranks on each node that it spans; {inside}set {flag} to a multiple of {nodes}, "
+            f"at most {most}"
+        )
+    if strategy.local % strategy.tp and strategy.tp % strategy.local:
+        raise ValueError(
+            f"{asked}: each node has {strategy.local} ranks, and tensor-parallel groups of {strategy.tp} neither fit into nodes "
+            f"nor fill them; set --tp to a divisor or a multiple of {strategy.local}"
         )
 
 
 def _check_sizes(strategy: Strategy, model: Model) -> None:
     check_divisible("seq times micro_batch", strategy.rows, strategy.ranks)
     for linear in linears_of(model, strategy.tp):
-        sharing = strategy.cp if linear.name in EXCHANGED else strategy.tp
-        check_divisible(
-            f"{linear.name}: features", linear.n if linear.is_column else linear.k, max(sharing, strategy.tp)
+        sharing = strategy.cp if linear.name in EXCHANGED and strategy.tp == 1 else strategy.tp
+        check_divisible(f"{linear.name}: features", linear.n if linear.is_column else linear.k, sharing)
+    if strategy.is_grid:
+        _check_heads(strategy, model)
+
+
+def _check_heads(strategy: Strategy, model: Model) -> None:
+    """Whether whole heads are exchanged, of each position of each rank's shard."""
+    tp, kv = strategy.tp, model.num_query_groups
+    check_divisible("seq", strategy.seq, strategy.ranks)
+    check_divisible("query heads", model.num_attention_heads, tp)
+    if kv % tp:
+        raise ValueError(
+            f"{kv} KV heads cannot be divided among {tp} tensor-parallel ranks; Megatron then gathers the product before it "
+            f"exchanges, which is not planned"
         )
+    error = heads_of(model, tp).error(strategy.cp, "qkv")
+    if error is not None:
+        raise ValueError(error)
 
 
 def _what_fits(system: System, strategy: Strategy, model: Model) -> str:
-    """The numbers of ranks on so many nodes that the sizes allow, in words."""
+    """The numbers of ranks on so many nodes that the sizes allow, in words; of both axes cp, beside this tp."""
     nodes, axis = strategy.nodes, "cp" if strategy.cp > 1 else "tp"
+    other = strategy.tp if strategy.is_grid else 1
     found = [
-        str(ranks)
+        str(ranks // other)
         for ranks in range(nodes, nodes * system.gpus_per_node + 1, nodes)
-        if _fits(replace(strategy, **{axis: ranks}), model)
+        if ranks % other == 0 and _fits(replace(strategy, **{axis: ranks // other}), model)
     ]
+    beside = f" beside --tp {strategy.tp}" if strategy.is_grid else ""
     across = f" with --nodes {nodes}" if nodes > 1 else ""
-    return f"--{axis} {' or '.join(found)} fits{across}" if found else f"no --{axis} fits{across}"
+    return f"--{axis} {' or '.join(found)} fits{beside}{across}" if found else f"no --{axis} fits{beside}{across}"
 
 
 def _fits(strategy: Strategy, model: Model) -> bool:
@@ -76,7 +94,7 @@ def hints(system: System, strategy: Strategy, model: Model) -> list[str]:
     ranks, nodes, gpus, found = strategy.ranks, strategy.nodes, system.gpus_per_node, []
     if nodes > 1 and ranks <= gpus:
         found.append(
-            f"{_flag(strategy)} {ranks} fits in one node; --nodes {nodes} spreads it over {ranks // nodes} of {gpus} GPUs of "
+            f"{_asked(strategy)} fits in one node; --nodes {nodes} spreads it over {ranks // nodes} of {gpus} GPUs of "
             f"each of {nodes}. Without --nodes it is planned in one; the others are then for replicas or pipeline stages."
         )
     query, kv = model.num_attention_heads, model.num_query_groups
@@ -88,5 +106,11 @@ def hints(system: System, strategy: Strategy, model: Model) -> list[str]:
     return found
 
 
+def _asked(strategy: Strategy) -> str:
+    return f"--tp {strategy.tp} --cp {strategy.cp}" if strategy.is_grid else f"{_flag(strategy)} {strategy.ranks}"
+
+
 def _flag(strategy: Strategy) -> str:
+    if strategy.is_grid:
+        return "--tp times --cp"
     return "--cp" if strategy.cp > 1 else "--tp"

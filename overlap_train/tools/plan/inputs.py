@@ -8,6 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...planning.heads import AttentionHeads
 from ...planning.machines import SYSTEMS, System
 from ..measure.models import MODELS, TINY, Model
 
@@ -37,6 +38,31 @@ class Strategy:
     def ranks(self) -> int:
         """GPUs of one copy of the model."""
         return self.tp * self.cp
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether both divide it: an attention's projections communicate in two groups."""
+        return self.tp > 1 and self.cp > 1
+
+    @property
+    def local(self) -> int:
+        """Ranks of one node."""
+        return self.ranks // self.nodes
+
+    @property
+    def tp_nodes(self) -> int:
+        """Nodes that a tensor-parallel group spans. Its ranks follow each other."""
+        return max(1, self.tp // self.local)
+
+    @property
+    def cp_nodes(self) -> int:
+        """Nodes that a group of Ulysses spans."""
+        return self.nodes if self.tp_nodes == 1 else self.cp
+
+    @property
+    def overlap_nodes(self) -> int:
+        """Nodes that the group spans in which linears overlap."""
+        return self.tp_nodes if self.tp > 1 else self.cp_nodes
 
 
 STRATEGIES = {f"tp{tp}": Strategy(tp) for tp in (1, 2, 4, 8)} | {f"cp{cp}": Strategy(1, cp=cp) for cp in (2, 4, 8)}
@@ -77,6 +103,11 @@ def linears_of(model: Model, tp: int) -> list[Linear]:
         step = VOCAB_MULTIPLE * tp
         found.append(Linear(OUTPUT, -(-model.vocab_size // step) * step, model.hidden_size, True))
     return found
+
+
+def heads_of(model: Model, tp: int) -> AttentionHeads:
+    """The heads of a tensor-parallel rank."""
+    return AttentionHeads(model.num_attention_heads // tp, model.num_query_groups // tp, model.head_width)
 
 
 def _read(word: str, what: str, kind: type[Kind], named: Mapping[str, Kind]) -> Kind:

@@ -9,8 +9,9 @@ from ...planning.machines import System
 from ..bench.lanes import KINDS, draw_lanes, label_lanes, perfect
 from ..bench.style import LOOKS, canvas, in_order, look_of, save
 from .check import WORST, Compared, mean_error
+from .estimates import COLLECTIVE
 from .inputs import EXCHANGED, Strategy
-from .prediction import COLLECTIVE, FORWARD, Prediction
+from .prediction import FORWARD, Prediction
 from .trace import as_recorded
 
 TICKS = (0.3, 1, 3, 10)  # milliseconds

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from ...methods import TRAITS
 from ...planning.backward import backward, communication_us, wgrad_us
-from ...planning.choice import alone, choose
-from ...planning.cost import network_sms, reduce_sms
 from ...planning.machines import System
 from ...planning.passes import Pass
-from ...planning.plan import NodeSms, engine_plan
 from ...planning.programs import program
-from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
-from ...planning.simulate import simulate
-from ...planning.table import SAME, UNTUNED, Table
-from ...planning.tiling import HOPPER_TILE, Target
-from ...planning.timeline import Program, Timeline
-from ...planning.work import Work
+from ...planning.schedule import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from ...planning.table import SAME, UNTUNED
+from ...planning.tiling import HOPPER_TILE
 from ..measure.models import Model
+from .estimates import COLLECTIVE, METHODS, Estimate, estimate, served_of, with_auto, work_of
 from .fits import check
 from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, linears_of
+from .two_groups import projection
 
-METHODS = tuple(method for method, traits in TRAITS.items() if not traits.few_rows)  # plans are for long sequences
-COLLECTIVE = "collective"
-BY_LIBRARY = ("chunked", COLLECTIVE)  # no tile is simulated
 FORWARD, BACKWARD = "forward", "backward"
-RANK = 0  # whose part is shown: all do the same
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """One pass by one method. device_us: what the GPU needs; host_us: until the call has returned. variant: how it runs."""
-
-    method: str
-    variant: str
-    device_us: float
-    host_us: float
-    timeline: Timeline
-
-    @property
-    def us(self) -> float:
-        """Microseconds of a call where calls follow each other, as the benchmark measures them."""
-        return max(self.device_us, self.host_us)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One pass of one linear. m, n, k: of one rank's product. gemm_us, nccl_us: each half of the work alone."""
+    """One pass of one linear. m, n, k: of one rank's product. gemm_us, nccl_us: each half of the work alone. parts: of which the
+    product of one hides the exchange of another, under TP x Ulysses. only: the method that all linears have there."""
 
     linear: str
     direction: str
@@ -60,6 +36,8 @@ class Prediction:
     gemm_us: float
     nccl_us: float
     by_method: Mapping[str, Estimate]
+    parts: int = 1
+    only: str = ""
 
     @property
     def bound_us(self) -> float:
@@ -69,10 +47,12 @@ class Prediction:
     @property
     def chosen(self) -> Estimate:
         """The fastest. What differs by no more than two measurements of one thing is a tie: NCCL's, else the first one's."""
-        fastest, without = min(e.us for e in self.by_method.values()), self.by_method[COLLECTIVE]
+        without = self.by_method[COLLECTIVE]
+        ours = [self.by_method[self.only]] if self.only else list(self.by_method.values())
+        fastest = min(e.us for e in ours)
         if fastest > (1 - SAME) * without.us:
             return without
-        return next(e for e in self.by_method.values() if e.us <= (1 + SAME) * fastest)
+        return next(e for e in ours if e.us <= (1 + SAME) * fastest)
 
     @property
     def exposed_us(self) -> float:
@@ -96,7 +76,27 @@ def predict(
     """Forward and backward of all linears by those of `methods` that serve them. Raises ValueError for what cannot be planned."""
     check(system, strategy, model)
     linears, ways = linears_of(model, strategy.tp), (FORWARD, BACKWARD)
-    return [_predict(system, strategy, linear, direction, methods) for linear in linears for direction in ways]
+    hides = strategy.is_grid and any(
+        len(projection(system, strategy, model, linear).parts) > 1 for linear in linears if linear.name in EXCHANGED
+    )
+    tried = with_auto(methods) if hides else methods
+    found = [_predict(system, strategy, model, linear, direction, tried) for linear in linears for direction in ways]
+    return _by_best(found) if hides else found
+
+
+def _by_best(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """The predictions by the one method that is best for a layer. A method that is named runs parts, and all linears; `auto`
+    runs none."""
+    layers = by_one_method(predictions)
+    best = next(method for method, us in layers.items() if us <= (1 + SAME) * min(layers.values()))
+    return [replace(p, only=best) for p in predictions]
+
+
+def by_one_method(predictions: Sequence[Prediction]) -> dict[str, float]:
+    """Microseconds of a layer by each method alone; linears to which it brings nothing are left without overlap."""
+    layer = in_layer(predictions)
+    methods = [method for method in layer[0].by_method if method != COLLECTIVE]
+    return {method: total([replace(p, only=method) for p in layer]).ours_us for method in methods}
 
 
 def count_tiles(strategy: Strategy, model: Model) -> int:
@@ -108,11 +108,10 @@ def count_tiles(strategy: Strategy, model: Model) -> int:
 
 
 def passes_of(linear: Linear, strategy: Strategy) -> Pass:
-    """What one rank multiplies in the forward pass. With Ulysses the linears that it leaves alone have a part of the rows."""
-    if strategy.cp == 1:
-        return forward_pass(linear, strategy.rows, strategy.tp)
-    if linear.name not in EXCHANGED:
-        return forward_pass(linear, strategy.rows // strategy.cp, 1)
+    """What one rank multiplies in the forward pass. With Ulysses all linears have a part of the rows; where weights are whole,
+    its projections are operators of its group."""
+    if strategy.cp == 1 or strategy.tp > 1 or linear.name not in EXCHANGED:
+        return forward_pass(linear, strategy.rows // strategy.cp, strategy.tp)
     kind = GEMM_A2A if linear.is_column else A2A_GEMM
     return Pass(kind, strategy.rows, linear.n, linear.k, torch.bfloat16, strategy.cp)
 
@@ -125,45 +124,34 @@ def forward_pass(linear: Linear, rows: int, world: int) -> Pass:
 
 
 def _predict(
+    system: System, strategy: Strategy, model: Model, linear: Linear, direction: str, methods: tuple[str, ...]
+) -> Prediction:
+    if not strategy.is_grid or linear.name not in EXCHANGED:
+        return _in_one_group(system, strategy, linear, direction, methods)
+    over_tp = _in_one_group(system, strategy, linear, direction, (COLLECTIVE,))
+    both = projection(system, strategy, model, linear)
+    served = served_of(strategy.tp_nodes, methods)
+    by_method = {method: both.estimate(method, direction == BACKWARD) for method in served}
+    return replace(over_tp, nccl_us=over_tp.nccl_us + both.exchange_us, by_method=by_method, parts=len(both.parts))
+
+
+def _in_one_group(
     system: System, strategy: Strategy, linear: Linear, direction: str, methods: tuple[str, ...]
 ) -> Prediction:
     first = passes_of(linear, strategy)
     is_backward = direction == BACKWARD
     pass_ = first.dgrad if is_backward else first
-    nodes = strategy.nodes if pass_.world > 1 else 1
-    served = [method for method in methods_of(nodes) if method in methods]
+    nodes = strategy.cp_nodes if pass_.kind in EXCHANGES else strategy.tp_nodes
+    served = served_of(nodes, methods)
     works = {method: work_of(system, pass_, method, UNTUNED, nodes=nodes) for method in served}
     alone = works[COLLECTIVE]
     gemm_us = alone.gemm_us + (wgrad_us(alone) if is_backward else 0.0)
     nccl_us = communication_us(alone) if is_backward else alone.collective_us
     estimates = {
-        method: estimate(work, backward(work) if is_backward else program(work)) for method, work in works.items()
+        method: estimate(work, backward(work) if is_backward else program(work), method)
+        for method, work in works.items()
     }
     return Prediction(linear.name, direction, pass_.rows, pass_.n, pass_.k, gemm_us, nccl_us, estimates)
-
-
-def methods_of(nodes: int) -> tuple[str, ...]:
-    """The methods with engines for a group that spans so many nodes (planning/refusals.py: why_not_across_nodes)."""
-    return METHODS if nodes == 1 else BY_LIBRARY
-
-
-def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bool = False, nodes: int = 1) -> Work:
-    """A pass as `auto` or a method would run it on that machine, by its plan. is_alone: without the wgrad that splits it. nodes:
-    that its group spans."""
-    target, topology = Target(system.capability), Topology(nodes, pass_.world // nodes, RANK)
-    choice = choose(method, pass_, target, table)  # type: ignore[arg-type]  # a GPU that need not be here
-    if is_alone:
-        choice = alone(choice, pass_, target)  # type: ignore[arg-type]
-    weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")
-    sms = NodeSms(network_sms(system.nic_gbs), reduce_sms(system, topology.local))
-    plan = engine_plan(choice, pass_, topology, target, weight, sms)  # type: ignore[arg-type]
-    return Work(system, plan, pass_, topology)
-
-
-def estimate(work: Work, what: Program) -> Estimate:
-    timeline = simulate([what], work.system.copy_gbs, work.system.nic_gbs)
-    plan = work.plan
-    return Estimate(plan.method, plan.variant.named(plan.method), timeline.us, what.host_us, timeline)
 
 
 def total(predictions: Iterable[Prediction]) -> Sum:

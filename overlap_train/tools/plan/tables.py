@@ -10,15 +10,22 @@ from ...planning.cost import network_sms, reduce_sms
 from ...planning.machines import System
 from ..measure.models import Model
 from ..measure.results import aligned, cell
+from .estimates import COLLECTIVE, METHODS
 from .fits import hints
-from .inputs import OUTPUT, Strategy
-from .prediction import COLLECTIVE, METHODS, Prediction, Sum, in_layer, total
+from .inputs import EXCHANGED, OUTPUT, Strategy
+from .prediction import Prediction, Sum, by_one_method, in_layer, total
 
 HEADINGS = (
     "linear", "pass", "M, N, K of a rank", "GEMM", "NCCL", "bound", *METHODS, "exposed", "choose", "gain",
 )  # fmt: skip
 KEEP, NO_ENGINE = "no overlap", "-"
-ACROSS_NODES = "-: not estimated. The kernels of fused and direct send and wait inside one node only, so far."
+ACROSS_NODES = "-: not estimated. The kernels of direct send inside one node only."
+IN_PARTS = "By fused, direct and chunked the product of one part hides the all-to-all of another:"
+APART = "so only TP is overlapped, and the all-to-all is NCCL's:"
+ONE_METHOD = (
+    "By auto, on GPUs, only TP is overlapped. A method that is named (--overlap-train-method) is that of all linears, so "
+    "the plan chooses one for all. A layer by it:"
+)
 MEASURED_RANKS = (1, 2, 4)
 FEW_ROWS = 1024
 # A tile takes the simulation about 15 microseconds. With twice as many, by two methods, three spans inside a node would take
@@ -53,7 +60,8 @@ def spans_table(spans: Mapping[Strategy, SpanSum], strategy: Strategy) -> list[s
     """What each span pays: the layer, and the GPU time that it takes on all of its ranks together."""
     across = ("nodes",) if strategy.nodes > 1 else ()
     figures = ("GEMMs", "NCCL alone", COLLECTIVE, "chosen", "exposed", "gain", "GPU-ms of a layer", "over the least")
-    rows: list[tuple[str, ...]] = [("tp" if strategy.cp == 1 else "cp", *across, *figures)]
+    axes = ("tp", "cp") if strategy.is_grid else ("tp",) if strategy.cp == 1 else ("cp",)
+    rows: list[tuple[str, ...]] = [(*axes, *across, *figures)]
     layers = {span: planned.layer for span, planned in spans.items()}
     least = min(span.ranks * layer.ours_us for span, layer in layers.items())
     for span, layer in layers.items():
@@ -61,8 +69,52 @@ def spans_table(spans: Mapping[Strategy, SpanSum], strategy: Strategy) -> list[s
         times = (layer.gemm_us, layer.nccl_us, layer.without_us, layer.ours_us, exposed)
         paid, nodes = span.ranks * layer.ours_us, (str(span.nodes),) if across else ()
         gain = _gain(layer.without_us, layer.ours_us)
-        rows.append((str(span.ranks), *nodes, *map(_ms, times), gain, _ms(paid), f"{paid / least:.2f}"))
+        sizes = (str(getattr(span, axis)) for axis in axes)
+        rows.append((*sizes, *nodes, *map(_ms, times), gain, _ms(paid), f"{paid / least:.2f}"))
     return aligned(rows)
+
+
+def axis_of(strategy: Strategy) -> str:
+    """What the spans are of."""
+    if strategy.is_grid:
+        return "tensor parallelism (tp) and Ulysses (cp)"
+    return "tensor parallelism" if strategy.cp == 1 else "Ulysses (cp)"
+
+
+def divided_by(strategy: Strategy) -> str:
+    """How the model is divided, where not by tensor parallelism alone."""
+    if strategy.is_grid:
+        return f" by tensor parallelism (tp {strategy.tp}) and Ulysses (cp {strategy.cp})"
+    return f" by Ulysses (cp {strategy.cp})" if strategy.cp > 1 else ""
+
+
+def notes(system: System, strategy: Strategy, predictions: Sequence[Prediction]) -> list[str]:
+    """What has to be known to read the table of linears."""
+    found: list[str] = []
+    if strategy.is_grid:
+        found += _of_two_groups(strategy, predictions)
+    if strategy.overlap_nodes > 1:
+        sms = node_sms(system, strategy)
+        found += [
+            ACROSS_NODES,
+            f"Reckons with {sms['network_sms']} SMs for the network, and {sms['reduce_sms']} for sums of a node.",
+        ]
+    return found
+
+
+def _of_two_groups(strategy: Strategy, predictions: Sequence[Prediction]) -> list[str]:
+    """Which projections hide their all-to-all under TP x Ulysses, and what a layer takes by each method."""
+    parts = {p.linear: p.parts for p in predictions if p.linear in EXCHANGED}
+    hidden = ", ".join(f"{name} in {count} parts" for name, count in parts.items() if count > 1)
+    apart = ", ".join(name for name, count in parts.items() if count == 1)
+    why = "Ulysses' ranks are on several nodes" if strategy.cp_nodes > 1 else "Too short for parts"
+    said = [f"{IN_PARTS} {hidden}."] if hidden else []
+    if apart:
+        said.append(f"{why}, {APART} {apart}.")
+    if hidden:
+        layers = ", ".join(f"{method} {_ms(us)}" for method, us in by_one_method(predictions).items())
+        said.append(f"{ONE_METHOD} {layers} ms.")
+    return said
 
 
 def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, SpanSum]) -> list[str]:
@@ -75,15 +127,20 @@ def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, Sp
         found.append(f"{names} ranks: links and NCCL were measured with 2 and 4 GPUs")
     if strategy.nodes > 1:
         found += _not_measured_across_nodes(system)
-    if coarse := ", ".join(str(span.ranks) for span, planned in spans.items() if planned.is_coarse):
-        axis = "tp" if strategy.cp == 1 else "cp"
+    if coarse := ", ".join(dict.fromkeys(str(span.ranks) for span, planned in spans.items() if planned.is_coarse)):
+        axis = "--tp and --cp" if strategy.is_grid else "--tp" if strategy.cp == 1 else "--cp"
         found.append(
             f"spans of {coarse} ranks by fused and direct: more than {MOST_TILES:,} tiles of a rank are not simulated one by one "
-            f"in a plan across nodes; --{axis} without --nodes does it"
+            f"in a plan across nodes; a plan by {axis} without --nodes has them"
         )
     if strategy.cp > 1:
         found.append(
             "the all-to-all operators: compared with runs of 2 GPUs alone, where chunked was 13 % off in the mean"
+        )
+    if strategy.is_grid:
+        found.append(
+            "TP x Ulysses: no pass of both was timed on GPUs. Here copies of both groups share NVLink, but not with stores "
+            "of direct. Ulysses alone (tp 1) is planned without the passes that pack heads and order rows"
         )
     if strategy.rows < FEW_ROWS:
         found.append(f"{strategy.rows} rows: below {FEW_ROWS} the host decides, and it differs from machine to machine")
@@ -98,14 +155,14 @@ def _not_measured_across_nodes(system: System) -> list[str]:
     assumed = ", ".join(system.network_not_measured)
     return [
         *([f"across nodes: {assumed} of {system.name}"] if assumed else []),
-        "chunked across nodes on GPUs: sums beside products that spare SMs for them; copies passed on beside own copies",
+        "fused and chunked across nodes on GPUs: sums beside products that spare SMs for them; copies passed on beside own copies",
         "NCCL across nodes: a flat ring as fast as its slowest link, as its own model has it; no sums in switches",
     ]
 
 
 def node_sms(system: System, strategy: Strategy) -> dict[str, int]:
     """SMs that products leave to NCCL, and a scatter's also to sums of a node."""
-    sums = reduce_sms(system, strategy.ranks // strategy.nodes) if strategy.cp == 1 else 0
+    sums = reduce_sms(system, strategy.tp // strategy.tp_nodes) if strategy.tp > 1 else 0
     return {"network_sms": network_sms(system.nic_gbs), "reduce_sms": sums}
 
 
@@ -120,7 +177,8 @@ def document(
         "passes": [_entry(p) for p in predictions],
         "layer": asdict(total(layer)), "output": asdict(total(output)),
         "model_sum": asdict(total([*layer * model.num_layers, *output])),
-        **(node_sms(system, strategy) if strategy.nodes > 1 else {}),
+        **(node_sms(system, strategy) if strategy.overlap_nodes > 1 else {}),
+        **({"by_one_method": by_one_method(predictions)} if predictions[0].only else {}),
         "spans": [
             {"tp": span.tp, "cp": span.cp, "nodes": span.nodes, **asdict(planned.layer), "is_coarse": planned.is_coarse}
             for span, planned in spans.items()
@@ -136,7 +194,7 @@ def _entry(p: Prediction) -> dict[str, Any]:
     }
     return {
         "linear": p.linear, "pass": p.direction, "m": p.m, "n": p.n, "k": p.k, "gemm_us": p.gemm_us, "nccl_us": p.nccl_us,
-        "bound_us": p.bound_us, "methods": methods, "chosen": p.chosen.method, "exposed_us": p.exposed_us,
+        "bound_us": p.bound_us, "methods": methods, "chosen": p.chosen.method, "exposed_us": p.exposed_us, "parts": p.parts,
     }  # fmt: skip
 
 

@@ -47,8 +47,8 @@ SHORTEST_MESSAGE = 1 << 20
 
 def candidates(methods: Sequence[str], default: str, pass_: Pass, nodes: int = 1) -> list[str]:
     """The methods to try: those asked for that serve the pass, the default, and always collective: auto must never be slower
-    than that. Across nodes only those without kernels of ours."""
-    asked = [method for method in serving(methods, pass_) if nodes == 1 or not TRAITS[method].kernels]
+    than that. Across nodes only those that serve groups of several."""
+    asked = [method for method in serving(methods, pass_) if nodes == 1 or TRAITS[method].crosses]
     return list(dict.fromkeys([*asked, default, "collective"]))
 
 
@@ -76,9 +76,10 @@ def variants_to_run(pass_: Pass, method: str, device: torch.device, nodes: int =
 def _in_chunks(pass_: Pass, method: str, device: torch.device, nodes: int) -> list[Variant]:
     """The plan's own number of chunks, and all others that cut a block into equal chunks, none too short for a message.
 
-    An all-to-all of CPU processes has one number only: it multiplies whole blocks, and more chunks would be messages for nothing.
+    `chunked` has one number for an all-to-all of CPU processes: it multiplies whole blocks, and more chunks would be messages for
+    nothing.
     """
-    if method != "chunked" or (pass_.kind in EXCHANGES and device.type != "cuda"):
+    if not TRAITS[method].pushes or (method == "chunked" and pass_.kind in EXCHANGES and device.type != "cuda"):
         return [PLAIN]
     rows = pass_.m // pass_.world
     most = rows * pass_.row_features * pass_.dtype.itemsize // SHORTEST_MESSAGE if device.type == "cuda" else rows

@@ -18,7 +18,7 @@ from ...methods import TRAITS
 from ...planning.table import Key, Winner, key_of, save
 from ..measure import world
 from ..measure.cases import Case
-from ..measure.methods import nodes_of, refuse_kernels_across_nodes, refuse_kernels_on_cpus
+from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.models import MODELS
 from ..measure.results import Results, screen
 from ..measure.runs import Session, Settings
@@ -57,7 +57,7 @@ class Tune:
         spaced=True,
     )
     ulysses: bool = option(
-        False, "of --model the projections of its attention as Ulysses has them, instead of its linears under TP"
+        False, "measure the QKV and output projections of --model under Ulysses, instead of its linears under TP"
     )
     tp: int | None = option(
         None, "tensor-parallel ranks; default all that torchrun starts", parse=positive_int, metavar="N"
@@ -75,7 +75,7 @@ class Tune:
     )
     node_ranks: int = option(
         OverlapConfig().node_ranks,
-        "ranks per node, where the group spans several; 0: those that can map each other's memory, which they find out",
+        "ranks per node, where the group spans several; 0: nodes are found",
         parse=positive_int_or_0,
         metavar="N",
     )
@@ -95,7 +95,9 @@ def main(arguments: list[str]) -> int:
     Raises:
         ValueError: wrong arguments.
     """
-    top = Parser("overlap-train tune", description=f"Under torchrun: {world.START} tune --model llama3-8b --seq 8192")
+    start = f"Under torchrun: {world.START} tune --model llama3-8b --seq 8192"
+    what = "Measures which method is fastest for a model's linears; method=auto then takes it."
+    top = Parser("overlap-train tune", description=f"{what} {start}")
     add_options(top, Tune)
     asked = from_args(Tune(), top.parse_args(arguments))
     ranks = ranks_of(asked.tp, asked.dry_run)
@@ -138,9 +140,11 @@ def tune(asked: Tune, cases: list[Case]) -> int:
     """Join the ranks, measure, store after each case, and print."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(asked.connections)  # read when CUDA starts, which is in join
     began, here = time.monotonic(), world.join()
+    if here.device.type == "cpu":
+        here.say("tune: no GPU here. Winners count for CPU processes only, and large shapes take minutes each")
     session = Session(settings_of(asked, here.device), here, Results())
     nodes, results = nodes_of(session), session.results
-    refuse_kernels_across_nodes(asked.methods, nodes)
+    refuse_methods_of_one_node(asked.methods, nodes)
     key = key_of(here.device, here.size, nodes)
     measure(asked.tuning_dir, key, cases, session)
     results.share_notes(here.group)

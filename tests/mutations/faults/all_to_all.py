@@ -49,7 +49,7 @@ SPEC, PASSES = In("overlap_train/planning/spec.py", (PLAN,)), In("overlap_train/
 WEIGHT_GRADIENT = In("overlap_train/operators/weight_gradient.py", (MAIN_GRAD,))
 KERNEL = In("kernels/all_to_all_gemm.py", (BY_KERNELS,))
 SCATTER = In("kernels/gemm_reduce_scatter.py", (BY_KERNELS,))
-STORES, TILES = In("kernels/p2p_store.py", (BY_KERNELS,)), In("kernels/tiles.py", (SCHEDULE,))
+STORES, TILES = In("kernels/p2p_store.py", (BY_KERNELS,)), In("kernels/order.py", (SCHEDULE,))
 HOPPER = In(
     "kernels/hopper_all_to_all_gemm.py",
     (f"{PTX}::test_the_kernel_after_an_all_to_all_waits_and_fences_at_each_blocks_edge",),
@@ -171,7 +171,7 @@ FAULTS = [
     SEQUENCE("A2A: documents lie rank after rank", "torch.cat(parts, dim=1).contiguous()",
              "torch.cat(parts).view(world_size, -1)"),
     SEQUENCE("A2A: half as many chunks fit", "length % (2 * world_size)", "length % world_size"),
-    ORDERS("A2A: all chunks of a peer are sent before the next one's", "pieces.sort(key=lambda piece: piece[1])", "pass"),
+    ORDERS("A2A: all chunks of a peer are sent before the next one's", "== NVLINK, piece[1]))", "== NVLINK, 0))"),
     ORDERS("A2A: every peer gets the first block", "0 if kind == GATHER else target, chunk",
            "0 if kind in INBOUND else target, chunk"),
     SPEC("A2A: slots are as large as y of all ranks", "whole // world_size if self.fprop == GEMM_A2A else whole", "whole"),

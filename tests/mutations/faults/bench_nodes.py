@@ -51,7 +51,7 @@ FAULTS = [
     KINDS("--network is not used", "replace(settings.config, network=self.network)", "settings.config",
           f"{COMMAND}::test_some_operators_and_lengths_can_be_chosen"),
     KINDS("methods that stay inside a node fail case by case",
-          "        refuse_kernels_across_nodes(self.methods, nodes_of(session))\n", "", INSIDE),
+          "        refuse_methods_of_one_node(self.methods, nodes_of(session))\n", "", INSIDE),
     KINDS("kernels fail on the CPU case by case", "        refuse_kernels_on_cpus(self.methods, device)\n", "",
           f"{COMMAND}::test_kernels_are_refused_on_the_cpu"),
     METHODS("methods are refused inside a node, too", "for method in asked if nodes > 1 and", "for method in asked if"),

@@ -85,7 +85,7 @@ FAULTS = [
     SCATTER("partials are added before they have come", "    call.wait_for_all()\n", ""),
     DEFERRED(
         "a split reduction is left out",
-        "        if self._plan.variant.split_reduction:\n            return",
+        "        if self._plan.reduces_later:\n            return",
         "        if False:\n            return",
     ),
     PERSISTENT(
@@ -126,8 +126,8 @@ FAULTS = [
     ),
     TOLD(
         "more CTAs than tiles",
-        "return (min(programs, multiprocessors(device)),)",
-        "return (multiprocessors(device),)",
+        "return (min(programs, multiprocessors(device) - spared_sms),)",
+        "return (multiprocessors(device) - spared_sms,)",
     ),
     PERSISTENT(
         "TMA is given a matrix between two words",
@@ -146,7 +146,7 @@ FAULTS = [
     ),
     PERSISTENT(
         "a split reduction shares the launch of a whole one",
-        "staging is None, plan.variant.split_reduction)",
+        "staging is None, plan.reduces_later)",
         "staging is None)",
     ),
     PERSISTENT(

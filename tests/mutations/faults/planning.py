@@ -30,8 +30,8 @@ FAULTS = [
     SCHEDULE("a gather sends other blocks than its shard", "0 if kind == GATHER else target", "target"),
     SCHEDULE(
         "own rows come first in a scatter",
-        "blocks = (*targets(topology), rank)",
-        "blocks = (rank, *targets(topology))",
+        "product((*targets(topology), rank), numbers)",
+        "product((rank, *targets(topology)), numbers)",
     ),
     SCHEDULE(
         "legs are equal where their pieces are",
@@ -52,15 +52,15 @@ FAULTS = [
         "fprop.method",
     ),
     PLAN("x is gathered again in chunks", "route = legs(fprop.kind, topology, chunks=1)", "route = fprop.legs"),
-    PLAN(
+    SCHEDULE(
         "pushes of a gather wait for tiles",
-        'after_tiles = kind not in INBOUND and choice.method == "fused"',
-        'after_tiles = choice.method == "fused"',
+        "after_tiles = tiled and kind not in INBOUND",
+        "after_tiles = tiled",
     ),
     PLAN(
         "pushes of a scatter do not wait for tiles",
-        "legs(kind, topology, chunks, after_tiles)",
-        "legs(kind, topology, chunks)",
+        "route = legs(kind, topology, chunks, tiled)",
+        "route = legs(kind, topology, chunks)",
     ),
     PLAN("blocks that are to be sent whole are cut", " or choice.variant.whole:", ":"),
     PLAN(

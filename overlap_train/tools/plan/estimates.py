@@ -1,0 +1,81 @@
+"""One pass by one method: its plan, what runs by it, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...methods import TRAITS
+from ...planning.choice import alone, choose
+from ...planning.cost import network_sms, reduce_sms
+from ...planning.machines import System
+from ...planning.passes import Pass
+from ...planning.plan import NodeSms, engine_plan
+from ...planning.schedule import Topology
+from ...planning.simulate import simulate
+from ...planning.table import Table
+from ...planning.tiling import Target
+from ...planning.timeline import Program, Timeline
+from ...planning.work import Work
+
+METHODS = tuple(method for method, traits in TRAITS.items() if not traits.few_rows)  # plans are for long sequences
+COLLECTIVE, AUTO = "collective", "auto"
+BY_LIBRARY = ("chunked", COLLECTIVE)  # no tile is simulated
+RANK = 0  # whose part is shown: all do the same
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One pass by one method. device_us: what the GPU needs; host_us: until the call has returned. variant: how it runs."""
+
+    method: str
+    variant: str
+    device_us: float
+    host_us: float
+    timeline: Timeline
+
+    @property
+    def us(self) -> float:
+        """Microseconds of a call where calls follow each other, as the benchmark measures them."""
+        return max(self.device_us, self.host_us)
+
+
+def methods_of(nodes: int) -> tuple[str, ...]:
+    """The methods with engines for a group that spans so many nodes (planning/refusals.py: why_not_across_nodes)."""
+    return tuple(method for method in METHODS if nodes == 1 or TRAITS[method].crosses)
+
+
+def served_of(nodes: int, methods: Sequence[str]) -> tuple[str, ...]:
+    """Those of `methods` that serve a group on so many nodes."""
+    return tuple(method for method in methods if method in (*methods_of(nodes), AUTO))
+
+
+def with_auto(methods: Sequence[str]) -> tuple[str, ...]:
+    """The methods, and `auto` before the last where all that it may take are simulated."""
+    return (*methods[:-1], AUTO, methods[-1]) if tuple(methods) == METHODS else tuple(methods)
+
+
+def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bool = False, nodes: int = 1) -> Work:
+    """A pass as `auto` or a method would run it on that machine, by its plan. is_alone: without the wgrad that splits it. nodes:
+    that its group spans."""
+    target, topology = Target(system.capability), Topology(nodes, pass_.world // nodes, RANK)
+    choice = choose(method, pass_, target, table, nodes)  # type: ignore[arg-type]  # a GPU that need not be here
+    if is_alone:
+        choice = alone(choice, pass_, target)  # type: ignore[arg-type]
+    weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")
+    sms = NodeSms(network_sms(system.nic_gbs), reduce_sms(system, topology.local))
+    plan = engine_plan(choice, pass_, topology, target, weight, sms)  # type: ignore[arg-type]
+    return Work(system, plan, pass_, topology)
+
+
+def estimate(work: Work, what: Program, asked: str = "") -> Estimate:
+    """asked: the method that was asked for; "": the plan's."""
+    plan = work.plan
+    return simulated(work.system, what, asked or plan.method, plan.variant.named(plan.method))
+
+
+def simulated(system: System, what: Program, method: str, variant: str) -> Estimate:
+    timeline = simulate([what], system.copy_gbs, system.nic_gbs)
+    return Estimate(method, variant, timeline.us, what.host_us, timeline)

@@ -1,0 +1,264 @@
+"""What one rank enqueues in a pass of a projection under TP x Ulysses: training's own code runs, on tensors without memory.
+
+Parts, slots and exchanges are ordered by what orders them in training (ulysses/tensor_parallel.py, ahead.py, rows_backward.py,
+protocol/workspace.py), in domains that note what a rank would enqueue. A torch operation that makes a tensor is a kernel that
+reads as much as it writes. A part's product is what planning/programs.py and backward.py say of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...operators.weight_gradient import WeightGradient
+from ...planning import cost
+from ...planning.backward import own_block, row_dw, row_dx, whole
+from ...planning.machines import System
+from ...planning.passes import Pass
+from ...planning.plan import EnginePlan
+from ...planning.programs import Part, barrier, epoch, forward, host_us, sends, wait
+from ...planning.schedule import A2A_GEMM, SCATTER, Legs
+from ...planning.timeline import COMPUTE, EXCHANGES, Group, Kernel, Program, Send
+from ...planning.work import Work
+from ...protocol.layout import SLOTS
+from ...protocol.slot_use import SlotUse
+from ...protocol.tags import Tag
+from ...protocol.workspace import Workspace
+from ...ulysses.parts import Part as Positions
+from ...ulysses.tensor_parallel import ShardedPart
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The two groups of one rank. Tensor-parallel ranks follow each other, as Megatron numbers them."""
+
+    tensor: Group
+    ulysses: Group
+
+    @property
+    def rank(self) -> int:
+        return self.tensor.ranks[self.tensor.topology.rank]
+
+    @property
+    def world(self) -> int:
+        return self.tensor.topology.world * self.ulysses.topology.world
+
+
+class Recording(TorchDispatchMode):
+    """What one rank has enqueued so far. While it is entered, torch's operations are noted, too."""
+
+    def __init__(self, system: System, grid: Grid) -> None:
+        super().__init__()
+        self.system, self.grid = system, grid
+        self.kernels: list[Kernel] = []
+        self.sends: list[Send] = []
+        self.operators = 0
+        self._calls = 0
+        self._groups: dict[str, Group] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, nbytes = func._schema.name.removeprefix("aten::"), written_bytes(func, args, result)
+        if nbytes:
+            self.copy(name, nbytes)
+        return result
+
+    def copy(self, name: str, nbytes: float) -> None:
+        """Note a kernel that reads and writes so many bytes."""
+        us = cost.sum_us(self.system, 2 * nbytes)
+        self.kernels.append(Kernel(f"{name} kernel", COMPUTE, us, self.system.gap_us))
+
+    def add(self, part: Part) -> None:
+        self.kernels += part[0]
+        self.sends += part[1]
+
+    def numbered(self, work: Work, group: Group) -> Work:
+        """The next call of the program, among the ranks of a group."""
+        self._calls += 1
+        numbered = replace(work, operator=self._calls)
+        for what in (numbered, replace(numbered, what="x")):  # a column linear's backward has one of x besides
+            self._groups[what.call] = group
+        return numbered
+
+    def program(self) -> Program:
+        system = self.system
+        host = host_us(system, self.kernels, self.sends, self.operators)
+        return Program(
+            self.grid.rank, self.grid.world, tuple(self.kernels), tuple(self.sends), host,
+            store_gbs=system.tile_store_gbs, groups=self._groups,
+        )  # fmt: skip
+
+
+def written_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that a torch operation writes; 0 of views and of new memory."""
+    name = func._schema.name
+    if not isinstance(result, torch.Tensor) or "empty" in name:
+        return 0
+    if name == "aten::index_put_":  # into some of the rows
+        return int(args[2].nbytes)
+    held = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor)}
+    is_view = result.untyped_storage()._cdata in held and not func._schema.is_mutable
+    return 0 if is_view else result.nbytes
+
+
+class Domain:
+    """A group's domain as operators see it. exchanges: how its all-to-alls run; None in a tensor-parallel group."""
+
+    def __init__(self, recording: Recording, group: Group, exchanges: EnginePlan | None = None) -> None:
+        self.recording, self.group, self.exchanges = recording, group, exchanges
+        self.rank, self.world_size = group.topology.rank, group.topology.world
+        self.workspace, self.engine = NotedWorkspace(self), self
+
+    def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Bracket:
+        return Bracket(self, tag, slots, barrier_first)
+
+    def begin_ahead(self) -> None:
+        self.workspace.begin_ahead()
+
+    def push(self, source: torch.Tensor, routes: list[Send]) -> None:
+        self.recording.sends += routes
+
+
+@dataclass
+class Bracket:
+    """The bracket of an operator (runtime/bracket.py), which may be entered again."""
+
+    domain: Domain
+    tag: Tag
+    slots: int
+    barrier_first: bool
+
+    def __enter__(self) -> None:
+        self.domain.recording.operators += 1
+        if self.slots:
+            self.domain.workspace.begin(self.tag, self.slots, self.barrier_first)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """What was pushed has arrived where the operator ends: at the peers, who push alike."""
+
+
+class NotedWorkspace(Workspace):
+    """The workspace of a Domain: which slots are free is worked out as ever, and calls note what they do."""
+
+    def __init__(self, domain: Domain) -> None:
+        self._domain, self.use = domain, SlotUse()
+        self.slots, self._barrier = [None] * SLOTS, None  # type: ignore[list-item, assignment]
+
+    def _call(self, slot: Any, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int) -> Any:
+        return NotedCall(self._domain, block_shape, dtype)
+
+
+class NotedCall:
+    """One all-to-all, or a barrier, by copies (protocol/slot.py)."""
+
+    def __init__(self, domain: Domain, block_shape: torch.Size, dtype: torch.dtype) -> None:
+        self._domain, self._recording = domain, domain.recording
+        self._shape, self._dtype = block_shape, dtype
+
+    def next_epoch(self) -> None:
+        (rows, features), plan, world = self._shape, self._domain.exchanges, self._domain.world_size
+        assert plan is not None and plan.chunks == 1
+        pass_ = Pass(A2A_GEMM, rows * world, features, features * world, self._dtype, world)
+        work = Work(self._recording.system, plan, pass_, self._domain.group.topology, what="exchange")
+        self._work = self._recording.numbered(work, self._domain.group)
+        self._recording.add((list(epoch(self._work, True)), []))
+
+    def routes(self, legs: Legs, pitch: int) -> list[Send]:
+        return [replace(send, lane=EXCHANGES) for send in sends(self._work)]
+
+    def wait_for_start(self) -> None:
+        self._recording.add(([wait(self._work, self._work.arrivals(0))], []))
+
+    def receive(self, own: torch.Tensor) -> None:
+        self._recording.add(([own_block(self._work), wait(self._work, self._work.all_arrivals())], []))
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        return torch.empty(self._domain.world_size, *self._shape, dtype=self._dtype, device="meta")
+
+    def barrier(self) -> None:
+        self._recording.add(([barrier(self._recording.system)], []))
+
+
+@dataclass(frozen=True)
+class NotedPart(ShardedPart):
+    """A ShardedPart whose products are noted. fprop, dgrad: of its product."""
+
+    fprop: Work
+    dgrad: Work
+
+    def column_forward(self, x_shard_m: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.product.forward:
+            self._note(forward, self.fprop, self.fprop.plan.slots)
+        return self._result(self.fprop), x_shard_m
+
+    def column_backward(
+        self, dy: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor, dw: WeightGradient | None, wants_dx: bool
+    ) -> torch.Tensor:
+        again = self.product.plan.wgrad
+        assert again is not None and wants_dx, "plans are for training with all gradients"
+        with self.product.backward(wants_dx, dw is not None):
+            self._note(whole, self.dgrad, again.slots + self.dgrad.plan.slots)
+        return self._result(self.dgrad)
+
+    def row_forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with self.product.forward:
+            self._note(forward, self.fprop, self.fprop.plan.slots)
+        return self._result(self.fprop)
+
+    def row_backward(
+        self, dy_shard_m: torch.Tensor, x: Callable[[], torch.Tensor], w: torch.Tensor, dw: WeightGradient | None,
+        wants_dx: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        with self.product.backward(True, dw is not None):
+            work = self._note(row_dx, self.dgrad, self.dgrad.plan.slots)
+            blocks = len(x())
+            self._recording.add(([row_dw(replace(work, x_blocks=blocks))], []))
+        return self._result(self.dgrad)
+
+    @property
+    def _domain(self) -> Domain:
+        return self.product.domain  # type: ignore[return-value]
+
+    @property
+    def _recording(self) -> Recording:
+        return self._domain.recording
+
+    def _note(self, engine: Callable[[Work], Part], work: Work, slots: int) -> Work:
+        """Note what an engine enqueues, which takes so many slots."""
+        for _ in range(slots):
+            self._domain.workspace.use.take()
+        numbered = self._recording.numbered(work, self._domain.group)
+        self._recording.add(engine(numbered))
+        return numbered
+
+    def _result(self, work: Work) -> torch.Tensor:
+        rows = work.m_shard if work.plan.kind == SCATTER else work.pass_.m
+        return torch.empty(rows, work.pass_.n, dtype=work.pass_.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class NotedHeads:
+    """Rows of q, k and v, as HeadRows (ulysses/rows.py): a kernel takes them out of the slot, or packs them. columns: of what
+    one rank sends to one. rows: of one position, of all tensor-parallel ranks."""
+
+    recording: Recording
+    columns: int
+    rows: int
+
+    def place(self, part: Positions) -> None:
+        return None
+
+    def take(self, part: Positions, received: torch.Tensor) -> None:
+        self.recording.copy("unpack", received.nbytes)
+
+    def give(self, part: Positions) -> torch.Tensor:
+        shape = self.recording.grid.ulysses.topology.world, (part.last - part.first) * self.rows, self.columns
+        packed = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        self.recording.copy("pack", packed.nbytes)
+        return packed

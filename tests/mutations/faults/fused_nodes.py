@@ -1,0 +1,70 @@
+"""Faults of `fused` across nodes: whose block comes next in the kernel, what waits for its tiles, what it leaves to others."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import In
+
+SCHEDULE = "tests/protocol/test_schedule.py::test_kernels_take_tiles_in_the_schedules_order"
+STREAMED = "tests/protocol/test_interleaving_nodes.py"
+PASSES = f"{STREAMED}::test_operators_pass"
+BY_PROCESSES = "tests/protocol/test_nodes.py::test_every_shape_by_a_kernel"
+ORDER = In("kernels/order.py", (SCHEDULE,))
+STREAMS = In("overlap_train/operators/fused_node_streams.py", (PASSES,))
+EARLY = In("overlap_train/operators/fused_node_streams.py", (f"{STREAMED}::test_a_kernel_runs_beside_its_exchanges",))
+ENGINE = In("overlap_train/protocol/node_streams.py", (PASSES,))
+PROCESSES = In("overlap_train/operators/fused_node_processes.py", (BY_PROCESSES,))
+PROCESS_ENGINE = In("overlap_train/protocol/node_engine.py", (BY_PROCESSES,))
+SLOT = In("overlap_train/protocol/node_slot.py", (PASSES,))
+PLAN = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
+TRAITS = In("overlap_train/methods.py", ("tests/unit/test_topology.py",))
+GRID = In("overlap_train/operators/kernel_args.py", ("tests/unit/test_launch_limits.py",))
+HOPPER = In("overlap_train/operators/hopper.py", ("tests/unit/test_hopper_rows.py",))
+
+FAULTS = [
+    ORDER("a rank of another node comes next", "% (WORLD // LOCAL) * LOCAL +", "% (WORLD // LOCAL) * LOCAL + 1 +"),
+    ORDER("far shards are multiplied one after the other",
+          "nodes == 0, within // CHUNKS, within % LOCAL", "nodes >= 0, within // CHUNKS, 0"),
+    ORDER("far chunks are multiplied as near ones",
+          "nodes == 0, within % CHUNKS, within // LOCAL", "nodes >= 0, within % CHUNKS, 0"),
+    ORDER("shards arrive from following nodes", "rank_at(rank, WORLD // LOCAL - nodes, LOCAL - places, WORLD, LOCAL), chunk",
+          "rank_at(rank, nodes, LOCAL - places, WORLD, LOCAL), chunk"),
+    ORDER("of a far node the twin's block is multiplied first", "step % LOCAL + (step >= LOCAL)", "step % LOCAL"),
+    ORDER("the own node is multiplied first for others", "rank_at(rank, step // LOCAL + 1,", "rank_at(rank, step // LOCAL,"),
+    ORDER("a node's twin is multiplied first", "step % LOCAL + 1, WORLD", "step % LOCAL, WORLD"),
+    EARLY("exchanges are enqueued before the kernel of a gather",
+          "        y = super().matmul(b_kn)\n        self._crossings.finish()\n",
+          "        self._crossings.finish()\n        y = super().matmul(b_kn)\n"),
+    EARLY("exchanges are enqueued before the kernel of an all-to-all",
+          "        super().matmul(b_kn, y)\n        self._crossings.finish()\n",
+          "        self._crossings.finish()\n        super().matmul(b_kn, y)\n"),
+    STREAMS("a sum of the node does not wait for its own tiles",
+            "        self._engine.wait_for_tiles(self._call.stored_tiles_of(twin, chunk), self._tiles)\n", ""),
+    STREAMS("a sum waits for the first chunk's tiles", "stored_tiles_of(twin, chunk)", "stored_tiles_of(twin, 0)"),
+    STREAMS("columns leave before their tiles", "partial(engine.wait_for_tiles, counter, tiles)", "None"),
+    STREAMS("what a kernel of GEMM + RS writes leaves before its counters are reset",
+            "        engine.send_after_this()\n        own =", "        own ="),
+    STREAMS("what a kernel of GEMM + A2A writes leaves before its counters are reset",
+            "        engine.send_after_this()\n        tiles =", "        tiles ="),
+    STREAMS("partial sums of a node are not sent",
+            "engine.push_counted(self._partials, call.routes(legs.inside, self._tiles))", "pass"),
+    ENGINE("a sum waits for one tile too few", "counter.data_ptr(), tiles, AT_LEAST", "counter.data_ptr(), tiles - 1, AT_LEAST"),
+    PROCESS_ENGINE("processes send before the tiles are stored",
+                   "lambda: send() if poll(lambda: counter.item() >= tiles, self._timeout_s) else None", "send"),
+    PROCESSES("a process sends the first rank's columns to all", "staging[leg.block], leg", "staging[0], leg"),
+    SLOT("partial sums leave for a neighbour before their tiles",
+         "(self.stored_tiles(leg), tiles) if leg.after_tiles else None", "None"),
+    SLOT("counters of two blocks are one", "word = block * MAX_CHUNKS + chunk", "word = chunk"),
+    PLAN("a kernel that waits leaves no SM to what it waits for",
+         'int(nodes > 1 and device.type == "cuda" and TRAITS[method].multiplies)', "0"),
+    PLAN("sums that a kernel would add are those of nodes",
+         "self.variant.split_reduction or self.nodes > 1", "self.variant.split_reduction"),
+    PLAN("the network brings an all-to-all as the library wants it",
+         "crossings=_crossings(kind, topology, chunks, tiled)", "crossings=_crossings(kind, topology, chunks)"),
+    TRAITS("kernels that send cross nodes", '"direct": Traits(kernels=True, multiplies=True)',
+           '"direct": Traits(kernels=True, multiplies=True, crosses=True)'),
+    GRID("a kernel takes the SMs that it is to leave", "multiprocessors(device) - spared_sms", "multiprocessors(device)"),
+    HOPPER("a gather's kernel takes all SMs",
+           "if sends else halves, domain.device, plan.spared_sms)", "if sends else halves, domain.device, 0)"),
+    HOPPER("a scatter's kernel takes all SMs",
+           "* domain.world_size, domain.device, plan.spared_sms)", "* domain.world_size, domain.device, 0)"),
+]  # fmt: skip
