@@ -201,10 +201,7 @@ def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
     assert run(model, "--nodes", "2", "--system", "h20", "--json", str(results)) == 0
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 120
-    assert (
-        "on 16 x h20 on 2 nodes" in said
-        and "The kernels of direct send inside one node only" in said
-    )
+    assert "on 16 x h20 on 2 nodes" in said and "The kernels of direct send inside one node only" in said
     fc1 = next(line.split() for line in said.splitlines() if line.startswith("fc1"))
     assert fc1[9] == "-" and float(fc1[8]) > 0 and float(fc1[10]) > 0, "direct, between fused and chunked"
     spans = [line.split()[:2] for line in said.partition("Spans")[2].splitlines()[2:7]]

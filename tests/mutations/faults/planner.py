@@ -33,7 +33,7 @@ FAULTS = [
         "for rank in ranks if rank != block))",
         "for rank in ranks if rank < 0))",
     ),
-    ACROSS("plan: a node is summed before the own product", "(multiplied(work, block, chunk), *(arrived", "(*(), *(arrived"),
+    ACROSS("plan: a node is summed before the own product", "(made(work, block, chunk), *(arrived", "(*(), *(arrived"),
     ACROSS(
         "plan: a block is passed on before it has arrived",
         "if leg.carries == ARRIVED else None",
@@ -63,7 +63,7 @@ FAULTS = [
     ACROSS("plan: what lands waits in the copy engine's queue", "leg.carries in (ARRIVED, LANDED)", "leg.carries == ARRIVED"),
     ACROSS("plan: what lands is passed on before it is there",
            "        return landed(work.call, leg.target, leg.block, leg.chunk)\n", "        return None\n"),
-    PROGRAMS("plan: a chunk that crosses leaves after the first", "leg.chunk if leg.link == NETWORK else 0)", "0)"),
+    PROGRAMS("plan: a chunk that crosses leaves after the first", "leg.chunk if leg.link == NETWORK or leg.after_tiles else 0)", "0)"),
     SIMULATE("plan: what is for another rank arrives at once",
              "taker = group.topology.receiver(leg.target) if leg.link == NETWORK else", "taker ="),
     COST("plan: products have NCCL's SMs, too", "sms = system.sms - spared_sms", "sms = system.sms"),
