@@ -14,6 +14,7 @@ from overlap_train.planning import across_nodes, cost, programs
 from overlap_train.planning.backward import backward, wgrad_us
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.passes import Pass
+from overlap_train.planning.persistent_tiles import gather_tiles
 from overlap_train.planning.programs import program
 from overlap_train.planning.schedule import (
     A2A_GEMM,
@@ -34,6 +35,7 @@ from overlap_train.planning.schedule import (
 )
 from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
+from overlap_train.planning.tiling import HOPPER, HOPPER_TILE
 from overlap_train.planning.timeline import (
     COPIES,
     PASSED_ON,
@@ -52,6 +54,7 @@ from overlap_train.tools.plan.estimates import work_of
 
 H200 = SYSTEMS["h200"]
 KINDS = (GATHER, SCATTER, *EXCHANGES)
+METHODS = ("fused", "chunked")
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (3, 4)]
 # Easy to reckon with: a shard of 1 MB takes 10 us over NVLink and 100 over the network. As long takes a sum of a node of two,
 # which reads two such and writes one, on two SMs.
@@ -69,15 +72,17 @@ ROUND = replace(
 SHARD = 1e6
 
 
-def work(kind: str, nodes: int, local: int, rank: int = 0, chunks: int = 1, together: int = 1) -> Work:
+def work(
+    kind: str, nodes: int, local: int, rank: int = 0, chunks: int = 1, together: int = 1, method: str = "chunked"
+) -> Work:
     """Blocks of 500 rows x 1000 features."""
     world = nodes * local
     n, k = {GATHER: (64, 1000), SCATTER: (1000, 64), A2A_GEMM: (64, 1000 * world), GEMM_A2A: (1000 * world, 64)}[kind]
-    made = work_of(ROUND, Pass(kind, 500 * world, n, k, torch.bfloat16, world), "chunked", UNTUNED, nodes=nodes)
-    topology = Topology(nodes, local, rank)
+    made = work_of(ROUND, Pass(kind, 500 * world, n, k, torch.bfloat16, world), method, UNTUNED, nodes=nodes)
+    topology, tiled = Topology(nodes, local, rank), method == "fused"
     plan = replace(
-        made.plan, chunks=chunks, legs=legs(kind, topology, chunks), sources=sources(topology, kind),
-        crossings=crossings(kind, topology, chunks), together=together,
+        made.plan, chunks=chunks, legs=legs(kind, topology, chunks, tiled), sources=sources(topology, kind),
+        crossings=crossings(kind, topology, chunks, tiled), together=together,
     )  # fmt: skip
     return replace(made, plan=plan, topology=topology)
 
@@ -86,8 +91,8 @@ def run(*works: Work) -> Timeline:
     return simulate([program(one) for one in works], ROUND.copy_gbs, ROUND.nic_gbs)
 
 
-def everyone(kind: str, nodes: int, local: int, chunks: int = 1) -> list[Work]:
-    return [work(kind, nodes, local, rank, chunks) for rank in range(nodes * local)]
+def everyone(kind: str, nodes: int, local: int, chunks: int = 1, method: str = "chunked") -> list[Work]:
+    return [work(kind, nodes, local, rank, chunks, method=method) for rank in range(nodes * local)]
 
 
 def test_a_gather_of_two_nodes_of_two_by_hand() -> None:
@@ -148,6 +153,8 @@ def problems_of(made: Work, timeline: Timeline) -> Iterator[str]:
         if leg.carries == LANDED and span.start < tokens[landed("call", leg.target, leg.block, leg.chunk)]:
             yield "passed on before it had landed"
         product = ("call", "rows", leg.block, leg.chunk)
+        if made.plan.method == "fused":
+            product = ("stored", "call", leg.block, leg.chunk)
         if leg.carries == OPERAND and leg.link == NETWORK and span.start < tokens.get(product, 0.0):
             yield "sent before it was multiplied"
         if leg.carries != NODE_SUM:
@@ -158,7 +165,7 @@ def problems_of(made: Work, timeline: Timeline) -> Iterator[str]:
         if span.start < end:
             yield "sent before it was added"
         begun = next(sums).start
-        if any(begun < tokens[token] for token in [("call", "rows", leg.block, leg.chunk), *needed]):
+        if any(begun < tokens[token] for token in [product, *needed]):
             yield "added before the node's partials were there"
     yield from lane_problems(made, timeline)
 
@@ -185,8 +192,9 @@ def span_of(timeline: Timeline, leg: Leg) -> Span:
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(("nodes", "local"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_two_steps_are_kept(kind: str, nodes: int, local: int, chunks: int) -> None:
-    made = work(kind, nodes, local, chunks=chunks)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_two_steps_are_kept(method: str, kind: str, nodes: int, local: int, chunks: int) -> None:
+    made = work(kind, nodes, local, chunks=chunks, method=method)
     assert not list(problems_of(made, run(made)))
 
 
@@ -210,19 +218,22 @@ FAULTS: list[tuple[str, Callable[..., object], str, str]] = [
 @pytest.mark.parametrize(
     ("name", "fault", "kind", "found"), FAULTS, ids=lambda value: getattr(value, "__name__", value)
 )
+@pytest.mark.parametrize("method", METHODS)
 def test_a_program_that_breaks_a_step_is_found(
-    name: str, fault: object, kind: str, found: str, monkeypatch: pytest.MonkeyPatch
+    method: str, name: str, fault: object, kind: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(programs, name, fault)
-    made = work(kind, 2, 3)
+    made = work(kind, 2, 3, method=method)
     assert any(found in problem for problem in problems_of(made, run(made)))
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(("nodes", "local"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_stands_for_all_of_all_nodes(kind: str, nodes: int, local: int, chunks: int) -> None:
-    together, alone = run(*everyone(kind, nodes, local, chunks)), run(work(kind, nodes, local, chunks=chunks))
+@pytest.mark.parametrize("method", METHODS)
+def test_one_rank_stands_for_all_of_all_nodes(method: str, kind: str, nodes: int, local: int, chunks: int) -> None:
+    together = run(*everyone(kind, nodes, local, chunks, method))
+    alone = run(work(kind, nodes, local, chunks=chunks, method=method))
     assert together.us == pytest.approx(alone.us)
     times = {token: time for _, token, time in alone.tokens}
     for rank, token, time in together.tokens:
@@ -292,14 +303,14 @@ def test_a_thousand_ranks_on_128_nodes(kind: str) -> None:
     assert lanes[PASSED_ON] == (0 if kind == SCATTER else 127 * 7)
 
 
-@pytest.mark.parametrize("method", ["chunked", "collective"])
+@pytest.mark.parametrize("method", ["fused", "chunked", "collective"])
 @pytest.mark.parametrize("kind", [GATHER, "scatter, wgrad"])
 def test_whole_backwards_across_nodes_end(kind: str, method: str) -> None:
     made = work_of(H200, Pass(kind, 8192, 4096, 1536, torch.bfloat16, 16), method, UNTUNED, nodes=2)
     timeline = simulate([backward(made)], H200.copy_gbs, H200.nic_gbs)
     assert timeline.us > 2 * made.gemm_us
     crossed = [span for span in timeline.spans if span.lane == TO_NETWORK]
-    assert len(crossed) == (method == "chunked") * (1 if kind == GATHER else 2)
+    assert len(crossed) == (method != "collective") * (1 if kind == GATHER else 2)
 
 
 def test_nccl_is_as_fast_as_its_slowest_link() -> None:
@@ -411,3 +422,21 @@ def test_shallow_blocks_are_multiplied_side_by_side() -> None:
     assert wide.terms_us(1, 1) == pytest.approx(8 * 500 * 64_000 / 1e6), "the sum in fp32 is read and written"
     (copy, _) = (kernel.us for kernel in program(wide).kernels if kernel.name == "copy of the blocks")
     assert copy == pytest.approx(2 * (2 * SHARD + 2 * 2 * 1000 * 64_000) / 1e6), "and so are both operands"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kernel_runs_on_the_sms_that_it_does_not_leave(kind: str) -> None:
+    """Those of NCCL, of sums, and one for kernels that wait."""
+    made = work(kind, 2, 2, method="fused")
+    (kernel,) = (kernel for kernel in program(made).kernels if kernel.tiles)
+    assert kernel.sms == H200.sms - made.plan.spared_sms == H200.sms - made.plan.send_sms - made.plan.reduce_sms - 1
+    ran_on = {span.lane for span in run(made).tiles}
+    assert len(ran_on) == min(kernel.sms, len(kernel.tiles))
+
+
+def test_the_last_wave_of_a_kernel_is_that_of_its_own_sms() -> None:
+    """120 tiles are a wave of 132 SMs, and of 119 a wave and half of one, as only one tile is left."""
+    wide = replace(work(GATHER, 2, 1, method="fused"), pass_=Pass(GATHER, 2 * 1920, 1024, 1000, torch.bfloat16, 2))
+    spared = replace(wide.plan, send_sms=12, wait_sms=1, kernels=HOPPER, tile=HOPPER_TILE)
+    assert len(gather_tiles(replace(wide, plan=replace(spared, send_sms=11)))) == 120
+    assert len(gather_tiles(replace(wide, plan=spared))) == 121, "the last one is cut into halves"

@@ -13,6 +13,7 @@ SIMULATE = In("overlap_train/planning/simulate.py", (NODES,))
 WORK = In("overlap_train/planning/work.py", (NODES,))
 RANK = In("overlap_train/planning/simulated_rank.py", (ONE_NODE,))
 TILES = In("overlap_train/planning/persistent_tiles.py", (ONE_NODE,))
+NODE_TILES = In(TILES.file, (NODES,))
 WAVES = In("overlap_train/planning/tiling.py", ("tests/unit/test_hopper_rows.py",))  # as the kernel has them
 ACROSS_SPANS = f"{COMMAND}::test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays"
 SPAN_TILES = f"{COMMAND}::test_too_many_tiles_are_not_simulated_one_by_one_in_a_plan_across_nodes"
@@ -48,6 +49,10 @@ FAULTS = [
     COST("plan: sums have one SM too few", "math.ceil(node_sum_gbs", "math.floor(node_sum_gbs"),
     COST("plan: sums take as many SMs as there are", "/ system.sum_sm_gbs), MOST_CTAS)", "/ system.sum_sm_gbs), 999)"),
     COST("plan: few SMs read faster than the memory", "min(system.memory_gbs, sms", "max(0.0, sms"),
+    WORK("plan: a kernel has the SMs that it leaves", "return self.system.sms - self.plan.spared_sms", "return self.system.sms"),
+    ACROSS("plan: what a kernel multiplies is never there", "stored(work.call, block, chunk) if in_tiles else", ""),
+    NODE_TILES("plan: own tiles add what nodes have to sum first",
+               "not work.plan.reduces_later", "not work.plan.variant.split_reduction"),
     WORK("plan: products have the SMs of sums, too", "depth, parts, self.plan.spared_sms)", "depth, parts, self.plan.send_sms)"),
     ACROSS("plan: sums of chunks take as long as of blocks", "_node_sum_us(work) / work.plan.chunks", "_node_sum_us(work)"),
     ACROSS("plan: all chunks go to one rank before another gets any", "key=lambda leg: leg.chunk", "key=lambda leg: leg.target"),
@@ -63,7 +68,8 @@ FAULTS = [
     ACROSS("plan: what lands waits in the copy engine's queue", "leg.carries in (ARRIVED, LANDED)", "leg.carries == ARRIVED"),
     ACROSS("plan: what lands is passed on before it is there",
            "        return landed(work.call, leg.target, leg.block, leg.chunk)\n", "        return None\n"),
-    PROGRAMS("plan: a chunk that crosses leaves after the first", "leg.chunk if leg.link == NETWORK or leg.after_tiles else 0)", "0)"),
+    PROGRAMS("plan: a chunk that crosses leaves after the first",
+             "leg.chunk if leg.link == NETWORK or leg.after_tiles else 0)", "0)"),
     SIMULATE("plan: what is for another rank arrives at once",
              "taker = group.topology.receiver(leg.target) if leg.link == NETWORK else", "taker ="),
     COST("plan: products have NCCL's SMs, too", "sms = system.sms - spared_sms", "sms = system.sms"),
