@@ -70,6 +70,9 @@ class NcclTransport:
         store = agreement.store_of(f"network/{topology.rank % topology.local}/{self.sms}")  # of no other communicator
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # before the products' next wave of CTAs
         options.config.max_ctas = self.sms
+        # In clusters of four, as NCCL's kernels come by themselves, they would wait for four free SMs of one GPC. A kernel that
+        # waits for them leaves some anywhere.
+        options.config.cga_cluster_size = 1
         options._timeout = timedelta(
             seconds=2 * self._timeout_s + 60
         )  # torch's watchdog ends the process: ours comes first

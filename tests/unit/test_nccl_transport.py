@@ -113,6 +113,7 @@ def test_a_send_and_a_receive_are_one_group_each_with_its_word(opened: Callable[
 def test_it_may_take_few_sms_and_its_own_watchdog_comes_last(opened: Callable[[float], Any]) -> None:
     rank, size, options = opened(60.0)[0]._group.made
     assert (rank, size, options.config.max_ctas, options.is_high_priority_stream) == (1, 3, 6, True)
+    assert options.config.cga_cluster_size == 1, "any free SM is as good as another"
     assert options._timeout.total_seconds() > 60.0
 
 

@@ -196,6 +196,7 @@ FAULTS = [
     SLOT("the host does not count", "self.slot.word = next_word(self.slot.word, self.tag)", "pass"),
     NCCL("a receive is posted outside its group", "        group._start_coalescing()\n", ""),
     NCCL("NCCL may take all SMs", "        options.config.max_ctas = self.sms\n", ""),
+    NCCL("NCCL's kernels need SMs that lie together", "        options.config.cga_cluster_size = 1\n", ""),
     NCCL("communicators of several sizes meet in one place", "{topology.rank % topology.local}/{self.sms}", "0"),
     NCCL("torch's watchdog ends the process first", "2 * self._timeout_s + 60", "self._timeout_s / 2"),
     NCCL("who is late is said to be the rank that a block is for",
