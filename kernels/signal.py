@@ -172,7 +172,10 @@ def barrier_kernel(epoch_ptr, outgoing_at_ptr, signals_ptr, abort_ptr, record_pt
     tl.store(epoch_ptr, word)  # advanced here and not by the host: a replayed graph goes on counting
 
 
-@triton.jit(do_not_specialize=["rank", "first", "count", "first_chunk", "limit"])
+@triton.jit(
+    do_not_specialize=["rank", "first", "count", "first_chunk", "limit", "row_size"],
+    do_not_specialize_on_alignment=["row_ptr"],
+)
 def wait_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, first_chunk, row_ptr, row_size,
                 CHUNKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One CTA that holds its stream until CHUNKS chunks, from `first_chunk` on, of the blocks of `count` ranks, from rank `first`
@@ -180,6 +183,8 @@ def wait_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, firs
 
     Library GEMMs wait by it; it is bounded and replays in a graph. If this wait, or an earlier one of the rank, has failed, it
     writes NaN over the row at `row_ptr` (`row_size` elements): the loss shows it even before the host raises.
+
+    One binary for all rows of a dtype: it must be there before kernels run that wait for what comes after it (load_wait).
     """
     hold(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, first_chunk, row_ptr, row_size,
          CHUNKS, TIMED, BLOCK)  # fmt: skip

@@ -30,6 +30,8 @@ class FusedNodeStreamGather(FusedGather, NodeStreamGather):
     """AG + GEMM (a Gather): NodeStreamGather's exchanges, FusedGather's kernel."""
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        if self._domain.topology.local > 1:  # what arrives is passed on after such a wait, beside the kernel
+            self._call.load_wait()
         y = super().matmul(b_kn)
         self._crossings.finish()
         return y

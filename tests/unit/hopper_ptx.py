@@ -161,8 +161,8 @@ def resources(ptx: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
-def binaries_of(launches: list[dict[str, Any]]) -> list[str]:
-    """Triton's hash of the binary for each launch of a small kernel, on a stand-in for a GPU's driver."""
+def binaries_of(launches: list[dict[str, Any]], module_name: str = "", kernel_name: str = "") -> list[str]:
+    """Triton's hash of the binary for each launch of a kernel of ours, or of a small one, on a stand-in for a GPU's driver."""
     from types import SimpleNamespace
 
     import triton
@@ -181,5 +181,7 @@ def binaries_of(launches: list[dict[str, Any]]) -> list[str]:
         at = tl.arange(0, BLOCK)
         tl.store(x_ptr + at, (tl.load(x_ptr + at, mask=at < size) * scale).to(x_ptr.dtype.element_ty))
 
+    if kernel_name:
+        kernel = getattr(__import__(f"overlap_train.kernels.{module_name}", fromlist=["kernel"]), kernel_name)
     with _without_assembler():
         return [kernel.warmup(grid=(1,), **launch).hash for launch in launches]

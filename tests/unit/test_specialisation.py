@@ -39,6 +39,20 @@ def test_equal_kinds_are_equal_binaries(compiling: ProcessPoolExecutor) -> None:
     assert len(set(hashes)) <= len(found) < len(launches) / 2, "most of these launches need no question"
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
+def test_one_binary_waits_for_all_rows_of_a_dtype(compiling: ProcessPoolExecutor) -> None:
+    """It is loaded before kernels that wait for what comes after it (NodeCall.load_wait); a second one would not be."""
+    words, rows = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.bfloat16)
+    pointers = dict.fromkeys(("signals_ptr", "epoch_ptr", "abort_ptr", "record_ptr"), words)
+    numbers = dict(limit=600_000_000_000, rank=1, count=1, CHUNKS=1, TIMED=True, BLOCK=1024, num_warps=1)
+    launches = [
+        dict(**pointers, **numbers, row_ptr=row, row_size=size, first=place, first_chunk=place)
+        for row, size, place in itertools.product((rows, rows[1:]), (1, 16, 37), (0, 1, 16))
+    ]
+    submitted = compiling.submit(hopper_ptx.binaries_of, launches, "signal", "wait_kernel")
+    assert len(set(submitted.result(240))) == 1
+
+
 def test_triton_is_asked_once_for_launches_of_a_kind() -> None:
     asked: list[int] = []
 

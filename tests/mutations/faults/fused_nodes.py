@@ -17,6 +17,8 @@ PROCESS_ENGINE = In("overlap_train/protocol/node_engine.py", (BY_PROCESSES,))
 SLOT = In("overlap_train/protocol/node_slot.py", (PASSES,))
 PLAN = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
 TRAITS = In("overlap_train/methods.py", ("tests/unit/test_topology.py",))
+LOADED = In("overlap_train/operators/fused_node_streams.py", ("tests/protocol/test_interleaving_loads.py",))
+WAIT = In("kernels/signal.py", ("tests/unit/test_specialisation.py",))
 GRID = In("overlap_train/operators/kernel_args.py", ("tests/unit/test_launch_limits.py",))
 HOPPER = In("overlap_train/operators/hopper.py", ("tests/unit/test_hopper_rows.py",))
 
@@ -37,6 +39,9 @@ FAULTS = [
     EARLY("exchanges are enqueued before the kernel of an all-to-all",
           "        super().matmul(b_kn, y)\n        self._crossings.finish()\n",
           "        self._crossings.finish()\n        super().matmul(b_kn, y)\n"),
+    LOADED("what lets chunks arrive is loaded beside the kernel that waits for them", "self._call.load_wait()", "pass"),
+    WAIT("a wait is compiled for each alignment of its row", 'do_not_specialize_on_alignment=["row_ptr"]', "version=None"),
+    WAIT("a wait is compiled for rows of one element", ', "first_chunk", "limit", "row_size"]', ', "first_chunk", "limit"]'),
     STREAMS("a sum of the node does not wait for its own tiles",
             "        self._engine.wait_for_tiles(self._call.stored_tiles_of(twin, chunk), self._tiles)\n", ""),
     STREAMS("a sum waits for the first chunk's tiles", "stored_tiles_of(twin, chunk)", "stored_tiles_of(twin, 0)"),
