@@ -29,7 +29,7 @@ OWN_TILE = "            tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty)
 OWN_PRODUCT = "torch.mm(self._a, columns[domain.rank], out=self._own_place())"
 WAIT_OUT, WAIT_IN = "        self._call.wait_for_all()\n", "            self._call.receive(own)\n"
 WORD = "word = signal_word(source, chunk)"
-ARRIVAL = "source = (rank + WORLD - step) % WORLD"
+ARRIVAL = "source = received_block(step, rank, WORLD, LOCAL)"
 
 # ---- GEMM + AllToAll: the kernel of GEMM + RS, in which nobody waits: who takes the blocks does ---------------------
 
@@ -62,7 +62,7 @@ def in_sender(old: str, new: str, report: str = "wrong result") -> Fault:
 
 
 def in_pieces(old: str, new: str) -> Fault:
-    return Fault("kernels.tiles", old, new, "wrong result|deadlock", (SENDER, IN_KERNEL))
+    return Fault("kernels.order", old, new, "wrong result|deadlock", (SENDER, IN_KERNEL))
 
 
 _OF_TILES = {

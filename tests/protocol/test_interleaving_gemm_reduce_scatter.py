@@ -54,7 +54,7 @@ FUSED_FAULTS = {
     "push waits for another counter": in_slot(COUNTER, COUNTER.replace("leg.target", "self.rank"), DEADLOCK),
     "wrong chunk order": Fault(KERNEL, "received_ptr + source * block", "received_ptr + (source + 1) % WORLD * block"),
     "tiles claimed twice": Fault("kernels.signal", CLAIM, f"{CLAIM} // 2", "wrong result|deadlock", (KERNEL,)),
-    "own rows first": Fault("kernels.tiles", "(rank + 1 + unit //", "(rank + unit //", "deadlock", (KERNEL,)),
+    "own rows first": Fault("kernels.order", "(rank + 1 + unit //", "(rank + unit //", "deadlock", (KERNEL,)),
 }
 DIRECT_FAULTS = {
     **storing_faults(KERNEL),
@@ -66,8 +66,8 @@ DIRECT_FAULTS = {
     "stored in another block": Fault(KERNEL, "+ rank * block", "+ target * block"),
     "told after the first tile": Fault(KERNEL, "target, chunk), per_chunk, signal", "target, chunk), 1, signal"),
     "told an old epoch": Fault(KERNEL, "signal_ptr, expected)", "signal_ptr, expected - (1 << 32))", "deadlock"),
-    "own rows first": Fault("kernels.tiles", FOREIGN, f"{FOREIGN}\n        {BACKWARDS}", "deadlock", (KERNEL,)),
-    "tiles of one peer for another": Fault("kernels.tiles", "1 + index %", "2 + index %", "wrong|deadlock", (KERNEL,)),
+    "own rows first": Fault("kernels.order", FOREIGN, f"{FOREIGN}\n        {BACKWARDS}", "deadlock", (KERNEL,)),
+    "tiles of one peer for another": Fault("kernels.order", "1 + index %", "2 + index %", "wrong|deadlock", (KERNEL,)),
 }
 TWO_TILES_A_CHUNK = (
     "told after the first tile",

@@ -138,7 +138,7 @@ FAULTS = {
         _fault(STREAMS, "with engine.products(plan.spared_sms)", "with engine.products(0)"), "scatter",
     ),
     "what goes to heads spares none": (
-        _fault(EXCHANGES, "with engine.products(plan.send_sms)", "with engine.products(0)"), "to_heads",
+        _fault(EXCHANGES, "with engine.products(plan.spared_sms)", "with engine.products(0)"), "to_heads",
     ),
     "what goes to rows spares none": (
         _fault(EXCHANGES, "self._engine.products(plan.send_sms)", "self._engine.products(0)"), "to_rows",

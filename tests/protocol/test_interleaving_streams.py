@@ -20,7 +20,7 @@ from tests.protocol.test_interleaving_linear import mlp
 PROBLEMS = {"gather": gathers, "scatter": scatters}
 COPY = "failed = copy(route.place, start + route.offset, route.nbytes, stream) or failed"
 SIGNAL = "failed = copy(route.signal_at, route.epoch_at, 8, stream) or failed"
-WAIT = "failed = wait_value(stream, route.counter_at, route.goal, _AT_LEAST) or failed"
+WAIT = "failed = wait_value(stream, route.counter_at, route.goal, AT_LEAST) or failed"
 KERNEL = "        kernel()  # first"
 FORK = "self._driver.wait_event(self._handle, self._forked, 0) or failed"
 JOIN = "self._driver.wait_event(self._driver.current_stream(), self._joined, 0) or failed"

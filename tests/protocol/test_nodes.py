@@ -281,12 +281,12 @@ def test_a_network_that_is_idle_is_not_lost() -> None:
 def _refused(rank: int, world: int) -> list[str]:
     x, w = torch.ones(4, 8), torch.ones(8, 8)
     said = []
-    for method in ("fused", "direct"):
+    for method in ("low_latency", "direct"):
         with pytest.raises(ValueError) as raised:
             all_gather_linear(x, w, group=dist.group.WORLD, config=case_of(2, method).config, name=method)
         said.append(str(raised.value))
     with pytest.raises(ValueError) as raised:
-        all_to_all_linear(x, torch.ones(8, 32), group=dist.group.WORLD, config=case_of(2, "fused").config, name="a2a")
+        all_to_all_linear(x, torch.ones(8, 32), group=dist.group.WORLD, config=case_of(2, "direct").config, name="a2a")
     said.append(str(raised.value))
     with pytest.raises(ValueError) as raised:
         all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(node_ranks=4), name="other")
@@ -298,9 +298,12 @@ def _refused(rank: int, world: int) -> list[str]:
 
 def test_what_does_not_cross_nodes_is_refused_and_auto_takes_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    for fused, direct, exchange, other in values(run_ranks(4, _refused, limit_s=60)):
-        assert "method='fused' in a group of 2 nodes" in fused and "method='direct' in a group of 2 nodes" in direct
-        assert "method='fused' in a group of 2 nodes: its kernels send and wait inside one node only" in exchange
+    for few_rows, direct, exchange, other in values(run_ranks(4, _refused, limit_s=60)):
+        assert (
+            "method='low_latency' in a group of 2 nodes" in few_rows
+            and "method='direct' in a group of 2 nodes" in direct
+        )
+        assert "method='direct' in a group of 2 nodes: its kernels send inside one node only" in exchange
         assert "node_ranks=4, but the group's domain was made with 2" in other
 
 
