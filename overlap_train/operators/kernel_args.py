@@ -95,11 +95,11 @@ def sending_constants(plan: EnginePlan, direct: bool) -> dict[str, Any]:
 
 
 def grid_size(programs: int, device: torch.device, spared_sms: int) -> tuple[int]:
-    """One CTA per SM but those that are spared, or per program if there are fewer; one in the interpreter, which runs them in
-    turn."""
+    """One CTA per SM but those that are spared, or per program if there are fewer, and at least one. One in the interpreter,
+    which runs them in turn."""
     if device.type != "cuda":
         return (1,)
-    return (min(programs, multiprocessors(device) - spared_sms),)
+    return (max(1, min(programs, multiprocessors(device) - spared_sms)),)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..methods import TRAITS
-from .choice import untuned, winner_of
+from .choice import may_choose, untuned, winner_of
 from .low_latency import serving
 from .passes import Bucket, Pass
 from .table import SAME, Table, Winner
@@ -26,7 +26,7 @@ def methods_to_try(fprop: Pass, device: torch.device, nodes: int) -> tuple[str, 
     """The methods that may serve a linear in both directions, the forward's default first: they take turns, and it has the
     first."""
     asked = serving(serving(TRAITS, fprop), fprop.dgrad)
-    fits = [method for method in asked if nodes == 1 or TRAITS[method].crosses]
+    fits = [method for method in asked if all(may_choose(method, one, nodes) for one in (fprop, fprop.dgrad))]
     return tuple(dict.fromkeys([untuned(fprop, device, nodes).method, *fits]))
 
 

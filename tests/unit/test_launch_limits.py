@@ -83,3 +83,4 @@ def test_a_grid_has_a_cta_per_sm_or_per_tile(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("overlap_train.operators.kernel_args.multiprocessors", lambda device: 132)
     assert (grid_size(1000, GPU, 0), grid_size(7, GPU, 0), grid_size(1000, CPU, 0)) == ((132,), (7,), (1,))
     assert (grid_size(1000, GPU, 9), grid_size(125, GPU, 9), grid_size(7, GPU, 9)) == ((123,), (123,), (7,))
+    assert grid_size(1000, GPU, 140) == (1,)

@@ -13,7 +13,7 @@ import torch
 
 from ...methods import TRAITS
 from ...operators.start import start_gather, start_scatter
-from ...planning.choice import Choice, untuned
+from ...planning.choice import Choice, may_choose, untuned
 from ...planning.low_latency import serving
 from ...planning.passes import SCATTER_AND_WGRAD, Pass
 from ...planning.plan import chunks_of, sent_again
@@ -47,8 +47,8 @@ SHORTEST_MESSAGE = 1 << 20
 
 def candidates(methods: Sequence[str], default: str, pass_: Pass, nodes: int = 1) -> list[str]:
     """The methods to try: those asked for that serve the pass, the default, and always collective: auto must never be slower
-    than that. Across nodes only those that serve groups of several."""
-    asked = [method for method in serving(methods, pass_) if nodes == 1 or TRAITS[method].crosses]
+    than that. Across nodes only those that `auto` may choose there."""
+    asked = [method for method in serving(methods, pass_) if may_choose(method, pass_, nodes)]
     return list(dict.fromkeys([*asked, default, "collective"]))
 
 

@@ -126,8 +126,8 @@ FAULTS = [
     ),
     TOLD(
         "more CTAs than tiles",
-        "return (min(programs, multiprocessors(device) - spared_sms),)",
-        "return (multiprocessors(device) - spared_sms,)",
+        "min(programs, multiprocessors(device) - spared_sms)",
+        "multiprocessors(device) - spared_sms",
     ),
     PERSISTENT(
         "TMA is given a matrix between two words",

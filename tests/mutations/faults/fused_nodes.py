@@ -19,6 +19,7 @@ PLAN = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
 TRAITS = In("overlap_train/methods.py", ("tests/unit/test_topology.py",))
 LOADED = In("overlap_train/operators/fused_node_streams.py", ("tests/protocol/test_interleaving_loads.py",))
 WAIT = In("kernels/signal.py", ("tests/unit/test_specialisation.py",))
+AUTO = In("overlap_train/planning/choice.py", ("tests/unit/test_exchange_plan.py",))
 GRID = In("overlap_train/operators/kernel_args.py", ("tests/unit/test_launch_limits.py",))
 HOPPER = In("overlap_train/operators/hopper.py", ("tests/unit/test_hopper_rows.py",))
 
@@ -65,6 +66,9 @@ FAULTS = [
          "self.variant.split_reduction or self.nodes > 1", "self.variant.split_reduction"),
     PLAN("the network brings an all-to-all as the library wants it",
          "crossings=_crossings(kind, topology, chunks, tiled)", "crossings=_crossings(kind, topology, chunks)"),
+    AUTO("auto takes a kernel that holds SMs until the network has brought something",
+         "TRAITS[method].multiplies and pass_.kind in INBOUND", "False"),
+    AUTO("who names such a kernel is not told", "asked for{ALONE_ON_THE_NETWORK * waits}", "asked for{ALONE_ON_THE_NETWORK * 0}"),
     TRAITS("kernels that send cross nodes", '"direct": Traits(kernels=True, multiplies=True)',
            '"direct": Traits(kernels=True, multiplies=True, crosses=True)'),
     GRID("a kernel takes the SMs that it is to leave", "multiprocessors(device) - spared_sms", "multiprocessors(device)"),
