@@ -432,6 +432,9 @@ def test_a_kernel_runs_on_the_sms_that_it_does_not_leave(kind: str) -> None:
     assert kernel.sms == H200.sms - made.plan.spared_sms == H200.sms - made.plan.send_sms - made.plan.reduce_sms - 1
     ran_on = {span.lane for span in run(made).tiles}
     assert len(ran_on) == min(kernel.sms, len(kernel.tiles))
+    assert any(tile.adds for tile in kernel.tiles) == (kind == A2A_GEMM), (
+        "what nodes have is summed after a scatter's kernel"
+    )
 
 
 def test_the_last_wave_of_a_kernel_is_that_of_its_own_sms() -> None:
