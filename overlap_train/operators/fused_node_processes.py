@@ -64,11 +64,9 @@ def _multiply_and_send(
     """Enqueue what leaves after its tiles, then run the kernel that writes `operands.staging`. send: over the network, a leg
     whose tiles are counted."""
     domain, call, plan = operator._domain, operator._call, operator._plan
-    staging = operands.staging
+    staging, tiles = operands.staging, persistent.tiles_of_chunk(plan, operands.y)
     assert staging is not None
-    rows, cols = operands.y.shape
-    tiles = plan.tile.counted(rows // plan.chunks, cols)
     for leg in plan.legs.network:
-        engine.after_tiles(call.stored_tiles(leg), tiles, partial(send, leg))
+        engine.after_tiles(call.stored_tiles(leg.block, leg.chunk), tiles, partial(send, leg))
     routes = call.routes(plan.legs.inside, tiles)
     engine.launch(lambda: persistent.multiply_and_send(domain, call, plan, operands), staging, routes)

@@ -61,7 +61,7 @@ class FusedNodeStreamScatter(NodeStreamScatter):
             engine.push_counted(self._partials, call.routes(legs.inside, self._tiles))
 
     def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
-        self._engine.wait_for_tiles(self._call.stored_tiles_of(twin, chunk), self._tiles)
+        self._engine.wait_for_tiles(self._call.stored_tiles(twin, chunk), self._tiles)
         super()._make_sum(twin, chunk, total)
 
 
@@ -76,7 +76,7 @@ class FusedNodeStreamGemmAllToAll(FusedGemmAllToAll, NodeStreamGemmAllToAll):
         tiles = _launch(self, engine, self._operands(staging))
         while (crossing := crossings.next) is not None:
             leg = crossing.sent
-            counter, part = call.stored_tiles(leg), staging[leg.block].chunk(call.chunks)[leg.chunk]
+            counter, part = call.stored_tiles(leg.block, leg.chunk), staging[leg.block].chunk(call.chunks)[leg.chunk]
             crossings.start(part, partial(engine.wait_for_tiles, counter, tiles))
         engine.push_counted(staging, call.routes(self._plan.legs.inside, tiles))
 
@@ -88,5 +88,4 @@ def _launch(
     domain, call, plan = operator._domain, operator._call, operator._plan
     assert operands.staging is not None and isinstance(call, NodeCall)
     engine.launch(lambda: persistent.multiply_and_send(domain, call, plan, operands), operands.staging, [])
-    rows, cols = operands.y.shape
-    return plan.tile.counted(rows // plan.chunks, cols)
+    return persistent.tiles_of_chunk(plan, operands.y)

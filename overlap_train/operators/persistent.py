@@ -59,10 +59,15 @@ def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, opera
 def multiply_and_push(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
     """multiply_and_send into `operands.staging`, whose chunks the copy engine pushes as soon as their tiles are counted."""
     assert operands.staging is not None
-    rows, cols = operands.y.shape
-    routes = call.routes(plan.legs, tiles=plan.tile.counted(rows // plan.chunks, cols))
+    routes = call.routes(plan.legs, tiles=tiles_of_chunk(plan, operands.y))
     call.next_epoch()
     domain.engine.launch(lambda: multiply_and_send(domain, call, plan, operands), operands.staging, routes)
+
+
+def tiles_of_chunk(plan: EnginePlan, y: torch.Tensor) -> int:
+    """What a kernel has counted when it has stored a chunk of a block shaped as y."""
+    rows, cols = y.shape
+    return plan.tile.counted(rows // plan.chunks, cols)
 
 
 def operand(plan: EnginePlan, a_mk: torch.Tensor) -> torch.Tensor:

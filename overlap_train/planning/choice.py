@@ -64,7 +64,7 @@ LONG_COPY_US = 150.0
 LEAST_BLOCK = 4 << 20
 
 
-ALONE_ON_THE_NETWORK = "; no other overlapped NCCL may run beside its gathers"
+ALONE_ON_THE_NETWORK = "; no other overlapped NCCL may run beside it"
 
 
 @dataclass(frozen=True)

@@ -84,13 +84,11 @@ class NodeCall(Call):
             return Route(0, chunk, signal, self.crossed(leg), None)
         first = leg.block * pitch + leg.chunk * chunk.numel()
         word = self.signal_of(leg.block, leg.chunk) if leg.carries == ARRIVED else self.slot.epoch
-        return Route(first, chunk, signal, word, (self.stored_tiles(leg), tiles) if leg.after_tiles else None)
+        after = (self.stored_tiles(leg.block, leg.chunk), tiles) if leg.after_tiles else None
+        return Route(first, chunk, signal, word, after)
 
-    def stored_tiles(self, leg: Leg) -> torch.Tensor:
-        """int64 [1]: how many tiles, or strips, a kernel has stored of what a leg carries."""
-        return self.stored_tiles_of(leg.block, leg.chunk)
-
-    def stored_tiles_of(self, block: int, chunk: int) -> torch.Tensor:
+    def stored_tiles(self, block: int, chunk: int) -> torch.Tensor:
+        """int64 [1]: how many tiles, or strips, a kernel has stored of a chunk of a block."""
         word = block * MAX_CHUNKS + chunk
         return self.slot.counters.complete[word : word + 1]
 

@@ -69,7 +69,7 @@ def _linears(here: World) -> tuple[Calls, dict[str, Any]]:
 
 
 def _nodes(here: World, node_ranks: int) -> tuple[Calls, dict[str, Any]]:
-    """The calls, and their sizes. Across nodes products and transfers go chunk by chunk, whatever the method is."""
+    """The calls, and their sizes. `chunked` multiplies and sends chunk by chunk there."""
     configs = {method: OverlapConfig(method=method, node_ranks=node_ranks) for method in ("collective", "chunked")}
     calls, sizes = _mlp(here, WIDE, configs)
     return calls, sizes | {"nodes": here.size // node_ranks}

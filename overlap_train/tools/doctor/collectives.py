@@ -23,6 +23,6 @@ def check_collectives(world: World, nodes: int) -> list[Finding]:
         several = (
             "the job has several hosts; each host's ranks are checked among themselves; see the lines `network ...`"
         )
-        fix = "keep the tensor-parallel size within a node where it fits; across nodes only chunked overlaps (docs/multi-node.md)"
+        fix = "keep the tensor-parallel size within a node where it fits; docs/multi-node.md says what overlaps across nodes"
         found.append(warn("nodes", several, "tensor-parallel groups inside a host", fix))
     return found
