@@ -5,23 +5,25 @@
     y         [M, N] = concat(shards) @ b [K, N]
 
 Shards are walked in the order in which they arrive, the own one first (order.py). With DIRECT there are no copies: the kernel
-stores the own rows at the peers, before its first tile (p2p_store.py).
+stores the own rows at the peers, before its first tile (p2p_store.py). A kernel that `leaves` does not wait for other nodes
+(arrivals.py).
 """
 
 import triton
 import triton.language as tl
 
+from .arrivals import claim_below, first_units, gathered_units
 from .order import gather_tile
 from .p2p_store import store_at_peers
-from .signal import claim, finalize_epoch, next_word, signal_word, wait_signal
+from .signal import finalize_epoch, next_word, signal_word, wait_signal
 from .tiles import tile_in_block, tile_offsets, tile_product
 
 
-@triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
+@triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])
 def all_gather_gemm_kernel(
     own_ptr, gathered_ptr, b_ptr, y_ptr,
     m_shard, n, k, stride_bk, stride_bn,
-    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
@@ -34,8 +36,10 @@ def all_gather_gemm_kernel(
         STEP: tl.constexpr = PIECE // 4  # 32 or 16 elements of each of 128 or 256 threads
         store_at_peers(own_ptr, m_chunk * k, tl.arange(0, STEP), rank, sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
                        expected, WORLD, CHUNKS, PIECE, STEP, EXCHANGE=False)  # fmt: skip
-    index = claim(counter_ptr).to(tl.int32)
-    while index < per_chunk * WORLD * CHUNKS:
+    units = first_units(leaves, LOCAL * CHUNKS, WORLD * CHUNKS, LOCAL < WORLD)
+    units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
+    index = claim_below(counter_ptr, per_chunk * units, LOCAL < WORLD)
+    while index < per_chunk * units:
         source, chunk = gather_tile(index // per_chunk, rank, WORLD, LOCAL, CHUNKS)
         arrived = source == rank
         shard_ptr = own_ptr
@@ -53,6 +57,7 @@ def all_gather_gemm_kernel(
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
         y_ptrs = y_ptr + (source.to(tl.int64) * m_shard + first_row + rows) * n + cols
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
-        index = claim(counter_ptr).to(tl.int32)
+        units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
+        index = claim_below(counter_ptr, per_chunk * units, LOCAL < WORLD)
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)

@@ -5,23 +5,25 @@
     y         [M/W, N] = sum over s of block s @ the s-th K/W rows of b [K, N], in one fp32 accumulator
 
 Blocks are walked in the order in which they arrive, the own one first (order.py): the same on every run, so the same bits. A tile
-waits at each block's edge. With DIRECT there are no copies: the kernel stores the peers' blocks there before its first tile.
+waits at each block's edge. With DIRECT there are no copies: the kernel stores the peers' blocks there before its first tile. A
+kernel that `leaves` does not wait for other nodes (arrivals.py).
 """
 
 import triton
 import triton.language as tl
 
+from .arrivals import claim_below, first_units, received_chunks
 from .order import received_block
 from .p2p_store import store_at_peers
-from .signal import claim, finalize_epoch, next_word, signal_word, wait_signal
+from .signal import finalize_epoch, next_word, signal_word, wait_signal
 from .tiles import tile_in_block, tile_offsets, tile_product
 
 
-@triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
+@triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])
 def all_to_all_gemm_kernel(
     own_ptr, received_ptr, b_ptr, y_ptr,
     m_shard, n, k, stride_bk, stride_bn,
-    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
@@ -35,8 +37,10 @@ def all_to_all_gemm_kernel(
         STEP: tl.constexpr = PIECE // 4
         store_at_peers(own_ptr, m_chunk * k, tl.arange(0, STEP), rank, sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
                        expected, WORLD, CHUNKS, PIECE, STEP, EXCHANGE=True)  # fmt: skip
-    index = claim(counter_ptr).to(tl.int32)
-    while index < per_chunk * CHUNKS:
+    blocks = first_units(leaves, 0, (WORLD - LOCAL) * CHUNKS, LOCAL < WORLD)
+    blocks, chunks = received_chunks(blocks, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
+    index = claim_below(counter_ptr, per_chunk * chunks, LOCAL < WORLD)
+    while index < per_chunk * chunks:
         chunk = index // per_chunk
         first_row = chunk.to(tl.int64) * m_chunk
         tile_m, tile_n = tile_in_block(index % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
@@ -57,6 +61,7 @@ def all_to_all_gemm_kernel(
                                k, 1, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
         tl.store(y_ptr + (first_row + rows) * n + cols, acc.to(y_ptr.dtype.element_ty), mask=mask)
-        index = claim(counter_ptr).to(tl.int32)
+        blocks, chunks = received_chunks(blocks, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
+        index = claim_below(counter_ptr, per_chunk * chunks, LOCAL < WORLD)
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)

@@ -10,6 +10,7 @@ rows at the peers (p2p_store.py), through registers: beside four stages there is
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .arrivals import first_units, gathered_units
 from .hopper_stores import make_outbox, put_quarter, split_tile, store_strip
 from .hopper_tiles import (
     NO_TILE,
@@ -24,7 +25,7 @@ from .hopper_tiles import (
 )
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_both
-from .tiles import WHOLE, columns_of, cut_of_gather, gather_strip, tile_and_side, tile_in_run
+from .tiles import WHOLE, columns_of, cut_of_gather, gather_strip, pieces_below, tile_and_side, tile_in_run
 
 # Warps of a CTA that send rows; with the loading and the storing one they are the four that there is room for.
 SENDERS = gl.constexpr(2)
@@ -38,15 +39,18 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
           B_IS_NK: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, waits until the rows of both strips are here, and brings A and B through the ring."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
-    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
     strips, tiles_n, total, halved = cut_of_gather(m_chunk, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
+    units = first_units(leaves, LOCAL * CHUNKS, WORLD * CHUNKS, LOCAL < WORLD)
+    units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
     step = 0
     turn = 0
-    index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
+    bound = pieces_below(units, strips, tiles_n, total, halved, WORLD * CHUNKS)
+    index = claim_tile(tiles, turn, counter_ptr, bound, LOCAL < WORLD)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
         pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
@@ -72,7 +76,9 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
                 step = load_tile_or_half(panels, step, gathered_desc, gathered_desc, b_desc, b_half_desc, upper, row, col, 0,
                                          side, k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
-        index = claim_tile(tiles, turn, counter_ptr, 2 * total - halved)
+        units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
+        bound = pieces_below(units, strips, tiles_n, total, halved, WORLD * CHUNKS)
+        index = claim_tile(tiles, turn, counter_ptr, bound, LOCAL < WORLD)
 
 
 @gluon.jit
@@ -144,10 +150,10 @@ def _unless_aborted(acc, abort_ptr):
     return acc
 
 
-@gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
+@gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])
 def hopper_all_gather_gemm_kernel(
     own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
-    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr,
     STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
@@ -162,7 +168,7 @@ def hopper_all_gather_gemm_kernel(
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS + 1)
     outbox = make_outbox(y_desc, BUFFERS=1)
-    words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
+    words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves)
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     gl.warp_specialize([

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .signal import claim
+from .arrivals import claim_below
 from .tiles import WHOLE
 
 # Triton 3.9 renamed them; the arguments are the same.
@@ -65,11 +65,12 @@ def make_rings(a_desc, b_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def claim_tile(tiles, turn, counter_ptr, total):
-    """Loading warp: claim the next tile and give its index, or NO_TILE, to the multiplying warps."""
+def claim_tile(tiles, turn, counter_ptr, bound, LEAVES: gl.constexpr = False):
+    """Loading warp: claim the next tile below `bound` and give its index, or NO_TILE, to the multiplying warps. LEAVES: see
+    claim_below."""
     tile_ring, tile_full, tile_free = tiles
-    index = claim(counter_ptr).to(gl.int32)
-    index = gl.where(index < total, index, NO_TILE)
+    index = claim_below(counter_ptr, bound, LEAVES)
+    index = gl.where(index < bound, index, NO_TILE)
     place = turn % QUEUE_DEPTH
     mbarrier.wait(tile_free.index(place), (turn // QUEUE_DEPTH & 1) ^ 1)
     tile_ring.index(place).store(gl.full([1], index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))

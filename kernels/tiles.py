@@ -130,6 +130,13 @@ def cut_of_gather(m_chunk, n, programs, ROWS: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
+def pieces_below(units, strips, tiles_n, total, halved, UNITS: tl.constexpr):
+    """Pieces of work (tile_and_side) that need none but the first `units` of UNITS chunks of a gather's run."""
+    tiles = tl.where(units == UNITS, total, units * strips // 2 * tiles_n)
+    return tl.where(tiles <= halved, tiles, 2 * tiles - halved)
+
+
+@triton.jit
 def cut_of_scatter(m_chunk, n, programs, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WORLD: tl.constexpr, CHUNKS: tl.constexpr,
                    RUN: tl.constexpr):  # fmt: skip
     """As cut_of_gather, of a scatter's product."""

@@ -118,9 +118,12 @@ class FusedGather(ChunkedGather):
         y = self._own.new_empty(self._own.shape[0] * self._domain.world_size, b_kn.shape[1])
         # _arrived stays False: gathered_view, which the weight gradient calls later, waits once more. That costs nothing if all
         # waits of this kernel were met. If one failed, the second wait fails at once and writes NaN into x: dw then shows it.
-        return persistent.receive_and_multiply(
-            self._domain, self._call, self._plan, GatherOperands(self._own, b_kn, y, self._sends)
-        )
+        self._multiply(GatherOperands(self._own, b_kn, y, self._sends))
+        return y
+
+    def _multiply(self, operands: GatherOperands) -> None:
+        """Fill operands.y."""
+        persistent.receive_and_multiply(self._domain, self._call, self._plan, operands)
 
 
 class DirectGather(FusedGather):

@@ -122,8 +122,12 @@ class FusedAllToAllGemm(ChunkedAllToAllGemm):
         super().__init__(domain, plan, tag, sent.contiguous() if reads_all else sent)
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        operands = GatherOperands(self._sent, b_kn, y, self._sends)
-        return persistent.receive_and_multiply(self._domain, self._call, self._plan, operands)
+        self._multiply(GatherOperands(self._sent, b_kn, y, self._sends))
+        return y
+
+    def _multiply(self, operands: GatherOperands) -> None:
+        """Fill operands.y."""
+        persistent.receive_and_multiply(self._domain, self._call, self._plan, operands)
 
 
 class DirectAllToAllGemm(FusedAllToAllGemm):

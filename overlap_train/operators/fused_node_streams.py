@@ -1,16 +1,17 @@
 """`fused` across nodes on GPUs: one persistent kernel multiplies, while exchanges cross the network (protocol/node_streams.py).
 
-    AG + GEMM, A2A + GEMM    exchange 1; the kernel, whose tiles wait for their chunk; then for each exchange: start the next one,
-                             let this one arrive
+    AG + GEMM, A2A + GEMM    exchange 1; the kernel for what the own node has; then for each chunk of other nodes: start the next
+                             exchange, let this one arrive; the kernel again, which goes on as far as something is here
     GEMM + RS, GEMM + A2A    the kernel; then, in the order of its tiles, what leaves: each chunk after its tiles are counted. A
                              chunk for a far node is added up first (GEMM + RS)
 
-Whatever the kernel's tiles wait for runs beside it. It finds room on the SMs that the kernel leaves (EnginePlan.spared_sms).
-Nothing that waits for the kernel's tiles stands before it in a hardware queue.
+No kernel waits for the network while it holds SMs (kernels/arrivals.py): the stream does. What runs beside the kernel finds room
+on the SMs that it leaves (EnginePlan.spared_sms). Nothing that waits for the kernel's tiles stands before it in a hardware queue.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,29 +22,35 @@ from . import persistent
 from .all_gather_gemm import FusedGather
 from .all_to_all_gemm import FusedAllToAllGemm
 from .gemm_all_to_all import FusedGemmAllToAll
-from .kernel_args import ScatterOperands
+from .kernel_args import GatherOperands, ScatterOperands
 from .node_exchanges import NodeStreamAllToAllGemm, NodeStreamGemmAllToAll
 from .node_streams import NodeStreamGather, NodeStreamScatter
 
 
 class FusedNodeStreamGather(FusedGather, NodeStreamGather):
-    """AG + GEMM (a Gather): NodeStreamGather's exchanges, FusedGather's kernel."""
+    """AG + GEMM (a Gather): NodeStreamGather's exchanges, FusedGather's kernel, launched again for each chunk of a far node."""
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        if self._domain.topology.local > 1:  # what arrives is passed on after such a wait, beside the kernel
-            self._call.load_wait()
-        y = super().matmul(b_kn)
-        self._crossings.finish()
-        return y
+    def _multiply(self, operands: GatherOperands) -> None:
+        topology, leaving = self._domain.topology, replace(operands, leaves=True)
+        super()._multiply(leaving)
+        for crossing in self._plan.crossings:
+            self._crossings.go_on()
+            node = topology.ranks_of(crossing.received.source // topology.local)
+            self._call.wait_chunk(node[0], crossing.received.chunk, len(node))
+            super()._multiply(operands if self._crossings.is_over else leaving)
 
 
 class FusedNodeStreamAllToAllGemm(FusedAllToAllGemm, NodeStreamAllToAllGemm):
-    """A2A + GEMM (a Receiver): NodeStreamAllToAllGemm's exchanges, FusedAllToAllGemm's kernel."""
+    """A2A + GEMM (a Receiver): NodeStreamAllToAllGemm's exchanges, FusedAllToAllGemm's kernel, launched for each chunk, of which
+    every tile needs all ranks' blocks."""
 
-    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        super().matmul(b_kn, y)
-        self._crossings.finish()
-        return y
+    def _multiply(self, operands: GatherOperands) -> None:
+        leaving, chunks = replace(operands, leaves=True), self._call.chunks
+        for chunk in range(chunks):
+            for _ in range(len(self._plan.crossings) // chunks):
+                self._crossings.go_on()
+            self._call.wait_chunk(0, chunk, self._domain.world_size)
+            super()._multiply(operands if self._crossings.is_over else leaving)
 
 
 class FusedNodeStreamScatter(NodeStreamScatter):

@@ -22,7 +22,7 @@ from .kernel_args import (
     grid_size,
     multiprocessors,
     protocol_arguments,
-    sending_arguments,
+    receiving_arguments,
     sending_constants,
 )
 
@@ -57,13 +57,13 @@ def gather_launch(
         if exchange
         else (hopper_all_gather_gemm_kernel, "gathered_desc")
     )
-    protocol, sending = protocol_arguments(domain, call, direct=sends), sending_arguments(domain, call, sends)
+    protocol, receiving = protocol_arguments(domain, call, direct=sends), receiving_arguments(domain, call, operands)
     arguments = dict(
         own_desc=_descriptor(block, PART_M, BLOCK_K), own_ptr=own,
         b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N), y_desc=_stored(y, blocks * call.chunks),
-        m_shard=m_shard, n=n, k=k, **protocol.arguments, **sending.arguments,
+        m_shard=m_shard, n=n, k=k, **protocol.arguments, **receiving.arguments,
     ) | {received: _descriptor(call.blocks.flatten(0, 1), PART_M, BLOCK_K)}  # fmt: skip
-    constants = _constants(b_kn, STAGES) | {"STEP": STEP} | protocol.constants | sending.constants
+    constants = _constants(b_kn, STAGES) | {"STEP": STEP} | protocol.constants | receiving.constants
     # Tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
     halves = 2 * HOPPER_TILE.count(m_shard // call.chunks, n, blocks * call.chunks)
     grid = grid_size(multiprocessors(domain.device) if sends else halves, domain.device, plan.spared_sms)

@@ -19,7 +19,8 @@ _INTERPRETER_POLLS_PER_SECOND = 10_000
 
 @dataclass(slots=True)  # made at each call: frozen it would take 0.4 microseconds more
 class GatherOperands:
-    """What a product of what arrives is made of. sends: the kernel stores own at the peers.
+    """What a product of what arrives is made of. sends: the kernel stores own at the peers. leaves: it ends where something has
+    not come from another node yet, and the next launch goes on there (kernels/arrivals.py).
 
     AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N]
     A2A + GEMM   own [W, M/W, K/W]   y [M/W, N] = own and the peers' blocks, side by side, @ b_kn [K, N]
@@ -31,6 +32,7 @@ class GatherOperands:
     b_kn: torch.Tensor
     y: torch.Tensor
     sends: bool
+    leaves: bool = False
 
 
 @dataclass(slots=True)
@@ -76,16 +78,18 @@ def protocol_arguments(domain: OverlapDomain, call: Call, direct: bool) -> Kerne
     return KernelArguments(arguments, dict(WORLD=domain.world_size, LOCAL=domain.topology.local, CHUNKS=call.chunks))
 
 
-def sending_arguments(domain: OverlapDomain, call: Call, sends: bool) -> KernelArguments:
-    """What a gathering kernel is told besides: whether it stores the own rows at the peers, and in which pieces.
+def receiving_arguments(domain: OverlapDomain, call: Call, operands: GatherOperands) -> KernelArguments:
+    """What a kernel that multiplies what arrives is told besides: whether it leaves, and whether it stores the own rows at the
+    peers, and in which pieces.
 
     A chunk must have fewer than 2^31 elements, 4 GiB in bf16.
 
     PIECE: elements that are claimed and counted at once: 32 KB in bf16, which take a CTA a few microseconds; two or more of a
     chunk in the tests.
     """
-    arguments = dict(sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at)
-    return KernelArguments(arguments, dict(DIRECT=sends, PIECE=16384 if on_a_gpu(domain) else 64))
+    slot = call.slot
+    arguments = dict(sent_ptr=slot.direct_counters.sent, memory_at_ptr=slot.memory_at, leaves=int(operands.leaves))
+    return KernelArguments(arguments, dict(DIRECT=operands.sends, PIECE=16384 if on_a_gpu(domain) else 64))
 
 
 def sending_constants(plan: EnginePlan, direct: bool) -> dict[str, Any]:

@@ -18,23 +18,24 @@ from .kernel_args import GatherOperands, ScatterOperands
 _SHORTEST_ASYNC = 8 << 20
 
 
-def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> torch.Tensor:
-    """Launch the kernel of AG + GEMM or A2A + GEMM that fills `operands.y`, and return it."""
+def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> None:
+    """Launch the kernel of AG + GEMM or A2A + GEMM that fills `operands.y`."""
     own, b_kn, y = operands.own, operands.b_kn, operands.y
     own_at = own.data_ptr()
     if plan.kernels == HOPPER and own_at % 16:  # TMA wants its start aligned
         aligned_own = own.clone(memory_format=torch.contiguous_format)
-        return receive_and_multiply(domain, call, plan, replace(operands, own=aligned_own))
+        receive_and_multiply(domain, call, plan, replace(operands, own=aligned_own))
+        return
     block = own[domain.rank] if plan.kind == A2A_GEMM else own
     addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr())
     # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
-    key = (plan.kind, plan.kernels, operands.sends, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
+    how = (plan.kernels, operands.sends, operands.leaves)
+    key = (plan.kind, how, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
     call.launches.run(
         key,
         (*addresses, call.tag.word),
         lambda: _family(plan).gather_launch(domain, call, plan, operands, block),
     )
-    return y
 
 
 def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:

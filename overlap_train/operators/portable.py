@@ -17,7 +17,7 @@ from .kernel_args import (
     grid_size,
     on_a_gpu,
     protocol_arguments,
-    sending_arguments,
+    receiving_arguments,
     sending_constants,
 )
 
@@ -46,12 +46,12 @@ def gather_launch(
     kernel, received = (
         (all_to_all_gemm_kernel, "received_ptr") if exchange else (all_gather_gemm_kernel, "gathered_ptr")
     )
-    protocol, sending = protocol_arguments(domain, call, direct=sends), sending_arguments(domain, call, sends)
+    protocol, receiving = protocol_arguments(domain, call, direct=sends), receiving_arguments(domain, call, operands)
     arguments = dict(
         own_ptr=own, b_ptr=b_kn, y_ptr=y, m_shard=m_shard, n=n, k=k,
-        stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1), **protocol.arguments, **sending.arguments,
+        stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1), **protocol.arguments, **receiving.arguments,
     ) | {received: call.blocks}  # fmt: skip
-    constants = _constants(plan, domain) | protocol.constants | sending.constants
+    constants = _constants(plan, domain) | protocol.constants | receiving.constants
     grid = grid_size(
         plan.tile.count(m_shard, n) * (1 if exchange else domain.world_size), domain.device, plan.spared_sms
     )

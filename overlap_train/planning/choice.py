@@ -9,7 +9,7 @@ import torch
 from ..methods import TRAITS
 from .low_latency import LOW_LATENCY, pays
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule import A2A_GEMM, EXCHANGES, GATHER, INBOUND, SCATTER
+from .schedule import A2A_GEMM, EXCHANGES, GATHER, SCATTER
 from .table import Table, Winner
 from .variants import PLAIN, Variant
 from .waves import fills_a_wave, fills_tiles, on_hopper, saves_a_wave, waits_in_a_wave
@@ -62,9 +62,6 @@ LONG_COPY_US = 150.0
 # planner says of Llama-3 8B and 70B on 2 to 32 H200: with blocks of 4 MiB and more `chunked` is 0.9 to 1.9 times as fast as
 # NCCL + cuBLAS, with 2 MiB 0.6 to 1.5 times, with less than 1 MiB mostly slower. Not measured.
 LEAST_BLOCK = 4 << 20
-
-
-ALONE_ON_THE_NETWORK = "; no other overlapped NCCL may run beside it"
 
 
 @dataclass(frozen=True)
@@ -137,25 +134,14 @@ def _collides(pass_: Pass, method: str) -> bool:
     return pass_.kind == SCATTER_AND_WGRAD and pass_.copy_us > max(LONG_COPY_US, pass_.gemm_us)
 
 
-def may_choose(method: str, pass_: Pass, nodes: int) -> bool:
-    """Whether `auto` and the tuner may choose a method for a pass, where it serves the pass.
-
-    Across nodes not `fused` for what arrives: see `_waits_for_the_network`. Who names the method takes that on.
-    """
-    return nodes == 1 or (TRAITS[method].crosses and not _waits_for_the_network(method, pass_, nodes))
-
-
-def _waits_for_the_network(method: str, pass_: Pass, nodes: int) -> bool:
-    """Whether a kernel holds its SMs until the network has brought what it multiplies. A kernel of another communicator, such as
-    that of Megatron's gradients, may then take the SMs that are left for the network. If its peers do alike, all wait in a
-    circle, until `timeout_s` is over."""
-    return nodes > 1 and TRAITS[method].multiplies and pass_.kind in INBOUND
+def may_choose(method: str, nodes: int) -> bool:
+    """Whether `auto` and the tuner may choose a method in a group that spans so many nodes."""
+    return nodes == 1 or TRAITS[method].crosses
 
 
 def _method(requested: str, pass_: Pass, device: torch.device, winner: Winner | None, nodes: int) -> Choice:
     if requested != "auto":
-        waits = device.type == "cuda" and _waits_for_the_network(requested, pass_, nodes)
-        return Choice(requested, f"asked for{ALONE_ON_THE_NETWORK * waits}")
+        return Choice(requested, "asked for")
     if winner is not None:
         return Choice(winner.method, f"auto: tuned for {winner.measured}")
     return untuned(pass_, device, nodes)

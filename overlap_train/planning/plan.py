@@ -49,10 +49,9 @@ class EnginePlan:
 
     kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
-    workspace. send_sms, reduce_sms, wait_sms: those that NCCL has between nodes, sums of this node's partials, and kernels that
-    wait; products beside them leave these. nodes: that the group spans.
-    crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
-    multiplies at once across nodes of GPUs.
+    workspace. send_sms, reduce_sms, wait_sms: those that NCCL has between nodes, sums of this node's partials, and waits of
+    one CTA; products beside them leave these. nodes: that the group spans. crossings: what goes over the network between them,
+    each with what comes meanwhile. together: blocks that A2A + GEMM multiplies at once across nodes of GPUs.
     """
 
     kind: str
@@ -212,8 +211,8 @@ def _reduce_sms(method: str, kind: str, topology: Topology, device: torch.device
 
 
 def _wait_sms(method: str, device: torch.device, nodes: int) -> int:
-    """A persistent kernel holds its SMs while its tiles wait. Kernels of one CTA let what they wait for arrive (wait_kernel): a
-    few at once, which fit on one SM."""
+    """A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be added:
+    a few at once, which fit on one SM."""
     return int(nodes > 1 and device.type == "cuda" and TRAITS[method].multiplies)
 
 

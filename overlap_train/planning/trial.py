@@ -26,7 +26,7 @@ def methods_to_try(fprop: Pass, device: torch.device, nodes: int) -> tuple[str, 
     """The methods that may serve a linear in both directions, the forward's default first: they take turns, and it has the
     first."""
     asked = serving(serving(TRAITS, fprop), fprop.dgrad)
-    fits = [method for method in asked if all(may_choose(method, one, nodes) for one in (fprop, fprop.dgrad))]
+    fits = [method for method in asked if may_choose(method, nodes)]
     return tuple(dict.fromkeys([untuned(fprop, device, nodes).method, *fits]))
 
 

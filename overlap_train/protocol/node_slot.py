@@ -55,7 +55,6 @@ class NodeCall(Call):
     def __init__(self, waits: Waits, slot: NodeSlot, shape: torch.Size, dtype: torch.dtype, chunks: int) -> None:
         super().__init__(waits, slot, shape, dtype, chunks)
         self._orders: dict[tuple[int, ...], torch.Tensor] = {}
-        self._wait_is_loaded = False
 
     def order(self, blocks: tuple[int, ...]) -> torch.Tensor:
         """The numbers of these blocks, int64 on the device, for a kernel. Made there: a copy from the host would wait for the
@@ -64,16 +63,6 @@ class NodeCall(Call):
             numbers = [torch.arange(block, block + 1, device=self.blocks.device) for block in blocks]
             self._orders[blocks] = torch.cat(numbers)
         return self._orders[blocks]
-
-    def load_wait(self) -> None:
-        """Have the kernel of `wait_chunk` loaded, on GPUs, by a wait for the own block, which is here.
-
-        CUDA may load a kernel only when the GPU has nothing to do. Beside a kernel that waits for what comes after this wait it
-        would never be loaded.
-        """
-        if not self._wait_is_loaded:
-            self._wait_is_loaded = True
-            self.wait_chunk(self.rank, 0)
 
     def _route(self, leg: Leg, tiles: int, pitch: int) -> Route:
         """The copy engine's way for a leg inside the node. What is passed on carries the word that came with it: of a call that

@@ -95,12 +95,9 @@ class Waits(Protocol):
         The own block counts as here."""
         ...
 
-    def wait_chunk(self, call: Call, source: int, chunk: int) -> None:
-        """Hold the caller's stream (on the CPU: the caller) until one chunk of the block of rank `source` is here."""
-        ...
-
-    def wait_for_start(self, call: Call) -> None:
-        """Hold the caller's stream (on the CPU: the caller) until the first chunk of every other rank's block is here."""
+    def wait_chunk(self, call: Call, first: int, chunk: int, count: int) -> None:
+        """Hold the caller's stream (on the CPU: the caller) until one chunk of the blocks of `count` ranks, from rank `first` on,
+        is here."""
         ...
 
     def receive(self, call: Call, own: torch.Tensor) -> None:
@@ -194,9 +191,10 @@ class Call:
         """Hold the caller's stream (on the CPU: the caller) until the block of rank `source` is here."""
         self._waits.wait(self, source, 1)
 
-    def wait_chunk(self, source: int, chunk: int) -> None:
-        """Hold the caller's stream (on the CPU: the caller) until one chunk of the block of rank `source` is here."""
-        self._waits.wait_chunk(self, source, chunk)
+    def wait_chunk(self, first: int, chunk: int, count: int = 1) -> None:
+        """Hold the caller's stream (on the CPU: the caller) until one chunk of the blocks of `count` ranks, from rank `first` on,
+        is here. The own block counts as here."""
+        self._waits.wait_chunk(self, first, chunk, count)
 
     def wait_for_all(self) -> None:
         """Hold the caller's stream until the blocks of all other ranks are here."""
@@ -204,7 +202,7 @@ class Call:
 
     def wait_for_start(self) -> None:
         """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""
-        self._waits.wait_for_start(self)
+        self._waits.wait_chunk(self, 0, 0, self.world_size)
 
     def keep(self, own: torch.Tensor) -> None:
         """Copy own [block shape], contiguous, into this rank's block."""

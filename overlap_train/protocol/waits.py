@@ -28,10 +28,9 @@ class BoundedWaits:
         self._fault = fault
         self.know, self.abort = fault.know, fault.abort
         self.wait: Callable[[Call, int, int], None] = self.on_host if launcher is None else self.on_stream
-        self.wait_chunk: Callable[[Call, int, int], None] = (
-            self._wait_for_word if launcher is None else self.chunk_on_stream
+        self.wait_chunk: Callable[[Call, int, int, int], None] = (
+            self.chunk_on_host if launcher is None else self.chunk_on_stream
         )
-        self.wait_for_start: Callable[[Call], None] = self.start_on_host if launcher is None else self.start_on_stream
         self.receive: Callable[[Call, torch.Tensor], None] = (
             self.receive_on_host if launcher is None else self.receive_on_stream
         )
@@ -39,13 +38,13 @@ class BoundedWaits:
         self.next_epoch: Callable[[Call], None] = next_epoch_on_host if launcher is None else next_epoch_on_stream
 
     def on_host(self, call: Call, first: int, count: int) -> None:
-        for source in range(first, first + count):
-            for chunk in range(call.chunks) if source != self.rank else ():
-                self._wait_for_word(call, source, chunk)
+        for chunk in range(call.chunks):
+            self.chunk_on_host(call, first, chunk, count)
 
-    def start_on_host(self, call: Call) -> None:
-        for source in call.peers:
-            self._wait_for_word(call, source, 0)
+    def chunk_on_host(self, call: Call, first: int, chunk: int, count: int) -> None:
+        for source in range(first, first + count):
+            if source != self.rank:
+                self._wait_for_word(call, source, chunk)
 
     def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
         word, expected = call.slot.signals[source, chunk], int(call.slot.epoch)
@@ -67,16 +66,14 @@ class BoundedWaits:
         next_epoch_on_host(call)
         for peer in call.peers:
             call.slot.outgoing[peer][:1].copy_(call.slot.epoch)
-        self.start_on_host(call)
+        self.chunk_on_host(call, 0, 0, self.world_size)
 
     def on_stream(self, call: Call, first: int, count: int) -> None:
         call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count))
 
-    def chunk_on_stream(self, call: Call, source: int, chunk: int) -> None:
-        call.launches.run(("wait for a chunk", source, chunk), (), partial(self._wait_launch, call, source, 1, chunk))
-
-    def start_on_stream(self, call: Call) -> None:
-        call.launches.run("start", (), partial(self._wait_launch, call, 0, self.world_size, chunk=0))
+    def chunk_on_stream(self, call: Call, first: int, chunk: int, count: int) -> None:
+        key = ("wait for a chunk", first, chunk, count)
+        call.launches.run(key, (), partial(self._wait_launch, call, first, count, chunk))
 
     def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None) -> Launch:
         """The Launch of the kernel that waits for the blocks of `count` ranks, from rank `first` on. chunk: only that one of

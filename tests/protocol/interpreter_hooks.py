@@ -226,8 +226,13 @@ def _rmw_access(operation: object, pointers: object, value: object, mask: object
     return _access("poll" if adds_nothing else "atomic", pointers, mask)
 
 
+def _cas_access(pointers: object, *rest: object) -> MemoryAccess:
+    return replace(_access("atomic", pointers, pointers), is_word=True)
+
+
 _ACCESSES: dict[str, Callable[..., MemoryAccess]] = {
     "create_masked_load": _load_access,
     "create_masked_store": lambda pointers, value, mask, *rest: _access("store", pointers, mask),
     "create_atomic_rmw": _rmw_access,
+    "create_atomic_cas": _cas_access,
 }

@@ -87,7 +87,6 @@ class NodeDomain(SimulatedDomain):
             self.topology, simulation.timeout_s, self.fault, self.engine, None
         )
         waits.wait, waits.wait_chunk = waits.on_stream, waits.chunk_on_stream
-        waits.wait_for_start = waits.start_on_stream
         waits.next_epoch = core("protocol.waits").next_epoch_on_stream
         self.workspace = core("protocol.node_workspace").NodeWorkspace(heap, layout, self.device, waits)
         simulation.heaps[rank] = memory = heap.view(rank)

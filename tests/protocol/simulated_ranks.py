@@ -135,7 +135,7 @@ class SimulatedDomain:
         waits = core("protocol.waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)
         if simulation.device_waits:
             waits.wait, waits.barrier = waits.on_stream, waits.barrier_on_stream
-            waits.wait_for_start = waits.start_on_stream
+            waits.wait_chunk = waits.chunk_on_stream
             waits.next_epoch = core("protocol.waits").next_epoch_on_stream
         self.workspace = core("protocol.workspace").Workspace(heap, layout, self.device, waits)
 

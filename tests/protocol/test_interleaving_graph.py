@@ -72,7 +72,7 @@ def test_a_broken_barrier_is_caught(fault: Fault) -> None:
     "fault",
     [
         Fault("protocol.waits", "call.slot.outgoing[peer][:1].copy_(call.slot.epoch)", "pass", "deadlock"),
-        Fault("protocol.waits", "        self.start_on_host(call)\n", ""),
+        Fault("protocol.waits", "        self.chunk_on_host(call, 0, 0, self.world_size)\n", ""),
         Fault("protocol.waits", "        next_epoch_on_host(call)\n", ""),
     ],
     ids=["nobody knocks", "nobody waits", "the epoch stays"],

@@ -14,10 +14,10 @@ pytest.importorskip("greenlet")
 
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import Build, assert_caught, assert_passes
-from tests.protocol.faults import Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import core
+from tests.protocol.test_interleaving_leaving import WAITS
 from tests.protocol.test_interleaving_nodes import METHODS, PROBLEMS, SIZES, backward
 
 
@@ -60,9 +60,9 @@ def test_a_backward_passes(method: str, puts: bool) -> None:
 
 
 @pytest.mark.parametrize("puts", [False, True])
-def test_a_wait_that_is_loaded_beside_the_kernel_of_a_gather_stops_the_node(puts: bool) -> None:
+def test_a_kernel_that_waits_for_what_lets_chunks_arrive_stops_the_node(puts: bool) -> None:
+    """The kernel of a wait, after which they are passed on, is not loaded beside it."""
     machine = NodeSimulation(4, node_ranks=2, puts=puts)
     build = with_loads(machine, PROBLEMS["gather"]("fused", machine, 2))
-    assert_passes(build, range(2))
-    with Fault("operators.fused_node_streams", "self._call.load_wait()", "pass", reload=("operators.start",)).planted():
+    with WAITS["gather"].planted():
         assert isinstance(assert_caught(build, range(2)), Deadlock)

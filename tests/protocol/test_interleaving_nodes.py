@@ -265,7 +265,7 @@ def beside_a_long_product(machine: NodeSimulation, operator: str) -> Build:
         def host(domain: SimulatedDomain) -> None:
             rank, own = domain.rank, x[domain.rank].clone()
             with domain.operator(tag_of("call"), slots=1):
-                multiply = _started(domain, operator, own)
+                multiply = started(domain, operator, own)
                 long = Operation("a long product", lambda: None, lambda: (rank, 2) in machine.posted)
                 machine.gpus[rank].current.enqueue(long)
                 y[rank] = multiply()
@@ -281,7 +281,7 @@ def beside_a_long_product(machine: NodeSimulation, operator: str) -> Build:
     return build
 
 
-def _started(
+def started(
     domain: SimulatedDomain, operator: str, own: torch.Tensor, method: str = "chunked"
 ) -> Callable[[], torch.Tensor]:
     """A call under way; what it returns multiplies by ones of the diagonal: two blocks [2, TILE, TILE]."""
@@ -325,7 +325,7 @@ def test_a_kernel_runs_beside_its_exchanges(operator: str, monkeypatch: pytest.M
         def host(domain: SimulatedDomain) -> None:
             slots[domain.rank] = domain.workspace.slots
             with domain.operator(tag_of("call"), slots=1):
-                y[domain.rank] = _started(domain, operator, x[domain.rank], "fused")()
+                y[domain.rank] = started(domain, operator, x[domain.rank], "fused")()
 
         machine.spawn_hosts(scheduler, host)
 

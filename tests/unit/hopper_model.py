@@ -7,6 +7,7 @@ warp after the other, and what needs a GPU is replaced by something that does no
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isnan
 from types import FunctionType, SimpleNamespace
@@ -14,10 +15,10 @@ from typing import Any
 
 import torch
 
+from overlap_train.kernels import arrivals, hopper_stores, hopper_tiles, order, signal, tiles
 from overlap_train.kernels import hopper_all_gather_gemm as gather
 from overlap_train.kernels import hopper_all_to_all_gemm as receive
 from overlap_train.kernels import hopper_gemm_reduce_scatter as scatter
-from overlap_train.kernels import hopper_stores, hopper_tiles, order, signal, tiles
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.operators.hopper import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, PART_M
 from overlap_train.planning.schedule import GEMM_A2A, SCATTER, Topology, units_in_run
@@ -47,7 +48,7 @@ SMS = 132
 _BLOCKS = (BLOCK_M, BLOCK_N, BLOCK_K, HOPPER_TILE.group_m)
 LANGUAGE = SimpleNamespace(
     cdiv=lambda a, b: -(-a // b), where=lambda condition, a, b: a if condition else b, minimum=min, static_range=range,
-    load=lambda *args, **kwargs: Word(), num_programs=lambda axis: SMS,
+    load=lambda *args, **kwargs: Word(), num_programs=lambda axis: SMS, cast=lambda value, dtype: value, int32=None,
 )  # fmt: skip
 NOTHING = dict.fromkeys(("wait_signal", "fence_for_tma", "next_word", "stores_are_written", "mbarrier"), Nothing())
 NUMBERS = dict(gl=LANGUAGE, tl=LANGUAGE, NO_TILE=-1, PARTS=2, WARPS=4, WHOLE=-1)
@@ -64,13 +65,15 @@ _ORDER = {
     order: ("rank_at", "gather_tile", "received_block", "scatter_unit", "scatter_tile"),
     tiles: (
         "tile_in_groups", "tiles_in_run", "tile_in_run", "strip_in_run", "gather_strip", "tiles_in_scatter", "scatter_pair",
-        "scatter_strip", "first_cut", "first_cut_of_scatter", "cut_of_gather", "cut_of_scatter", "tile_and_side", "columns_of",
+        "scatter_strip", "first_cut", "first_cut_of_scatter", "cut_of_gather", "pieces_below", "cut_of_scatter", "tile_and_side",
+        "columns_of",
     ),
 }  # fmt: skip
 ORDER: dict[str, Any] = {}
 for _module, _names in _ORDER.items():
     for _name in _names:
         ORDER[_name] = python_of(getattr(_module, _name), **ORDER)
+_FIRST_UNITS = python_of(arrivals.first_units)
 ORDER["signal_word"] = lambda source, chunk: source * MAX_CHUNKS + chunk
 
 
@@ -139,21 +142,34 @@ class Stored:
 
 
 class Loads:
-    """The loading warp's tiles in order. programs: in the launch."""
+    """The loading warp's tiles in order. programs: in the launch. here: (source, chunk) of other nodes that have come; None: all.
+    ends: how many tiles there were when each launch ended."""
 
     def __init__(self, programs: int = SMS) -> None:
         self.language = SimpleNamespace(**vars(LANGUAGE) | {"num_programs": lambda axis: programs})
         self.tiles: list[Tile] = []
+        self.here: set[tuple[int, int]] | None = None
+        self.ends: list[int] = []
+        self._claimed = 0
         self._waits: set[int] = set()
         self._wait_both = python_of(signal.wait_both, wait_signal=self._wait)
 
     def names(self) -> dict[str, Any]:
         """What the loading warp calls."""
         names = {name: getattr(self, name) for name in ("claim_tile", "load_tile", "load_halves", "wait_both")}
-        return names | {"load_tile_or_half": python_of(hopper_tiles.load_tile_or_half, **names)}
+        names |= {"load_tile_or_half": python_of(hopper_tiles.load_tile_or_half, **names), "first_units": _FIRST_UNITS}
+        counts = {name: getattr(arrivals, name) for name in ("gathered_units", "received_chunks")}
+        return names | {name: python_of(count, is_here=self._is_here, **ORDER) for name, count in counts.items()}
 
-    def claim_tile(self, rings: object, turn: int, counter: object, total: int) -> int:
-        return turn if turn < total else -1
+    def _is_here(self, signals: object, source: int, chunk: int, expected: object) -> Word:
+        return Word(self.here is None or (source, chunk) in self.here)
+
+    def claim_tile(self, rings: object, turn: int, counter: object, bound: int, leaves: bool = False) -> int:
+        if self._claimed >= bound:
+            self.ends.append(len(self.tiles))
+            return -1
+        self._claimed += 1
+        return self._claimed - 1
 
     def next_tile(self, rings: object, turn: int, warps: int) -> int:
         return turn if turn < len(self.tiles) else -1
@@ -342,27 +358,17 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...], 
     return did
 
 
-def run_gather(p: Product, exchange: bool) -> tuple[Loads, Stored]:
-    """(what was read, y [M, N] or with exchange [M/W, N], where a tile has as many loads as there are ranks)."""
+def run_gather(p: Product, exchange: bool, arrivals: Iterable[set[tuple[int, int]]] = ()) -> tuple[Loads, Stored]:
+    """(what was read, y [M, N] or with exchange [M/W, N], where a tile has as many loads as there are ranks).
+
+    arrivals: what has come from other nodes when a kernel is launched that leaves; then one is launched that does not.
+    """
     loads, y = Loads(), p.stored(1 if exchange else p.world)
-    names: dict[str, Any] = loads.names()
-    python_of((receive if exchange else gather)._load, **names, **ORDER)(
-        None,
-        None,
-        "own",
-        "arrived",
-        "b",
-        "half of b",
-        (p.rank, *[0] * 7),
-        p.sizes,
-        p.world,
-        p.topology.local,
-        p.chunks,
-        False,
-        *_BLOCKS,
-        4,
-        True,
-    )
+    load = python_of((receive if exchange else gather)._load, **loads.names(), **ORDER)
+    switches = (p.world, p.topology.local, p.chunks, False, *_BLOCKS, 4, True)
+    for loads.here in (*arrivals, None):
+        words = (p.rank, *[0] * 7, int(loads.here is not None))
+        load(None, None, "own", "arrived", "b", "half of b", words, p.sizes, *switches)
     _store_products(loads, y, p, exchange)
     return loads, y
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from overlap_train.config import OverlapConfig
+from overlap_train.methods import TRAITS
 from overlap_train.planning.arguments import all_to_all_linear_error, linear_all_to_all_error
 from overlap_train.planning.choice import Choice, choose, may_choose, untuned
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.plan import EnginePlan, NodeSms, engine_plan, make_plan, sent_again
-from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
+from overlap_train.planning.schedule import A2A_GEMM, GEMM_A2A, Topology
 from overlap_train.planning.spec import ALL_TO_ALL, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import HOPPER, PORTABLE
@@ -149,15 +150,6 @@ def test_an_exchange_beside_a_product_is_by_copies_in_whole_blocks(method: str, 
         assert plan.fprop.sends_ahead == (expected == "chunked")
 
 
-@pytest.mark.usefixtures("_hopper")
-@pytest.mark.parametrize("kind", [GATHER, A2A_GEMM, SCATTER, GEMM_A2A])
-def test_who_names_fused_across_nodes_is_told_what_may_not_run_beside_it(kind: str) -> None:
-    """Of what arrives, whose kernel holds SMs until the network has brought it: between GPUs of several nodes."""
-    pass_ = Pass(kind, 8192, 4096, 4096, BF16, 4)
-    waits = kind in (GATHER, A2A_GEMM)
-    reason = choose("fused", pass_, GPU, UNTUNED, nodes=2).reason
-    assert (reason == "asked for; no other overlapped NCCL may run beside it") == waits
-    assert may_choose("fused", pass_, 2) == (not waits)
-    for method, device, nodes in (("chunked", GPU, 2), ("fused", torch.device("cpu"), 2), ("fused", GPU, 1)):
-        assert "NCCL" not in choose(method, pass_, device, UNTUNED, nodes).reason
-    assert may_choose("chunked", pass_, 2) and may_choose("direct", pass_, 1) and not may_choose("direct", pass_, 2)
+def test_across_nodes_methods_that_store_at_peers_are_not_chosen() -> None:
+    assert {method for method in TRAITS if may_choose(method, nodes=2)} == {"fused", "chunked", "collective"}
+    assert all(may_choose(method, nodes=1) for method in TRAITS)

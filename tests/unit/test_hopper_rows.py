@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -233,6 +234,32 @@ def test_a_gather_stores_every_row_once(
         return
     for source in range(world):
         check(part_of(y, source, chunks), 0 if source == rank else source * m_shard)
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize(("nodes", "world", "rank"), [case for case in NODES if case[0] > 1])
+@pytest.mark.parametrize(("m_shard", "chunks"), [(1, 1), (65, 1), (1400, 2), (264, 4), (4100, 4), (4240, 1)])
+def test_a_kernel_that_leaves_takes_what_is_here_and_the_next_one_goes_on(
+    m_shard: int, chunks: int, nodes: int, world: int, rank: int, exchange: bool
+) -> None:
+    """Chunks of other nodes come one by one, and a kernel is launched before each."""
+    p = Product(world, rank, chunks, m_shard, WIDE, nodes=nodes)
+    far = sources(p.topology, A2A_GEMM if exchange else GATHER)[p.topology.local - 1 :]
+    turns = [(source, chunk) for chunk in range(chunks) for source in far]
+    if not exchange:
+        turns.sort(key=lambda unit: far.index(unit[0]) // p.topology.local)
+    loads, y = run_gather(p, exchange, [set(turns[:count]) for count in range(len(turns))])
+    order = list(dict.fromkeys((t.a_rows, t.b_col // 256) for t in run_gather(p, exchange)[0].tiles))
+    assert list(dict.fromkeys((t.a_rows, t.b_col // 256) for t in loads.tiles)) == order, "no tile is left out"
+    words = [source * 8 + chunk for source, chunk in turns]
+    for count, (first, end) in enumerate(pairwise([0, *loads.ends])):
+        absent = set(words[count:])
+        assert not any(tile.waits & absent for tile in loads.tiles[first:end]), "nobody waits for another node"
+        following = loads.tiles[end : end + (world if exchange else 1)]
+        assert not following or any(tile.waits & absent for tile in following), "it leaves no sooner than it must"
+    blocks = [0] if exchange else range(world)
+    for block in blocks:
+        check(y if exchange else part_of(y, block, chunks), 0 if exchange or block == rank else block * m_shard)
 
 
 M_SHARD, N, K, CHUNKS = 130, 264, 64, 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.operators.kernel_args import grid_size, protocol_arguments, sending_arguments
+from overlap_train.operators.kernel_args import GatherOperands, grid_size, protocol_arguments, receiving_arguments
 from overlap_train.planning.schedule import Topology
 from overlap_train.protocol.tags import Tag
 from overlap_train.protocol.waits import BoundedWaits
@@ -69,6 +69,11 @@ def test_multiplying_kernels_count_nanoseconds_or_polls(device: torch.device, li
     assert protocol_arguments(domain_on(device), call_of(), direct=False).arguments["limit"] == limit
 
 
+def operands(sends: bool, leaves: bool = False) -> GatherOperands:
+    nothing = torch.empty(0)
+    return GatherOperands(nothing, nothing, nothing, sends, leaves)
+
+
 def test_kernels_that_send_themselves_have_counters_of_their_own() -> None:
     """Those of the others are reset before each call by the host, these by the kernel at its end."""
     for direct, prefix in ((False, ""), (True, "d ")):
@@ -76,7 +81,12 @@ def test_kernels_that_send_themselves_have_counters_of_their_own() -> None:
         assert [told[f"{name}_ptr"] for name in ("counter", "complete", "left")] == [
             prefix + name for name in ("claimed", "complete", "left")
         ]
-        assert sending_arguments(domain_on(GPU), call_of(), direct).arguments["sent_ptr"] == "d sent"
+        assert receiving_arguments(domain_on(GPU), call_of(), operands(direct)).arguments["sent_ptr"] == "d sent"
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_kernel_is_told_whether_it_leaves(leaves: bool) -> None:
+    assert receiving_arguments(domain_on(GPU), call_of(), operands(False, leaves)).arguments["leaves"] == leaves
 
 
 def test_a_grid_has_a_cta_per_sm_or_per_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,19 +52,20 @@ def call() -> Any:
 def test_gathers_that_differ_have_launches_of_their_own(call: Any) -> None:
     domain: Any = SimpleNamespace(world_size=2)
     own, b = torch.zeros(4, 8), torch.zeros(8, 8)
-    for kernels, x, w, sends in (
-        (PORTABLE, own, b, False),
-        (HOPPER, own, b, False),
-        (PORTABLE, own, b, True),
-        (PORTABLE, own, b.t(), False),
-        (PORTABLE, own, torch.zeros(8, 16), False),
+    y = torch.empty(8, 8)
+    for kernels, operands in (
+        (PORTABLE, GatherOperands(own, b, y, sends=False)),
+        (HOPPER, GatherOperands(own, b, y, sends=False)),
+        (PORTABLE, GatherOperands(own, b, y, sends=True)),
+        (PORTABLE, GatherOperands(own, b, y, sends=False, leaves=True)),
+        (PORTABLE, GatherOperands(own, b.t(), y, sends=False)),
+        (PORTABLE, GatherOperands(own, torch.zeros(8, 16), torch.empty(8, 16), sends=False)),
     ):
-        operands = GatherOperands(x, w, torch.empty(2 * len(x), w.shape[1]), sends)
         persistent.receive_and_multiply(domain, call, plan(kernels), operands)
-    assert len(set(call.launches.keys)) == 5
+    assert len(set(call.launches.keys)) == 6
     operands = GatherOperands(own.clone(), b.clone(), torch.empty(8, 8), sends=False)
     persistent.receive_and_multiply(domain, call, plan(PORTABLE), operands)
-    assert len(set(call.launches.keys)) == 5
+    assert len(set(call.launches.keys)) == 6
 
 
 def test_so_have_scatters(call: Any) -> None:

@@ -41,7 +41,7 @@ def test_equal_kinds_are_equal_binaries(compiling: ProcessPoolExecutor) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
 def test_one_binary_waits_for_all_rows_of_a_dtype(compiling: ProcessPoolExecutor) -> None:
-    """It is loaded before kernels that wait for what comes after it (NodeCall.load_wait); a second one would not be."""
+    """CUDA may put off the load of another one until the GPU has nothing to do."""
     words, rows = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.bfloat16)
     pointers = dict.fromkeys(("signals_ptr", "epoch_ptr", "abort_ptr", "record_ptr"), words)
     numbers = dict(limit=600_000_000_000, rank=1, count=1, CHUNKS=1, TIMED=True, BLOCK=1024, num_warps=1)

@@ -116,12 +116,11 @@ def test_chunks_are_equal() -> None:
 
 @pytest.mark.usefixtures("hopper_gpu")
 def test_what_is_measured_across_nodes() -> None:
-    """No kernel that sends, or waits for the network; what is untuned is always measured, with all other numbers of chunks."""
+    """No kernel that sends; what is untuned is always measured, with all other numbers of chunks."""
     asked = ("fused", "direct", "low_latency", "chunked", "collective")
     for pass_ in (FC1, FC1.dgrad):
         default = untuned(pass_, GPU, 2).method
-        waits = pass_.kind == GATHER  # a kernel of fused would, for the network
-        assert candidates(asked, default, pass_, 2) == ["fused"] * (not waits) + ["chunked", "collective"]
+        assert candidates(asked, default, pass_, 2) == ["fused", "chunked", "collective"]
     assert variants_to_run(FC1, "collective", GPU, 2) == [PLAIN]
     assert engine(UNTUNED).chunks == 2
     assert variants_to_run(FC1, "chunked", GPU, 2) == [PLAIN, Variant(chunks=1), Variant(chunks=4), Variant(chunks=8)]
@@ -140,8 +139,7 @@ def test_all_to_alls_of_gpus_go_in_chunks_and_those_of_cpu_processes_whole(kind:
     pass_ = replace(FC1, kind=kind, n=8192, k=8192)  # blocks of 8 MiB
     for device in (CPU, GPU):
         default = untuned(pass_, device, 2).method
-        by_a_kernel = ["fused"] * (kind == GEMM_A2A)
-        assert candidates(("chunked", "fused"), default, pass_, 2) == ["chunked", *by_a_kernel, "collective"]
+        assert candidates(("chunked", "fused"), default, pass_, 2) == ["chunked", "fused", "collective"]
     assert variants_to_run(pass_, "chunked", CPU, 2) == [PLAIN]
     assert variants_to_run(pass_, "chunked", GPU, 2) == [PLAIN, *(Variant(chunks=count) for count in (2, 4, 8))]
     short = replace(pass_, m=2048)

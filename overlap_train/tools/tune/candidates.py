@@ -48,7 +48,7 @@ SHORTEST_MESSAGE = 1 << 20
 def candidates(methods: Sequence[str], default: str, pass_: Pass, nodes: int = 1) -> list[str]:
     """The methods to try: those asked for that serve the pass, the default, and always collective: auto must never be slower
     than that. Across nodes only those that `auto` may choose there."""
-    asked = [method for method in serving(methods, pass_) if may_choose(method, pass_, nodes)]
+    asked = [method for method in serving(methods, pass_) if may_choose(method, nodes)]
     return list(dict.fromkeys([*asked, default, "collective"]))
 
 

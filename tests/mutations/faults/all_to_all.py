@@ -82,7 +82,7 @@ AHEAD_ONLY = f"{UNIT}/test_copy_engine.py::test_a_join_does_not_wait_for_what_wa
 PLAN = In("overlap_train/planning/plan.py", (IN_PARTS,))
 AHEAD = In("overlap_train/protocol/slot_use.py", (f"{UNIT}/test_slot_use.py", IN_PARTS))
 ROOM = In("overlap_train/protocol/workspace.py", (IN_PARTS,))
-STARTS = In("overlap_train/protocol/waits.py", (IN_PARTS,))
+STARTS = In("overlap_train/protocol/slot.py", (IN_PARTS,))
 STREAM = In("overlap_train/protocol/copy_engine.py", (IN_PARTS,))
 BRACKET = In("overlap_train/runtime/bracket.py", (IN_PARTS,))
 
@@ -217,8 +217,8 @@ FAULTS = [
           "] * SLOTS, []\n", f"{UNIT}/test_slot_use.py"),
     ROOM("parts: one is sent before it is known that a slot is free", "            self._last.wait_for_start()\n", ""),
     ROOM("parts: what came tells nothing", "            self.use.receive()\n", ""),
-    STARTS("parts: the first chunk of one peer only is waited for", "call, 0, self.world_size, chunk=0",
-           "call, 0, 2, chunk=0"),
+    STARTS("parts: the first chunk of one peer only is waited for", "wait_chunk(self, 0, 0, self.world_size)",
+           "wait_chunk(self, 0, 0, 2)"),
     STREAM("parts: what is sent is reused before it has left", "        self._ahead = len(self._held)\n",
            "        self._ahead = 0\n"),
     STREAM("parts: the next one's sends are waited for, too", "        if count is None:\n", "        if True:\n", AHEAD_ONLY),

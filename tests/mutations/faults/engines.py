@@ -121,8 +121,8 @@ FAULTS = [
     TOLD("kernels on GPUs count microseconds", "(1e9 if on_gpu else", "(1e6 if on_gpu else"),
     TOLD(
         "pieces are claimed from the others' words",
-        "sent_ptr=call.slot.direct_counters.sent",
-        "sent_ptr=call.slot.counters.sent",
+        "sent_ptr=slot.direct_counters.sent",
+        "sent_ptr=slot.counters.sent",
     ),
     TOLD(
         "more CTAs than tiles",
@@ -141,8 +141,8 @@ FAULTS = [
     PERSISTENT("an address on 8 bytes counts as aligned", "address % 16 == 0 for", "address % 8 == 0 for"),
     PERSISTENT(
         "a product that sends shares the launch of one that does not",
-        "(plan.kind, plan.kernels, operands.sends, b_kn",
-        "(plan.kind, plan.kernels, b_kn",
+        "(plan.kernels, operands.sends, operands.leaves)",
+        "(plan.kernels, operands.leaves)",
     ),
     PERSISTENT(
         "a split reduction shares the launch of a whole one",

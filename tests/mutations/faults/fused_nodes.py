@@ -17,7 +17,12 @@ PROCESS_ENGINE = In("overlap_train/protocol/node_engine.py", (BY_PROCESSES,))
 SLOT = In("overlap_train/protocol/node_slot.py", (PASSES,))
 PLAN = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
 TRAITS = In("overlap_train/methods.py", ("tests/unit/test_topology.py",))
-LOADED = In("overlap_train/operators/fused_node_streams.py", ("tests/protocol/test_interleaving_loads.py",))
+LEFT = "tests/protocol/test_interleaving_leaving.py"
+LEAVING = In("overlap_train/operators/fused_node_streams.py", (LEFT,))
+ARRIVALS = In("kernels/arrivals.py", (LEFT,))
+KERNEL_ARGS = In("overlap_train/operators/kernel_args.py", (LEFT,))
+KEYS = In("overlap_train/operators/persistent.py", ("tests/unit/test_operands.py",))
+TILES = In("kernels/tiles.py", ("tests/unit/test_hopper_rows.py",))
 WAIT = In("kernels/signal.py", ("tests/unit/test_specialisation.py",))
 AUTO = In("overlap_train/planning/choice.py", ("tests/unit/test_exchange_plan.py",))
 GRID = In("overlap_train/operators/kernel_args.py", ("tests/unit/test_launch_limits.py",))
@@ -35,12 +40,28 @@ FAULTS = [
     ORDER("the own node is multiplied first for others", "rank_at(rank, step // LOCAL + 1,", "rank_at(rank, step // LOCAL,"),
     ORDER("a node's twin is multiplied first", "step % LOCAL + 1, WORLD", "step % LOCAL, WORLD"),
     EARLY("exchanges are enqueued before the kernel of a gather",
-          "        y = super().matmul(b_kn)\n        self._crossings.finish()\n",
-          "        self._crossings.finish()\n        y = super().matmul(b_kn)\n"),
+          "        super()._multiply(leaving)\n        for",
+          "        self._crossings.finish()\n        super()._multiply(leaving)\n        for"),
     EARLY("exchanges are enqueued before the kernel of an all-to-all",
-          "        super().matmul(b_kn, y)\n        self._crossings.finish()\n",
-          "        self._crossings.finish()\n        super().matmul(b_kn, y)\n"),
-    LOADED("what lets chunks arrive is loaded beside the kernel that waits for them", "self._call.load_wait()", "pass"),
+          "        for chunk in range(chunks):\n", "        self._crossings.finish()\n        for chunk in range(chunks):\n"),
+    LEAVING("a gather's kernel waits for the network", "topology, replace(operands, leaves=True)", "topology, operands"),
+    LEAVING("the kernel of A2A + GEMM waits for the network",
+            "replace(operands, leaves=True), self._call.chunks", "operands, self._call.chunks"),
+    LEAVING("a gather's last launch leaves, too",
+            "len(node))\n            super()._multiply(operands if self._crossings.is_over else leaving)",
+            "len(node))\n            super()._multiply(leaving)"),
+    LEAVING("the last launch of A2A + GEMM leaves, too",
+            "world_size)\n            super()._multiply(operands if self._crossings.is_over else leaving)",
+            "world_size)\n            super()._multiply(leaving)"),
+    STREAMS("a gather's launch does not wait for its chunk",
+            "            self._call.wait_chunk(node[0], crossing.received.chunk, len(node))\n", ""),
+    KERNEL_ARGS("no kernel is told to leave", "leaves=int(operands.leaves)", "leaves=0"),
+    KEYS("a launch that leaves is taken for the last one", "operands.sends, operands.leaves)", "operands.sends)"),
+    ARRIVALS("a chunk that is not here counts", "            units += here.to(tl.int32)\n", "            units += 1\n"),
+    ARRIVALS("blocks of one rank are enough", "LOCAL + blocks % FAR", "LOCAL"),
+    ARRIVALS("a tile is claimed twice", "looking = (seen != index) & (seen < bound)", "looking = seen >= bound"),
+    TILES("a strip of a chunk that is not here is taken", "units * strips // 2 * tiles_n", "(units * strips + 1) // 2 * tiles_n"),
+    TILES("halves of tiles that are here are left", "tl.where(tiles <= halved, tiles, 2 * tiles - halved)", "tiles"),
     WAIT("a wait is compiled for each alignment of its row", 'do_not_specialize_on_alignment=["row_ptr"]', "version=None"),
     WAIT("a wait is compiled for rows of one element", ', "first_chunk", "limit", "row_size"]', ', "first_chunk", "limit"]'),
     STREAMS("a sum of the node does not wait for its own tiles",
@@ -66,9 +87,7 @@ FAULTS = [
          "self.variant.split_reduction or self.nodes > 1", "self.variant.split_reduction"),
     PLAN("the network brings an all-to-all as the library wants it",
          "crossings=_crossings(kind, topology, chunks, tiled)", "crossings=_crossings(kind, topology, chunks)"),
-    AUTO("auto takes a kernel that holds SMs until the network has brought something",
-         "TRAITS[method].multiplies and pass_.kind in INBOUND", "False"),
-    AUTO("who names such a kernel is not told", "asked for{ALONE_ON_THE_NETWORK * waits}", "asked for{ALONE_ON_THE_NETWORK * 0}"),
+    AUTO("methods that store at peers are chosen across nodes", "nodes == 1 or TRAITS[method].crosses", "True"),
     TRAITS("kernels that send cross nodes", '"direct": Traits(kernels=True, multiplies=True)',
            '"direct": Traits(kernels=True, multiplies=True, crosses=True)'),
     GRID("a kernel takes the SMs that it is to leave", "multiprocessors(device) - spared_sms", "multiprocessors(device)"),

@@ -67,7 +67,7 @@ FAULTS = [
     WINS("a default that was not timed loses", " or default not in ms", ""),
     WINS("noise decides", "ms[fastest] > (1 - SAME) * ms[default]", "False"),
     WINS("what one rank lacks wins", "if all((kind, method) in times for times in of_all_ranks)", "if True"),
-    WINS("methods that stay in a node are tried across", "may_choose(method, one, nodes)", "may_choose(method, one, 1)"),
+    WINS("methods that stay in a node are tried across", "may_choose(method, nodes)", "may_choose(method, 1)"),
     WINS("the default does not begin", "[untuned(fprop, device, nodes).method, *fits]", "fits"),
     WINS("one trial is of two kinds of kernels", "return fprop.bucket, on_hopper(fprop, device)", "return fprop.bucket, True"),
     PARTS("each part takes a turn", "if not self.is_begun and self.settings", "if self.settings"),

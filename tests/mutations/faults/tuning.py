@@ -28,7 +28,7 @@ FAULTS = [
     PLAN("a number of chunks is ignored", "    if choice.variant.chunks:\n", "    if False:\n"),
     TILING("rows are cut into unequal chunks", "if count <= most and m_shard % count == 0)", "if count <= most)"),
     CANDIDATES("methods that stay in a node are measured across",
-               "may_choose(method, pass_, nodes)", "may_choose(method, pass_, 1)"),
+               "may_choose(method, nodes)", "may_choose(method, 1)"),
     CANDIDATES("an all-to-all is measured in chunks", "pass_.kind in EXCHANGES and device", "False and device"),
     CANDIDATES("one number of chunks is measured twice", "if v.chunks != own)", "if v.chunks)"),
     CANDIDATES("chunks are too short for a message", '// SHORTEST_MESSAGE if device.type == "cuda"', 'if device.type == "cuda"'),

@@ -1,0 +1,152 @@
+"""No kernel holds SMs until the network has brought something: NCCL's kernels may need those SMs to bring it.
+
+A persistent kernel takes the tiles whose chunks are here, leaves, and goes on in its next launch (kernels/arrivals.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+pytest.importorskip("greenlet")
+
+import torch
+
+from tests.protocol.actors import Deadlock
+from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
+from tests.protocol.faults import Fault
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.operator_problems import integers, tag_of
+from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain
+from tests.protocol.test_interleaving_node_exchanges import exchanged_backward
+from tests.protocol.test_interleaving_nodes import METHODS, PROBLEMS, SIZES, backward, problem, started
+
+KERNELS = {"gather": "kernels.all_gather_gemm", "to_rows": "kernels.all_to_all_gemm"}
+
+
+def without_room(build: Build) -> Build:
+    """The same problem where an exchange finds SMs only while no product runs on its GPU, as if other communicators had taken
+    those that products spare."""
+    running, exchange = Counter[int](), SimulatedNccl._run
+
+    def crowded(scheduler: Scheduler) -> Any:
+        launch = scheduler.launch
+
+        def counted(name: str, *what: Any) -> None:
+            rank, is_product = scheduler.running_actor().rank, "gemm" in name
+            running[rank] += is_product
+            launch(name, *what)
+            running[rank] -= is_product
+
+        def late(network: SimulatedNccl, *what: Any) -> None:
+            scheduler.wait_until(lambda: not running[network._gpu.rank], "SMs for an exchange")
+            exchange(network, *what)
+
+        running.clear()
+        scheduler.patch(scheduler, "launch", counted)
+        scheduler.patch(SimulatedNccl, "_run", late)
+        return build(scheduler)
+
+    return crowded
+
+
+@pytest.mark.parametrize(("world", "node_ranks"), SIZES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("operator", PROBLEMS)
+def test_operators_pass(operator: str, method: str, world: int, node_ranks: int) -> None:
+    assert_passes(without_room(problem(operator, world, node_ranks, method=method)), range(8 // world))
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_backward_passes(method: str, one_queue: bool) -> None:
+    machine = NodeSimulation(4, node_ranks=2, one_queue=one_queue, method=method)
+    for build in (backward(machine), exchanged_backward(machine)):
+        assert_passes(without_room(build), range(2))
+
+
+def in_operators(old: str, new: str) -> Fault:
+    return Fault("operators.fused_node_streams", old, new, reload=("operators.start",))
+
+
+def in_kernel(operator: str, old: str, new: str) -> Fault:
+    return Fault("kernels.arrivals", old, new, reload=(KERNELS[operator],))
+
+
+WAITS = {
+    "gather": in_operators("self._domain.topology, replace(operands, leaves=True)", "self._domain.topology, operands"),
+    "to_rows": in_operators("replace(operands, leaves=True), self._call.chunks", "operands, self._call.chunks"),
+}
+IS_HERE = "has_arrived(tl.load(signals_ptr + signal_word(source, chunk), volatile=True), expected)"
+
+
+@pytest.mark.parametrize("operator", KERNELS)
+def test_a_kernel_that_waits_for_the_network_is_found(operator: str) -> None:
+    for fault in (WAITS[operator], in_kernel(operator, IS_HERE, "has_arrived(expected, expected)")):
+        with fault.planted():
+            error = assert_caught(without_room(problem(operator, 2, 1, method="fused")), range(4))
+        assert isinstance(error, Deadlock) and "SMs for an exchange" in str(error), error
+
+
+FAULTS = {
+    "a tile is claimed by two": ("looking = (seen != index) & (seen < bound)", "looking = seen >= bound", "gather 2 1"),
+    "a tile that is left is claimed": ("        looking = index < bound\n", "        looking = index <= bound\n", "gather 2 1"),
+    "a chunk that is not here counts": ("            units += here.to(tl.int32)\n", "            units += 1\n", "gather 2 1"),
+    "blocks of one rank are enough": ("LOCAL + blocks % FAR", "LOCAL", "to_rows 3 1"),
+    "the first chunk is enough": ("source, blocks // FAR, expected", "source, 0, expected", "to_rows 2 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name: str) -> None:
+    old, new, where = FAULTS[name]
+    operator, world, node_ranks = where.split()
+    with in_kernel(operator, old, new).planted():
+        assert_caught(without_room(problem(operator, int(world), int(node_ranks), method="fused")), range(30))
+
+
+LAUNCHES = {"gather": 1 + 2, "to_rows": 2}  # of the own node's rows, and of each of two chunks
+
+
+def with_a_late_exchange(machine: NodeSimulation, operator: str) -> tuple[Build, torch.Tensor]:
+    """A call whose second exchange comes only when the last kernel has ended; what the ranks multiply: [2, 2, TILE, TILE]."""
+    y, ended, exchange = torch.zeros(2, 2, TILE, TILE), Counter[int](), SimulatedNccl._run
+
+    def build(scheduler: Scheduler) -> Any:
+        launch = scheduler.launch
+
+        def counted(name: str, *what: Any) -> None:
+            rank = scheduler.running_actor().rank
+            launch(name, *what)
+            ended[rank] += "gemm" in name
+
+        def late(network: SimulatedNccl, number: int, *what: Any) -> None:
+            if number == 2:
+                scheduler.wait_until(lambda: ended[network._gpu.rank] == LAUNCHES[operator], "the last kernel to end")
+            exchange(network, number, *what)
+
+        def host(domain: SimulatedDomain) -> None:
+            x = integers(2 * TILE, TILE, seed=domain.rank)
+            with domain.operator(tag_of("call"), slots=1):
+                y[domain.rank] = started(domain, operator, x, "fused")()
+
+        scheduler.patch(scheduler, "launch", counted)
+        scheduler.patch(SimulatedNccl, "_run", late)
+        machine.spawn_hosts(scheduler, host)
+        scheduler.patch(torch.Tensor, "new_empty", torch.Tensor.new_zeros)  # else NaN is there from the beginning
+        return lambda: None
+
+    return build, y
+
+
+@pytest.mark.parametrize("operator", KERNELS)
+def test_what_a_wait_has_given_up_is_nan(operator: str) -> None:
+    """The last launch does not leave: it takes the tiles whose chunks have not come."""
+    build, y = with_a_late_exchange(NodeSimulation(2, timeout_s=3e-7), operator)
+    run_seed(build, 0, spin=True)
+    second_chunk = y[..., TILE // 2 :, :]
+    far = torch.stack([second_chunk[0, 1], second_chunk[1, 0]]) if operator == "gather" else second_chunk
+    assert far.isnan().all()
