@@ -14,7 +14,9 @@ from .across_nodes import far_turns, in_order, lane_of, made, multiplied, node_s
 from .low_latency import LOW_LATENCY
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
-from .schedule import GATHER, INBOUND, NETWORK, SCATTER, Leg, multiplied_together
+from .schedule.kinds import GATHER, INBOUND, SCATTER
+from .schedule.legs import NETWORK, Leg
+from .schedule.order import multiplied_together
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived
 from .work import STARTED, Work
 
