@@ -57,6 +57,7 @@ FAULTS = [
         "pushes of a gather wait for tiles",
         "after_tiles = tiled and kind not in INBOUND",
         "after_tiles = tiled",
+        f"{UNIT}/test_plan.py",
     ),
     PLAN(
         "pushes of a scatter do not wait for tiles",
