@@ -209,7 +209,7 @@ def hopper_gemm_reduce_scatter_kernel(
 
     b_half_desc: b again, in panels half as wide. received_desc: [M, N], block s from rank s. y_desc: [M/W, N] as
     [CHUNKS, M/W/CHUNKS, N], as all that is stored.
-    RUN: how many chunks, in their order, the strips of tiles run through before they begin anew (schedule.py: units_in_run).
+    RUN: how many chunks, in their order, the strips of tiles run through before they begin anew (units_in_run).
     EXCHANGE: a is [M/W, K], a destination picks columns of b, and where N stands it is N/W (gemm_reduce_scatter.py).
     REDUCE: the own tiles wait for the peers' partials and add them; else y is the own partial.
     BUFFERS: of the outbox for each half of a tile (make_outbox); two and three stages, or one and four, fit into shared memory.

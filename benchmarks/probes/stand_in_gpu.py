@@ -21,7 +21,7 @@ from overlap_train.gpu.driver import _SIGNATURES, CudaDriver
 from overlap_train.gpu.entry import layout_of
 from overlap_train.gpu.launch import Launcher
 from overlap_train.operators import plan_book
-from overlap_train.planning.schedule import Topology
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.tiling import Target
 from overlap_train.protocol.copy_engine import StreamCopyEngine
 from overlap_train.runtime import domain

@@ -8,7 +8,7 @@ from itertools import cycle
 
 import torch
 
-from ..planning.schedule import Crossing
+from ..planning.schedule.crossings import Crossing
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..symmetric.inter_node import Exchange

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..planning.schedule import Leg
+from ..planning.schedule.legs import Leg
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_slot import NodeCall
 from . import persistent

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..planning.plan import EnginePlan
-from ..planning.schedule import Legs
+from ..planning.schedule.legs import Legs
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import persistent

@@ -12,7 +12,8 @@ import torch
 
 from ..gpu.launch import Launch
 from ..planning.plan import MOST_DIRECT_PEERS, EnginePlan
-from ..planning.schedule import A2A_GEMM, units_in_run
+from ..planning.schedule.kinds import A2A_GEMM
+from ..planning.schedule.order import units_in_run
 from ..planning.tiling import HOPPER_TILE
 from ..protocol.slot import Call
 from ..runtime.domain import OverlapDomain

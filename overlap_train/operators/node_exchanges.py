@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from ..planning.schedule import Crossing, multiplied_together
+from ..planning.schedule.crossings import Crossing
+from ..planning.schedule.order import multiplied_together
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from .all_to_all_gemm import ChunkedAllToAllGemm, add_product_in_fp32, product_in_fp32

@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from ..planning.schedule import Crossing, Leg, Legs
+from ..planning.schedule.crossings import Crossing
+from ..planning.schedule.legs import Leg, Legs
 from ..protocol.copy_engine import run_push
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_slot import NodeCall

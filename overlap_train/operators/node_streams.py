@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from ..gpu.launch import Launch
-from ..planning.schedule import Crossing
+from ..planning.schedule.crossings import Crossing
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..symmetric.node_sums import grid_of

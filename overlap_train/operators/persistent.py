@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..planning.plan import EnginePlan
-from ..planning.schedule import A2A_GEMM
+from ..planning.schedule.kinds import A2A_GEMM
 from ..planning.tiling import HOPPER
 from ..protocol.slot import Call
 from ..runtime.domain import OverlapDomain

@@ -8,7 +8,7 @@ import torch
 
 from ..gpu.launch import Launch
 from ..planning.plan import EnginePlan
-from ..planning.schedule import A2A_GEMM
+from ..planning.schedule.kinds import A2A_GEMM
 from ..protocol.slot import Call
 from ..runtime.domain import OverlapDomain
 from .kernel_args import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..methods import TRAITS
 from . import cost
-from .schedule import ARRIVED, LANDED, NETWORK, NODE_SUM, Leg
+from .schedule.legs import ARRIVED, LANDED, NETWORK, NODE_SUM, Leg
 from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived, landed, stored
 from .work import Work
 

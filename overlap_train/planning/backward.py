@@ -24,7 +24,7 @@ from .programs import (
     sends,
     wait,
 )
-from .schedule import A2A_GEMM, GATHER, INBOUND, SCATTER
+from .schedule.kinds import A2A_GEMM, GATHER, INBOUND, SCATTER
 from .timeline import COMMUNICATION, COMPUTE, GEMM, Kernel, Program, Token, arrived
 from .work import Work
 

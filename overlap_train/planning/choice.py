@@ -9,7 +9,7 @@ import torch
 from ..methods import TRAITS
 from .low_latency import LOW_LATENCY, pays
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule import A2A_GEMM, EXCHANGES, GATHER, SCATTER
+from .schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, SCATTER
 from .table import Table, Winner
 from .variants import PLAIN, Variant
 from .waves import fills_a_wave, fills_tiles, on_hopper, saves_a_wave, waits_in_a_wave

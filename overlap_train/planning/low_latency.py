@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ..config import flag_name
 from .passes import Pass
-from .schedule import EXCHANGES
+from .schedule.kinds import EXCHANGES
 
 LOW_LATENCY = "low_latency"
 # Of a gathered, or scattered, matrix: 1024 rows of 16384 features in bf16 (Llama-3 405B). Its words are twice as large, in each

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .hardware import COPY_GBS, GEMM_TFLOPS
-from .schedule import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
+from .schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
 
 SCATTER_AND_WGRAD = "scatter, wgrad"
 KINDS = (GATHER, SCATTER, SCATTER_AND_WGRAD, A2A_GEMM, GEMM_A2A)

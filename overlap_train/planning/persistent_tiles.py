@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from . import cost
-from .schedule import SCATTER, Strips, Unit, strip_order, units_in_run
+from .schedule.kinds import SCATTER
+from .schedule.order import Strips, Unit, strip_order, units_in_run
 from .tiling import HOPPER, count_waves
 from .timeline import Tile, Token, arrived, stored
 from .work import Work

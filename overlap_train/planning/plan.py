@@ -12,7 +12,11 @@ from .arguments import Request, shapes_of
 from .choice import Choice, choose
 from .low_latency import LOW_LATENCY, flagged_bytes
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule import A2A_GEMM, GEMM_A2A, INBOUND, SCATTER, Crossing, Legs, Topology, crossings, legs, sources
+from .schedule.crossings import Crossing, crossings
+from .schedule.kinds import A2A_GEMM, GEMM_A2A, INBOUND, SCATTER
+from .schedule.legs import Legs, legs
+from .schedule.order import sources
+from .schedule.topology import Topology
 from .spec import OperatorSpec
 from .table import Table
 from .tiling import (
@@ -47,7 +51,7 @@ class NodeSms:
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
-    kind: of schedule.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
+    kind: of schedule/kinds.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
     workspace. send_sms, reduce_sms, wait_sms: those that NCCL has between nodes, sums of this node's partials, and waits of
     one CTA; products beside them leave these. nodes: that the group spans. crossings: what goes over the network between them,

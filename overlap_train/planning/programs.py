@@ -1,6 +1,6 @@
 """What one rank does in a pass, as its plan says: the engines of operators/ in the simulator's words.
 
-The legs are the plan's, the order of tiles is the schedule's (schedule.py). Here is only how long each thing takes.
+The legs are the plan's, the order of tiles is the schedule's (schedule/order.py). Here is only how long each thing takes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from .across_nodes import far_turns, in_order, lane_of, made, multiplied, node_s
 from .low_latency import LOW_LATENCY
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
-from .schedule import GATHER, INBOUND, NETWORK, SCATTER, Leg, multiplied_together
+from .schedule.kinds import GATHER, INBOUND, SCATTER
+from .schedule.legs import NETWORK, Leg
+from .schedule.order import multiplied_together
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived
 from .work import STARTED, Work
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from .schedule import Leg
+from .schedule.legs import Leg
 from .timeline import COMMUNICATION, WAITING, Kernel, Program, Send, Span, Tile, Token
 
 Action = Callable[[], None]

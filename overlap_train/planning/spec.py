@@ -1,6 +1,6 @@
 """The operators, one row each: what runs forward, and what computes the input gradient.
 
-Another operator is another row, with its engines in operators/ and its orders in schedule.py.
+Another operator is another row, with its engines in operators/ and its orders in schedule/.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .arguments import (
     linear_all_to_all_error,
     reduce_scatter_error,
 )
-from .schedule import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER
+from .schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from .hardware import SUM_GBS
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule import SCATTER
+from .schedule.kinds import SCATTER
 from .tiling import FILLS_A_GPU, HOPPER_TILE, chunk_count, count_waves, tma_reads
 
 # A scatter whose tiles are one wave that leaves at most this part of the SMs idle: direct sends it under its product. 256 x 16384
@@ -57,9 +57,9 @@ def fills_a_wave(pass_: Pass, device: torch.device) -> bool:
 def saves_a_wave(pass_: Pass, device: torch.device) -> bool:
     """Whether a scatter takes half a wave of tiles less, or more, and less time, with a split reduction.
 
-    Own tiles that add the peers' partials have no rows of peers (schedule.py: units_in_run). So 4100 rows of 4096 columns on two
-    GPUs are 544 tiles, four waves and one of halves, and with a split reduction 528, four. 14336 x 4096 took 332 us with one, and
-    386 without when five waves were whole (2 x H200).
+    Own tiles that add the peers' partials have no rows of peers (schedule/order.py: units_in_run). So 4100 rows of 4096 columns
+    on two GPUs are 544 tiles, four waves and one of halves, and with a split reduction 528, four. 14336 x 4096 took 332 us with
+    one, and 386 without when five waves were whole (2 x H200).
     """
     if not scatters_on_hopper(pass_, device):
         return False

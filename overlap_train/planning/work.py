@@ -9,7 +9,8 @@ from . import cost
 from .machines import System
 from .passes import Pass
 from .plan import EnginePlan
-from .schedule import A2A_GEMM, EXCHANGES, GEMM_A2A, Topology
+from .schedule.kinds import A2A_GEMM, EXCHANGES, GEMM_A2A
+from .schedule.topology import Topology
 from .timeline import Token, arrived
 
 STARTED = "started"

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..planning.schedule import Leg, Topology
+from ..planning.schedule.legs import Leg
+from ..planning.schedule.topology import Topology
 from ..symmetric.agreement import OverlapTimeoutError
 from ..symmetric.inter_node import Transport
 from .copy_engine import HostCopyEngine

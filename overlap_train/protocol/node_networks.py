@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..planning.schedule import Crossing, Leg
+from ..planning.schedule.crossings import Crossing
+from ..planning.schedule.legs import Leg
 from ..symmetric.inter_node import Exchange, Piece, PutTransport, StreamTransport
 from .node_slot import NodeCall
 from .node_streams import NodeStreamEngine

@@ -10,7 +10,8 @@ import torch
 
 from ..kernels.signal_words import MAX_CHUNKS
 from ..planning.cache import BoundedCache
-from ..planning.schedule import ARRIVED, LANDED, Leg, Topology
+from ..planning.schedule.legs import ARRIVED, LANDED, Leg
+from ..planning.schedule.topology import Topology
 from ..symmetric import SymmetricHeap
 from ..symmetric.inter_node import Place
 from .copy_engine import Route

@@ -19,7 +19,10 @@ import torch
 
 from ..gpu.blas import Blas
 from ..gpu.driver import CudaDriver
-from ..planning.schedule import GATHER, Crossing, Legs, Topology, crossings
+from ..planning.schedule.crossings import Crossing, crossings
+from ..planning.schedule.kinds import GATHER
+from ..planning.schedule.legs import Legs
+from ..planning.schedule.topology import Topology
 from ..symmetric.inter_node import Exchange
 from .copy_engine import AT_LEAST, Route, StreamCopyEngine
 from .node_slot import NodeCall

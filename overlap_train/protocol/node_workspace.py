@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from ..gpu.launch import Launcher
-from ..planning.schedule import Topology
+from ..planning.schedule.topology import Topology
 from ..symmetric import SymmetricHeap
 from .layout import Layout
 from .node_slot import NodeCall, NodeSlot

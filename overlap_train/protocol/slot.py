@@ -16,7 +16,9 @@ import torch
 from ..gpu.launch import LaunchCache, Launcher
 from ..kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
 from ..planning.cache import BoundedCache
-from ..planning.schedule import Leg, Legs, Topology, targets
+from ..planning.schedule.legs import Leg, Legs
+from ..planning.schedule.order import targets
+from ..planning.schedule.topology import Topology
 from ..symmetric import SymmetricHeap
 from .copy_engine import Route
 from .layout import Layout

@@ -10,7 +10,7 @@ import torch
 from ..config import OverlapConfig, flag_name
 from ..gpu.blas import Blas
 from ..gpu.launch import Launcher
-from ..planning.schedule import Topology
+from ..planning.schedule.topology import Topology
 from ..protocol.layout import Layout
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_networks import NodeExchangeEngine, NodePutEngine

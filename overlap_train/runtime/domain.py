@@ -19,7 +19,7 @@ from ..config import OverlapConfig
 from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
 from ..planning.arguments import Request
-from ..planning.schedule import Topology
+from ..planning.schedule.topology import Topology
 from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from ..protocol.layout import Layout
 from ..protocol.node_engine import NodeEngine

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planning.schedule import Topology
+from ..planning.schedule.topology import Topology
 from .agreement import Agreement, OverlapTimeoutError
 from .inter_node import CONNECT, Place
 

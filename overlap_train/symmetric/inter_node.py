@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from ..planning.schedule import Crossing
+from ..planning.schedule.crossings import Crossing
 from .agreement import OverlapTimeoutError
 
 CONNECT = "overlap_train: connect the nodes of the group"  # what ranks do while a transport is made, for errors

@@ -1,7 +1,7 @@
 """NCCL between the GPUs of different nodes: what a rank sends to one twin, and what it receives from another meanwhile.
 
 A kernel of NCCL holds SMs until the peer's kernel runs, too. So a receive is never posted early: it goes with the send of the
-same turn, as one group (`planning/schedule.py: crossings`). All groups of a rank run in one stream, in an order that all twins
+same turn, as one group (`planning/schedule/crossings.py`). All groups of a rank run in one stream, in an order that all twins
 have in common. None waits for a later one.
 """
 
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planning.schedule import Crossing, Topology
+from ..planning.schedule.crossings import Crossing
+from ..planning.schedule.topology import Topology
 from .agreement import Agreement, OverlapTimeoutError
 from .inter_node import CONNECT, Failures, Piece
 

@@ -13,7 +13,7 @@ import torch
 
 from ..config import MOST_CTAS
 from ..planning.cost import node_sum_gbs
-from ..planning.schedule import Topology
+from ..planning.schedule.topology import Topology
 from .agreement import Agreement, say_on_rank_0
 from .bursts import fastest_s, seconds
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import flag_name
-from ..planning.schedule import Topology
+from ..planning.schedule.topology import Topology
 from .agreement import Agreement, say_on_rank_0
 from .reach import new_sample
 

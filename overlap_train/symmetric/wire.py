@@ -10,7 +10,9 @@ from typing import TypeAlias
 
 import torch
 
-from ..planning.schedule import GATHER, Topology, crossings
+from ..planning.schedule.crossings import crossings
+from ..planning.schedule.kinds import GATHER
+from ..planning.schedule.topology import Topology
 from .agreement import Agreement, say_on_rank_0
 from .bursts import fastest_s, seconds
 from .inter_node import Failures, Piece, StreamTransport

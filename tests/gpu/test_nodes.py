@@ -29,7 +29,7 @@ from overlap_train import (
     linear_reduce_scatter,
 )
 from overlap_train.planning import choice
-from overlap_train.planning.schedule import Crossing
+from overlap_train.planning.schedule.crossings import Crossing
 from overlap_train.planning.variants import Variant
 from overlap_train.protocol.layout import SLOTS
 from overlap_train.protocol.node_streams import NodeStreamEngine

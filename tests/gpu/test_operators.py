@@ -17,7 +17,9 @@ from overlap_train.planning.arguments import Request
 from overlap_train.planning.choice import choose
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.plan import EnginePlan, make_plan
-from overlap_train.planning.schedule import SCATTER, Topology, legs
+from overlap_train.planning.schedule.kinds import SCATTER
+from overlap_train.planning.schedule.legs import legs
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import HOPPER_TILE, chunk_count, count_waves, direct_chunk_count

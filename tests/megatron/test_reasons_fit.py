@@ -26,7 +26,7 @@ from overlap_train.integrations.megatron.enabling.table import REASON_WIDTH, Lin
 from overlap_train.integrations.megatron.linears import conditions, in_model, transformer_engine, two_groups, ulysses
 from overlap_train.planning.choice import choose
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.table import UNTUNED, Table, Winner
 from overlap_train.planning.trial import methods_to_try
 from overlap_train.planning.variants import IN_CHUNKS, PLAIN, VARIANTS

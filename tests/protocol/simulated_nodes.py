@@ -45,7 +45,7 @@ class NodeSimulation(StreamSimulation):
     blas: SimulatedBlas = field(default_factory=SimulatedBlas)
 
     def topology(self, rank: int) -> Any:
-        return core("planning.schedule").Topology(self.world_size // self.node_ranks, self.node_ranks, rank)
+        return core("planning.schedule.topology").Topology(self.world_size // self.node_ranks, self.node_ranks, rank)
 
     def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
         self.posted.clear()
@@ -105,14 +105,13 @@ class NodeDomain(SimulatedDomain):
 
     def _in_chunks(self, engine: Any) -> Any:
         """On the CPU plans have numbers of chunks of their own, and nothing holds SMs."""
-        schedule = core("planning.schedule")
         chunks, together = self._simulation.chunks, self._simulation.together
         of_kind = (engine.kind, self.topology, chunks, engine.method == "fused")
         return replace(
             engine,
             chunks=chunks,
-            legs=schedule.legs(*of_kind),
-            crossings=schedule.crossings(*of_kind),
+            legs=core("planning.schedule.legs").legs(*of_kind),
+            crossings=core("planning.schedule.crossings").crossings(*of_kind),
             together=together,
             send_sms=0 if self._simulation.puts else self._simulation.send_sms,
             reduce_sms=self._simulation.reduce_sms,

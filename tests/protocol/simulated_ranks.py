@@ -124,7 +124,7 @@ class SimulatedDomain:
         self, simulation: Simulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int
     ) -> None:
         self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
-        self.topology = core("planning.schedule").Topology(1, self.world_size, rank)
+        self.topology = core("planning.schedule.topology").Topology(1, self.world_size, rank)
         self.memory = simulation.memory[rank]
         self.graphed = self.captured = self.closed = False
         self.book, self.in_use = object(), threading.RLock()
@@ -177,7 +177,7 @@ class SimulatedDomain:
 
 def _varied(engine: Any, topology: Any, variant: Any) -> Any:
     chunks = 1 if variant.whole else engine.chunks
-    legs = core("planning.schedule").legs(engine.kind, topology, chunks, engine.method == "fused")
+    legs = core("planning.schedule.legs").legs(engine.kind, topology, chunks, engine.method == "fused")
     return dataclasses.replace(engine, variant=variant, chunks=chunks, legs=legs)
 
 

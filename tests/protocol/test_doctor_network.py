@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import shutdown
-from overlap_train.planning.schedule import Topology
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.symmetric.gloo import GlooTransport
 from overlap_train.symmetric.inter_node import Place
 from overlap_train.tools.doctor import gathers, network

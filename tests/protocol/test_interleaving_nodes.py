@@ -359,7 +359,7 @@ def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:
 
 def test_twins_that_start_their_exchanges_in_different_order_are_found() -> None:
     """The model itself: what NCCL would hang in, or mix up."""
-    turned = Fault("planning.schedule", "    mine, found = legs(kind, topology, chunks, tiled), []\n",
+    turned = Fault("planning.schedule.crossings", "    mine, found = legs(kind, topology, chunks, tiled), []\n",
                    "    mine, found = legs(kind, topology, chunks, tiled), []\n"
                    "    if topology.rank == 0:\n        mine = Legs(mine.all[::-1])\n")  # fmt: skip
     with turned.planted():

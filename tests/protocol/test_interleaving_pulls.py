@@ -156,7 +156,7 @@ def test_which_parts_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the last, where copies send and what arrives has its place."""
     assert [part for part in _order("chunked", monkeypatch) if part != "end"] == ["pulled"] * (PARTS - 1) + ["pushed"]
     assert _order("direct", monkeypatch) == _order("chunked", monkeypatch, Taken) == ["pushed", "end"] * PARTS
-    two = SimpleNamespace(world_size=2, rank=0, topology=core("planning.schedule").Topology(1, 2, 0))
+    two = SimpleNamespace(world_size=2, rank=0, topology=core("planning.schedule.topology").Topology(1, 2, 0))
     plan = SimulatedDomain.plan(two, "fused", torch.empty(TILE, TILE), torch.empty(2 * TILE, TILE), "LINEAR_ALL_TO_ALL")  # type: ignore[arg-type]
     assert plan.fprop.may_pull and not replace(plan.fprop, nodes=2).may_pull
 

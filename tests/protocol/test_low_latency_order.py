@@ -14,7 +14,10 @@ import pytest
 
 pytest.importorskip("greenlet")
 
-from overlap_train.planning.schedule import GATHER, SCATTER, Topology, legs, sources, targets, tile_order
+from overlap_train.planning.schedule.kinds import GATHER, SCATTER
+from overlap_train.planning.schedule.legs import legs
+from overlap_train.planning.schedule.order import sources, targets, tile_order
+from overlap_train.planning.schedule.topology import Topology
 from tests.protocol.actors import Actor
 from tests.protocol.faults import Fault
 from tests.protocol.interleaving import Scheduler

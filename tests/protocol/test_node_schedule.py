@@ -1,10 +1,12 @@
 """The schedule of groups that span nodes: everything arrives once, crosses the network once, and in the order that hides it.
 
-Each rule is a function of the schedule's module. It holds for the module as it is, and for each planted fault some rule fails.
+Each rule is a function of a module with the names of all the schedule's files. It holds for them as they are, and for each
+planted fault some rule fails.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -13,23 +15,34 @@ from typing import Any
 
 import pytest
 
-from overlap_train.planning import schedule
-from overlap_train.planning.schedule import (
-    A2A_GEMM,
-    EXCHANGES,
-    GATHER,
-    GEMM_A2A,
-    NETWORK,
-    NODE_SUM,
-    NVLINK,
-    SCATTER,
-    Topology,
-)
-from tests.protocol.mutation import mutant
+from overlap_train.planning.schedule import crossings
+from overlap_train.planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from overlap_train.planning.schedule.legs import NETWORK, NODE_SUM, NVLINK
+from overlap_train.planning.schedule.topology import Topology
+from tests.protocol.mutation import planted
 
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
 CHUNKS = 2
+PACKAGE = "overlap_train.planning.schedule"
+FILES = ("topology", "order", "legs", "crossings")  # each imports from those before
 KINDS = (GATHER, SCATTER, *EXCHANGES)
+
+
+def whole_schedule() -> ModuleType:
+    """With the fault that is planted, if one is."""
+    whole = ModuleType("whole_schedule")
+    for file in FILES:
+        vars(whole).update(vars(importlib.import_module(f"{PACKAGE}.{file}")))
+    return whole
+
+
+def with_fault(file: str, old: str, new: str) -> ModuleType:
+    later = [f"{PACKAGE}.{name}" for name in FILES[FILES.index(file) + 1 :]]
+    with planted(f"{PACKAGE}.{file}", old, new, reload=later):
+        return whole_schedule()
+
+
+SCHEDULE = whole_schedule()
 
 
 def topologies(module: ModuleType, nodes: int, local: int) -> list[Any]:
@@ -287,56 +300,64 @@ RULES: list[Callable[[ModuleType, int, int], None]] = [
 ]
 FAULTS = {
     "shards go to every far rank": (
-        "for target in (*_twins(topology, 1), *own_node):",
-        "for target in targets(topology):",
+        "legs", "for target in (*_twins(topology, 1), *own_node):", "for target in targets(topology):",
     ),
-    "near before far": ("(*_twins(topology, 1), *own_node)", "(*own_node, *_twins(topology, 1))"),
-    "all nodes send to the first one first": ("return [topology.twin(node) for node in far]",
-                                              "return [topology.twin(node) for node in sorted(far)]"),
-    "what arrives is passed on in another order": ("in _twins(topology, -1):", "in _twins(topology, -1)[:-1]:"),
-    "what arrives is passed on as the own block": ("fills=block, carries=ARRIVED", "fills=rank, carries=ARRIVED"),
-    "a partial fills the sender's block": ("after_tiles, fills=topology.twin(node))", "after_tiles, fills=rank)"),
-    "a partial goes to the far rank itself": ("yield Leg(NVLINK, rank, beside,", "yield Leg(NETWORK, rank, block,"),
+    "near before far": ("legs", "(*_twins(topology, 1), *own_node)", "(*own_node, *_twins(topology, 1))"),
+    "all nodes send to the first one first": (
+        "legs", "return [topology.twin(node) for node in far]", "return [topology.twin(node) for node in sorted(far)]",
+    ),
+    "what arrives is passed on in another order": ("legs", "in _twins(topology, -1):", "in _twins(topology, -1)[:-1]:"),
+    "what arrives is passed on as the own block": ("legs", "fills=block, carries=ARRIVED", "fills=rank, carries=ARRIVED"),
+    "a partial fills the sender's block": ("legs", "after_tiles, fills=topology.twin(node))", "after_tiles, fills=rank)"),
+    "a partial goes to the far rank itself": ("legs", "yield Leg(NVLINK, rank, beside,", "yield Leg(NETWORK, rank, block,"),
     "a sum goes to the twin of another node": (
-        "yield Leg(NETWORK, rank, block, block, chunk", "yield Leg(NETWORK, rank, block, rank, chunk",
+        "legs", "yield Leg(NETWORK, rank, block, block, chunk", "yield Leg(NETWORK, rank, block, rank, chunk",
     ),
-    "the own node comes first": ("nodes, locals_ = range(1, topology.nodes + 1),", "nodes, locals_ = range(topology.nodes),"),
-    "blocks arrive from following nodes": ("_shifted(topology, -node, -place)", "_shifted(topology, node, -place)"),
+    "the own node comes first": (
+        "order", "nodes, locals_ = range(1, topology.nodes + 1),", "nodes, locals_ = range(topology.nodes),",
+    ),
+    "blocks arrive from following nodes": ("order", "_shifted(topology, -node, -place)", "_shifted(topology, node, -place)"),
     "the twin is not the first of its node": (
-        "_shifted(topology, -node, -place)", "_shifted(topology, -node, -place - (node > 0))",
+        "order", "_shifted(topology, -node, -place)", "_shifted(topology, -node, -place - (node > 0))",
     ),
-    "a rank expects what it sends": ("topology, sent, -distance)", "topology, sent, distance)"),
-    "a rank expects what its neighbour's twin sends": ("(rank + nodes * topology.local) %", "(rank + nodes) %"),
-    "shards of a gather count as blocks": ("leg.block if kind == GATHER else moved", "moved"),
-    "what crosses is passed on in the first chunk": ("onward.get((block, chunk),", "onward.get((block, 0),"),
-    "what lands stays with who takes it from the network": ("    if target != rank:\n", "    if False:\n"),
-    "what lands is passed on as the own block": ("fills=block, carries=LANDED", "fills=rank, carries=LANDED"),
+    "a rank expects what it sends": ("crossings", "topology, sent, -distance)", "topology, sent, distance)"),
+    "a rank expects what its neighbour's twin sends": ("crossings", "(rank + nodes * topology.local) %", "(rank + nodes) %"),
+    "shards of a gather count as blocks": ("crossings", "leg.block if kind == GATHER else moved", "moved"),
+    "what crosses is passed on in the first chunk": ("crossings", "onward.get((block, chunk),", "onward.get((block, 0),"),
+    "what lands stays with who takes it from the network": ("crossings", "    if target != rank:\n", "    if False:\n"),
+    "what lands is passed on as the own block": ("crossings", "fills=block, carries=LANDED", "fills=rank, carries=LANDED"),
     "what lands is passed on as the first chunk": (
-        "block, chunk, False, fills=block, carries=LANDED", "block, 0, False, fills=block, carries=LANDED",
+        "crossings", "block, chunk, False, fills=block, carries=LANDED", "block, 0, False, fills=block, carries=LANDED",
     ),
-    "what lands is taken for a shard": ("carries=LANDED),))", "carries=ARRIVED),))"),
-    "what is for another rank does not land": ("return self.received.target != self.sent.source", "return False"),
-    "a rank is connected with all": ("return self.twin(target // self.local)", "return target"),
-    "a block goes to who takes it from the network": ("rank, target, 0 if kind", "rank, topology.receiver(target), 0 if kind"),
-    "blocks of an all-to-all arrive as shards do": ("first = int(kind in EXCHANGES)", "first = 0"),
-    "all blocks of an all-to-all are whole at the end": ("A2A_GEMM and (tiled or topology.nodes == 1):", "A2A_GEMM:"),
-    "a kernel's blocks come one after the other": ("(tiled or topology.nodes == 1):", "topology.nodes == 1:"),
-    "a kernel's near blocks go first": ("(_link(topology, piece[0]) == NVLINK, piece[1])", "piece[1]"),
+    "what lands is taken for a shard": ("crossings", "carries=LANDED),))", 'carries="arrived"),))'),
+    "what is for another rank does not land": ("crossings", "return self.received.target != self.sent.source", "return False"),
+    "a rank is connected with all": ("topology", "return self.twin(target // self.local)", "return target"),
+    "a block goes to who takes it from the network": (
+        "legs", "rank, target, 0 if kind", "rank, topology.receiver(target), 0 if kind",
+    ),
+    "blocks of an all-to-all arrive as shards do": ("order", "first = int(kind in EXCHANGES)", "first = 0"),
+    "all blocks of an all-to-all are whole at the end": ("legs", "A2A_GEMM and (tiled or topology.nodes == 1):", "A2A_GEMM:"),
+    "a kernel's blocks come one after the other": ("legs", "(tiled or topology.nodes == 1):", "topology.nodes == 1:"),
+    "a kernel's near blocks go first": ("legs", "(_link(topology, piece[0]) == NVLINK, piece[1])", "piece[1]"),
     "twins expect blocks as the library wants them": (
-        "legs(kind, topology, chunks, tiled), []", "legs(kind, topology, chunks), []",
+        "crossings", "legs(kind, topology, chunks, tiled), []", "legs(kind, topology, chunks), []",
     ),
     "a far shard is multiplied after the other": (
-        "for chunk in numbers for block in node)", "for block in node for chunk in numbers)",
+        "order", "for chunk in numbers for block in node)", "for block in node for chunk in numbers)",
     ),
-    "a sum of the node waits for no tiles": ("after_tiles, fills=rank, carries=NODE_SUM", "False, fills=rank, carries=NODE_SUM"),
+    "a sum of the node waits for no tiles": (
+        "legs", "after_tiles, fills=rank, carries=NODE_SUM", "False, fills=rank, carries=NODE_SUM",
+    ),
     "blocks are multiplied as shards arrive": (
-        "*sources(topology, A2A_GEMM)), topology.local", "*sources(topology)), topology.local",
+        "order", "*sources(topology, A2A_GEMM)), topology.local", "*sources(topology)), topology.local",
     ),
     "a product takes blocks of two nodes": (
-        "for node in nodes for first in range(0, topology.local, together)",
+        "order", "for node in nodes for first in range(0, topology.local, together)",
         "for node in [sum(nodes, ())] for first in range(0, topology.world, together)",
     ),
-    "a block has two writers": ("return block if block == self.twin(block // self.local) else", "return block if False else"),
+    "a block has two writers": (
+        "topology", "return block if block == self.twin(block // self.local) else", "return block if False else",
+    ),
 }  # fmt: skip
 
 
@@ -355,20 +376,20 @@ def broken(module: ModuleType) -> list[str]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("nodes", "local"), SIZES)
 def test_rule(rule: Callable[[ModuleType, int, int], None], nodes: int, local: int) -> None:
-    rule(schedule, nodes, local)
+    rule(SCHEDULE, nodes, local)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_caught(fault: str) -> None:
-    assert broken(mutant("overlap_train.planning.schedule", *FAULTS[fault]))
+    assert broken(with_fault(*FAULTS[fault]))
 
 
 def test_crossings_are_worked_out_from_one_ranks_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or 1,024 nodes would take a thousand times as long as one."""
-    asked, legs = [], schedule.legs
-    monkeypatch.setattr(schedule, "legs", lambda *what: asked.append(what) or legs(*what))
+    asked, legs = [], crossings.legs
+    monkeypatch.setattr(crossings, "legs", lambda *what: asked.append(what) or legs(*what))
     for kind in KINDS:
-        schedule.crossings(kind, Topology(64, 2, 5), CHUNKS)
+        crossings.crossings(kind, Topology(64, 2, 5), CHUNKS)
     assert [topology.rank for _, topology, *_ in asked] == [5] * len(KINDS)
 
 
@@ -376,10 +397,10 @@ def test_one_node_is_as_it_was() -> None:
     """Nearest following first, nearest preceding first, and every leg inside the node."""
     for world, rank in ((1, 0), (3, 1), (4, 3)):
         topology = Topology(1, world, rank)
-        assert schedule.targets(topology) == tuple((rank + step) % world for step in range(1, world))
-        assert schedule.sources(topology) == tuple((rank - step) % world for step in range(1, world))
+        assert SCHEDULE.targets(topology) == tuple((rank + step) % world for step in range(1, world))
+        assert SCHEDULE.sources(topology) == tuple((rank - step) % world for step in range(1, world))
         for kind in KINDS:
-            assert schedule.sources(topology, kind) == schedule.sources(topology)
-            legs = schedule.legs(kind, topology, 2)
-            assert {(leg.link, leg.fills, leg.carries) for leg in legs} <= {(NVLINK, rank, schedule.OPERAND)}
+            assert SCHEDULE.sources(topology, kind) == SCHEDULE.sources(topology)
+            legs = SCHEDULE.legs(kind, topology, 2)
+            assert {(leg.link, leg.fills, leg.carries) for leg in legs} <= {(NVLINK, rank, SCHEDULE.OPERAND)}
             assert legs.inside.all == legs.all and not legs.network.all and not legs.passed_on.all

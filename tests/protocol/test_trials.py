@@ -20,7 +20,7 @@ from overlap_train.methods import TRAITS
 from overlap_train.operators import in_trial, trial_book, trials
 from overlap_train.operators.plan_book import plan_of
 from overlap_train.planning.passes import SCATTER_AND_WGRAD
-from overlap_train.planning.schedule import GATHER
+from overlap_train.planning.schedule.kinds import GATHER
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import key_of, read
 from overlap_train.runtime.domain import OverlapDomain

@@ -22,7 +22,7 @@ from overlap_train.operators.start import GATHERS, SCATTERS
 from overlap_train.planning.choice import Choice
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.plan import EnginePlan
-from overlap_train.planning.schedule import GATHER, SCATTER
+from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import Winner, key_of, path_of, read, save
 from overlap_train.protocol.tags import Tag
 from overlap_train.runtime.domain import OverlapDomain

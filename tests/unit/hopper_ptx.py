@@ -73,7 +73,8 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         STAGES_DIRECT,
         STEP,
     )
-    from overlap_train.planning.schedule import GEMM_A2A, SCATTER, units_in_run
+    from overlap_train.planning.schedule.kinds import GEMM_A2A, SCATTER
+    from overlap_train.planning.schedule.order import units_in_run
     from overlap_train.planning.tiling import HOPPER_TILE
 
     module = __import__(f"overlap_train.kernels.{kernel_name}", fromlist=["kernel"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.planning.schedule import Topology
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.protocol.layout import Layout
 from overlap_train.runtime import across_nodes
 from overlap_train.runtime.across_nodes import AcrossNodes

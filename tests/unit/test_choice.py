@@ -18,7 +18,9 @@ from overlap_train.planning.choice import (
     untuned,
 )
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule import GATHER, SCATTER, Strips, Topology, strip_order, units_in_run
+from overlap_train.planning.schedule.kinds import GATHER, SCATTER
+from overlap_train.planning.schedule.order import Strips, strip_order, units_in_run
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED, Table, Winner
 from overlap_train.planning.tiling import HOPPER_TILE
 from overlap_train.planning.variants import PLAIN, VARIANTS, Variant

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.planning.schedule import GEMM_A2A
+from overlap_train.planning.schedule.kinds import GEMM_A2A
 from overlap_train.tools.bench import exchange_baselines
 from overlap_train.tools.bench.exchange_baselines import thirds, three_weights
 from overlap_train.tools.measure.cases import Case

@@ -11,7 +11,8 @@ from overlap_train.planning.arguments import all_to_all_linear_error, linear_all
 from overlap_train.planning.choice import Choice, choose, may_choose, untuned
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.plan import EnginePlan, NodeSms, engine_plan, make_plan, sent_again
-from overlap_train.planning.schedule import A2A_GEMM, GEMM_A2A, Topology
+from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_TO_ALL, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import HOPPER, PORTABLE

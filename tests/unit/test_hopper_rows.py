@@ -19,17 +19,8 @@ from overlap_train.operators import hopper
 from overlap_train.operators.gemm_all_to_all import FusedGemmAllToAll
 from overlap_train.operators.gemm_reduce_scatter import FusedScatter
 from overlap_train.operators.kernel_args import GatherOperands, ScatterOperands
-from overlap_train.planning.schedule import (
-    A2A_GEMM,
-    GATHER,
-    GEMM_A2A,
-    SCATTER,
-    Strips,
-    Unit,
-    sources,
-    strip_order,
-    units_in_run,
-)
+from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from overlap_train.planning.schedule.order import Strips, Unit, sources, strip_order, units_in_run
 from overlap_train.planning.tiling import HOPPER, HOPPER_TILE, count_waves
 from tests.unit.hopper_model import SMS, Product, Stored, run_gather, run_scatter
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from overlap_train.operators.kernel_args import GatherOperands, grid_size, protocol_arguments, receiving_arguments
-from overlap_train.planning.schedule import Topology
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.protocol.tags import Tag
 from overlap_train.protocol.waits import BoundedWaits
 

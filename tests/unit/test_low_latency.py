@@ -17,7 +17,8 @@ from overlap_train.planning.low_latency import LOW_LATENCY, MOST_BYTES, flagged_
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.plan import Plan, make_plan
 from overlap_train.planning.refusals import why_not
-from overlap_train.planning.schedule import A2A_GEMM, GATHER, Topology
+from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED
 from overlap_train.protocol.layout import SLOTS, Layout

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.planning.schedule import A2A_GEMM, GATHER, Topology, crossings
+from overlap_train.planning.schedule.crossings import crossings
+from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.protocol.watchdog import FaultRecord
 from overlap_train.symmetric import nccl
 from overlap_train.symmetric.agreement import OverlapTimeoutError

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from overlap_train.planning.schedule import Topology
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.symmetric import node_sums
 
 CPU, BF16, EIGHT = torch.device("cpu"), torch.bfloat16, Topology(2, 8, 0)

@@ -19,7 +19,8 @@ from overlap_train.planning.choice import Choice, choose
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.plan import EnginePlan, NodeSms, barrier_first, engine_plan, make_plan, sent_again
 from overlap_train.planning.refusals import why_not
-from overlap_train.planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
+from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import (

@@ -13,7 +13,7 @@ from overlap_train.operators.plan_book import PlanBook, _other_table
 from overlap_train.operators.planned import Planned
 from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.plan import make_plan
-from overlap_train.planning.schedule import Topology
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from overlap_train.planning.machines import SYSTEMS
-from overlap_train.planning.schedule import GATHER
+from overlap_train.planning.schedule.kinds import GATHER
 from overlap_train.tools.plan import command
 from overlap_train.tools.plan.check import (
     CALIBRATED,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from overlap_train.planning.machines import SYSTEMS
-from overlap_train.planning.schedule import GATHER, SCATTER
+from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "planner"
 ROWS: list[dict[str, Any]] = json.loads((FOLDER / "ditron.json").read_text())["rows"]

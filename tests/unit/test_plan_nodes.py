@@ -16,23 +16,11 @@ from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.persistent_tiles import gather_tiles
 from overlap_train.planning.programs import program
-from overlap_train.planning.schedule import (
-    A2A_GEMM,
-    ARRIVED,
-    EXCHANGES,
-    GATHER,
-    GEMM_A2A,
-    LANDED,
-    NETWORK,
-    NODE_SUM,
-    OPERAND,
-    SCATTER,
-    Leg,
-    Topology,
-    crossings,
-    legs,
-    sources,
-)
+from overlap_train.planning.schedule.crossings import crossings
+from overlap_train.planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from overlap_train.planning.schedule.legs import ARRIVED, LANDED, NETWORK, NODE_SUM, OPERAND, Leg, legs
+from overlap_train.planning.schedule.order import sources
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import HOPPER, HOPPER_TILE

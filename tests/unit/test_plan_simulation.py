@@ -17,20 +17,10 @@ from overlap_train.planning.backward import backward
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.programs import program
-from overlap_train.planning.schedule import (
-    A2A_GEMM,
-    EXCHANGES,
-    GATHER,
-    GEMM_A2A,
-    INBOUND,
-    SCATTER,
-    Strips,
-    Topology,
-    legs,
-    strip_order,
-    tile_order,
-    units_in_run,
-)
+from overlap_train.planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
+from overlap_train.planning.schedule.legs import legs
+from overlap_train.planning.schedule.order import Strips, strip_order, tile_order, units_in_run
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.timeline import COPIES, Program, Send, Span, Timeline, Token, arrived

@@ -19,7 +19,7 @@ import torch
 from overlap_train.planning.machines import SYSTEMS, System
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.programs import program
-from overlap_train.planning.schedule import GATHER, SCATTER
+from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.timeline import COPIES
 from overlap_train.tools.bench.timeline import last_call

@@ -14,7 +14,7 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.planning.refusals import why_not_across_nodes
-from overlap_train.planning.schedule import A2A_GEMM, GATHER
+from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER
 from overlap_train.symmetric import reach, topology
 from overlap_train.symmetric.reach import GpuPlace, GpuSample, new_sample, read_token
 from overlap_train.symmetric.topology import NodeSettings, find_nodes, nodes_error

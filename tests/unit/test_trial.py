@@ -7,7 +7,7 @@ import torch
 
 from overlap_train.methods import TRAITS
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule import GATHER, SCATTER
+from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import Table, Winner
 from overlap_train.planning.trial import is_known, key_of, methods_to_try, winners
 

@@ -11,7 +11,7 @@ import torch
 from overlap_train.operators import trials
 from overlap_train.operators.trials import Timed, TimedBracket, Trial, work_of
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule import GATHER
+from overlap_train.planning.schedule.kinds import GATHER
 from overlap_train.runtime.bracket import Operator
 
 FPROP = Pass(GATHER, 8, 3, 4, torch.float32, 2)

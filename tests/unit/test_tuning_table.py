@@ -19,7 +19,7 @@ import torch
 from overlap_train import OverlapConfig
 from overlap_train.planning import table as table_module
 from overlap_train.planning.passes import Pass, rounded_up
-from overlap_train.planning.schedule import GATHER, SCATTER
+from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import Key, Table, Winner, key_of, path_of, read, save
 from overlap_train.planning.variants import PLAIN, VARIANTS, Variant, method_of
 from overlap_train.tools.measure.timing import Timing

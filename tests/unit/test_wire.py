@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.planning.schedule import Topology
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.protocol.node_streams import NodeStreamEngine
 from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.symmetric import bursts, wire

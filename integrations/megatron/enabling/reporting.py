@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from overlap_train.planning.choice import GATHER, SCATTER, Choice, Pass, choose
-from overlap_train.planning.schedule import A2A_GEMM, GEMM_A2A
+from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
 from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.runtime.registry import made_domain
 from overlap_train.ulysses.parts import cut

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ...planning.schedule import GEMM_A2A
+from ...planning.schedule.kinds import GEMM_A2A
 from ..measure.cases import Case
 from ..measure.operands import Operands
 from ..measure.runs import Run

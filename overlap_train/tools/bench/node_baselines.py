@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...planning.schedule import GATHER, GEMM_A2A, SCATTER, Topology
+from ...planning.schedule.kinds import GATHER, GEMM_A2A, SCATTER
+from ...planning.schedule.topology import Topology
 from ..measure.cases import Case
 from ..measure.operands import Operands
 from ..measure.runs import Run

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...planning.schedule import GEMM_A2A
+from ...planning.schedule.kinds import GEMM_A2A
 from ...protocol.layout import SLOTS
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
 from ..measure.cases import EXCHANGES, Case

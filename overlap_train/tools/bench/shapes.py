@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...planning.schedule import A2A_GEMM, GEMM_A2A
+from ...planning.schedule.kinds import A2A_GEMM, GEMM_A2A
 from ..measure.cases import Case, cases_of, check_divisible
 from ..measure.models import MODELS, TINY
 

@@ -14,7 +14,7 @@ from ...planning.arguments import Request
 from ...planning.choice import Choice, alone
 from ...planning.low_latency import MOST_BYTES, flagged_bytes
 from ...planning.plan import EnginePlan, engine_plan, sms_of
-from ...planning.schedule import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from ...planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
 from ...runtime.registry import check as check_timeouts

@@ -13,7 +13,7 @@ from ...planning.cost import network_sms, reduce_sms
 from ...planning.machines import System
 from ...planning.passes import Pass
 from ...planning.plan import NodeSms, engine_plan
-from ...planning.schedule import Topology
+from ...planning.schedule.topology import Topology
 from ...planning.simulate import simulate
 from ...planning.table import Table
 from ...planning.tiling import Target

@@ -11,7 +11,7 @@ from ...planning.backward import backward, communication_us, wgrad_us
 from ...planning.machines import System
 from ...planning.passes import Pass
 from ...planning.programs import program
-from ...planning.schedule import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from ...planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...planning.table import SAME, UNTUNED
 from ...planning.tiling import HOPPER_TILE
 from ..measure.models import Model

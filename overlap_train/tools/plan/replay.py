@@ -22,7 +22,8 @@ from ...planning.machines import System
 from ...planning.passes import Pass
 from ...planning.plan import EnginePlan
 from ...planning.programs import Part, barrier, epoch, forward, host_us, sends, wait
-from ...planning.schedule import A2A_GEMM, SCATTER, Legs
+from ...planning.schedule.kinds import A2A_GEMM, SCATTER
+from ...planning.schedule.legs import Legs
 from ...planning.timeline import COMPUTE, EXCHANGES, Group, Kernel, Program, Send
 from ...planning.work import Work
 from ...protocol.layout import SLOTS

@@ -21,7 +21,8 @@ from ...planning.machines import System
 from ...planning.passes import Pass
 from ...planning.plan import EnginePlan, Plan, make_plan
 from ...planning.programs import assemble, forward, leading_barrier
-from ...planning.schedule import GATHER, SCATTER, Topology
+from ...planning.schedule.kinds import GATHER, SCATTER
+from ...planning.schedule.topology import Topology
 from ...planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ...planning.table import UNTUNED
 from ...planning.tiling import Target

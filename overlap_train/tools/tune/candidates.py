@@ -17,7 +17,7 @@ from ...planning.choice import Choice, may_choose, untuned
 from ...planning.low_latency import serving
 from ...planning.passes import SCATTER_AND_WGRAD, Pass
 from ...planning.plan import chunks_of, sent_again
-from ...planning.schedule import EXCHANGES, GATHER, SCATTER
+from ...planning.schedule.kinds import EXCHANGES, GATHER, SCATTER
 from ...planning.table import Winner
 from ...planning.tiling import chunk_count, equal_chunks
 from ...planning.variants import IN_CHUNKS, PLAIN, VARIANTS, Variant, method_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...planning.schedule import A2A_GEMM, GEMM_A2A
+from ...planning.schedule.kinds import A2A_GEMM, GEMM_A2A
 from ...ulysses.parts import cut
 from ..measure.cases import OPS, Case, cases_of, check_divisible
 from ..measure.models import MODELS

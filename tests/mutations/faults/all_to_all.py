@@ -44,7 +44,7 @@ LAYOUT = In("overlap_train/operators/attention_layout.py", (f"{UNIT}/test_attent
 HEADS = In("overlap_train/planning/heads.py", (f"{UNIT}/test_attention_heads.py",))
 INDICES = In("overlap_train/planning/indices.py", (f"{UNIT}/test_sequence_layout.py",))
 SEQUENCE = In("overlap_train/planning/sequence.py", (f"{UNIT}/test_sequence_layout.py",))
-ORDERS = In("overlap_train/planning/schedule.py", (SCHEDULE,))
+LEGS = In("overlap_train/planning/schedule/legs.py", (SCHEDULE,))
 SPEC, PASSES = In("overlap_train/planning/spec.py", (PLAN,)), In("overlap_train/planning/passes.py", (PLAN,))
 WEIGHT_GRADIENT = In("overlap_train/operators/weight_gradient.py", (MAIN_GRAD,))
 KERNEL = In("kernels/all_to_all_gemm.py", (BY_KERNELS,))
@@ -171,9 +171,9 @@ FAULTS = [
     SEQUENCE("A2A: documents lie rank after rank", "torch.cat(parts, dim=1).contiguous()",
              "torch.cat(parts).view(world_size, -1)"),
     SEQUENCE("A2A: half as many chunks fit", "length % (2 * world_size)", "length % world_size"),
-    ORDERS("A2A: all chunks of a peer are sent before the next one's", "== NVLINK, piece[1]))", "== NVLINK, 0))"),
-    ORDERS("A2A: every peer gets the first block", "0 if kind == GATHER else target, chunk",
-           "0 if kind in INBOUND else target, chunk"),
+    LEGS("A2A: all chunks of a peer are sent before the next one's", "== NVLINK, piece[1]))", "== NVLINK, 0))"),
+    LEGS("A2A: every peer gets the first block", "0 if kind == GATHER else target, chunk",
+         "0 if kind in INBOUND else target, chunk"),
     SPEC("A2A: slots are as large as y of all ranks", "whole // world_size if self.fprop == GEMM_A2A else whole", "whole"),
     SPEC("A2A: a rank's rows are taken for all", "self.fprop in (GATHER, GEMM_A2A)", "self.fprop == GATHER"),
     PASSES("A2A: a pass multiplies the rows of all ranks", "self.m // self.world if self.kind in EXCHANGES else self.m",

@@ -6,7 +6,10 @@ from tests.mutations.mutation import In
 
 NODES = "tests/protocol/test_nodes.py"
 SHAPES = f"{NODES}::test_every_shape"
-SCHEDULE = In("overlap_train/planning/schedule.py", ("tests/protocol/test_node_schedule.py",))
+RANKS, LEGS, ORDER = (
+    In(f"overlap_train/planning/schedule/{file}.py", ("tests/protocol/test_node_schedule.py",))
+    for file in ("topology", "legs", "order")
+)
 TOPOLOGY = In("overlap_train/symmetric/topology.py", ("tests/unit/test_topology.py",))
 REACH = In("overlap_train/symmetric/reach.py", ("tests/unit/test_topology.py",))
 FABRIC = In("overlap_train/gpu/fabric.py", ("tests/unit/test_fabric.py",))
@@ -61,12 +64,12 @@ PRETENDED = In(
 REFUSALS = In("overlap_train/planning/refusals.py", ("tests/unit/test_topology.py",))
 
 FAULTS = [
-    SCHEDULE(
+    RANKS(
         "a far rank's blocks have the far rank as their writer",
         "return block if block == self.twin(block // self.local) else",
         "return block if block // self.local != self.node else",
     ),
-    SCHEDULE("sums cross before their blocks are computed", "in product(targets(topology)", "in product(targets(topology)[::-1]"),
+    LEGS("sums cross before their blocks are computed", "in product(targets(topology)", "in product(targets(topology)[::-1]"),
     REACH("any file of another process is opened", 'if not os.readlink(path).startswith(f"/memfd:{_NAME}"):', "if False:"),
     REACH("GPUs of all hosts are one node", "if told.boot == self.told.boot:", "if True:"),
     REACH("no fabric is tried", "return told.fabric is not None and", "return False and"),
@@ -106,8 +109,8 @@ FAULTS = [
     BOOK("plans keep what was not measured", "            config = self.domain.settled(config)\n", ""),
     SETTLED("nodes are connected while a graph is captured", " or self.is_capturing():", ":"),
     SLOT("every block is for who takes it from the network", "Place(receiver, target,", "Place(receiver, receiver,"),
-    SCHEDULE("a rank is connected with all others", "return self.twin(target // self.local)", "return target"),
-    SCHEDULE("far blocks are expected in the order of a gather", "first = int(kind in EXCHANGES)", "first = 0"),
+    RANKS("a rank is connected with all others", "return self.twin(target // self.local)", "return target"),
+    ORDER("far blocks are expected in the order of a gather", "first = int(kind in EXCHANGES)", "first = 0"),
     PROCESSES("every far rank gets the first rank's columns", "engine.send(self._call, staging[leg.block], leg)",
         "engine.send(self._call, staging[0], leg)"),
     PROCESSES("columns of the own node stay here", "        super()._send(staging, legs.inside)\n", "        pass\n"),

@@ -6,7 +6,8 @@ from tests.mutations.mutation import In
 
 UNIT, PROTOCOL = "tests/unit", "tests/protocol"
 PLANS = (f"{UNIT}/test_plan.py",)
-SCHEDULE = In("overlap_train/planning/schedule.py", (f"{PROTOCOL}/test_schedule.py",))
+ORDER = In("overlap_train/planning/schedule/order.py", (f"{PROTOCOL}/test_schedule.py",))
+LEGS = In("overlap_train/planning/schedule/legs.py", (f"{PROTOCOL}/test_schedule.py",))
 PLAN = In("overlap_train/planning/plan.py", PLANS)
 REFUSALS = In("overlap_train/planning/refusals.py", PLANS)
 SPEC = In("overlap_train/planning/spec.py", PLANS)
@@ -20,20 +21,20 @@ PASSES = In("overlap_train/planning/passes.py", (f"{UNIT}/test_choice.py",))
 TABLE = In("overlap_train/planning/table.py", (f"{UNIT}/test_tuning_table.py",))
 
 FAULTS = [
-    SCHEDULE("blocks arrive in the order in which they are sent", "-node, -place)", "node, place)"),
-    SCHEDULE(
+    ORDER("blocks arrive in the order in which they are sent", "-node, -place)", "node, place)"),
+    ORDER(
         "a rank sends to itself",
         "for node in nodes for place in locals_)[:-1]",
         "for node in nodes for place in locals_)",
     ),
-    SCHEDULE("a scatter sends its first block to all", "0 if kind == GATHER else target", "0"),
-    SCHEDULE("a gather sends other blocks than its shard", "0 if kind == GATHER else target", "target"),
-    SCHEDULE(
+    LEGS("a scatter sends its first block to all", "0 if kind == GATHER else target", "0"),
+    LEGS("a gather sends other blocks than its shard", "0 if kind == GATHER else target", "target"),
+    ORDER(
         "own rows come first in a scatter",
         "product((*targets(topology), rank), numbers)",
         "product((rank, *targets(topology)), numbers)",
     ),
-    SCHEDULE(
+    LEGS(
         "legs are equal where their pieces are",
         "@dataclass(frozen=True, eq=False)",
         "@dataclass(frozen=True)",
@@ -52,10 +53,11 @@ FAULTS = [
         "fprop.method",
     ),
     PLAN("x is gathered again in chunks", "route = legs(fprop.kind, topology, chunks=1)", "route = fprop.legs"),
-    SCHEDULE(
+    LEGS(
         "pushes of a gather wait for tiles",
         "after_tiles = tiled and kind not in INBOUND",
         "after_tiles = tiled",
+        f"{UNIT}/test_plan.py",
     ),
     PLAN(
         "pushes of a scatter do not wait for tiles",

@@ -11,7 +11,7 @@ SIGNAL = In("kernels/signal.py", (ROWS,))
 GATHER = In("kernels/hopper_all_gather_gemm.py", (ROWS,))
 RECEIVE = In("kernels/hopper_all_to_all_gemm.py", (ROWS,))
 SCATTER = In("kernels/hopper_gemm_reduce_scatter.py", (ROWS,))
-SCHEDULE = In("overlap_train/planning/schedule.py", (STRIPS,))
+ORDER = In("overlap_train/planning/schedule/order.py", (STRIPS,))
 ENGINES = ("tests/unit/test_hopper_rows.py::test_copies_wait_for_as_many_strips_as_a_chunk_has",)
 
 FAULTS = [
@@ -29,10 +29,8 @@ FAULTS = [
     TILES(
         "a strip beyond the run is one of a unit beyond it", "tl.minimum(strip // strips, units - 1)", "strip // strips"
     ),
-    SCHEDULE(
-        "tiles cross from one block of columns into the next", "kind in EXCHANGES or (interleaved", "(interleaved"
-    ),
-    SCHEDULE("tiles cross between blocks that take turns", "and world > 2)", "and world > 8)"),
+    ORDER("tiles cross from one block of columns into the next", "kind in EXCHANGES or (interleaved", "(interleaved"),
+    ORDER("tiles cross between blocks that take turns", "and world > 2)", "and world > 8)"),
     # loads and stores
     GATHER(
         "AG: the lower strip is stored below the upper one",
@@ -73,9 +71,7 @@ FAULTS = [
         "signal_word(source, upper_chunk)",
         "signal_word(source, chunk)",
     ),
-    In(SCHEDULE.file, (WARPS,))(
-        "RS: an own strip adds below a peer's", "(max(1, world - 1) if adds else world)", "world"
-    ),
+    In(ORDER.file, (WARPS,))("RS: an own strip adds below a peer's", "(max(1, world - 1) if adds else world)", "world"),
     # counts
     SCATTER("RS: both strips of a tile count as one", "(strip == strips), 1, 2)", "(strip == strips), 1, 1)"),
     SCATTER("RS: a strip that is missing is counted", "crosses | (strip == strips)", "crosses"),

@@ -1,0 +1,130 @@
+"""Whose block comes next when a rank sends and when it multiplies, and in which order it computes tiles.
+
+kernels/order.py and kernels/tiles.py work out the same on the GPU, each rank from its own number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, product, repeat
+
+from .kinds import A2A_GEMM, EXCHANGES, GATHER, INBOUND
+from .topology import Topology
+
+Unit = tuple[int, int]  # (block, chunk)
+
+
+def targets(topology: Topology) -> tuple[int, ...]:
+    """The other ranks in the order in which this one sends to them, or computes for them: far nodes first, in each node the
+    nearest following first."""
+    nodes, locals_ = range(1, topology.nodes + 1), range(1, topology.local + 1)
+    return tuple(_shifted(topology, node, place) for node in nodes for place in locals_)[:-1]
+
+
+def sources(topology: Topology, kind: str = GATHER) -> tuple[int, ...]:
+    """The other ranks in the order in which their blocks arrive: own node first, in each node the nearest preceding first.
+
+    Of a far node a gather brings the twin's block first, and the others by way of this node. In an all-to-all every rank there
+    sends to its twin last.
+    """
+    first = int(kind in EXCHANGES)
+    near = [_shifted(topology, 0, -place) for place in range(1, topology.local)]
+    nodes, locals_ = range(1, topology.nodes), range(first, topology.local + first)
+    return *near, *(_shifted(topology, -node, -place) for node in nodes for place in locals_)
+
+
+@cache
+def multiplied_together(topology: Topology, together: int) -> tuple[tuple[int, ...], ...]:
+    """The blocks of a2a_gemm in the order in which the library multiplies them: the own one, then as they arrive; up to
+    `together` of one node at once."""
+    nodes = _by_node((topology.rank, *sources(topology, A2A_GEMM)), topology.local)
+    return tuple(node[first : first + together] for node in nodes for first in range(0, topology.local, together))
+
+
+def _shifted(topology: Topology, nodes: int, places: int) -> int:
+    """The rank so many nodes, and places in a node, further."""
+    node, place = (topology.node + nodes) % topology.nodes, (topology.rank + places) % topology.local
+    return node * topology.local + place
+
+
+def tile_order(
+    kind: str, topology: Topology, chunks: int, tiles: int, interleaved: bool = False
+) -> Iterator[tuple[int, int, int]]:
+    """(block, chunk, tile) in the order in which a portable kernel takes tiles; `tiles` of each chunk."""
+    run = units_in_run(kind, topology.world, chunks, interleaved, adds=False)
+    return (place for place, _ in strip_order(kind, topology, chunks, Strips(tiles, 1, 1, run), interleaved))
+
+
+@dataclass(frozen=True)
+class Strips:
+    """How chunks are cut: strips of rows of each, columns of tiles, strips of a tile, and chunks of a run (units_in_run)."""
+
+    rows: int
+    columns: int
+    parts: int
+    run: int
+
+
+def strip_order(
+    kind: str, topology: Topology, chunks: int, strips: Strips, interleaved: bool = False
+) -> Iterator[tuple[tuple[int, int, int], tuple[Unit, ...]]]:
+    """((block, chunk, number in it), (block, chunk) of each of its parts) of each tile, in the order in which a persistent kernel
+    takes them.
+
+    Strips are numbered through the chunks of a run. So a tile's strips may be of two chunks: it belongs to the last one's and
+    comes before the others of that. A strip that is missing at the end of a run counts as one of the run's last chunk.
+
+    gather: block s is the shard of rank s. scatter: block d are the rows of rank d; gemm_a2a: its columns. a2a_gemm: there is the
+    own block only. interleaved: a kernel that stores tiles at the peers takes tiles for all of them in turn; skewed ranks would
+    otherwise hit the same destination, halve its ingress bandwidth, and stay skewed.
+    """
+    units = _units(kind, topology, chunks)
+    starts = range(0, len(units), strips.run)
+    runs = [list(_tiles_of_run(units[start : start + strips.run], strips)) for start in starts]
+    if interleaved:
+        assert topology.nodes == 1, "kernels that store at the peers stay in their node"
+        *foreign, own = runs
+        runs = [[tile for turn in zip(*foreign, strict=True) for tile in turn], own]
+    numbers = Counter[Unit]()
+    for parts in chain.from_iterable(runs):
+        yield (*parts[-1], numbers[parts[-1]]), parts
+        numbers[parts[-1]] += 1
+
+
+def units_in_run(kind: str, world: int, chunks: int, interleaved: bool, adds: bool) -> int:
+    """How many chunks a run has, in which tiles may cross from one to the next: all, those of one block, or all but the own
+    block. The last run may have fewer.
+
+    In GEMM + A2A each block has other columns of b, and the strips of a tile share those. Blocks that take turns do not follow
+    one another. adds: own tiles wait for the peers' partials. With a peer's strip above, one would wait for such tiles of the
+    peers. Then all resident CTAs might hold one, and those behind them would never begin (rule 4).
+    """
+    if kind in EXCHANGES or (interleaved and kind not in INBOUND and world > 2):
+        return chunks
+    return chunks * (max(1, world - 1) if adds else world)
+
+
+def _units(kind: str, topology: Topology, chunks: int) -> list[Unit]:
+    rank, numbers = topology.rank, range(chunks)
+    if kind == A2A_GEMM:
+        return list(product((rank,), numbers))
+    if kind != GATHER:
+        return list(product((*targets(topology), rank), numbers))
+    near, *far = _by_node((rank, *sources(topology)), topology.local)
+    return [*product(near, numbers), *((block, chunk) for node in far for chunk in numbers for block in node)]
+
+
+def _by_node(blocks: tuple[int, ...], local: int) -> list[tuple[int, ...]]:
+    """Blocks in an order that takes one node after the other, node by node."""
+    return [blocks[first : first + local] for first in range(0, len(blocks), local)]
+
+
+def _tiles_of_run(run: list[Unit], strips: Strips) -> Iterator[tuple[Unit, ...]]:
+    """The chunks of the strips of each tile."""
+    numbered = [unit for unit in run for _ in range(strips.rows)]
+    numbered += run[-1:] * (-len(numbered) % strips.parts)
+    for first in range(0, len(numbered), strips.parts):
+        yield from repeat(tuple(numbered[first : first + strips.parts]), strips.columns)
