@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 from ..methods import TRAITS
 from . import cost
+from .schedule.kinds import GATHER
 from .schedule.legs import ARRIVED, LANDED, NETWORK, NODE_SUM, Leg
+from .schedule.order import Unit
 from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived, landed, stored
 from .work import Work
 
@@ -60,11 +62,21 @@ def waits_for(work: Work, leg: Leg) -> Token | None:
     return arrived(work.call, leg.block, leg.chunk) if leg.carries == ARRIVED else None
 
 
-def far_turns(work: Work) -> Iterator[tuple[int, int]]:
-    """(source, chunk) of far nodes in the order in which a gather multiplies them: of each node chunk by chunk."""
+def far_turns(work: Work) -> Iterator[tuple[Unit, ...]]:
+    """What a gather multiplies of far nodes in each turn: of each node one chunk of all its ranks after the other."""
     local, sources = work.topology.local, work.plan.sources
     for first in range(local - 1, len(sources), local):
-        yield from ((source, chunk) for chunk in range(work.plan.chunks) for source in sources[first : first + local])
+        for chunk in range(work.plan.chunks):
+            yield tuple((source, chunk) for source in sources[first : first + local])
+
+
+def far_arrivals(work: Work) -> Iterator[tuple[Token, ...]]:
+    """What is waited for before each launch of a kernel that multiplies what arrives: a chunk of all ranks of a far node, or (A2A
+    + GEMM, where each tile needs them) of all ranks."""
+    if work.plan.kind == GATHER:
+        yield from (tuple(arrived(work.call, *unit) for unit in turn) for turn in far_turns(work))
+    else:
+        yield from (work.arrivals(chunk) for chunk in range(work.plan.chunks))
 
 
 def node_sums(work: Work) -> list[Kernel]:

@@ -38,11 +38,17 @@ def gather_tiles(work: Work) -> tuple[Tile, ...]:
     """The tiles of AG + GEMM in their order. A peer's tiles wait for their chunk; those of the last wave may be halves."""
     order = _in_order(work)
     us = _tile_us(work, _waves(work, len(order), len(order)))
-    tiles = [
-        Tile(place, us, tuple(arrived(work.call, *unit) for unit in units if unit[0] != work.topology.rank))
-        for place, units in order
-    ]
+    tiles = []
+    for place, units in order:
+        needs = tuple(arrived(work.call, *unit) for unit in units if unit[0] != work.topology.rank)
+        tiles.append(Tile(place, us, needs, _far(work, needs)))
     return tuple(_cut(work, tiles, len(tiles)))
+
+
+def _far(work: Work, arrivals: tuple[Token, ...]) -> tuple[Token, ...]:
+    """Those of other nodes."""
+    near = work.topology.ranks_of(work.topology.node)
+    return tuple(token for token in arrivals if token[2] not in near) if work.topology.nodes > 1 else ()
 
 
 def _waves(work: Work, tiles: int, may_cut: int) -> float:
@@ -64,7 +70,10 @@ def receive_tiles(work: Work) -> tuple[Tile, ...]:
     order = _in_order(work)
     us = _tile_us(work, _waves(work, len(order), len(order)))
     own = us / work.world
-    tiles = [Tile(place, own, adds=_arrivals(work, units), adds_us=us - own) for place, units in order]
+    tiles = []
+    for place, units in order:
+        adds = _arrivals(work, units)
+        tiles.append(Tile(place, own, far=_far(work, adds), adds=adds, adds_us=us - own))
     return tuple(_cut(work, tiles, len(tiles)))
 
 

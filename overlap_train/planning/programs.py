@@ -6,11 +6,13 @@ The legs are the plan's, the order of tiles is the schedule's (schedule/order.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import chain
 
 from ..methods import TRAITS
 from . import cost
-from .across_nodes import far_turns, in_order, lane_of, made, multiplied, node_sums, waits_for
+from .across_nodes import far_arrivals, far_turns, in_order, lane_of, made, multiplied, node_sums, waits_for
 from .low_latency import LOW_LATENCY
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
@@ -40,7 +42,7 @@ def gather_part(work: Work) -> Part:
         return [_low_latency(work, "low_latency_gather_kernel"), _product(work, work.gemm_us)], []
     if method == "chunked":
         return _chunked_gather(work), sends(work)
-    return [_persistent(work, "all_gather_gemm_kernel", gather_tiles(work))], sends(work)
+    return _launches(work, _persistent(work, "all_gather_gemm_kernel", gather_tiles(work))), sends(work)
 
 
 def scatter_part(work: Work) -> tuple[Part, list[Kernel]]:
@@ -70,7 +72,7 @@ def receive_part(work: Work) -> Part:
         return [exchange, _copy(work, work.world), _product(work, work.gemm_us)], []
     if method == "chunked":
         return [*(_chunked_gather(work) if work.topology.nodes == 1 else _received_together(work))], sends(work)
-    return [_persistent(work, "all_to_all_gemm_kernel", receive_tiles(work))], sends(work)
+    return _launches(work, _persistent(work, "all_to_all_gemm_kernel", receive_tiles(work))), sends(work)
 
 
 def exchange_part(work: Work) -> tuple[Part, list[Kernel]]:
@@ -198,8 +200,8 @@ def _chunked_gather(work: Work) -> list[Kernel]:
     kernels = [_product(work, whole)]
     for source in work.plan.sources[: work.topology.local - 1]:
         kernels += [wait(work, tuple(arrived(work.call, source, c) for c in chunks)), _product(work, whole)]
-    for source, chunk in far_turns(work):
-        kernels += [wait(work, (arrived(work.call, source, chunk),)), _product(work, part)]
+    for unit in chain.from_iterable(far_turns(work)):
+        kernels += [wait(work, (arrived(work.call, *unit),)), _product(work, part)]
     return kernels
 
 
@@ -235,6 +237,17 @@ def _products(work: Work) -> list[Kernel]:
 def _reduce_us(work: Work) -> float:
     """The partials of the node's ranks and the sums of other nodes are read, the total is written."""
     return cost.sum_us(work.system, (work.topology.local + work.topology.nodes) * work.shard_bytes)
+
+
+def _launches(work: Work, kernel: Kernel) -> list[Kernel]:
+    """The launches of a kernel that multiplies what arrives: one, or across nodes one behind each wait for something from far."""
+    if work.topology.nodes == 1:
+        return [kernel]
+    leaving = replace(kernel, leaves=True)
+    kernels = [leaving] if work.plan.kind == GATHER else []
+    for arrivals in far_arrivals(work):
+        kernels += [wait(work, arrivals), leaving]
+    return [*kernels[:-1], kernel]
 
 
 def _persistent(work: Work, name: str, tiles: tuple[Tile, ...]) -> Kernel:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -34,16 +34,13 @@ class World(Protocol):
 
 @dataclass(eq=False)
 class Grid:
-    """A persistent kernel that runs: its next tile, and how many are not done."""
+    """A persistent kernel that runs. tiles: that nobody has taken. sms: that have not left."""
 
     kernel: Kernel
     start: float
     done: Action
-    next: int = 0
-    left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.left = len(self.kernel.tiles)
+    tiles: deque[Tile]
+    sms: int
 
 
 class SimulatedRank:
@@ -56,6 +53,7 @@ class SimulatedRank:
         self._parts = Counter(fills for k in program.kernels for t in k.tiles for fills in t.fills)
         self._stored_at: dict[int, float] = {}  # by SM, when its last tile was at the peer
         self._wire_free = 0.0  # of stores to peers
+        self._tiles: dict[Token | None, deque[Tile]] = {}  # not taken, by the start of their kernel
         self._left = len(program.kernels) + len(program.sends)
 
     def start(self) -> None:
@@ -102,11 +100,12 @@ class SimulatedRank:
         start = self._world.now if since is None else since
         done = partial(self._close, kernel, stream, index, start)
         self.reach(kernel.starts)
-        if not kernel.tiles:
+        tiles = self._tiles.setdefault(kernel.starts, deque(kernel.tiles)) if kernel.tiles else deque[Tile]()
+        if not tiles:
             self._world.at(self._world.now + kernel.us, done)
             return
-        grid = Grid(kernel, start, done)
-        for sm in range(min(kernel.sms, len(kernel.tiles))):
+        grid = Grid(kernel, start, done, tiles, min(kernel.sms, len(tiles)))
+        for sm in range(grid.sms):
             self._world.at(start + kernel.us / 2, partial(self._claim, grid, sm))
 
     def _close(self, kernel: Kernel, stream: list[Kernel], index: int, start: float) -> None:
@@ -121,11 +120,16 @@ class SimulatedRank:
     # SMs
 
     def _claim(self, grid: Grid, sm: int) -> None:
-        if grid.next == len(grid.kernel.tiles):
+        if not grid.tiles or (grid.kernel.leaves and not self._reached.issuperset(grid.tiles[0].far)):
+            self._leave(grid)
             return
-        tile = grid.kernel.tiles[grid.next]
-        grid.next += 1
+        tile = grid.tiles.popleft()
         self._when(tile.needs, partial(self._multiply, grid, sm, tile))
+
+    def _leave(self, grid: Grid) -> None:
+        grid.sms -= 1
+        if not grid.sms:
+            self._world.at(max(self._world.now, self._wire_free) + grid.kernel.us / 2, grid.done)
 
     def _multiply(self, grid: Grid, sm: int, tile: Tile) -> None:
         now = self._world.now
@@ -150,9 +154,6 @@ class SimulatedRank:
         self._world.tiles.append(
             Span(self.program.rank, f"SM {sm}", grid.kernel.name, grid.kernel.kind, start, now, tile.place)
         )
-        grid.left -= 1
-        if not grid.left:
-            self._world.at(max(now, self._wire_free) + grid.kernel.us / 2, grid.done)
         self._claim(grid, sm)
 
     def _store(self, sm: int, tile: Tile) -> None:

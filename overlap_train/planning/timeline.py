@@ -35,14 +35,15 @@ def stored(call: str, block: int, chunk: int) -> Token:
 class Tile:
     """A tile of a persistent kernel. place: (block, chunk, number). us: its product, on one SM.
 
-    needs: arrivals that it waits for, holding its SM. fills: the chunks that it is a part of after its product, where somebody
-    waits for them. legs: of those chunks, where the kernel stores it at peers, with its bytes. adds: arrivals that it waits for
-    then, to add them in adds_us.
+    needs: arrivals that it waits for, holding its SM. far: all arrivals from other nodes that it needs. fills: the chunks that
+    it is a part of after its product, where somebody waits for them. legs: of those chunks, where the kernel stores it at
+    peers, with its bytes. adds: arrivals that it waits for then, to add them in adds_us.
     """
 
     place: tuple[int, int, int]
     us: float
     needs: tuple[Token, ...] = ()
+    far: tuple[Token, ...] = ()
     adds: tuple[Token, ...] = ()
     adds_us: float = 0.0
     fills: tuple[Token, ...] = ()
@@ -56,7 +57,8 @@ class Kernel:
 
     us: on all SMs; of one with tiles what it takes before its first and after its last one. sms: that its tiles run on.
     needs: what must be there when it starts; a kernel that is WAITING runs meanwhile. ends: the token of its end.
-    starts: that of its start.
+    starts: that of its start. leaves: its SMs leave instead of taking a tile whose arrivals from other nodes are not there; the
+    next kernel of the same `starts` goes on with the tiles that are left.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Kernel:
     tiles: tuple[Tile, ...] = ()
     sms: int = 0
     stream: int = 0
+    leaves: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("greenlet")
 
 from tests.protocol.explore import Build, assert_caught, assert_passes
-from tests.protocol.faults import Fault
+from tests.protocol.faults import Fault, in_slot
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
@@ -108,8 +108,8 @@ FAULTS = {
         reload=IN_WORKSPACE,
     ),
     "sent before it is known that a slot is free": Fault("protocol.workspace", "self._last.wait_for_start()", "pass"),
-    "a first chunk is waited for at one peer": Fault(
-        "protocol.waits", "call, 0, self.world_size, chunk=0", "call, 0, 2, chunk=0"
+    "a first chunk is waited for at one peer": in_slot(
+        "wait_chunk(self, 0, 0, self.world_size)", "wait_chunk(self, 0, 0, 2)"
     ),
 }
 ON_STREAMS = {

@@ -202,9 +202,10 @@ def impatient_send(self: simulator.SimulatedRank, lane: list[Send], index: int) 
 
 
 def impatient_tile(self: simulator.SimulatedRank, grid: simulator.Grid, sm: int) -> None:
-    if grid.next < len(grid.kernel.tiles):
-        grid.next += 1
-        self._multiply(grid, sm, grid.kernel.tiles[grid.next - 1])
+    if grid.tiles:
+        self._multiply(grid, sm, grid.tiles.popleft())
+    else:
+        self._leave(grid)
 
 
 def unreduced_tile(self: simulator.SimulatedRank, grid: simulator.Grid, sm: int, tile: object, start: float) -> None:
@@ -212,11 +213,10 @@ def unreduced_tile(self: simulator.SimulatedRank, grid: simulator.Grid, sm: int,
 
 
 def greedy_claim(self: simulator.SimulatedRank, grid: simulator.Grid, sm: int) -> None:
-    for _ in range(2):
-        if grid.next < len(grid.kernel.tiles):
-            tile = grid.kernel.tiles[grid.next]
-            grid.next += 1
-            self._when(tile.needs, partial(self._multiply, grid, sm, tile))
+    if not grid.tiles:
+        self._leave(grid)
+    for tile in [grid.tiles.popleft() for _ in range(min(2, len(grid.tiles)))]:
+        self._when(tile.needs, partial(self._multiply, grid, sm, tile))
 
 
 FAULTS = [
