@@ -69,7 +69,7 @@ class Compiling(stand_in_gpu.Unchecked):
 
 
 def specialised(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any]) -> tuple[Any, Any]:
-    """What Triton compiles a kernel for: (the kinds of its arguments, its options). Launches of which these are equal run the same
+    """What Triton compiles a kernel for: (the kinds of its arguments, its options). Launches for which both are equal run one
     binary."""
     *_, bind = kernel.device_caches[0]
     return bind(**arguments, **constants)[1:]

@@ -3,9 +3,8 @@
     python benchmarks/probes/compile_tests.py --world 2 4 8 --jobs 30            those of test_operators.py
     python benchmarks/probes/compile_tests.py --tests nodes --world 2 4          those of test_nodes.py: two nodes of 1, of 2
 
-Into Triton's cache, or into TRITON_CACHE_DIR. Needs no GPU: see compile_ahead.py. Each kernel is compiled once, by the process that
-comes to it first. Which rank of the group asks matters across nodes only (tested_calls.py). How many SMs a test leaves to others
-does not: it changes grids, for which nothing is compiled.
+Into Triton's cache, or into TRITON_CACHE_DIR. Needs no GPU: see compile_ahead.py. Each kernel is compiled once, by the process
+that comes to it first. How many SMs a test leaves to others does not count: grids are no part of what is compiled.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ CALLS = {"operators": tested_calls.of_operators, "nodes": tested_calls.of_nodes}
 
 
 def run(task: Task, claims: Path) -> str:
-    """One operator, forward and backward; what was compiled, and the seconds."""
+    """Compile what a task asks for, on each rank that may ask for something else; the task, and its seconds."""
     begin = time.perf_counter()
     torch.set_num_threads(1)  # one process a core
     for rank in task.ranks:
-        with compile_ahead.compiling(task.world, rank, claims) as stack:
-            for name, instead in patches(task).items():
-                stack.enter_context(mock.patch(name, instead))
-            call(task)
+        call(task, rank, claims)
     return f"{task}: {time.perf_counter() - begin:.1f} s"
 
 
-def call(task: Task) -> None:
+def call(task: Task, rank: int, claims: Path) -> None:
     from tests.linear_cases import OPERATORS, Case
 
     config = OverlapConfig(method=task.method, symmetric_mib=16384, node_ranks=task.node_ranks)
-    case = Case(dist.group.WORLD, torch.device("cpu"), config, task.dtype)  # type: ignore[arg-type]
-    OPERATORS[task.operator](case, *task.shape)
+    with compile_ahead.compiling(task.world, rank, claims) as stack:
+        for name, instead in patches(task).items():
+            stack.enter_context(mock.patch(name, instead))
+        case = Case(dist.group.WORLD, torch.device("cpu"), config, task.dtype)  # type: ignore[arg-type]
+        OPERATORS[task.operator](case, *task.shape)
 
 
 def patches(task: Task) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A GPU that does nothing, so that a machine without one shows how long our Python takes around the driver's calls.
 
-Rank 0 of two, or any rank of a group: collectives and driver calls return at once, and kernels are packed but never run. Tensors lie
-in host memory, and the library multiplies them, in the least time that torch has for a product. What it leaves out is the time in
-CUDA and NCCL. In a group that spans nodes (OverlapConfig.node_ranks) nothing crosses between them.
+One rank of a group: collectives and driver calls return at once, and kernels are packed but never run. Tensors lie in host
+memory, and the library multiplies them, in the least time that torch has for a product. What it leaves out is the time in CUDA
+and NCCL. Where the group spans nodes (OverlapConfig.node_ranks), nothing crosses between them.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Task:
 
     @property
     def ranks(self) -> range:
-        """Whose kernels are compiled. Kernels know which addresses 16 divides. Across nodes a rank's own block is one of several in
-        memory, and begins elsewhere than that of another rank."""
+        """Whose kernels are compiled. Kernels know which addresses 16 divides. Across nodes a rank's own block is one of several
+        in memory, and begins elsewhere than that of another rank."""
         rows, k, n = self.shape
         row_bytes = math.prod(rows) * self.dtype.itemsize
         aligned = row_bytes * k % 16 == row_bytes * n % 16 == 0
