@@ -1,93 +1,91 @@
-"""Compiles the kernels of tests/gpu/test_operators.py on all cores, before the tests run one after the other (3 s a kernel).
+"""Compiles the kernels of tests/gpu on all cores, before the tests run one after the other (3 s a kernel).
 
-    python -O benchmarks/probes/compile_tests.py --world 2 4 8 --jobs 30
+    python benchmarks/probes/compile_tests.py --world 2 4 8 --jobs 30            those of test_operators.py
+    python benchmarks/probes/compile_tests.py --tests nodes --world 2 4          those of test_nodes.py: two nodes of 1, of 2
 
-Into Triton's cache, or into TRITON_CACHE_DIR. Needs no GPU: see compile_ahead.py. -O takes out the assertions, which compare what
-was never computed.
+Into Triton's cache, or into TRITON_CACHE_DIR. Needs no GPU: see compile_ahead.py. Each kernel is compiled once, by the process
+that comes to it first. How many SMs a test leaves to others does not count: grids are no part of what is compiled.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import compile_ahead
+import tested_calls
 import torch
 import torch.distributed as dist
+from tested_calls import Task
 
 from overlap_train import OverlapConfig
+from overlap_train.planning.variants import Variant
 
-# world, operator, method, dtype, (rows, k, n), chunks (0: as many as the plan takes)
-Task = tuple[int, str, str, torch.dtype, tuple[tuple[int, ...], int, int], int]
-
-
-def tasks(worlds: list[int]) -> Iterator[Task]:
-    from tests.gpu.test_operators import SHAPES_OF_TILES
-    from tests.linear_cases import OPERATORS
-
-    ragged = [((rows, 1), 264, 520) for rows in (65, 129, 997, 4100)]
-    chunks_within_tiles = {"row": (264, 4136), "to_heads": (264, 4136), "column": (4136, 264), "to_rows": (4136, 264)}
-    for world, operator, method in itertools.product(worlds, OPERATORS, ("fused", "direct")):
-        for name, shape in SHAPES_OF_TILES.items():
-            if name == "two chunks" and world > 2:  # its fp64 tensors are too large for many a host
-                continue
-            dtypes = (
-                (torch.bfloat16, torch.float16, torch.float32) if name in ("odd", "many tiles") else (torch.bfloat16,)
-            )
-            yield from ((world, operator, method, dtype, shape, 0) for dtype in dtypes)
-        if operator in ("row", "to_heads"):
-            yield (world, operator, method, torch.bfloat16, ((1088, 1), 264, 2040), 0)
-        if world <= 4:  # as the test
-            yield (world, operator, method, torch.bfloat16, ((4060, 1), *chunks_within_tiles[operator]), 0)
-        yield from ((world, operator, method, torch.bfloat16, shape, 0) for shape in ragged)
-        if (world, operator, method) == (2, "row", "fused"):  # a split reduction forward
-            yield (world, operator, method, torch.bfloat16, ((2050, 1), 4096, 4096), 0)
-        for rows, chunks in itertools.product((66, 130, 190, 196), (1, 2, 4)):
-            shape = ((rows, 1), 272 + 8 * chunks, 528 + 8 * chunks)
-            yield (world, operator, method, torch.bfloat16, shape, math.gcd(rows, chunks))
-    # Sums of partials: their kernel knows which sizes and addresses 16 divides.
-    sums = [*ragged, *(shape for name, shape in SHAPES_OF_TILES.items() if name != "two chunks")]
-    for world, operator, shape in itertools.product(worlds, ("column", "row"), sums):
-        yield (world, operator, "chunked", torch.bfloat16, shape, 0)
+CALLS = {"operators": tested_calls.of_operators, "nodes": tested_calls.of_nodes}
 
 
-def run(task: Task) -> str:
-    """One operator, forward and backward; what was compiled, and the seconds."""
+def run(task: Task, claims: Path) -> str:
+    """Compile what a task asks for, on each rank that may ask for something else; the task, and its seconds."""
+    begin = time.perf_counter()
+    torch.set_num_threads(1)  # one process a core
+    for rank in task.ranks:
+        call(task, rank, claims)
+    return f"{task}: {time.perf_counter() - begin:.1f} s"
+
+
+def call(task: Task, rank: int, claims: Path) -> None:
     from tests.linear_cases import OPERATORS, Case
 
-    world, operator, method, dtype, (rows, k, n), chunks = task
-    begin = time.perf_counter()
-    with compile_ahead.compiling(world) as stack:
-        for name in ("chunk_count", "direct_chunk_count") if chunks else ():
-            stack.enter_context(mock.patch(f"overlap_train.planning.plan.{name}", return_value=chunks))
-        # a host takes minutes for the products that tests compare with
-        stack.enter_context(mock.patch("torch.Tensor.__matmul__", lambda a, b: a.new_empty(*a.shape[:-1], b.shape[1])))
-        config = OverlapConfig(method=method, symmetric_mib=16384)
-        case = Case(dist.group.WORLD, torch.device("cpu"), config, torch.bfloat16)  # type: ignore[arg-type]
-        OPERATORS[operator](replace(case, dtype=dtype), rows, k, n)
-    return f"{world} ranks, {operator} by {method}, {dtype}, {rows} x {k} x {n}: {time.perf_counter() - begin:.1f} s"
+    config = OverlapConfig(method=task.method, symmetric_mib=16384, node_ranks=task.node_ranks)
+    with compile_ahead.compiling(task.world, rank, claims) as stack:
+        for name, instead in patches(task).items():
+            stack.enter_context(mock.patch(name, instead))
+        case = Case(dist.group.WORLD, torch.device("cpu"), config, task.dtype)  # type: ignore[arg-type]
+        OPERATORS[task.operator](case, *task.shape)
+
+
+def patches(task: Task) -> dict[str, Any]:
+    """Names, and what takes their place: the chunks of a task, and what would take a host minutes."""
+    instead: dict[str, Any] = {
+        # products that tests compare with, and those that add up in fp32
+        "torch.Tensor.__matmul__": lambda a, b: a.new_empty(*a.shape[:-1], b.shape[1]),
+        "torch.Tensor.addmm_": lambda total, a, b: total,
+        "tests.linear_cases.Case.integers": lambda case, *shape, seed: torch.empty(shape, dtype=torch.float64),
+        "tests.linear_cases.poison": lambda case: None,
+        "tests.linear_cases.check_exact": lambda *compared: None,
+    }
+    if task.chunks and task.node_ranks:
+        instead["overlap_train.planning.choice.PLAIN"] = Variant(chunks=task.chunks)
+    elif task.chunks:
+        for name in ("chunk_count", "direct_chunk_count"):
+            instead[f"overlap_train.planning.plan.{name}"] = partial(_always, task.chunks)
+    return instead
+
+
+def _always(chunks: int, *sizes: Any) -> int:
+    return chunks
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tests", nargs="+", choices=CALLS, default=["operators"], help="whose kernels")
     parser.add_argument("--world", type=int, nargs="+", default=[2])
     parser.add_argument("--jobs", type=int, default=2)
     a = parser.parse_args()
-    if __debug__:
-        raise SystemExit("start it by python -O: assertions would compare what was never computed")
     sys.path.append(str(Path(__file__).parents[2]))
-    with ProcessPoolExecutor(a.jobs, mp_context=get_context("spawn")) as pool:
-        for future in [pool.submit(run, task) for task in tasks(a.world)]:
-            print(future.result() if future.exception() is None else f"failed: {future.exception()}", flush=True)
+    tasks = [task for name in a.tests for task in CALLS[name](a.world)]
+    with TemporaryDirectory() as claims, ProcessPoolExecutor(a.jobs, mp_context=get_context("spawn")) as pool:
+        for task, future in [(task, pool.submit(run, task, Path(claims))) for task in tasks]:
+            failure = future.exception()
+            print(f"failed: {task}: {failure!r}" if failure else future.result(), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """A GPU that does nothing, so that a machine without one shows how long our Python takes around the driver's calls.
 
-Rank 0 of two: collectives and driver calls return at once, and kernels are packed but never run. Tensors lie in host memory, and
-the library multiplies them, in the least time that torch has for a product. What it leaves out is the time in CUDA and NCCL.
+One rank of a group: collectives and driver calls return at once, and kernels are packed but never run. Tensors lie in host
+memory, and the library multiplies them, in the least time that torch has for a product. What it leaves out is the time in CUDA
+and NCCL. Where the group spans nodes (OverlapConfig.node_ranks), nothing crosses between them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,17 +18,23 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import overlap_train
 from overlap_train.gpu.driver import _SIGNATURES, CudaDriver
 from overlap_train.gpu.entry import layout_of
 from overlap_train.gpu.launch import Launcher
 from overlap_train.operators import plan_book
+from overlap_train.planning.schedule.crossings import Crossing
 from overlap_train.planning.schedule.topology import Topology
+from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import Target
 from overlap_train.protocol.copy_engine import StreamCopyEngine
+from overlap_train.protocol.node_networks import NodeExchangeEngine
 from overlap_train.runtime import domain
+from overlap_train.runtime.across_nodes import AcrossNodes
+from overlap_train.symmetric.inter_node import Piece
 from overlap_train.symmetric.topology import Nodes
 
-HOPPER, WORLD, SMS = Target((9, 0)), 2, 132
+HOPPER, SMS = Target((9, 0)), 132
 
 
 class IdleDriver(CudaDriver):
@@ -41,6 +48,9 @@ class IdleDriver(CudaDriver):
         self.replace_address = _replace_address
         self._context = 1
         self.current_stream, self.is_capturing, self.new_event = int, bool, itertools.count(1).__next__  # type: ignore
+
+    def in_stream(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _replace_address(place: int, address: int) -> int:
@@ -98,7 +108,32 @@ class IdleDomain(domain.OverlapDomain):
         self._on_gpu, self._launcher = True, Launcher(IdleDriver())
         self._launcher.verifier = Unchecked(self._launcher)  # type: ignore[assignment]
         self.engine = StreamCopyEngine(self.device, self._launcher.driver)
-        self.nodes = Nodes(Topology(1, self.world_size, self.rank))
+        local = self.config.node_ranks or self.world_size
+        self.nodes = Nodes(Topology(self.world_size // local, local, self.rank))
+
+
+class IdleExchange:
+    def arrive(self) -> None: ...
+
+
+class IdleNetwork:
+    """Takes the place of NcclTransport."""
+
+    sms = 2
+
+    def exchange(self, crossing: Crossing, sent: Piece, received: Piece) -> IdleExchange:
+        return IdleExchange()
+
+    def close(self, orderly: bool) -> None: ...
+
+
+class IdleAcrossNodes(AcrossNodes):
+    """The real engine and memory, and nothing that was measured: of how many SMs there are, kernels are told nothing."""
+
+    def new_engine(self) -> NodeExchangeEngine:
+        assert self.launcher is not None
+        reduce_sms = int(self.topology.local > 1)
+        return NodeExchangeEngine(self.device, self.launcher.driver, IdleNetwork(), self.fault, reduce_sms=reduce_sms)
 
 
 # Modules of operators/ that launch kernels. They must tell kernels what they tell them on a GPU: told anything else, Triton
@@ -106,8 +141,8 @@ class IdleDomain(domain.OverlapDomain):
 LAUNCHING = ("kernel_args", "portable", "low_latency", "gemm_reduce_scatter")
 
 
-def stand_in() -> ExitStack:
-    """Bracket in which this process is rank 0 of two, and host tensors are taken for a GPU's."""
+def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
+    """Bracket in which this process is a rank of a group, and host tensors are taken for a GPU's."""
     stack = ExitStack()
     make_plan, registry = plan_book.make_plan, "overlap_train.runtime.registry"
 
@@ -117,9 +152,11 @@ def stand_in() -> ExitStack:
     stream = SimpleNamespace(cuda_stream=1, synchronize=lambda: None)
     for name, instead in {
         f"{registry}.OverlapDomain": IdleDomain,
+        "overlap_train.runtime.domain.AcrossNodes": IdleAcrossNodes,
         "overlap_train.runtime.domain.Agreement": Echo,
         "overlap_train.operators.plan_book.make_plan": planned,
         "overlap_train.operators.plan_book.why_not": lambda *arguments: None,
+        "overlap_train.operators.plan_book.PlanBook._read_table": lambda book: UNTUNED,  # only rank 0 would have one
         "overlap_train.operators.hopper.multiprocessors": lambda device: SMS,
         **{f"overlap_train.operators.{module}.on_a_gpu": lambda domain: True for module in LAUNCHING},
         "torch.cuda.Stream": lambda *arguments, **options: stream,
@@ -127,8 +164,9 @@ def stand_in() -> ExitStack:
         "torch.cuda.is_current_stream_capturing": bool,
     }.items():
         stack.enter_context(mock.patch(name, instead))
-    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     stack.callback(dist.destroy_process_group)
+    stack.callback(overlap_train.shutdown)
     return stack
 
 

@@ -99,7 +99,8 @@ class SimulatedRank:
     def _run(self, kernel: Kernel, stream: list[Kernel], index: int, since: float | None = None) -> None:
         start = self._world.now if since is None else since
         done = partial(self._close, kernel, stream, index, start)
-        self.reach(kernel.starts)
+        if kernel.starts not in self._tiles:  # its first launch
+            self.reach(kernel.starts)
         tiles = self._tiles.setdefault(kernel.starts, deque(kernel.tiles)) if kernel.tiles else deque[Tile]()
         if not tiles:
             self._world.at(self._world.now + kernel.us, done)
