@@ -38,7 +38,7 @@ def all_gather_gemm_kernel(
                        expected, WORLD, CHUNKS, PIECE, STEP, EXCHANGE=False)  # fmt: skip
     units = first_units(leaves, LOCAL * CHUNKS, WORLD * CHUNKS, LOCAL < WORLD)
     units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
-    index = claim_below(counter_ptr, per_chunk * units, LOCAL < WORLD)
+    index = claim_below(counter_ptr, 0, per_chunk * units, LOCAL < WORLD)
     while index < per_chunk * units:
         source, chunk = gather_tile(index // per_chunk, rank, WORLD, LOCAL, CHUNKS)
         arrived = source == rank
@@ -58,6 +58,6 @@ def all_gather_gemm_kernel(
         y_ptrs = y_ptr + (source.to(tl.int64) * m_shard + first_row + rows) * n + cols
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
         units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
-        index = claim_below(counter_ptr, per_chunk * units, LOCAL < WORLD)
+        index = claim_below(counter_ptr, index + 1, per_chunk * units, LOCAL < WORLD)
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)

@@ -39,7 +39,7 @@ def all_to_all_gemm_kernel(
                        expected, WORLD, CHUNKS, PIECE, STEP, EXCHANGE=True)  # fmt: skip
     blocks = first_units(leaves, 0, (WORLD - LOCAL) * CHUNKS, LOCAL < WORLD)
     blocks, chunks = received_chunks(blocks, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
-    index = claim_below(counter_ptr, per_chunk * chunks, LOCAL < WORLD)
+    index = claim_below(counter_ptr, 0, per_chunk * chunks, LOCAL < WORLD)
     while index < per_chunk * chunks:
         chunk = index // per_chunk
         first_row = chunk.to(tl.int64) * m_chunk
@@ -62,6 +62,6 @@ def all_to_all_gemm_kernel(
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
         tl.store(y_ptr + (first_row + rows) * n + cols, acc.to(y_ptr.dtype.element_ty), mask=mask)
         blocks, chunks = received_chunks(blocks, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
-        index = claim_below(counter_ptr, per_chunk * chunks, LOCAL < WORLD)
+        index = claim_below(counter_ptr, index + 1, per_chunk * chunks, LOCAL < WORLD)
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)

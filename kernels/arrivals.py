@@ -61,16 +61,19 @@ def received_chunks(blocks, rank, signals_ptr, expected, WORLD: tl.constexpr, LO
 
 @triton.jit
 def is_here(signals_ptr, source, chunk, expected):
-    """Whether a chunk has come. Nothing is read by this alone: a tile's wait, which then ends at once, acquires (rule 2)."""
-    return has_arrived(tl.load(signals_ptr + signal_word(source, chunk), volatile=True), expected)
+    """Whether a chunk has come. An atomic, whose result all threads of a CTA share: of a load each thread would have its own."""
+    return has_arrived(tl.atomic_add(signals_ptr + signal_word(source, chunk), 0, sem="acquire", scope="sys"), expected)
 
 
 @triton.jit
-def claim_below(counter_ptr, bound, LEAVES: tl.constexpr):
+def claim_below(counter_ptr, guess, bound, LEAVES: tl.constexpr):
     """The next tile of the schedule, as `claim`; if that is not below `bound`, there is none. LEAVES: then it is left to the
-    next launch, and nothing is claimed."""
+    next launch, and nothing is claimed.
+
+    guess: at most the number of tiles that are claimed. The first exchange tells how many they are, if there are more.
+    """
     if LEAVES:
-        index = tl.load(counter_ptr, volatile=True)
+        index = tl.cast(guess, tl.int64)
         looking = index < bound
         while looking:
             seen = tl.atomic_cas(counter_ptr, index, index + 1, sem="relaxed", scope="gpu")

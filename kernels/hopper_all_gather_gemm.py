@@ -50,7 +50,7 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
     step = 0
     turn = 0
     bound = pieces_below(units, strips, tiles_n, total, halved, WORLD * CHUNKS)
-    index = claim_tile(tiles, turn, counter_ptr, bound, LOCAL < WORLD)
+    index = claim_tile(tiles, turn, counter_ptr, bound, NO_TILE, LOCAL < WORLD)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
         pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
@@ -78,7 +78,7 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
         turn += 1
         units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
         bound = pieces_below(units, strips, tiles_n, total, halved, WORLD * CHUNKS)
-        index = claim_tile(tiles, turn, counter_ptr, bound, LOCAL < WORLD)
+        index = claim_tile(tiles, turn, counter_ptr, bound, index, LOCAL < WORLD)
 
 
 @gluon.jit

@@ -34,7 +34,7 @@ def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, si
     step = 0
     turn = 0
     bound = pieces_below(chunks, strips, tiles_n, total, halved, CHUNKS)
-    index = claim_tile(tiles, turn, counter_ptr, bound, LOCAL < WORLD)
+    index = claim_tile(tiles, turn, counter_ptr, bound, NO_TILE, LOCAL < WORLD)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
         pair, tile_n = tile_in_run(tile, strips, CHUNKS, tiles_n, GROUP_M)
@@ -55,7 +55,7 @@ def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, si
         turn += 1
         blocks, chunks = received_chunks(blocks, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
         bound = pieces_below(chunks, strips, tiles_n, total, halved, CHUNKS)
-        index = claim_tile(tiles, turn, counter_ptr, bound, LOCAL < WORLD)
+        index = claim_tile(tiles, turn, counter_ptr, bound, index, LOCAL < WORLD)
 
 
 @gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])

@@ -65,11 +65,11 @@ def make_rings(a_desc, b_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def claim_tile(tiles, turn, counter_ptr, bound, LEAVES: gl.constexpr = False):
-    """Loading warp: claim the next tile below `bound` and give its index, or NO_TILE, to the multiplying warps. LEAVES: see
-    claim_below."""
+def claim_tile(tiles, turn, counter_ptr, bound, before=NO_TILE, LEAVES: gl.constexpr = False):
+    """Loading warp: claim the next tile below `bound` and give its index, or NO_TILE, to the multiplying warps. before: the tile
+    that it had before. LEAVES: see claim_below."""
     tile_ring, tile_full, tile_free = tiles
-    index = claim_below(counter_ptr, bound, LEAVES)
+    index = claim_below(counter_ptr, before + 1, bound, LEAVES)
     index = gl.where(index < bound, index, NO_TILE)
     place = turn % QUEUE_DEPTH
     mbarrier.wait(tile_free.index(place), (turn // QUEUE_DEPTH & 1) ^ 1)

@@ -11,6 +11,9 @@ The interpreter is sequentially consistent, so memory order cannot be seen by ru
     before that write comes a CTA barrier, if the CTA has stored a block since the last one
     the same barrier comes before a count of stored tiles
     a CTA that signals for all who counted has itself counted with acquire and release
+
+Nor has it threads. All threads of a CTA share what an atomic returns, but each has its own result of a load. So a CTA reads a
+signal, or what is claimed, by atomics; the low-latency kernels reduce over what their threads have loaded.
 """
 
 from __future__ import annotations
@@ -136,6 +139,8 @@ class InterpreterHooks:
             access = access_of(*args)
             if method == "create_atomic_rmw":
                 self._check_order(actor, access, args[0], semantic=args[4], scope=args[5])
+            if method == "create_masked_load" and args[-1] and access.is_word:
+                self._check_threads(actor, access)
             if access.kind == "store" and access.size == 8 and not access.is_word:
                 self._store_half(actor, access, plain, builder, args)
             if method == "create_masked_load" and args[-1] and scheduler.name_of(access.address).startswith("signals"):
@@ -147,6 +152,13 @@ class InterpreterHooks:
             return result
 
         return switching
+
+    def _check_threads(self, actor: Actor, access: MemoryAccess) -> None:
+        """The docstring's last rule."""
+        name = self._scheduler.name_of(access.address)
+        reduces = actor.name.startswith("low_latency")
+        if (name.startswith("signals") or ".claimed" in name) and not reduces:
+            raise self._scheduler.fail(actor, f"loads {name}, of which threads may see different words")
 
     def _store_half(self, actor: Actor, access: MemoryAccess, plain: Callable, builder: object, args: tuple) -> None:
         """Store some words of a block before the others: each of 64 bits is whole, and they may come in any order."""

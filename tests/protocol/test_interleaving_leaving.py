@@ -80,7 +80,8 @@ WAITS = {
     "gather": in_operators("self._domain.topology, replace(operands, leaves=True)", "self._domain.topology, operands"),
     "to_rows": in_operators("replace(operands, leaves=True), self._call.chunks", "operands, self._call.chunks"),
 }
-IS_HERE = "has_arrived(tl.load(signals_ptr + signal_word(source, chunk), volatile=True), expected)"
+WORD = "signals_ptr + signal_word(source, chunk)"
+IS_HERE = f'has_arrived(tl.atomic_add({WORD}, 0, sem="acquire", scope="sys"), expected)'
 
 
 @pytest.mark.parametrize("operator", KERNELS)
@@ -109,6 +110,17 @@ def test_fault_is_caught(name: str) -> None:
 
 
 LAUNCHES = {"gather": 1 + 2, "to_rows": 2}  # of the own node's rows, and of each of two chunks
+
+
+@pytest.mark.parametrize("operator", KERNELS)
+def test_threads_that_see_different_words_are_found(operator: str) -> None:
+    """On GPUs a kernel of several warps stood still: some took a tile, and others left."""
+    loaded = in_kernel(operator, IS_HERE, f"has_arrived(tl.load({WORD}, volatile=True), expected)")
+    peeked = in_kernel(operator, "tl.cast(guess, tl.int64)", "tl.load(counter_ptr, volatile=True)")
+    for fault in (loaded, peeked):
+        with fault.planted():
+            error = assert_caught(problem(operator, 2, 1, method="fused"), range(2))
+        assert "of which threads may see different words" in str(error)
 
 
 def with_a_late_exchange(machine: NodeSimulation, operator: str) -> tuple[Build, torch.Tensor]:

@@ -166,7 +166,9 @@ class Loads:
     def _is_here(self, signals: object, source: int, chunk: int, expected: object) -> Word:
         return Word(self.here is None or (source, chunk) in self.here)
 
-    def claim_tile(self, rings: object, turn: int, counter: object, bound: int, leaves: bool = False) -> int:
+    def claim_tile(
+        self, rings: object, turn: int, counter: object, bound: int, before: int = -1, leaves: bool = False
+    ) -> int:
         if self._claimed >= bound:
             self.ends.append(len(self.tiles))
             return -1

@@ -30,6 +30,22 @@ def test_a_sum_compiles_without_atomics_and_spills(compiling: ProcessPoolExecuto
     assert "0 bytes spill stores, 0 bytes spill loads" in hopper_ptx.resources(added)
 
 
+@pytest.mark.parametrize("kernel", ["all_gather_gemm", "all_to_all_gemm"])
+def test_threads_of_a_kernel_that_leaves_share_what_they_decide_by(compiling: ProcessPoolExecutor, kernel: str) -> None:
+    """What it claims and what is here it reads by atomics, one load each of which all threads get. Of a plain load each thread
+    has its own result: some would go on, others leave."""
+    ptx = {}
+    for local in (4, 2):
+        constants = dict(
+            WORLD=4, LOCAL=local, CHUNKS=2, DIRECT=False, PIECE=16384, PRECISION="ieee", TIMED=True, num_warps=8
+        )
+        constants |= dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8)
+        ptx[local] = compiling.submit(hopper_ptx.compiled_portable, kernel, f"{kernel}_kernel", **constants).result(120)
+    loads, exchanges = ({n: len(re.findall(what, ptx[n])) for n in ptx} for what in (r"ld\.volatile", r"atom\S*\.cas"))
+    assert loads[2] == loads[4], "of the flag that a wait has given up"
+    assert exchanges[2] == exchanges[4] + 2, "a claim before the loop, and one in it"
+
+
 def test_a_wait_compiles_without_spills(compiling: ProcessPoolExecutor) -> None:
     constants = dict(CHUNKS=1, TIMED=True, BLOCK=1024)
     waits = compiling.submit(hopper_ptx.compiled_portable, "signal", "wait_kernel", **constants).result(120)
