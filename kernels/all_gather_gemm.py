@@ -12,7 +12,7 @@ stores the own rows at the peers, before its first tile (p2p_store.py). A kernel
 import triton
 import triton.language as tl
 
-from .arrivals import claim_below, first_units, gathered_units
+from .arrivals import claim_below, units_to_take
 from .order import gather_tile
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_signal
@@ -23,7 +23,7 @@ from .tiles import tile_in_block, tile_offsets, tile_product
 def all_gather_gemm_kernel(
     own_ptr, gathered_ptr, b_ptr, y_ptr,
     m_shard, n, k, stride_bk, stride_bn,
-    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves,
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
@@ -36,10 +36,9 @@ def all_gather_gemm_kernel(
         STEP: tl.constexpr = PIECE // 4  # 32 or 16 elements of each of 128 or 256 threads
         store_at_peers(own_ptr, m_chunk * k, tl.arange(0, STEP), rank, sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
                        expected, WORLD, CHUNKS, PIECE, STEP, EXCHANGE=False)  # fmt: skip
-    units = first_units(leaves, LOCAL * CHUNKS, WORLD * CHUNKS, LOCAL < WORLD)
-    units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
-    index = claim_below(counter_ptr, 0, per_chunk * units, LOCAL < WORLD)
-    while index < per_chunk * units:
+    bound = per_chunk * units_to_take(leaves, here_ptr, LOCAL * CHUNKS, WORLD * CHUNKS, LOCAL < WORLD)
+    index = claim_below(counter_ptr, 0, bound, LOCAL < WORLD)
+    while index < bound:
         source, chunk = gather_tile(index // per_chunk, rank, WORLD, LOCAL, CHUNKS)
         arrived = source == rank
         shard_ptr = own_ptr
@@ -57,7 +56,6 @@ def all_gather_gemm_kernel(
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
         y_ptrs = y_ptr + (source.to(tl.int64) * m_shard + first_row + rows) * n + cols
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
-        units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
-        index = claim_below(counter_ptr, index + 1, per_chunk * units, LOCAL < WORLD)
+        index = claim_below(counter_ptr, index + 1, bound, LOCAL < WORLD)
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)

@@ -12,7 +12,7 @@ kernel that `leaves` does not wait for other nodes (arrivals.py).
 import triton
 import triton.language as tl
 
-from .arrivals import claim_below, first_units, received_chunks
+from .arrivals import claim_below, units_to_take
 from .order import received_block
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_signal
@@ -23,7 +23,7 @@ from .tiles import tile_in_block, tile_offsets, tile_product
 def all_to_all_gemm_kernel(
     own_ptr, received_ptr, b_ptr, y_ptr,
     m_shard, n, k, stride_bk, stride_bn,
-    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves,
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
@@ -37,10 +37,9 @@ def all_to_all_gemm_kernel(
         STEP: tl.constexpr = PIECE // 4
         store_at_peers(own_ptr, m_chunk * k, tl.arange(0, STEP), rank, sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
                        expected, WORLD, CHUNKS, PIECE, STEP, EXCHANGE=True)  # fmt: skip
-    blocks = first_units(leaves, 0, (WORLD - LOCAL) * CHUNKS, LOCAL < WORLD)
-    blocks, chunks = received_chunks(blocks, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
-    index = claim_below(counter_ptr, 0, per_chunk * chunks, LOCAL < WORLD)
-    while index < per_chunk * chunks:
+    bound = per_chunk * units_to_take(leaves, here_ptr, 0, CHUNKS, LOCAL < WORLD)
+    index = claim_below(counter_ptr, 0, bound, LOCAL < WORLD)
+    while index < bound:
         chunk = index // per_chunk
         first_row = chunk.to(tl.int64) * m_chunk
         tile_m, tile_n = tile_in_block(index % per_chunk, m_chunk, n, BLOCK_M, BLOCK_N, GROUP_M)
@@ -61,7 +60,6 @@ def all_to_all_gemm_kernel(
                                k, 1, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
         tl.store(y_ptr + (first_row + rows) * n + cols, acc.to(y_ptr.dtype.element_ty), mask=mask)
-        blocks, chunks = received_chunks(blocks, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
-        index = claim_below(counter_ptr, index + 1, per_chunk * chunks, LOCAL < WORLD)
+        index = claim_below(counter_ptr, index + 1, bound, LOCAL < WORLD)
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)

@@ -1,12 +1,13 @@
 """What a kernel across nodes may claim: tiles whose chunks the network has brought.
 
 A kernel that waited for the network would hold its SMs meanwhile. NCCL's kernels need SMs, too. Where others have taken those
-that are left to them (gradients that are reduced at the same time), ranks would wait for each other in a circle. So a kernel that
-`leaves` takes tiles in their order (order.py) up to the first chunk of another node that is not here, and ends. It is launched
-again behind a wait of its stream, and goes on where it stopped, because tiles are claimed from the same counter
+that are left to them (gradients that are reduced at the same time), ranks would wait for each other in a circle. So the stream
+waits, then count_arrivals_kernel counts the chunks that are here, in their order (order.py), and the product's kernel takes the
+tiles of these and ends. The next launch goes on behind the next wait, because tiles are claimed from the same counter
 (operators/fused_node_streams.py). Chunks of its own node it waits for: they come by copies, which need no SM.
 
-The last launch does not leave: all chunks are here, or a wait has given up, and then its own waits write NaN.
+All CTAs of a launch take what was counted before it. If each took what had come by its own start, one that started late might be
+alone with most of the product. The last launch takes all: if a wait has given up, its own waits write NaN.
 """
 
 import triton
@@ -17,46 +18,55 @@ from .signal import claim, has_arrived, signal_word
 
 
 @triton.jit
-def first_units(leaves, OWN: tl.constexpr, ALL: tl.constexpr, LEAVES: tl.constexpr):
-    """How many chunks, in their order, may be claimed at the beginning. OWN: those for which no kernel leaves.
+def units_to_take(leaves, here_ptr, OWN: tl.constexpr, ALL: tl.constexpr, LEAVES: tl.constexpr):
+    """How many chunks, in their order, a launch takes tiles of: OWN, for which no kernel leaves, or as many as are counted.
 
     LEAVES: whether kernels of this group leave at all; inside one node none does.
     """
     if LEAVES:
-        return tl.where(leaves != 0, OWN, ALL)
+        return tl.where(leaves != 0, tl.maximum(tl.load(here_ptr).to(tl.int32), OWN), ALL)
     else:
         return tl.cast(ALL, tl.int32)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def count_arrivals_kernel(here_ptr, signals_ptr, epoch_ptr, rank, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr,
+                          EXCHANGE: tl.constexpr):  # fmt: skip
+    """One CTA that goes on counting what is here: chunks of AG + GEMM, or (EXCHANGE) of A2A + GEMM."""
+    expected, here = tl.load(epoch_ptr), tl.load(here_ptr).to(tl.int32)
+    if EXCHANGE:
+        here = received_chunks(here, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
+    else:
+        here = gathered_units(tl.maximum(here, LOCAL * CHUNKS), rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
+    tl.store(here_ptr, tl.cast(here, tl.int64))
 
 
 @triton.jit
 def gathered_units(units, rank, signals_ptr, expected, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr):
     """`units` and the chunks of AG + GEMM that follow and are here."""
-    if LOCAL < WORLD:
-        looking = units < WORLD * CHUNKS
-        while looking:
-            source, chunk = gather_tile(units, rank, WORLD, LOCAL, CHUNKS)
-            here = is_here(signals_ptr, source, chunk, expected)
-            units += here.to(tl.int32)
-            looking = here & (units < WORLD * CHUNKS)
+    looking = units < WORLD * CHUNKS
+    while looking:
+        source, chunk = gather_tile(units, rank, WORLD, LOCAL, CHUNKS)
+        here = is_here(signals_ptr, source, chunk, expected)
+        units += here.to(tl.int32)
+        looking = here & (units < WORLD * CHUNKS)
     return units
 
 
 @triton.jit
-def received_chunks(blocks, rank, signals_ptr, expected, WORLD: tl.constexpr, LOCAL: tl.constexpr,
-                    CHUNKS: tl.constexpr):  # fmt: skip
-    """As gathered_units, of A2A + GEMM, whose tiles need their chunk from every rank: (blocks of other nodes that are here,
-    chunks of which all are). Of all blocks the first chunk counts first, then the second."""
-    if LOCAL < WORLD:
-        FAR: tl.constexpr = WORLD - LOCAL
-        looking = blocks < FAR * CHUNKS
-        while looking:
-            source = received_block(LOCAL + blocks % FAR, rank, WORLD, LOCAL)
-            here = is_here(signals_ptr, source, blocks // FAR, expected)
-            blocks += here.to(tl.int32)
-            looking = here & (blocks < FAR * CHUNKS)
-        return blocks, blocks // FAR
-    else:
-        return blocks, tl.cast(CHUNKS, tl.int32)
+def received_chunks(
+    chunks, rank, signals_ptr, expected, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """As gathered_units, of A2A + GEMM, whose tiles need their chunk from every rank."""
+    FAR: tl.constexpr = WORLD - LOCAL
+    blocks = chunks * FAR
+    looking = blocks < FAR * CHUNKS
+    while looking:
+        source = received_block(LOCAL + blocks % FAR, rank, WORLD, LOCAL)
+        here = is_here(signals_ptr, source, blocks // FAR, expected)
+        blocks += here.to(tl.int32)
+        looking = here & (blocks < FAR * CHUNKS)
+    return blocks // FAR
 
 
 @triton.jit

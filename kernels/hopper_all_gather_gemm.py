@@ -10,7 +10,7 @@ rows at the peers (p2p_store.py), through registers: beside four stages there is
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .arrivals import first_units, gathered_units
+from .arrivals import units_to_take
 from .hopper_stores import make_outbox, put_quarter, split_tile, store_strip
 from .hopper_tiles import (
     NO_TILE,
@@ -39,17 +39,16 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
           B_IS_NK: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, waits until the rows of both strips are here, and brings A and B through the ring."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
-    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves = words
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
     strips, tiles_n, total, halved = cut_of_gather(m_chunk, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
-    units = first_units(leaves, LOCAL * CHUNKS, WORLD * CHUNKS, LOCAL < WORLD)
-    units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
+    units = units_to_take(leaves, here_ptr, LOCAL * CHUNKS, WORLD * CHUNKS, LOCAL < WORLD)
+    bound = pieces_below(units, strips, tiles_n, total, halved, WORLD * CHUNKS)
     step = 0
     turn = 0
-    bound = pieces_below(units, strips, tiles_n, total, halved, WORLD * CHUNKS)
     index = claim_tile(tiles, turn, counter_ptr, bound, NO_TILE, LOCAL < WORLD)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
@@ -76,8 +75,6 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
                 step = load_tile_or_half(panels, step, gathered_desc, gathered_desc, b_desc, b_half_desc, upper, row, col, 0,
                                          side, k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
-        units = gathered_units(units, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
-        bound = pieces_below(units, strips, tiles_n, total, halved, WORLD * CHUNKS)
         index = claim_tile(tiles, turn, counter_ptr, bound, index, LOCAL < WORLD)
 
 
@@ -153,7 +150,7 @@ def _unless_aborted(acc, abort_ptr):
 @gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])
 def hopper_all_gather_gemm_kernel(
     own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
-    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves,
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr,
     STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
@@ -168,7 +165,7 @@ def hopper_all_gather_gemm_kernel(
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS + 1)
     outbox = make_outbox(y_desc, BUFFERS=1)
-    words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves)
+    words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr)
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     gl.warp_specialize([

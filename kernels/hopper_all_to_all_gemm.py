@@ -7,7 +7,7 @@ the loading warp knows that its columns lie in W blocks, and waits at each block
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .arrivals import first_units, received_chunks
+from .arrivals import units_to_take
 from .hopper_all_gather_gemm import SENDERS, multiply_tiles, send_rows, store_tiles
 from .hopper_stores import make_outbox
 from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile_or_half, make_rings
@@ -23,17 +23,16 @@ def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, si
           B_IS_NK: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, and brings the panels of the own block, then those of each peer once its rows are here."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
-    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves = words
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr = words
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
     strips, tiles_n, total, halved = cut_of_gather(m_chunk, n, gl.num_programs(0), ROWS, BLOCK_N, CHUNKS)
     k_steps = gl.cdiv(k, BLOCK_K)
     expected = next_word(gl.load(epoch_ptr), tag) if DIRECT else gl.load(epoch_ptr)
-    blocks = first_units(leaves, 0, (WORLD - LOCAL) * CHUNKS, LOCAL < WORLD)
-    blocks, chunks = received_chunks(blocks, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
+    units = units_to_take(leaves, here_ptr, 0, CHUNKS, LOCAL < WORLD)
+    bound = pieces_below(units, strips, tiles_n, total, halved, CHUNKS)
     step = 0
     turn = 0
-    bound = pieces_below(chunks, strips, tiles_n, total, halved, CHUNKS)
     index = claim_tile(tiles, turn, counter_ptr, bound, NO_TILE, LOCAL < WORLD)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
@@ -53,15 +52,13 @@ def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, si
             step = load_tile_or_half(panels, step, received_desc, received_desc, b_desc, b_half_desc, above + upper, above + row,
                                      col, source * k, side, k_steps, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
-        blocks, chunks = received_chunks(blocks, rank, signals_ptr, expected, WORLD, LOCAL, CHUNKS)
-        bound = pieces_below(chunks, strips, tiles_n, total, halved, CHUNKS)
         index = claim_tile(tiles, turn, counter_ptr, bound, index, LOCAL < WORLD)
 
 
 @gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])
 def hopper_all_to_all_gemm_kernel(
     own_desc, own_ptr, received_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
-    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves,
+    rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr,
     STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
@@ -77,7 +74,7 @@ def hopper_all_to_all_gemm_kernel(
     gl.static_assert(num_warps == WARPS)
     panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS + 1)
     outbox = make_outbox(y_desc, BUFFERS=1)
-    words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves)
+    words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr)
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     whole = (m_shard, n, WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K)  # as the multiplying warps see it: whole panels

@@ -7,8 +7,8 @@ MAX_CHUNKS = 8
 EPOCH_SHIFT = 32
 
 # Counters that the CTAs of one kernel share, in this order (slot.py, Counters): CTAs that have exited, tiles and pieces that were
-# claimed, then one count of completed tiles for each signal.
-FIRST_COUNTERS = 3
+# claimed, chunks that are here, then one count of completed tiles for each signal.
+FIRST_COUNTERS = 4
 
 # Words of a fault record, which kernels fill and the host reads.
 FAULT_SET = 0

@@ -48,6 +48,7 @@ PROOFS: dict[str, _Proofs] = {
     "low_latency_scatter_kernel": FLAGGED,
     "reduce_partials_kernel": (),  # runs after a wait kernel
     "add_blocks_kernel": (),  # so does this
+    "count_arrivals_kernel": ((ACQUIRE,),),
 }
 # And where a switch of the kernel is on: DIRECT, it stores at the peers and signals them; REDUCE, its last tiles wait for theirs.
 PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {

@@ -1,7 +1,7 @@
 """`fused` across nodes on GPUs: one persistent kernel multiplies, while exchanges cross the network (protocol/node_streams.py).
 
     AG + GEMM, A2A + GEMM    exchange 1; the kernel for what the own node has; then for each chunk of other nodes: start the next
-                             exchange, let this one arrive; the kernel again, which goes on as far as something is here
+                             exchange, let this one arrive, count what is here; the kernel again, which goes on that far
     GEMM + RS, GEMM + A2A    the kernel; then, in the order of its tiles, what leaves: each chunk after its tiles are counted. A
                              chunk for a far node is added up first (GEMM + RS)
 
@@ -11,13 +11,17 @@ on the SMs that it leaves (EnginePlan.spared_sms). Nothing that waits for the ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from ..gpu.launch import Launch
+from ..planning.schedule.kinds import A2A_GEMM
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
+from ..runtime.domain import OverlapDomain
 from . import persistent
 from .all_gather_gemm import FusedGather
 from .all_to_all_gemm import FusedAllToAllGemm
@@ -31,13 +35,13 @@ class FusedNodeStreamGather(FusedGather, NodeStreamGather):
     """AG + GEMM (a Gather): NodeStreamGather's exchanges, FusedGather's kernel, launched again for each chunk of a far node."""
 
     def _multiply(self, operands: GatherOperands) -> None:
-        topology, leaving = self._domain.topology, replace(operands, leaves=True)
-        super()._multiply(leaving)
+        topology, multiply = self._domain.topology, super()._multiply
+        multiply(replace(operands, leaves=True))
         for crossing in self._plan.crossings:
             self._crossings.go_on()
             node = topology.ranks_of(crossing.received.source // topology.local)
             self._call.wait_chunk(node[0], crossing.received.chunk, len(node))
-            super()._multiply(operands if self._crossings.is_over else leaving)
+            _go_on(self, operands, multiply)
 
 
 class FusedNodeStreamAllToAllGemm(FusedAllToAllGemm, NodeStreamAllToAllGemm):
@@ -45,12 +49,33 @@ class FusedNodeStreamAllToAllGemm(FusedAllToAllGemm, NodeStreamAllToAllGemm):
     every tile needs all ranks' blocks."""
 
     def _multiply(self, operands: GatherOperands) -> None:
-        leaving, chunks = replace(operands, leaves=True), self._call.chunks
+        chunks, multiply = self._call.chunks, super()._multiply
         for chunk in range(chunks):
             for _ in range(len(self._plan.crossings) // chunks):
                 self._crossings.go_on()
             self._call.wait_chunk(0, chunk, self._domain.world_size)
-            super()._multiply(operands if self._crossings.is_over else leaving)
+            _go_on(self, operands, multiply)
+
+
+def _go_on(
+    operator: FusedNodeStreamGather | FusedNodeStreamAllToAllGemm, operands: GatherOperands,
+    multiply: Callable[[GatherOperands], None],
+) -> None:  # fmt: skip
+    """Launch the kernel for the chunks that are here; the last time for all."""
+    if operator._crossings.is_over:
+        multiply(operands)
+        return
+    domain, call, plan = operator._domain, operator._call, operator._plan
+    call.launches.run(("count", plan.kind), (), partial(_count_launch, domain, call, plan.kind))
+    multiply(replace(operands, leaves=True))
+
+
+def _count_launch(domain: OverlapDomain, call: NodeCall, kind: str) -> Launch:
+    from ..kernels.arrivals import count_arrivals_kernel
+
+    slot, constants = call.slot, dict(WORLD=domain.world_size, LOCAL=domain.topology.local, CHUNKS=call.chunks)
+    arguments = dict(here_ptr=slot.counters.here, signals_ptr=slot.signals, epoch_ptr=slot.epoch, rank=domain.rank)
+    return Launch(count_arrivals_kernel, (1,), arguments, constants | dict(EXCHANGE=kind == A2A_GEMM, num_warps=1))
 
 
 class FusedNodeStreamScatter(NodeStreamScatter):

@@ -19,8 +19,8 @@ _INTERPRETER_POLLS_PER_SECOND = 10_000
 
 @dataclass(slots=True)  # made at each call: frozen it would take 0.4 microseconds more
 class GatherOperands:
-    """What a product of what arrives is made of. sends: the kernel stores own at the peers. leaves: it ends where something has
-    not come from another node yet, and the next launch goes on there (kernels/arrivals.py).
+    """What a product of what arrives is made of. sends: the kernel stores own at the peers. leaves: it takes what
+    is counted as here, and the next launch goes on there (kernels/arrivals.py).
 
     AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N]
     A2A + GEMM   own [W, M/W, K/W]   y [M/W, N] = own and the peers' blocks, side by side, @ b_kn [K, N]
@@ -88,7 +88,10 @@ def receiving_arguments(domain: OverlapDomain, call: Call, operands: GatherOpera
     chunk in the tests.
     """
     slot = call.slot
-    arguments = dict(sent_ptr=slot.direct_counters.sent, memory_at_ptr=slot.memory_at, leaves=int(operands.leaves))
+    arguments = dict(
+        sent_ptr=slot.direct_counters.sent, memory_at_ptr=slot.memory_at, leaves=int(operands.leaves),
+        here_ptr=slot.counters.here,
+    )  # fmt: skip
     return KernelArguments(arguments, dict(DIRECT=operands.sends, PIECE=16384 if on_a_gpu(domain) else 64))
 
 

@@ -101,13 +101,23 @@ class SimulatedRank:
         done = partial(self._close, kernel, stream, index, start)
         if kernel.starts not in self._tiles:  # its first launch
             self.reach(kernel.starts)
-        tiles = self._tiles.setdefault(kernel.starts, deque(kernel.tiles)) if kernel.tiles else deque[Tile]()
+        tiles = self._tiles_of(kernel)
         if not tiles:
             self._world.at(self._world.now + kernel.us, done)
             return
         grid = Grid(kernel, start, done, tiles, min(kernel.sms, len(tiles)))
         for sm in range(grid.sms):
             self._world.at(start + kernel.us / 2, partial(self._claim, grid, sm))
+
+    def _tiles_of(self, kernel: Kernel) -> deque[Tile]:
+        """The tiles that a launch takes: what is left, but those that lack something from another node if it leaves."""
+        left = self._tiles.setdefault(kernel.starts, deque(kernel.tiles)) if kernel.tiles else deque[Tile]()
+        if not kernel.leaves:
+            return left
+        here = deque[Tile]()
+        while left and self._reached.issuperset(left[0].far):
+            here.append(left.popleft())
+        return here
 
     def _close(self, kernel: Kernel, stream: list[Kernel], index: int, start: float) -> None:
         now = self._world.now
@@ -121,7 +131,7 @@ class SimulatedRank:
     # SMs
 
     def _claim(self, grid: Grid, sm: int) -> None:
-        if not grid.tiles or (grid.kernel.leaves and not self._reached.issuperset(grid.tiles[0].far)):
+        if not grid.tiles:
             self._leave(grid)
             return
         tile = grid.tiles.popleft()

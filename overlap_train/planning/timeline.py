@@ -57,8 +57,8 @@ class Kernel:
 
     us: on all SMs; of one with tiles what it takes before its first and after its last one. sms: that its tiles run on.
     needs: what must be there when it starts; a kernel that is WAITING runs meanwhile. ends: the token of its end.
-    starts: that of its start. leaves: its SMs leave instead of taking a tile whose arrivals from other nodes are not there; the
-    next kernel of the same `starts` goes on with the tiles that are left.
+    starts: that of its start. leaves: it takes the tiles whose arrivals from other nodes are there when it starts; the next
+    kernel of the same `starts` goes on with what is left.
     """
 
     name: str

@@ -38,6 +38,7 @@ class Counters:
         self.left = words[:1]  # CTAs that have exited
         self.claimed = words[1:2]  # tiles that a CTA has taken
         self.sent = words[2:3]  # pieces of the own rows that a CTA has taken to store them at the peers
+        self.here = words[3:4]  # chunks that may be multiplied, in their order (kernels/arrivals.py)
         self.complete = words[FIRST_COUNTERS:]  # stored tiles, or pieces, by destination and chunk
 
 

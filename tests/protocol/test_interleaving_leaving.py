@@ -5,7 +5,7 @@ A persistent kernel takes the tiles whose chunks are here, leaves, and goes on i
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -68,6 +68,11 @@ def test_backward_passes(method: str, one_queue: bool) -> None:
         assert_passes(without_room(build), range(2))
 
 
+def in_four_chunks(operator: str) -> Build:
+    """So that an exchange begins beside each launch but the last: at most two are under way."""
+    return without_room(PROBLEMS[operator]("fused", NodeSimulation(2, chunks=4), 2))
+
+
 def in_operators(old: str, new: str) -> Fault:
     return Fault("operators.fused_node_streams", old, new, reload=("operators.start",))
 
@@ -77,8 +82,8 @@ def in_kernel(operator: str, old: str, new: str) -> Fault:
 
 
 WAITS = {
-    "gather": in_operators("self._domain.topology, replace(operands, leaves=True)", "self._domain.topology, operands"),
-    "to_rows": in_operators("replace(operands, leaves=True), self._call.chunks", "operands, self._call.chunks"),
+    "first": in_operators("multiply(replace(operands, leaves=True))\n        for", "multiply(operands)\n        for"),
+    "again": in_operators("    multiply(replace(operands, leaves=True))\n\n", "    multiply(operands)\n\n"),
 }
 WORD = "signals_ptr + signal_word(source, chunk)"
 IS_HERE = f'has_arrived(tl.atomic_add({WORD}, 0, sem="acquire", scope="sys"), expected)'
@@ -86,27 +91,56 @@ IS_HERE = f'has_arrived(tl.atomic_add({WORD}, 0, sem="acquire", scope="sys"), ex
 
 @pytest.mark.parametrize("operator", KERNELS)
 def test_a_kernel_that_waits_for_the_network_is_found(operator: str) -> None:
-    for fault in (WAITS[operator], in_kernel(operator, IS_HERE, "has_arrived(expected, expected)")):
+    all_are_here = in_kernel(operator, IS_HERE, "has_arrived(expected, expected)")
+    for fault in (WAITS["again"], all_are_here, *([WAITS["first"]] if operator == "gather" else [])):
         with fault.planted():
-            error = assert_caught(without_room(problem(operator, 2, 1, method="fused")), range(4))
+            error = assert_caught(in_four_chunks(operator), range(4))
         assert isinstance(error, Deadlock) and "SMs for an exchange" in str(error), error
 
 
 FAULTS = {
-    "a tile is claimed by two": ("looking = (seen != index) & (seen < bound)", "looking = seen >= bound", "gather 2 1"),
-    "a tile that is left is claimed": ("        looking = index < bound\n", "        looking = index <= bound\n", "gather 2 1"),
-    "a chunk that is not here counts": ("            units += here.to(tl.int32)\n", "            units += 1\n", "gather 2 1"),
-    "blocks of one rank are enough": ("LOCAL + blocks % FAR", "LOCAL", "to_rows 3 1"),
-    "the first chunk is enough": ("source, blocks // FAR, expected", "source, 0, expected", "to_rows 2 1"),
-}  # fmt: skip
+    "a tile is claimed by two": ("looking = (seen != index) & (seen < bound)", "looking = seen >= bound"),
+    "a tile that is left is claimed": ("        looking = index < bound\n", "        looking = index <= bound\n"),
+    "a chunk that is not here counts": ("        units += here.to(tl.int32)\n", "        units += 1\n"),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name: str) -> None:
-    old, new, where = FAULTS[name]
-    operator, world, node_ranks = where.split()
-    with in_kernel(operator, old, new).planted():
-        assert_caught(without_room(problem(operator, int(world), int(node_ranks), method="fused")), range(30))
+    """Others of what is counted: tests/unit/test_hopper_rows.py."""
+    with in_kernel("gather", *FAULTS[name]).planted():
+        assert_caught(in_four_chunks("gather"), range(30))
+
+
+@pytest.mark.parametrize("operator", KERNELS)
+def test_each_launch_takes_what_has_come(operator: str) -> None:
+    """Of four chunks each; the first of a gather has the own node's."""
+    machine, claimed = NodeSimulation(2, chunks=4), defaultdict[int, list[int]](list)
+
+    def build(scheduler: Scheduler) -> Any:
+        slots, launch = {}, scheduler.launch
+
+        def recorded(name: str, *what: Any) -> None:
+            rank = scheduler.running_actor().rank
+            launch(name, *what)
+            if "gemm" in name:
+                claimed[rank].append(max(int(slot.counters.claimed) for slot in slots[rank]))
+
+        def host(domain: SimulatedDomain) -> None:
+            slots[domain.rank] = domain.workspace.slots
+            with domain.operator(tag_of("call"), slots=1):
+                started(domain, operator, integers(2 * TILE, TILE, seed=1), "fused")()
+
+        claimed.clear()
+        scheduler.patch(scheduler, "launch", recorded)
+        machine.spawn_hosts(scheduler, host)
+        return lambda: None
+
+    for seed in range(4):
+        run_seed(build, seed)
+        least = [4, 5, 6, 7, 8] if operator == "gather" else [1, 2, 3, 4]
+        for tiles in claimed.values():
+            assert all(taken >= expected for taken, expected in zip(tiles, least, strict=True)), tiles
 
 
 LAUNCHES = {"gather": 1 + 2, "to_rows": 2}  # of the own node's rows, and of each of two chunks

@@ -64,5 +64,5 @@ def test_a_kernel_that_waits_for_what_lets_chunks_arrive_stops_the_node(puts: bo
     """The kernel of a wait, after which they are passed on, is not loaded beside it."""
     machine = NodeSimulation(4, node_ranks=2, puts=puts)
     build = with_loads(machine, PROBLEMS["gather"]("fused", machine, 2))
-    with WAITS["gather"].planted():
+    with WAITS["first"].planted():
         assert isinstance(assert_caught(build, range(2)), Deadlock)

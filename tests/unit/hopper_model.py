@@ -75,7 +75,10 @@ ORDER: dict[str, Any] = {}
 for _module, _names in _ORDER.items():
     for _name in _names:
         ORDER[_name] = python_of(getattr(_module, _name), **ORDER)
-_FIRST_UNITS = python_of(arrivals.first_units)
+_COUNTS = ("gathered_units", "received_chunks")
+_COUNTING = SimpleNamespace(
+    **vars(LANGUAGE) | {"load": lambda words: Word(words[-1]), "maximum": lambda a, b: Word(max(a, b)), "int64": None}
+)
 ORDER["signal_word"] = lambda source, chunk: source * MAX_CHUNKS + chunk
 
 
@@ -159,9 +162,19 @@ class Loads:
     def names(self) -> dict[str, Any]:
         """What the loading warp calls."""
         names = {name: getattr(self, name) for name in ("claim_tile", "load_tile", "load_halves", "wait_both")}
-        names |= {"load_tile_or_half": python_of(hopper_tiles.load_tile_or_half, **names), "first_units": _FIRST_UNITS}
-        counts = {name: getattr(arrivals, name) for name in ("gathered_units", "received_chunks")}
-        return names | {name: python_of(count, is_here=self._is_here, **ORDER) for name, count in counts.items()}
+        return names | {
+            "load_tile_or_half": python_of(hopper_tiles.load_tile_or_half, **names),
+            "units_to_take": python_of(arrivals.units_to_take, tl=_COUNTING),
+        }
+
+    def count(self, p: Product, exchange: bool) -> int:
+        """What the kernel before a launch counts."""
+        kernel, stored = python_of(
+            arrivals.count_arrivals_kernel, tl=SimpleNamespace(**vars(_COUNTING) | {"store": lambda at, n: at.append(n)}),
+            **{name: python_of(getattr(arrivals, name), is_here=self._is_here, **ORDER) for name in _COUNTS},
+        ), [0]  # fmt: skip
+        kernel(stored, None, [0], p.rank, p.world, p.topology.local, p.chunks, exchange)
+        return stored[-1]
 
     def _is_here(self, signals: object, source: int, chunk: int, expected: object) -> Word:
         return Word(self.here is None or (source, chunk) in self.here)
@@ -371,7 +384,8 @@ def run_gather(p: Product, exchange: bool, arrivals: Iterable[set[tuple[int, int
     load = python_of((receive if exchange else gather)._load, **loads.names(), **ORDER)
     switches = (p.world, p.topology.local, p.chunks, False, *_BLOCKS, 4, True)
     for loads.here in (*arrivals, None):
-        words = (p.rank, *[0] * 7, int(loads.here is not None))
+        leaves = loads.here is not None
+        words = (p.rank, *[0] * 7, int(leaves), [loads.count(p, exchange)])
         load(None, None, "own", "arrived", "b", "half of b", words, p.sizes, *switches)
     _store_products(loads, y, p, exchange)
     return loads, y

@@ -9,7 +9,7 @@ from typing import Any
 
 WORDS = (
     "counter_ptr", "sent_ptr", "complete_ptr", "left_ptr", "memory_at_ptr", "outgoing_at_ptr", "signals_ptr", "epoch_ptr",
-    "abort_ptr", "record_ptr", "order_ptr", "words_ptr", "words_at_ptr",
+    "abort_ptr", "record_ptr", "here_ptr", "order_ptr", "words_ptr", "words_at_ptr",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ WORLD, RANK, LIMIT_S = 3, 1, 2.5
 
 
 def call_of(rank: int = RANK) -> Any:
-    counters = SimpleNamespace(claimed="claimed", complete="complete", left="left", sent="sent")
+    counters = SimpleNamespace(claimed="claimed", complete="complete", left="left", sent="sent", here="here")
     direct = SimpleNamespace(claimed="d claimed", complete="d complete", left="d left", sent="d sent")
     slot = SimpleNamespace(
         signals="signals", epoch="epoch", outgoing_at="outgoing", memory_at="memory", counters=counters, direct_counters=direct
@@ -87,6 +87,7 @@ def test_kernels_that_send_themselves_have_counters_of_their_own() -> None:
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_kernel_is_told_whether_it_leaves(leaves: bool) -> None:
     assert receiving_arguments(domain_on(GPU), call_of(), operands(False, leaves)).arguments["leaves"] == leaves
+    assert receiving_arguments(domain_on(GPU), call_of(), operands(False, leaves)).arguments["here_ptr"] == "here"
 
 
 def test_a_grid_has_a_cta_per_sm_or_per_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,13 +145,23 @@ def test_every_kernel_has_an_entry() -> None:
         add_blocks,
         all_gather_gemm,
         all_to_all_gemm,
+        arrivals,
         gemm_reduce_scatter,
         low_latency,
         own_block,
         signal,
     )
 
-    modules = (add_blocks, all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter, low_latency, own_block, signal)
+    modules = (
+        add_blocks,
+        all_gather_gemm,
+        all_to_all_gemm,
+        arrivals,
+        gemm_reduce_scatter,
+        low_latency,
+        own_block,
+        signal,
+    )
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     hopper = {f"hopper_{name}_kernel" for name in ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")}
     assert names | hopper == set(PROOFS)

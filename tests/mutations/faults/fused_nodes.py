@@ -22,7 +22,8 @@ LEAVING = In("overlap_train/operators/fused_node_streams.py", (LEFT,))
 ARRIVALS = In("kernels/arrivals.py", (LEFT,))
 KERNEL_ARGS = In("overlap_train/operators/kernel_args.py", (LEFT,))
 KEYS = In("overlap_train/operators/persistent.py", ("tests/unit/test_operands.py",))
-TILES = In("kernels/tiles.py", ("tests/unit/test_hopper_rows.py",))
+MODEL = "tests/unit/test_hopper_rows.py"
+TILES = In("kernels/tiles.py", (MODEL,))
 WAIT = In("kernels/signal.py", ("tests/unit/test_specialisation.py",))
 AUTO = In("overlap_train/planning/choice.py", ("tests/unit/test_exchange_plan.py",))
 GRID = In("overlap_train/operators/kernel_args.py", ("tests/unit/test_launch_limits.py",))
@@ -40,25 +41,28 @@ FAULTS = [
     ORDER("the own node is multiplied first for others", "rank_at(rank, step // LOCAL + 1,", "rank_at(rank, step // LOCAL,"),
     ORDER("a node's twin is multiplied first", "step % LOCAL + 1, WORLD", "step % LOCAL, WORLD"),
     EARLY("exchanges are enqueued before the kernel of a gather",
-          "        super()._multiply(leaving)\n        for",
-          "        self._crossings.finish()\n        super()._multiply(leaving)\n        for"),
+          "        multiply(replace(operands, leaves=True))\n        for",
+          "        self._crossings.finish()\n        multiply(replace(operands, leaves=True))\n        for"),
     EARLY("exchanges are enqueued before the kernel of an all-to-all",
           "        for chunk in range(chunks):\n", "        self._crossings.finish()\n        for chunk in range(chunks):\n"),
-    LEAVING("a gather's kernel waits for the network", "topology, replace(operands, leaves=True)", "topology, operands"),
-    LEAVING("the kernel of A2A + GEMM waits for the network",
-            "replace(operands, leaves=True), self._call.chunks", "operands, self._call.chunks"),
-    LEAVING("a gather's last launch leaves, too",
-            "len(node))\n            super()._multiply(operands if self._crossings.is_over else leaving)",
-            "len(node))\n            super()._multiply(leaving)"),
-    LEAVING("the last launch of A2A + GEMM leaves, too",
-            "world_size)\n            super()._multiply(operands if self._crossings.is_over else leaving)",
-            "world_size)\n            super()._multiply(leaving)"),
+    LEAVING("a gather's first kernel waits for the network",
+            "multiply(replace(operands, leaves=True))\n        for", "multiply(operands)\n        for"),
+    LEAVING("later kernels wait for the network",
+            "    multiply(replace(operands, leaves=True))\n\n", "    multiply(operands)\n\n"),
+    LEAVING("the last launch leaves, too", "        multiply(operands)\n        return\n",
+            "        multiply(replace(operands, leaves=True))\n        return\n"),
+    LEAVING("nobody counts what has come",
+            '    call.launches.run(("count", plan.kind), (), partial(_count_launch, domain, call, plan.kind))\n', ""),
+    LEAVING("gathers are counted as all-to-alls", "EXCHANGE=kind == A2A_GEMM", "EXCHANGE=True"),
     STREAMS("a gather's launch does not wait for its chunk",
             "            self._call.wait_chunk(node[0], crossing.received.chunk, len(node))\n", ""),
     KERNEL_ARGS("no kernel is told to leave", "leaves=int(operands.leaves)", "leaves=0"),
     KEYS("a launch that leaves is taken for the last one", "operands.sends, operands.leaves)", "operands.sends)"),
-    ARRIVALS("a chunk that is not here counts", "            units += here.to(tl.int32)\n", "            units += 1\n"),
-    ARRIVALS("blocks of one rank are enough", "LOCAL + blocks % FAR", "LOCAL"),
+    ARRIVALS("a chunk that is not here counts", "        units += here.to(tl.int32)\n", "        units += 1\n"),
+    ARRIVALS("blocks of one rank are enough", "LOCAL + blocks % FAR", "LOCAL", MODEL),
+    ARRIVALS("the first chunk of a rank is enough", "source, blocks // FAR, expected", "source, 0, expected", MODEL),
+    ARRIVALS("what was counted is not taken", "tl.maximum(tl.load(here_ptr).to(tl.int32), OWN)", "OWN"),
+    ARRIVALS("all-to-alls count from the beginning of the last chunk", "blocks = chunks * FAR", "blocks = chunks", MODEL),
     ARRIVALS("a tile is claimed twice", "looking = (seen != index) & (seen < bound)", "looking = seen >= bound"),
     TILES("a strip of a chunk that is not here is taken", "units * strips // 2 * tiles_n", "(units * strips + 1) // 2 * tiles_n"),
     TILES("halves of tiles that are here are left", "tl.where(tiles <= halved, tiles, 2 * tiles - halved)", "tiles"),

@@ -58,8 +58,10 @@ FAULTS = [
     ACROSS("plan: all chunks go to one rank before another gets any", "key=lambda leg: leg.chunk", "key=lambda leg: leg.target"),
     ACROSS(
         "plan: far blocks are multiplied rank by rank",
-        "for chunk in range(work.plan.chunks) for source in sources[first : first + local])",
-        "for source in sources[first : first + local] for chunk in range(work.plan.chunks))",
+        "for chunk in range(work.plan.chunks):\n"
+        "            yield tuple((source, chunk) for source in sources[first : first + local])",
+        "for source in sources[first : first + local]:\n"
+        "            yield tuple((source, chunk) for chunk in range(work.plan.chunks))",
     ),
     PROGRAMS("plan: blocks of an all-to-all are multiplied as those of a gather",
              "_chunked_gather(work) if work.topology.nodes == 1 else", "_chunked_gather(work) if True else"),
