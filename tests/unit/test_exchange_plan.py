@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from overlap_train.planning.arguments import all_to_all_linear_error, linear_all
 from overlap_train.planning.choice import Choice, choose, may_choose, untuned
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.plan import EnginePlan, NodeSms, engine_plan, make_plan, sent_again
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
+from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_TO_ALL, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from overlap_train.planning.table import UNTUNED
@@ -63,7 +65,7 @@ def test_whose_kernels_multiply_and_in_which_chunks() -> None:
 
 
 def test_across_nodes_they_overlap() -> None:
-    pass_ = Pass(A2A_GEMM, 8192, 4096, 4096, BF16, 4)
+    pass_ = Pass(A2A_GEMM, 32768, 4096, 4096, BF16, 4)
     short = Pass(A2A_GEMM, 8192 - 4, 4096, 4096, BF16, 4).dgrad
     assert choose("auto", short, GPU, UNTUNED, nodes=2) == Choice(
         "collective", "auto: default, not tuned: blocks of 4 MiB are too short to cross nodes one by one"
@@ -149,6 +151,19 @@ def test_an_exchange_beside_a_product_is_by_copies_in_whole_blocks(method: str, 
         assert (plan.wgrad is None) == (gathered_input == "keep")
         assert plan.request.slot_bytes == (64 * 2 * 96 * 2 if expected == "chunked" else 0)
         assert plan.fprop.sends_ahead == (expected == "chunked")
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize(("kind", "part"), [(GATHER, 0.25), (GEMM_A2A, 1.0), (SCATTER, 0.0), (A2A_GEMM, 0.0)])
+def test_across_nodes_small_products_are_multiplied_by_one_kernel(kind: str, part: float) -> None:
+    """Of one rank's block: 8 tiles of rows, and so many columns of tiles that they are more or less than that part of a wave."""
+    small, large = (max(1, round(part * 132) // 8 + more) for more in (0, 1))
+    for columns, expected in ((small, "fused" if part else "chunked"), (large, "chunked")):
+        n = 256 * columns * (16 if kind == GEMM_A2A else 1)
+        pass_ = Pass(kind, 16 * 1024, n, 65536, BF16, 16)
+        assert untuned(pass_, GPU, 2).method == expected, columns
+        assert untuned(replace(pass_, dtype=torch.float32), GPU, 2).method == "chunked"
+        assert untuned(pass_, torch.device("cpu"), 2).method == "chunked"
 
 
 def test_across_nodes_methods_that_store_at_peers_are_not_chosen() -> None:

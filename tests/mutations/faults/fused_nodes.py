@@ -91,6 +91,8 @@ FAULTS = [
          "self.variant.split_reduction or self.nodes > 1", "self.variant.split_reduction"),
     PLAN("the network brings an all-to-all as the library wants it",
          "crossings=_crossings(kind, topology, chunks, tiled)", "crossings=_crossings(kind, topology, chunks)"),
+    AUTO("small products are multiplied one by one across nodes", "SMALL_PRODUCTS.get(pass_.kind, 0.0)", "0.0"),
+    AUTO("columns of all ranks are taken for one rank's", "pass_.world if pass_.kind == GEMM_A2A else 1", "1"),
     AUTO("methods that store at peers are chosen across nodes", "nodes == 1 or TRAITS[method].crosses", "True"),
     TRAITS("kernels that send cross nodes", '"direct": Traits(kernels=True, multiplies=True)',
            '"direct": Traits(kernels=True, multiplies=True, crosses=True)'),
