@@ -13,7 +13,7 @@ from .choice import Choice, choose
 from .low_latency import LOW_LATENCY, flagged_bytes
 from .passes import SCATTER_AND_WGRAD, Pass
 from .schedule.crossings import Crossing, crossings
-from .schedule.kinds import A2A_GEMM, GEMM_A2A, INBOUND, SCATTER
+from .schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER
 from .schedule.legs import Legs, legs
 from .schedule.order import sources
 from .schedule.topology import Topology
@@ -227,7 +227,10 @@ def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> 
     if choice.variant.chunks:
         return equal_chunks(m_shard, choice.variant.chunks)
     if nodes > 1 and on_gpu and TRAITS[choice.method].pushes:  # one is multiplied while the next is on its way
-        return network_chunk_count(m_shard, pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1), row_bytes)
+        # one launch of the kernel of a gather multiplies a chunk of all ranks of a node
+        at_once = pass_.world // nodes if choice.method == "fused" and pass_.kind == GATHER else 1
+        columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)
+        return network_chunk_count(m_shard, columns, row_bytes, at_once)
     if not TRAITS[choice.method].multiplies or choice.variant.whole:
         return 1
     if choice.method == "direct":

@@ -110,10 +110,11 @@ def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4) -> in
 
 
 @functools.cache
-def network_chunk_count(m_shard: int, n: int, row_bytes: int) -> int:
-    """Into how many chunks blocks are cut on GPUs where the library multiplies chunk by chunk, each a product of n columns. As
-    chunk_count, but at most one for each part of the product whose tiles fill a GPU."""
-    return chunk_count(m_shard, row_bytes, True, max(1, min(4, HOPPER_TILE.count(m_shard, n) // FILLS_A_GPU)))
+def network_chunk_count(m_shard: int, n: int, row_bytes: int, at_once: int = 1) -> int:
+    """Into how many chunks blocks are cut on GPUs where chunks of `at_once` blocks are a product of n columns. As chunk_count,
+    but at most one for each part of that product whose tiles fill a GPU."""
+    most = at_once * HOPPER_TILE.count(m_shard, n) // FILLS_A_GPU
+    return chunk_count(m_shard, row_bytes, True, max(1, min(4, most)))
 
 
 def equal_chunks(m_shard: int, most: int) -> int:

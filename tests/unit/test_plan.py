@@ -94,6 +94,7 @@ def test_chunks_that_cross_the_network_are_products_that_fill_a_gpu() -> None:
     """4096 rows are 32 tiles high: of 1024 columns 128 tiles, of 4096 512, of 8192 1024. Never more than four chunks."""
     assert [network_chunk_count(4096, n, 8192) for n in (1024, 2048, 4096, 8192, 65536)] == [1, 1, 2, 4, 4]
     assert network_chunk_count(4096, 8192, 1024) == 1, "a chunk is too short to be sent"
+    assert [network_chunk_count(4096, 1024, 8192, at_once) for at_once in (1, 2, 4, 8)] == [1, 1, 2, 4]
 
 
 def test_chunks_cost_no_tile_and_are_not_too_short() -> None:
@@ -198,6 +199,14 @@ def test_a_kernel_across_nodes_leaves_an_sm_to_kernels_that_wait(kind: str) -> N
     inside, on_cpu = across_nodes(pass_, "fused", nodes=1), across_nodes(pass_, "fused", device=CPU)
     assert inside.spared_sms == on_cpu.spared_sms == 0
     assert not inside.reduces_later and on_cpu.reduces_later
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_a_launch_of_a_gathers_kernel_has_a_chunk_of_all_ranks_of_a_node() -> None:
+    """So the products of 4 ranks' chunks have to fill a GPU, and not that of one."""
+    narrow = Pass(GATHER, 8 * 4096, 1024, 4096, BF16, 8)
+    assert [across_nodes(narrow, method).chunks for method in ("fused", "chunked")] == [2, 1]
+    assert across_nodes(replace(narrow, kind=SCATTER), "fused").chunks == 1
 
 
 class OnGpu(torch.Tensor):

@@ -85,6 +85,8 @@ FAULTS = [
     SLOT("partial sums leave for a neighbour before their tiles",
          "(self.stored_tiles(leg.block, leg.chunk), tiles) if leg.after_tiles else None", "None"),
     SLOT("counters of two blocks are one", "word = block * MAX_CHUNKS + chunk", "word = chunk"),
+    PLAN("one rank's chunk has to fill a GPU",
+         'pass_.world // nodes if choice.method == "fused" and', '1 if choice.method == "fused" and'),
     PLAN("a kernel that waits leaves no SM to what it waits for",
          'int(nodes > 1 and device.type == "cuda" and TRAITS[method].multiplies)', "0"),
     PLAN("sums that a kernel would add are those of nodes",
