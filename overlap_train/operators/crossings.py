@@ -41,11 +41,6 @@ class Crossings:
         """The exchange that `start` starts next; None after the last one."""
         return self._waiting[0] if self._waiting else None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all exchanges have begun, and arrived."""
-        return not self._waiting and not self._under_way
-
     def start(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
         """Send `source` in the next exchange. make: see NodeStreamEngine.cross."""
         if len(self._under_way) == self._most:

@@ -11,7 +11,6 @@ on the SMs that it leaves (EnginePlan.spared_sms). Nothing that waits for the ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -35,13 +34,13 @@ class FusedNodeStreamGather(FusedGather, NodeStreamGather):
     """AG + GEMM (a Gather): NodeStreamGather's exchanges, FusedGather's kernel, launched again for each chunk of a far node."""
 
     def _multiply(self, operands: GatherOperands) -> None:
-        topology, multiply = self._domain.topology, super()._multiply
-        multiply(replace(operands, leaves=True))
-        for crossing in self._plan.crossings:
+        topology, crossings = self._domain.topology, self._plan.crossings
+        super()._multiply(replace(operands, leaves=True))
+        for crossing in crossings:
             self._crossings.go_on()
             node = topology.ranks_of(crossing.received.source // topology.local)
             self._call.wait_chunk(node[0], crossing.received.chunk, len(node))
-            _go_on(self, operands, multiply)
+            super()._multiply(operands if crossing is crossings[-1] else _counted(self, operands))
 
 
 class FusedNodeStreamAllToAllGemm(FusedAllToAllGemm, NodeStreamAllToAllGemm):
@@ -49,25 +48,19 @@ class FusedNodeStreamAllToAllGemm(FusedAllToAllGemm, NodeStreamAllToAllGemm):
     every tile needs all ranks' blocks."""
 
     def _multiply(self, operands: GatherOperands) -> None:
-        chunks, multiply = self._call.chunks, super()._multiply
+        chunks = self._call.chunks
         for chunk in range(chunks):
             for _ in range(len(self._plan.crossings) // chunks):
                 self._crossings.go_on()
             self._call.wait_chunk(0, chunk, self._domain.world_size)
-            _go_on(self, operands, multiply)
+            super()._multiply(operands if chunk == chunks - 1 else _counted(self, operands))
 
 
-def _go_on(
-    operator: FusedNodeStreamGather | FusedNodeStreamAllToAllGemm, operands: GatherOperands,
-    multiply: Callable[[GatherOperands], None],
-) -> None:  # fmt: skip
-    """Launch the kernel for the chunks that are here; the last time for all."""
-    if operator._crossings.is_over:
-        multiply(operands)
-        return
-    domain, call, plan = operator._domain, operator._call, operator._plan
-    call.launches.run(("count", plan.kind), (), partial(_count_launch, domain, call, plan.kind))
-    multiply(replace(operands, leaves=True))
+def _counted(operator: FusedNodeStreamGather | FusedNodeStreamAllToAllGemm, operands: GatherOperands) -> GatherOperands:
+    """Count what is here; the operands of a launch that takes this and leaves."""
+    domain, call, kind = operator._domain, operator._call, operator._plan.kind
+    call.launches.run(("count", kind), (), partial(_count_launch, domain, call, kind))
+    return replace(operands, leaves=True)
 
 
 def _count_launch(domain: OverlapDomain, call: NodeCall, kind: str) -> Launch:

@@ -23,6 +23,7 @@ from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain
 from tests.protocol.test_interleaving_node_exchanges import exchanged_backward
 from tests.protocol.test_interleaving_nodes import METHODS, PROBLEMS, SIZES, backward, problem, started
+from tests.protocol.test_interleaving_parts import passes
 
 KERNELS = {"gather": "kernels.all_gather_gemm", "to_rows": "kernels.all_to_all_gemm"}
 
@@ -68,6 +69,14 @@ def test_backward_passes(method: str, one_queue: bool) -> None:
         assert_passes(without_room(build), range(2))
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_parts_of_a_long_sequence_pass(backward: bool) -> None:
+    """Of each part all exchanges are enqueued before the part before it is multiplied."""
+    for world, node_ranks in ((2, 1), (4, 2)):
+        machine = NodeSimulation(world, node_ranks=node_ranks, chunks=4)
+        assert_passes(without_room(passes("fused", machine, backward)), range(3))
+
+
 def in_four_chunks(operator: str) -> Build:
     """So that an exchange begins beside each launch but the last: at most two are under way."""
     return without_room(PROBLEMS[operator]("fused", NodeSimulation(2, chunks=4), 2))
@@ -82,8 +91,8 @@ def in_kernel(operator: str, old: str, new: str) -> Fault:
 
 
 WAITS = {
-    "first": in_operators("multiply(replace(operands, leaves=True))\n        for", "multiply(operands)\n        for"),
-    "again": in_operators("    multiply(replace(operands, leaves=True))\n\n", "    multiply(operands)\n\n"),
+    "first": in_operators("super()._multiply(replace(operands, leaves=True))", "super()._multiply(operands)"),
+    "again": in_operators("    return replace(operands, leaves=True)\n", "    return operands\n"),
 }
 WORD = "signals_ptr + signal_word(source, chunk)"
 IS_HERE = f'has_arrived(tl.atomic_add({WORD}, 0, sem="acquire", scope="sys"), expected)'
