@@ -1,13 +1,13 @@
 """What a kernel across nodes may claim: tiles whose chunks the network has brought.
 
-A kernel that waited for the network would hold its SMs meanwhile. NCCL's kernels need SMs, too. Where others have taken those
-that are left to them (gradients that are reduced at the same time), ranks would wait for each other in a circle. So the stream
-waits, then count_arrivals_kernel counts the chunks that are here, in their order (order.py), and the product's kernel takes the
-tiles of these and ends. The next launch goes on behind the next wait, because tiles are claimed from the same counter
-(operators/fused_node_streams.py). Chunks of its own node it waits for: they come by copies, which need no SM.
+A kernel that waited for the network would hold its SMs meanwhile. NCCL's kernels need SMs, too. Other communicators, which reduce
+gradients at the same time, may have taken the SMs that products spare for the network: then ranks would wait for each other in a
+circle. So the stream waits, then count_arrivals_kernel counts the chunks that are here, in their order (order.py), and the
+product's kernel takes the tiles of these and ends. The next launch goes on behind the next wait, because tiles are claimed from
+the same counter (operators/fused_node_streams.py). For chunks of its own node a kernel waits: copies bring them, without SMs.
 
-All CTAs of a launch take what was counted before it. If each took what had come by its own start, one that started late might be
-alone with most of the product. The last launch takes all: if a wait has given up, its own waits write NaN.
+All CTAs of a launch take what was counted before it. If each looked for itself, a CTA that started late would see more chunks,
+and multiply them alone while the others have left. The last launch takes all: if a wait has given up, its own waits write NaN.
 """
 
 import triton
@@ -19,7 +19,7 @@ from .signal import claim, has_arrived, signal_word
 
 @triton.jit
 def units_to_take(leaves, here_ptr, OWN: tl.constexpr, ALL: tl.constexpr, LEAVES: tl.constexpr):
-    """How many chunks, in their order, a launch takes tiles of: OWN, for which no kernel leaves, or as many as are counted.
+    """How many chunks, in their order, a launch takes tiles of: OWN, which every launch may take, or as many as are counted.
 
     LEAVES: whether kernels of this group leave at all; inside one node none does.
     """

@@ -184,7 +184,7 @@ def wait_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, firs
     Library GEMMs wait by it; it is bounded and replays in a graph. If this wait, or an earlier one of the rank, has failed, it
     writes NaN over the row at `row_ptr` (`row_size` elements): the loss shows it even before the host raises.
 
-    One binary for all rows of a dtype.
+    One binary for all rows of a dtype, so that no later one is loaded beside a running kernel.
     """
     hold(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, first_chunk, row_ptr, row_size,
          CHUNKS, TIMED, BLOCK)  # fmt: skip

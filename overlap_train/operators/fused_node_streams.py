@@ -1,12 +1,15 @@
 """`fused` across nodes on GPUs: one persistent kernel multiplies, while exchanges cross the network (protocol/node_streams.py).
 
-    AG + GEMM, A2A + GEMM    exchange 1; the kernel for what the own node has; then for each chunk of other nodes: start the next
-                             exchange, let this one arrive, count what is here; the kernel again, which goes on that far
-    GEMM + RS, GEMM + A2A    the kernel; then, in the order of its tiles, what leaves: each chunk after its tiles are counted. A
-                             chunk for a far node is added up first (GEMM + RS)
+    AG + GEMM     exchange 1; the kernel, for the own node's rows; then for each chunk of a far node: start the next exchange, let
+                  this one arrive, count what is here; the kernel again, which goes on that far
+    A2A + GEMM    exchange 1; then for each chunk: start and let arrive its exchanges, count what is here; the kernel, which goes
+                  on that far
+    GEMM + RS, GEMM + A2A
+                  the kernel; then, in the order of its tiles, what leaves: each chunk after its tiles are counted. A chunk for a
+                  far node is added up first (GEMM + RS)
 
-No kernel waits for the network while it holds SMs (kernels/arrivals.py): the stream does. What runs beside the kernel finds room
-on the SMs that it leaves (EnginePlan.spared_sms). Nothing that waits for the kernel's tiles stands before it in a hardware queue.
+No product's kernel waits for the network (kernels/arrivals.py): waits of one warp do. What runs beside the kernel finds room on
+the SMs that it leaves (EnginePlan.spared_sms). Nothing that waits for the kernel's tiles stands before it in a hardware queue.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class FusedNodeStreamGather(FusedGather, NodeStreamGather):
     """AG + GEMM (a Gather): NodeStreamGather's exchanges, FusedGather's kernel, launched again for each chunk of a far node."""
 
     def _multiply(self, operands: GatherOperands) -> None:
+        operands = persistent.readable(self._plan, operands)  # once for all launches
         topology, crossings = self._domain.topology, self._plan.crossings
         super()._multiply(replace(operands, leaves=True))
         for crossing in crossings:
@@ -48,7 +52,7 @@ class FusedNodeStreamAllToAllGemm(FusedAllToAllGemm, NodeStreamAllToAllGemm):
     every tile needs all ranks' blocks."""
 
     def _multiply(self, operands: GatherOperands) -> None:
-        chunks = self._call.chunks
+        operands, chunks = persistent.readable(self._plan, operands), self._call.chunks
         for chunk in range(chunks):
             for _ in range(len(self._plan.crossings) // chunks):
                 self._crossings.go_on()

@@ -20,12 +20,9 @@ _SHORTEST_ASYNC = 8 << 20
 
 def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> None:
     """Launch the kernel of AG + GEMM or A2A + GEMM that fills `operands.y`."""
+    operands = readable(plan, operands)
     own, b_kn, y = operands.own, operands.b_kn, operands.y
     own_at = own.data_ptr()
-    if plan.kernels == HOPPER and own_at % 16:  # TMA wants its start aligned
-        aligned_own = own.clone(memory_format=torch.contiguous_format)
-        receive_and_multiply(domain, call, plan, replace(operands, own=aligned_own))
-        return
     block = own[domain.rank] if plan.kind == A2A_GEMM else own
     addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr())
     # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
@@ -36,6 +33,13 @@ def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, op
         (*addresses, call.tag.word),
         lambda: _family(plan).gather_launch(domain, call, plan, operands, block),
     )
+
+
+def readable(plan: EnginePlan, operands: GatherOperands) -> GatherOperands:
+    """`operands`, with a copy of own where TMA could not read it: it wants its start aligned."""
+    if plan.kernels != HOPPER or operands.own.data_ptr() % 16 == 0:
+        return operands
+    return replace(operands, own=operands.own.clone(memory_format=torch.contiguous_format))
 
 
 def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:

@@ -64,9 +64,9 @@ LONG_COPY_US = 150.0
 # NCCL + cuBLAS, with 2 MiB 0.6 to 1.5 times, with less than 1 MiB mostly slower. Not measured.
 LEAST_BLOCK = 4 << 20
 # Between nodes of GPUs `chunked` has a product for each rank, which may have fewer tiles than there are SMs; `fused` has one
-# kernel for all. Below these parts of a wave it is faster by the planner, of Llama-3 8B to 405B on 2 and 4 nodes of 4 and 8
-# H200, H800 and H20: AG + GEMM 1.2 to 2.1 times in the mean (above: 0.94 to 1.08), GEMM + A2A 1.2 to 2.9 times (above: 1.0 to
-# 1.1). For GEMM + RS both are equal, for A2A + GEMM it is slower. Not measured.
+# kernel for all, and fewer launches. Below these parts of a wave it is faster by the planner, of Llama-3 8B to 405B on 2 and 4
+# nodes of 4 and 8 H200, H800 and H20: AG + GEMM 1.2 to 2.1 times in the mean (above: 0.94 to 1.09), GEMM + A2A 1.2 to 2.9 times
+# (above: 1.0 to 1.1). For GEMM + RS both are equal, for A2A + GEMM it is slower. Not measured.
 SMALL_PRODUCTS = {GATHER: 0.25, GEMM_A2A: 1.0}
 
 
@@ -169,7 +169,7 @@ def _across_nodes(pass_: Pass, device: torch.device) -> Choice:
             "collective", f"{default} blocks of {block / 2**20:.2g} MiB are too short to cross nodes one by one"
         )
     if device.type == "cuda" and _has_small_products(pass_, device):
-        return Choice("fused", f"{default} the product of one rank's block leaves most SMs idle")
+        return Choice("fused", f"{default} the product of one rank's block is too small for all SMs")
     return Choice("chunked", f"{default} {'CPU tensors' if device.type == 'cpu' else 'GPUs'} on several nodes")
 
 

@@ -227,7 +227,7 @@ def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> 
     if choice.variant.chunks:
         return equal_chunks(m_shard, choice.variant.chunks)
     if nodes > 1 and on_gpu and TRAITS[choice.method].pushes:  # one is multiplied while the next is on its way
-        # one launch of the kernel of a gather multiplies a chunk of all ranks of a node
+        # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
         at_once = pass_.world // nodes if choice.method == "fused" and pass_.kind == GATHER else 1
         columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)
         return network_chunk_count(m_shard, columns, row_bytes, at_once)

@@ -244,10 +244,12 @@ def _launches(work: Work, kernel: Kernel) -> list[Kernel]:
     if work.topology.nodes == 1:
         return [kernel]
     leaving = replace(kernel, leaves=True)
+    counts = Kernel("count_arrivals_kernel", COMPUTE, work.system.wait_us, work.system.gap_us)
     kernels = [leaving] if work.plan.kind == GATHER else []
-    for arrivals in far_arrivals(work):
-        kernels += [wait(work, arrivals), leaving]
-    return [*kernels[:-1], kernel]
+    *turns, last = far_arrivals(work)
+    for arrivals in turns:
+        kernels += [wait(work, arrivals), counts, leaving]
+    return [*kernels, wait(work, last), kernel]
 
 
 def _persistent(work: Work, name: str, tiles: tuple[Tile, ...]) -> Kernel:

@@ -66,6 +66,10 @@ class SimulatedRank:
         if self._left:
             tokens = ", ".join(" ".join(map(str, token)) for token in list(self._waiting)[:3])
             raise ValueError(f"rank {self.program.rank} waits for what never comes: {tokens}; the schedule is wrong")
+        if left := sum(map(len, self._tiles.values())):
+            raise ValueError(
+                f"rank {self.program.rank} has {left} tiles that no launch has taken; the program is wrong"
+            )
 
     def reach(self, token: Token | None) -> None:
         """Something has happened; what waited for it goes on."""

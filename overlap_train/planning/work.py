@@ -45,7 +45,7 @@ class Work:
 
     @property
     def started(self) -> Token:
-        """The start of its kernel, where that stores at peers."""
+        """The start of its kernel, where that stores at peers. Its launches, if there are several, have it in common."""
         return (STARTED, self.operator)
 
     @property

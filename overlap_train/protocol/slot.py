@@ -32,7 +32,7 @@ def _addresses(tensors: list[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 class Counters:
-    """What the CTAs of one kernel count together, int64 words on the device, in the order of kernels/signal_words.py."""
+    """What the kernels of one product count, int64 words on the device, in the order of kernels/signal_words.py."""
 
     def __init__(self, words: torch.Tensor) -> None:
         self.left = words[:1]  # CTAs that have exited

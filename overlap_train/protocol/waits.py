@@ -138,5 +138,7 @@ def _next_epoch_launch(call: Call) -> Launch:
     from ..kernels.signal import next_epoch_kernel
 
     control: torch.Tensor = call.slot.control
-    arguments = dict(epoch_ptr=control, tag=call.tag.word, count=len(control) - 1)
-    return Launch(next_epoch_kernel, (1,), arguments, dict(BLOCK=1024, num_warps=1), (("tag",),))
+    counters = len(control) - 1
+    block = max(1024, 1 << (counters - 1).bit_length())  # 1024 serve 127 ranks
+    arguments = dict(epoch_ptr=control, tag=call.tag.word, count=counters)
+    return Launch(next_epoch_kernel, (1,), arguments, dict(BLOCK=block, num_warps=1), (("tag",),))

@@ -123,7 +123,7 @@ def test_fault_is_caught(name: str) -> None:
 
 @pytest.mark.parametrize("operator", KERNELS)
 def test_each_launch_takes_what_has_come(operator: str) -> None:
-    """Of four chunks each; the first of a gather has the own node's."""
+    """Of four chunks each; the first of a gather has the own node's. That none takes more than has come, `without_room` shows."""
     machine, claimed = NodeSimulation(2, chunks=4), defaultdict[int, list[int]](list)
 
     def build(scheduler: Scheduler) -> Any:

@@ -146,6 +146,9 @@ class Stored:
         self.cols[box] = tile.b_col + half * HALF_N + torch.arange(cols)
 
 
+_RING = SimpleNamespace(where=LANGUAGE.where, full=Nothing(), BlockedLayout=Nothing(), int32=None)
+
+
 class Loads:
     """The loading warp's tiles in order. programs: in the launch. here: (source, chunk) of other nodes that have come; None: all.
     ends: how many tiles there were when each launch ended."""
@@ -155,7 +158,8 @@ class Loads:
         self.tiles: list[Tile] = []
         self.here: set[tuple[int, int]] | None = None
         self.ends: list[int] = []
-        self._claimed = 0
+        self.claimed = 0
+        self._claim_tile = python_of(hopper_tiles.claim_tile, gl=_RING, QUEUE_DEPTH=2, claim_below=self._claim_below())
         self._waits: set[int] = set()
         self._wait_both = python_of(signal.wait_both, wait_signal=self._wait)
 
@@ -179,14 +183,26 @@ class Loads:
     def _is_here(self, signals: object, source: int, chunk: int, expected: object) -> Word:
         return Word(self.here is None or (source, chunk) in self.here)
 
-    def claim_tile(
-        self, rings: object, turn: int, counter: object, bound: int, before: int = -1, leaves: bool = False
-    ) -> int:
-        if self._claimed >= bound:
+    def _claim_below(self) -> Any:
+        """The function itself, on one counter for all launches."""
+
+        def exchange(counter: object, expected: int, value: int, **how: str) -> int:
+            seen = self.claimed
+            self.claimed = value if seen == expected else seen
+            return Word(seen)
+
+        def claim(counter: object) -> Word:
+            self.claimed += 1
+            return Word(self.claimed - 1)
+
+        language = SimpleNamespace(cast=lambda value, dtype: Word(value), int32=None, int64=None, atomic_cas=exchange)
+        return python_of(arrivals.claim_below, tl=language, claim=claim)
+
+    def claim_tile(self, rings: object, *claimed: Any) -> int:
+        index = self._claim_tile([Nothing()] * 3, *claimed)
+        if index == -1:
             self.ends.append(len(self.tiles))
-            return -1
-        self._claimed += 1
-        return self._claimed - 1
+        return index
 
     def next_tile(self, rings: object, turn: int, warps: int) -> int:
         return turn if turn < len(self.tiles) else -1
@@ -385,7 +401,7 @@ def run_gather(p: Product, exchange: bool, arrivals: Iterable[set[tuple[int, int
     switches = (p.world, p.topology.local, p.chunks, False, *_BLOCKS, 4, True)
     for loads.here in (*arrivals, None):
         leaves = loads.here is not None
-        words = (p.rank, *[0] * 7, int(leaves), [loads.count(p, exchange)])
+        words = (p.rank, *[0] * 7, int(leaves), [loads.count(p, exchange) if leaves else 0])
         load(None, None, "own", "arrived", "b", "half of b", words, p.sizes, *switches)
     _store_products(loads, y, p, exchange)
     return loads, y

@@ -240,8 +240,9 @@ def test_a_kernel_that_leaves_takes_what_is_here_and_the_next_one_goes_on(
     if not exchange:
         turns.sort(key=lambda unit: far.index(unit[0]) // p.topology.local)
     loads, y = run_gather(p, exchange, [set(turns[:count]) for count in range(len(turns))])
-    order = list(dict.fromkeys((t.a_rows, t.b_col // 256) for t in run_gather(p, exchange)[0].tiles))
-    assert list(dict.fromkeys((t.a_rows, t.b_col // 256) for t in loads.tiles)) == order, "no tile is left out"
+    at_once = run_gather(p, exchange)[0].tiles
+    order, expected = ([(t.a_rows, t.b_col, t.halves) for t in tiles] for tiles in (loads.tiles, at_once))
+    assert order == expected, "no tile is left out, or multiplied twice"
     words = [source * 8 + chunk for source, chunk in turns]
     for count, (first, end) in enumerate(pairwise([0, *loads.ends])):
         absent = set(words[count:])

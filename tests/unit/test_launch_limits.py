@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_train.kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
 from overlap_train.operators.kernel_args import GatherOperands, grid_size, protocol_arguments, receiving_arguments
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.protocol.tags import Tag
-from overlap_train.protocol.waits import BoundedWaits
+from overlap_train.protocol.waits import BoundedWaits, _next_epoch_launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 WORLD, RANK, LIMIT_S = 3, 1, 2.5
@@ -88,6 +89,16 @@ def test_kernels_that_send_themselves_have_counters_of_their_own() -> None:
 def test_a_kernel_is_told_whether_it_leaves(leaves: bool) -> None:
     assert receiving_arguments(domain_on(GPU), call_of(), operands(False, leaves)).arguments["leaves"] == leaves
     assert receiving_arguments(domain_on(GPU), call_of(), operands(False, leaves)).arguments["here_ptr"] == "here"
+
+
+@pytest.mark.parametrize("world", [2, 127, 128, 1024])
+def test_every_counter_of_a_slot_is_reset(world: int) -> None:
+    """By one CTA, with one binary for groups of up to 127 ranks."""
+    control, tag = torch.zeros(1 + FIRST_COUNTERS + world * MAX_CHUNKS), SimpleNamespace(word=1)
+    launch = _next_epoch_launch(SimpleNamespace(slot=SimpleNamespace(control=control), tag=tag))  # type: ignore[arg-type]
+    block = launch.constants["BLOCK"]
+    assert block >= launch.arguments["count"] == len(control) - 1
+    assert (block == 1024) == (world < 128) and block.bit_count() == 1
 
 
 def test_a_grid_has_a_cta_per_sm_or_per_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,16 @@ def test_threads_of_a_kernel_that_leaves_share_what_they_decide_by(compiling: Pr
     assert exchanges[2] == exchanges[4] + 2, "a claim before the loop, and one in it"
 
 
+@pytest.mark.parametrize("kernel", ["hopper_all_gather_gemm", "hopper_all_to_all_gemm"])
+def test_hopper_kernels_that_leave_claim_by_exchanges_and_spill_nothing(
+    compiling: ProcessPoolExecutor, kernel: str
+) -> None:
+    ptx = {n: compiling.submit(hopper_ptx.compiled, kernel, True, LOCAL=n).result(120)[0] for n in (4, 2)}
+    loads, exchanges = ({n: len(re.findall(what, ptx[n])) for n in ptx} for what in (r"ld\.volatile", r"atom\S*\.cas"))
+    assert loads[2] == loads[4] and exchanges[2] == exchanges[4] + 2
+    assert "0 bytes spill stores, 0 bytes spill loads" in hopper_ptx.resources(ptx[2])
+
+
 def test_a_wait_compiles_without_spills(compiling: ProcessPoolExecutor) -> None:
     constants = dict(CHUNKS=1, TIMED=True, BLOCK=1024)
     waits = compiling.submit(hopper_ptx.compiled_portable, "signal", "wait_kernel", **constants).result(120)

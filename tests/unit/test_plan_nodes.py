@@ -427,6 +427,12 @@ def test_a_kernel_runs_on_the_sms_that_it_does_not_leave(kind: str) -> None:
     )
 
 
+def test_tiles_that_no_launch_takes_are_an_error() -> None:
+    whole = program(work(GATHER, 2, 1, method="fused"))
+    with pytest.raises(ValueError, match="rank 0 has 8 tiles that no launch has taken; the program is wrong"):
+        simulate([replace(whole, kernels=whole.kernels[:-1])], H200.copy_gbs, H200.nic_gbs)
+
+
 def test_the_last_wave_of_a_kernel_is_that_of_its_own_sms() -> None:
     """120 tiles are a wave of 132 SMs, and of 119 a wave and half of one, as only one tile is left."""
     wide = replace(work(GATHER, 2, 1, method="fused"), pass_=Pass(GATHER, 2 * 1920, 1024, 1000, torch.bfloat16, 2))

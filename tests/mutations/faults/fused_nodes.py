@@ -22,8 +22,12 @@ LEAVING = In("overlap_train/operators/fused_node_streams.py", (LEFT,))
 ARRIVALS = In("kernels/arrivals.py", (LEFT,))
 KERNEL_ARGS = In("overlap_train/operators/kernel_args.py", (LEFT,))
 KEYS = In("overlap_train/operators/persistent.py", ("tests/unit/test_operands.py",))
+WAITS = In("overlap_train/protocol/waits.py", ("tests/unit/test_launch_limits.py",))
+RANK = In("overlap_train/planning/simulated_rank.py", ("tests/unit/test_plan_nodes.py",))
 MODEL = "tests/unit/test_hopper_rows.py"
 TILES = In("kernels/tiles.py", (MODEL,))
+IN_HOPPER = In("kernels/hopper_all_gather_gemm.py", (MODEL,))
+RING = In("kernels/hopper_tiles.py", (MODEL,))
 WAIT = In("kernels/signal.py", ("tests/unit/test_specialisation.py",))
 AUTO = In("overlap_train/planning/choice.py", ("tests/unit/test_exchange_plan.py",))
 GRID = In("overlap_train/operators/kernel_args.py", ("tests/unit/test_launch_limits.py",))
@@ -65,6 +69,9 @@ FAULTS = [
     ARRIVALS("what was counted is not taken", "tl.maximum(tl.load(here_ptr).to(tl.int32), OWN)", "OWN"),
     ARRIVALS("all-to-alls count from the beginning of the last chunk", "blocks = chunks * FAR", "blocks = chunks", MODEL),
     ARRIVALS("a tile is claimed twice", "looking = (seen != index) & (seen < bound)", "looking = seen >= bound"),
+    IN_HOPPER("a kernel of a gather that leaves claims a tile more", "turn, counter_ptr, bound, index, LOCAL < WORLD",
+              "turn, counter_ptr, bound, index"),
+    RING("a tile is passed over", "claim_below(counter_ptr, before + 1, bound", "claim_below(counter_ptr, before + 2, bound"),
     TILES("a strip of a chunk that is not here is taken", "units * strips // 2 * tiles_n", "(units * strips + 1) // 2 * tiles_n"),
     TILES("halves of tiles that are here are left", "tl.where(tiles <= halved, tiles, 2 * tiles - halved)", "tiles"),
     WAIT("a wait is compiled for each alignment of its row", 'do_not_specialize_on_alignment=["row_ptr"]', "version=None"),
@@ -86,6 +93,10 @@ FAULTS = [
     SLOT("partial sums leave for a neighbour before their tiles",
          "(self.stored_tiles(leg.block, leg.chunk), tiles) if leg.after_tiles else None", "None"),
     SLOT("counters of two blocks are one", "word = block * MAX_CHUNKS + chunk", "word = chunk"),
+    WAITS("counters of the last ranks are not reset", "max(1024, 1 << (counters - 1).bit_length())", "1024"),
+    RANK("tiles that no launch takes are forgotten", "if left := sum(map(len, self._tiles.values())):", "if left := 0:"),
+    RANK("a launch that leaves takes what has not come", "        if not kernel.leaves:\n            return left\n",
+         "        if True:\n            return left\n"),
     PLAN("one rank's chunk has to fill a GPU",
          'pass_.world // nodes if choice.method == "fused" and', '1 if choice.method == "fused" and'),
     PLAN("a kernel that waits leaves no SM to what it waits for",
