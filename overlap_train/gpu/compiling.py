@@ -2,8 +2,8 @@
 
 Triton finds a compiled kernel by a key of its text, that of the functions it calls, and the constants of these. It notes the
 constants of a called function only if that function's own key is known by then (Triton 3.6). So the key would depend on which
-kernels a process has compiled before: ranks, later runs, and what was compiled ahead (benchmarks/probes/) would miss each other in
-the cache, at 3 s a kernel. We ask for the keys of the called functions first.
+kernels a process has compiled before. Later runs would not find in the cache what is there, nor what was compiled ahead
+(benchmarks/probes/), and compile it again in 3 s a kernel. We ask for the keys of the called functions first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def settle_key(function: Any) -> None:
     if _has_key(function):
         for called in _called(function):
             settle_key(called)
-        function.cache_key  # noqa: B018: a property, which remembers
+        _ = function.cache_key  # a property, which remembers
 
 
 def _called(function: Any) -> Iterator[Any]:

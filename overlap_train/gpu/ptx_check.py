@@ -105,7 +105,8 @@ class Verifier:
         Raises:
             RuntimeError: one is not there, or not in its place.
         """
-        key = id(kernel), kinds(arguments, constants)  # its own hash is Triton's key, and not settled yet (compiling.py)
+        # By its id: the hash of a kernel is Triton's key, which would be worked out too early (compiling.py).
+        key = id(kernel), kinds(arguments, constants)
         if key not in self._known:
             binary = compiled(kernel, grid, arguments, constants)
             self._check(binary, constants)

@@ -301,7 +301,9 @@ FAULTS = [
         f"{UNIT}/test_ptx_check.py::test_a_kernel_is_checked_once",
     ),
     PTX("a kernel is hashed before the functions it calls", "id(kernel), kinds", "kernel, kinds", KEYS),
-    COMPILING("keys of called functions come as they may", "            settle_key(called)\n", "            pass\n", KEYS),
+    COMPILING(
+        "keys of called functions come as they may", "            settle_key(called)\n", "            pass\n", KEYS
+    ),
     PTX("Triton is asked at each launch", "if key not in self._known:", "if True:", ASKED),
     KINDS("an address on 4 bytes counts as one on 16", "value.data_ptr() % _ALIGNMENT == 0", "True"),
     KINDS("1 counts as any number", "value == 1, ", ""),
