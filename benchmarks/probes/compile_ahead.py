@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from overlap_train.gpu.compiling import compiled
 from overlap_train.gpu.launch import Launcher
 from overlap_train.tools.bench.shapes import weight_of
 
@@ -61,7 +62,7 @@ class Compiling(stand_in_gpu.Unchecked):
 
     def _compile(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
         begin = time.perf_counter()
-        binary = kernel.warmup(grid=grid, **arguments, **constants).hash
+        binary = compiled(kernel, grid, arguments, constants).hash
         if binary not in self._compiled:
             self._compiled.add(binary)
             shown = {name: value for name, value in constants.items() if name in _SHOWN}

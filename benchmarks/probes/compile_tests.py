@@ -5,6 +5,10 @@
 
 Into Triton's cache, or into TRITON_CACHE_DIR. Needs no GPU: see compile_ahead.py. Each kernel is compiled once, by the process
 that comes to it first. How many SMs a test leaves to others does not count: grids are no part of what is compiled.
+
+With NVSHMEM test_nodes.py asks on 2 ranks for one kernel that no task here has: wait_and_keep_kernel of bf16 blocks on 16 bytes,
+whose size 16 divides, but not that of a row. Which test asks is not known. Of what a GPU still compiles, record next time the
+key, the signature and the constants (triton.knobs.compilation.listener), PYTEST_CURRENT_TEST and the rank.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import re
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+from .compiling import compiled
 from .specialisation import kinds
 
 # Modifiers come in another order in other versions of Triton, so each is looked for by itself.
@@ -95,7 +96,8 @@ class Verifier:
 
     def __init__(self) -> None:
         self._verified: set[str] = set()  # by Triton's hash of source, constants and target
-        self._known: dict[Hashable, Any] = {}  # binaries, by kernel and kinds of arguments
+        # Kernels, which so keep their ids, and binaries, by a kernel's id and the kinds of arguments.
+        self._known: dict[Hashable, tuple[Any, Any]] = {}
 
     def verify(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> Any:
         """Compile `kernel` for these arguments, without launching it, and look for its waits and signals. Returns the binary.
@@ -103,19 +105,19 @@ class Verifier:
         Raises:
             RuntimeError: one is not there, or not in its place.
         """
-        key = kernel, kinds(arguments, constants)
-        compiled = self._known.get(key)
-        if compiled is None:
-            compiled = kernel.warmup(grid=grid, **arguments, **constants)
-            self._check(compiled, constants)
-            self._known[key] = compiled
-        return compiled
+        # By its id: the hash of a kernel is Triton's key, which would be worked out too early (compiling.py).
+        key = id(kernel), kinds(arguments, constants)
+        if key not in self._known:
+            binary = compiled(kernel, grid, arguments, constants)
+            self._check(binary, constants)
+            self._known[key] = kernel, binary
+        return self._known[key][1]
 
-    def _check(self, compiled: Any, constants: Mapping[str, Any]) -> None:
-        if compiled.hash in self._verified:
+    def _check(self, binary: Any, constants: Mapping[str, Any]) -> None:
+        if binary.hash in self._verified:
             return
-        name = compiled.metadata.name
-        lacking = missing(compiled.asm["ptx"], name, constants)
+        name = binary.metadata.name
+        lacking = missing(binary.asm["ptx"], name, constants)
         if lacking is not None:
             import triton
 
@@ -123,4 +125,4 @@ class Verifier:
                 f"{name}: as Triton {triton.__version__} has compiled it, its PTX lacks, in this order: {'; '.join(lacking)}. "
                 f"It would not wait or signal as it must. Use Triton 3.6, which was tested, or leave --overlap-train out"
             )
-        self._verified.add(compiled.hash)
+        self._verified.add(binary.hash)

@@ -37,6 +37,8 @@ PARAMETERS = In("overlap_train/gpu/parameters.py", LAUNCH.tests)
 PTX = In(
     "overlap_train/gpu/ptx_check.py", (f"{UNIT}/test_ptx_check.py::test_a_kernel_that_lacks_its_wait_is_not_launched",)
 )
+KEYS = f"{UNIT}/test_compile_probe.py::test_a_kernel_has_one_key_whatever_was_compiled_before_it"
+COMPILING = In("overlap_train/gpu/compiling.py", (KEYS,))
 ASKED = f"{UNIT}/test_specialisation.py::test_triton_is_asked_once_for_launches_of_a_kind"
 KINDS = In(
     "overlap_train/gpu/specialisation.py", (f"{UNIT}/test_specialisation.py::test_equal_kinds_are_equal_binaries",)
@@ -294,11 +296,15 @@ FAULTS = [
     ),
     PTX(
         "a kernel is checked at each first launch",
-        "        if compiled.hash in self._verified:\n            return\n",
+        "        if binary.hash in self._verified:\n            return\n",
         "",
         f"{UNIT}/test_ptx_check.py::test_a_kernel_is_checked_once",
     ),
-    PTX("Triton is asked at each launch", "self._known[key] = compiled", "pass", ASKED),
+    PTX("a kernel is hashed before the functions it calls", "id(kernel), kinds", "kernel, kinds", KEYS),
+    COMPILING(
+        "keys of called functions come as they may", "            settle_key(called)\n", "            pass\n", KEYS
+    ),
+    PTX("Triton is asked at each launch", "if key not in self._known:", "if True:", ASKED),
     KINDS("an address on 4 bytes counts as one on 16", "value.data_ptr() % _ALIGNMENT == 0", "True"),
     KINDS("1 counts as any number", "value == 1, ", ""),
     KINDS("17 counts as 16", "value % _ALIGNMENT == 0, bits", "bits"),
