@@ -115,7 +115,7 @@ def fused_faults(kernel: str) -> dict[str, Fault]:
     """Faults of the host and device code that persistent kernels use; `kernel` is the kernel's module."""
 
     def in_signal(old: str, right: str, wrong: str, report: str) -> Fault:
-        return Fault("kernels.signal", old, old.replace(right, wrong), report, (kernel,))
+        return Fault("kernels.signal", old, old.replace(right, wrong), report, ("kernels.arrivals", kernel))
 
     order = "a wait acquires at system scope"
     return {

@@ -59,7 +59,7 @@ FAULTS = [
     LEAVING("nobody counts what has come",
             '    call.launches.run(("count", kind), (), partial(_count_launch, domain, call, kind))\n', ""),
     LEAVING("gathers are counted as all-to-alls", "EXCHANGE=kind == A2A_GEMM", "EXCHANGE=True"),
-    STREAMS("a gather's launch does not wait for its chunk",
+    LEAVING("a gather's launch does not wait for its chunk",
             "            self._call.wait_chunk(node[0], crossing.received.chunk, len(node))\n", ""),
     KERNEL_ARGS("no kernel is told to leave", "leaves=int(operands.leaves)", "leaves=0"),
     KEYS("a launch that leaves is taken for the last one", "operands.sends, operands.leaves)", "operands.sends)"),
