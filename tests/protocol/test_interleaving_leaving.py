@@ -1,4 +1,4 @@
-"""No kernel holds SMs until the network has brought something: NCCL's kernels may need those SMs to bring it.
+"""No product's kernel holds SMs until the network has brought something: NCCL's kernels may need those SMs to bring it.
 
 A persistent kernel takes the tiles whose chunks are here, leaves, and goes on in its next launch (kernels/arrivals.py).
 """
@@ -152,9 +152,6 @@ def test_each_launch_takes_what_has_come(operator: str) -> None:
             assert all(taken >= expected for taken, expected in zip(tiles, least, strict=True)), tiles
 
 
-LAUNCHES = {"gather": 1 + 2, "to_rows": 2}  # of the own node's rows, and of each of two chunks
-
-
 @pytest.mark.parametrize("operator", KERNELS)
 def test_threads_that_see_different_words_are_found(operator: str) -> None:
     """On GPUs a kernel of several warps stood still: some took a tile, and others left."""
@@ -164,6 +161,9 @@ def test_threads_that_see_different_words_are_found(operator: str) -> None:
         with fault.planted():
             error = assert_caught(problem(operator, 2, 1, method="fused"), range(2))
         assert "of which threads may see different words" in str(error)
+
+
+LAUNCHES = {"gather": 1 + 2, "to_rows": 2}  # of the own node's rows, and of each of two chunks
 
 
 def with_a_late_exchange(machine: NodeSimulation, operator: str) -> tuple[Build, torch.Tensor]:

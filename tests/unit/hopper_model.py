@@ -173,10 +173,10 @@ class Loads:
 
     def count(self, p: Product, exchange: bool) -> int:
         """What the kernel before a launch counts."""
-        kernel, stored = python_of(
-            arrivals.count_arrivals_kernel, tl=SimpleNamespace(**vars(_COUNTING) | {"store": lambda at, n: at.append(n)}),
-            **{name: python_of(getattr(arrivals, name), is_here=self._is_here, **ORDER) for name in _COUNTS},
-        ), [0]  # fmt: skip
+        stored = [0]
+        language = SimpleNamespace(**vars(_COUNTING) | {"store": lambda words, count: words.append(count)})
+        counts = {name: python_of(getattr(arrivals, name), is_here=self._is_here, **ORDER) for name in _COUNTS}
+        kernel = python_of(arrivals.count_arrivals_kernel, tl=language, **counts)
         kernel(stored, None, [0], p.rank, p.world, p.topology.local, p.chunks, exchange)
         return stored[-1]
 
