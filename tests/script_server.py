@@ -3,7 +3,7 @@
 Importing torch, its compiler and sympy takes a process longer than all that a small program does, and torchrun's agent imports
 them, too. Neither Megatron nor overlap_train is imported before the program does it.
 
-Run as a script it is the server: it reads a line of JSON for each program, and answers with a line when all its ranks have ended.
+Run as a program it is the server: it reads a line of JSON for each program, and answers with a line when all its ranks are done.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import contextlib
 import gc
 import json
 import os
-import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
+
+from tests.ports import free_ports
 
 _IMPORTED_BY_MEGATRON = (
     "torch",
@@ -38,7 +38,12 @@ class ScriptServer:
     def __init__(self) -> None:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", __name__],
+            cwd=Path(__file__).parents[1],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def run(self, *program: str, folder: Path, world: int = 2, **variables: str) -> tuple[int, str]:
@@ -49,6 +54,7 @@ class ScriptServer:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        variables = {"MASTER_PORT": str(free_ports(1)[0]), **variables}
         order = {"program": program, "folder": str(folder), "world": world, "variables": variables}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -75,17 +81,8 @@ def _serve() -> None:
     os._exit(0)  # Python's own end takes seconds with everything imported
 
 
-def _free_port() -> int:
-    """Below those that systems give out by themselves: between this look and its use, other tests could get such a one."""
-    while True:
-        port = random.randrange(20000, 30000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 def _run(program: list[str], folder: str, world: int, variables: dict[str, str]) -> int:
-    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), **variables}
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", **variables}
     _output(folder).unlink(missing_ok=True)
     running = {_fork(program, folder, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)}
     try:

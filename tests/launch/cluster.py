@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ports import free_ports
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 INSTALL = f"apt-get update && apt-get install -y --no-install-recommends {' '.join(PACKAGES.values())}"
@@ -191,15 +193,6 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"{seconds:.0f} s without {what}"
         time.sleep(0.2)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -6,12 +6,14 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.ports import free_ports
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "pretrain_gpt.py"
 ROWS = re.compile(r"^ iteration +(\d+)/.* lm loss: (\S+) \|", re.MULTILINE)
@@ -35,7 +37,7 @@ SMALL = {
 class Ended:
     """How one rank ended."""
 
-    exit_code: int
+    exit_code: int | None
     output: str
     errors: str
 
@@ -52,9 +54,7 @@ def run_recipe(ranks: int, *flags: object, program: tuple[str, ...] = (str(RECIP
     """Train the small model on `ranks` CPU processes; later flags override those of SMALL. At most 150 s."""
     small = [str(word) for pair in SMALL.items() for word in pair]
     command = [sys.executable, *program, *small, *map(str, flags)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     with tempfile.TemporaryDirectory() as folder:
         # Files and sessions: a killed rank leaves Megatron's queue process behind, which would hold a pipe open.
         logs = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(ranks)]
@@ -62,14 +62,36 @@ def run_recipe(ranks: int, *flags: object, program: tuple[str, ...] = (str(RECIP
             _start(command, _variables(rank, ranks, port), *files)
             for rank, files in zip(range(ranks), logs, strict=True)
         ]
-        try:
-            codes = [process.wait(timeout=150) for process in processes]
-        finally:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        texts = [[file.read_text(errors="replace") for file in files] for files in logs]
-    return [Ended(code, *text) for code, text in zip(codes, texts, strict=True)]
+        codes = _exit_codes(processes)
+        ended = [
+            Ended(code, *(file.read_text(errors="replace") for file in files))
+            for code, files in zip(codes, logs, strict=True)
+        ]
+    assert None not in codes, "\n".join(f"rank {rank}: {end}" for rank, end in enumerate(ended))
+    return ended
+
+
+def _exit_codes(processes: list[subprocess.Popen[bytes]], limit_s: float = 150) -> list[int | None]:
+    """None for a rank that had to be killed; its stacks are in its errors then."""
+    end = time.monotonic() + limit_s
+    codes: list[int | None] = []
+    try:
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+        codes = [process.poll() for process in processes]
+    finally:
+        if None in codes:
+            _signal(processes, signal.SIGABRT)  # PYTHONFAULTHANDLER prints the stacks of all threads
+            time.sleep(1)
+        _signal(processes, signal.SIGKILL)
+    return codes
+
+
+def _signal(processes: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
 
 def _start(command: list[str], variables: dict[str, str], output: Path, errors: Path) -> subprocess.Popen[bytes]:
@@ -88,4 +110,5 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONFAULTHANDLER": "1",
     }

@@ -13,7 +13,7 @@ import pytest
 
 from gpt import program
 from gpt.program import RecipeError
-from tests.launch.cluster import free_ports
+from tests.ports import free_ports
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
