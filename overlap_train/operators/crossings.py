@@ -22,6 +22,9 @@ class Crossings:
     What is for another rank of this node lands in two places in turn. The exchange after the next writes into the same place; the
     engine holds it until this one has arrived and is passed on. Made before the engine is told `send_after_this`: until then the
     caller's stream may still use the memory of these places.
+
+    Exchanges of an earlier call of the operator cross first, all of them: of a column linear's backward x, for which the weight
+    gradient waits while dx crosses. Exchange by exchange in turns, x would be complete only with the last of dx.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class Crossings:
         places = most if any(map(self._lands, crossings)) else 0
         chunk = call.chunk_of(call.rank, 0)
         self._places = cycle(chunk.new_empty(places, *chunk.shape))
+        self._has_begun = False
 
     def _lands(self, crossing: Crossing) -> bool:
         return crossing.lands and self._engine.lands
@@ -43,6 +47,7 @@ class Crossings:
 
     def start(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
         """Send `source` in the next exchange. make: see NodeStreamEngine.cross."""
+        self._begin()
         if len(self._under_way) == self._most:
             self.arrive()
         crossing = self._waiting.popleft()
@@ -50,13 +55,26 @@ class Crossings:
         exchange = self._engine.cross(self._call, crossing, source, make, landing)
         self._under_way.append((crossing, exchange, landing))
 
+    def start_after_this(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
+        """The same, once the caller's stream has done what it has been given so far."""
+        self._begin()  # what an earlier call sends does not wait for that
+        self._engine.send_after_this()
+        self.start(source, make)
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._engine.finish_started()
+            self._engine.at_end(self.finish)
+
     def arrive(self) -> None:
         """Let the oldest exchange under way arrive, if there is one."""
         if self._under_way:
             crossing, exchange, landing = self._under_way.popleft()
             self._engine.arrive(self._call, crossing, exchange, landing)
 
-    def arrive_all(self) -> None:
+    def finish(self) -> None:
+        """Let all that have started arrive."""
         while self._under_way:
             self.arrive()
 
@@ -88,6 +106,7 @@ class OperandCrossings(Crossings):
         self.arrive()
 
     def finish(self) -> None:
+        """Start what is left, and let all arrive."""
         while self.next is not None:
             self._start_next()
-        self.arrive_all()
+        super().finish()

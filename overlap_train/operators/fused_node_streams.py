@@ -86,7 +86,7 @@ class FusedNodeStreamScatter(NodeStreamScatter):
         self._tiles = _launch(self, engine, ScatterOperands(self._a, self._b, self._partials, own))
         for block, legs in plan.legs.by_block:
             for leg in legs.network:
-                self._send_sum(block, leg.chunk)
+                self._crossings.start(*self._sum_for(block, leg.chunk))
             engine.push_counted(self._partials, call.routes(legs.inside, self._tiles))
 
     def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:

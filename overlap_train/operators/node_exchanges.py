@@ -35,7 +35,6 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         call.next_epoch()
         self._crossings = OperandCrossings(engine, call, self._plan.crossings, self._part)
         self._send(self._plan.legs.inside)
-        engine.at_end(self._crossings.finish)
 
     def _part(self, crossing: Crossing) -> torch.Tensor:
         return self._sent[crossing.sent.block].chunk(self._call.chunks)[crossing.sent.chunk]
@@ -97,8 +96,7 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
                 block, chunk = crossing.sent.block, crossing.sent.chunk
                 part = staging[block].chunk(call.chunks)[chunk]
                 torch.mm(self._a.chunk(call.chunks)[chunk], columns[block], out=part)
-                engine.send_after_this()
-                self._crossings.start(part)
+                self._crossings.start_after_this(part)
             for target, legs in plan.legs.inside.by_target:
                 torch.mm(self._a, columns[target], out=staging[target])
                 engine.push(staging, call.routes(legs))
@@ -108,17 +106,14 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
         """The call and its exchanges, of which none has begun; the engine, and memory [W, M/W, N/W] for what is multiplied."""
         domain, plan, engine = self._domain, self._plan, self._domain.engine
         assert isinstance(engine, NodeStreamEngine)
-        # What the operator sends besides is there already, and its reader comes first: x, which a weight gradient waits for.
-        engine.finish_started()
         staging = new_blocks(domain, self._a, self._b)
         call = domain.workspace.open(staging.shape[1:], staging.dtype, self._tag, plan.chunks)
         assert isinstance(call, NodeCall)
         self._call = call
         call.next_epoch()
         self._crossings = Crossings(engine, call, plan.crossings)
-        engine.at_end(self._crossings.arrive_all)
         return engine, staging
 
     def received(self) -> torch.Tensor:
-        self._crossings.arrive_all()
+        self._crossings.finish()
         return super().received()

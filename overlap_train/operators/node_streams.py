@@ -10,6 +10,7 @@ enqueued, everywhere, in a step before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -35,7 +36,6 @@ class NodeStreamGather(NodeGather):
         call.next_epoch()
         self._crossings = OperandCrossings(engine, call, self._plan.crossings, self._part)
         engine.push(self._own, call.routes(self._plan.legs.inside))
-        engine.at_end(self._crossings.finish)
 
     def _part(self, crossing: Crossing) -> torch.Tensor:
         return self._own.chunk(self._call.chunks)[crossing.sent.chunk]
@@ -66,8 +66,7 @@ class NodeStreamScatter(ChunkedScatter):
                 for leg in legs.network:
                     part = self._chunk(self._partials, block, leg.chunk)
                     torch.mm(self._chunk(rows, block, leg.chunk), self._b, out=part)
-                    engine.send_after_this()
-                    self._send_sum(block, leg.chunk)
+                    self._crossings.start_after_this(*self._sum_for(block, leg.chunk))
                 if legs.inside.all:
                     torch.mm(rows[block], self._b, out=self._partials[block])
                     engine.push(self._partials, call.routes(legs.inside))
@@ -88,15 +87,15 @@ class NodeStreamScatter(ChunkedScatter):
         call.next_epoch()
         # Nothing waits for what comes but `finish`.
         self._crossings = Crossings(engine, call, plan.crossings, most=len(plan.crossings))
-        engine.at_end(self._crossings.arrive_all)
         return engine
 
     def _chunk(self, blocks: torch.Tensor, block: int, chunk: int) -> torch.Tensor:
         return blocks[block].chunk(self._call.chunks)[chunk]
 
-    def _send_sum(self, twin: int, chunk: int) -> None:
+    def _sum_for(self, twin: int, chunk: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Memory for what the ranks of this node have for a chunk of `twin`, and what adds it up there."""
         total = self._chunk(self._sums, twin, chunk)
-        self._crossings.start(total, partial(self._make_sum, twin, chunk, total))
+        return total, partial(self._make_sum, twin, chunk, total)
 
     def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
         """total = what the ranks of this node have for a chunk of `twin`: the own one, then the others in rank order."""
@@ -117,7 +116,7 @@ class NodeStreamScatter(ChunkedScatter):
     def finish(self) -> torch.Tensor:
         """The sum y [M/W, N]: the own node's partials first, then the sums of the other nodes, in order of nodes."""
         topology, call = self._domain.topology, self._call
-        self._crossings.arrive_all()
+        self._crossings.finish()
         order = self._others(topology.rank)
         order += [topology.twin(node) for node in range(topology.nodes) if node != topology.node]
         for block in order:

@@ -19,7 +19,6 @@ from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
 from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import Before, integers, tag_of, to_rows
-from tests.protocol.simulated_gpu import Operation
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 from tests.protocol.test_interleaving_nodes import (
@@ -29,11 +28,13 @@ from tests.protocol.test_interleaving_nodes import (
     METHODS,
     OWN,
     PASSED,
+    assert_crosses_before_dx,
     assert_fault_is_caught,
     in_networks,
     in_streams,
     in_workspace,
     problem,
+    until_the_second_exchange,
 )
 from tests.protocol.test_interleaving_parts import passes
 
@@ -101,15 +102,7 @@ def test_a_backward_with_two_exchanges_passes(method: str, world: int, node_rank
 def test_what_is_sent_again_crosses_before_dx() -> None:
     """All of it: the weight gradient, which hides the exchanges of dx, waits for its last block."""
     machine = NodeSimulation(4, node_ranks=2)
-
-    def long_product(domain: SimulatedDomain) -> None:
-        posted = Operation("a long product", lambda: None, lambda: (domain.rank, 2) in machine.posted)
-        machine.gpus[domain.rank].current.enqueue(posted)
-
-    build = exchanged_backward(machine, calls=1, first=long_product)
-    assert_passes(build, range(4))
-    with Fault(EXCHANGES, "        engine.finish_started()\n", "").planted():
-        assert isinstance(assert_caught(build, range(4)), Deadlock)
+    assert_crosses_before_dx(exchanged_backward(machine, calls=1, first=until_the_second_exchange(machine)))
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
@@ -138,7 +131,7 @@ FAULTS = {
         "to_heads 6 3",
     ),
     "a block leaves before its product": (
-        Fault(EXCHANGES, "                engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
+        Fault(CROSSINGS, "        self._engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
     ),
     "rows leave before the caller has written them": (
         Fault(CROSSINGS, "        engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_rows 2 1",
@@ -203,7 +196,7 @@ def test_a_part_ends_when_it_has_crossed_though_nobody_reads_it() -> None:
 
 def test_blocks_that_are_passed_on_after_the_wait_for_all_stop_one_hardware_queue() -> None:
     """Rule 4: each rank waits for what its neighbour would only enqueue later."""
-    late = Fault(EXCHANGES, "    def received(self) -> torch.Tensor:\n        self._crossings.arrive_all()\n",
+    late = Fault(EXCHANGES, "    def received(self) -> torch.Tensor:\n        self._crossings.finish()\n",
                  "    def received(self) -> torch.Tensor:\n")  # fmt: skip
     with late.planted():
         assert_passes(problem("to_heads", 4, 2), range(2))

@@ -17,7 +17,7 @@ from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import core
 from tests.protocol.test_interleaving_node_exchanges import exchanged_backward
 from tests.protocol.test_interleaving_nodes import (
-    EXCHANGES,
+    CROSSINGS,
     PROBLEMS,
     SIZES,
     STREAMS,
@@ -98,7 +98,7 @@ FAULTS = {
         in_networks("if crossing.lands or not passed_on.all:", "if not passed_on.all:", ".*"), "to_heads 4 2",
     ),
     "a block leaves before its product": (
-        Fault(EXCHANGES, "                engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
+        Fault(CROSSINGS, "        self._engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
     ),
     "sums of other nodes are not waited for": (
         Fault(STREAMS, "            call.wait(block)\n", "            pass\n"), "scatter 2 1",

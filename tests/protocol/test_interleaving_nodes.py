@@ -20,7 +20,7 @@ from tests.protocol.actors import Deadlock
 from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
 from tests.protocol.faults import ENGINES, SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.operator_problems import gathers, integers, scatters, tag_of, to_heads, to_rows
+from tests.protocol.operator_problems import Before, gathers, integers, scatters, tag_of, to_heads, to_rows
 from tests.protocol.simulated_gpu import Operation
 from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
@@ -53,8 +53,11 @@ def test_every_number_of_chunks_that_the_tuner_may_find_passes(operator: str, me
     assert_passes(PROBLEMS[operator](method, machine, 4), range(2))
 
 
-def backward(machine: NodeSimulation, calls: int = 2) -> Build:
-    """A column linear's: x is gathered for the weight gradient while partial sums of dx are scattered; then the ranks meet."""
+def backward(machine: NodeSimulation, calls: int = 2, first: Before = lambda domain: None) -> Build:
+    """A column linear's: x is gathered for the weight gradient while partial sums of dx are scattered; then the ranks meet.
+
+    first: what the caller's stream is given between the two.
+    """
     world = machine.world_size
     x, dy = integers(calls, world, TILE, TILE, seed=1), integers(calls, world, world * TILE, TILE, seed=2)
     w = integers(world, TILE, TILE, seed=3)
@@ -71,6 +74,7 @@ def backward(machine: NodeSimulation, calls: int = 2) -> Build:
                 plan = domain.plan(machine.method, own, w[rank].t())
                 with domain.operator(tag_of("backward"), slots=2):
                     gather = core("operators.start").start_gather(domain, plan.fprop, tag_of("x"), own)
+                    first(domain)
                     start = core("operators.start").start_scatter
                     scatter = start(domain, plan.dgrad, tag_of("dx"), own_dy, w[rank])
                     gathered[call, rank] = gather.gathered_view()
@@ -88,12 +92,38 @@ def backward(machine: NodeSimulation, calls: int = 2) -> Build:
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
-@pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_backward_that_gathers_and_scatters_passes(method: str, world: int, node_ranks: int, one_queue: bool) -> None:
     """Two calls each, so that there are too few slots and a barrier comes between."""
     machine = NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue, method=method)
     assert_passes(backward(machine), range(4))
+
+
+def until_the_second_exchange(machine: NodeSimulation) -> Before:
+    """A product of the caller's stream that ends when its rank has begun to exchange for the second time."""
+
+    def enqueue(domain: SimulatedDomain) -> None:
+        posted = Operation("a long product", lambda: None, lambda: (domain.rank, 2) in machine.posted)
+        machine.gpus[domain.rank].current.enqueue(posted)
+
+    return enqueue
+
+
+def assert_crosses_before_dx(build: Build) -> None:
+    """Of a backward with a long product before that of dx: what is sent again goes on meanwhile, and dx follows it."""
+    assert_passes(build, range(4))
+    begin = "        self._begin()  # what an earlier call sends does not wait for that\n"
+    order = "        self._engine.send_after_this()\n"
+    for fault in (("            self._engine.finish_started()\n", ""), (begin + order, order + begin)):
+        with Fault(CROSSINGS, *fault).planted():
+            assert isinstance(assert_caught(build, range(4)), Deadlock)
+
+
+def test_what_is_gathered_again_crosses_before_dx() -> None:
+    """All of it. The exchange that starts at once brings one of two nodes."""
+    machine = NodeSimulation(3)
+    assert_crosses_before_dx(backward(machine, calls=1, first=until_the_second_exchange(machine)))
 
 
 def in_turns(machine: NodeSimulation, order: str) -> Build:
@@ -266,8 +296,7 @@ def beside_a_long_product(machine: NodeSimulation, operator: str) -> Build:
             rank, own = domain.rank, x[domain.rank].clone()
             with domain.operator(tag_of("call"), slots=1):
                 multiply = started(domain, operator, own)
-                long = Operation("a long product", lambda: None, lambda: (rank, 2) in machine.posted)
-                machine.gpus[rank].current.enqueue(long)
+                until_the_second_exchange(machine)(domain)
                 y[rank] = multiply()
 
         machine.spawn_hosts(scheduler, host)

@@ -167,12 +167,15 @@ FAULTS = [
               "(len(blocks) - 1) * call.chunks * (chunk == 0) + 1", "1", SHALLOW),
     EXCHANGES("columns of the own node stay with who multiplies them",
               "                engine.push(staging, call.routes(legs))\n", "                pass\n"),
-    EXCHANGES(
-        "what is sent again crosses after dx", "        engine.finish_started()\n", "",
-        f"{EXCHANGED}::test_what_is_sent_again_crosses_before_dx",
+    CROSSINGS(
+        "what is sent again crosses after dx", "            self._engine.finish_started()\n", "",
+        f"{EXCHANGED}::test_what_is_sent_again_crosses_before_dx", f"{STREAMED}::test_what_is_gathered_again_crosses_before_dx",
     ),
+    CROSSINGS("exchanges that nobody waits for are not enqueued", "            self._engine.at_end(self.finish)\n", "",
+              f"{STREAMED}::test_what_nobody_waits_for_is_passed_on_before_the_operator_ends"),
+    CROSSINGS("a block leaves before its product", "        self._engine.send_after_this()\n", ""),
     EXCHANGES(
-        "blocks are passed on after the wait for all", "        self._crossings.arrive_all()\n        return super().received()",
+        "blocks are passed on after the wait for all", "        self._crossings.finish()\n        return super().received()",
         "        return super().received()",
         f"{EXCHANGED}::test_blocks_that_are_passed_on_after_the_wait_for_all_stop_one_hardware_queue",
     ),
