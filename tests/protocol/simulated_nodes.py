@@ -64,15 +64,20 @@ class NodeSimulation(StreamSimulation):
 
     def engine(self, scheduler: Scheduler, rank: int) -> Any:
         """The real engine on simulated side streams."""
-        self.gpus[rank] = gpu = SimulatedGpu(scheduler, rank, self.one_queue)
+        gpu = self.new_gpu(scheduler, rank)
         driver = SimulatedDriver(gpu)
         networks, fault = core("protocol.node_networks"), SimpleNamespace(failed=False)
         network: Any = SimulatedNccl(gpu, driver, self.topology(rank), self.posted, self.blas)
         if self.puts:
-            network = core("symmetric.puts").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps))
+            network = core("symmetric.puts").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps, rank))
         make = networks.NodePutEngine if self.puts else networks.NodeExchangeEngine
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
             return make(torch.device("cpu"), driver, network, fault, self.blas.of_a_rank())
+
+    def new_gpu(self, scheduler: Scheduler, rank: int) -> SimulatedGpu:
+        """That of a rank, with the streams of another group's engine if it has one."""
+        self.gpus[rank] = SimulatedGpu(scheduler, rank, self.one_queue)
+        return self.gpus[rank]
 
 
 class NodeDomain(SimulatedDomain):
@@ -146,10 +151,10 @@ class SimulatedNccl:
         return SimulatedExchange(self._gpu, operation)
 
     def _run(self, number: int, crossing: Any, sent: Any, received: Any) -> None:
-        rank, source, scheduler = self._gpu.rank, crossing.received.source, self._gpu.scheduler
+        rank, source, scheduler = self._topology.rank, crossing.received.source, self._gpu.scheduler
         taker = self._topology.receiver(crossing.sent.target)
         mine = self._posted[rank, number] = Post(taker, [sent.word, sent.data])
-        self._blas.crossing[rank] += 1
+        self._blas.crossing[self._gpu.rank] += 1
         scheduler.wait_until(lambda: (source, number) in self._posted, f"rank {source} to come to exchange {number}")
         theirs = self._posted[source, number]
         assert theirs.target == rank, f"exchange {number} of rank {source} goes to {theirs.target}"
@@ -161,20 +166,22 @@ class SimulatedNccl:
         theirs.taken = True
         scheduler.step()
         scheduler.wait_until(lambda: mine.taken, f"rank {mine.target} to take exchange {number}")
-        self._blas.crossing[rank] -= 1
+        self._blas.crossing[self._gpu.rank] -= 1
 
     def close(self, orderly: bool) -> None:
         pass
 
 
 class SimulatedNvshmem:
-    """NVSHMEM's bindings: a put is on its way when it has left its stream, and the signal comes after the data. heaps: of all
-    ranks, which addresses in the own one stand for."""
+    """NVSHMEM's bindings of `rank`: a put is on its way when it has left its stream, and the signal comes after the data. heaps:
+    of all ranks, which addresses in the own one stand for."""
 
     Signal_op = SimpleNamespace(SIGNAL_SET=9)
 
-    def __init__(self, gpu: SimulatedGpu, driver: SimulatedDriver, heaps: dict[int, torch.Tensor]) -> None:
-        self._gpu, self._driver, self._heaps = gpu, driver, heaps
+    def __init__(
+        self, gpu: SimulatedGpu, driver: SimulatedDriver, heaps: dict[int, torch.Tensor], rank: int
+    ) -> None:
+        self._gpu, self._driver, self._heaps, self._rank = gpu, driver, heaps, rank
         self._wire, self._left = gpu.new_stream(), driver.new_event()
 
     def putmem_signal_on_stream(
@@ -204,7 +211,7 @@ class SimulatedNvshmem:
         self._wire.enqueue(Operation("deliver", deliver))
 
     def _there(self, address: int, rank: int) -> torch.Tensor:
-        return self._heaps[rank][address - self._heaps[self._gpu.rank].data_ptr() :]
+        return self._heaps[rank][address - self._heaps[self._rank].data_ptr() :]
 
 
 class SimulatedExchange:

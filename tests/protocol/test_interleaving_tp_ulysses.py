@@ -21,6 +21,7 @@ from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
 from tests.protocol.simulated_grid import GridRank, GridSimulation
 from tests.protocol.simulated_ranks import TILE, core
+from tests.protocol.test_interleaving_leaving import without_room
 
 PARTS = 4  # more than there are slots
 
@@ -40,10 +41,10 @@ class Blocks:
 
 def problem(which: str, machine: GridSimulation, method: str = "chunked") -> Build:
     """Two calls of one pass after each other. Of rank t + 2 r: x or dy [PARTS, rows of t, TILE], w of t, blocks to each rank."""
-    rows = integers(2, 2, PARTS, TILE, TILE, seed=1)  # [t, r, part, ...]: of a TP rank's shard
-    blocks = integers(
-        2, 2, 2, PARTS, 2 * TILE, TILE // 2, seed=2
-    )  # [t, from, to, part, rows of both TP ranks, columns]
+    ranks = machine.world_size // 2  # of Ulysses
+    rows = integers(2, ranks, PARTS, TILE, TILE, seed=1)  # [t, r, part, ...]: of a TP rank's shard
+    # [t, from, to, part, rows of both TP ranks, columns]
+    blocks = integers(2, ranks, ranks, PARTS, 2 * TILE, TILE // ranks, seed=2)
     w = integers(2, TILE, TILE, seed=3)  # of a TP rank: [N, K]
 
     def build(scheduler: Scheduler) -> Callable[[], None]:
@@ -60,7 +61,7 @@ def problem(which: str, machine: GridSimulation, method: str = "chunked") -> Bui
         scheduler.patch(core("ulysses.ahead").Step, "start", _overwriting(core("ulysses.ahead").Step.start))
 
         def check() -> None:
-            assert len(results) == 8
+            assert len(results) == 2 * machine.world_size
             for (number, rank), found in results.items():
                 right = RIGHT[which](rows, blocks, w, rank % 2, rank // 2)
                 same = [torch.equal(a, b) for a, b in zip(found, right, strict=True)]
@@ -88,13 +89,14 @@ def _overwriting(start: Callable[..., Any]) -> Callable[..., Any]:
 def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
     """As sharded.py plans it. method: of the products."""
     plan_book, sharded = core("operators.plan_book"), core("ulysses.tensor_parallel")
-    shard, both = w.new_empty(TILE, TILE), w.new_empty(4 * TILE, TILE)
+    shard, both = w.new_empty(TILE, TILE), w.new_empty(2 * TILE, TILE)
+    of_all = w.new_empty(rank.ulysses.world_size * 2 * TILE, TILE)
     settings: dict[str, Any] = dict(main_grad="off")
     column = plan_book.Planned(rank.tensor, rank.tensor.plan(method, shard, w, "ALL_GATHER_LINEAR", **settings))
     row = plan_book.Planned(
-        rank.tensor, rank.tensor.plan(method, both[: 2 * TILE], w, "LINEAR_REDUCE_SCATTER", **settings)
+        rank.tensor, rank.tensor.plan(method, both, w, "LINEAR_REDUCE_SCATTER", **settings)
     )
-    exchanged = plan_book.Planned(rank.ulysses, rank.ulysses.plan("chunked", both, w, "ALL_TO_ALL", **settings))
+    exchanged = plan_book.Planned(rank.ulysses, rank.ulysses.plan("chunked", of_all, w, "ALL_TO_ALL", **settings))
 
     def linear(planned: Any) -> Any:
         parts = tuple(
@@ -144,12 +146,15 @@ def _received(blocks: torch.Tensor, t: int, r: int, part: int) -> torch.Tensor:
     return torch.cat(list(blocks[t, :, r, part]), dim=1)
 
 
-def _sent(product: torch.Tensor, to: int) -> torch.Tensor:
-    return product.chunk(2, 1)[to]
+def _sent(product: torch.Tensor, to: int, ranks: int) -> torch.Tensor:
+    return product.chunk(ranks, 1)[to]
 
 
 def _right_to_heads(rows: torch.Tensor, blocks: torch.Tensor, w: torch.Tensor, t: int, r: int) -> list[torch.Tensor]:
-    return [torch.stack([_sent(_gathered(rows, s, part) @ w[t].t(), r) for s in range(2)]) for part in range(PARTS)]
+    ranks = rows.shape[1]
+    return [
+        torch.stack([_sent(_gathered(rows, s, part) @ w[t].t(), r, ranks) for s in range(ranks)]) for part in range(PARTS)
+    ]
 
 
 def _right_heads_backward(
@@ -169,7 +174,8 @@ def _right_rows_backward(
     rows: torch.Tensor, blocks: torch.Tensor, w: torch.Tensor, t: int, r: int
 ) -> list[torch.Tensor]:
     dw = sum(_gathered(rows, r, part).t() @ _received(blocks, t, r, part) for part in range(PARTS))
-    dx = [torch.stack([_sent(_gathered(rows, s, part) @ w[t], r) for s in range(2)]) for part in range(PARTS)]
+    ranks = rows.shape[1]
+    dx = [torch.stack([_sent(_gathered(rows, s, part) @ w[t], r, ranks) for s in range(ranks)]) for part in range(PARTS)]
     return [dw, *dx]
 
 
@@ -188,10 +194,27 @@ def test_passes_of_two_groups(which: str, one_queue: bool) -> None:
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("puts", [False, True])
+@pytest.mark.parametrize(("world", "node_ranks"), [(4, 1), (8, 1), (8, 2)])
+@pytest.mark.parametrize("which", PASSES)
+def test_ulysses_across_nodes(which: str, world: int, node_ranks: int, puts: bool, one_queue: bool) -> None:
+    machine = GridSimulation(world, one_queue=one_queue, node_ranks=node_ranks, puts=puts)
+    assert_passes(problem(which, machine), range(2))
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize("which", PASSES)
 def test_products_by_kernels_with_one_resident_cta(which: str, one_queue: bool) -> None:
     """A product's kernel holds the GPU while it waits for its own group, and the other group's copies go on."""
     assert_passes(problem(which, GridSimulation(one_queue=one_queue), "fused"), range(1), resident=1)
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("which", PASSES)
+def test_kernels_that_take_the_sms_of_the_network(which: str, one_queue: bool) -> None:
+    """Across nodes an exchange may find SMs only when the product beside it has ended: that product does not need it."""
+    machine = GridSimulation(node_ranks=1, one_queue=one_queue)
+    assert_passes(without_room(problem(which, machine, "fused")), range(2))
 
 
 FAULTS = {
