@@ -17,6 +17,7 @@ from overlap_train import (
     attention_output_linear,
     qkv_all_to_all,
 )
+from overlap_train.runtime.registry import domain_of
 
 B, HIDDEN, DIM = 2, 24, 8
 LAYOUTS = (SequenceLayout(), SequenceLayout("zigzag"), SequenceLayout("zigzag", (0, 16, 48)))
@@ -56,6 +57,15 @@ def grid(tensor: int = 2) -> Grid:
     return Grid(*mine)
 
 
+def ulysses_across_nodes(
+    tensor: dist.ProcessGroup, ulysses: dist.ProcessGroup, config: OverlapConfig, device: torch.device, **between: str
+) -> None:
+    """Make the groups' domains: each tensor-parallel group is a node, each rank of Ulysses in a node of its own. Calls then pass
+    config=None. between: other settings of Ulysses' domain."""
+    domain_of(tensor, replace(config, node_ranks=tensor.size()), device)
+    domain_of(ulysses, replace(config, node_ranks=1, **between), device)  # type: ignore[arg-type]
+
+
 def integers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
 
@@ -93,7 +103,7 @@ def whole(problem: Problem, dy: torch.Tensor) -> list[torch.Tensor]:
     return [y, *torch.autograd.grad(y, leaves, dy)]
 
 
-def divided(g: Grid, problem: Problem, dy: torch.Tensor, config: OverlapConfig) -> list[torch.Tensor]:
+def divided(g: Grid, problem: Problem, dy: torch.Tensor, config: OverlapConfig | None) -> list[torch.Tensor]:
     """This rank's y and gradients, summed over the ranks that have the same weights."""
     x, w_qkv, bias, w_proj, b_proj = (t.detach() for t in problem.tensors())
     tensor, heads = g.tensor.size(), problem.heads

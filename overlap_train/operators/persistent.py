@@ -27,7 +27,7 @@ def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, op
     addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr())
     # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
     how = (plan.kernels, operands.sends, operands.leaves)
-    key = (plan.kind, how, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
+    key = (plan.kind, how, plan.spared_sms, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
     call.launches.run(
         key,
         (*addresses, call.tag.word),
@@ -53,7 +53,7 @@ def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, opera
     addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())
     layout = (a_mk.stride(), b_kn.shape, b_kn.stride())  # a's shape follows, as above
     how = (plan.kernels, staging is None, plan.reduces_later)
-    key = (plan.kind, how, layout, _compiled_for(plan, addresses))
+    key = (plan.kind, how, plan.spared_sms, layout, _compiled_for(plan, addresses))
     call.launches.run(
         key,
         (*addresses, call.tag.word),

@@ -117,7 +117,7 @@ class PlanBook:
         """Why a plan cannot run on this rank, or None."""
         domain = self.domain
         problem = _other_table(domain, config) or why_not(plan, domain.device, _is_interpreted(domain))
-        return problem or why_not_across_nodes(plan, domain.nodes.problem, domain.device)
+        return problem or why_not_across_nodes(plan, domain.nodes.problem)
 
     def end_trial(self, trial: Trial, name: str) -> None:
         """The linear `name` has made the calls of a trial. Communicates. All plans are made again: the winners are also for calls

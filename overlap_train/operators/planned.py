@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..planning.arguments import Request
@@ -68,6 +68,7 @@ class Planned:
     plan: Plan
     trains: bool = True
     _linears: BoundedCache[tuple[str, str], PlannedLinear] = field(default_factory=lambda: BoundedCache(_MOST_NAMES))
+    _beside: dict[int, Planned] = field(default_factory=dict)  # by SMs
 
     @property
     def request(self) -> Request:
@@ -92,6 +93,16 @@ class Planned:
     def next_call(self, name: str) -> PlannedLinear:
         """The linear `name` in its next call: the same each time, but while methods are tried (in_trial.py)."""
         return self.linear(name)
+
+    def beside(self, sms: int) -> Planned:
+        """The same, whose kernels leave so many SMs to what another group sends meanwhile. Peers need not know."""
+        if not sms:
+            return self
+        return self._beside.get(sms) or self._beside.setdefault(sms, self._new_beside(sms))
+
+    def _new_beside(self, sms: int) -> Planned:
+        plan = replace(self.plan, fprop=self.plan.fprop.beside(sms), dgrad=self.plan.dgrad.beside(sms))
+        return Planned(self.domain, plan, self.trains)
 
     def _new_linear(self, name: str, meaning: str) -> PlannedLinear:
         keeps = self.plan.wgrad is None and self.trains

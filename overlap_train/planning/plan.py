@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -36,6 +37,7 @@ from .tiling import (
 )
 from .variants import PLAIN, Variant
 
+_WHOLE = Variant(chunks=1)  # across nodes; nothing multiplies a chunk while the next one comes
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 
 
@@ -54,8 +56,9 @@ class EnginePlan:
     kind: of schedule/kinds.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
     workspace. send_sms, reduce_sms, wait_sms: those that NCCL has between nodes, sums of this node's partials, and waits of
-    one CTA; products beside them leave these. nodes: that the group spans. crossings: what goes over the network between them,
-    each with what comes meanwhile. together: blocks that A2A + GEMM multiplies at once across nodes of GPUs.
+    one CTA; other_sms: those of what another group sends beside it. Products leave all of these. nodes: that the group spans.
+    crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
+    multiplies at once across nodes of GPUs.
     """
 
     kind: str
@@ -70,6 +73,7 @@ class EnginePlan:
     send_sms: int = 0
     reduce_sms: int = 0
     wait_sms: int = 0
+    other_sms: int = 0
     nodes: int = 1
     crossings: tuple[Crossing, ...] = ()
     together: int = 1
@@ -78,10 +82,14 @@ class EnginePlan:
     def slots(self) -> int:
         return 0 if self.method == "collective" else 1
 
-    @property
+    @cached_property
     def spared_sms(self) -> int:
         """SMs that products leave alone, so that nothing starves another."""
-        return self.send_sms + self.reduce_sms + self.wait_sms
+        return self.send_sms + self.reduce_sms + self.wait_sms + self.other_sms
+
+    def beside(self, sms: int) -> EnginePlan:
+        """The same, beside what another group sends, which holds so many SMs."""
+        return replace(self, other_sms=sms)
 
     @property
     def reduces_later(self) -> bool:
@@ -123,7 +131,7 @@ def make_plan(
     if spec.multiplies:
         fprop, dgrad = (_engine(p, config, table, topology, device, w) for p in (first, first.dgrad))
     else:
-        fprop = dgrad = engine_plan(_without_product(config, topology), first, topology, device, w, sms_of(config))
+        fprop = dgrad = _exchange(first, config, topology, device, w)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     wgrad = sent_again(fprop, topology) if sends_again else None
     how = (
@@ -148,6 +156,14 @@ def _engine(
     return engine_plan(choice, pass_, topology, device, w, sms_of(config))
 
 
+def _exchange(
+    pass_: Pass, config: OverlapConfig, topology: Topology, device: torch.device, w: torch.Tensor
+) -> EnginePlan:
+    """An exchange alone. Beside it runs a product of another group, whose kernel may hold its SMs to its end (_wait_sms)."""
+    engine = engine_plan(_without_product(config, topology), pass_, topology, device, w, sms_of(config))
+    return replace(engine, wait_sms=int(topology.nodes > 1 and device.type == "cuda" and engine.slots > 0))
+
+
 def sms_of(config: OverlapConfig) -> NodeSms:
     return NodeSms(config.network_sms, config.reduce_sms)
 
@@ -156,9 +172,9 @@ def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
     """How an exchange alone runs: by the copy engine, which leaves the SMs to the product of another group beside it."""
     across = topology.nodes > 1 and config.method == "auto"
     if config.method == "collective" or across:
-        none_yet = "auto: all-to-alls beside a product do not overlap across nodes yet"
-        return Choice("collective", none_yet if across else "asked for")
-    return Choice("chunked", "beside a product")
+        unmeasured = "auto: default, not tuned: all-to-alls beside a product across nodes are not measured"
+        return Choice("collective", unmeasured if across else "asked for")
+    return Choice("chunked", "beside a product", _WHOLE if topology.nodes > 1 else PLAIN)
 
 
 def engine_plan(

@@ -34,22 +34,27 @@ def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
     return None
 
 
-def why_not_across_nodes(plan: Plan, topology_problem: str | None, device: torch.device) -> str | None:
+def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None:
     """Why the plan's engines cannot run in a group whose nodes are as they are, or None. topology_problem: of all that share
     memory."""
     sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
     for engine in sharing:
         if topology_problem is not None:
             return topology_problem
-        if engine.nodes > 1 and not plan.spec.multiplies and device.type == "cuda":
-            return (
-                f"{plan.spec.name} with method={engine.method!r} in a group of {engine.nodes} nodes: all-to-alls of GPUs beside "
-                f"a product of another group do not overlap across nodes yet; use 'auto' or 'collective', or a group inside one "
-                f"node ({flag_name('method')})"
-            )
         if engine.nodes > 1 and not TRAITS[engine.method].crosses:
             return (
                 f"method={engine.method!r} in a group of {engine.nodes} nodes: its kernels send inside one node only; use "
                 f"'auto', 'fused', 'chunked' or 'collective', or a group inside one node ({flag_name('method')})"
             )
     return None
+
+
+def why_not_together(exchange: Plan, product: Plan, device: torch.device) -> str | None:
+    """Why an all-to-all cannot run beside the product of another group (TP x Ulysses), or None."""
+    groups = [plan.fprop for plan in (exchange, product)]
+    if device.type != "cuda" or not all(engine.nodes > 1 and engine.slots for engine in groups):
+        return None
+    return (
+        f"group and tp_group span {exchange.fprop.nodes} and {product.fprop.nodes} nodes: two groups of GPUs do not overlap "
+        f"across nodes together yet; use 'auto' or 'collective', or a tp_group inside one node ({flag_name('method')})"
+    )

@@ -15,6 +15,7 @@ from ..config import OverlapConfig
 from ..operators.plan_book import plan_of
 from ..operators.planned import Planned
 from ..planning.heads import AttentionHeads
+from ..planning.refusals import why_not_together
 from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ..runtime.registry import domain_of
 from .calls import Terms, copies_of, like, rows_of_position
@@ -135,6 +136,10 @@ def _linear(
         multiplies = product(last - first)
         sent = like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
         exchanges = plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name)
+        refused = why_not_together(exchanges.plan, multiplies.plan, x.device)
+        if refused is not None:
+            raise ValueError(f"{name}: {refused}")
+        multiplies = multiplies.beside(exchanges.plan.fprop.spared_sms)
         parts.append(ShardedPart(first, last, exchanges.linear(name, meaning), multiplies.linear(name, meaning)))
     return ShardedLinear(tuple(parts), w, w.detach(), copies, rows_of_position(x), groups.shards)
 

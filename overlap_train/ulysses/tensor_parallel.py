@@ -18,6 +18,7 @@ heads_backward does as to_rows. rows_backward has x of a part and dx of the part
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -27,6 +28,7 @@ import torch
 from ..operators.all_to_all_gemm import Receiver
 from ..operators.column_row import column_backward, column_forward, row_backward, row_forward
 from ..operators.planned import PlannedLinear
+from ..operators.start import products_beside
 from ..operators.weight_gradient import WeightGradient
 from .ahead import run_steps
 from .exchange import InParts, Rows, summed_copies
@@ -38,27 +40,36 @@ from .rows_backward import RowsBackward
 class ShardedPart(Part):
     """A Part under tensor parallelism: positions of every TP rank's shard. product: the planned operator of the TP group.
 
-    Its products are those of operators/column_row.py. The planner has others, which note what would run (tools/plan/replay.py).
+    Its products are those of operators/column_row.py; they leave the SMs that an exchange across nodes holds beside them. The
+    planner has others, which note what would run (tools/plan/replay.py).
     """
 
     product: PlannedLinear
 
     def column_forward(self, x_shard_m: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return column_forward(self.product, x_shard_m, w)
+        with self._beside_exchange():
+            return column_forward(self.product, x_shard_m, w)
 
     def column_backward(
         self, dy: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor, dw: WeightGradient | None, wants_dx: bool
     ) -> torch.Tensor | None:
-        return column_backward(self.product, dy, x, w, dw, wants_dx)
+        with self._beside_exchange():
+            return column_backward(self.product, dy, x, w, dw, wants_dx)
 
     def row_forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return row_forward(self.product, x, w)
+        with self._beside_exchange():
+            return row_forward(self.product, x, w)
 
     def row_backward(
         self, dy_shard_m: torch.Tensor, x: Callable[[], torch.Tensor], w: torch.Tensor, dw: WeightGradient | None,
         wants_dx: bool,
     ) -> torch.Tensor | None:  # fmt: skip
-        return row_backward(self.product, dy_shard_m, x, w, dw, wants_dx)
+        with self._beside_exchange():
+            return row_backward(self.product, dy_shard_m, x, w, dw, wants_dx)
+
+    def _beside_exchange(self) -> AbstractContextManager[None]:
+        """Bracket of the library's products; kernels have it in their plan."""
+        return products_beside(self.exchange.domain, self.exchange.plan.fprop)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train import AttentionHeads, OverlapConfig, SequenceLayout, attention_output_linear, qkv_all_to_all
+from overlap_train import (
+    AttentionHeads,
+    OverlapConfig,
+    SequenceLayout,
+    attention_output_linear,
+    qkv_all_to_all,
+    shutdown,
+)
+from overlap_train.symmetric.nvshmem import is_installed
 from overlap_train.ulysses import sharded
+from tests.tp_ulysses_cases import ulysses_across_nodes
 
 S, B, HIDDEN, DIM = 2048, 1, 512, 128
 HEADS = AttentionHeads(4, 2, DIM)  # of a tensor-parallel rank
@@ -39,10 +48,36 @@ def test_values_and_gradients_are_exact(
     gathered_input: str, parts: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(sharded, "parts_that_hide", lambda rows, n, k: parts)
-    tensor, ulysses = groups
-    t, r = tensor.rank(), ulysses.rank()
     own_provider = provider if provider == "torch" else "auto"  # NVSHMEM's one world serves one group
     config = OverlapConfig(method=method, gathered_input=gathered_input, provider=own_provider, timeout_s=20.0)
+    _check_exact(groups, device, config)
+
+
+@pytest.mark.parametrize("gathered_input", ["regather", "keep"])
+@pytest.mark.parametrize("network", ["nccl", "nvshmem"])
+def test_ulysses_across_nodes(
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: torch.device, method: str, network: str,
+    gathered_input: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each tensor-parallel group is a node, each rank of Ulysses in a node of its own."""
+    if network == "nvshmem" and not is_installed():
+        pytest.skip("no nvshmem4py")
+    monkeypatch.setattr(sharded, "parts_that_hide", lambda rows, n, k: 3)
+    config = OverlapConfig(method=method, gathered_input=gathered_input, provider="torch", timeout_s=20.0)
+    shutdown()
+    between = dict(network="nvshmem", provider="nvshmem") if network == "nvshmem" else {}
+    ulysses_across_nodes(*groups, config, device, **between)
+    try:
+        _check_exact(groups, device, None)
+    finally:
+        shutdown()
+
+
+def _check_exact(
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: torch.device, config: OverlapConfig | None
+) -> None:
+    tensor, ulysses = groups
+    t, r = tensor.rank(), ulysses.rank()
     layout = SequenceLayout("zigzag")
     common = dict(group=ulysses, tp_group=tensor, layout=layout, config=config)
     rows = layout.rows_of_ranks(S, 2, device)[r].chunk(2)[t]

@@ -168,12 +168,12 @@ def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _over_tp(x: Any, kv: int = 4, slot: str = "qkv", method: str = "auto") -> str | None:
     """Of a linear of two tensor-parallel ranks, with a product of 32 heads of 128 features, and two context-parallel ranks."""
-    pair = SimpleNamespace(size=lambda: 2)
+    tensor, ulysses = (SimpleNamespace(name=name, size=lambda: 2) for name in ("tensor", "ulysses"))
     heads = AttentionHeads(16, kv, 128)
     weights = {"qkv": torch.empty(24 * 128, 4096), "proj": torch.empty(4096, 16 * 128)}
     overlap = SimpleNamespace(slot=slot, config=OverlapConfig(method=method))
-    stand_in = SimpleNamespace(overlap=overlap, weight=weights[slot], tp_group=pair)
-    return two_groups.why_apart(stand_in, x, SimpleNamespace(group=pair, heads=heads))  # type: ignore[arg-type]
+    stand_in = SimpleNamespace(overlap=overlap, weight=weights[slot], tp_group=tensor)
+    return two_groups.why_apart(stand_in, x, SimpleNamespace(group=ulysses, heads=heads))  # type: ignore[arg-type]
 
 
 def test_products_over_tensor_parallelism_hide_exchanges_of_long_sequences() -> None:
@@ -196,15 +196,19 @@ def test_on_gpus_both_are_hidden_where_a_method_is_named(monkeypatch: pytest.Mon
     assert reason in str(_over_tp(x))
 
 
-@pytest.mark.parametrize(("ranks", "spans"), [((0, 2), False), ((4, 5, 6, 7), False), ((2, 4), True), ((0, 8), True)])
-def test_groups_on_several_hosts_are_left_to_collectives(
-    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], spans: bool
+@pytest.mark.parametrize(
+    ("tensor", "ulysses", "apart"),
+    [((0, 1), (0, 2), False), ((4, 5, 6, 7), (2, 4), False), ((2, 4), (4, 5), False), ((2, 4), (0, 8), True)],
+)
+def test_one_of_two_groups_may_span_hosts(
+    monkeypatch: pytest.MonkeyPatch, tensor: tuple[int, ...], ulysses: tuple[int, ...], apart: bool
 ) -> None:
     """Of hosts with four GPUs each. A process that sees one GPU takes any two ranks for two hosts'."""
-    monkeypatch.setattr(two_groups.dist, "get_process_group_ranks", lambda group: list(ranks))
-    assert two_groups.spans_hosts(None, 4) is spans  # type: ignore[arg-type]
-    assert two_groups.spans_hosts(None, 1)  # type: ignore[arg-type]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    x = SimpleNamespace(shape=(4096, 1, 4096), is_cuda=True, element_size=lambda: 2)
-    said = _over_tp(SimpleNamespace(**vars(x), dim=lambda: 3)) if spans else None
-    assert said == ("CP ranks are not on the GPUs of one host" if spans else None)
+    ranks = {"tensor": tensor, "ulysses": ulysses}
+    monkeypatch.setattr(two_groups.dist, "get_process_group_ranks", lambda group: ranks[group.name])
+    x: Any = SimpleNamespace(shape=torch.Size((4096, 1, 4096)), is_cuda=True, element_size=lambda: 2, dim=lambda: 3)
+    for gpus, expected in ((4, apart), (1, True)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        reason = _over_tp(x, method="fused")
+        assert reason == ("neither TP nor CP ranks are on the GPUs of one host" if expected else None)
+        assert "not measured on GPUs yet" in str(_over_tp(x))

@@ -178,9 +178,7 @@ class SimulatedNvshmem:
 
     Signal_op = SimpleNamespace(SIGNAL_SET=9)
 
-    def __init__(
-        self, gpu: SimulatedGpu, driver: SimulatedDriver, heaps: dict[int, torch.Tensor], rank: int
-    ) -> None:
+    def __init__(self, gpu: SimulatedGpu, driver: SimulatedDriver, heaps: dict[int, torch.Tensor], rank: int) -> None:
         self._gpu, self._driver, self._heaps, self._rank = gpu, driver, heaps, rank
         self._wire, self._left = gpu.new_stream(), driver.new_event()
 

@@ -24,7 +24,19 @@ from overlap_train.runtime.registry import domain_of
 from overlap_train.ulysses import parts
 from tests.linear_cases import rounding_bound
 from tests.processes import run_ranks, values
-from tests.tp_ulysses_cases import DIM, HIDDEN, LAYOUTS, B, Grid, Problem, divided, expected, grid, integers
+from tests.tp_ulysses_cases import (
+    DIM,
+    HIDDEN,
+    LAYOUTS,
+    B,
+    Grid,
+    Problem,
+    divided,
+    expected,
+    grid,
+    integers,
+    ulysses_across_nodes,
+)
 
 NAMES = ("y", "dx", "dw_qkv", "dbias_qkv", "dw_proj", "dbias_proj")
 CONFIG = OverlapConfig(method="chunked", exchange_mib=12, timeout_s=20.0)  # in parts, where a KiB stands for a MiB
@@ -35,11 +47,16 @@ def _cut_small() -> None:
     parts._MIB = 1 << 10
 
 
-def _exact(rank: int, world: int, config: OverlapConfig, kv: int, in_parts: bool) -> int:
+def _exact(
+    rank: int, world: int, config: OverlapConfig | None, kv: int, in_parts: bool, across_nodes: bool = False
+) -> int:
     """Every layout. Returns the bytes of a slot of this rank's Ulysses group."""
     if in_parts:
         _cut_small()
     g = grid()
+    if across_nodes:
+        ulysses_across_nodes(g.tensor, g.ulysses, config, torch.device("cpu"))
+        config = None
     for number, layout in enumerate(LAYOUTS):
         problem = Problem(48, AttentionHeads(8, kv, DIM), layout, seed=10 * number)
         dy = integers(problem.s, B, HIDDEN, seed=99)
@@ -66,6 +83,11 @@ def test_values_and_gradients_are_those_of_one_process(gathered_input: str, kv: 
     config = replace(CONFIG, gathered_input=gathered_input)
     for slot in values(run_ranks(4, _exact, config, kv, in_parts)):
         assert (SLOTS * slot <= CONFIG.exchange_mib << 10) == in_parts
+
+
+def test_ulysses_across_nodes() -> None:
+    """gloo carries the exchanges, each tensor-parallel group is a node."""
+    values(run_ranks(4, _exact, CONFIG, 4, True, True))
 
 
 def test_by_collectives() -> None:

@@ -169,3 +169,17 @@ def test_across_nodes_small_products_are_multiplied_by_one_kernel(kind: str, par
 def test_across_nodes_methods_that_store_at_peers_are_not_chosen() -> None:
     assert {method for method in TRAITS if may_choose(method, nodes=2)} == {"fused", "chunked", "collective"}
     assert all(may_choose(method, nodes=1) for method in TRAITS)
+
+
+def test_an_exchange_beside_a_product_across_nodes_has_whole_blocks_and_sms() -> None:
+    """Those of NCCL, and one for waits: a kernel of the other group may hold all others to its end. `auto` does not."""
+    x, w = (torch.empty(*shape, dtype=BF16, device="meta") for shape in ((1 << 17, 4096), (6144, 4096)))
+
+    def plan(method: str, nodes: int) -> EnginePlan:
+        config, topology = OverlapConfig(method=method, network_sms=4), Topology(nodes, 4 // nodes, 0)
+        return make_plan(ALL_TO_ALL, config, UNTUNED, topology, x, w, GPU).fprop
+
+    across, inside, by_nccl = plan("fused", 2), plan("fused", 1), plan("auto", 2)
+    assert (across.method, across.chunks, across.spared_sms) == ("chunked", 1, 5)
+    assert (inside.method, inside.chunks, inside.spared_sms) == ("chunked", 1, 0)
+    assert (by_nccl.method, by_nccl.spared_sms) == ("collective", 0) and "not measured" in by_nccl.reason

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.planning.refusals import why_not_across_nodes
+from overlap_train.planning.refusals import why_not_across_nodes, why_not_together
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER
 from overlap_train.symmetric import reach, topology
 from overlap_train.symmetric.reach import GpuPlace, GpuSample, new_sample, read_token
@@ -198,28 +198,33 @@ def test_the_file_of_another_process_is_neither_waited_for_nor_taken() -> None:
             os.close(number)
 
 
-def plan(method: str, kind: str = GATHER, nodes: int = 2, multiplies: bool = True) -> Any:
+def plan(method: str, kind: str = GATHER, nodes: int = 2) -> Any:
     engine = SimpleNamespace(method=method, kind=kind, nodes=nodes, slots=int(method != "collective"))
-    return SimpleNamespace(fprop=engine, dgrad=engine, spec=SimpleNamespace(name="a linear", multiplies=multiplies))
+    return SimpleNamespace(fprop=engine, dgrad=engine, spec=SimpleNamespace(name="a linear"))
 
 
 def test_what_does_not_cross_nodes_is_refused_by_name() -> None:
-    gpu = torch.device("cuda", 0)
-    for device in (CPU, gpu):
-        assert why_not_across_nodes(plan("chunked"), None, device) is None
-        assert why_not_across_nodes(plan("fused", nodes=1), None, device) is None
-        assert why_not_across_nodes(plan("fused"), None, device) is None
-        for method in ("low_latency", "direct"):
-            refused = why_not_across_nodes(plan(method), None, device) or ""
-            assert f"method='{method}' in a group of 2 nodes" in refused
-        assert why_not_across_nodes(plan("chunked", nodes=1), "unequal", device) == "unequal"
-        for problem in (None, "unequal"):
-            assert why_not_across_nodes(plan("collective", A2A_GEMM), problem, device) is None
-        assert why_not_across_nodes(plan("chunked", A2A_GEMM), None, device) is None
-        assert "its kernels send" in (why_not_across_nodes(plan("direct", A2A_GEMM), None, device) or "")
-    alone = plan("chunked", A2A_GEMM, multiplies=False)
-    assert why_not_across_nodes(alone, None, CPU) is None
-    assert "all-to-alls of GPUs beside a product of another" in (why_not_across_nodes(alone, None, gpu) or "")
+    assert why_not_across_nodes(plan("chunked"), None) is None
+    assert why_not_across_nodes(plan("fused", nodes=1), None) is None
+    assert why_not_across_nodes(plan("fused"), None) is None
+    for method in ("low_latency", "direct"):
+        refused = why_not_across_nodes(plan(method), None) or ""
+        assert f"method='{method}' in a group of 2 nodes" in refused
+    assert why_not_across_nodes(plan("chunked", nodes=1), "unequal") == "unequal"
+    for problem in (None, "unequal"):
+        assert why_not_across_nodes(plan("collective", A2A_GEMM), problem) is None
+    assert why_not_across_nodes(plan("chunked", A2A_GEMM), None) is None
+    assert "its kernels send" in (why_not_across_nodes(plan("direct", A2A_GEMM), None) or "")
+
+
+def test_two_groups_of_gpus_across_nodes_together_are_refused_by_name() -> None:
+    gpu, exchange = torch.device("cuda", 0), plan("chunked", A2A_GEMM)
+    assert "group and tp_group span 2 and 4 nodes" in (why_not_together(exchange, plan("fused", nodes=4), gpu) or "")
+    assert why_not_together(exchange, plan("fused", nodes=4), CPU) is None
+    assert why_not_together(exchange, plan("fused", nodes=1), gpu) is None
+    assert why_not_together(plan("chunked", A2A_GEMM, nodes=1), plan("fused"), gpu) is None
+    assert why_not_together(exchange, plan("collective"), gpu) is None
+    assert why_not_together(plan("collective", A2A_GEMM), plan("fused"), gpu) is None
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, "2"])

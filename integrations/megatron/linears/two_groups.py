@@ -26,10 +26,10 @@ def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
     is_qkv = linear.overlap.slot == "qkv"
     if is_qkv and linear.weight.shape[0] != exchange.heads.features:
         return "fewer KV heads than TP ranks: Megatron gathers the product first"
-    if x.is_cuda and spans_hosts(exchange.group, torch.cuda.device_count()):
-        return "CP ranks are not on the GPUs of one host"
     if x.is_cuda and linear.overlap.config.method == "auto":
         return f"not measured on GPUs yet; {flag_name('method')} fused tries it"
+    if x.is_cuda and all(_spans_hosts(group, torch.cuda.device_count()) for group in (exchange.group, linear.tp_group)):
+        return "neither TP nor CP ranks are on the GPUs of one host"
     if parts_of_call(linear, x, exchange)[0] == 1:
         return "too short to be cut into parts"
     return None
@@ -49,7 +49,7 @@ def _sizes(linear: Any, x: torch.Tensor, exchange: Exchange) -> Sizes:
     return sizes_of_rows(x, linear.weight, groups, linear.overlap.config)
 
 
-def spans_hosts(group: dist.ProcessGroup, gpus: int) -> bool:
+def _spans_hosts(group: dist.ProcessGroup, gpus: int) -> bool:
     """Whether a group has ranks on several hosts, where each host has `gpus` ranks that follow each other.
 
     A process that sees one GPU only cannot tell, and says yes of any group of several ranks: nothing is lost but overlap.

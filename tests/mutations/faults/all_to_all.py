@@ -255,8 +255,8 @@ FAULTS = [
          NAMED),
     PARTS("products are cut into parts that hide nothing", "rows // _LEAST_ROWS", "4"),
     PARTS("short products are cut", ", int(gemm_us // _LEAST_GEMM_US)", ""),
-    PLAN("two groups: kernels exchange beside a product", 'Choice("chunked", "beside a product")',
-         'Choice("direct" if config.method == "direct" else "chunked", "beside a product")', f"{UNIT}/test_exchange_plan.py"),
+    PLAN("two groups: kernels exchange beside a product", 'Choice("chunked", "beside a product"',
+         'Choice("direct" if config.method == "direct" else "chunked", "beside a product"', f"{UNIT}/test_exchange_plan.py"),
     In("overlap_train/config.py", (f"{ATTENTION}::test_an_exchange_takes_no_more_memory_than_the_group_may_have",))(
         "an exchange takes more than the group may have", "return min(self.exchange_mib,", "return max(self.exchange_mib,",
     ),

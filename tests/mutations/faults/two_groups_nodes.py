@@ -1,0 +1,28 @@
+"""Of TP x Ulysses where Ulysses' groups span nodes of GPUs."""
+
+from ..mutation import In
+
+PASSES = "tests/protocol/test_interleaving_tp_ulysses.py::test_ulysses_across_nodes"
+SHARDED = "tests/unit/test_sharded.py"
+BACKWARD = f"{PASSES}[heads_backward-4-1-False-False]"
+PRODUCTS = In("overlap_train/ulysses/tensor_parallel.py", (f"{PASSES}[to_heads-4-1-False-False]",))
+PLANS = In("overlap_train/ulysses/sharded.py", (SHARDED,))
+PLANNED = In("overlap_train/operators/planned.py", (SHARDED,))
+ENGINE = In("overlap_train/planning/plan.py", ("tests/unit/test_exchange_plan.py", SHARDED))
+REFUSALS = In("overlap_train/planning/refusals.py", ("tests/unit/test_topology.py",))
+BESIDE = In("overlap_train/operators/start.py", (BACKWARD,))
+
+FAULTS = [
+    PRODUCTS("two groups: products count on the SMs of an exchange", "self.exchange.domain, self.exchange.plan.fprop)",
+             "self.exchange.domain, None)"),
+    PLANS("two groups: kernels take the SMs of an exchange", ".beside(exchanges.plan.fprop.spared_sms)", ".beside(0)"),
+    PLANS("two groups: both may span nodes", "        if refused is not None:\n", "        if False:\n"),
+    PLANNED("two groups: kernels of dx take the SMs of an exchange", ", dgrad=self.plan.dgrad.beside(sms))", ")"),
+    ENGINE("two groups: SMs of another group do not count", "self.wait_sms + self.other_sms", "self.wait_sms"),
+    ENGINE("two groups: no SM is left to waits", "int(topology.nodes > 1 and device.type == \"cuda\" and engine.slots > 0)", "0"),
+    ENGINE("two groups: auto overlaps what was not measured", "topology.nodes > 1 and config.method == \"auto\"", "False"),
+    ENGINE("two groups: exchanges across nodes come in chunks", "_WHOLE if topology.nodes > 1 else PLAIN", "PLAIN"),
+    REFUSALS("two groups: exchanges of CPU processes are refused", 'device.type != "cuda" or not all(', "not all("),
+    REFUSALS("two groups: one of them across nodes is refused", "not all(engine.nodes > 1", "not any(engine.nodes > 1"),
+    BESIDE("two groups: a product inside a node asks for an engine between nodes", "started.nodes == 1 or ", ""),
+]  # fmt: skip

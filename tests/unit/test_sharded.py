@@ -1,0 +1,61 @@
+"""How the projections of Ulysses are planned under tensor parallelism, where their exchanges cross nodes of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train.config import OverlapConfig
+from overlap_train.operators.planned import Planned
+from overlap_train.planning.heads import AttentionHeads
+from overlap_train.planning.plan import make_plan
+from overlap_train.planning.schedule.topology import Topology
+from overlap_train.planning.table import UNTUNED
+from overlap_train.planning.tiling import Target
+from overlap_train.ulysses import sharded
+from overlap_train.ulysses.calls import Terms
+
+TERMS = Terms(OverlapConfig(method="fused", network_sms=4), "linear_qkv")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of GPUs as plans see it."""
+
+    topology: Topology
+
+    def size(self) -> int:
+        return self.topology.world
+
+    def rank(self) -> int:
+        return self.topology.rank
+
+
+def planned(ulysses_nodes: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """linear_qkv of 8 tensor-parallel ranks in a node and 2 of Ulysses."""
+
+    def plan_of(spec: Any, x: torch.Tensor, w: torch.Tensor, bias: None, group: Any, config: Any, name: str) -> Planned:
+        domain: Any = SimpleNamespace(world_size=group.size(), operator=lambda *args, **how: None)
+        return Planned(domain, make_plan(spec, config, UNTUNED, group.topology, x, w, Target((9, 0))))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sharded, "plan_of", plan_of)
+    x, w = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1024, 1, 512), (768, 512)))
+    groups: Any = sharded.Groups(Group(Topology(ulysses_nodes, 2 // ulysses_nodes, 0)), Group(Topology(1, 8, 0)))  # type: ignore[arg-type]
+    return sharded.sharded_heads_linear(x, w, None, AttentionHeads(4, 2, 96), groups, TERMS)[0].parts[0]
+
+
+@pytest.mark.parametrize(("nodes", "sms"), [(1, 0), (2, 5)])
+def test_kernels_leave_the_sms_of_an_exchange(nodes: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = planned(nodes, monkeypatch)
+    assert part.exchange.plan.fprop.spared_sms == sms
+    assert part.product.plan.fprop.spared_sms == part.product.plan.dgrad.spared_sms == sms
+
+
+def test_two_groups_that_cannot_overlap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "why_not_together", lambda exchange, product, device: "both span nodes")
+    with pytest.raises(ValueError, match="linear_qkv: both span nodes"):
+        planned(2, monkeypatch)
