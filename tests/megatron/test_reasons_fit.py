@@ -203,7 +203,7 @@ def test_an_exchange_comes_first_and_both_reasons_are_there_in_full(monkeypatch:
         assert " ".join(lines) == f"{exchange}; {method}"
     for name, exchange in exchange_reasons(monkeypatch).items():
         if exchange.startswith("all-to-all"):
-            assert len(f"{exchange}; auto: default, not tuned: a short GEMM") <= LONGEST, name
+            assert len(f"{exchange}; auto: not tuned: a short GEMM") <= LONGEST, name
 
 
 def test_what_is_raised_says_what_the_table_says_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

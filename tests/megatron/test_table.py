@@ -310,9 +310,10 @@ def test_what_two_reasons_have_in_common_is_said_once() -> None:
     both = reporting._both
     assert both("asked for", "asked for") == "asked for"
     assert (
-        both("auto: default: a long GEMM", "auto: default: a short GEMM") == "auto: default: a long GEMM / a short GEMM"
+        both("auto: not tuned: a long GEMM", "auto: not tuned: a short GEMM")
+        == "auto: not tuned: a long GEMM / a short GEMM"
     )
-    assert both("auto: tuned for A", "auto: default: B") == "auto: tuned for A / default: B"
+    assert both("auto: tuned for A", "auto: not tuned: B") == "auto: tuned for A / not tuned: B"
     assert both("auto: tuned for A; whole blocks", "auto: tuned for B") == "auto: tuned for A; whole blocks / B"
     assert both("asked for", "asked for; more") == "asked for / asked for; more"
 
