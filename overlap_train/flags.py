@@ -128,7 +128,11 @@ def config_from_args(args: argparse.Namespace) -> OverlapConfig | None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ValueError for a wrong flag, for `run_command` to print."""
+    """An ArgumentParser that raises ValueError for a wrong flag, for `run_command` to print. Commands in its description have
+    lines of their own."""
+
+    def __init__(self, prog: str | None = None, **settings: Any) -> None:
+        super().__init__(prog, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (--help lists the flags)")

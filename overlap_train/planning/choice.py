@@ -163,7 +163,7 @@ def winner_of(pass_: Pass, device: torch.device, table: Table, nodes: int) -> Wi
 
 def _across_nodes(pass_: Pass, device: torch.device) -> Choice:
     """`chunked`, but for short blocks of an all-to-all and small products."""
-    default, block = "auto: default, not tuned:", pass_.rows * pass_.row_features * pass_.dtype.itemsize
+    default, block = "auto: not tuned:", pass_.rows * pass_.row_features * pass_.dtype.itemsize
     if device.type == "cuda" and pass_.kind in EXCHANGES and block < LEAST_BLOCK:
         return Choice(
             "collective", f"{default} blocks of {block / 2**20:.2g} MiB are too short to cross nodes one by one"
@@ -184,7 +184,7 @@ def untuned(pass_: Pass, device: torch.device, nodes: int = 1) -> Choice:
     if nodes > 1:
         return _across_nodes(pass_, device)
     method, why = _model(pass_, device)
-    return Choice(method, f"auto: default, not tuned: {why}")
+    return Choice(method, f"auto: not tuned: {why}")
 
 
 def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:

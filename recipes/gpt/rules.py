@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import RawDescriptionHelpFormatter
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def read_flags(
     Raises:
         RecipeError: flags that are wrong by themselves or contradict each other.
     """
-    parser = Parser("pretrain_gpt", usage=USAGE, description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser = Parser("pretrain_gpt", usage=USAGE, description=description)
     initial = defaults(on_gpu, named_model(arguments))
     add_flags(add_options(parser, initial))
     with refused_by_rule():

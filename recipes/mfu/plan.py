@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass, replace
 
@@ -83,9 +82,7 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
     Raises:
         RecipeError: a flag, model or variant is unknown, or numbers do not go together.
     """
-    parser = Parser(
-        "compare_mfu", usage=USAGE, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("compare_mfu", usage=USAGE, description=description)
     add_flags(add_options(parser, Plan()))
     with refused_by_rule():
         args = parser.parse_args(arguments)

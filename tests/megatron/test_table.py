@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,12 @@ from tests.megatron.workers import Workers
 
 OVERLAPPED = Recipe(LLAMA, overlap=OverlapConfig())
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of the rows between the rules."""
+    _, _, rows, *_ = re.split("^(-+)$", table, flags=re.MULTILINE)
+    return [cells(line) for line in rows.strip().splitlines()]
 
 
 def cells(line: str) -> list[str]:
@@ -76,19 +83,28 @@ def steps() -> list[str]:
 def test_rank_zero_prints_one_table_in_the_first_training_step(workers: Workers) -> None:
     (before, table, *after), others = workers.call(steps)
     assert [before, *after] == [""] * 3 and others == [""] * 4
-    header, rule, *rows = table.splitlines()
-    assert header.split() == ["linear", "fprop", "dgrad", "wgrad", "method", "reason", "calls"]
-    assert set(rule) == {"-"}
-    calls = ["collective", "asked for", "overlapped 1, evaluation mode 1"]
-    column = ["AG(x) + GEMM", "GEMM + RS", "AG(x) under dgrad, then GEMM", *calls]
-    row = ["GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy", *calls]
-    assert {cells(line)[0]: cells(line)[1:] for line in rows} == {
-        "decoder.layers.0-3.self_attention.linear_qkv": column,
-        "decoder.layers.0-3.self_attention.linear_proj": row,
-        "decoder.layers.0-3.mlp.linear_fc1": column,
-        "decoder.layers.0-3.mlp.linear_fc2": row,
-        "output_layer": column,
-    }
+    heading, rule, *rows, last_rule, row_linears, column_linears = table.splitlines()
+    assert heading.split() == ["linear", "method", "calls", "reason"]
+    assert set(rule) == {"-"} and rule == last_rule and len(rule) == max(map(len, rows)) <= 120
+    names = [f"decoder.layers.0-3.{name}" for name in ("self_attention.linear_proj", "self_attention.linear_qkv")]
+    names += ["decoder.layers.0-3.mlp.linear_fc1", "decoder.layers.0-3.mlp.linear_fc2", "output_layer"]
+    calls = ["collective", "overlapped 1, evaluation mode 1", "asked for"]
+    assert [cells(line) for line in rows] == [[name, *calls] for name in names]
+    assert row_linears == "proj, fc2: fprop GEMM + RS; dgrad AG(dy) + GEMM; wgrad GEMM with the gathered dy"
+    assert column_linears == (
+        "qkv, fc1, output: fprop AG(x) + GEMM; dgrad GEMM + RS; wgrad AG(x) under dgrad, then GEMM"
+    )
+
+
+def first_step() -> str:
+    model = gpt(replace(OVERLAPPED, architecture={**LLAMA, "num_layers": 4}))
+    return printed(lambda: loss(model).backward())
+
+
+def test_the_pages_show_what_is_printed(workers: Workers) -> None:
+    table, _ = workers.call(first_step)
+    for page in ("README.md", "docs/quick-start.md"):
+        assert f"```\n{table}```" in (Path(__file__).parents[2] / page).read_text(), page
 
 
 def recomputed() -> str:
@@ -145,10 +161,10 @@ def test_one_table_however_the_step_runs(
 ) -> None:
     table, nothing = workers.call(case)
     assert nothing == "" and table.count("linear ") == 1
-    rows = [cells(line) for line in table.splitlines()[2:]]
-    methods = {row[0].split(".")[2]: row[4] for row in rows if row[0].endswith("linear_fc1")}
+    rows = rows_of(table)
+    methods = {row[0].split(".")[2]: row[1] for row in rows if row[0].endswith("linear_fc1")}
     assert methods == layers
-    assert {row[-1] for row in rows} <= calls and len({row[0] for row in rows}) == len(rows)
+    assert {row[2] for row in rows} <= calls and len({row[0] for row in rows}) == len(rows)
 
 
 def never_trained() -> list[str]:
@@ -162,8 +178,8 @@ def never_trained() -> list[str]:
 def test_a_run_without_training_prints_it_when_asked(workers: Workers) -> None:
     (silent, table, again), others = workers.call(never_trained)
     assert [silent, again] == [""] * 2 and others == [""] * 3
-    rows = [cells(line) for line in table.splitlines()[2:]]
-    assert [row[1:] for row in rows] == [["-", "-", "-", "megatron", "evaluation mode", "evaluation mode 1"]] * 5
+    assert [row[1:] for row in rows_of(table)] == [["megatron", "evaluation mode 1", "evaluation mode"]] * 5
+    assert "fprop" not in table
 
 
 @pytest.mark.parametrize(
@@ -203,7 +219,7 @@ def counted() -> str:
 
 def test_calls_are_counted_in_the_table(workers: Workers) -> None:
     for table in workers.call(counted):
-        assert all(cells(line)[-1] == "overlapped 3, evaluation mode 1" for line in table.splitlines()[2:])
+        assert {row[2] for row in rows_of(table)} == {"overlapped 3, evaluation mode 1"}
 
 
 def never_overlapped() -> list[LinearReport]:
@@ -294,21 +310,36 @@ def test_what_two_reasons_have_in_common_is_said_once() -> None:
     both = reporting._both
     assert both("asked for", "asked for") == "asked for"
     assert (
-        both("auto: default: a long GEMM", "auto: default: a short GEMM") == "auto: default: a long GEMM / a short GEMM"
+        both("auto: not tuned: a long GEMM", "auto: not tuned: a short GEMM")
+        == "auto: not tuned: a long GEMM / a short GEMM"
     )
-    assert both("auto: tuned for A", "auto: default: B") == "auto: tuned for A / default: B"
+    assert both("auto: tuned for A", "auto: not tuned: B") == "auto: tuned for A / not tuned: B"
     assert both("auto: tuned for A; whole blocks", "auto: tuned for B") == "auto: tuned for A; whole blocks / B"
     assert both("asked for", "asked for; more") == "asked for / asked for; more"
 
 
 def test_a_long_reason_goes_on_in_the_next_line() -> None:
-    words = [f"all-to-all-{number:06}" for number in range(20)]
-    linear = LinearReport("output_layer", "output", "-", "-", "-", "megatron", " ".join(words), overlapped_calls=8)
-    row, *more, last = str(Report((linear, replace(linear, name="lm_head", reason="")))).splitlines()[2:]
-    assert cells(row)[5:] == [" ".join(words[:8]), "overlapped 8"]
-    assert [cells(line) for line in more] == [[" ".join(words[8:16])], [" ".join(words[16:])]]
-    assert {line.index("all-to-all") for line in (row, *more)} == {row.index("all-to-all")}
-    assert cells(last) == ["lm_head", "-", "-", "-", "megatron", "overlapped 8"]
+    reason = " ".join(f"all-to-all-{number:06}" for number in range(20))
+    linear = LinearReport("output_layer", "output", "-", "-", "-", "megatron", reason, overlapped_calls=8)
+    for name, width in (("lm_head", 120), ("x" * 100, 100 + len("  megatron  overlapped 8  ") + 40)):
+        _, _, row, *more, last = str(Report((linear, replace(linear, name=name, reason="")))).splitlines()
+        lines = [cells(row)[3], *map(str.strip, more)]
+        assert " ".join(lines) == reason and max(map(len, (row, *more))) <= width
+        assert {line.index("all-to-all") for line in (row, *more)} == {row.index("all-to-all")}
+        assert all(len(line) + len(" all-to-all-000000") > width for line in (row, *more[:-1])), "as many as fit"
+        assert cells(last) == [name, "megatron", "overlapped 8"] and last == last.rstrip()
+
+
+def test_passes_are_said_once_and_of_each_linear_where_a_slot_has_several() -> None:
+    def row(name: str, slot: str | None, fprop: str) -> LinearReport:
+        return LinearReport(name, slot, fprop, "D", "-" if fprop == "-" else "W", "fused", "")
+
+    same = row("layers.0.qkv", "qkv", "F"), row("layers.1.fc1", "fc1", "F"), row("layers.0.fc1", "fc1", "-")
+    rule, *passes = str(Report((*same, row("experts", None, "-")))).splitlines()[-2:]
+    assert set(rule) == {"-"} and passes == ["qkv, fc1: fprop F; dgrad D; wgrad W"]
+    *_, first, second = str(Report((*same, row("layers.2.qkv", "qkv", "G")))).splitlines()
+    assert first == "layers.0.qkv, fc1: fprop F; dgrad D; wgrad W"
+    assert second == "layers.2.qkv: fprop G; dgrad D; wgrad W"
 
 
 def tied_fallback(zero_out: bool) -> None:

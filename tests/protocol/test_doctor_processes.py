@@ -71,6 +71,7 @@ def test_a_single_process_without_gpu_says_what_it_cannot_check(tmp_path: Path) 
     found = {row["name"]: row for row in rows(tmp_path / "r.json")}
     assert found["gpu visible"]["status"] == "WARN" and "not checked: NVLink" in found["gpu visible"]["measured"]
     assert found["operator chunked"]["status"] == OK
+    assert "operator time" not in found, "a single rank has no communication to compare with"
 
 
 def test_a_failure_under_torchrun_is_reported_in_full_and_ends_with_status_1(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_what_was_measured_on_two_nodes_is_what_auto_does_there_and_only_there(
         winner = table.find(pass_)
         assert winner is not None
         assert there[name] == expected(winner, pass_)
-    assert all("default, not tuned" in reason for _, _, reason in trained(tmp_path, node_ranks=4).values())
+    assert all("not tuned" in reason for _, _, reason in trained(tmp_path, node_ranks=4).values())
 
 
 def winners(method: str, best: str = "") -> list[Winner]:
@@ -145,9 +145,7 @@ def test_the_number_of_chunks_that_was_fastest_runs_and_is_right(tmp_path: Path)
 def test_rows_of_one_node_and_of_two_are_never_mixed(tmp_path: Path) -> None:
     """As many ranks in both."""
     save(str(tmp_path), of_key(1), winners("collective"))
-    assert {reason for _, _, reason in trained(tmp_path).values()} == {
-        "auto: default, not tuned: CPU tensors on several nodes"
-    }
+    assert {reason for _, _, reason in trained(tmp_path).values()} == {"auto: not tuned: CPU tensors on several nodes"}
     save(str(tmp_path), of_key(NODES), winners("chunked", "chunked in 2"))
     assert {there[:2] for name, there in trained(tmp_path).items() if name in TP} == {("chunked", 2)}
     in_one = trained(tmp_path, node_ranks=4)

@@ -201,7 +201,7 @@ def test_every_choice_has_a_reason(m: int, device: torch.device, hopper_gpu: pyt
         for method in METHODS:
             choice = choose(method, pass_, device, UNTUNED)
             assert choice.method in METHODS and choice.method != "auto"
-            assert choice.reason.startswith("auto: default, not tuned: " if method == "auto" else "asked for")
+            assert choice.reason.startswith("auto: not tuned: " if method == "auto" else "asked for")
 
 
 def test_a_backward_starts_with_a_barrier_where_two_rounds_of_long_copies_would_collide(

@@ -68,13 +68,13 @@ def test_across_nodes_they_overlap() -> None:
     pass_ = Pass(A2A_GEMM, 32768, 4096, 4096, BF16, 4)
     short = Pass(A2A_GEMM, 8192 - 4, 4096, 4096, BF16, 4).dgrad
     assert choose("auto", short, GPU, UNTUNED, nodes=2) == Choice(
-        "collective", "auto: default, not tuned: blocks of 4 MiB are too short to cross nodes one by one"
+        "collective", "auto: not tuned: blocks of 4 MiB are too short to cross nodes one by one"
     )
     assert choose("auto", short, torch.device("cpu"), UNTUNED, nodes=2).method == "chunked"
     for one in (pass_, pass_.dgrad):
         on_cpu, on_gpu = (choose("auto", one, device, UNTUNED, nodes=2) for device in (torch.device("cpu"), GPU))
-        assert on_cpu == Choice("chunked", "auto: default, not tuned: CPU tensors on several nodes")
-        assert on_gpu == Choice("chunked", "auto: default, not tuned: GPUs on several nodes")
+        assert on_cpu == Choice("chunked", "auto: not tuned: CPU tensors on several nodes")
+        assert on_gpu == Choice("chunked", "auto: not tuned: GPUs on several nodes")
     plan = engine_plan(
         on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16), NodeSms(4, 9)
     )

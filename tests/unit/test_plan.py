@@ -159,7 +159,7 @@ def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_
     """CPU processes send whole blocks, and a node alone needs none of that."""
     gather = Pass(GATHER, 8192, 14336, 4096, BF16, 2)
     plan = across_nodes(gather)
-    assert (plan.method, plan.reason) == ("chunked", "auto: default, not tuned: GPUs on several nodes")
+    assert (plan.method, plan.reason) == ("chunked", "auto: not tuned: GPUs on several nodes")
     assert (plan.chunks, len(plan.crossings), plan.send_sms) == (4, 4, 6)
     again = sent_again(plan, Topology(2, 1, 0))
     assert (again.chunks, len(again.crossings), again.send_sms) == (1, 1, 6)
@@ -168,7 +168,7 @@ def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_
     assert (on_cpu.chunks, on_cpu.send_sms, on_cpu.reason) == (
         1,
         0,
-        "auto: default, not tuned: CPU tensors on several nodes",
+        "auto: not tuned: CPU tensors on several nodes",
     )
     alone = across_nodes(gather, "chunked", nodes=1)
     assert (alone.chunks, alone.crossings, alone.send_sms) == (1, (), 0)

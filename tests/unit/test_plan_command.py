@@ -45,10 +45,22 @@ def test_the_tables_fit_and_name_everything(model: str, capsys: pytest.CaptureFi
     assert [line.split()[0] for line in said.partition("Spans")[2].splitlines()[2:6]] == ["1", "2", "4", "8"]
 
 
-def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([]) == 0
+@pytest.mark.parametrize(
+    ("arguments", "first", "end"),
+    [
+        ("", "llama3-8b on 4 x h200", ""),
+        ("--nodes 2 --model llama3-70b --seq 16384", "Spans of tensor parallelism", "\nNot measured"),
+        ("--tp 2 --cp 4 --seq 32768", "By fused, direct and chunked", "\nNot measured"),
+    ],
+)
+def test_the_page_shows_what_is_printed(
+    arguments: str, first: str, end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
-    assert capsys.readouterr().out in page, "put the output of `overlap-train plan` into docs/planner.md"
+    assert f"overlap-train plan {arguments}" in page and command.main(arguments.split()) == 0
+    said = capsys.readouterr().out
+    quoted = said[said.index(first) : said.index(end) if end else None]
+    assert quoted in page, f"put the output of `overlap-train plan {arguments}` into docs/planner.md"
 
 
 def test_what_is_written_can_be_read(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,7 +123,7 @@ def _rows_of_part(m: int, features: int, linear: Any, world_size: int) -> int:
 
 
 def _both(fprop: str, dgrad: str) -> str:
-    """ "auto: default, not tuned: a long GEMM / a short GEMM": what both begin with is said once."""
+    """ "auto: not tuned: a long GEMM / a short GEMM": what both begin with is said once."""
     if fprop == dgrad:
         return fprop
     common, ends = "", [found.end() for found in re.finditer(": |tuned for ", dgrad)]

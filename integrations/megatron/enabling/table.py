@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# Characters of the table's column. Every reason fits with the largest sizes; with that of an exchange it may take two lines.
-REASON_WIDTH = 160
+# Characters of a line, unless names, methods and calls leave less than REASON_WIDTH to the reasons.
+WIDTH, REASON_WIDTH = 120, 40
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class LinearReport:
 
 @dataclass(frozen=True)
 class Report:
-    """All parallel linears of a model. `str()` of it is the table, with one row for each group of identical linears.
+    """All parallel linears of a model. `str()` of it is the table: one row for each group of identical linears, then the passes.
 
     problem: why nothing was enabled, or which linear slot is missing; None where all went as asked.
     """
@@ -50,22 +51,39 @@ class Report:
     problem: str | None = None
 
     def __str__(self) -> str:
-        table = [["linear", "fprop", "dgrad", "wgrad", "method", "reason", "calls"]]
-        for linear in _grouped(self.linears):
-            table += _rows(linear)
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
+        rows = _grouped(self.linears)
+        heading, *lines = _lines(rows)
+        rule = "-" * max(map(len, (heading, *lines)))
+        passes = _passes(rows)
         notes = [] if self.problem is None else [f"overlap_train: {self.problem}"]
-        return "\n".join([*notes, lines[0], "-" * len(lines[0]), *lines[1:]])
+        return "\n".join([*notes, heading, rule, *lines, *([rule, *passes] if passes else [])])
 
 
-def _rows(linear: LinearReport) -> list[list[str]]:
-    """The row of a linear, and below it what does not fit into the column of its reason."""
-    reason, *more = textwrap.wrap(linear.reason, REASON_WIDTH, break_on_hyphens=False) or [""]
-    row = [linear.name, linear.fprop, linear.dgrad, linear.wgrad, linear.method, reason, linear.calls]
-    return [row, *(["", "", "", "", "", line, ""] for line in more)]
+def _lines(rows: Sequence[LinearReport]) -> list[str]:
+    """The heading and the rows. A reason that does not fit into its column goes on in the next line."""
+    cells = [("linear", "method", "calls"), *((row.name, row.method, row.calls) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    indent = " " * (sum(widths) + 2 * len(widths))
+    wrapper = textwrap.TextWrapper(max(WIDTH, len(indent) + REASON_WIDTH), break_on_hyphens=False)
+    wrapper.subsequent_indent = indent
+    lines = []
+    for row, reason in zip(cells, ("reason", *(row.reason for row in rows)), strict=True):
+        wrapper.initial_indent = "".join(f"{cell:{width}}  " for cell, width in zip(row, widths, strict=True))
+        lines += wrapper.wrap(reason) or [wrapper.initial_indent.rstrip()]
+    return lines
+
+
+def _passes(rows: Sequence[LinearReport]) -> list[str]:
+    """What the passes do, in a line for all linears that do the same. A slot whose linears differ is named by its linears."""
+    overlapped = [(row, (row.fprop, row.dgrad, row.wgrad)) for row in rows if row.fprop != "-"]
+    kinds = Counter(slot for slot, _ in {(row.slot, passes) for row, passes in overlapped})
+    named: dict[tuple[str, str, str], list[str]] = {}
+    for row, passes in overlapped:
+        named.setdefault(passes, []).append(row.slot if row.slot and kinds[row.slot] == 1 else row.name)
+    return [
+        f"{', '.join(dict.fromkeys(names))}: fprop {fprop}; dgrad {dgrad}; wgrad {wgrad}"
+        for (fprop, dgrad, wgrad), names in named.items()
+    ]
 
 
 def _grouped(linears: Sequence[LinearReport]) -> list[LinearReport]:

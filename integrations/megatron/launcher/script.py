@@ -1,14 +1,11 @@
 """Run a user's Megatron-LM training script, unmodified, with overlapped linears.
 
-    torchrun ... -m overlap_train.integrations.megatron pretrain_gpt.py --overlap-train <the script's own arguments>
-
 The script sees what it would see without us: its own arguments, its own folder first on the import path, `__main__`.
-hooks.py lists what is put into Megatron meanwhile.
+docs/megatron-scripts.md lists what is put into Megatron meanwhile.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import runpy
 import sys
@@ -80,7 +77,7 @@ def run(command: Command) -> None:
 def main(words: Sequence[str]) -> int:
     """The program; returns its exit status."""
     if list(words[:1]) in (["-h"], ["--help"]):
-        parser = argparse.ArgumentParser(usage=USAGE, add_help=False, description=__doc__)
+        parser = Parser(usage=USAGE, add_help=False, description=__doc__)
         print(add_flags(parser).format_help())
         return 0
     try:

@@ -33,7 +33,9 @@ class Timeline:
         "both linears of an MLP of Llama-3 8B, a Ulysses attention block of it, or both linears of a wider MLP across nodes",
         choices=timeline.WHAT,
     )
-    node_ranks: int | None = option(None, "ranks of each node, for nodes; default 1", parse=positive_int, metavar="L")
+    node_ranks: int | None = option(
+        None, "with --what nodes: ranks of each node; default 1", parse=positive_int, metavar="L"
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -71,7 +73,7 @@ def _record(told: Timeline) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of `overlap-train bench` with all its subcommands."""
-    start = f"Measure under torchrun: {_start('operators')}. Draw without it: overlap-train bench plot FOLDER"
+    start = f"Measure:\n\n    {_start('operators')} --out FOLDER\n\nDraw:\n\n    overlap-train bench plot FOLDER"
     top = Parser(prog="overlap-train bench", description=start)
     names = "|".join((*KINDS, "timeline", "plot"))
     commands: Any = top.add_subparsers(dest="command", required=True, metavar=names)

@@ -33,14 +33,14 @@ class File:
 class Bench(ABC):
     """What all benchmarks are told."""
 
-    out: str = option("", "write DIR/operators.json or layers.json, and .md", metavar="DIR")
+    out: str = option("", "write DIR/operators.json or layers.json, and .md; without it, only print", metavar="DIR")
     methods: tuple[str, ...] = option(
         (),
         f"of {','.join(METHODS)}; default fused,direct (inside a node),chunked,collective; on the CPU chunked,collective",
         choices=METHODS,
         metavar="METHOD,...",
     )
-    provider: str = option("auto", "symmetric memory", choices=PROVIDERS)
+    provider: str = option("auto", "what provides symmetric memory", choices=PROVIDERS)
     tuning_dir: str = option(
         OverlapConfig().tuning_dir, "where auto finds the winners of overlap-train tune", metavar="DIR"
     )
@@ -82,12 +82,14 @@ class Operators(OfPasses):
 
     shapes: tuple[str, ...] = option(
         TABLES_1_2,
-        "models, for a product of their MLPs; MODEL-qkv, MODEL-proj; or all",
+        "MODEL: a product of its MLP; MODEL-qkv, MODEL-proj: of its attention; all",
         choices=(*WEIGHTS, "all"),
         metavar="MODEL,...",
     )
     ops: tuple[str, ...] = option(OPS, f"of {','.join(OPS)}", choices=OPS, metavar="OP,...")
-    rows: tuple[int, ...] = option((), "global rows; default 8192", parse=positive_int, metavar="M", spaced=True)
+    rows: tuple[int, ...] = option(
+        (), "rows of all ranks together; default 8192", parse=positive_int, metavar="M", spaced=True
+    )
 
     def files(self) -> list[File]:
         return [File("operators", output.OPERATOR_COLUMNS, self._measure)]
@@ -102,7 +104,10 @@ class Layers(Bench):
     """`bench layers`"""
 
     layers: tuple[str, ...] = option(
-        (), "MODEL-mlp or MODEL-attn; default: those of the table of goals", choices=tuple(LAYERS), metavar="LAYER,..."
+        (),
+        "MODEL-mlp or MODEL-attn; default: both of llama3-8b and llama3-70b, and qwen3-32b-mlp",
+        choices=tuple(LAYERS),
+        metavar="LAYER,...",
     )
     seq: tuple[int, ...] = option(
         (), "sequence lengths; default 8192, and 4096 for llama3-8b-mlp", parse=positive_int, metavar="S", spaced=True
@@ -169,15 +174,16 @@ class Hierarchical(OfPasses):
         (*OPS, *EXCHANGES), f"of {','.join((*OPS, *EXCHANGES))}", choices=(*OPS, *EXCHANGES), metavar="OP,..."
     )
     ratios: tuple[float, ...] = option(
-        hierarchical.RATIOS, "how long products take over the network", parse=positive_float, metavar="R,..."
+        hierarchical.RATIOS,
+        "length of the products, in units of what the network takes",
+        parse=positive_float,
+        metavar="R,...",
     )
-    node_ranks: int = option(
-        1, "ranks of each node, all of this machine or of several", parse=positive_int, metavar="L"
-    )
-    network: str = option("auto", "what carries data between nodes of GPUs: nccl, nvshmem", choices=NETWORKS)
+    node_ranks: int = option(1, "ranks of each node; all nodes may be this machine", parse=positive_int, metavar="L")
+    network: str = option("auto", "what carries data between nodes of GPUs", choices=NETWORKS)
     network_sms: tuple[int, ...] = option(
         (),
-        "numbers of SMs for NCCL between nodes, to time beside what the probe finds; default: that alone",
+        "time our methods with these numbers of SMs for NCCL between nodes, too, besides the number found",
         parse=positive_int,
         metavar="SMS,...",
     )

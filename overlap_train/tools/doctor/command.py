@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...flags import Parser, add_options, from_args
+from ..measure import world
 from ..measure.pretended import pretend_nodes
 from ..measure.world import first_line
 from . import environment
@@ -28,8 +29,8 @@ def main(arguments: list[str]) -> int:
     Raises:
         ValueError: wrong arguments.
     """
-    start = "all of it under torchrun --standalone --nproc-per-node GPUS -m overlap_train doctor"
-    top = Parser("overlap-train doctor", description=f"Checks installation, GPUs, links and operators; {start}")
+    what = "Checks installation and GPUs; under torchrun also what is between the ranks:"
+    top = Parser("overlap-train doctor", description=f"{what}\n\n    {world.START} doctor")
     add_options(top, Doctor)
     asked, variables = from_args(Doctor(), top.parse_args(arguments)), dict(os.environ)
     os.environ.update(environment.WITHOUT_MULTICAST)  # before CUDA, NCCL or NVSHMEM start

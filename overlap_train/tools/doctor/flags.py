@@ -13,7 +13,7 @@ class Doctor:
 
     json: str = option("", "write all findings of all ranks to FILE", metavar="FILE")
     system_json: str = option("", "write what was measured to FILE, for overlap-train plan --system", metavar="FILE")
-    provider: str = option("auto", "check this one only; auto: all of them", choices=PROVIDERS)
+    provider: str = option("auto", "check this provider of symmetric memory only; auto: all of them", choices=PROVIDERS)
     network: str = option(
         "auto", "check this transport between nodes only; auto: all that serve the ranks", choices=NETWORKS
     )
@@ -24,7 +24,10 @@ class Doctor:
         metavar="S",
     )
     limit: float = option(
-        60.0, "longest time for one check (operators and network: more)", parse=positive_float, metavar="SECONDS"
+        60.0,
+        "longest time for one check, in seconds; operators and network have more",
+        parse=positive_float,
+        metavar="SECONDS",
     )
     node_ranks: int = option(
         0,

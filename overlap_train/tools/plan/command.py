@@ -23,23 +23,27 @@ from .tables import MOST_TILES, SpanSum
 
 WIDTH = 120  # of what is printed
 SPANS = (1, 2, 4, 8)  # of tensor parallelism
-ABOUT = (
-    "Simulates the schedule that the operators execute: what overlap brings on a machine that need not be here. Nothing is run "
-    "on a GPU."
-)
+ABOUT = "Says what overlap brings on a machine that need not be here, by simulating it. Nothing is run on a GPU."
 
 
 @dataclass(frozen=True)
 class Asked:
     """What `plan` is told. tp, cp, nodes, seq, micro_batch: in place of those of the strategy."""
 
-    system: str = option("h200", f"of {', '.join(SYSTEMS)}, or a JSON file", metavar="NAME|FILE")
-    strategy: str = option("tp4", f"of {', '.join(STRATEGIES)}, or a JSON file", metavar="NAME|FILE")
-    model: str = option("llama3-8b", f"of {', '.join(PLANNED_MODELS)}, or a JSON file", metavar="NAME|FILE")
+    system: str = option("h200", f"one of {', '.join(SYSTEMS)}, or a JSON file", metavar="NAME|FILE")
+    strategy: str = option(
+        "tp4",
+        f"what the five flags below replace: one of {', '.join(STRATEGIES)} (8192 tokens), or a JSON file",
+        metavar="NAME|FILE",
+    )
+    model: str = option("llama3-8b", f"one of {', '.join(PLANNED_MODELS)}, or a JSON file", metavar="NAME|FILE")
     tp: int | None = option(None, "tensor-parallel size", parse=positive_int, metavar="N")
     cp: int | None = option(None, "ranks that share the sequence (Ulysses)", parse=positive_int, metavar="N")
     nodes: int | None = option(
-        None, "nodes that a group spans; alone, all GPUs of them", parse=positive_int, metavar="N"
+        None,
+        "nodes that one group spans; without --tp and --cp it takes all their GPUs",
+        parse=positive_int,
+        metavar="N",
     )
     seq: int | None = option(None, "sequence length", parse=positive_int, metavar="TOKENS")
     micro_batch: int | None = option(None, "sequences in one forward call", parse=positive_int, metavar="N")
@@ -49,7 +53,11 @@ class Asked:
         "", "draw a timeline, or with --check planned against measured times (matplotlib)", metavar="FILE"
     )
     check: tuple[str, ...] = option(
-        (), "compare the planner with the records of these folders instead", parse=str, metavar="FOLDER", spaced=True
+        (),
+        "instead, compare what is planned with the records of overlap-train bench in these folders",
+        parse=str,
+        metavar="FOLDER",
+        spaced=True,
     )
 
 

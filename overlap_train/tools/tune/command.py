@@ -41,7 +41,9 @@ def _sizes(text: str) -> Sizes:
 class Tune:
     """What the tuner is told."""
 
-    model: str | None = option(None, "whose linears: qkv, proj, fc1 and fc2", choices=tuple(MODELS))
+    model: str | None = option(
+        None, f"qkv, proj, fc1 and fc2 of one of {', '.join(MODELS)}", choices=tuple(MODELS), metavar="NAME"
+    )
     column: tuple[Sizes, ...] = option(
         (),
         "column-parallel linears by their whole weights [N, K]: the output layer, qkv or fc1 of a model that is not listed",
@@ -80,7 +82,7 @@ class Tune:
         metavar="N",
     )
     dtype: str | None = option(None, "default bf16; on the CPU fp32", choices=tuple(DTYPES))
-    provider: str = option("auto", "symmetric memory", choices=PROVIDERS)
+    provider: str = option("auto", "what provides symmetric memory", choices=PROVIDERS)
     tuning_dir: str = option(OverlapConfig().tuning_dir, "where winners are kept", metavar="DIR")
     connections: int = option(
         1, "CUDA_DEVICE_MAX_CONNECTIONS while measuring; Megatron-Core trains with 1", parse=positive_int, metavar="N"
@@ -95,9 +97,8 @@ def main(arguments: list[str]) -> int:
     Raises:
         ValueError: wrong arguments.
     """
-    start = f"Under torchrun: {world.START} tune --model llama3-8b --seq 8192"
-    what = "Measures which method is fastest for a model's linears; method=auto then takes it."
-    top = Parser("overlap-train tune", description=f"{what} {start}")
+    what = "Measures which method is fastest for a model's linears; method=auto then takes it:"
+    top = Parser("overlap-train tune", description=f"{what}\n\n    {world.START} tune --model llama3-8b --seq 8192")
     add_options(top, Tune)
     asked = from_args(Tune(), top.parse_args(arguments))
     ranks = ranks_of(asked.tp, asked.dry_run)

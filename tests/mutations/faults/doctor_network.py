@@ -51,6 +51,8 @@ FAULTS = [
     LINES("a transport that was asked for may fail", "transport in (GLOO, NCCL, self.network)", "transport in (GLOO, NCCL)"),
     LINES("ranks that lack nothing have a line, too", "return [] if error == _ELSEWHERE else [finding]", "return [finding]"),
     TIMES("NCCL over sockets judges the operators", "    if pretends():\n", "    if False:\n"),
+    TIMES("a single rank is timed", "found if here.size == 1 else ", "",
+          "tests/protocol/test_doctor_processes.py::test_a_single_process_without_gpu_says_what_it_cannot_check"),
     COMMAND("the speed between ranks of one machine is kept", "plays_nodes=asked.node_ranks > 0", "plays_nodes=False",
              "tests/unit/test_plan_inputs.py::test_what_node_ranks_plays_is_no_network"),
 ]  # fmt: skip
