@@ -9,9 +9,12 @@ import pickle
 import sys
 import time
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
+
+from .bounded import Callers
 
 
 class OverlapTimeoutError(RuntimeError):
@@ -31,12 +34,15 @@ def say_on_rank_0(rank: int, text: str) -> None:
 class Agreement:
     """What the ranks of one group exchange outside the hot path. All of them call the same methods in the same order.
 
+    call_s: how long a library's call may take that nothing can interrupt (bounded.py); None: timeout_s. The doctor, whose report
+    comes before, sets it.
+
     One wait is not bounded here: where the process that hosts the store is stopped, not dead, the store's own time-out counts.
     torchrun hosts it outside of the ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.group, self.timeout_s = group, timeout_s
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, call_s: float | None = None) -> None:
+        self.group, self.timeout_s, self.call_s = group, timeout_s, call_s
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._group_store = dist.distributed_c10d._world.pg_map[group][1]
         self._generation = self._count_generation(1)  # of this group's domains: after shutdown another one
@@ -77,6 +83,12 @@ class Agreement:
     def barrier(self, what: str) -> None:
         """All ranks have come here."""
         self.exchange(None, what)
+
+    def callers(self, members: Iterable[int] | None = None) -> Callers:
+        """The ranks that make a call of a library together, for `bounded`. members: ranks of the group; None: all."""
+        ranks = dist.get_process_group_ranks(self.group)
+        some = ranks if members is None else [ranks[member] for member in members]
+        return Callers(ranks[self.rank], tuple(some), self.call_s or self.timeout_s)
 
     def all_succeed(self, error: str | None, what: str) -> None:
         """Raise RuntimeError on all ranks if one of them reports an error."""

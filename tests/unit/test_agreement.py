@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError
 from overlap_train.symmetric.agreement import Agreement
+from overlap_train.symmetric.bounded import Callers
 
 
 def ranks(world: int, timeout_s: float = 30.0) -> list[Agreement]:
@@ -63,6 +64,16 @@ def test_an_error_of_one_is_raised_by_all() -> None:
 
     assert together(ranks(2), act) == ["open: rank 1: none left"] * 2
     assert together(ranks(2), lambda one: one.all_succeed(None, "open")) == [None] * 2
+
+
+def test_those_who_call_a_library_together_have_their_numbers_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
+    one = ranks(4, timeout_s=30.0)[2]
+    one.group, one.call_s = None, None  # type: ignore[assignment]
+    assert one.callers() == Callers(6, (4, 5, 6, 7), 30.0)
+    assert one.callers(range(2, 4)) == Callers(6, (6, 7), 30.0)
+    one.call_s = 90.0
+    assert one.callers().limit_s == 90.0, "the doctor's own limit comes first"
 
 
 def test_a_store_that_is_gone_is_said_so() -> None:
