@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -64,6 +69,33 @@ def test_an_error_of_one_is_raised_by_all() -> None:
 
     assert together(ranks(2), act) == ["open: rank 1: none left"] * 2
     assert together(ranks(2), lambda one: one.all_succeed(None, "open")) == [None] * 2
+
+
+SERVES = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_store_whose_process_is_stopped_is_said_so() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVES], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)
+        (one,) = ranks(1, timeout_s=0.5)
+        one._store, one._group_store = store, store  # type: ignore[assignment]
+        one.barrier("before")
+        os.kill(host.pid, signal.SIGSTOP)
+        late = threading.Timer(20.0, host.kill)  # or a rank that waits for ever would hold this test
+        late.start()
+        told = "rank 0 waited 0.5 s, and the key-value store of the job does not answer"
+        with pytest.raises(OverlapTimeoutError, match=f"fc1: {told}"):
+            one.exchange(None, "fc1")
+        with pytest.raises(OverlapTimeoutError, match=f"count the domains of the group: {told}"):
+            one._count_generation(1)
+        late.cancel()
+        host.kill()
 
 
 def test_those_who_call_a_library_together_have_their_numbers_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

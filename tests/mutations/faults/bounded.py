@@ -10,6 +10,7 @@ NVSHMEM = In("overlap_train/symmetric/nvshmem.py", (f"{TEST}::test_every_collect
 TORCH = In("overlap_train/symmetric/torch_symm.py", (f"{TEST}::test_the_rendezvous_of_torch_is_bounded",))
 NCCL = In("overlap_train/symmetric/nccl.py", (f"{TEST}::test_nccl_connects_and_leaves_within_bounds",))
 AGREEMENT = In("overlap_train/symmetric/agreement.py", (AGREE,))
+STORE = In("overlap_train/symmetric/store.py", (AGREE,))
 NETWORK = In("overlap_train/tools/doctor/network.py", (DOCTOR,))
 OPERATOR = In("overlap_train/tools/doctor/operator.py", (DOCTOR,))
 EXAMINATION = In("overlap_train/tools/doctor/examination.py", (DOCTOR,))
@@ -38,6 +39,14 @@ FAULTS = [
          "if True:"),
     AGREEMENT("the doctor's limit is not used", "self.call_s or self.timeout_s", "self.timeout_s"),
     AGREEMENT("callers are numbered within their group", "Callers(ranks[self.rank],", "Callers(self.rank,"),
+    AGREEMENT("ranks wait for ever for a store that is stopped", "return answer(ask, self.timeout_s + _ANSWER_S)", "return ask()",
+              f"{AGREE}::test_a_store_whose_process_is_stopped_is_said_so"),
+    AGREEMENT("domains are counted without a limit", "return self._answer(add,", "return (lambda add, what: add())(add,",
+              f"{AGREE}::test_a_store_whose_process_is_stopped_is_said_so"),
+    AGREEMENT("a silent store is named in place of a late rank", "_ANSWER_S = 1.0", "_ANSWER_S = -0.05",
+              f"{AGREE}::test_those_who_do_not_come_are_named_and_those_who_came_are_not"),
+    STORE("what the store raises is lost", "future.set_exception(error)", "pass",
+          f"{AGREE}::test_a_store_that_is_gone_is_said_so"),
     NETWORK("a process ends before the doctor reports on the network", "domain.agreement.call_s = settings.call_s", "pass"),
     OPERATOR("a process ends before the doctor reports on operators", ".agreement.call_s = trial.call_s", ""),
     EXAMINATION("checks of memory are ended at their limit", "provider=provider, call_s=self._asked.limit + CALL_S)",
