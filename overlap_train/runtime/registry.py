@@ -91,7 +91,8 @@ def shutdown() -> None:
             domain.close()
         except Exception as error:  # the others end all the same
             errors.append(error)
-    if "nvshmem" in providers:
+    # After an error it would wait, too, for the rank for which a domain could not be closed.
+    if "nvshmem" in providers and not errors:
         from ..symmetric.nvshmem import finalize
 
         finalize()

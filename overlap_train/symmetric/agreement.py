@@ -9,9 +9,17 @@ import pickle
 import sys
 import time
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from .bounded import Callers
+from .store import answer
+
+T = TypeVar("T")
+_ANSWER_S = 1.0  # beyond the time-out: a rank that is late is named first
 
 
 class OverlapTimeoutError(RuntimeError):
@@ -31,12 +39,12 @@ def say_on_rank_0(rank: int, text: str) -> None:
 class Agreement:
     """What the ranks of one group exchange outside the hot path. All of them call the same methods in the same order.
 
-    One wait is not bounded here: where the process that hosts the store is stopped, not dead, the store's own time-out counts.
-    torchrun hosts it outside of the ranks.
+    call_s: how long a library's call may take that nothing can interrupt (bounded.py); None: timeout_s. The doctor, whose report
+    comes before, sets it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.group, self.timeout_s = group, timeout_s
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, call_s: float | None = None) -> None:
+        self.group, self.timeout_s, self.call_s = group, timeout_s, call_s
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._group_store = dist.distributed_c10d._world.pg_map[group][1]
         self._generation = self._count_generation(1)  # of this group's domains: after shutdown another one
@@ -56,7 +64,7 @@ class Agreement:
             OverlapMismatchError: a rank is in an exchange of another kind.
         """
         kind = kind or what
-        found = self._values_of_all((kind, what, value), what)
+        found = self._answer(partial(self._values_of_all, (kind, what, value), what), what)
         self._number += 1  # not before: a rank that gave up comes to the same round again
         for rank, (their_kind, theirs, _) in enumerate(found):
             if their_kind != kind:
@@ -78,6 +86,12 @@ class Agreement:
         """All ranks have come here."""
         self.exchange(None, what)
 
+    def callers(self, members: Iterable[int] | None = None) -> Callers:
+        """The ranks that make a call of a library together, for `bounded`. members: ranks of the group; None: all."""
+        ranks = dist.get_process_group_ranks(self.group)
+        some = ranks if members is None else [ranks[member] for member in members]
+        return Callers(ranks[self.rank], tuple(some), self.call_s or self.timeout_s)
+
     def all_succeed(self, error: str | None, what: str) -> None:
         """Raise RuntimeError on all ranks if one of them reports an error."""
         errors = {rank: text for rank, text in enumerate(self.exchange(error, what)) if text is not None}
@@ -90,7 +104,17 @@ class Agreement:
             self._count_generation(-1)
 
     def _count_generation(self, step: int) -> int:
-        return self._group_store.add(f"overlap_train/generation/{self.rank}", step)
+        add = partial(self._group_store.add, f"overlap_train/generation/{self.rank}", step)
+        return self._answer(add, "overlap_train: count the domains of the group")
+
+    def _answer(self, ask: Callable[[], T], what: str) -> T:
+        try:
+            return answer(ask, self.timeout_s + _ANSWER_S)
+        except TimeoutError:
+            raise OverlapTimeoutError(
+                f"{what}: rank {self.rank} waited {self.timeout_s:g} s, and the key-value store of the job does not answer; the "
+                f"process that hosts it, usually torchrun or rank 0 of the job, is stopped or cannot be reached"
+            ) from None
 
     def _values_of_all(self, mine: Any, what: str) -> list[Any]:
         keys = [f"{self._number}/{rank}" for rank in range(self.world_size)]
@@ -123,7 +147,7 @@ class Agreement:
             if not warned and waited > self.timeout_s / 10:
                 warned = True
                 warnings.warn(
-                    f"{what}: rank {self.rank} has waited {waited:.3g} s for {self._missing(keys)}", stacklevel=5
+                    f"{what}: rank {self.rank} has waited {waited:.3g} s for {self._missing(keys)}", stacklevel=1
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.02)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..planning.schedule.crossings import Crossing
 from ..planning.schedule.topology import Topology
 from .agreement import Agreement, OverlapTimeoutError
+from .bounded import bounded
 from .inter_node import CONNECT, Failures, Piece
 
 _LOOK_S = 0.5
@@ -61,7 +62,8 @@ class NcclTransport:
         self._topology, self._timeout_s, self._failures, self.sms = topology, timeout_s, failures, sms
         self._under_way: deque[NcclExchange] = deque()
         self._ended = threading.Event()
-        agreement.barrier(CONNECT)  # NCCL's own rendezvous is not bounded by us
+        self._callers = agreement.callers(range(topology.rank % topology.local, topology.world, topology.local))
+        agreement.barrier(CONNECT)
         self._group, error = self._connect(agreement, device)
         agreement.all_succeed(error, CONNECT)
         threading.Thread(target=self._watch, name="overlap_train between nodes", daemon=True).start()
@@ -78,8 +80,9 @@ class NcclTransport:
             seconds=2 * self._timeout_s + 60
         )  # torch's watchdog ends the process: ours comes first
         try:
-            group = dist.ProcessGroupNCCL(store, topology.node, topology.nodes, options)
-            group.eager_connect_single_device(device)
+            with bounded(CONNECT, self._callers):  # NCCL's rendezvous has no limit
+                group = dist.ProcessGroupNCCL(store, topology.node, topology.nodes, options)
+                group.eager_connect_single_device(device)
             return group, None
         except RuntimeError as failure:
             first = str(failure).splitlines()[0]
@@ -126,6 +129,7 @@ class NcclTransport:
             return
         self._ended.set()
         if orderly:
-            self._group.shutdown()
+            with bounded("overlap_train: disconnect the nodes of the group", self._callers):
+                self._group.shutdown()
         else:
             self._group.abort()

@@ -2,6 +2,8 @@
 
 NVSHMEM has one world a process. It is initialised over the overlap domain, not over the job, by a unique id sent through
 torch.distributed: no MPI, no launcher, and other domains of the job cannot disturb it (docs/design.md, rule 7).
+
+Its collective calls wait without end for a rank that does not come. Ranks agree before each of them, and `bounded` is around it.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import torch.distributed as dist
 
 from .agreement import Agreement
 from .allocation import allocated
+from .bounded import Callers, bounded
 
-_world_ranks: list[tuple[int, ...]] = []  # global ranks of this process's NVSHMEM world; empty before it is initialised
+_START, _ALLOCATE = "overlap_train: start NVSHMEM", "overlap_train: allocate NVSHMEM memory"
+_worlds: list[Callers] = []  # the ranks of this process's NVSHMEM world; empty before it is initialised
 
 
 def is_installed() -> bool:
@@ -28,7 +32,7 @@ def can_serve(group: dist.ProcessGroup, ranks: range | None = None) -> bool:
     """Whether nvshmem4py is installed and its one world is free or over this group's ranks, or over these of them."""
     if not is_installed():
         return False
-    return not _world_ranks or _world_ranks[0] == _ranks(group, ranks)
+    return not _worlds or _worlds[0].ranks == _ranks(group, ranks)
 
 
 class NvshmemHeap:
@@ -47,15 +51,17 @@ class NvshmemHeap:
         everyone = range(agreement.world_size)
         ranks, world = ranks or everyone, everyone if carries else ranks or everyone
         self._nvshmem, self._first, self._world_first = _world(agreement, device, world), ranks.start, world.start
-        agreement.barrier("overlap_train: allocate NVSHMEM memory")  # what follows is collective, and not bounded by us
-        memory = allocated(partial(self._new, nbytes), nbytes, agreement, "overlap_train: allocate NVSHMEM memory")
+        self._callers = agreement.callers(world)
+        agreement.barrier(_ALLOCATE)
+        memory = allocated(partial(self._new, nbytes), nbytes, agreement, _ALLOCATE)
         self._memory = memory
         self._views = [memory if rank == agreement.rank else self._peer(memory, rank) for rank in ranks]
         torch.cuda.synchronize(device)
         agreement.barrier("overlap_train: open NVSHMEM memory")
 
     def _new(self, nbytes: int) -> torch.Tensor:
-        memory: torch.Tensor = self._nvshmem.bytetensor((nbytes,), dtype=torch.uint8)
+        with bounded(_ALLOCATE, self._callers):
+            memory: torch.Tensor = self._nvshmem.bytetensor((nbytes,), dtype=torch.uint8)
         return memory.zero_()
 
     def _peer(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
@@ -73,17 +79,19 @@ class NvshmemHeap:
 
     def close(self) -> None:
         self._views = []
-        self._nvshmem.free_tensor(self._memory)
+        with bounded("overlap_train: free NVSHMEM memory", self._callers):
+            self._nvshmem.free_tensor(self._memory)
         del self._memory
 
 
 def finalize() -> None:
     """End this process's NVSHMEM world, if it has one. Collective over its ranks; every heap must be closed."""
-    if _world_ranks:
+    if _worlds:
         import nvshmem.core
 
-        nvshmem.core.finalize()
-        _world_ranks.clear()
+        with bounded("overlap_train: end NVSHMEM", _worlds[0]):
+            nvshmem.core.finalize()
+        _worlds.clear()
 
 
 def _ranks(group: dist.ProcessGroup, members: range | None) -> tuple[int, ...]:
@@ -98,17 +106,19 @@ def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
     from cuda.core import Device
 
     ranks = _ranks(agreement.group, members)
-    if _world_ranks and _world_ranks[0] != ranks:
+    if _worlds and _worlds[0].ranks != ranks:
         raise ValueError(
-            f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_world_ranks[0])}, and NVSHMEM "
+            f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_worlds[0].ranks)}, and NVSHMEM "
             f"allows one world a process; use provider='torch' for the other group (--overlap-train-provider)"
         )
-    if not _world_ranks:
+    if not _worlds:
         rank = agreement.rank - members.start
         uid = nvshmem.core.get_unique_id() if rank == 0 else None
-        uid = agreement.exchange(uid, "overlap_train: start NVSHMEM")[members.start]
+        uid = agreement.exchange(uid, _START)[members.start]
         chip = Device(device.index)
         chip.set_current()
-        nvshmem.core.init(device=chip, uid=uid, rank=rank, nranks=len(ranks), initializer_method="uid")
-        _world_ranks.append(ranks)
+        callers = agreement.callers(members)
+        with bounded(_START, callers):
+            nvshmem.core.init(device=chip, uid=uid, rank=rank, nranks=len(ranks), initializer_method="uid")
+        _worlds.append(callers)
     return nvshmem.core

@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 from .agreement import Agreement
 from .allocation import allocated
+from .bounded import bounded
+
+_OPEN = "overlap_train: open torch symmetric memory"
 
 
 class TorchHeap:
@@ -32,13 +35,14 @@ class TorchHeap:
         memory = allocated(make, nbytes, agreement, "overlap_train: allocate torch symmetric memory")
         self._first = 0 if ranks is None else ranks.start
         group = agreement.group if ranks is None else _group_of(agreement, ranks)
-        handle = symmetric_memory.rendezvous(memory, group.group_name)
+        with bounded(_OPEN, agreement.callers(ranks)):  # peers send descriptors over sockets that nobody gives a limit
+            handle = symmetric_memory.rendezvous(memory, group.group_name)
         self._group: dist.ProcessGroup | None = group  # torch's register does not keep it
         self._handle = handle
         self._views = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(handle.world_size)]
         self._views[handle.rank] = memory
         torch.cuda.synchronize(device)
-        agreement.barrier("overlap_train: open torch symmetric memory")
+        agreement.barrier(_OPEN)
 
     def view(self, rank: int) -> torch.Tensor:
         return self._views[rank - self._first]

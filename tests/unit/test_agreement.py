@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +16,7 @@ import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError
 from overlap_train.symmetric.agreement import Agreement
+from overlap_train.symmetric.bounded import Callers
 
 
 def ranks(world: int, timeout_s: float = 30.0) -> list[Agreement]:
@@ -63,6 +69,43 @@ def test_an_error_of_one_is_raised_by_all() -> None:
 
     assert together(ranks(2), act) == ["open: rank 1: none left"] * 2
     assert together(ranks(2), lambda one: one.all_succeed(None, "open")) == [None] * 2
+
+
+SERVES = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_store_whose_process_is_stopped_is_said_so() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVES], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)
+        (one,) = ranks(1, timeout_s=0.5)
+        one._store, one._group_store = store, store  # type: ignore[assignment]
+        one.barrier("before")
+        os.kill(host.pid, signal.SIGSTOP)
+        late = threading.Timer(20.0, host.kill)  # or a rank that waits for ever would hold this test
+        late.start()
+        told = "rank 0 waited 0.5 s, and the key-value store of the job does not answer"
+        with pytest.raises(OverlapTimeoutError, match=f"fc1: {told}"):
+            one.exchange(None, "fc1")
+        with pytest.raises(OverlapTimeoutError, match=f"count the domains of the group: {told}"):
+            one._count_generation(1)
+        late.cancel()
+        host.kill()
+
+
+def test_those_who_call_a_library_together_have_their_numbers_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
+    one = ranks(4, timeout_s=30.0)[2]
+    one.group, one.call_s = None, None  # type: ignore[assignment]
+    assert one.callers() == Callers(6, (4, 5, 6, 7), 30.0)
+    assert one.callers(range(2, 4)) == Callers(6, (6, 7), 30.0)
+    one.call_s = 90.0
+    assert one.callers().limit_s == 90.0, "the doctor's own limit comes first"
 
 
 def test_a_store_that_is_gone_is_said_so() -> None:

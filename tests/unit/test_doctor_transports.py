@@ -15,7 +15,7 @@ import torch.distributed as dist
 from overlap_train import OverlapConfig
 from overlap_train.flags import NETWORKS
 from overlap_train.planning.schedule.topology import Topology
-from overlap_train.tools.doctor import command, examination, network
+from overlap_train.tools.doctor import command, examination, job, links, memory, network, operator
 from overlap_train.tools.doctor.flags import Doctor
 from overlap_train.tools.doctor.network import Settings, check_network
 from overlap_train.tools.doctor.report import FAIL, WARN, Finding
@@ -49,7 +49,8 @@ def found(
 
     def domain_of(group: Any, config: OverlapConfig, device: Any) -> Any:
         topology = Topology(nodes, 2 // nodes, 0)
-        return SimpleNamespace(nodes=SimpleNamespace(problem=None, topology=topology), topology=topology)
+        found_nodes = SimpleNamespace(problem=None, topology=topology)
+        return SimpleNamespace(nodes=found_nodes, topology=topology, agreement=SimpleNamespace())
 
     def attempt(here: World, work: Callable[[], object]) -> str | None:
         try:
@@ -115,6 +116,57 @@ def test_ranks_that_cannot_be_connected_are_a_failure_where_training_connects_th
     connect = raises(RuntimeError("no route to host"))
     (line,) = found(monkeypatch, transport, replace(ASKED, network=asked), connect=connect)
     assert (line.status, line.measured) == (status, f"{begin}RuntimeError: no route to host") and line.fix
+
+
+def test_calls_that_nothing_can_interrupt_get_the_checks_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the process of a rank would end before the doctor reports."""
+
+    def connect(domain: Any) -> None:
+        raise RuntimeError(f"a limit of {domain.agreement.call_s:g} s")
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: None)
+    (line,) = found(monkeypatch, "nccl", replace(ASKED, call_s=91.0), connect=connect)
+    assert line.measured == "failed: RuntimeError: a limit of 91 s"
+    domain = SimpleNamespace(agreement=SimpleNamespace())
+    monkeypatch.setattr(operator, "domain_of", lambda *arguments: domain)
+    monkeypatch.setattr(operator, "_verify", lambda *arguments: [])
+    monkeypatch.setattr(World, "any", lambda here, found: found)
+    here = world(device="cpu")
+    operator.check_trial(here, replace(operator.trial_of(here, 1.0, "auto"), call_s=92.0))
+    assert domain.agreement.call_s == 92.0
+
+
+def test_the_report_comes_before_such_a_call_is_ended_and_that_before_the_stacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each check passes on its own limit and CALL_S."""
+    grace_s = job.Job(dist.HashStore(), 0, 1)._grace_s
+    assert grace_s + 2 * job._KNOWN_S < job.CALL_S < grace_s + job._BACKSTOP_S
+    limit_s, told = 0.0, dict[str, tuple[float, float]]()
+
+    def run(name: str, work: Callable[[], Any], limit: float, fix: str) -> Any:
+        nonlocal limit_s
+        limit_s = limit
+        return work()
+
+    def tell(name: str, call_s: float) -> list[Finding]:
+        told[name] = (limit_s, call_s)
+        return []
+
+    monkeypatch.setattr(memory, "check_memory", lambda here, call_s, **_: tell("memory", call_s))
+    monkeypatch.setattr(links, "check_links", lambda here, provider, call_s: tell("links", call_s))
+    monkeypatch.setattr(operator, "check_trial", lambda here, trial: tell("operators", trial.call_s))
+    monkeypatch.setattr(network, "check_network", lambda here, name, settings: tell("network", settings.call_s))
+    monkeypatch.setattr(examination, "free", list)
+    doctor: Any = examination.Examination.__new__(examination.Examination)
+    doctor._asked, doctor._on_gpu, doctor._all, doctor._world = Doctor(limit=50.0), False, world(), world(device="cpu")
+    doctor._job = SimpleNamespace(run=run)
+    doctor._memory()
+    doctor._check("links", doctor._links)
+    doctor._operators(3.0)
+    doctor._networks(doctor._network_settings(3.0))
+    limits = {"memory": 50.0, "links": 50.0, "operators": 103.0, "network": 53.0}
+    assert told == {name: (limit, limit + job.CALL_S) for name, limit in limits.items()}
 
 
 def test_symmetric_memory_is_free_before_each_transport(monkeypatch: pytest.MonkeyPatch) -> None:

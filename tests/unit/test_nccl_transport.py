@@ -17,6 +17,7 @@ from overlap_train.planning.schedule.topology import Topology
 from overlap_train.protocol.watchdog import FaultRecord
 from overlap_train.symmetric import nccl
 from overlap_train.symmetric.agreement import OverlapTimeoutError
+from overlap_train.symmetric.bounded import Callers
 from overlap_train.symmetric.inter_node import Piece
 
 CPU = torch.device("cpu")
@@ -78,7 +79,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Any]]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", group)
     monkeypatch.setattr(nccl, "_LOOK_S", 0.01)
     agreement: Any = SimpleNamespace(
-        barrier=lambda what: None, store_of=lambda name: name, all_succeed=lambda error, what: None
+        barrier=lambda what: None,
+        store_of=lambda name: name,
+        all_succeed=lambda error, what: None,
+        callers=lambda ranks: Callers(TOPOLOGY.rank, tuple(ranks), 60.0),
     )
 
     def make(timeout_s: float, sms: int = 6) -> tuple[nccl.NcclTransport, FaultRecord]:

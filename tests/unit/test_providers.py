@@ -9,39 +9,40 @@ import torch
 
 from overlap_train.symmetric import nvshmem, resolve_provider
 from overlap_train.symmetric.allocation import allocated
+from overlap_train.symmetric.bounded import Callers
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def world(monkeypatch: pytest.MonkeyPatch) -> list[Callers]:
     """The ranks of NVSHMEM's one world; groups are their ranks here, and nvshmem4py is installed."""
-    ranks: list[tuple[int, ...]] = []
-    monkeypatch.setattr(nvshmem, "_world_ranks", ranks)
+    worlds: list[Callers] = []
+    monkeypatch.setattr(nvshmem, "_worlds", worlds)
     monkeypatch.setattr(
         nvshmem, "_ranks", lambda group, ranks: group if ranks is None else group[ranks.start : ranks.stop]
     )
     monkeypatch.setattr(nvshmem, "is_installed", lambda: True)
-    return ranks
+    return worlds
 
 
-def test_nvshmem_serves_the_group_of_its_world_only(world: list[tuple[int, ...]]) -> None:
+def test_nvshmem_serves_the_group_of_its_world_only(world: list[Callers]) -> None:
     group: Any = (0, 1)
     assert resolve_provider(group, "auto", GPU) == "nvshmem"
-    world.append((0, 1))
+    world.append(Callers(0, (0, 1), 60.0))
     assert resolve_provider(group, "auto", GPU) == "nvshmem"
     other: Any = (2, 3)
     assert resolve_provider(other, "auto", GPU) == "torch"
 
 
-def test_nvshmem_serves_the_node_of_its_world(world: list[tuple[int, ...]]) -> None:
+def test_nvshmem_serves_the_node_of_its_world(world: list[Callers]) -> None:
     group: Any = (4, 5, 6, 7)
-    world.append((6, 7))
+    world.append(Callers(6, (6, 7), 60.0))
     assert resolve_provider(group, "auto", GPU, range(2, 4)) == "nvshmem"
     assert resolve_provider(group, "auto", GPU, range(2)) == resolve_provider(group, "auto", GPU) == "torch"
 
 
-def test_without_nvshmem4py_torch_serves(world: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvshmem4py_torch_serves(world: list[Callers], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem, "is_installed", lambda: False)
     group: Any = (0, 1)
     assert resolve_provider(group, "auto", GPU) == "torch"
@@ -49,7 +50,7 @@ def test_without_nvshmem4py_torch_serves(world: list[tuple[int, ...]], monkeypat
         resolve_provider(group, "nvshmem", GPU)
 
 
-def test_cpus_are_served_by_host_and_gpus_are_not(world: list[tuple[int, ...]]) -> None:
+def test_cpus_are_served_by_host_and_gpus_are_not(world: list[Callers]) -> None:
     group: Any = (0, 1)
     assert resolve_provider(group, "auto", CPU) == resolve_provider(group, "host", CPU) == "host"
     assert resolve_provider(group, "torch", GPU) == "torch"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from overlap_train import shutdown
+from overlap_train import OverlapTimeoutError, shutdown
 from overlap_train.runtime import registry
 from overlap_train.symmetric import nvshmem
 
@@ -14,12 +14,14 @@ from overlap_train.symmetric import nvshmem
 class Domain:
     """As OverlapDomain, whose heap is gone once it is closed."""
 
-    def __init__(self, provider: str | None, name: str = "", closed: list[str] | None = None) -> None:
+    def __init__(self, provider: str | None, name: str = "", closed: list[str] | None = None, late: str = "") -> None:
         self.heap = None if provider is None else SimpleNamespace(provider=provider)
         self.group = SimpleNamespace(group_name=name)
-        self._closed = closed
+        self._closed, self._late = closed, late
 
     def close(self) -> None:
+        if self._late:
+            raise OverlapTimeoutError(self._late)
         self.heap = None
         if self._closed is not None:
             self._closed.append(self.group.group_name)
@@ -36,6 +38,17 @@ def test_nvshmem_ends_where_a_heap_came_from_it(
     monkeypatch.setattr(nvshmem, "finalize", lambda: ended.append("nvshmem"))
     shutdown()
     assert len(ended) == ends and not registry._domains
+
+
+def test_nvshmem_does_not_wait_for_a_rank_that_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is collective, too, and nothing could interrupt it."""
+    ended: list[str] = []
+    domains = [Domain("nvshmem", late="rank 1 did not come"), Domain("nvshmem", "other", ended)]
+    monkeypatch.setattr(registry, "_domains", dict(enumerate(domains)))
+    monkeypatch.setattr(nvshmem, "finalize", lambda: ended.append("nvshmem"))
+    with pytest.raises(OverlapTimeoutError, match="rank 1 did not come"):
+        shutdown()
+    assert ended == ["other"], "domains that can be closed are"
 
 
 def test_groups_are_closed_in_one_order_whichever_was_used_first(monkeypatch: pytest.MonkeyPatch) -> None:

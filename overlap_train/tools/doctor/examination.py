@@ -15,7 +15,7 @@ from ..measure.world import World, join
 from . import environment, gpus, links, memory, network, operator, versions
 from .collectives import check_collectives
 from .flags import Doctor
-from .job import Job, Work
+from .job import CALL_S, Job, Work
 from .report import FAIL, WARN, Finding, fail, ok, warn
 
 _LATE = "run again; if it repeats, py-spy dump the named ranks and file an issue with this report"
@@ -53,7 +53,7 @@ class Examination:
         self._check("links", self._links)
         seconds = self._asked.seconds or (30.0 if self._on_gpu else 3.0)
         self._operators(seconds)
-        self._networks(network.Settings(self._asked.node_ranks, self._asked.provider, self._asked.network, seconds))
+        self._networks(self._network_settings(seconds))
         self._check("leave", leave)
         if self._job.broken:
             self._not_checked("whatever follows the check that did not end")
@@ -121,22 +121,29 @@ class Examination:
         """Check each provider of symmetric memory that ranks may use here."""
         providers = ["torch", "nvshmem"] if self._on_gpu else ["host"]
         for provider in providers if self._asked.provider == "auto" else [self._asked.provider]:
-            work = self._needs_ranks(f"rendezvous {provider}", partial(memory.check_memory, provider=provider))
+            check = partial(memory.check_memory, provider=provider, call_s=self._asked.limit + CALL_S)
+            work = self._needs_ranks(f"rendezvous {provider}", check)
             self._check(f"rendezvous {provider}", work, memory.FIXES[provider])
 
     def _links(self) -> list[Finding]:
         if self._on_gpu and self._here.size == 1:
             return links.check_alone(self._here, torch.cuda.device_count() if self._is_alone else 1)
-        return links.check_links(self._here, self._asked.provider)
+        return links.check_links(self._here, self._asked.provider, self._asked.limit + CALL_S)
 
     def _operators(self, seconds: float) -> None:
         """Check the operators for so many seconds."""
 
-        def check(here: World) -> list[Finding]:
-            return operator.check_trial(here, operator.trial_of(here, seconds, self._asked.provider))
-
         limit_s = 2 * self._asked.limit + seconds  # kernels are compiled there
+
+        def check(here: World) -> list[Finding]:
+            trial = operator.trial_of(here, seconds, self._asked.provider)
+            return operator.check_trial(here, replace(trial, call_s=limit_s + CALL_S))
+
         self._check("operators", self._needs_ranks("operators", check), limit_s=limit_s)
+
+    def _network_settings(self, seconds: float) -> network.Settings:
+        asked, call_s = self._asked, self._asked.limit + seconds + CALL_S
+        return network.Settings(asked.node_ranks, asked.provider, asked.network, seconds, call_s)
 
     def _networks(self, settings: network.Settings) -> None:
         """Check what goes between the nodes of the job, by one transport after the other; nothing where it has one rank."""

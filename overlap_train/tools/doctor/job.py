@@ -27,6 +27,10 @@ from .report import FAIL, Finding
 _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # The store is asked less often after two seconds: each question takes time from what is measured.
 _TURN_S, _SLOW_TURN_S = 0.02, 0.2
+# Beyond the limit: a call that nothing can interrupt ends its process (symmetric/bounded.py). Before that come the grace, or a
+# roll call, and the report, for which ranks wait twice.
+CALL_S = 30.0
+_KNOWN_S = 10.0
 _BACKSTOP_S = 60.0  # beyond the limit: ends a process whose main thread cannot run either
 Work = Callable[[], list[Finding]]
 
@@ -87,16 +91,16 @@ class Job:
         return found
 
     def wait_for_report(self, speaker: int) -> None:
-        """Wait until the rank that prints has done so; on that rank, until all that answer know. Ten seconds at most.
+        """Wait until the rank that prints has done so; on that rank, until all that answer know. Twice ten seconds at most.
 
         Under srun rank 0 serves the store, which is gone when that rank has left. Others may still be asking it for the findings
         of the last check.
         """
         with suppress(dist.DistError):
-            self.wait("reported", 10.0, [speaker])
+            self.wait("reported", _KNOWN_S, [speaker])
             self.post("known", True)
             if self.rank == speaker:
-                self.wait("known", 10.0, self.answering)
+                self.wait("known", _KNOWN_S, self.answering)
 
     def _settled(self, name: str, future: Future[list[Finding]], limit_s: float, fix: str) -> dict[int, Any]:
         """Post this rank's outcome and wait for the others'. If a rank has raised, the rest get the grace, not the limit."""

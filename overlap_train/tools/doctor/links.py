@@ -39,12 +39,13 @@ _SLOW_FIX = (
 )
 
 
-def check_links(here: World, provider: str) -> list[Finding]:
-    """Measure and judge. Collective; each rank reports its own links and its own speed."""
+def check_links(here: World, provider: str, call_s: float) -> list[Finding]:
+    """Measure and judge. Collective; each rank reports its own links and its own speed. call_s: see Agreement."""
     on_gpu = here.device.type == "cuda"
     world.heat(here.device)
     tflops = gemm_speeds(here, 8192 if on_gpu else 256, timing.measure)
-    heap = open_heap(Agreement(here.group, AGREE_S), (128 << 20) if on_gpu else (4 << 20), provider, here.device)
+    agreement = Agreement(here.group, AGREE_S, call_s)
+    heap = open_heap(agreement, (128 << 20) if on_gpu else (4 << 20), provider, here.device)
     speeds = link_speeds(here, [heap.view(rank) for rank in range(here.size)], timing.measure)
     heap.close()
     if not on_gpu:

@@ -38,10 +38,10 @@ FIXES = {
 }
 
 
-def check_memory(here: World, provider: str, open_: OpenHeap = open_heap) -> list[Finding]:
+def check_memory(here: World, provider: str, open_: OpenHeap = open_heap, call_s: float | None = None) -> list[Finding]:
     """Open a heap of `provider`, write every block of every peer, and send signals both ways between all pairs.
 
-    Raises what a provider raises, and TimeoutError where a signal does not come.
+    call_s: see Agreement. Raises what a provider raises, and TimeoutError where a signal does not come.
     """
     name = f"rendezvous {provider}"
     # Before anything collective: a rank that cannot even load the library must not leave its peers in a rendezvous.
@@ -50,7 +50,7 @@ def check_memory(here: World, provider: str, open_: OpenHeap = open_heap) -> lis
         expected = "the same on all ranks; without it auto takes torch"
         return [] if missing == "failed on another rank" else [warn(name, missing, expected, FIXES[provider])]
     began = time.monotonic()
-    heap = open_(Agreement(here.group, AGREE_S), here.size * (BLOCK + _WORD), provider, here.device)
+    heap = open_(Agreement(here.group, AGREE_S, call_s), here.size * (BLOCK + _WORD), provider, here.device)
     opened = ok(name, f"{here.size} rank{'s' * (here.size > 1)} in {time.monotonic() - began:.1f} s")
     found = _blocks(here, heap, name)
     if not here.any(bool(found)):

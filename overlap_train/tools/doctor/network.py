@@ -47,12 +47,13 @@ _WRONG_FIX = (
 @dataclass(frozen=True)
 class Settings:
     """The settings of the checks between nodes. node_ranks, provider: see OverlapConfig. network: the transport that was asked
-    for; auto: all that serve the ranks. seconds: for each transport."""
+    for; auto: all that serve the ranks. seconds: for each transport. call_s: see Agreement."""
 
     node_ranks: int
     provider: str
     network: str
     seconds: float
+    call_s: float | None = None
 
     def transports(self, on_gpu: bool) -> tuple[str, ...]:
         """The transports to check, by their names here."""
@@ -81,6 +82,7 @@ def check_network(here: World, transport: str, settings: Settings) -> list[Findi
     Collective. here: all ranks of the job."""
     name, config = name_of(transport), settings.config(transport)
     domain = domain_of(dist.new_group(), config, here.device)  # the ranks of a host have a domain of their own
+    domain.agreement.call_s = settings.call_s
     if domain.nodes.problem is not None:
         return [warn(name, f"cannot run here: {domain.nodes.problem}", "nodes with as many ranks each", _NODES_FIX)]
     if domain.topology.nodes == 1:

@@ -19,6 +19,7 @@ from ... import check as check_timeouts
 from ...methods import TRAITS
 from ...planning.hardware import hardware_of
 from ...planning.tiling import tma_reads
+from ...runtime.registry import domain_of
 from ..measure import timing
 from ..measure.operands import gathered
 from ..measure.pretended import pretends
@@ -36,7 +37,7 @@ _ERROR_FIX = "see docs/troubleshooting.md for the message; a named rank's own li
 @dataclass(frozen=True)
 class Trial:
     """What the check of the operators is told. m, k, n: global; few_rows: instead of m for methods that serve no more. seconds:
-    how long to repeat. methods: of OverlapConfig.method. Tests plant faults in the operators."""
+    how long to repeat. methods: of OverlapConfig.method. call_s: see Agreement. Tests plant faults in the operators."""
 
     m: int
     k: int
@@ -47,6 +48,7 @@ class Trial:
     provider: str
     few_rows: int = 0
     timeout_s: float = 30.0
+    call_s: float | None = None
     gather: Linear = all_gather_linear
     scatter: Linear = linear_reduce_scatter
     to_heads: Linear = linear_all_to_all
@@ -73,6 +75,7 @@ def check_trial(here: World, trial: Trial) -> list[Finding]:
     """Every method: its operators against torch until the time is up, then, among several ranks, AG + GEMM against NCCL +
     cuBLAS. Collective."""
     found: list[Finding] = []
+    domain_of(here.group, trial.config("auto"), here.device).agreement.call_s = trial.call_s
     for method in trial.methods:
         rows = trial.few_rows if TRAITS[method].few_rows else trial.m
         verified = _verify(here, replace(trial, m=rows), method)

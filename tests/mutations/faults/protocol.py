@@ -293,13 +293,13 @@ FAULTS = [
     ),
     NVSHMEM(
         "nvshmem serves a second group",
-        "return not _world_ranks or _world_ranks[0] == _ranks(group, ranks)",
+        "return not _worlds or _worlds[0].ranks == _ranks(group, ranks)",
         "return True",
     ),
     NVSHMEM(
         "nvshmem serves its group once",
-        "return not _world_ranks or _world_ranks[0] == _ranks(group, ranks)",
-        "return not _world_ranks",
+        "return not _worlds or _worlds[0].ranks == _ranks(group, ranks)",
+        "return not _worlds",
     ),
     NVSHMEM("nvshmem serves where it is not installed", "    if not is_installed():\n        return False\n", ""),
 ]

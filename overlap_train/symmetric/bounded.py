@@ -1,0 +1,91 @@
+"""A call into a library that may wait without end, and that nothing can interrupt: it ends in time, or this process does.
+
+NVSHMEM, NCCL and torch wait without end for a rank that dies or stops after the ranks have agreed to make such a call. Another
+process watches, because a thread could not: nvshmem4py 0.4.1 keeps the GIL while it allocates, frees and finalizes. The watching
+process runs this file as a program, so the file imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Callers:
+    """The ranks that make a call together. rank: this one; ranks: all of them; both as numbers of the job. limit_s: how long a
+    call may take."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    limit_s: float
+
+
+class Watcher(Protocol):
+    """What ends this process, unless it is closed before."""
+
+    def close(self) -> None:
+        """The call has ended."""
+        ...
+
+
+class WatchingProcess:
+    """Prints `error` after `limit_s` seconds and ends this process by SIGKILL, which no state of it can hold up.
+
+    It takes this process 2 ms, which does not wait for the new one to begin. Both end together.
+    """
+
+    def __init__(self, error: str, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s  # the same clock in all processes of a machine
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(deadline), error]
+        # A session of its own: Ctrl-C reaches this process, whose end it notices.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def bounded(what: str, callers: Callers, watch: Callable[[str, float], Watcher] = WatchingProcess) -> Iterator[None]:
+    """Bracket of one call that all callers make. If it has not ended in time, the process ends, with an error on stderr.
+
+    what: what the ranks do here, and in which library: "overlap_train: allocate NVSHMEM memory". watch: what ends the process.
+    """
+    ranks = ", ".join(map(str, callers.ranks))
+    error = (
+        f"{what}: rank {callers.rank} of the job waited {callers.limit_s:g} s in a call that ranks {ranks} of the job make "
+        f"together, and that nothing can interrupt. Therefore its process is ended here (SIGKILL). A rank that does not come is "
+        f"dead, stopped, or in another call: read the logs of the other ranks first; if it is only slow, raise timeout_s "
+        f"(--overlap-train-timeout-s)."
+    )
+    watcher = watch(error, callers.limit_s)
+    try:
+        yield
+    finally:
+        watcher.close()
+
+
+def watch_process(process: int, deadline: float, error: str) -> None:
+    """End a process that is still this one's parent at the deadline of time.monotonic(). Return once it has ended by itself."""
+    left = max(0.0, deadline - time.monotonic())
+    has_ended = select.select([0], [], [], left)[0]  # stdin ends with the parent
+    # A fork of the parent may hold the other end of stdin, and a number of a process that is gone may be another's.
+    if not has_ended and os.getppid() == process:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{error}\n".encode())
+        os.kill(process, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    watch_process(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
