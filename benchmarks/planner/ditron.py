@@ -44,8 +44,8 @@ page](../../docs/planner.md#against-published-figures) says how the figures come
 
 Speed-ups are over NCCL and the product, one after the other. **published**: the paper's kernels over cuBLAS + NCCL. **ours**: the
 fastest of our methods; across nodes `direct` is left out, which does not cross nodes. **auto**: what the planner
-chooses, which may be not to overlap (1.00), and within 2 % the simpler method. The operators' own `auto` takes `chunked`
-across nodes, for small products `fused`, without asking the planner.
+chooses, which may be not to overlap (1.00), and within 2 % the simpler method. The operators' own `auto` takes `fused`
+across nodes, for short blocks `collective`, without asking the planner.
 """
 
 

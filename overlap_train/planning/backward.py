@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import cost
+from .copies import copied, give
 from .low_latency import LOW_LATENCY
 from .plan import sent_again
 from .programs import (
@@ -25,7 +26,7 @@ from .programs import (
     wait,
 )
 from .schedule.kinds import A2A_GEMM, GATHER, INBOUND, SCATTER
-from .timeline import COMMUNICATION, COMPUTE, GEMM, Kernel, Program, Token, arrived
+from .timeline import COMMUNICATION, GEMM, Kernel, Program, Token, arrived
 from .work import Work
 
 GATHERED: Token = ("x gathered",)
@@ -44,7 +45,9 @@ def whole(work: Work) -> Part:
     if work.plan.kind in INBOUND:
         kernels, sending = row_dx(work)
         return [*kernels, row_dw(work)], sending
-    return _column_by_nccl(work) if work.plan.method == "collective" else _column(work)
+    if work.plan.method != "collective":
+        return _column(work)
+    return _column_by_nccl(work) if work.plan.kind == SCATTER else _exchanged_by_nccl(work)
 
 
 def wgrad_us(work: Work, spared_sms: int = 0) -> float:
@@ -57,8 +60,8 @@ def wgrad_us(work: Work, spared_sms: int = 0) -> float:
 
 
 def communication_us(work: Work) -> float:
-    """NCCL's time for all that a backward communicates: a column linear gathers x and scatters dx."""
-    return work.collective_us * (1 if work.plan.kind in INBOUND else 2)
+    """NCCL's time for all that a backward communicates: a column linear gathers x and scatters dx. Ulysses keeps x."""
+    return work.collective_us * (2 if work.plan.kind == SCATTER else 1)
 
 
 def _wgrad(work: Work, us: float, *needs: Token) -> Kernel:
@@ -67,7 +70,7 @@ def _wgrad(work: Work, us: float, *needs: Token) -> Kernel:
 
 def own_block(work: Work) -> Kernel:
     """The copy of the own block beside the gathered ones: read and written."""
-    return Kernel("copy of the own block", COMPUTE, cost.sum_us(work.system, 2 * work.shard_bytes), work.system.gap_us)
+    return copied(work, 2 * work.shard_bytes, "copy of the own block")
 
 
 def row_dx(work: Work) -> Part:
@@ -93,7 +96,7 @@ def _column(work: Work) -> Part:
         return [first[0], *kernels, _wgrad(work, wgrad_us(work)), *finish], sending
     arrivals = tuple(arrived(again.call, source, 0) for source in plan.sources)
     wgrad = [own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work, work.plan.spared_sms))]
-    return [*epoch(work, work.world > 1), *kernels, *wgrad, *finish], [*sends(again), *sending]
+    return [*give(again), *epoch(work, work.world > 1), *kernels, *wgrad, *finish], [*sends(again), *sending]
 
 
 def _column_by_nccl(work: Work) -> Part:
@@ -108,6 +111,12 @@ def _column_by_nccl(work: Work) -> Part:
         _wgrad(work, wgrad, GATHERED),
     ]
     return kernels, []
+
+
+def _exchanged_by_nccl(work: Work) -> Part:
+    """A linear's backward in torch, then the exchange of dx. Nothing is sent again: torch's linear keeps what it multiplied."""
+    (kernels, sending), finish = exchange_part(work)
+    return [*kernels, _wgrad(work, wgrad_us(work)), *finish], sending
 
 
 def _slower_us(work: Work, product_us: float) -> float:

@@ -9,9 +9,8 @@ import torch
 from ..methods import TRAITS
 from .low_latency import LOW_LATENCY, pays
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from .schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, SCATTER
 from .table import Table, Winner
-from .tiling import FILLS_A_GPU, HOPPER_TILE
 from .variants import PLAIN, Variant
 from .waves import fills_a_wave, fills_tiles, on_hopper, saves_a_wave, waits_in_a_wave
 
@@ -59,15 +58,13 @@ SHORT_RECEIVE_US = 300.0
 # they do not, it lost up to 7 %.
 LONG_COPY_US = 150.0
 
-# Between nodes of GPUs each block of an all-to-all is an exchange of its own, which takes the host and the network's latency. The
-# planner says of Llama-3 8B and 70B on 2 to 32 H200: with blocks of 4 MiB and more `chunked` is 0.9 to 1.9 times as fast as
-# NCCL + cuBLAS, with 2 MiB 0.6 to 1.5 times, with less than 1 MiB mostly slower. Not measured.
+# Between nodes of GPUs each block is an exchange of its own, which takes the host and the network's latency: a shorter one
+# goes by NCCL. Else `fused`, whose kernel multiplies all blocks; `chunked` has a product for each rank, which may leave SMs idle.
+# A2A + GEMM is the other way round: `chunked` multiplies several blocks side by side. The planner says of 6140 passes (Llama-3 8B
+# to 405B and Qwen3 32B on 2 to 8 nodes of 4 and 8 H200, H800 and H20, NICs of 25 to 100 GB/s): 20 % take more than 3 % longer so
+# than by the best of the three, and 6.6 % longer in the mean. With `chunked` where a rank's product fills the SMs it was 40 and
+# 26 %. Not measured.
 LEAST_BLOCK = 4 << 20
-# Between nodes of GPUs `chunked` has a product for each rank, which may have fewer tiles than there are SMs; `fused` has one
-# kernel for all, and fewer launches. Below these parts of a wave it is faster by the planner, of Llama-3 8B to 405B on 2 and 4
-# nodes of 4 and 8 H200, H800 and H20: AG + GEMM 1.2 to 2.1 times in the mean (above: 0.94 to 1.09), GEMM + A2A 1.2 to 2.9 times
-# (above: 1.0 to 1.1). For GEMM + RS both are equal, for A2A + GEMM it is slower. Not measured.
-SMALL_PRODUCTS = {GATHER: 0.25, GEMM_A2A: 1.0}
 
 
 @dataclass(frozen=True)
@@ -162,21 +159,17 @@ def winner_of(pass_: Pass, device: torch.device, table: Table, nodes: int) -> Wi
 
 
 def _across_nodes(pass_: Pass, device: torch.device) -> Choice:
-    """`chunked`, but for short blocks of an all-to-all and small products."""
-    default, block = "auto: not tuned:", pass_.rows * pass_.row_features * pass_.dtype.itemsize
-    if device.type == "cuda" and pass_.kind in EXCHANGES and block < LEAST_BLOCK:
+    """`fused`, for A2A + GEMM `chunked`; for short blocks `collective`."""
+    default, block = "auto: not tuned:", pass_.m // pass_.world * pass_.row_features * pass_.dtype.itemsize
+    if device.type != "cuda":
+        return Choice("chunked", f"{default} CPU tensors on several nodes")
+    if block < LEAST_BLOCK:
         return Choice(
             "collective", f"{default} blocks of {block / 2**20:.2g} MiB are too short to cross nodes one by one"
         )
-    if device.type == "cuda" and _has_small_products(pass_, device):
-        return Choice("fused", f"{default} the product of one rank's block is too small for all SMs")
-    return Choice("chunked", f"{default} {'CPU tensors' if device.type == 'cpu' else 'GPUs'} on several nodes")
-
-
-def _has_small_products(pass_: Pass, device: torch.device) -> bool:
-    columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)
-    tiles = HOPPER_TILE.count(pass_.m // pass_.world, columns)
-    return tiles < SMALL_PRODUCTS.get(pass_.kind, 0.0) * FILLS_A_GPU and on_hopper(pass_, device)
+    if pass_.kind != A2A_GEMM and on_hopper(pass_, device):
+        return Choice("fused", f"{default} GPUs on several nodes, one kernel for all blocks")
+    return Choice("chunked", f"{default} GPUs on several nodes")
 
 
 def untuned(pass_: Pass, device: torch.device, nodes: int = 1) -> Choice:

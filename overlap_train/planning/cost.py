@@ -83,6 +83,12 @@ def sum_us(system: System, nbytes: float, sms: int = 0) -> float:
     return nbytes / (gbs * 1e3)
 
 
+def torch_copy_us(system: System, nbytes: float) -> float:
+    """Reading and writing so many bytes by a torch operation that moves elements one by one: a copy of blocks that lie apart, or
+    rows by an index."""
+    return sum_us(system, nbytes) / system.torch_copy
+
+
 def collective_us(system: System, nbytes: float, world: int, nodes: int = 1) -> float:
     """NCCL's all-gather or reduce-scatter; nbytes: what each rank sends.
 

@@ -26,7 +26,7 @@ class System:
     tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock.
     burst_tflops, sustained_tflops, settle_us: what power allows in a short product, in a long one, and the time between.
     small_tile: speed of 128 x 128 tiles over that of 128 x 256. portable: of our plain Triton kernels over the library's.
-    memory_gbs: reached when partial sums are added.
+    memory_gbs: reached when partial sums are added. torch_copy: the part of it that torch's copies of blocks apart reach.
     copy_gbs, push_us: of a copy engine to one peer, and what each copy with its signal takes besides.
     store_gbs, tile_store_gbs: stores to peers by a gathering kernel's warps, and of whole tiles.
     peer_tile_us: for how long a tile that is stored at a peer holds its SM in addition.
@@ -53,6 +53,7 @@ class System:
     small_tile: float
     portable: float
     memory_gbs: float
+    torch_copy: float
     copy_gbs: float
     push_us: float
     store_gbs: float
@@ -88,7 +89,7 @@ H200 = System(
     "h200", "NVIDIA H200 SXM data sheet; measured in benchmarks/h200x2 and h200x4", (9, 0), 132, 989.4, 450.0, 50.0, 8,
     nic_us=14.0, sum_sm_gbs=60.0,
     tile_tflops=850.0, burst_tflops=755.0, sustained_tflops=655.0, settle_us=490.0, small_tile=0.88, portable=0.83,
-    memory_gbs=SUM_GBS, copy_gbs=360.0, push_us=6.2, store_gbs=240.0, tile_store_gbs=330.0, peer_tile_us=11.0,
+    memory_gbs=SUM_GBS, torch_copy=0.42, copy_gbs=360.0, push_us=6.2, store_gbs=240.0, tile_store_gbs=330.0, peer_tile_us=11.0,
     nccl_us=19.0, nccl_pair_gbs=220.0, nccl_ring_gbs=285.0, nccl_beside=0.5, gap_us=1.5, wait_us=2.0, ramp_us=10.0,
     host_call_us=4.0, measured=SPEEDS,
 )  # fmt: skip

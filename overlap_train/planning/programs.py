@@ -13,6 +13,7 @@ from itertools import chain
 from ..methods import TRAITS
 from . import cost
 from .across_nodes import far_arrivals, far_turns, in_order, lane_of, made, multiplied, node_sums, waits_for
+from .copies import copied, give, put_together, take
 from .low_latency import LOW_LATENCY
 from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
@@ -69,7 +70,7 @@ def receive_part(work: Work) -> Part:
     method, gap = work.plan.method, work.system.gap_us
     if work.plan.method == "collective":
         exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, gap)
-        return [exchange, _copy(work, work.world), _product(work, work.gemm_us)], []
+        return [exchange, put_together(work), _product(work, work.gemm_us)], []
     if method == "chunked":
         return [*(_chunked_gather(work) if work.topology.nodes == 1 else _received_together(work))], sends(work)
     return _launches(work, _persistent(work, "all_to_all_gemm_kernel", receive_tiles(work))), sends(work)
@@ -77,11 +78,11 @@ def receive_part(work: Work) -> Part:
 
 def exchange_part(work: Work) -> tuple[Part, list[Kernel]]:
     """GEMM + A2A: what starts it, and what takes the blocks out of symmetric memory."""
-    method, parts = work.plan.method, [work.part_us] * work.world
+    method = work.plan.method
     if method == "collective":
         exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, work.system.gap_us)
-        return ([_product(work, us) for us in parts], []), [exchange]
-    finish = [wait(work, work.all_arrivals()), _copy(work, work.world - 1)]  # the own block is in its place
+        return ([_product(work, work.gemm_us), put_together(work)], []), [exchange, *take(work)]
+    finish = [wait(work, work.all_arrivals()), *take(work)]
     if method == "chunked":
         return (_products(work), sends(work)), finish
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
@@ -91,12 +92,6 @@ def exchange_part(work: Work) -> tuple[Part, list[Kernel]]:
 def _low_latency(work: Work, name: str) -> Kernel:
     us = cost.low_latency_us(work.system, (work.world - 1) * work.shard_bytes)
     return Kernel(name, COMMUNICATION, us, work.system.gap_us)
-
-
-def _copy(work: Work, blocks: int) -> Kernel:
-    """The copy that puts blocks where they belong: read and written."""
-    us = cost.sum_us(work.system, 2 * blocks * work.shard_bytes)
-    return Kernel("copy of the blocks", COMPUTE, us, work.system.gap_us)
 
 
 def sends_by_copies(work: Work) -> bool:
@@ -135,7 +130,7 @@ def forward(work: Work) -> Part:
     start = epoch(work, sends_by_copies(work))
     if work.plan.kind in INBOUND:
         kernels, sending = (gather_part if work.plan.kind == GATHER else receive_part)(work)
-        return [*start, *kernels], sending
+        return [*give(work), *start, *kernels], sending
     (kernels, sending), finish = (scatter_part if work.plan.kind == SCATTER else exchange_part)(work)
     return [*start, *kernels, *finish], sending
 
@@ -222,7 +217,7 @@ def _received_together(work: Work) -> Iterator[Kernel]:
 def _side_by_side(work: Work, blocks: int) -> Kernel:
     """The copy of so many blocks, and of their rows of the weight: read and written."""
     terms = blocks * work.pass_.k // work.world * (work.m_shard + work.pass_.n) * work.pass_.dtype.itemsize
-    return Kernel("copy of the blocks", COMPUTE, cost.sum_us(work.system, 2 * terms), work.system.gap_us)
+    return copied(work, 2 * terms)
 
 
 def _products(work: Work) -> list[Kernel]:

@@ -14,6 +14,18 @@ from .schedule.topology import Topology
 from .timeline import Token, arrived
 
 STARTED = "started"
+ANGLE_BYTES = 8  # of one feature of one row: cos and sin in fp32
+
+
+@dataclass(frozen=True)
+class AttentionSide:
+    """What the attention has of a projection: rows in the order of the sequence, which ranks share as a zigzag.
+
+    angle_bytes: of QKV, whose rows are packed as heads: of cos and sin for all rows, which q and k are rotated by. None: of the
+    output projection.
+    """
+
+    angle_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -21,7 +33,8 @@ class Work:
     """A pass to be simulated: its plan, its sizes, and the machine. what: its signals are known by.
 
     operator: its number among those of one program. parts: of a product, one after the other, of which this is one; power is that
-    of all. x_blocks: blocks of columns in which x of the weight gradient lies, each a product of its own.
+    of all. x_blocks: blocks of columns in which x of the weight gradient lies, each a product of its own. side: of a
+    projection of Ulysses, what the attention has of it; None: rows as they are exchanged, rank after rank.
     """
 
     system: System
@@ -32,6 +45,7 @@ class Work:
     operator: int = 0
     parts: int = 1
     x_blocks: int = 1
+    side: AttentionSide | None = None
 
     @cached_property
     def call(self) -> str:

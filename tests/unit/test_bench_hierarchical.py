@@ -98,6 +98,7 @@ def domains(monkeypatch: pytest.MonkeyPatch, found: int, asked: tuple[int, ...],
     return Domains.of(here, [64], asked)
 
 
+@pytest.mark.usefixtures("hopper_gpu")
 def test_each_number_of_sms_has_a_domain_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

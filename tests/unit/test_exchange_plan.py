@@ -11,7 +11,7 @@ from overlap_train.config import OverlapConfig
 from overlap_train.methods import TRAITS
 from overlap_train.planning.arguments import all_to_all_linear_error, linear_all_to_all_error
 from overlap_train.planning.choice import Choice, choose, may_choose, untuned
-from overlap_train.planning.passes import Pass
+from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.plan import EnginePlan, NodeSms, engine_plan, make_plan, sent_again
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
@@ -71,7 +71,7 @@ def test_across_nodes_they_overlap() -> None:
         "collective", "auto: not tuned: blocks of 4 MiB are too short to cross nodes one by one"
     )
     assert choose("auto", short, torch.device("cpu"), UNTUNED, nodes=2).method == "chunked"
-    for one in (pass_, pass_.dgrad):
+    for one in (pass_, replace(pass_, dtype=torch.float32).dgrad):
         on_cpu, on_gpu = (choose("auto", one, device, UNTUNED, nodes=2) for device in (torch.device("cpu"), GPU))
         assert on_cpu == Choice("chunked", "auto: not tuned: CPU tensors on several nodes")
         assert on_gpu == Choice("chunked", "auto: not tuned: GPUs on several nodes")
@@ -154,16 +154,16 @@ def test_an_exchange_beside_a_product_is_by_copies_in_whole_blocks(method: str, 
 
 
 @pytest.mark.usefixtures("_hopper")
-@pytest.mark.parametrize(("kind", "part"), [(GATHER, 0.25), (GEMM_A2A, 1.0), (SCATTER, 0.0), (A2A_GEMM, 0.0)])
-def test_across_nodes_small_products_are_multiplied_by_one_kernel(kind: str, part: float) -> None:
-    """Of one rank's block: 8 tiles of rows, and so many columns of tiles that they are more or less than that part of a wave."""
-    small, large = (max(1, round(part * 132) // 8 + more) for more in (0, 1))
-    for columns, expected in ((small, "fused" if part else "chunked"), (large, "chunked")):
-        n = 256 * columns * (16 if kind == GEMM_A2A else 1)
-        pass_ = Pass(kind, 16 * 1024, n, 65536, BF16, 16)
-        assert untuned(pass_, GPU, 2).method == expected, columns
-        assert untuned(replace(pass_, dtype=torch.float32), GPU, 2).method == "chunked"
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, SCATTER_AND_WGRAD, GEMM_A2A, A2A_GEMM])
+def test_across_nodes_one_kernel_multiplies_blocks_that_are_long_enough(kind: str) -> None:
+    """Of 16 ranks, 1024 rows each: a block of 2048 features is 4 MiB."""
+    features = 2048 * (16 if kind in (GEMM_A2A, A2A_GEMM) else 1)
+    for less, expected in ((0, "chunked" if kind == A2A_GEMM else "fused"), (256, "collective")):
+        pass_ = Pass(kind, 16 * 1024, features - less, features - less, BF16, 16)
+        assert untuned(pass_, GPU, 2).method == expected, less
         assert untuned(pass_, torch.device("cpu"), 2).method == "chunked"
+    long = Pass(kind, 16 * 1024, features, features, torch.float32, 16)
+    assert untuned(long, GPU, 2).method == "chunked", "no Hopper kernel"
 
 
 def test_across_nodes_methods_that_store_at_peers_are_not_chosen() -> None:

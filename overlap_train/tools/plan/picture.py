@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...planning.machines import System
-from ..bench.lanes import KINDS, draw_lanes, label_lanes, perfect
+from ..bench.lanes import KINDS, draw_lanes, label_lanes
 from ..bench.style import LOOKS, canvas, in_order, look_of, save
 from .check import WORST, Compared, mean_error
-from .estimates import COLLECTIVE
 from .inputs import EXCHANGED, Strategy
 from .prediction import FORWARD, Prediction
 from .trace import as_recorded
 
-TICKS = (0.3, 1, 3, 10)  # milliseconds
+TICKS = (0.03, 0.1, 0.3, 1, 3, 10, 30, 100)  # milliseconds
 DRAWN = ("fc1", "fc2")  # as the measured picture has them
 NOTE = "Planned, not measured. Exposed: the GPU computes nothing meanwhile. What a kernel waits inside itself counts as GEMM."
 
@@ -36,7 +36,7 @@ def draw_timeline(predictions: Sequence[Prediction], system: System, strategy: S
         for axes, p in zip(line, shown, strict=True):
             spans = as_recorded(p.by_method[method].timeline, without_copies=method == "direct")
             draw_lanes(axes, f"{p.linear} by {method}:", spans, method == "direct")
-            axes.axvline(perfect(as_recorded(p.by_method[COLLECTIVE].timeline)), color="black", linewidth=2)
+            axes.axvline(p.bound_us, color="black", linewidth=2)
     label_lanes(grid)
     return save(figure, path)
 
@@ -61,9 +61,21 @@ def draw_check(compared: Sequence[Compared], path: Path) -> Path:
                 look = look_of(one.what)
                 fill = {"markerfacecolor": "white"} if one.is_fitted else {}
                 axes.plot(one.measured_us / 1e3, 1 + one.error, look.marker, color=look.colour, markersize=5, **fill)
-        axes.set(xscale="log", title=record, xlabel="measured, ms", ylim=(0.8, 1.2))
+        axes.set(xscale="log", title=record, xlabel="measured, ms", ylim=_height(methods))
         axes.minorticks_off()
         axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
-        axes.set_xlim(0.2, 15)
+        axes.set_xlim(*_width(methods))
     grid[0][0].set_ylabel("planned / measured")
     return save(figure, path)
+
+
+def _height(compared: Sequence[Compared]) -> tuple[float, float]:
+    """What the axis of errors spans: all of them, and twice what is aimed at."""
+    ratios = [1 + one.error for one in compared]
+    return min(1 - 2 * WORST, min(ratios) - 0.05), max(1 + 2 * WORST, max(ratios) + 0.05)
+
+
+def _width(compared: Sequence[Compared]) -> tuple[float, float]:
+    """What the axis of times spans, in milliseconds: all of them."""
+    ms = [one.measured_us / 1e3 for one in compared]
+    return min(ms) / math.sqrt(2), max(ms) * math.sqrt(2)

@@ -14,6 +14,7 @@ from ...planning.programs import program
 from ...planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...planning.table import SAME, UNTUNED
 from ...planning.tiling import HOPPER_TILE
+from ...planning.work import ANGLE_BYTES, AttentionSide
 from ..measure.models import Model
 from .estimates import COLLECTIVE, METHODS, Estimate, estimate, served_of, with_auto, work_of
 from .fits import check
@@ -127,23 +128,29 @@ def _predict(
     system: System, strategy: Strategy, model: Model, linear: Linear, direction: str, methods: tuple[str, ...]
 ) -> Prediction:
     if not strategy.is_grid or linear.name not in EXCHANGED:
-        return _in_one_group(system, strategy, linear, direction, methods)
-    over_tp = _in_one_group(system, strategy, linear, direction, (COLLECTIVE,))
+        return _in_one_group(system, strategy, model, linear, direction, methods)
+    over_tp = _in_one_group(system, strategy, model, linear, direction, (COLLECTIVE,))
     both = projection(system, strategy, model, linear)
     served = served_of(strategy.tp_nodes, methods)
     by_method = {method: both.estimate(method, direction == BACKWARD) for method in served}
     return replace(over_tp, nccl_us=over_tp.nccl_us + both.exchange_us, by_method=by_method, parts=len(both.parts))
 
 
+def side_of(strategy: Strategy, model: Model, linear: Linear) -> AttentionSide:
+    """What the attention has of one of its projections. The sequences of a batch share their cos and sin."""
+    return AttentionSide(float(strategy.seq * model.head_width * ANGLE_BYTES) if linear.is_column else None)
+
+
 def _in_one_group(
-    system: System, strategy: Strategy, linear: Linear, direction: str, methods: tuple[str, ...]
+    system: System, strategy: Strategy, model: Model, linear: Linear, direction: str, methods: tuple[str, ...]
 ) -> Prediction:
     first = passes_of(linear, strategy)
     is_backward = direction == BACKWARD
     pass_ = first.dgrad if is_backward else first
     nodes = strategy.cp_nodes if pass_.kind in EXCHANGES else strategy.tp_nodes
     served = served_of(nodes, methods)
-    works = {method: work_of(system, pass_, method, UNTUNED, nodes=nodes) for method in served}
+    side = side_of(strategy, model, linear) if pass_.kind in EXCHANGES else None
+    works = {method: work_of(system, pass_, method, UNTUNED, nodes=nodes, side=side) for method in served}
     alone = works[COLLECTIVE]
     gemm_us = alone.gemm_us + (wgrad_us(alone) if is_backward else 0.0)
     nccl_us = communication_us(alone) if is_backward else alone.collective_us

@@ -2,7 +2,8 @@
 
 Parts, slots and exchanges are ordered by what orders them in training (ulysses/tensor_parallel.py, ahead.py, rows_backward.py,
 protocol/workspace.py), in domains that note what a rank would enqueue. A torch operation that makes a tensor is a kernel that
-reads as much as it writes. A part's product is what planning/programs.py and backward.py say of it.
+reads as much as it writes; those in ONE_BY_ONE are slower. A part's product is what planning/programs.py and backward.py say of
+it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from ...protocol.tags import Tag
 from ...protocol.workspace import Workspace
 from ...ulysses.parts import Part as Positions
 from ...ulysses.tensor_parallel import ShardedPart
+
+# Torch operations that move elements one by one: blocks that lie apart, or rows by an index.
+ONE_BY_ONE = ("clone", "index_select", "index_put_")
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Recording(TorchDispatchMode):
 
     def copy(self, name: str, nbytes: float) -> None:
         """Note a kernel that reads and writes so many bytes."""
-        us = cost.sum_us(self.system, 2 * nbytes)
+        us = (cost.torch_copy_us if name in ONE_BY_ONE else cost.sum_us)(self.system, 2 * nbytes)
         self.kernels.append(Kernel(f"{name} kernel", COMPUTE, us, self.system.gap_us))
 
     def add(self, part: Part) -> None:
@@ -246,20 +250,25 @@ class NotedPart(ShardedPart):
 @dataclass(frozen=True)
 class NotedHeads:
     """Rows of q, k and v, as HeadRows (ulysses/rows.py): a kernel takes them out of the slot, or packs them. columns: of what
-    one rank sends to one. rows: of one position, of all tensor-parallel ranks."""
+    one rank sends to one. rows: of one position, of all tensor-parallel ranks. angle_bytes: of cos and sin for the rows of one
+    position of all ranks."""
 
     recording: Recording
     columns: int
     rows: int
+    angle_bytes: float
 
     def place(self, part: Positions) -> None:
         return None
 
     def take(self, part: Positions, received: torch.Tensor) -> None:
-        self.recording.copy("unpack", received.nbytes)
+        self._move("unpack", part, received)
 
     def give(self, part: Positions) -> torch.Tensor:
         shape = self.recording.grid.ulysses.topology.world, (part.last - part.first) * self.rows, self.columns
         packed = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        self.recording.copy("pack", packed.nbytes)
+        self._move("pack", part, packed)
         return packed
+
+    def _move(self, name: str, part: Positions, blocks: torch.Tensor) -> None:
+        self.recording.copy(name, blocks.nbytes + (part.last - part.first) * self.angle_bytes / 2)

@@ -135,12 +135,13 @@ def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, Sp
         )
     if strategy.cp > 1:
         found.append(
-            "the all-to-all operators: compared with runs of 2 GPUs alone, where chunked was 13 % off in the mean"
+            "the all-to-all operators: compared with runs of 2 GPUs alone, where chunked was 13 % off in the mean. That torch "
+            "orders rows by an index as slowly as it copies blocks that lie apart is assumed"
         )
     if strategy.is_grid:
         found.append(
             "TP x Ulysses: no pass of both was timed on GPUs. Here copies of both groups share NVLink, but not with stores "
-            "of direct. Ulysses alone (tp 1) is planned without the passes that pack heads and order rows"
+            "of direct"
         )
     if strategy.rows < FEW_ROWS:
         found.append(f"{strategy.rows} rows: below {FEW_ROWS} the host decides, and it differs from machine to machine")

@@ -27,7 +27,7 @@ from ...planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTE
 from ...planning.table import UNTUNED
 from ...planning.tiling import Target
 from ...planning.timeline import COMMUNICATION, COMPUTE, Group, Kernel, Program
-from ...planning.work import Work
+from ...planning.work import ANGLE_BYTES, Work
 from ...ulysses.rows import SequenceRows
 from ...ulysses.sharded import Sizes
 from ...ulysses.tensor_parallel import ShardedLinear
@@ -105,7 +105,7 @@ class Projection:
 
     def _exchange_by_nccl(self, is_backward: bool) -> Iterator[Kernel]:
         gap, (before, after) = self.system.gap_us, COPIES_APART[self.is_qkv, is_backward]
-        copy = Kernel("copy of the blocks", COMPUTE, cost.sum_us(self.system, 2 * self._exchanged_bytes), gap)
+        copy = Kernel("copy of the blocks", COMPUTE, cost.torch_copy_us(self.system, 2 * self._exchanged_bytes), gap)
         yield from (copy for _ in range(before))
         yield Kernel("nccl all-to-all", COMMUNICATION, self.exchange_us, gap)
         yield from (copy for _ in range(after))
@@ -141,7 +141,8 @@ def _run(one: Projection, linear: ShardedLinear, recording: Recording, is_backwa
     """One pass, as autograd has training run it."""
     s, sizes = one.strategy, one.sizes
     if one.is_qkv:
-        heads, x = NotedHeads(recording, sizes.sent // s.cp, sizes.rows), _meta(s.rows // s.ranks, one.k)
+        angles = float(s.ranks * ANGLE_BYTES * one.heads.dim)
+        heads, x = NotedHeads(recording, sizes.sent // s.cp, sizes.rows, angles), _meta(s.rows // s.ranks, one.k)
         if is_backward:
             linear.heads_backward(x, heads, True)
         else:

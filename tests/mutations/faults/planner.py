@@ -22,8 +22,13 @@ COMMANDS = In("overlap_train/tools/plan/command.py", (ACROSS_SPANS,))
 PREDICTION = In(
     "overlap_train/tools/plan/prediction.py", (f"{COMMAND}::test_as_many_ranks_cost_more_across_nodes_than_inside_one",)
 )
+PICTURE = In(
+    "overlap_train/tools/plan/picture.py", ("tests/unit/test_plan_check.py::test_the_picture_cuts_nothing_off",)
+)
 
 FAULTS = [
+    PICTURE("plan: rows that are far off are cut from the picture", "min(1 - 2 * WORST, min(ratios) - 0.05)", "0.8"),
+    PICTURE("plan: long rows are cut from the picture", "max(ms) * math.sqrt(2)", "15"),
     ACROSS(
         "plan: a sum is sent before it is added",
         "return summed(work, leg.block, leg.chunk)",
