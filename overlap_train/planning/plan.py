@@ -172,7 +172,7 @@ def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
     """How an exchange alone runs: by the copy engine, which leaves the SMs to the product of another group beside it."""
     across = topology.nodes > 1 and config.method == "auto"
     if config.method == "collective" or across:
-        unmeasured = "auto: default, not tuned: all-to-alls beside a product across nodes are not measured"
+        unmeasured = "auto: not tuned: all-to-alls beside a product across nodes are not measured"
         return Choice("collective", unmeasured if across else "asked for")
     return Choice("chunked", "beside a product", _WHOLE if topology.nodes > 1 else PLAIN)
 

@@ -15,8 +15,8 @@ from overlap_train.planning.tiling import HOPPER, PORTABLE
 BF16 = torch.bfloat16
 
 
-def plan(kernels: str, reduces_later: bool = False) -> Any:
-    return SimpleNamespace(kind="gather", kernels=kernels, reduces_later=reduces_later)
+def plan(kernels: str, reduces_later: bool = False, spared_sms: int = 0) -> Any:
+    return SimpleNamespace(kind="gather", kernels=kernels, reduces_later=reduces_later, spared_sms=spared_sms)
 
 
 def test_what_tma_cannot_read_is_copied() -> None:
@@ -53,19 +53,20 @@ def test_gathers_that_differ_have_launches_of_their_own(call: Any) -> None:
     domain: Any = SimpleNamespace(world_size=2)
     own, b = torch.zeros(4, 8), torch.zeros(8, 8)
     y = torch.empty(8, 8)
-    for kernels, operands in (
-        (PORTABLE, GatherOperands(own, b, y, sends=False)),
-        (HOPPER, GatherOperands(own, b, y, sends=False)),
-        (PORTABLE, GatherOperands(own, b, y, sends=True)),
-        (PORTABLE, GatherOperands(own, b, y, sends=False, leaves=True)),
-        (PORTABLE, GatherOperands(own, b.t(), y, sends=False)),
-        (PORTABLE, GatherOperands(own, torch.zeros(8, 16), torch.empty(8, 16), sends=False)),
+    for how, operands in (
+        (plan(PORTABLE), GatherOperands(own, b, y, sends=False)),
+        (plan(HOPPER), GatherOperands(own, b, y, sends=False)),
+        (plan(PORTABLE, spared_sms=4), GatherOperands(own, b, y, sends=False)),
+        (plan(PORTABLE), GatherOperands(own, b, y, sends=True)),
+        (plan(PORTABLE), GatherOperands(own, b, y, sends=False, leaves=True)),
+        (plan(PORTABLE), GatherOperands(own, b.t(), y, sends=False)),
+        (plan(PORTABLE), GatherOperands(own, torch.zeros(8, 16), torch.empty(8, 16), sends=False)),
     ):
-        persistent.receive_and_multiply(domain, call, plan(kernels), operands)
-    assert len(set(call.launches.keys)) == 6
+        persistent.receive_and_multiply(domain, call, how, operands)
+    assert len(set(call.launches.keys)) == 7
     operands = GatherOperands(own.clone(), b.clone(), torch.empty(8, 8), sends=False)
     persistent.receive_and_multiply(domain, call, plan(PORTABLE), operands)
-    assert len(set(call.launches.keys)) == 6
+    assert len(set(call.launches.keys)) == 7
 
 
 def test_so_have_scatters(call: Any) -> None:
@@ -75,9 +76,10 @@ def test_so_have_scatters(call: Any) -> None:
         (plan(PORTABLE), ScatterOperands(a, b, staging, y)),
         (plan(HOPPER), ScatterOperands(a, b, staging, y)),
         (plan(PORTABLE, reduces_later=True), ScatterOperands(a, b, staging, y)),
+        (plan(PORTABLE, spared_sms=4), ScatterOperands(a, b, staging, y)),
         (plan(PORTABLE), ScatterOperands(a, b, None, y)),
         (plan(PORTABLE), ScatterOperands(a.t(), b, staging, y)),
         (plan(PORTABLE), ScatterOperands(a, b.t(), staging, y)),
     ):
         persistent.multiply_and_send(None, call, how, operands)  # type: ignore[arg-type]
-    assert len(set(call.launches.keys)) == 6
+    assert len(set(call.launches.keys)) == 7

@@ -10,6 +10,7 @@ PLANS = In("overlap_train/ulysses/sharded.py", (SHARDED,))
 PLANNED = In("overlap_train/operators/planned.py", (SHARDED,))
 ENGINE = In("overlap_train/planning/plan.py", ("tests/unit/test_exchange_plan.py", SHARDED))
 REFUSALS = In("overlap_train/planning/refusals.py", ("tests/unit/test_topology.py",))
+KERNELS = In("overlap_train/operators/persistent.py", ("tests/unit/test_operands.py",))
 BESIDE = In("overlap_train/operators/start.py", (BACKWARD,))
 
 FAULTS = [
@@ -24,5 +25,7 @@ FAULTS = [
     ENGINE("two groups: exchanges across nodes come in chunks", "_WHOLE if topology.nodes > 1 else PLAIN", "PLAIN"),
     REFUSALS("two groups: exchanges of CPU processes are refused", 'device.type != "cuda" or not all(', "not all("),
     REFUSALS("two groups: one of them across nodes is refused", "not all(engine.nodes > 1", "not any(engine.nodes > 1"),
+    KERNELS("two groups: a kernel that gathers is launched for all SMs", "how, plan.spared_sms, b_kn.shape", "how, b_kn.shape"),
+    KERNELS("two groups: a kernel that scatters is launched for all SMs", "how, plan.spared_sms, layout", "how, layout"),
     BESIDE("two groups: a product inside a node asks for an engine between nodes", "started.nodes == 1 or ", ""),
 ]  # fmt: skip
