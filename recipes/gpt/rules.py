@@ -8,7 +8,9 @@ from pathlib import Path
 from gpt.program import RecipeError, refused_by_rule
 from gpt.settings import MODELS, RECOMPUTE, SMALL, Settings, defaults, named_model
 from overlap_train import OverlapConfig
+from overlap_train.config import flag_name
 from overlap_train.flags import Parser, add_flags, add_options, config_from_args, from_args, option_fields, shown
+from overlap_train.methods import TRAITS
 
 USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/pretrain_gpt.py [flags]"
 
@@ -44,7 +46,7 @@ def read_flags(
         overlap = config_from_args(args)
     asked = from_args(initial, args)
     settings = resolve(asked, world_size)
-    check_device(settings, on_gpu)
+    check_device(settings, overlap, on_gpu)
     return settings, overlap, _notes(asked, settings)
 
 
@@ -133,10 +135,14 @@ def _check_training(settings: Settings, replicas: int) -> None:
         raise RecipeError(f"{shown(settings, 'min_lr')} must not be above {shown(settings, 'lr')}")
 
 
-def check_device(settings: Settings, on_gpu: bool) -> None:
+def check_device(settings: Settings, overlap: OverlapConfig | None, on_gpu: bool) -> None:
     """Raise RecipeError for what this machine cannot do."""
     if on_gpu:
         return
+    if overlap is not None and overlap.method != "auto" and TRAITS[overlap.method].kernels:
+        raise RecipeError(
+            f"{flag_name('method')} {overlap.method} runs kernels on GPUs, and this process sees none; choose auto, chunked or collective"
+        )
     if settings.cuda_graph:
         raise RecipeError(f"{shown(settings, 'cuda_graph')} needs GPUs, and this process sees none; leave it out")
     needed, free = 16 * settings.parameters / 2**30, _free_gib()  # fp32: weight, gradient, two moments

@@ -9,6 +9,7 @@ import pytest
 from gpt.program import RecipeError
 from gpt.rules import check_device, read_flags, resolve
 from gpt.settings import Settings, defaults
+from overlap_train import OverlapConfig
 from overlap_train.flags import Parser, add_options, flag, from_args, option_fields
 
 OPTIONS = option_fields(Settings)
@@ -108,19 +109,19 @@ def test_a_flag_that_cannot_be_parsed_raises_instead_of_exiting(arguments: list[
 
 def test_cuda_graphs_need_gpus():
     graphed = resolve(replace(Settings(), cuda_graph=1), 2)
-    check_device(graphed, on_gpu=True)
-    check_device(Settings(), on_gpu=False)
+    check_device(graphed, None, on_gpu=True)
+    check_device(Settings(), None, on_gpu=False)
     with pytest.raises(RecipeError, match="--cuda-graph 1 needs GPUs"):
-        check_device(graphed, on_gpu=False)
+        check_device(graphed, None, on_gpu=False)
 
 
 def test_a_model_that_does_not_fit_a_cpu_machine_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpt.rules._free_gib", lambda: 20.0)
     large = replace(defaults(on_gpu=False, model="llama3-8b"), num_layers=8)
     with pytest.raises(RecipeError, match=r"--model llama3-8b with --num-layers 8 takes 42 GiB .* 20 GiB are free"):
-        check_device(large, on_gpu=False)
-    check_device(large, on_gpu=True)
-    check_device(replace(large, num_layers=1, hidden_size=64, ffn_hidden_size=128), on_gpu=False)
+        check_device(large, None, on_gpu=False)
+    check_device(large, None, on_gpu=True)
+    check_device(replace(large, num_layers=1, hidden_size=64, ffn_hidden_size=128), None, on_gpu=False)
 
 
 @pytest.mark.parametrize(("steps", "asked", "warm_up"), [(20, 30, 5), (30, 30, 7), (31, 30, 30), (1, 1, 0), (20, 0, 0)])
@@ -141,3 +142,12 @@ def test_a_published_model_keeps_what_has_no_flag() -> None:
         128,
         151936,
     )
+
+
+def test_methods_of_kernels_are_refused_on_cpus() -> None:
+    for method in ("fused", "direct", "low_latency"):
+        with pytest.raises(RecipeError, match=f"--overlap-train-method {method} runs kernels on GPUs"):
+            check_device(Settings(), OverlapConfig(method=method), on_gpu=False)
+        check_device(Settings(), OverlapConfig(method=method), on_gpu=True)
+    for method in ("auto", "chunked", "collective"):
+        check_device(Settings(), OverlapConfig(method=method), on_gpu=False)
