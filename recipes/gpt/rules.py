@@ -141,7 +141,8 @@ def check_device(settings: Settings, overlap: OverlapConfig | None, on_gpu: bool
         return
     if overlap is not None and overlap.method != "auto" and TRAITS[overlap.method].kernels:
         raise RecipeError(
-            f"{flag_name('method')} {overlap.method} runs kernels on GPUs, and this process sees none; choose auto, chunked or collective"
+            f"{flag_name('method')} {overlap.method} runs kernels on GPUs, and this process sees none; choose auto, chunked or "
+            "collective"
         )
     if settings.cuda_graph:
         raise RecipeError(f"{shown(settings, 'cuda_graph')} needs GPUs, and this process sees none; leave it out")
