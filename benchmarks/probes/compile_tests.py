@@ -70,7 +70,7 @@ def patches(task: Task) -> dict[str, Any]:
         instead["overlap_train.planning.choice.PLAIN"] = Variant(chunks=task.chunks)
     elif task.chunks:
         for name in ("chunk_count", "direct_chunk_count"):
-            instead[f"overlap_train.planning.plan.{name}"] = partial(_always, task.chunks)
+            instead[f"overlap_train.planning.engine_plan.{name}"] = partial(_always, task.chunks)
     return instead
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ..planning.plan import EnginePlan
+from ..planning.engine_plan import EnginePlan
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 from . import collectives, low_latency, persistent

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..planning.plan import EnginePlan
+from ..planning.engine_plan import EnginePlan
 from ..planning.schedule.legs import Legs
 from ..planning.tiling import HOPPER
 from ..protocol.tags import Tag

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..planning.plan import EnginePlan
+from ..planning.engine_plan import EnginePlan
 from ..planning.schedule.legs import Legs
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain

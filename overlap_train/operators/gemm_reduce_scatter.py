@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from ..gpu.launch import Launch
-from ..planning.plan import EnginePlan
+from ..planning.engine_plan import EnginePlan
 from ..protocol.slot import Call
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..gpu.launch import Launch
-from ..planning.plan import MOST_DIRECT_PEERS, EnginePlan
+from ..planning.engine_plan import MOST_DIRECT_PEERS, EnginePlan
 from ..planning.schedule.kinds import A2A_GEMM
 from ..planning.schedule.order import units_in_run
 from ..planning.tiling import HOPPER_TILE

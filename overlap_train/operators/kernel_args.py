@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..planning.plan import EnginePlan
+from ..planning.engine_plan import EnginePlan
 from ..planning.schedule.kinds import GEMM_A2A
 from ..protocol.slot import Call
 from ..runtime.domain import OverlapDomain

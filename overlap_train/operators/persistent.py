@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..planning.plan import EnginePlan
+from ..planning.engine_plan import EnginePlan
 from ..planning.schedule.kinds import A2A_GEMM
 from ..planning.tiling import HOPPER
 from ..protocol.slot import Call

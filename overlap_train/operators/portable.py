@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..gpu.launch import Launch
-from ..planning.plan import EnginePlan
+from ..planning.engine_plan import EnginePlan
 from ..planning.schedule.kinds import A2A_GEMM
 from ..protocol.slot import Call
 from ..runtime.domain import OverlapDomain

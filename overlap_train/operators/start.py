@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ..methods import TRAITS
-from ..planning.plan import EnginePlan
+from ..planning.engine_plan import EnginePlan
 from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from . import cost
 from .copies import copied, give
+from .engine_plan import sent_again
 from .low_latency import LOW_LATENCY
-from .plan import sent_again
 from .programs import (
     Part,
     assemble,

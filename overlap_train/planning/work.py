@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from . import cost
+from .engine_plan import EnginePlan
 from .machines import System
 from .passes import Pass
-from .plan import EnginePlan
 from .schedule.kinds import A2A_GEMM, EXCHANGES, GEMM_A2A
 from .schedule.topology import Topology
 from .timeline import Token, arrived

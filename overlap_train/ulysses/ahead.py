@@ -13,7 +13,7 @@ import torch
 from ..operators.all_to_all_gemm import Receiver
 from ..operators.gemm_all_to_all import Exchange
 from ..operators.start import start_all_to_all_gemm, start_gemm_all_to_all, start_pulled_gemm_all_to_all
-from ..planning.plan import EnginePlan
+from ..planning.engine_plan import EnginePlan
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
 

@@ -15,8 +15,9 @@ from overlap_train.operators.kernel_args import multiprocessors
 from overlap_train.operators.start import start_gather, start_scatter
 from overlap_train.planning.arguments import Request
 from overlap_train.planning.choice import choose
+from overlap_train.planning.engine_plan import EnginePlan
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import EnginePlan, make_plan
+from overlap_train.planning.plan import make_plan
 from overlap_train.planning.schedule.kinds import SCATTER
 from overlap_train.planning.schedule.legs import legs
 from overlap_train.planning.schedule.topology import Topology
@@ -74,7 +75,7 @@ def test_tiles_that_cross_from_one_chunk_into_the_next(
 ) -> None:
     """Chunks of one to four strips of 64 rows, in two columns of tiles and more; features of each, so that plans are its own."""
     for name in ("chunk_count", "direct_chunk_count"):
-        monkeypatch.setattr(f"overlap_train.planning.plan.{name}", lambda m_shard, *_: math.gcd(m_shard, chunks))
+        monkeypatch.setattr(f"overlap_train.planning.engine_plan.{name}", lambda m_shard, *_: math.gcd(m_shard, chunks))
     OPERATORS[operator](case, (rows, 1), 272 + 8 * chunks, 528 + 8 * chunks, seed=rows)
 
 

@@ -175,7 +175,7 @@ def in_parts(case: Case) -> Case:
 def test_long_sequences_pass_in_parts(case: Case, operator: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of to_heads are pulled, but for the last. Features of each number of chunks, so that plans are its own."""
     for name in ("chunk_count", "direct_chunk_count"):
-        monkeypatch.setattr(f"overlap_train.planning.plan.{name}", lambda m_shard, *_: chunks)
+        monkeypatch.setattr(f"overlap_train.planning.engine_plan.{name}", lambda m_shard, *_: chunks)
     for seed in range(3):
         OPERATORS[operator](
             in_parts(case), (4096, 1), 256 + 8 * chunks if operator == "to_heads" else 512, 512, seed=seed

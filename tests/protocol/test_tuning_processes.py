@@ -20,8 +20,8 @@ from overlap_train.operators.all_gather_gemm import ChunkedGather
 from overlap_train.operators.gemm_reduce_scatter import ChunkedScatter
 from overlap_train.operators.start import GATHERS, SCATTERS
 from overlap_train.planning.choice import Choice
+from overlap_train.planning.engine_plan import EnginePlan
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.plan import EnginePlan
 from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import Winner, key_of, path_of, read, save
 from overlap_train.protocol.tags import Tag

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from overlap_train.planning.choice import choose
+from overlap_train.planning.engine_plan import chunks_of
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.plan import chunks_of
 from overlap_train.planning.table import UNTUNED, Winner
 from overlap_train.planning.tiling import tma_reads
 from overlap_train.planning.variants import PLAIN, method_of

@@ -11,8 +11,9 @@ from overlap_train.config import OverlapConfig
 from overlap_train.methods import TRAITS
 from overlap_train.planning.arguments import all_to_all_linear_error, linear_all_to_all_error
 from overlap_train.planning.choice import Choice, choose, may_choose, untuned
+from overlap_train.planning.engine_plan import EnginePlan, NodeSms, engine_plan, sent_again
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.plan import EnginePlan, NodeSms, engine_plan, make_plan, sent_again
+from overlap_train.planning.plan import make_plan
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_TO_ALL, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL

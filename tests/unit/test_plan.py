@@ -16,8 +16,9 @@ from overlap_train.planning import tiling
 from overlap_train.planning.arguments import all_gather_error, reduce_scatter_error
 from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.choice import Choice, choose
+from overlap_train.planning.engine_plan import EnginePlan, NodeSms, engine_plan, sent_again
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.plan import EnginePlan, NodeSms, barrier_first, engine_plan, make_plan, sent_again
+from overlap_train.planning.plan import barrier_first, make_plan
 from overlap_train.planning.refusals import why_not
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology

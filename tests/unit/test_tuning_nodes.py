@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from overlap_train.planning.choice import Choice, choose, untuned
+from overlap_train.planning.engine_plan import EnginePlan, NodeSms, engine_plan
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import EnginePlan, NodeSms, engine_plan
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import KERNELS, UNTUNED, Key, Table, Winner, key_of, path_of, read, save

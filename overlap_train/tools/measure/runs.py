@@ -12,8 +12,9 @@ from ...config import OverlapConfig
 from ...operators.start import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
 from ...planning.arguments import Request
 from ...planning.choice import Choice, alone
+from ...planning.engine_plan import EnginePlan, engine_plan
 from ...planning.low_latency import MOST_BYTES, flagged_bytes
-from ...planning.plan import EnginePlan, engine_plan, sms_of
+from ...planning.plan import sms_of
 from ...planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain

@@ -10,9 +10,9 @@ import torch
 from ...methods import TRAITS
 from ...planning.choice import alone, choose
 from ...planning.cost import network_sms, reduce_sms
+from ...planning.engine_plan import NodeSms, engine_plan
 from ...planning.machines import System
 from ...planning.passes import Pass
-from ...planning.plan import NodeSms, engine_plan
 from ...planning.schedule.topology import Topology
 from ...planning.simulate import simulate
 from ...planning.table import Table

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...operators.weight_gradient import WeightGradient
 from ...planning import cost
 from ...planning.backward import own_block, row_dw, row_dx, whole
+from ...planning.engine_plan import EnginePlan
 from ...planning.machines import System
 from ...planning.passes import Pass
-from ...planning.plan import EnginePlan
 from ...planning.programs import Part, barrier, epoch, forward, host_us, sends, wait
 from ...planning.schedule.kinds import A2A_GEMM, SCATTER
 from ...planning.schedule.legs import Legs

@@ -16,10 +16,11 @@ from ...config import OverlapConfig
 from ...operators.planned import PlannedLinear, tags_of
 from ...planning import cost
 from ...planning.backward import whole
+from ...planning.engine_plan import EnginePlan
 from ...planning.heads import AttentionHeads
 from ...planning.machines import System
 from ...planning.passes import Pass
-from ...planning.plan import EnginePlan, Plan, make_plan
+from ...planning.plan import Plan, make_plan
 from ...planning.programs import assemble, forward, leading_barrier
 from ...planning.schedule.kinds import GATHER, SCATTER
 from ...planning.schedule.topology import Topology

@@ -14,9 +14,9 @@ import torch
 from ...methods import TRAITS
 from ...operators.start import start_gather, start_scatter
 from ...planning.choice import Choice, may_choose, untuned
+from ...planning.engine_plan import chunks_of, sent_again
 from ...planning.low_latency import serving
 from ...planning.passes import SCATTER_AND_WGRAD, Pass
-from ...planning.plan import chunks_of, sent_again
 from ...planning.schedule.kinds import EXCHANGES, GATHER, SCATTER
 from ...planning.table import Winner
 from ...planning.tiling import chunk_count, equal_chunks

@@ -32,7 +32,7 @@ PULLS = f"{PROTOCOL}/test_interleaving_pulls.py"
 PULLED_MISMATCH = f"{PROTOCOL}/test_mismatched_calls.py::test_a_call_that_is_pulled_is_told_from_others"
 ENGINE = In("overlap_train/protocol/copy_engine.py", (PULLS,))
 PULLED = In("overlap_train/operators/pulled_all_to_all.py", (f"{PULLS}::test_parts_pass",))
-ENGINE_PLAN = In("overlap_train/planning/plan.py", (PULLS,))
+ENGINE_PLAN = In("overlap_train/planning/engine_plan.py", (PULLS,))
 PARTS = In("overlap_train/ulysses/parts.py", (f"{UNIT}/test_parts.py",))
 LINEARS = In("overlap_train/ulysses/linears.py", (EVERY_SHAPE,))
 CALLS = In("overlap_train/ulysses/calls.py", (EVERY_SHAPE,))
@@ -79,7 +79,8 @@ TURNS = In("overlap_train/ulysses/rows_backward.py", (f"{EXACT}[regather-4-True]
 BOTH = In("overlap_train/ulysses/sharded.py", (f"{EXACT}[regather-4-True]",))
 IN_PARTS = f"{PROTOCOL}/test_interleaving_parts.py"
 AHEAD_ONLY = f"{UNIT}/test_copy_engine.py::test_a_join_does_not_wait_for_what_was_sent_ahead"
-PLAN = In("overlap_train/planning/plan.py", (IN_PARTS,))
+PLAN = In("overlap_train/planning/engine_plan.py", (IN_PARTS,))
+BESIDE_PRODUCT = In("overlap_train/planning/plan.py", (IN_PARTS,))
 AHEAD = In("overlap_train/protocol/slot_use.py", (f"{UNIT}/test_slot_use.py", IN_PARTS))
 ROOM = In("overlap_train/protocol/workspace.py", (IN_PARTS,))
 STARTS = In("overlap_train/protocol/slot.py", (IN_PARTS,))
@@ -255,7 +256,7 @@ FAULTS = [
          NAMED),
     PARTS("products are cut into parts that hide nothing", "rows // _LEAST_ROWS", "4"),
     PARTS("short products are cut", ", int(gemm_us // _LEAST_GEMM_US)", ""),
-    PLAN("two groups: kernels exchange beside a product", 'Choice("chunked", "beside a product"',
+    BESIDE_PRODUCT("two groups: kernels exchange beside a product", 'Choice("chunked", "beside a product"',
          'Choice("direct" if config.method == "direct" else "chunked", "beside a product"', f"{UNIT}/test_exchange_plan.py"),
     In("overlap_train/config.py", (f"{ATTENTION}::test_an_exchange_takes_no_more_memory_than_the_group_may_have",))(
         "an exchange takes more than the group may have", "return min(self.exchange_mib,", "return max(self.exchange_mib,",

@@ -52,9 +52,10 @@ SUM_PROBE = In("overlap_train/symmetric/node_sums.py", ("tests/protocol/test_add
 ENGINES_MADE = In("overlap_train/runtime/across_nodes.py", ("tests/unit/test_across_nodes.py",))
 SUM_SMS = In("overlap_train/operators/node_streams.py", (f"{STREAMED}::test_a_sum_holds_as_many_sms_as_its_plan_says",))
 BLAS = In("overlap_train/gpu/blas.py", ("tests/unit/test_blas.py",))
-CHUNKS = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
+CHUNKS = In("overlap_train/planning/engine_plan.py", ("tests/unit/test_plan.py",))
+SMS_OF = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
 TOGETHER = In("overlap_train/planning/tiling.py", ("tests/unit/test_exchange_plan.py",))
-EXCHANGE_CHUNKS = In("overlap_train/planning/plan.py", ("tests/unit/test_exchange_plan.py",))
+EXCHANGE_CHUNKS = In("overlap_train/planning/engine_plan.py", ("tests/unit/test_exchange_plan.py",))
 BARRIERS = In("overlap_train/planning/choice.py", ("tests/unit/test_plan.py",))
 AUTO = In("overlap_train/planning/choice.py", ("tests/unit/test_exchange_plan.py",))
 PRETENDED = In(
@@ -266,9 +267,9 @@ FAULTS = [
     TOGETHER("blocks are multiplied together whose sum takes less", "_DEEP = 1024", "_DEEP = 512"),
     EXCHANGE_CHUNKS("chunks of GEMM + A2A are counted by all columns",
                     "pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)", "pass_.n"),
-    CHUNKS("products spare what NCCL has by default",
+    SMS_OF("products spare what NCCL has by default",
            "return NodeSms(config.network_sms, config.reduce_sms)", "return NodeSms(4, config.reduce_sms)"),
-    CHUNKS("as many SMs add as by default",
+    SMS_OF("as many SMs add as by default",
            "return NodeSms(config.network_sms, config.reduce_sms)", "return NodeSms(config.network_sms, 4)"),
     CHUNKS("every pass spares SMs for sums", "adds = kind == SCATTER and topology.nodes > 1", "adds = topology.nodes > 1"),
     CHUNKS("a rank alone spares SMs for sums", "topology.nodes > 1 and topology.local > 1", "topology.nodes > 1"),

@@ -8,7 +8,8 @@ UNIT, PROTOCOL = "tests/unit", "tests/protocol"
 PLANS = (f"{UNIT}/test_plan.py",)
 ORDER = In("overlap_train/planning/schedule/order.py", (f"{PROTOCOL}/test_schedule.py",))
 LEGS = In("overlap_train/planning/schedule/legs.py", (f"{PROTOCOL}/test_schedule.py",))
-PLAN = In("overlap_train/planning/plan.py", PLANS)
+PLAN = In("overlap_train/planning/engine_plan.py", PLANS)
+WHOLE_PLAN = In("overlap_train/planning/plan.py", PLANS)
 REFUSALS = In("overlap_train/planning/refusals.py", PLANS)
 SPEC = In("overlap_train/planning/spec.py", PLANS)
 ARGUMENTS = In("overlap_train/planning/arguments.py", PLANS)
@@ -41,8 +42,10 @@ FAULTS = [
         survives="equal legs have equal routes; comparing them only costs time",
     ),
     PLAN("the copy engine is used without slots", 'return 0 if self.method == "collective" else 1', "return 1"),
-    PLAN("memory is allocated for collectives", 'if methods - {"collective", LOW_LATENCY} else 0', "if True else 0"),
-    PLAN(
+    WHOLE_PLAN(
+        "memory is allocated for collectives", 'if methods - {"collective", LOW_LATENCY} else 0', "if True else 0"
+    ),
+    WHOLE_PLAN(
         "x is gathered again although it is kept",
         'spec.sends_input and config.gathered_input == "regather"',
         "spec.sends_input",
@@ -80,12 +83,12 @@ FAULTS = [
     REFUSALS(
         "only the forward pass is looked at", "for engine in (plan.fprop, plan.dgrad):", "for engine in (plan.fprop,):"
     ),
-    PLAN(
+    WHOLE_PLAN(
         "a backward that gathers nothing starts with a barrier",
         "barrier_first and gathers and pushes",
         "barrier_first and pushes",
     ),
-    PLAN(
+    WHOLE_PLAN(
         "a backward by NCCL starts with a barrier",
         'plan.wgrad is not None and plan.wgrad.method != "collective"',
         "plan.wgrad is not None",

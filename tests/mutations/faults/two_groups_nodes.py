@@ -8,7 +8,8 @@ BACKWARD = f"{PASSES}[heads_backward-4-1-False-False]"
 PRODUCTS = In("overlap_train/ulysses/tensor_parallel.py", (f"{PASSES}[to_heads-4-1-False-False]",))
 PLANS = In("overlap_train/ulysses/sharded.py", (SHARDED,))
 PLANNED = In("overlap_train/operators/planned.py", (SHARDED,))
-ENGINE = In("overlap_train/planning/plan.py", ("tests/unit/test_exchange_plan.py", SHARDED))
+ENGINE = In("overlap_train/planning/engine_plan.py", ("tests/unit/test_exchange_plan.py", SHARDED))
+EXCHANGE = In("overlap_train/planning/plan.py", ("tests/unit/test_exchange_plan.py", SHARDED))
 REFUSALS = In("overlap_train/planning/refusals.py", ("tests/unit/test_topology.py",))
 KERNELS = In("overlap_train/operators/persistent.py", ("tests/unit/test_operands.py",))
 BESIDE = In("overlap_train/operators/start.py", (BACKWARD,))
@@ -20,9 +21,9 @@ FAULTS = [
     PLANS("two groups: both may span nodes", "        if refused is not None:\n", "        if False:\n"),
     PLANNED("two groups: kernels of dx take the SMs of an exchange", ", dgrad=self.plan.dgrad.beside(sms))", ")"),
     ENGINE("two groups: SMs of another group do not count", "self.wait_sms + self.other_sms", "self.wait_sms"),
-    ENGINE("two groups: no SM is left to waits", "int(topology.nodes > 1 and device.type == \"cuda\" and engine.slots > 0)", "0"),
-    ENGINE("two groups: auto overlaps what was not measured", "topology.nodes > 1 and config.method == \"auto\"", "False"),
-    ENGINE("two groups: exchanges across nodes come in chunks", "_WHOLE if topology.nodes > 1 else PLAIN", "PLAIN"),
+    EXCHANGE("two groups: no SM is left to waits", "\"cuda\" and engine.slots > 0)", "\"cuda\" and False)"),
+    EXCHANGE("two groups: auto overlaps what was not measured", "topology.nodes > 1 and config.method == \"auto\"", "False"),
+    EXCHANGE("two groups: exchanges across nodes come in chunks", "_WHOLE if topology.nodes > 1 else PLAIN", "PLAIN"),
     REFUSALS("two groups: exchanges of CPU processes are refused", 'device.type != "cuda" or not all(', "not all("),
     REFUSALS("two groups: one of them across nodes is refused", "not all(engine.nodes > 1", "not any(engine.nodes > 1"),
     KERNELS("two groups: a kernel that gathers is launched for all SMs", "how, plan.spared_sms, b_kn.shape", "how, b_kn.shape"),
