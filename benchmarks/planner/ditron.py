@@ -20,11 +20,11 @@ import torch
 
 from overlap_train.planning.machines import SYSTEMS, System
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.programs import program
 from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import UNTUNED
 from overlap_train.tools.plan.estimates import COLLECTIVE, estimate, methods_of, work_of
 from overlap_train.tools.plan.prediction import FORWARD, Prediction
+from overlap_train.tools.plan.simulation.programs import program
 
 HERE = Path(__file__).parent
 NODES, GPUS = (1, 2, 4), 8

@@ -185,7 +185,7 @@ def test_the_simulator_needs_no_torch() -> None:
     code = """
 import sys
 sys.modules["torch"] = None
-import overlap_train.planning.cost, overlap_train.planning.machines, overlap_train.planning.simulate
+import overlap_train.planning.cost, overlap_train.planning.machines, overlap_train.tools.plan.simulation.simulate
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -10,21 +10,23 @@ from itertools import pairwise
 import pytest
 import torch
 
-from overlap_train.planning import across_nodes, cost, programs
-from overlap_train.planning.backward import backward, wgrad_us
+from overlap_train.planning import cost
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.persistent_tiles import gather_tiles
-from overlap_train.planning.programs import program
 from overlap_train.planning.schedule.crossings import crossings
 from overlap_train.planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.legs import ARRIVED, LANDED, NETWORK, NODE_SUM, OPERAND, Leg, legs
 from overlap_train.planning.schedule.order import sources
 from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import HOPPER, HOPPER_TILE
-from overlap_train.planning.timeline import (
+from overlap_train.tools.plan.estimates import work_of
+from overlap_train.tools.plan.simulation import across_nodes, programs
+from overlap_train.tools.plan.simulation.backward import backward, wgrad_us
+from overlap_train.tools.plan.simulation.persistent_tiles import gather_tiles
+from overlap_train.tools.plan.simulation.programs import program
+from overlap_train.tools.plan.simulation.simulate import simulate
+from overlap_train.tools.plan.simulation.timeline import (
     COPIES,
     PASSED_ON,
     SENDERS,
@@ -37,8 +39,7 @@ from overlap_train.planning.timeline import (
     arrived,
     landed,
 )
-from overlap_train.planning.work import Work
-from overlap_train.tools.plan.estimates import work_of
+from overlap_train.tools.plan.simulation.work import Work
 
 H200 = SYSTEMS["h200"]
 KINDS = (GATHER, SCATTER, *EXCHANGES)

@@ -12,20 +12,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap_train.planning import simulated_rank as simulator
-from overlap_train.planning.backward import backward
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.programs import program
 from overlap_train.planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
 from overlap_train.planning.schedule.legs import legs
 from overlap_train.planning.schedule.order import Strips, strip_order, tile_order, units_in_run
 from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.simulate import simulate
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.timeline import COPIES, Program, Send, Span, Timeline, Token, arrived
-from overlap_train.planning.work import Work
 from overlap_train.tools.plan.estimates import METHODS, work_of
+from overlap_train.tools.plan.simulation import simulated_rank as simulator
+from overlap_train.tools.plan.simulation.backward import backward
+from overlap_train.tools.plan.simulation.programs import program
+from overlap_train.tools.plan.simulation.simulate import simulate
+from overlap_train.tools.plan.simulation.timeline import COPIES, Program, Send, Span, Timeline, Token, arrived
+from overlap_train.tools.plan.simulation.work import Work
 
 H200 = SYSTEMS["h200"]
 KINDS = (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)

@@ -18,12 +18,12 @@ import torch
 
 from overlap_train.planning.machines import SYSTEMS, System
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.programs import program
 from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.timeline import COPIES
 from overlap_train.tools.bench.timeline import last_call
 from overlap_train.tools.plan.estimates import Estimate, estimate, work_of
+from overlap_train.tools.plan.simulation.programs import program
+from overlap_train.tools.plan.simulation.timeline import COPIES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RECORDS = ("h200x2", "h200x4")

@@ -16,12 +16,12 @@ from overlap_train import OverlapConfig
 from overlap_train.planning import cost
 from overlap_train.planning.heads import AttentionHeads
 from overlap_train.planning.machines import SYSTEMS
-from overlap_train.planning.simulate import simulate
-from overlap_train.planning.timeline import COPIES, EXCHANGES, GEMM, Program, Span, Timeline
 from overlap_train.tools.plan import replay
 from overlap_train.tools.plan.estimates import AUTO, COLLECTIVE, METHODS
 from overlap_train.tools.plan.inputs import EXCHANGED, OUTPUT, PLANNED_MODELS, Strategy, linears_of
 from overlap_train.tools.plan.prediction import Prediction, by_one_method, in_layer, predict, total
+from overlap_train.tools.plan.simulation.simulate import simulate
+from overlap_train.tools.plan.simulation.timeline import COPIES, EXCHANGES, GEMM, Program, Span, Timeline
 from overlap_train.tools.plan.two_groups import Projection, in_parts, projection
 from overlap_train.ulysses import ahead, sharded
 

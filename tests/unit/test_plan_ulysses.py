@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from overlap_train.planning.backward import backward
 from overlap_train.planning.machines import H200, System
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.programs import program
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.timeline import COMMUNICATION, COMPUTE, COPIES, GEMM, Span
-from overlap_train.planning.work import AttentionSide
 from overlap_train.tools.plan.estimates import COLLECTIVE, METHODS, Estimate, estimate, work_of
 from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy
 from overlap_train.tools.plan.prediction import BACKWARD, FORWARD, Prediction, predict
 from overlap_train.tools.plan.records import Row, pass_of, rows_of
+from overlap_train.tools.plan.simulation.backward import backward
+from overlap_train.tools.plan.simulation.programs import program
+from overlap_train.tools.plan.simulation.timeline import COMMUNICATION, COMPUTE, COPIES, GEMM, Span
+from overlap_train.tools.plan.simulation.work import AttentionSide
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "h200x2" / "ulysses"
 SMALL = replace(PLANNED_MODELS["llama3-8b"], ffn_hidden_size=1024, vocab_size=0)  # less to simulate

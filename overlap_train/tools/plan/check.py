@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...planning.backward import backward
 from ...planning.machines import System
-from ...planning.programs import program
 from ...planning.table import UNTUNED, Table
 from ..bench.shapes import LAYERS
 from .estimates import COLLECTIVE, Estimate, estimate, work_of
 from .inputs import Linear
 from .prediction import forward_pass
 from .records import Row, pass_of, rows_of, tuned
+from .simulation.backward import backward
+from .simulation.programs import program
 
 # The weights whose records the H200's figures were fitted to (machines.py). All others are held out.
 CALIBRATED = ({14336, 4096}, {53248, 16384})

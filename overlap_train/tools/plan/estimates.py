@@ -14,11 +14,11 @@ from ...planning.engine_plan import NodeSms, engine_plan
 from ...planning.machines import System
 from ...planning.passes import Pass
 from ...planning.schedule.topology import Topology
-from ...planning.simulate import simulate
 from ...planning.table import Table
 from ...planning.tiling import Target
-from ...planning.timeline import Program, Timeline
-from ...planning.work import AttentionSide, Work
+from .simulation.simulate import simulate
+from .simulation.timeline import Program, Timeline
+from .simulation.work import AttentionSide, Work
 
 METHODS = tuple(method for method, traits in TRAITS.items() if not traits.few_rows)  # plans are for long sequences
 COLLECTIVE, AUTO = "collective", "auto"

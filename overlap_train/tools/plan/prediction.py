@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...planning.backward import backward, communication_us, wgrad_us
 from ...planning.machines import System
 from ...planning.passes import Pass
-from ...planning.programs import program
 from ...planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...planning.table import SAME, UNTUNED
 from ...planning.tiling import HOPPER_TILE
-from ...planning.work import ANGLE_BYTES, AttentionSide
 from ..measure.models import Model
 from .estimates import COLLECTIVE, METHODS, Estimate, estimate, served_of, with_auto, work_of
 from .fits import check
 from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, linears_of
+from .simulation.backward import backward, communication_us, wgrad_us
+from .simulation.programs import program
+from .simulation.work import ANGLE_BYTES, AttentionSide
 from .two_groups import projection
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -2,7 +2,7 @@
 
 Parts, slots and exchanges are ordered by what orders them in training (ulysses/tensor_parallel.py, ahead.py, rows_backward.py,
 protocol/workspace.py), in domains that note what a rank would enqueue. A torch operation that makes a tensor is a kernel that
-reads as much as it writes; those in ONE_BY_ONE are slower. A part's product is what planning/programs.py and backward.py say of
+reads as much as it writes; those in ONE_BY_ONE are slower. A part's product is what simulation/programs.py and backward.py say of
 it.
 """
 
@@ -18,21 +18,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...operators.weight_gradient import WeightGradient
 from ...planning import cost
-from ...planning.backward import own_block, row_dw, row_dx, whole
 from ...planning.engine_plan import EnginePlan
 from ...planning.machines import System
 from ...planning.passes import Pass
-from ...planning.programs import Part, barrier, epoch, forward, host_us, sends, wait
 from ...planning.schedule.kinds import A2A_GEMM, SCATTER
 from ...planning.schedule.legs import Legs
-from ...planning.timeline import COMPUTE, EXCHANGES, Group, Kernel, Program, Send
-from ...planning.work import Work
 from ...protocol.layout import SLOTS
 from ...protocol.slot_use import SlotUse
 from ...protocol.tags import Tag
 from ...protocol.workspace import Workspace
 from ...ulysses.parts import Part as Positions
 from ...ulysses.tensor_parallel import ShardedPart
+from .simulation.backward import own_block, row_dw, row_dx, whole
+from .simulation.programs import Part, barrier, epoch, forward, host_us, sends, wait
+from .simulation.timeline import COMPUTE, EXCHANGES, Group, Kernel, Program, Send
+from .simulation.work import Work
 
 # Torch operations that move elements one by one: blocks that lie apart, or rows by an index.
 ONE_BY_ONE = ("clone", "index_select", "index_put_")

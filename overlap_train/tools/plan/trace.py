@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...planning.timeline import COPIES, Span, Timeline
 from .prediction import Prediction
+from .simulation.timeline import COPIES, Span, Timeline
 
 
 def as_recorded(timeline: Timeline, without_copies: bool = False) -> list[dict[str, Any]]:

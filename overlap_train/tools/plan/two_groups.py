@@ -15,20 +15,16 @@ import torch
 from ...config import OverlapConfig
 from ...operators.planned import PlannedLinear, tags_of
 from ...planning import cost
-from ...planning.backward import whole
 from ...planning.engine_plan import EnginePlan
 from ...planning.heads import AttentionHeads
 from ...planning.machines import System
 from ...planning.passes import Pass
 from ...planning.plan import Plan, make_plan
-from ...planning.programs import assemble, forward, leading_barrier
 from ...planning.schedule.kinds import GATHER, SCATTER
 from ...planning.schedule.topology import Topology
 from ...planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ...planning.table import UNTUNED
 from ...planning.tiling import Target
-from ...planning.timeline import COMMUNICATION, COMPUTE, Group, Kernel, Program
-from ...planning.work import ANGLE_BYTES, Work
 from ...ulysses.rows import SequenceRows
 from ...ulysses.sharded import Sizes
 from ...ulysses.tensor_parallel import ShardedLinear
@@ -36,6 +32,10 @@ from ..measure.models import Model
 from .estimates import AUTO, COLLECTIVE, Estimate, simulated, work_of
 from .inputs import Linear, Strategy, heads_of
 from .replay import Domain, Grid, NotedHeads, NotedPart, Recording
+from .simulation.backward import whole
+from .simulation.programs import assemble, forward, leading_barrier
+from .simulation.timeline import COMMUNICATION, COMPUTE, Group, Kernel, Program
+from .simulation.work import ANGLE_BYTES, Work
 
 DTYPE = torch.bfloat16
 # Passes over what a collective exchanges, before and after it, by (is QKV, is backward). Each reads and writes all of it

@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.mutations.mutation import In
 
 NODES, ONE_NODE, COMMAND = (f"tests/unit/test_plan_{name}.py" for name in ("nodes", "simulation", "command"))
-ACROSS = In("overlap_train/planning/across_nodes.py", (NODES,))
-BACKWARD = In("overlap_train/planning/backward.py", (NODES,))
+ACROSS = In("overlap_train/tools/plan/simulation/across_nodes.py", (NODES,))
+BACKWARD = In("overlap_train/tools/plan/simulation/backward.py", (NODES,))
 COST = In("overlap_train/planning/cost.py", (NODES,))
-PROGRAMS = In("overlap_train/planning/programs.py", (NODES,))
-SIMULATE = In("overlap_train/planning/simulate.py", (NODES,))
-WORK = In("overlap_train/planning/work.py", (NODES,))
-RANK = In("overlap_train/planning/simulated_rank.py", (ONE_NODE,))
-TILES = In("overlap_train/planning/persistent_tiles.py", (ONE_NODE,))
+PROGRAMS = In("overlap_train/tools/plan/simulation/programs.py", (NODES,))
+SIMULATE = In("overlap_train/tools/plan/simulation/simulate.py", (NODES,))
+WORK = In("overlap_train/tools/plan/simulation/work.py", (NODES,))
+RANK = In("overlap_train/tools/plan/simulation/simulated_rank.py", (ONE_NODE,))
+TILES = In("overlap_train/tools/plan/simulation/persistent_tiles.py", (ONE_NODE,))
 NODE_TILES = In(TILES.file, (NODES,))
 WAVES = In("overlap_train/planning/tiling.py", ("tests/unit/test_hopper_rows.py",))  # as the kernel has them
 ACROSS_SPANS = f"{COMMAND}::test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays"

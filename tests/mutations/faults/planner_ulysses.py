@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutations.mutation import In
 
 ALONE = "tests/unit/test_plan_ulysses.py"
-COPIES = In("overlap_train/planning/copies.py", (ALONE,))
+COPIES = In("overlap_train/tools/plan/simulation/copies.py", (ALONE,))
 COST = In("overlap_train/planning/cost.py", (ALONE,))
-PROGRAMS = In("overlap_train/planning/programs.py", (ALONE,))
-BACKWARD = In("overlap_train/planning/backward.py", (ALONE,))
+PROGRAMS = In("overlap_train/tools/plan/simulation/programs.py", (ALONE,))
+BACKWARD = In("overlap_train/tools/plan/simulation/backward.py", (ALONE,))
 PREDICTION = In("overlap_train/tools/plan/prediction.py", (ALONE,))
 GROUPS = In("overlap_train/tools/plan/two_groups.py", ("tests/unit/test_plan_two_groups.py",))
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .schedule.legs import Leg
-from .schedule.topology import Topology
+from ....planning.schedule.legs import Leg
+from ....planning.schedule.topology import Topology
 
 Token = tuple[str | int, ...]
 GEMM, COMPUTE, COMMUNICATION, WAITING = "gemm", "compute", "communication", "waiting"  # kinds of spans

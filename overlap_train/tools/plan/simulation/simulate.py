@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from .schedule.legs import NETWORK, NVLINK, Leg
-from .schedule.topology import Topology
+from ....planning.schedule.legs import NETWORK, NVLINK, Leg
+from ....planning.schedule.topology import Topology
 from .simulated_rank import Action, SimulatedRank
 from .timeline import Program, Send, Span, Timeline, Token, arrived, landed
 

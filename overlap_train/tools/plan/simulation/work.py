@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from . import cost
-from .engine_plan import EnginePlan
-from .machines import System
-from .passes import Pass
-from .schedule.kinds import A2A_GEMM, EXCHANGES, GEMM_A2A
-from .schedule.topology import Topology
+from ....planning import cost
+from ....planning.engine_plan import EnginePlan
+from ....planning.machines import System
+from ....planning.passes import Pass
+from ....planning.schedule.kinds import A2A_GEMM, EXCHANGES, GEMM_A2A
+from ....planning.schedule.topology import Topology
 from .timeline import Token, arrived
 
 STARTED = "started"

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from . import cost
+from ....planning import cost
 from .timeline import COMPUTE, Kernel
 from .work import Work
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from . import cost
-from .schedule.kinds import SCATTER
-from .schedule.order import Strips, Unit, strip_order, units_in_run
-from .tiling import HOPPER, count_waves
+from ....planning import cost
+from ....planning.schedule.kinds import SCATTER
+from ....planning.schedule.order import Strips, Unit, strip_order, units_in_run
+from ....planning.tiling import HOPPER, count_waves
 from .timeline import Tile, Token, arrived, stored
 from .work import Work
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from .schedule.legs import Leg
+from ....planning.schedule.legs import Leg
 from .timeline import COMMUNICATION, WAITING, Kernel, Program, Send, Span, Tile, Token
 
 Action = Callable[[], None]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import cost
+from ....planning import cost
+from ....planning.engine_plan import sent_again
+from ....planning.low_latency import LOW_LATENCY
+from ....planning.schedule.kinds import A2A_GEMM, GATHER, INBOUND, SCATTER
 from .copies import copied, give
-from .engine_plan import sent_again
-from .low_latency import LOW_LATENCY
 from .programs import (
     Part,
     assemble,
@@ -25,7 +26,6 @@ from .programs import (
     sends,
     wait,
 )
-from .schedule.kinds import A2A_GEMM, GATHER, INBOUND, SCATTER
 from .timeline import COMMUNICATION, GEMM, Kernel, Program, Token, arrived
 from .work import Work
 

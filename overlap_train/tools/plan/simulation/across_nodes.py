@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..methods import TRAITS
-from . import cost
-from .schedule.kinds import GATHER
-from .schedule.legs import ARRIVED, LANDED, NETWORK, NODE_SUM, Leg
-from .schedule.order import Unit
+from ....methods import TRAITS
+from ....planning import cost
+from ....planning.schedule.kinds import GATHER
+from ....planning.schedule.legs import ARRIVED, LANDED, NETWORK, NODE_SUM, Leg
+from ....planning.schedule.order import Unit
 from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived, landed, stored
 from .work import Work
 

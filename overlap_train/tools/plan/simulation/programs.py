@@ -10,16 +10,16 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain
 
-from ..methods import TRAITS
-from . import cost
+from ....methods import TRAITS
+from ....planning import cost
+from ....planning.low_latency import LOW_LATENCY
+from ....planning.machines import System
+from ....planning.schedule.kinds import GATHER, INBOUND, SCATTER
+from ....planning.schedule.legs import NETWORK, Leg
+from ....planning.schedule.order import multiplied_together
 from .across_nodes import far_arrivals, far_turns, in_order, lane_of, made, multiplied, node_sums, waits_for
 from .copies import copied, give, put_together, take
-from .low_latency import LOW_LATENCY
-from .machines import System
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
-from .schedule.kinds import GATHER, INBOUND, SCATTER
-from .schedule.legs import NETWORK, Leg
-from .schedule.order import multiplied_together
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived
 from .work import STARTED, Work
 
