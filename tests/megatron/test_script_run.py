@@ -68,7 +68,7 @@ def overlapped(script_server: ScriptServer, tmp_path_factory: pytest.TempPathFac
 
 
 def test_every_linear_is_overlapped_and_the_table_is_printed_once(overlapped: Run):
-    rows = re.findall(r"^(\S*(?:linear_\w+|output_layer)) .* chunked +auto", overlapped.output, re.MULTILINE)
+    rows = re.findall(r"^(\S*(?:linear_\w+|output_layer)) +chunked .* auto", overlapped.output, re.MULTILINE)
     layer = "decoder.layers.0-1."
     attention, mlp = layer + "self_attention.linear_", layer + "mlp.linear_"
     assert sorted(rows) == sorted([attention + "proj", attention + "qkv", mlp + "fc1", mlp + "fc2", "output_layer"])
