@@ -118,10 +118,12 @@ def test_the_store_answers_while_python_ends() -> None:
 
 def test_those_who_call_a_library_together_have_their_numbers_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
-    one = ranks(4, timeout_s=30.0)[2]
+    one = ranks(4, timeout_s=130.0)[2]
     one.group, one.call_s = None, None  # type: ignore[assignment]
-    assert one.callers() == Callers(6, (4, 5, 6, 7), 30.0)
-    assert one.callers(range(2, 4)) == Callers(6, (6, 7), 30.0)
+    assert one.callers() == Callers(6, (4, 5, 6, 7), 130.0)
+    assert one.callers(range(2, 4)) == Callers(6, (6, 7), 130.0)
+    one.timeout_s = 4.0
+    assert one.callers().limit_s == 120.0, "NVSHMEM may take longer to start than a rank is to wait in training"
     one.call_s = 90.0
     assert one.callers().limit_s == 90.0, "the doctor's own limit comes first"
 
