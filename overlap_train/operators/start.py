@@ -160,7 +160,7 @@ def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sen
 def products_beside(domain: OverlapDomain, started: EnginePlan | None) -> AbstractContextManager[None]:
     """Bracket of library products that leave SMs to what an engine of the plan `started` sends and adds meanwhile; None: nothing
     is under way. Engines bracket their own products."""
-    if started is None or started.nodes == 1 or not started.spared_sms:
+    if started is None or started.nodes == 1 or not started.slots or not started.spared_sms:
         return _NONE_SPARED
     assert isinstance(domain.engine, NodeStreamEngine)
     return domain.engine.products(started.spared_sms)

@@ -20,6 +20,8 @@ from .store import answer
 
 T = TypeVar("T")
 _ANSWER_S = 1.0  # beyond the time-out: a rank that is late is named first
+# A library takes its time to start, however short a wait in training may be. On 2 x H100 NVSHMEM still connected after 60 s.
+_LEAST_CALL_S = 120.0
 
 
 class OverlapTimeoutError(RuntimeError):
@@ -39,8 +41,8 @@ def say_on_rank_0(rank: int, text: str) -> None:
 class Agreement:
     """What the ranks of one group exchange outside the hot path. All of them call the same methods in the same order.
 
-    call_s: how long a library's call may take that nothing can interrupt (bounded.py); None: timeout_s. The doctor, whose report
-    comes before, sets it.
+    call_s: how long a library's call may take that nothing can interrupt (bounded.py); None: timeout_s, at least two
+    minutes. The doctor, whose report comes before, sets it.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, call_s: float | None = None) -> None:
@@ -90,7 +92,7 @@ class Agreement:
         """The ranks that make a call of a library together, for `bounded`. members: ranks of the group; None: all."""
         ranks = dist.get_process_group_ranks(self.group)
         some = ranks if members is None else [ranks[member] for member in members]
-        return Callers(ranks[self.rank], tuple(some), self.call_s or self.timeout_s)
+        return Callers(ranks[self.rank], tuple(some), self.call_s or max(self.timeout_s, _LEAST_CALL_S))
 
     def all_succeed(self, error: str | None, what: str) -> None:
         """Raise RuntimeError on all ranks if one of them reports an error."""

@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 
@@ -45,7 +47,8 @@ class WatchingProcess:
 
     def __init__(self, error: str, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s  # the same clock in all processes of a machine
-        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(deadline), error]
+        python = sys.executable or ""  # it may be None in a program that embeds Python: OSError then, too
+        command = [python, "-I", "-S", __file__, str(os.getpid()), str(deadline), error]
         # A session of its own: Ctrl-C reaches this process, whose end it notices.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
@@ -58,7 +61,8 @@ class WatchingProcess:
 
 @contextlib.contextmanager
 def bounded(what: str, callers: Callers, watch: Callable[[str, float], Watcher] = WatchingProcess) -> Iterator[None]:
-    """Bracket of one call that all callers make. If it has not ended in time, the process ends, with an error on stderr.
+    """Bracket of one call that all callers make. If it has not ended in time, the process ends, with an error on stderr. Where
+    nobody can watch, a warning says so, and the call goes on: the others are in it already.
 
     what: what the ranks do here, and in which library: "overlap_train: allocate NVSHMEM memory". watch: what ends the process.
     """
@@ -69,11 +73,23 @@ def bounded(what: str, callers: Callers, watch: Callable[[str, float], Watcher] 
         f"dead, stopped, or in another call: read the logs of the other ranks first; if it is only slow, raise timeout_s "
         f"(--overlap-train-timeout-s)."
     )
-    watcher = watch(error, callers.limit_s)
+    watcher = _started(what, partial(watch, error, callers.limit_s))
     try:
         yield
     finally:
         watcher.close()
+
+
+def _started(what: str, watch: Callable[[], Watcher]) -> Watcher:
+    try:
+        return watch()
+    except OSError as failure:  # too many processes, or no Python that could be started
+        warnings.warn(
+            f"{what}: no process could be started to watch this call ({failure}); if another rank dies or stops in it, this one "
+            f"waits without end",
+            stacklevel=2,
+        )
+        return contextlib.ExitStack()  # nothing to close
 
 
 def watch_process(process: int, deadline: float, error: str) -> None:

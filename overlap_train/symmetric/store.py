@@ -28,5 +28,8 @@ def answer(ask: Callable[[], T], limit_s: float) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="overlap_train store", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="overlap_train store", daemon=True).start()
+    except RuntimeError:  # Python ends: from 3.12 on, functions of atexit cannot start threads
+        return ask()
     return future.result(limit_s)

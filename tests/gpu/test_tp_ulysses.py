@@ -14,6 +14,8 @@ from overlap_train import (
     qkv_all_to_all,
     shutdown,
 )
+from overlap_train.protocol.node_streams import NodeStreamEngine
+from overlap_train.runtime.registry import domain_of
 from overlap_train.symmetric.nvshmem import is_installed
 from overlap_train.ulysses import sharded
 from tests.tp_ulysses_cases import ulysses_across_nodes
@@ -69,6 +71,7 @@ def test_ulysses_across_nodes(
     ulysses_across_nodes(*groups, config, device, **between)
     try:
         _check_exact(groups, device, None)
+        assert method == "collective" or isinstance(domain_of(groups[1], None, device).engine, NodeStreamEngine)
     finally:
         shutdown()
 

@@ -276,6 +276,13 @@ def what_a_kernel_sends_leaves_after_its_tiles(module: ModuleType, nodes: int, l
         assert {leg.after_tiles for leg in own} == {kind in (SCATTER, GEMM_A2A)}
 
 
+def what_a_rank_receives_last_of_an_all_to_all_is_its_own(module: ModuleType, nodes: int, local: int) -> None:
+    """So it has received all that it passes on when its own blocks are there. What it multiplies then may hold its SMs, and wait
+    for ranks of another group that wait for what it passes on (TP x Ulysses)."""
+    for kind, topology in product(EXCHANGES, topologies(module, nodes, local)):
+        assert not module.crossings(kind, topology, CHUNKS)[-1].lands
+
+
 def key_of(leg: Any) -> tuple[int, ...]:
     return leg.source, leg.target, leg.fills, leg.chunk
 
@@ -297,6 +304,7 @@ RULES: list[Callable[[ModuleType, int, int], None]] = [
     a_kernel_gets_all_blocks_of_an_all_to_all_chunk_by_chunk,
     a_kernel_multiplies_what_arrives_first,
     what_a_kernel_sends_leaves_after_its_tiles,
+    what_a_rank_receives_last_of_an_all_to_all_is_its_own,
 ]
 FAULTS = {
     "shards go to every far rank": (

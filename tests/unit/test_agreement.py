@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError
+from overlap_train.symmetric import store as key_value_store
 from overlap_train.symmetric.agreement import Agreement
 from overlap_train.symmetric.bounded import Callers
 
@@ -98,12 +99,31 @@ def test_a_store_whose_process_is_stopped_is_said_so() -> None:
         host.kill()
 
 
+ENDS = """
+import atexit, importlib.util, sys
+spec = importlib.util.spec_from_file_location("store", sys.argv[1])
+store = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(store)
+atexit.register(lambda: print(store.answer(lambda: "told", 30.0)))
+"""
+
+
+def test_the_store_answers_while_python_ends() -> None:
+    """As a program asks that has registered shutdown() with atexit. From Python 3.12 on no thread can be started then."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, key_value_store.__file__], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.stdout, ended.stderr) == ("told\n", "")
+
+
 def test_those_who_call_a_library_together_have_their_numbers_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
-    one = ranks(4, timeout_s=30.0)[2]
+    one = ranks(4, timeout_s=130.0)[2]
     one.group, one.call_s = None, None  # type: ignore[assignment]
-    assert one.callers() == Callers(6, (4, 5, 6, 7), 30.0)
-    assert one.callers(range(2, 4)) == Callers(6, (6, 7), 30.0)
+    assert one.callers() == Callers(6, (4, 5, 6, 7), 130.0)
+    assert one.callers(range(2, 4)) == Callers(6, (6, 7), 130.0)
+    one.timeout_s = 4.0
+    assert one.callers().limit_s == 120.0, "NVSHMEM may take longer to start than a rank is to wait in training"
     one.call_s = 90.0
     assert one.callers().limit_s == 90.0, "the doctor's own limit comes first"
 

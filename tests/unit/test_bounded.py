@@ -90,6 +90,20 @@ def test_another_process_with_the_number_of_one_that_is_gone_is_left_alone() -> 
         assert other.returncode == 0
 
 
+@pytest.mark.parametrize(
+    "python", [None, "", "/no/such/python"]
+)  # as where a program embeds Python, or has lost its own
+def test_a_call_that_nobody_can_watch_goes_on_with_a_warning(
+    python: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error here would leave the other ranks alone in the call."""
+    monkeypatch.setattr(sys, "executable", python)
+    made = []
+    with pytest.warns(UserWarning, match="allocate: no process could be started"), bounded("allocate", CALLERS):
+        made.append("call")
+    assert made
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_the_watch_begins_before_the_call_and_ends_with_it(raises: bool) -> None:
     told: list[Any] = []

@@ -11,9 +11,11 @@ import torch
 
 from overlap_train.config import OverlapConfig
 from overlap_train.operators.planned import Planned
+from overlap_train.operators.start import products_beside
 from overlap_train.planning.heads import AttentionHeads
 from overlap_train.planning.plan import make_plan
 from overlap_train.planning.schedule.topology import Topology
+from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import Target
 from overlap_train.ulysses import sharded
@@ -59,3 +61,13 @@ def test_two_groups_that_cannot_overlap_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sharded, "why_not_together", lambda exchange, product, device: "both span nodes")
     with pytest.raises(ValueError, match="linear_qkv: both span nodes"):
         planned(2, monkeypatch)
+
+
+def test_collectives_across_nodes_need_no_engine() -> None:
+    """Of a product that leaves SMs to another group: nothing of ours is under way beside its weight gradient."""
+    x, w = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1024, 512), (512, 512)))
+    config, target = OverlapConfig(method="collective"), Target((9, 0))
+    plan = make_plan(ALL_GATHER_LINEAR, config, UNTUNED, Topology(2, 1, 0), x, w, target)  # type: ignore[arg-type]
+    no_engine: Any = SimpleNamespace(engine=None)
+    with products_beside(no_engine, plan.dgrad.beside(5)):
+        pass

@@ -28,5 +28,7 @@ FAULTS = [
     REFUSALS("two groups: one of them across nodes is refused", "not all(engine.nodes > 1", "not any(engine.nodes > 1"),
     KERNELS("two groups: a kernel that gathers is launched for all SMs", "how, plan.spared_sms, b_kn.shape", "how, b_kn.shape"),
     KERNELS("two groups: a kernel that scatters is launched for all SMs", "how, plan.spared_sms, layout", "how, layout"),
+    In("overlap_train/operators/start.py", (SHARDED,))(
+        "two groups: collectives across nodes ask for an engine", "not started.slots or ", ""),
     BESIDE("two groups: a product inside a node asks for an engine between nodes", "started.nodes == 1 or ", ""),
 ]  # fmt: skip
