@@ -19,7 +19,8 @@ from .bounded import Callers
 from .store import answer
 
 T = TypeVar("T")
-_ANSWER_S = 1.0  # beyond the time-out: a rank that is late is named first
+# Beyond the time-out, and for each rank: a rank that is late is named first, by a question for each.
+_ANSWER_S, _ANSWER_OF_RANK_S = 1.0, 1e-3
 # A library takes its time to start, however short a wait in training may be. On 2 x H100 NVSHMEM still connected after 60 s.
 _LEAST_CALL_S = 120.0
 
@@ -111,7 +112,7 @@ class Agreement:
 
     def _answer(self, ask: Callable[[], T], what: str) -> T:
         try:
-            return answer(ask, self.timeout_s + _ANSWER_S)
+            return answer(ask, self.timeout_s + _ANSWER_S + self.world_size * _ANSWER_OF_RANK_S)
         except TimeoutError:
             raise OverlapTimeoutError(
                 f"{what}: rank {self.rank} waited {self.timeout_s:g} s, and the key-value store of the job does not answer; the "

@@ -62,8 +62,8 @@ def test_ulysses_across_nodes(
     gathered_input: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Each tensor-parallel group is a node, each rank of Ulysses in a node of its own."""
-    if network == "nvshmem" and not is_installed():
-        pytest.skip("no nvshmem4py")
+    if network == "nvshmem" and (method == "collective" or not is_installed()):
+        pytest.skip("NVSHMEM carries nothing for collectives, or is not there")
     monkeypatch.setattr(sharded, "parts_that_hide", lambda rows, n, k: 3)
     config = OverlapConfig(method=method, gathered_input=gathered_input, provider="torch", timeout_s=20.0)
     shutdown()
