@@ -2,13 +2,11 @@
 
 Parts, slots and exchanges are ordered by what orders them in training (ulysses/tensor_parallel.py, ahead.py, rows_backward.py,
 protocol/workspace.py), in domains that note what a rank would enqueue. A torch operation that makes a tensor is a kernel that
-reads as much as it writes; those in ONE_BY_ONE are slower. A part's product is what simulation/programs.py and backward.py say of
-it.
+reads as much as it writes; those in ONE_BY_ONE are slower. What training hands to that code is noted, too (noted_parts.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -16,21 +14,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...operators.weight_gradient import WeightGradient
 from ...planning import cost
 from ...planning.engine_plan import EnginePlan
 from ...planning.machines import System
 from ...planning.passes import Pass
-from ...planning.schedule.kinds import A2A_GEMM, SCATTER
+from ...planning.schedule.kinds import A2A_GEMM
 from ...planning.schedule.legs import Legs
 from ...protocol.layout import SLOTS
 from ...protocol.slot_use import SlotUse
 from ...protocol.tags import Tag
 from ...protocol.workspace import Workspace
-from ...ulysses.parts import Part as Positions
-from ...ulysses.tensor_parallel import ShardedPart
-from .simulation.backward import own_block, row_dw, row_dx, whole
-from .simulation.programs import Part, barrier, epoch, forward, host_us, sends, wait
+from .simulation.backward import own_block
+from .simulation.programs import Part, barrier, epoch, host_us, sends, wait
 from .simulation.timeline import COMPUTE, EXCHANGES, Group, Kernel, Program, Send
 from .simulation.work import Work
 
@@ -188,87 +183,3 @@ class NotedCall:
 
     def barrier(self) -> None:
         self._recording.add(([barrier(self._recording.system)], []))
-
-
-@dataclass(frozen=True)
-class NotedPart(ShardedPart):
-    """A ShardedPart whose products are noted. fprop, dgrad: of its product."""
-
-    fprop: Work
-    dgrad: Work
-
-    def column_forward(self, x_shard_m: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with self.product.forward:
-            self._note(forward, self.fprop, self.fprop.plan.slots)
-        return self._result(self.fprop), x_shard_m
-
-    def column_backward(
-        self, dy: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor, dw: WeightGradient | None, wants_dx: bool
-    ) -> torch.Tensor:
-        again = self.product.plan.wgrad
-        assert again is not None and wants_dx, "plans are for training with all gradients"
-        with self.product.backward(wants_dx, dw is not None):
-            self._note(whole, self.dgrad, again.slots + self.dgrad.plan.slots)
-        return self._result(self.dgrad)
-
-    def row_forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with self.product.forward:
-            self._note(forward, self.fprop, self.fprop.plan.slots)
-        return self._result(self.fprop)
-
-    def row_backward(
-        self, dy_shard_m: torch.Tensor, x: Callable[[], torch.Tensor], w: torch.Tensor, dw: WeightGradient | None,
-        wants_dx: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        with self.product.backward(True, dw is not None):
-            work = self._note(row_dx, self.dgrad, self.dgrad.plan.slots)
-            blocks = len(x())
-            self._recording.add(([row_dw(replace(work, x_blocks=blocks))], []))
-        return self._result(self.dgrad)
-
-    @property
-    def _domain(self) -> Domain:
-        return self.product.domain  # type: ignore[return-value]
-
-    @property
-    def _recording(self) -> Recording:
-        return self._domain.recording
-
-    def _note(self, engine: Callable[[Work], Part], work: Work, slots: int) -> Work:
-        """Note what an engine enqueues, which takes so many slots."""
-        for _ in range(slots):
-            self._domain.workspace.use.take()
-        numbered = self._recording.numbered(work, self._domain.group)
-        self._recording.add(engine(numbered))
-        return numbered
-
-    def _result(self, work: Work) -> torch.Tensor:
-        rows = work.m_shard if work.plan.kind == SCATTER else work.pass_.m
-        return torch.empty(rows, work.pass_.n, dtype=work.pass_.dtype, device="meta")
-
-
-@dataclass(frozen=True)
-class NotedHeads:
-    """Rows of q, k and v, as HeadRows (ulysses/rows.py): a kernel takes them out of the slot, or packs them. columns: of what
-    one rank sends to one. rows: of one position, of all tensor-parallel ranks. angle_bytes: of cos and sin for the rows of one
-    position of all ranks."""
-
-    recording: Recording
-    columns: int
-    rows: int
-    angle_bytes: float
-
-    def place(self, part: Positions) -> None:
-        return None
-
-    def take(self, part: Positions, received: torch.Tensor) -> None:
-        self._move("unpack", part, received)
-
-    def give(self, part: Positions) -> torch.Tensor:
-        shape = self.recording.grid.ulysses.topology.world, (part.last - part.first) * self.rows, self.columns
-        packed = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        self._move("pack", part, packed)
-        return packed
-
-    def _move(self, name: str, part: Positions, blocks: torch.Tensor) -> None:
-        self.recording.copy(name, blocks.nbytes + (part.last - part.first) * self.angle_bytes / 2)

@@ -1,6 +1,6 @@
 """The projections of an attention under TP x Ulysses: in which parts they run, and what they take by each method.
 
-in parts    the product of a part hides the exchange of another (replay.py)
+in parts    the product of a part hides the exchange of another (replay.py, noted_parts.py)
 apart       the linear overlaps over TP alone, before or after an all-to-all by NCCL: of short sequences, across nodes, and on
             GPUs by `auto` (integrations/megatron/linears/two_groups.py: why_apart)
 """
@@ -31,7 +31,8 @@ from ...ulysses.tensor_parallel import ShardedLinear
 from ..measure.models import Model
 from .estimates import AUTO, COLLECTIVE, Estimate, simulated, work_of
 from .inputs import Linear, Strategy, heads_of
-from .replay import Domain, Grid, NotedHeads, NotedPart, Recording
+from .noted_parts import NotedHeads, NotedPart
+from .replay import Domain, Grid, Recording
 from .simulation.backward import whole
 from .simulation.programs import assemble, forward, leading_barrier
 from .simulation.timeline import COMMUNICATION, COMPUTE, Group, Kernel, Program

@@ -11,6 +11,7 @@ SAYS = (
     f"{COMMAND}::test_short_sequences_and_nodes_hide_no_all_to_all",
 )
 REPLAY = In(f"{PLANS}/replay.py", (BOTH,))
+PARTS = In(f"{PLANS}/noted_parts.py", (BOTH,))
 GROUPS = In(f"{PLANS}/two_groups.py", (BOTH,))
 PREDICTION = In(f"{PLANS}/prediction.py", (BOTH,))
 STRATEGY = In(f"{PLANS}/inputs.py", (BOTH,))
@@ -31,7 +32,7 @@ FAULTS = [
     SIMULATE("grid: a copy uses the link of a rank of the other", "else ranks[send.leg.target]", "else send.leg.target"),
     REPLAY("grid: exchanges wait in the copies' queue", "replace(send, lane=EXCHANGES) for send", "send for send"),
     REPLAY("grid: calls share their signals", "        self._calls += 1\n", ""),
-    REPLAY("grid: an operator takes no slot", "            self._domain.workspace.use.take()\n", "            pass\n"),
+    PARTS("grid: an operator takes no slot", "            self._domain.workspace.use.take()\n", "            pass\n"),
     REPLAY("grid: nobody waits for a slot", "[wait(self._work, self._work.arrivals(0))]", "[]"),
     REPLAY("grid: what has come is not waited for", "[own_block(self._work), wait(self._work, self._work.all_arrivals())]",
            "[own_block(self._work)]"),
@@ -44,10 +45,10 @@ FAULTS = [
     REPLAY("grid: all rows are written for some", "return int(args[2].nbytes)", "return int(args[0].nbytes)"),
     REPLAY("grid: a kernel reads nothing", "sum_us)(self.system, 2 * nbytes)", "sum_us)(self.system, nbytes)"),
     REPLAY("grid: torch moves rows as fast as kernels of ours", "if name in ONE_BY_ONE", "if False"),
-    REPLAY("grid: x of a weight gradient lies in one piece", "x_blocks=blocks", "x_blocks=1"),
-    REPLAY("grid: the weight gradient comes before x", "            blocks = len(x())\n", "            blocks = 2\n"),
-    REPLAY("grid: q, k and v pack themselves", '        self._move("pack", part, packed)\n', ""),
-    REPLAY("grid: q, k and v unpack themselves", 'self._move("unpack", part, received)', "pass"),
+    PARTS("grid: x of a weight gradient lies in one piece", "x_blocks=blocks", "x_blocks=1"),
+    PARTS("grid: the weight gradient comes before x", "            blocks = len(x())\n", "            blocks = 2\n"),
+    PARTS("grid: q, k and v pack themselves", '        self._move("pack", part, packed)\n', ""),
+    PARTS("grid: q, k and v unpack themselves", 'self._move("unpack", part, received)', "pass"),
     BACKWARD("grid: the weight gradient of blocks is one product", "pass_.n // blocks, pass_.rows", "pass_.n, pass_.rows"),
     WORK("grid: each part of a product has all power", "self.world * chunks * self.parts", "self.world * chunks"),
     BACKWARD("grid: each part of a weight gradient has all power", "blocks * work.parts, spared", "blocks, spared"),
