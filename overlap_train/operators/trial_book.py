@@ -110,13 +110,9 @@ def _in_trial(planned: Planned, trial: Trial, plans: dict[str, Plan], work: int)
 
 
 def _print(found: Sequence[Winner], trial: Trial, name: str, where: str) -> None:
-    said = "; ".join(f"{_DIRECTIONS[winner.measured.kind == trial.fprop.kind]} {_in_words(winner)}" for winner in found)
-    print(
-        f"overlap_train: {name} and linears of about its sizes ({trial.fprop}): {said or 'too few calls to tell'}; in "
-        f"{trial.steps} calls, {where}",
-        file=sys.stderr,
-        flush=True,
-    )
+    first = f"overlap_train: {name} and linears of about its sizes ({trial.fprop}), in {trial.steps} calls, {where}:"
+    directions = (f"  {_DIRECTIONS[winner.measured.kind == trial.fprop.kind]} {_in_words(winner)}" for winner in found)
+    print(first, *(directions if found else ["  too few calls to tell"]), sep="\n", file=sys.stderr, flush=True)
 
 
 _DIRECTIONS = ("backward", "forward")

@@ -148,10 +148,12 @@ def test_rank_0_keeps_the_winners_and_says_so(ranks: list[dict[str, Any]]) -> No
     assert [facts["saved"] for facts in ranks] == [1, 0]
     assert ranks[0]["kept"] == {GATHER: "collective", SCATTER_AND_WGRAD: "chunked"}
     assert [facts["said before"] for facts in ranks] == ["", ""] and ranks[1]["said"] == ""
-    (line,) = ranks[0]["said"].splitlines()
-    begin = "overlap_train: layers.0.fc1 and linears of about its sizes (M=16 N=3 K=4): forward collective (collective "
-    assert line.startswith(begin)
-    assert "; backward chunked (chunked " in line and f"in {STEPS} calls, kept in " in line
+    first, forward, backward = ranks[0]["said"].splitlines()
+    begin = f"overlap_train: layers.0.fc1 and linears of about its sizes (M=16 N=3 K=4), in {STEPS} calls, kept in "
+    assert first.startswith(begin)
+    assert forward.startswith("  forward collective (collective ") and backward.startswith(
+        "  backward chunked (chunked "
+    )
 
 
 def _no_trial(rank: int, world: int, folder: str) -> list[int]:
