@@ -61,9 +61,9 @@ LONG_COPY_US = 150.0
 # Between nodes of GPUs each block is an exchange of its own, which takes the host and the network's latency: a shorter one
 # goes by NCCL. Else `fused`, whose kernel multiplies all blocks; `chunked` has a product for each rank, which may leave SMs idle.
 # A2A + GEMM is the other way round: `chunked` multiplies several blocks side by side. The planner says of 6140 passes (Llama-3 8B
-# to 405B and Qwen3 32B on 2 to 8 nodes of 4 and 8 H200, H800 and H20, NICs of 25 to 100 GB/s): 20 % take more than 3 % longer so
-# than by the best of the three, and 6.6 % longer in the mean. With `chunked` where a rank's product fills the SMs it was 40 and
-# 26 %. Not measured.
+# to 405B and Qwen3 32B on 2 to 8 nodes of 4 and 8 H200, H800 and H20, NICs of 25 to 100 GB/s): by this rule 20 % take more
+# than 3 % longer than by the best of the three, and the mean loss is 6.6 %. With `chunked` where a rank's product fills the SMs
+# it was 40 and 26 %. Not measured.
 LEAST_BLOCK = 4 << 20
 
 

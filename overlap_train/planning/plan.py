@@ -72,7 +72,8 @@ def _engine(
 def _exchange(
     pass_: Pass, config: OverlapConfig, topology: Topology, device: torch.device, w: torch.Tensor
 ) -> EnginePlan:
-    """An exchange alone. Beside it runs a product of another group, whose kernel may hold its SMs to its end (_wait_sms)."""
+    """An exchange alone. Beside it runs a product of another group, whose kernel may hold its SMs to its end: waits
+    need one (engine_plan.py: _wait_sms)."""
     engine = engine_plan(_without_product(config, topology), pass_, topology, device, w, sms_of(config))
     return replace(engine, wait_sms=int(topology.nodes > 1 and device.type == "cuda" and engine.slots > 0))
 

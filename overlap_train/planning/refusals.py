@@ -51,8 +51,8 @@ def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None
 
 def why_not_together(exchange: Plan, product: Plan, device: torch.device) -> str | None:
     """Why an all-to-all cannot run beside the product of another group (TP x Ulysses), or None."""
-    groups = [plan.fprop for plan in (exchange, product)]
-    if device.type != "cuda" or not all(engine.nodes > 1 and engine.slots for engine in groups):
+    engines = exchange.fprop, product.fprop
+    if device.type != "cuda" or not all(engine.nodes > 1 and engine.slots for engine in engines):
         return None
     return (
         f"group and tp_group span {exchange.fprop.nodes} and {product.fprop.nodes} nodes: two groups of GPUs do not overlap "

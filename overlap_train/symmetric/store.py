@@ -30,6 +30,6 @@ def answer(ask: Callable[[], T], limit_s: float) -> T:
 
     try:
         threading.Thread(target=run, name="overlap_train store", daemon=True).start()
-    except RuntimeError:  # Python ends: from 3.12 on, functions of atexit cannot start threads
+    except RuntimeError:  # no thread can be started: none in functions of atexit, from Python 3.12 on
         return ask()
     return future.result(limit_s)

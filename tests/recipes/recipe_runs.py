@@ -35,7 +35,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended."""
+    """How one rank ended. exit_code: None if it had to be killed."""
 
     exit_code: int | None
     output: str

@@ -1,6 +1,7 @@
 """What one rank does in a pass, as its plan says: the engines of operators/ in the simulator's words.
 
-The legs are the plan's, the order of tiles is the schedule's (schedule/order.py). Here is only how long each thing takes.
+The legs are the plan's, the order of tiles is the schedule's (planning/schedule/order.py). Here is only how long each
+thing takes.
 """
 
 from __future__ import annotations
