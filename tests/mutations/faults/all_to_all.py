@@ -94,6 +94,8 @@ FAULTS = [
         "self._call.blocks["),
     OUT("A2A: the peers' columns stay in their slot", "            self._into[source].copy_(self._call.blocks[source])\n",
         "            pass\n"),
+    OUT("A2A: NCCL's blocks have every W-th column", "unflatten(1, (ranks, -1)).movedim(1, 0)",
+        "unflatten(1, (-1, ranks)).movedim(2, 0)", f"{PROCESSES}::test_every_shape[collective-2]"),
     OUT("A2A: NCCL's columns stay where they came", "return self._into.copy_(self._blocks)", "return self._into",
         f"{OWN}::test_long_sequences_pass_through_in_parts"),
     OUT("A2A: NCCL's columns are read before they have come", "            self._work.wait()\n", "            pass\n", ASIDE),
