@@ -61,7 +61,8 @@ def planned(ulysses_nodes: int, monkeypatch: pytest.MonkeyPatch, of: type[torch.
 def test_kernels_leave_the_sms_of_an_exchange(nodes: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     part = planned(nodes, monkeypatch)
     assert part.exchange.plan.fprop.spared_sms == sms
-    assert part.product.plan.fprop.spared_sms == part.product.plan.dgrad.spared_sms == sms
+    plan = part.product.plan
+    assert plan.fprop.spared_sms == plan.dgrad.spared_sms == plan.wgrad.spared_sms == sms
 
 
 def test_two_groups_that_cannot_overlap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,10 @@ NODES = In(
 )
 REFUSALS = In("overlap_train/planning/refusals.py", ("tests/unit/test_topology.py",))
 KERNELS = In("overlap_train/operators/persistent.py", ("tests/unit/test_operands.py",))
+FEW = In(
+    "overlap_train/operators/low_latency.py",
+    ("tests/protocol/test_launch_keys.py::test_few_rows_leave_the_sms_of_an_exchange_beside_them",),
+)
 BESIDE = In("overlap_train/operators/start.py", (BACKWARD,))
 
 FAULTS = [
@@ -23,7 +27,14 @@ FAULTS = [
              "self.exchange.domain, None)"),
     PLANS("two groups: kernels take the SMs of an exchange", ".beside(exchanges.plan.fprop.spared_sms)", ".beside(0)"),
     PLANS("two groups: both may span nodes", "        if refused is not None:\n", "        if False:\n"),
-    PLANNED("two groups: kernels of dx take the SMs of an exchange", ", dgrad=self.plan.dgrad.beside(sms))", ")"),
+    PLANNED("two groups: kernels of dx take the SMs of an exchange", "dgrad=dgrad.beside(sms)", "dgrad=dgrad"),
+    PLANNED("two groups: what sends x again takes the SMs of an exchange", "else wgrad.beside(sms)", "else wgrad"),
+    FEW("two groups: few rows are gathered on all SMs", "own, gathered, unit, spared_sms)\n", "own, gathered, unit, 0)\n"),
+    FEW("two groups: few rows are scattered on all SMs", "partials, y, unit, spared_sms)\n", "partials, y, unit, 0)\n"),
+    FEW("two groups: a gather of few rows is launched for all SMs", '("low latency gather", unit, spared_sms)',
+        '("low latency gather", unit)'),
+    FEW("two groups: a scatter of few rows is launched for all SMs", '("low latency scatter", unit, spared_sms)',
+        '("low latency scatter", unit)'),
     ENGINE("two groups: SMs of another group do not count", "self.wait_sms + self.other_sms", "self.wait_sms"),
     EXCHANGE("two groups: no SM is left to waits", "\"cuda\" and engine.slots > 0)", "\"cuda\" and False)"),
     EXCHANGE("two groups: auto overlaps what was not measured", "topology.nodes > 1 and config.method == \"auto\"", "False"),
