@@ -17,32 +17,38 @@ class Blas:
 
     def __init__(self, device: torch.device) -> None:
         self._count = torch.cuda.get_device_properties(device).multi_processor_count
+        self._get: Any = None
         self._set: Any = None
         try:
             library = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")  # torch has loaded it
-            self._set = library.cublasSetSmCountTarget
+            self._get, self._set = library.cublasGetSmCountTarget, library.cublasSetSmCountTarget
         except (OSError, AttributeError) as error:
             warnings.warn(
                 f"cuBLAS cannot spare SMs for the network ({error}); products beside it may take longer", stacklevel=2
             )
             return
+        self._get.argtypes, self._get.restype = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)), ctypes.c_int
         self._set.argtypes, self._set.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int
 
     @contextmanager
     def sparing(self, sms: int) -> Iterator[None]:
-        """A bracket in which products of this thread leave so many SMs to others."""
+        """A bracket in which products of this thread leave so many SMs to others, or more: as many as a bracket around it, or
+        who called us, has told cuBLAS to leave."""
         if self._set is None:
             yield
             return
-        handle = torch.cuda.current_blas_handle()
-        self._check(self._set(handle, self._count - sms))
+        handle, before = torch.cuda.current_blas_handle(), ctypes.c_int()
+        self._check(self._get(handle, ctypes.byref(before)), "cublasGetSmCountTarget")
+        count = min(before.value or self._count, self._count - sms)  # 0: all SMs
+        self._count_on(handle, count)
         try:
             yield
         finally:
-            self._check(self._set(handle, 0))  # 0: all SMs, as before
+            self._count_on(handle, before.value)
 
-    def _check(self, status: int) -> None:
+    def _count_on(self, handle: int, sms: int) -> None:
+        self._check(self._set(handle, sms), "cublasSetSmCountTarget")
+
+    def _check(self, status: int, function: str) -> None:
         if status:
-            raise RuntimeError(
-                f"cuBLAS refused to spare SMs for the network: status {status} of cublasSetSmCountTarget"
-            )
+            raise RuntimeError(f"cuBLAS refused to spare SMs for the network: status {status} of {function}")

@@ -145,10 +145,10 @@ class LowLatencyGather:
     """One kernel sends the own rows, and writes them and what arrives into one tensor [M, K]; then one library GEMM."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
-        self._domain, self._tag, self._own = domain, tag, x_shard_m
+        self._domain, self._plan, self._tag, self._own = domain, plan, tag, x_shard_m
 
     def start(self) -> None:
-        self._x = low_latency.gather(self._domain, self._tag, self._own)
+        self._x = low_latency.gather(self._domain, self._tag, self._own, self._plan.spared_sms)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         return torch.mm(self._x, b_kn)

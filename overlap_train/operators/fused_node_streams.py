@@ -81,6 +81,9 @@ class FusedNodeStreamScatter(NodeStreamScatter):
     def start(self) -> None:
         self._a = persistent.operand(self._plan, self._a)
         engine, call, plan = self._open(), self._call, self._plan
+        # Not Crossings.start_after_this, which first enqueues what an earlier call of the operator still sends and receives. That
+        # comes after the kernel here: with one hardware queue the kernel would stand behind its waits for the network. Nothing is
+        # lost by sending it after this, because between the calls the caller's stream has no product.
         engine.send_after_this()
         own = self._partials[self._domain.rank]
         self._tiles = _launch(self, engine, ScatterOperands(self._a, self._b, self._partials, own))
@@ -101,7 +104,7 @@ class FusedNodeStreamGemmAllToAll(FusedGemmAllToAll, NodeStreamGemmAllToAll):
         self._a = persistent.operand(self._plan, self._a)
         engine, staging = self._begin()
         call, crossings = self._call, self._crossings
-        engine.send_after_this()
+        engine.send_after_this()  # as in FusedNodeStreamScatter
         tiles = _launch(self, engine, self._operands(staging))
         while (crossing := crossings.next) is not None:
             leg = crossing.sent

@@ -120,13 +120,13 @@ class LowLatencyScatter:
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
     ) -> None:
-        self._domain, self._tag, self._a, self._b = domain, tag, a_mk, b_kn
+        self._domain, self._plan, self._tag, self._a, self._b = domain, plan, tag, a_mk, b_kn
 
     def start(self) -> None:
         self._partial = torch.mm(self._a, self._b)
 
     def finish(self) -> torch.Tensor:
-        return low_latency.scatter(self._domain, self._tag, self._partial)
+        return low_latency.scatter(self._domain, self._tag, self._partial, self._plan.spared_sms)
 
 
 def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,9 @@ class Planned:
         return self._beside.get(sms) or self._beside.setdefault(sms, self._new_beside(sms))
 
     def _new_beside(self, sms: int) -> Planned:
-        plan = replace(self.plan, fprop=self.plan.fprop.beside(sms), dgrad=self.plan.dgrad.beside(sms))
+        fprop, dgrad, wgrad = self.plan.fprop, self.plan.dgrad, self.plan.wgrad
+        wgrad = None if wgrad is None else wgrad.beside(sms)
+        plan = replace(self.plan, fprop=fprop.beside(sms), dgrad=dgrad.beside(sms), wgrad=wgrad)
         return Planned(self.domain, plan, self.trains)
 
     def _new_linear(self, name: str, meaning: str) -> PlannedLinear:

@@ -49,12 +49,15 @@ def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None
     return None
 
 
-def why_not_together(exchange: Plan, product: Plan, device: torch.device) -> str | None:
-    """Why an all-to-all cannot run beside the product of another group (TP x Ulysses), or None."""
-    engines = exchange.fprop, product.fprop
-    if device.type != "cuda" or not all(engine.nodes > 1 and engine.slots for engine in engines):
+def why_not_together(exchange: Plan, product: Plan, nodes: tuple[int, int] | None) -> str | None:
+    """Why an all-to-all cannot run beside the product of another group (TP x Ulysses), or None; the same on all ranks of both.
+
+    nodes: of the two groups of a rank of theirs, where both span several nodes of GPUs (ulysses/groups.py). The methods asked for
+    decide, and no engine: those of two TP groups may differ, where one spans nodes and the other does not.
+    """
+    if nodes is None or exchange.config.method in ("auto", "collective") or product.config.method == "collective":
         return None
     return (
-        f"group and tp_group span {exchange.fprop.nodes} and {product.fprop.nodes} nodes: two groups of GPUs do not overlap "
-        f"across nodes together yet; use 'auto' or 'collective', or a tp_group inside one node ({flag_name('method')})"
+        f"group and tp_group span {nodes[0]} and {nodes[1]} nodes: two groups of GPUs do not overlap across nodes together yet; "
+        f"use 'auto' or 'collective', or a tp_group inside one node ({flag_name('method')})"
     )

@@ -19,9 +19,10 @@ from ..planning.sequence import SequenceLayout
 from .arguments import heads_error, lengths_error, sequence_error
 from .calls import Terms, heads_linear, rows_linear
 from .exchange import Linear
+from .groups import Groups
 from .linears import apply_to_rows
 from .rows import HeadRows
-from .sharded import Groups, sharded_heads_linear, sharded_rows_linear
+from .sharded import sharded_heads_linear, sharded_rows_linear
 from .shards import Shards
 from .tensor_parallel import ShardedLinear
 

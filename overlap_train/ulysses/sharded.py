@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..operators.plan_book import plan_of
@@ -19,24 +18,9 @@ from ..planning.refusals import why_not_together
 from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ..runtime.registry import domain_of
 from .calls import Terms, copies_of, like, rows_of_position
+from .groups import Groups, nodes_of_both
 from .parts import cut, parts_that_hide
 from .tensor_parallel import ShardedLinear, ShardedPart
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The process groups of one rank. ulysses: the ranks that exchange. tensor: those that divide the weights."""
-
-    ulysses: dist.ProcessGroup
-    tensor: dist.ProcessGroup
-
-    @property
-    def shards(self) -> int:
-        return self.tensor.size()
-
-    @property
-    def ranks(self) -> int:
-        return self.ulysses.size()
 
 
 @dataclass(frozen=True)
@@ -132,11 +116,12 @@ def _linear(
     """The call in parts. product: returns the plan of the product of so many positions."""
     parts, places = [], sizes.parts(_settings(x, groups, terms))
     config, name, meaning = terms if len(places) == 1 else terms.in_parts(sizes.positions)
+    nodes = nodes_of_both(groups, config, x.device, name) if x.is_cuda else None
     for first, last in places:
         multiplies = product(last - first)
         sent = like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
         exchanges = plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name)
-        refused = why_not_together(exchanges.plan, multiplies.plan, x.device)
+        refused = why_not_together(exchanges.plan, multiplies.plan, nodes)
         if refused is not None:
             raise ValueError(f"{name}: {refused}")
         multiplies = multiplies.beside(exchanges.plan.fprop.spared_sms)

@@ -171,7 +171,7 @@ def _over_tp(x: Any, kv: int = 4, slot: str = "qkv", method: str = "auto") -> st
     tensor, ulysses = (SimpleNamespace(name=name, size=lambda: 2) for name in ("tensor", "ulysses"))
     heads = AttentionHeads(16, kv, 128)
     weights = {"qkv": torch.empty(24 * 128, 4096), "proj": torch.empty(4096, 16 * 128)}
-    overlap = SimpleNamespace(slot=slot, config=OverlapConfig(method=method))
+    overlap = SimpleNamespace(slot=slot, config=OverlapConfig(method=method), name="layers.0.linear_qkv")
     stand_in = SimpleNamespace(overlap=overlap, weight=weights[slot], tp_group=tensor)
     return two_groups.why_apart(stand_in, x, SimpleNamespace(group=ulysses, heads=heads))  # type: ignore[arg-type]
 
@@ -186,29 +186,23 @@ def test_products_over_tensor_parallelism_hide_exchanges_of_long_sequences() -> 
     assert "fewer KV heads than TP ranks" in str(_over_tp(rows.expand(4096, 1, 4096), kv=1))
 
 
-def test_on_gpus_both_are_hidden_where_a_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until it has been measured there."""
-    monkeypatch.setattr(two_groups.dist, "get_process_group_ranks", lambda group: [0, 2])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    x: Any = SimpleNamespace(shape=torch.Size((4096, 1, 4096)), is_cuda=True, element_size=lambda: 2, dim=lambda: 3)
-    assert _over_tp(x, method="fused") is None
-    reason = "not measured on GPUs yet; --overlap-train-method fused tries it"
-    assert reason in str(_over_tp(x))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "ulysses", "apart"),
-    [((0, 1), (0, 2), False), ((4, 5, 6, 7), (2, 4), False), ((2, 4), (4, 5), False), ((2, 4), (0, 8), True)],
-)
-def test_one_of_two_groups_may_span_hosts(
-    monkeypatch: pytest.MonkeyPatch, tensor: tuple[int, ...], ulysses: tuple[int, ...], apart: bool
+@pytest.mark.parametrize("nodes", [None, (2, 4)])
+def test_on_gpus_both_are_hidden_where_a_method_is_named(
+    nodes: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of hosts with four GPUs each. A process that sees one GPU takes any two ranks for two hosts'."""
-    ranks = {"tensor": tensor, "ulysses": ulysses}
-    monkeypatch.setattr(two_groups.dist, "get_process_group_ranks", lambda group: ranks[group.name])
-    x: Any = SimpleNamespace(shape=torch.Size((4096, 1, 4096)), is_cuda=True, element_size=lambda: 2, dim=lambda: 3)
-    for gpus, expected in ((4, apart), (1, True)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        reason = _over_tp(x, method="fused")
-        assert reason == ("neither TP nor CP ranks are on the GPUs of one host" if expected else None)
-        assert "not measured on GPUs yet" in str(_over_tp(x))
+    """Until it has been measured there. Not where both groups of a rank, of this one or of a peer, span nodes."""
+    asked = []
+
+    def nodes_of_both(groups: Any, config: OverlapConfig, device: torch.device, name: str) -> tuple[int, int] | None:
+        asked.append((groups.ulysses.name, groups.tensor.name, config.method, name))
+        return nodes
+
+    monkeypatch.setattr(two_groups, "nodes_of_both", nodes_of_both)
+    x: Any = SimpleNamespace(
+        shape=torch.Size((4096, 1, 4096)), is_cuda=True, device="cuda", element_size=lambda: 2, dim=lambda: 3
+    )
+    assert _over_tp(x, method="fused") == ("both TP and CP ranks span nodes" if nodes else None)
+    assert asked == [("ulysses", "tensor", "fused", "layers.0.linear_qkv")]
+    assert "not measured on GPUs yet; --overlap-train-method fused tries it" in str(_over_tp(x))
+    assert _over_tp(torch.empty(1, 1, 1).expand(4096, 1, 4096), method="fused") is None
+    assert len(asked) == 1

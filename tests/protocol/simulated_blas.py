@@ -53,7 +53,11 @@ class SimulatedBlas:
             self._told[handle] = count
             return 0
 
-        library = SimpleNamespace(cublasSetSmCountTarget=set_count)
+        def get_count(handle: int, count: Any) -> int:
+            count._obj.value = self._told.get(handle, 0)
+            return 0
+
+        library = SimpleNamespace(cublasGetSmCountTarget=get_count, cublasSetSmCountTarget=set_count)
         of_gpu = SimpleNamespace(multi_processor_count=SMS)
         with (
             mock.patch.object(ctypes, "CDLL", return_value=library),

@@ -87,7 +87,7 @@ class Simulation:
         tiling = core("planning.tiling")
         scheduler.patch(tiling, "_INTERPRETED", tiling.TileConfig(TILE, TILE, TILE))
         scheduler.patch(core("operators.portable"), "grid_size", lambda *args: (self.ctas,))
-        scheduler.patch(core("operators.low_latency"), "_grid", lambda *args: (self.ctas,))
+        scheduler.patch(core("operators.low_latency"), "grid_size", lambda *args: (self.ctas,))
         scheduler.patch(core("operators.low_latency"), "_PART", WORDS_AT_ONCE)
         for waiting in ("protocol.waits", "protocol.copy_engine"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))

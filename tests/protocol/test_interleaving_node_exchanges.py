@@ -5,7 +5,9 @@ test_interleaving_nodes.py runs the same operators without these.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
 from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import Before, integers, tag_of, to_rows
-from tests.protocol.simulated_nodes import NodeSimulation
+from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 from tests.protocol.test_interleaving_nodes import (
     ARRIVE,
@@ -30,12 +32,14 @@ from tests.protocol.test_interleaving_nodes import (
     PASSED,
     assert_crosses_before_dx,
     assert_fault_is_caught,
+    has_taken_a_tile,
     in_networks,
     in_streams,
     in_workspace,
     problem,
     until_the_second_exchange,
 )
+from tests.protocol.test_interleaving_nodes import backward as column_backward
 from tests.protocol.test_interleaving_parts import passes
 
 TOLD = "self._driver.check(self._driver.copy(route.signal_at, route.epoch_at, 8, stream))"
@@ -103,6 +107,26 @@ def test_what_is_sent_again_crosses_before_dx() -> None:
     """All of it: the weight gradient, which hides the exchanges of dx, waits for its last block."""
     machine = NodeSimulation(4, node_ranks=2)
     assert_crosses_before_dx(exchanged_backward(machine, calls=1, first=until_the_second_exchange(machine)))
+
+
+@pytest.mark.parametrize("of_a_pass", [column_backward, exchanged_backward])
+def test_a_kernel_runs_beside_what_is_sent_again(
+    of_a_pass: Callable[..., Build], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one hardware queue: the second exchange of x takes so long that it ends only once the kernel of dx has taken a tile."""
+    machine, slots, run = NodeSimulation(3, one_queue=True, method="fused"), {}, SimulatedNccl._run
+
+    def slow(network: Any, number: int, *what: Any) -> None:
+        gpu = network._gpu
+        if number == 2:
+            gpu.scheduler.wait_until(partial(has_taken_a_tile, slots[gpu.rank]), "the kernel to take a tile")
+        run(network, number, *what)
+
+    def found(domain: SimulatedDomain) -> None:
+        slots[domain.rank] = domain.workspace.slots
+
+    monkeypatch.setattr(SimulatedNccl, "_run", slow)
+    assert_passes(of_a_pass(machine, calls=1, first=found), range(4))
 
 
 @pytest.mark.parametrize("one_queue", [False, True])

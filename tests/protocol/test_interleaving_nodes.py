@@ -344,7 +344,7 @@ def test_a_kernel_runs_beside_its_exchanges(operator: str, monkeypatch: pytest.M
     def slow(network: Any, number: int, *what: Any) -> None:
         gpu = network._gpu
         if number == 2:
-            has_begun = partial(_has_taken_a_tile, slots[gpu.rank])
+            has_begun = partial(has_taken_a_tile, slots[gpu.rank])
             gpu.scheduler.wait_until(has_begun, "the kernel to take a tile")
         run(network, number, *what)
 
@@ -368,7 +368,7 @@ def test_a_kernel_runs_beside_its_exchanges(operator: str, monkeypatch: pytest.M
     assert_passes(build, range(4))
 
 
-def _has_taken_a_tile(slots: Any) -> bool:
+def has_taken_a_tile(slots: Any) -> bool:
     return any(int(slot.counters.claimed) > 0 for slot in slots)
 
 

@@ -119,7 +119,7 @@ BRACKET, FIRST = (
     "        with self._engine.products(plan.send_sms):\n",
     "total = product_in_fp32(*self._of_own_node(first))\n",
 )
-SET, BACK = "        self._check(self._set(handle, self._count - sms))\n", "self._check(self._set(handle, 0))"
+SET, BACK = "        self._count_on(handle, count)\n", "self._count_on(handle, before.value)"
 FAULTS = {
     "never spared": (_fault(BLAS, SET, ""), "gather"),
     "all others are spared": (_fault(BLAS, "self._count - sms", "sms"), "gather"),

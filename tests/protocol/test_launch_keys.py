@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from overlap_train.gpu.launch import Launch, LaunchCache
 from overlap_train.gpu.specialisation import kinds
 from overlap_train.kernels.low_latency import UNALIGNED
 from overlap_train.operators import gemm_reduce_scatter, low_latency, persistent
+from overlap_train.operators.all_gather_gemm import LowLatencyGather
+from overlap_train.operators.gemm_reduce_scatter import LowLatencyScatter
 from overlap_train.operators.kernel_args import GatherOperands, ScatterOperands
 from overlap_train.operators.node_streams import add_blocks
 from tests.protocol.interleaving import Scheduler
@@ -144,3 +147,23 @@ def test_launches_of_one_key_are_compiled_alike(name: str, monkeypatch: pytest.M
         site(domain, making(unaligned))
     assert all(len(binaries) == 1 for binaries in found.values()), "one key, several binaries"
     assert len(set().union(*found.values())) == operands + 1, "every operand was aligned once, and once was not"
+
+
+def test_few_rows_leave_the_sms_of_an_exchange_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TP x Ulysses, of which Ulysses spans nodes: CTAs that wait for a peer would hold the SMs that NCCL's are to find."""
+    found: list[tuple[Hashable, tuple[int]]] = []
+
+    def run(cache: Any, key: Hashable, values: tuple[int, ...], describe: Callable[[], Launch]) -> None:
+        found.append((key, describe().grid))
+
+    monkeypatch.setattr(LaunchCache, "run", run)
+    monkeypatch.setattr(low_latency, "grid_size", lambda programs, device, spared_sms: (132 - spared_sms,))
+    make, domain = making(None), a_domain(Simulation(WORLD))
+    for spared_sms in (0, 5):
+        plan: Any = SimpleNamespace(spared_sms=spared_sms)
+        LowLatencyGather(domain, plan, TAG, make(ROWS, COLUMNS)).start()
+        scatter = LowLatencyScatter(domain, plan, TAG, make(WORLD * ROWS, COLUMNS), make(COLUMNS, COLUMNS))
+        scatter.start()
+        scatter.finish()
+    keys, grids = zip(*found, strict=True)
+    assert grids == ((132,), (132,), (127,), (127,)) and len(set(keys)) == 4

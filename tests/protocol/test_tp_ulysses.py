@@ -22,6 +22,7 @@ from overlap_train import (
 from overlap_train.protocol.layout import SLOTS
 from overlap_train.runtime.registry import domain_of
 from overlap_train.ulysses import parts
+from overlap_train.ulysses.groups import Groups, nodes_of_both
 from tests.linear_cases import rounding_bound
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import (
@@ -88,6 +89,37 @@ def test_values_and_gradients_are_those_of_one_process(gathered_input: str, kv: 
 def test_ulysses_across_nodes() -> None:
     """gloo carries the exchanges, each tensor-parallel group is a node."""
     values(run_ranks(4, _exact, CONFIG, 4, True, True))
+
+
+def _nodes_of_both(rank: int, world: int, tensor: list[int], ulysses: list[int]) -> tuple[int, int] | None:
+    """tensor, ulysses: of each rank, into how many nodes the group falls."""
+    g, cpu = grid(), torch.device("cpu")
+    domains = [
+        domain_of(group, replace(CONFIG, node_ranks=2 // nodes[rank]), cpu)
+        for group, nodes in ((g.tensor, tensor), (g.ulysses, ulysses))
+    ]
+    found = nodes_of_both(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv")
+    for domain in domains:
+        domain.agreement.exchange = None  # type: ignore[assignment, method-assign]
+    assert nodes_of_both(Groups(g.ulysses, g.tensor), None, cpu, "linear_proj") == found, "asked once"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "ulysses", "expected"),
+    [
+        ([2, 2, 2, 2], [2, 2, 2, 2], (2, 2)),
+        ([2, 2, 1, 1], [2, 1, 2, 1], (2, 2)),  # both of rank 0 do
+        ([1, 1, 2, 2], [1, 2, 1, 2], (2, 2)),  # both of rank 3
+        ([2, 2, 2, 2], [1, 1, 1, 1], None),
+        ([1, 1, 1, 1], [1, 2, 1, 2], None),
+    ],
+)
+def test_all_ranks_know_of_one_whose_groups_both_span_nodes(
+    tensor: list[int], ulysses: list[int], expected: tuple[int, int] | None
+) -> None:
+    """Ranks 0 and 1, 2 and 3 are tensor-parallel, 0 and 2, 1 and 3 exchange."""
+    assert values(run_ranks(4, _nodes_of_both, tensor, ulysses)) == [expected] * 4
 
 
 def test_by_collectives() -> None:

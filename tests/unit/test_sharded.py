@@ -37,8 +37,14 @@ class Group:
         return self.topology.rank
 
 
-def planned(ulysses_nodes: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """linear_qkv of 8 tensor-parallel ranks in a node and 2 of Ulysses."""
+class OnGpu(torch.Tensor):
+    """A tensor without memory that passes for one of a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def planned(ulysses_nodes: int, monkeypatch: pytest.MonkeyPatch, of: type[torch.Tensor] = torch.Tensor) -> Any:
+    """linear_qkv of 8 tensor-parallel ranks in a node and 2 of Ulysses. of: the class of its input."""
 
     def plan_of(spec: Any, x: torch.Tensor, w: torch.Tensor, bias: None, group: Any, config: Any, name: str) -> Planned:
         domain: Any = SimpleNamespace(world_size=group.size(), operator=lambda *args, **how: None)
@@ -47,20 +53,29 @@ def planned(ulysses_nodes: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sharded, "plan_of", plan_of)
     x, w = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1024, 1, 512), (768, 512)))
     groups: Any = sharded.Groups(Group(Topology(ulysses_nodes, 2 // ulysses_nodes, 0)), Group(Topology(1, 8, 0)))  # type: ignore[arg-type]
-    return sharded.sharded_heads_linear(x, w, None, AttentionHeads(4, 2, 96), groups, TERMS)[0].parts[0]
+    linear, _ = sharded.sharded_heads_linear(x.as_subclass(of), w, None, AttentionHeads(4, 2, 96), groups, TERMS)
+    return linear.parts[0]
 
 
 @pytest.mark.parametrize(("nodes", "sms"), [(1, 0), (2, 5)])
 def test_kernels_leave_the_sms_of_an_exchange(nodes: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     part = planned(nodes, monkeypatch)
     assert part.exchange.plan.fprop.spared_sms == sms
-    assert part.product.plan.fprop.spared_sms == part.product.plan.dgrad.spared_sms == sms
+    plan = part.product.plan
+    assert plan.fprop.spared_sms == plan.dgrad.spared_sms == plan.wgrad.spared_sms == sms
 
 
 def test_two_groups_that_cannot_overlap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "why_not_together", lambda exchange, product, device: "both span nodes")
-    with pytest.raises(ValueError, match="linear_qkv: both span nodes"):
-        planned(2, monkeypatch)
+    """On a rank whose TP group is inside one node: that of a peer is not."""
+    monkeypatch.setattr(sharded, "nodes_of_both", lambda groups, config, device, name: (2, 4))
+    with pytest.raises(ValueError, match="linear_qkv: group and tp_group span 2 and 4 nodes"):
+        planned(2, monkeypatch, OnGpu)
+    planned(2, monkeypatch)  # CPU processes do
+
+
+def test_two_groups_that_can_overlap_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "nodes_of_both", lambda groups, config, device, name: None)
+    assert planned(2, monkeypatch, OnGpu).exchange.plan.fprop.nodes == 2
 
 
 def test_collectives_across_nodes_need_no_engine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -200,7 +201,8 @@ def test_the_file_of_another_process_is_neither_waited_for_nor_taken() -> None:
 
 def plan(method: str, kind: str = GATHER, nodes: int = 2) -> Any:
     engine = SimpleNamespace(method=method, kind=kind, nodes=nodes, slots=int(method != "collective"))
-    return SimpleNamespace(fprop=engine, dgrad=engine, spec=SimpleNamespace(name="a linear"))
+    config, spec = OverlapConfig(method=method), SimpleNamespace(name="a linear")  # type: ignore[arg-type]
+    return SimpleNamespace(config=config, fprop=engine, dgrad=engine, spec=spec)
 
 
 def test_what_does_not_cross_nodes_is_refused_by_name() -> None:
@@ -218,13 +220,14 @@ def test_what_does_not_cross_nodes_is_refused_by_name() -> None:
 
 
 def test_two_groups_of_gpus_across_nodes_together_are_refused_by_name() -> None:
-    gpu, exchange = torch.device("cuda", 0), plan("chunked", A2A_GEMM)
-    assert "group and tp_group span 2 and 4 nodes" in (why_not_together(exchange, plan("fused", nodes=4), gpu) or "")
-    assert why_not_together(exchange, plan("fused", nodes=4), CPU) is None
-    assert why_not_together(exchange, plan("fused", nodes=1), gpu) is None
-    assert why_not_together(plan("chunked", A2A_GEMM, nodes=1), plan("fused"), gpu) is None
-    assert why_not_together(exchange, plan("collective"), gpu) is None
-    assert why_not_together(plan("collective", A2A_GEMM), plan("fused"), gpu) is None
+    """On all ranks alike: also on one whose own groups could, where a peer's cannot."""
+    for exchange_nodes, product_nodes in itertools.product((1, 2), (1, 4)):
+        exchange, product = plan("chunked", A2A_GEMM, exchange_nodes), plan("fused", nodes=product_nodes)
+        assert "group and tp_group span 2 and 4 nodes" in (why_not_together(exchange, product, (2, 4)) or "")
+        assert why_not_together(exchange, product, None) is None
+        for method in ("auto", "collective"):
+            assert why_not_together(plan(method, A2A_GEMM, exchange_nodes), product, (2, 4)) is None
+        assert why_not_together(exchange, plan("collective", nodes=product_nodes), (2, 4)) is None
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, "2"])

@@ -12,24 +12,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from overlap_train.config import flag_name
-from overlap_train.ulysses.sharded import Groups, Sizes, sizes_of_heads, sizes_of_rows
+from overlap_train.ulysses.groups import Groups, nodes_of_both
+from overlap_train.ulysses.sharded import Sizes, sizes_of_heads, sizes_of_rows
 
 from .exchange import Exchange
 
 
 def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
-    """Why a linear over TP and the exchange of this call do not hide each other; None: they do. The same on all ranks."""
-    assert exchange.group is not None
+    """Why a linear over TP and the exchange of this call do not hide each other; None: they do.
+
+    The same on all ranks of both groups. On GPUs their first call communicates.
+    """
     is_qkv = linear.overlap.slot == "qkv"
     if is_qkv and linear.weight.shape[0] != exchange.heads.features:
         return "fewer KV heads than TP ranks: Megatron gathers the product first"
     if x.is_cuda and linear.overlap.config.method == "auto":
         return f"not measured on GPUs yet; {flag_name('method')} fused tries it"
-    if x.is_cuda and all(_spans_hosts(group, torch.cuda.device_count()) for group in (exchange.group, linear.tp_group)):
-        return "neither TP nor CP ranks are on the GPUs of one host"
+    if x.is_cuda and nodes_of_both(_groups(linear, exchange), linear.overlap.config, x.device, linear.overlap.name):
+        return "both TP and CP ranks span nodes"
     if parts_of_call(linear, x, exchange)[0] == 1:
         return "too short to be cut into parts"
     return None
@@ -43,15 +45,12 @@ def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> tuple[int
 
 
 def _sizes(linear: Any, x: torch.Tensor, exchange: Exchange) -> Sizes:
-    groups = Groups(exchange.group, linear.tp_group)  # type: ignore[arg-type]
+    groups = _groups(linear, exchange)
     if linear.overlap.slot == "qkv":
         return sizes_of_heads(x, linear.weight, exchange.heads, groups)
     return sizes_of_rows(x, linear.weight, groups, linear.overlap.config)
 
 
-def _spans_hosts(group: dist.ProcessGroup, gpus: int) -> bool:
-    """Whether a group has ranks on several hosts, where each host has `gpus` ranks that follow each other.
-
-    A process that sees one GPU only cannot tell, and says yes of any group of several ranks: nothing is lost but overlap.
-    """
-    return len({rank // max(1, gpus) for rank in dist.get_process_group_ranks(group)}) > 1
+def _groups(linear: Any, exchange: Exchange) -> Groups:
+    assert exchange.group is not None
+    return Groups(exchange.group, linear.tp_group)

@@ -11,6 +11,10 @@ BY_PROCESSES = "tests/protocol/test_nodes.py::test_every_shape_by_a_kernel"
 ORDER = In("kernels/order.py", (SCHEDULE,))
 STREAMS = In("overlap_train/operators/fused_node_streams.py", (PASSES,))
 EARLY = In("overlap_train/operators/fused_node_streams.py", (f"{STREAMED}::test_a_kernel_runs_beside_its_exchanges",))
+AGAIN = In(
+    "overlap_train/operators/fused_node_streams.py",
+    ("tests/protocol/test_interleaving_node_exchanges.py::test_a_kernel_runs_beside_what_is_sent_again",),
+)
 ENGINE = In("overlap_train/protocol/node_streams.py", (PASSES,))
 PROCESSES = In("overlap_train/operators/fused_node_processes.py", (BY_PROCESSES,))
 PROCESS_ENGINE = In("overlap_train/protocol/node_engine.py", (BY_PROCESSES,))
@@ -84,7 +88,11 @@ FAULTS = [
     STREAMS("what a kernel of GEMM + RS writes leaves before its counters are reset",
             "        engine.send_after_this()\n        own =", "        own ="),
     STREAMS("what a kernel of GEMM + A2A writes leaves before its counters are reset",
-            "        engine.send_after_this()\n        tiles =", "        tiles ="),
+            "        engine.send_after_this()  # as in FusedNodeStreamScatter\n", ""),
+    AGAIN("what is gathered again is enqueued before the kernel of GEMM + RS", "        own = self._partials[",
+          "        self._crossings._begin()\n        own = self._partials["),
+    AGAIN("what is exchanged again is enqueued before the kernel of GEMM + A2A", "        tiles = _launch(self, engine, self._op",
+          "        crossings._begin()\n        tiles = _launch(self, engine, self._op"),
     STREAMS("partial sums of a node are not sent",
             "engine.push_counted(self._partials, call.routes(legs.inside, self._tiles))", "pass"),
     ENGINE("a sum waits for one tile too few", "counter.data_ptr(), tiles, AT_LEAST", "counter.data_ptr(), tiles - 1, AT_LEAST"),

@@ -31,9 +31,9 @@ FAULTS = [
     ),
     WAITS("the own block is kept by a launch for aligned ones", '("receive", at % 16 == 0)', '("receive",)'),
     LOW_LATENCY(
-        "half words are gathered by a launch for words", '("low latency gather", unit)', '("low latency gather",)'
+        "half words are gathered by a launch for words", '("low latency gather", unit', '("low latency gather"'
     ),
     LOW_LATENCY(
-        "half words are scattered by a launch for words", '("low latency scatter", unit)', '("low latency scatter",)'
+        "half words are scattered by a launch for words", '("low latency scatter", unit', '("low latency scatter"'
     ),
 ]

@@ -1,0 +1,58 @@
+"""The two groups of TP x Ulysses, and whether nodes part both of them: all ranks of both must answer that alike.
+
+Each group has found its own nodes, and other groups of the same job may lie otherwise: a TP group on one node, its neighbour on
+two. A rank that went by its own two groups alone could send what a peer does not wait for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..config import OverlapConfig
+from ..operators.plan_book import book_of
+from ..runtime.domain import OverlapDomain
+from ..runtime.registry import domain_of
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one rank. ulysses: the ranks that exchange. tensor: those that divide the weights."""
+
+    ulysses: dist.ProcessGroup
+    tensor: dist.ProcessGroup
+
+    @property
+    def shards(self) -> int:
+        return self.tensor.size()
+
+    @property
+    def ranks(self) -> int:
+        return self.ulysses.size()
+
+
+def nodes_of_both(
+    groups: Groups, config: OverlapConfig | None, device: torch.device, name: str
+) -> tuple[int, int] | None:
+    """How many nodes the Ulysses group and the TP group of some rank span, if there is a rank of which both span several.
+
+    None: there is none. The same on all ranks of both groups, which communicate at their first call.
+    """
+    ulysses, tensor = (book_of(domain_of(group, config, device), name) for group in (groups.ulysses, groups.tensor))
+    if groups.tensor not in ulysses.beside:
+        ulysses.beside[groups.tensor] = _agreed((ulysses.domain, tensor.domain), name)
+    return ulysses.beside[groups.tensor]
+
+
+def _agreed(domains: tuple[OverlapDomain, OverlapDomain], name: str) -> tuple[int, int] | None:
+    """What one rank finds goes to all of its Ulysses group, and from each of these to all of its TP group."""
+    ulysses, tensor = (domain.topology.nodes for domain in domains)
+    found = (ulysses, tensor) if min(ulysses, tensor) > 1 else None
+    for domain in domains:
+        with domain.exclusively(name):
+            what = f"{name}: compare the nodes of group and tp_group"
+            told = domain.agreement.exchange(found, what, kind="nodes of two groups")
+        found = next(filter(None, told), None)
+    return found
