@@ -91,56 +91,38 @@ def alone(o: Operands, method: str) -> dict[str, Call]:
     return {"column": gather, "row": scatter}
 
 
-class Sequence:
-    """What the method `collective` does, written out: no checks, no plan, no autograd."""
+def sequence(o: Operands) -> dict[tuple[str, str], Call]:
+    """What the method `collective` does, written out: no checks, no plan, no autograd. By operator and pass."""
+    x, h, dy, dz = o.x.detach(), o.h.detach(), o.dy, o.dz
+    column, row = o.column.detach(), o.row.detach()
+    b, c = column.t(), row.t()
 
-    def __init__(self, o: Operands) -> None:
-        self._x, self._h, self._dy, self._dz = o.x.detach(), o.h.detach(), o.dy, o.dz
-        self._column, self._row, self._b, self._c = (
-            o.column.detach(),
-            o.row.detach(),
-            o.column.detach().t(),
-            o.row.detach().t(),
-        )
-
-    def passes(self) -> dict[tuple[str, str], Call]:
-        """By operator and pass."""
-        found: dict[tuple[str, str], Call] = {
-            ("column", "alone"): self._alone_column,
-            ("row", "alone"): self._alone_row,
-        }
-        forward, backward = (self._forward_column, self._forward_row), (self._backward_column, self._backward_row)
-        for what, (column, row) in {"fprop": forward, "bprop": backward}.items():
-            found["column", what], found["row", what] = column, row
-            found["both", what] = lambda column=column, row=row: (column(), row())
-        return found
-
-    def _gather(self, shard: torch.Tensor) -> torch.Tensor:
+    def gather(shard: torch.Tensor) -> torch.Tensor:
         whole = shard.new_empty(len(shard) * dist.get_world_size(), shard.shape[1])
         dist.all_gather_into_tensor(whole, shard)
         return whole
 
-    def _scatter(self, partial: torch.Tensor) -> torch.Tensor:
+    def scatter(partial: torch.Tensor) -> torch.Tensor:
         y = partial.new_empty(len(partial) // dist.get_world_size(), partial.shape[1])
         dist.reduce_scatter_tensor(y, partial)
         return y
 
-    def _alone_column(self) -> object:
-        return torch.mm(self._gather(self._x), self._b)
+    def column_backward() -> object:
+        whole, dx = gather(x), scatter(torch.mm(dy, column))
+        return dx, torch.mm(dy.t(), whole)
 
-    def _alone_row(self) -> object:
-        return self._scatter(torch.mm(self._h, self._c))
+    def row_backward() -> object:
+        whole = gather(dz)
+        return torch.mm(whole, row), torch.mm(whole.t(), h)
 
-    def _forward_column(self) -> object:
-        return torch.mm(self._gather(self._x), self._column.t())
-
-    def _forward_row(self) -> object:
-        return self._scatter(torch.mm(self._h, self._row.t()))
-
-    def _backward_column(self) -> object:
-        whole, dx = self._gather(self._x), self._scatter(torch.mm(self._dy, self._column))
-        return dx, torch.mm(self._dy.t(), whole)
-
-    def _backward_row(self) -> object:
-        whole = self._gather(self._dz)
-        return torch.mm(whole, self._row), torch.mm(whole.t(), self._h)
+    found: dict[tuple[str, str], Call] = {
+        ("column", "alone"): lambda: torch.mm(gather(x), b),
+        ("row", "alone"): lambda: scatter(torch.mm(h, c)),
+        ("column", "fprop"): lambda: torch.mm(gather(x), column.t()),
+        ("row", "fprop"): lambda: scatter(torch.mm(h, row.t())),
+        ("column", "bprop"): column_backward,
+        ("row", "bprop"): row_backward,
+    }
+    for what in ("fprop", "bprop"):
+        found["both", what] = lambda what=what: (found["column", what](), found["row", what]())
+    return found

@@ -27,7 +27,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from host_calls import METHODS, Operands, Sequence, alone, linears_of, operands_of
+from host_calls import METHODS, Operands, alone, linears_of, operands_of, sequence
 
 from overlap_train import shutdown
 
@@ -48,7 +48,7 @@ Times = dict[tuple[str, str, str], list[float]]  # microseconds of each burst by
 def measure(o: Operands, pace: Pace, device: torch.device) -> Times:
     """Everything in turn in each round, so that all see the same machine; the first round does not count."""
     linears, times = linears_of(o), Times()
-    calls = {(*place, "sequence"): call for place, call in Sequence(o).passes().items()}
+    calls = {(*place, "sequence"): call for place, call in sequence(o).items()}
     for method in METHODS:
         calls |= {(operator, "alone", method): call for operator, call in alone(o, method).items()}
     for turn in range(1 + pace.rounds):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .linears.column_row import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
     from .norm import LayerNorm, Norm, RMSNorm
     from .spec.attention import SDPACoreAttention
-    from .spec.gpt import gpt_block_spec, gpt_layer_spec
+    from .spec.gpt import gpt_block_spec
 
 _HOME = {
     "attention.self_attention": ("UlyssesSelfAttention",),
@@ -44,7 +44,7 @@ _HOME = {
     "linears.accumulation_fusion": ("provide_accumulation_fusion",),
     "linears.column_row": ("OverlappedColumnParallelLinear", "OverlappedRowParallelLinear"),
     "spec.attention": ("SDPACoreAttention",),
-    "spec.gpt": ("gpt_block_spec", "gpt_layer_spec"),
+    "spec.gpt": ("gpt_block_spec",),
     "norm": ("LayerNorm", "Norm", "RMSNorm"),
 }
 __all__ = [name for names in _HOME.values() for name in names]

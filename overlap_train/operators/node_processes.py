@@ -11,7 +11,7 @@ from ..planning.schedule.legs import Leg, Legs
 from ..protocol.copy_engine import run_push
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_slot import NodeCall
-from ..symmetric.inter_node import Transport
+from ..symmetric.gloo import GlooTransport
 from .all_gather_gemm import ChunkedGather
 from .all_to_all_gemm import ChunkedAllToAllGemm
 from .gemm_all_to_all import ChunkedGemmAllToAll
@@ -91,7 +91,7 @@ class NodeScatter(ChunkedScatter):
         self._call = call
         return domain.engine
 
-    def _send_sum(self, network: Transport, leg: Leg) -> None:
+    def _send_sum(self, network: GlooTransport, leg: Leg) -> None:
         total = self._sum_for(leg.block, leg.chunk).to(self._a.dtype)
         network.put(total, self._call.place(leg), self._call.word)
 

@@ -1,4 +1,4 @@
-"""The operators, one row each: what runs forward, and what computes the input gradient.
+"""The operators, one row each.
 
 Another operator is another row, with its engines in operators/ and its orders in schedule/.
 """
@@ -24,13 +24,12 @@ from .schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER
 class OperatorSpec:
     """One operator.
 
-    fprop, dgrad: the engine, GATHER (AG + GEMM), SCATTER (GEMM + RS), A2A_GEMM or GEMM_A2A.
+    fprop: the forward engine, GATHER (AG + GEMM), SCATTER (GEMM + RS), A2A_GEMM or GEMM_A2A. Pass.dgrad has the other one.
     error: what is wrong with (x, w, bias, world_size, name), or None. multiplies: False for an exchange alone.
     """
 
     name: str
     fprop: str
-    dgrad: str
     error: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int, str], str | None]
     multiplies: bool = True
 
@@ -50,9 +49,9 @@ class OperatorSpec:
         return whole // world_size if self.fprop == GEMM_A2A else whole
 
 
-ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", GATHER, SCATTER, all_gather_error)
-LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", SCATTER, GATHER, reduce_scatter_error)
-LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", GEMM_A2A, A2A_GEMM, linear_all_to_all_error)
-ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", A2A_GEMM, GEMM_A2A, all_to_all_linear_error)
+ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", GATHER, all_gather_error)
+LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", SCATTER, reduce_scatter_error)
+LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", GEMM_A2A, linear_all_to_all_error)
+ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", A2A_GEMM, all_to_all_linear_error)
 # Beside a product of another group (ulysses/tensor_parallel.py). x: what one rank sends, the columns of all ranks side by side.
-ALL_TO_ALL = OperatorSpec("all_to_all", A2A_GEMM, A2A_GEMM, all_to_all_error, multiplies=False)
+ALL_TO_ALL = OperatorSpec("all_to_all", A2A_GEMM, all_to_all_error, multiplies=False)

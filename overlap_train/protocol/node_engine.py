@@ -15,7 +15,7 @@ import torch
 from ..planning.schedule.legs import Leg
 from ..planning.schedule.topology import Topology
 from ..symmetric.agreement import OverlapTimeoutError
-from ..symmetric.inter_node import Transport
+from ..symmetric.gloo import GlooTransport
 from .copy_engine import HostCopyEngine
 from .node_slot import NodeCall
 from .watchdog import FaultRecord, poll
@@ -68,7 +68,7 @@ class NodeEngine(HostCopyEngine):
     """The copy engine of CPU processes in a group that spans nodes. Its operators end when what waits has run, too, and when
     nothing is on its way into the network."""
 
-    def __init__(self, timeout_s: float, network: Transport, fault: FaultRecord) -> None:
+    def __init__(self, timeout_s: float, network: GlooTransport, fault: FaultRecord) -> None:
         super().__init__(timeout_s)
         self.network, self.later, self._fault = network, Later(), fault
 
@@ -82,6 +82,7 @@ class NodeEngine(HostCopyEngine):
         self.later.run(lambda: send() if poll(lambda: counter.item() >= tiles, self._timeout_s) else None)
 
     def meet(self, call: NodeCall, topology: Topology) -> None:
+        """Tell all twins that this rank has come: chunk 0 of its block, without data."""
         for node in range(topology.nodes):
             if node != topology.node:
                 self.network.put(_NOTHING, call.place_of(topology.twin(node), topology.rank, 0), call.word)

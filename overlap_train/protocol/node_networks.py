@@ -17,7 +17,9 @@ import torch
 
 from ..planning.schedule.crossings import Crossing
 from ..planning.schedule.legs import Leg
-from ..symmetric.inter_node import Exchange, Piece, PutTransport, StreamTransport
+from ..symmetric.inter_node import Exchange, Piece
+from ..symmetric.nccl import NcclTransport
+from ..symmetric.puts import NvshmemPuts
 from .node_slot import NodeCall
 from .node_streams import NodeStreamEngine
 
@@ -25,7 +27,7 @@ from .node_streams import NodeStreamEngine
 class NodeExchangeEngine(NodeStreamEngine):
     """The engine of a group of GPUs that spans nodes whose data cross the network by NCCL: twins exchange, and both take part."""
 
-    network: StreamTransport
+    network: NcclTransport
 
     def cross(
         self, call: NodeCall, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None = None,
@@ -71,7 +73,7 @@ class Put:
 class NodePutEngine(NodeStreamEngine):
     """The engine of a group of GPUs that spans nodes whose data cross the network by NVSHMEM: only the sender acts."""
 
-    network: PutTransport
+    network: NvshmemPuts
     lands = False
 
     def send_after_this(self) -> None:

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -24,20 +23,11 @@ from ..planning.schedule.kinds import GATHER
 from ..planning.schedule.legs import Legs
 from ..planning.schedule.topology import Topology
 from ..symmetric.inter_node import Exchange
+from ..symmetric.nccl import NcclTransport
+from ..symmetric.puts import NvshmemPuts
 from .copy_engine import AT_LEAST, Route, StreamCopyEngine
 from .node_slot import NodeCall
 from .watchdog import FaultRecord
-
-
-class Network(Protocol):
-    """What this file needs of a transport.
-
-    sms: that its kernels hold while something is under way.
-    """
-
-    sms: int
-
-    def close(self, orderly: bool) -> None: ...
 
 
 class NodeStreamEngine(StreamCopyEngine, ABC):
@@ -48,11 +38,11 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
     """
 
     lands = True
-    network: Network
+    network: NcclTransport | NvshmemPuts
 
     def __init__(
-        self, device: torch.device, driver: CudaDriver, network: Network, fault: FaultRecord, blas: Blas | None = None,
-        reduce_sms: int = 0,
+        self, device: torch.device, driver: CudaDriver, network: NcclTransport | NvshmemPuts, fault: FaultRecord,
+        blas: Blas | None = None, reduce_sms: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(device, driver)
         self.network, self._fault, self._blas, self.reduce_sms = network, fault, blas, reduce_sms

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from ..gpu.launch import Launcher
 from ..planning.schedule.topology import Topology
 from ..symmetric import SymmetricHeap
 from .layout import Layout
+from .node_engine import NodeEngine
 from .node_slot import NodeCall, NodeSlot
+from .node_streams import NodeStreamEngine
 from .slot import Call, Slot
 from .waits import BoundedWaits
 from .watchdog import FaultRecord
 from .workspace import Workspace
 
 
-class Meeting(Protocol):
-    """What a barrier needs of the engine of several nodes."""
-
-    def meet(self, call: NodeCall, topology: Topology) -> None:
-        """Tell the twins in all other nodes that this rank has come: chunk 0 of its block, without data."""
-        ...
-
-
 class NodeWaits(BoundedWaits):
     """Waits on the host end, too, when one of another thread of this rank has failed."""
 
     def __init__(
-        self, topology: Topology, timeout_s: float, fault: FaultRecord, engine: Meeting, launcher: Launcher | None
-    ) -> None:
+        self, topology: Topology, timeout_s: float, fault: FaultRecord, engine: NodeEngine | NodeStreamEngine,
+        launcher: Launcher | None,
+    ) -> None:  # fmt: skip
         super().__init__(topology.rank, topology.world, timeout_s, fault, launcher)
         self.topology, self._engine = topology, engine
         self.barrier = self.barrier_in_two_steps

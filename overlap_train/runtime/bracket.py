@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ..protocol.copy_engine import CopyEngine
 from ..protocol.tags import Tag
-from ..protocol.watchdog import FaultRecord
-from ..protocol.workspace import Workspace
 from .profiling import OUTSIDE, is_profiling, profiled
 
-
-class Domain(Protocol):
-    """What an operator needs of its OverlapDomain."""
-
-    engine: CopyEngine
-    workspace: Workspace
-    fault: FaultRecord
-    in_use: Any  # a lock of one thread
-
-    def check_usable(self, tag: Tag, slots: int) -> None: ...
+if TYPE_CHECKING:
+    from .domain import OverlapDomain
 
 
 def _another_thread(name: str) -> RuntimeError:
@@ -47,7 +36,7 @@ class Operator:
     """The bracket that OverlapDomain.operator returns. As a generator it would take 2 microseconds more. A linear keeps its
     bracket, which saves another one."""
 
-    def __init__(self, domain: Domain, tag: Tag, slots: int, barrier_first: bool, shown_as: str) -> None:
+    def __init__(self, domain: OverlapDomain, tag: Tag, slots: int, barrier_first: bool, shown_as: str) -> None:
         self._domain, self._tag, self._slots, self._barrier_first = domain, tag, slots, barrier_first
         self._shown_as, self._range = shown_as, OUTSIDE
 

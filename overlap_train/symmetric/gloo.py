@@ -21,7 +21,7 @@ _CLOSE_S = 5.0
 
 
 class GlooTransport:
-    """A `Transport` by gloo's send and receive, in a process group of this rank and its twins. A thread for each twin receives.
+    """Carries pieces by gloo's send and receive, in a process group of this rank and its twins. A thread for each twin receives.
 
     A piece is a header (place, bytes, word) and its data. The thread receives the data into their place, and then stores the word
     (rule 1). The place may be in the heap of another rank of this node: that rank needs no connection of its own to the sender.
@@ -51,9 +51,11 @@ class GlooTransport:
             return None, f"gloo could not connect it with its peers in other nodes ({first}); see GLOO_SOCKET_IFNAME"
 
     def attach(self, heaps: Mapping[int, torch.Tensor]) -> None:
+        """From now on write what peers send into these heaps (uint8) of the ranks of this node. No peer sends meanwhile."""
         self._heaps = heaps
 
     def put(self, source: torch.Tensor, place: Place, word: int) -> None:
+        """Enqueue `source`, then the signal `word`, and return."""
         data = source.detach().reshape(-1).view(torch.uint8)
         header = torch.tensor([place.rank, place.data, data.numel(), place.signal, word], dtype=torch.int64)
         with self._lock:
@@ -69,6 +71,11 @@ class GlooTransport:
         self._under_way.append((work, target, piece))
 
     def join(self) -> None:
+        """Return when all sources are free again.
+
+        Raises:
+            OverlapTimeoutError: they are not in time, or the connection is lost.
+        """
         if self._lost is not None:
             raise self._lost
         for work, target, _ in self._under_way:
@@ -105,6 +112,7 @@ class GlooTransport:
             return
 
     def close(self, orderly: bool) -> None:
+        """End. orderly: the peers do the same, and nothing is under way."""
         if not orderly or self._lost is not None:
             return  # the receivers end with their connections, at the latest with this process
         goodbye = torch.tensor([0, 0, _GOODBYE, 0, 0], dtype=torch.int64)

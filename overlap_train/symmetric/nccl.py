@@ -89,7 +89,9 @@ class NcclTransport:
             return None, f"NCCL could not connect it with its peers in other nodes ({first}); see NCCL_SOCKET_IFNAME"
 
     def exchange(self, crossing: Crossing, sent: Piece, received: Piece) -> NcclExchange:
-        """Enqueue both after what the current stream has been given so far."""
+        """Enqueue a send to the twin in the node of `crossing.sent.target`, and a receive from `crossing.received.source`, after
+        what the current stream has been given so far. They wait for nothing that comes after them in this rank's order of
+        exchanges."""
         if self._ended.is_set():
             self._failures.check()
         local, group = self._topology.local, self._group

@@ -21,9 +21,9 @@ _WORD = 1 << 64  # NVSHMEM takes signals as unsigned numbers
 
 
 class NvshmemPuts:
-    """A `PutTransport` of the ranks of NVSHMEM's world, which are those of the group."""
+    """Carries pieces between the ranks of NVSHMEM's world, which are those of the group."""
 
-    sms = 0
+    sms = 0  # that its kernels hold: there are none
 
     def __init__(self, driver: CudaDriver, bindings: Any = None) -> None:
         """Keep the driver and the module nvshmem.bindings. bindings None: it is imported when there is memory. A rank that lacks
@@ -31,14 +31,17 @@ class NvshmemPuts:
         self._driver, self._bindings = driver, bindings
 
     def attach(self, memory: torch.Tensor, staging: int) -> None:
-        """Take a new heap while nothing is under way. Addresses in the own memory stand for those of all ranks."""
+        """Take a new heap, as this rank has it (uint8), while nothing is under way. From byte `staging` on it may be used to send
+        from. Addresses in the own memory stand for those of all ranks."""
         self._bindings = self._bindings or importlib.import_module("nvshmem.bindings")
         self._set = int(self._bindings.Signal_op.SIGNAL_SET)
         self._start, self._staging, self._room = memory.data_ptr(), staging, memory.numel() - staging
 
     def put(self, source: torch.Tensor, place: Place, word: int, stream: int) -> None:
-        """Enqueue a put, and its signal. The source is copied first, when the put of the one before it has read the staging
-        memory: a stream runs both in order."""
+        """Enqueue a put of `source`, contiguous and perhaps empty, then of the signal `word`, into the memory of `place.rank`.
+
+        The source is copied first, when the put of the one before it has read the staging memory: a stream runs both in order.
+        """
         signal, nbytes = self._start + place.signal, source.numel() * source.element_size()
         told = (signal, word % _WORD, self._set, place.rank, stream)
         if not nbytes:

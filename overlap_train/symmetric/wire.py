@@ -15,9 +15,10 @@ from ..planning.schedule.kinds import GATHER
 from ..planning.schedule.topology import Topology
 from .agreement import Agreement, say_on_rank_0
 from .bursts import fastest_s, seconds
-from .inter_node import Failures, Piece, StreamTransport
+from .inter_node import Failures, Piece
+from .nccl import NcclTransport
 
-Connect: TypeAlias = Callable[[int], StreamTransport]  # connects the twins with so many SMs, by all ranks together
+Connect: TypeAlias = Callable[[int], NcclTransport]  # connects the twins with so many SMs, by all ranks together
 
 COUNTS = (2, 4, 8, 16)  # half of them send while the others receive; without 16 of 132 SMs a product takes 7 % longer
 # For twice the SMs the wire must carry so much more: a product loses about that without the next 4 SMs (benchmarks/notes.md).
@@ -28,7 +29,7 @@ _MEASURE = "overlap_train: measure the network between the nodes of the group"
 
 def connect(
     agreement: Agreement, topology: Topology, device: torch.device, sms: int, by: Connect, failures: Failures
-) -> tuple[StreamTransport, float]:
+) -> tuple[NcclTransport, float]:
     """Connect the nodes. Returns the transport, and the GB/s that it carries in each direction on the slowest rank.
 
     Collective. Rank 0 prints what was found.
@@ -40,7 +41,7 @@ def connect(
         OverlapTimeoutError: a rank did not come, or an exchange did not end.
     """
 
-    def measure(network: StreamTransport) -> float:
+    def measure(network: NcclTransport) -> float:
         gbs = _gbs(topology, device, network)
         failures.check()
         return min(agreement.exchange(gbs, _MEASURE))
@@ -55,7 +56,7 @@ def connect(
     return network, gbs
 
 
-def connect_with_fewest_sms(by: Connect, measure: Callable[[StreamTransport], float]) -> tuple[StreamTransport, float]:
+def connect_with_fewest_sms(by: Connect, measure: Callable[[NcclTransport], float]) -> tuple[NcclTransport, float]:
     """Connect with more and more of COUNTS, until more SMs carry no more. Returns the transport to use, and its GB/s; the others
     are closed.
 
@@ -74,7 +75,7 @@ def connect_with_fewest_sms(by: Connect, measure: Callable[[StreamTransport], fl
     return best, gbs
 
 
-def _gbs(topology: Topology, device: torch.device, network: StreamTransport) -> float:
+def _gbs(topology: Topology, device: torch.device, network: NcclTransport) -> float:
     """GB/s of this rank while it sends to the next node, and receives as much from the one before."""
     sent, received = (
         Piece(torch.zeros(_NBYTES, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64, device=device))

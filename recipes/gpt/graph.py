@@ -28,8 +28,8 @@ EAGER_STEPS = 3
 
 
 @dataclass
-class Passes:
-    """How the passes of a Trainer run. eager_calls: so many have run without a graph. graph: made after them.
+class GraphedTrainer(Trainer):
+    """A Trainer that replays its passes once the eager calls are done. Its model was built with `--cuda-graph 1`.
 
     inputs, total: the tensors that the graph reads, and the one that it writes.
     """
@@ -39,13 +39,6 @@ class Passes:
     inputs: list[Batch] = field(default_factory=list)  # of each micro-batch
     total: torch.Tensor | None = None  # (Σ nats, Σ bytes) [2]
 
-
-@dataclass(frozen=True)
-class GraphedTrainer(Trainer):
-    """A Trainer that replays its passes once the eager calls are done. Its model was built with `--cuda-graph 1`."""
-
-    passes: Passes = field(default_factory=Passes)
-
     def forward_backward(self, batches: Iterator[Batch]) -> torch.Tensor:
         """Do as Trainer.forward_backward. All ranks capture at the same call.
 
@@ -53,11 +46,11 @@ class GraphedTrainer(Trainer):
             OverlapTimeoutError: a wait in an earlier replay has given up.
         """
         taken = list(islice(batches, micro_batches(self.settings)))
-        if self.passes.graph is None and self.passes.eager_calls < EAGER_STEPS:
-            self.passes.eager_calls += 1
+        if self.graph is None and self.eager_calls < EAGER_STEPS:
+            self.eager_calls += 1
             with on_stream(self.model.stream):
                 return super().forward_backward(iter(taken))
-        if self.passes.graph is None:
+        if self.graph is None:
             self.capture(taken)
         return self._replay(taken)
 
@@ -73,24 +66,23 @@ class GraphedTrainer(Trainer):
         capture = torch.cuda.graph(graph, stream=self.model.stream, capture_error_mode="thread_local")
         with capture, graphed_model(self.model.bare):
             total = super().forward_backward(iter(inputs))
-        self.passes.graph, self.passes.inputs, self.passes.total = graph, inputs, total
+        self.graph, self.inputs, self.total = graph, inputs, total
 
     def release(self) -> None:
         """Free the graph and its memory; the next call captures again."""
-        if self.passes.graph is not None:
+        if self.graph is not None:
             torch.cuda.synchronize()
-            self.passes.graph.reset()
-        self.passes.graph, self.passes.inputs, self.passes.total = None, [], None
+            self.graph.reset()
+        self.graph, self.inputs, self.total = None, [], None
 
     def _replay(self, batches: Sequence[Batch]) -> torch.Tensor:
-        passes = self.passes
-        assert passes.graph is not None and passes.total is not None
+        assert self.graph is not None and self.total is not None
         overlap_train.check()  # a replay raises nothing itself
-        for kept, batch in zip(passes.inputs, batches, strict=True):
+        for kept, batch in zip(self.inputs, batches, strict=True):
             for key, value in kept.items():
                 value.copy_(batch[key], non_blocking=True)
-        passes.graph.replay()
-        return passes.total.clone()  # the next replay writes over it
+        self.graph.replay()
+        return self.total.clone()  # the next replay writes over it
 
 
 def with_graph(trainer: Trainer) -> Trainer:

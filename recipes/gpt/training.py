@@ -21,7 +21,7 @@ from gpt.model import Model
 from gpt.settings import Settings
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trainer:
     """A model with its optimizer and learning-rate schedule."""
 

@@ -1,31 +1,23 @@
 """What is global in a process and belongs to one variant: the division of the ranks, and TransformerEngine's userbuffers.
 
-A variant makes its own current before it is built and before each of its steps, so that several take turns in one process.
+A variant uses its own division before it is built and before each of its steps, so that several take turns in one process.
+Linears without userbuffers do not look at them.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core import parallel_state
 
 from gpt.settings import Settings
 
 
-class Current(Protocol):
-    """Something global that a variant needs. Making one is collective; `use` and `release` are not."""
-
-    def use(self) -> None:
-        """Let Megatron-Core or TransformerEngine see this one."""
-
-    def release(self) -> None:
-        """Free what must not outlive the process groups."""
-
-
 class Layout:
-    """Tensor-, context- and data-parallel groups. Megatron-Core keeps one set of them, in globals of parallel_state."""
+    """Tensor-, context- and data-parallel groups. Megatron-Core keeps one set of them, in globals of parallel_state. Making one
+    is collective."""
 
     def __init__(self, settings: Settings) -> None:
         blank = {name: {} if isinstance(value, dict) else None for name, value in _globals().items()}
@@ -38,10 +30,8 @@ class Layout:
         self._globals = _globals()
 
     def use(self) -> None:
+        """Let Megatron-Core see this one."""
         vars(parallel_state).update(self._globals)
-
-    def release(self) -> None:
-        """Do nothing: groups end with torch.distributed."""
 
 
 class Layouts:
@@ -96,8 +86,6 @@ class Userbuffers:
             if getattr(module, "ub_name", None) is not None:
                 module.ub_name = names[module.parallel_mode == "row"]
 
-    def use(self) -> None:
-        """Do nothing: linears without userbuffers do not look at them."""
-
     def release(self) -> None:
+        """Free them: they must not outlive the process groups."""
         self._base.destroy_ub()

@@ -59,7 +59,7 @@ def _by_model(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
 
 def title_of(row: Row) -> str:
     """What a picture calls a model: its name, and how it was trained."""
-    ulysses = f", CP {row['cp']}" if row.get("cp", 1) > 1 else ""  # older records have no such entry
+    ulysses = f", CP {row['cp']}" if row["cp"] > 1 else ""
     return f"{row['title']}, {row['layers']} layers, s = {row['seq']}, TP {row['tp']}{ulysses}"
 
 

@@ -45,13 +45,13 @@ class Trained:
 
     def step(self, _: int = 0) -> None:
         """One optimizer step on the next global batch. A timed call is given an index, which means nothing here."""
-        self.built.use()
+        self.built.layout.use()
         total, _ = self.trainer.step(iter(self._micro_batches(len(self.totals))))
         self.totals.append(total)
 
     def forward_backward(self, _: int = 0) -> None:
         """Gradients of the first global batch; weights stay as they are."""
-        self.built.use()
+        self.built.layout.use()
         self.trainer.forward_backward(iter(self._micro_batches(0)))
 
     def forward_backward_alone(self, _: int = 0) -> None:
@@ -62,7 +62,7 @@ class Trained:
     def capture(self) -> None:
         """Capture the passes of a graph variant; collective. The graph's memory stays, and counts from here on."""
         assert isinstance(self.trainer, GraphedTrainer)
-        self.built.use()
+        self.built.layout.use()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         self.trainer.capture(self._micro_batches(0))
@@ -72,12 +72,12 @@ class Trained:
     def release(self) -> None:
         """Free what the device must not hold when process groups end; collective."""
         self.trainer.release()
-        for each in self.built.current:
-            each.release()
+        if self.built.userbuffers is not None:
+            self.built.userbuffers.release()
 
     def losses(self) -> list[float]:
         """Nats per byte of every step, over all replicas and parts of sequences; collective."""
-        self.built.use()
+        self.built.layout.use()
         totals = torch.stack(self.totals)
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return (totals[:, 0] / totals[:, 1]).tolist()

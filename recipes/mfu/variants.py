@@ -18,7 +18,7 @@ from gpt.rules import graph_problem
 from gpt.settings import Settings
 from gpt.training import Trainer, build_trainer
 from mfu.alone import parallel_linears
-from mfu.current import Current, Layouts
+from mfu.current import Layout, Layouts, Userbuffers
 from mfu.names import (
     ASYNC_TP,
     DATA_PARALLEL,
@@ -41,18 +41,13 @@ ALONE = (MEGATRON, DATA_PARALLEL, TE)  # also run where there is nothing to over
 
 @dataclass(frozen=True)
 class Built:
-    """A trainer, and what its steps need.
-
-    main_grad: where weight gradients go, as OverlapConfig.main_grad says it. current: what to make current before each step.
-    """
+    """A trainer, and what its steps need: `layout` in use. main_grad: where weight gradients go, as OverlapConfig.main_grad says
+    it."""
 
     trainer: Trainer
     main_grad: str
-    current: tuple[Current, ...]
-
-    def use(self) -> None:
-        for each in self.current:
-            each.use()
+    layout: Layout
+    userbuffers: Userbuffers | None
 
 
 def obstacle(name: str, settings: Settings, device: torch.device) -> str | None:
@@ -82,19 +77,18 @@ def settings_of(name: str, settings: Settings) -> Settings:
 def build_variant(
     name: str, settings: Settings, overlap: OverlapConfig, device: torch.device, layouts: Layouts
 ) -> Built:
-    """Build a variant's trainer and make what it needs current. Collective. Raises RecipeError where enable() refuses."""
+    """Build a variant's trainer, its layout in use. Collective. Raises RecipeError where enable() refuses."""
     settings, variant = settings_of(name, settings), GRAPHS.get(bare(name), bare(name))
-    current: list[Current] = [layouts.use(settings)]
+    layout, userbuffers = layouts.use(settings), None
     config, change = overlap_of(variant, overlap), use_async_tp if variant == ASYNC_TP else None
     if variant in USERBUFFERS:
         userbuffers = layouts.userbuffers(settings)
-        current.append(userbuffers)
         names = userbuffers.RING if variant == TE_RING else userbuffers.DEFAULT
         change = partial(userbuffers.name, names=names)
     model = build_model(settings, config, device, change, modules_of(variant))
     # Baselines return their weight gradients, and DDP adds them; so do our linears on TransformerEngine's modules.
     main_grad = "off" if config is None or variant == TE_OVERLAP else config.main_grad
-    return Built(with_graph(build_trainer(settings, model)), main_grad, tuple(current))
+    return Built(with_graph(build_trainer(settings, model)), main_grad, layout, userbuffers)
 
 
 def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig | None:

@@ -16,12 +16,9 @@ from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import (
     LayerNorm,
     OverlappedColumnParallelLinear,
-    OverlappedRowParallelLinear,
     RMSNorm,
     SDPACoreAttention,
     gpt_block_spec,
-    gpt_layer_spec,
-    report,
 )
 from tests.megatron import layout
 from tests.megatron.linears import model_config
@@ -34,10 +31,6 @@ MIXTURE = {"num_moe_experts": 2, "moe_layer_freq": [0, 1], "moe_router_load_bala
 def build(config: Any, make_spec: Callable[[Any], Any] = gpt_block_spec) -> GPTModel:
     layout.use(config.tensor_model_parallel_size)
     return GPTModel(config, make_spec(config), VOCABULARY, SEQUENCE, position_embedding_type="rope")
-
-
-def overlapping(overlap: OverlapConfig) -> Callable[[Any], Any]:
-    return lambda config: gpt_block_spec(config, overlap)
 
 
 def linear_types(model: torch.nn.Module) -> dict[str, type]:
@@ -65,41 +58,6 @@ def without_overlap() -> None:
 
 def test_norms_and_attention_are_exchanged(workers: Workers) -> None:
     workers.call(without_overlap)
-
-
-def with_overlap() -> None:
-    config = model_config(**LLAMA)
-    overlap = OverlapConfig(slots=("qkv", "fc2"), method="collective")
-    model = build(config, overlapping(overlap))
-    assert linear_types(model) == {
-        "qkv": OverlappedColumnParallelLinear,
-        "proj": RowParallelLinear,
-        "fc1": ColumnParallelLinear,
-        "fc2": OverlappedRowParallelLinear,
-    }
-    linear = model.decoder.layers[1].mlp.linear_fc2
-    assert (linear.overlap.slot, linear.overlap.config) == ("fc2", overlap)
-    quietly_enable(model, overlap)
-    assert linear.overlap.name == "decoder.layers.1.mlp.linear_fc2"
-
-
-def test_overlapped_linears_in_the_spec(workers: Workers) -> None:
-    workers.call(with_overlap)
-
-
-def spec_then_enable() -> None:
-    """The spec does not reach the output layer; enable() adds it and leaves the others."""
-    config = model_config(**LLAMA)
-    model = build(config, overlapping(OverlapConfig()))
-    before = {name: module for name, module in model.named_modules() if hasattr(module, "overlap")}
-    assert len(before) == 8
-    quietly_enable(model, OverlapConfig())
-    assert type(model.output_layer) is OverlappedColumnParallelLinear
-    assert all(linear.method != "megatron" for linear in report(model).linears)
-
-
-def test_enable_completes_a_model_built_from_the_spec(workers: Workers) -> None:
-    workers.call(spec_then_enable)
 
 
 def same_keys() -> None:
@@ -132,23 +90,10 @@ def test_called_by_the_spec_flag(workers: Workers) -> None:
     workers.call(as_spec_flag)
 
 
-def one_layer() -> None:
-    layout.use()
-    config = model_config(**LLAMA)
-    for overlap in (None, OverlapConfig()):
-        spec = gpt_layer_spec(config, overlap)
-        layer = spec.module(config=config, submodules=spec.submodules, **spec.params)
-        assert type(layer.input_layernorm) is RMSNorm
-        assert type(layer.mlp.linear_fc1) is (OverlappedColumnParallelLinear if overlap else ColumnParallelLinear)
-
-
-def test_spec_of_one_layer(workers: Workers) -> None:
-    workers.call(one_layer)
-
-
 def mixture() -> None:
     config = model_config(**LLAMA, **MIXTURE)
-    model = build(config, overlapping(OverlapConfig()))
+    model = build(config)
+    quietly_enable(model, OverlapConfig())
     expert = model.decoder.layers[1].mlp.experts.local_experts[0]
     assert (type(expert.linear_fc1), type(expert.linear_fc2)) == (ColumnParallelLinear, RowParallelLinear)
     assert type(model.decoder.layers[1].self_attention.linear_qkv) is OverlappedColumnParallelLinear
@@ -160,11 +105,6 @@ def test_experts_stay_megatrons(workers: Workers) -> None:
 
 
 def refusals() -> None:
-    alone = model_config(tensor_model_parallel_size=1, sequence_parallel=False)
-    with pytest.raises(ValueError, match="tensor_model_parallel_size=1"):
-        gpt_block_spec(alone, OverlapConfig())
-    model = build(alone, overlapping(OverlapConfig(on_unsupported="fallback")))
-    assert set(linear_types(model).values()) == {ColumnParallelLinear, RowParallelLinear}
     config = model_config()
     config.multi_latent_attention = True
     with pytest.raises(ValueError, match=r"multi_latent_attention=True.*enable\(\)"):

@@ -36,13 +36,11 @@ NORMED = {**LLAMA, "qk_layernorm": True}
 CASES = {
     "grouped queries, enabled": (Run(), CHUNKED),
     "collective": (Run(), COLLECTIVE),
-    "from the layer spec": (Run(spec_linears=True), CHUNKED),
     "without overlap": (Run(), None),
     "one key and value head for two ranks": (Run(architecture={**LLAMA, "num_query_groups": 1}), CHUNKED),
     "one key and value head, without overlap": (Run(architecture={**LLAMA, "num_query_groups": 1}), None),
     "biases, every head its own keys": (Run(architecture=GPT2), CHUNKED),
     "query and key norms": (Run(architecture=NORMED), CHUNKED),
-    "query and key norms from the layer spec": (Run(architecture=NORMED, spec_linears=True), CHUNKED),
     "query and key norms that begin at zero": (
         Run(architecture={**NORMED, "layernorm_zero_centered_gamma": True, "rotary_interleaved": True}),
         CHUNKED,

@@ -103,7 +103,7 @@ def per_layer() -> None:
         tensor_model_parallel_size=1, sequence_parallel=False, context_parallel_size=2, cp_comm_type=["a2a", "p2p"]
     )
     with pytest.raises(ValueError, match=r"cp_comm_type='p2p'"):
-        GPTModel(config, gpt_block_spec(config, OVERLAP), 48, 16)
+        GPTModel(config, gpt_block_spec(config), 48, 16)
 
 
 def test_every_layer_of_the_local_spec_is_ulysses(workers: Workers) -> None:

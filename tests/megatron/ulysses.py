@@ -29,7 +29,7 @@ DOCUMENTS = (0, 8, 24)  # starts of two documents and the end of the last; 8 row
 
 @dataclass(frozen=True)
 class Run:
-    """How a GPT is trained. spec_linears: the layer spec builds overlapped linears; enable() otherwise."""
+    """How a GPT is trained."""
 
     tensor_parallel: int = 1
     context_parallel: int = 1
@@ -37,7 +37,6 @@ class Run:
     architecture: dict[str, Any] = field(default_factory=lambda: LLAMA)
     packed: bool = False
     cut: str = "zigzag"  # of a pack; newer Megatron has contiguous, too
-    spec_linears: bool = False
 
 
 def gpt(run: Run) -> GPTModel:
@@ -48,8 +47,7 @@ def gpt(run: Run) -> GPTModel:
         context_parallel_size=run.context_parallel, **{**ULYSSES, **run.architecture},
     )  # fmt: skip
     config.finalize_model_grads_func = finalize_model_grads
-    spec = gpt_block_spec(config, run.overlap if run.spec_linears else None)
-    model = GPTModel(config, spec, VOCABULARY, 2 * SEQUENCE, position_embedding_type="rope")
+    model = GPTModel(config, gpt_block_spec(config), VOCABULARY, 2 * SEQUENCE, position_embedding_type="rope")
     if run.overlap is not None:
         models.quietly_enable(model, run.overlap)
     return model

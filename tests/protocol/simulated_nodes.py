@@ -133,7 +133,7 @@ class Post:
 
 
 class SimulatedNccl:
-    """A `StreamTransport` of one rank, which is connected with its twins. posted, blas: of all ranks."""
+    """An NcclTransport of one rank, which is connected with its twins. posted, blas: of all ranks."""
 
     def __init__(
         self, gpu: SimulatedGpu, driver: SimulatedDriver, topology: Any, posted: Posted, blas: SimulatedBlas

@@ -147,7 +147,7 @@ def test_a_graph_is_freed_unless_a_peer_is_missing(
         if error is not None:
             raise error("something")
     assert machine.events == (["synchronize", "reset"] if freed else [])
-    assert (trainer.passes.graph is None) == freed
+    assert (trainer.graph is None) == freed
 
 
 def test_without_the_flag_nothing_changes(machine: Machine) -> None:

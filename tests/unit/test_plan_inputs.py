@@ -33,7 +33,6 @@ from overlap_train.tools.plan.inputs import (
     read_model,
     read_strategy,
     read_system,
-    write,
 )
 from overlap_train.tools.plan.tables import not_measured
 
@@ -50,7 +49,7 @@ H200, LLAMA = SYSTEMS["h200"], PLANNED_MODELS["llama3-8b"]
 )  # fmt: skip
 def test_what_is_written_is_read(read: Any, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "some.json"
-    write(path, value)
+    path.write_text(json.dumps(asdict(value)))
     assert read(str(path)) == value
 
 
@@ -198,7 +197,7 @@ def test_what_the_doctor_measured_becomes_a_system(tmp_path: Path) -> None:
     flops = 2.0 * 8192**3
     assert flops * 1e-6 / cost.power_us(system, flops) == pytest.approx(600, rel=0.03)
     assert "copy_gbs" not in system.not_measured and "nccl_us" in system.not_measured
-    write(tmp_path / "here.json", system)
+    (tmp_path / "here.json").write_text(json.dumps(asdict(system)))
     assert read_system(str(tmp_path / "here.json")) == system
     alone = probed("NVIDIA H200", found[:1])
     assert alone is not None and alone.copy_gbs == H200.copy_gbs

@@ -57,7 +57,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     attentions = find_attentions(chunks, config)
     wanted = [each for each in _wanted(chunks, config) if not is_overlapped(each[2])]
     pending = [each for each in wanted if attentions.why_not(each[2]) is None]
-    if not pending and _is_enabled(chunks):
+    if not pending and overlapped_linears(chunks):
         return report(chunks)
     hopeless = _problem_of_model(chunks)
     problem = hopeless or attentions.problem or _missing_slot(chunks, config)
@@ -67,9 +67,6 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
         attentions.turn()
         for name, slot, linear in pending:
             attentions.overlap(linear, config, slot, name)
-        for name, linear in named_linears(chunks):
-            if is_overlapped(linear):  # one that a layer spec built did not know its name
-                linear.overlap.name, linear.overlap.enabled = name, True
         FirstTable(chunks)
     _announce(chunks, problem)
     return report(chunks, problem)
@@ -81,12 +78,6 @@ def _wanted(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Iterato
         slot = slot_of(name)
         if slot is not None and slot in config.slots:
             yield name, slot, linear
-
-
-def _is_enabled(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether enable() has seen all overlapped linears there are. Those that a layer spec has just built it has not."""
-    seen = [linear.overlap.enabled for linear in overlapped_linears(chunks)]
-    return bool(seen) and all(seen)
 
 
 def _announce(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
@@ -160,5 +151,5 @@ def _refuse_other_config(chunks: Sequence[torch.nn.Module], config: OverlapConfi
             if mine != other:
                 raise ValueError(
                     f"config: {setting.name}={mine!r}, but {name} overlaps already with {setting.name}={other!r}; build the "
-                    "model anew, or use one config for the layer spec and for every enable()"
+                    "model anew, or use one config for every enable()"
                 )

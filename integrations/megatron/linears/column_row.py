@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from overlap_train import all_gather_linear, linear_reduce_scatter
 
 from .conditions import fallback_reason
 from .main_grad import through_main_grad
@@ -24,16 +24,9 @@ if TYPE_CHECKING:
 
 
 class OverlappedColumnParallelLinear(ColumnParallelLinear):
-    """y = all_gather(x) Wᵀ + b: x [s/W, b, K], weight [N/W, K], y [s, b, N/W]; the product hides the gather.
-
-    Takes the arguments of ColumnParallelLinear and `overlap`, the settings (None: the defaults).
-    """
+    """y = all_gather(x) Wᵀ + b: x [s/W, b, K], weight [N/W, K], y [s, b, N/W]; the product hides the gather."""
 
     overlap: LinearOverlap
-
-    def __init__(self, *args: Any, overlap: OverlapConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        attach(self, overlap or OverlapConfig(), slot=kwargs.get("tp_comm_buffer_name") or "output")
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         overlap = self.overlap
@@ -47,16 +40,9 @@ class OverlappedColumnParallelLinear(ColumnParallelLinear):
 
 
 class OverlappedRowParallelLinear(RowParallelLinear):
-    """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the product hides the scatter.
-
-    Takes the arguments of RowParallelLinear and `overlap`, the settings (None: the defaults).
-    """
+    """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the product hides the scatter."""
 
     overlap: LinearOverlap
-
-    def __init__(self, *args: Any, overlap: OverlapConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        attach(self, overlap or OverlapConfig(), slot=kwargs.get("tp_comm_buffer_name") or "proj")
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(y, None), or (y without b, b) where the caller adds the bias itself (skip_bias_add)."""
@@ -81,19 +67,9 @@ OVERLAPPED: dict[type, type] = {
 }
 
 
-def overlapped_class(linear_class: type) -> type:
-    """The overlapped class of ColumnParallelLinear or RowParallelLinear. Raises ValueError for any other class."""
-    if linear_class not in OVERLAPPED:
-        raise ValueError(
-            f"linear_class={linear_class!r}: only Megatron-Core's own ColumnParallelLinear and RowParallelLinear have "
-            "an overlapped form; use Megatron's local layer spec, not TransformerEngine's"
-        )
-    return OVERLAPPED[linear_class]
-
-
-def attach(linear: ParallelLinear, config: OverlapConfig, slot: str, name: str | None = None) -> None:
+def attach(linear: ParallelLinear, overlap: LinearOverlap) -> None:
     """Give a linear of an overlapped class its settings."""
-    linear.overlap = LinearOverlap(config, slot, name or slot)
+    linear.overlap = overlap
     # Megatron-FSDP recognises parallel linears by the name of their class and, failing that, by these two.
     linear.tensor_model_parallel = True
     linear.partition_dim = 0 if isinstance(linear, ColumnParallelLinear) else 1

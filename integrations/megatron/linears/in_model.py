@@ -95,7 +95,7 @@ def overlap_linear(linear: Any, config: OverlapConfig, slot: str, name: str) -> 
         overlap_te_linear(linear, config, slot, name)
     else:
         linear.__class__ = OVERLAPPED[type(linear)]
-        attach(linear, config, slot, name)
+        attach(linear, LinearOverlap(config, slot, name))
 
 
 def _is_own(module: torch.nn.Module) -> bool:

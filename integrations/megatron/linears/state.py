@@ -23,7 +23,6 @@ class LinearOverlap:
     config: OverlapConfig
     slot: str  # linear slot, one of overlap_train.config.SLOTS
     name: str  # where it is in the model, for error messages
-    enabled: bool = False  # by enable(), not only built by a layer spec
     overlapped_calls: int = 0
     fallback_calls: Counter[str] = field(default_factory=Counter)  # reason -> calls
     sizes: Sizes | None = None  # of the last overlapped call: shapes of input and weight, dtype

@@ -105,12 +105,7 @@ class _Exchanging:
 
 
 class _OwnExchanging(_Exchanging):
-    """Makes Megatron's own linears exchange. Its constructor takes their arguments and `overlap`, the settings (None: the
-    defaults)."""
-
-    def __init__(self, *args: Any, overlap: OverlapConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _attach(self, overlap or OverlapConfig(), slot=kwargs["tp_comm_buffer_name"])
+    """Makes Megatron's own linears exchange."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The product of a call that falls back, by Megatron's own code (see main_grad.py: through_main_grad)."""
@@ -126,23 +121,14 @@ class UlyssesRowParallelLinear(_OwnExchanging, RowParallelLinear):
     """linear_proj of a Ulysses attention."""
 
 
-class _OwnOverTP(_Exchanging):
-    """Makes Megatron's own linears exchange where tensor parallelism divides their weights. Mixed in before the linears that
-    overlap over TP, which serve the calls that fall back. Constructor: as _OwnExchanging."""
-
-    def __init__(self, *args: Any, overlap: OverlapConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, overlap=overlap, **kwargs)  # type: ignore[call-arg]
-        _attach(self, overlap or OverlapConfig(), slot=kwargs["tp_comm_buffer_name"])
-
-
-class UlyssesColumnOverTP(_OwnOverTP, OverlappedColumnParallelLinear):
-    """linear_qkv of a Ulysses attention, whose weight is divided."""
+class UlyssesColumnOverTP(_Exchanging, OverlappedColumnParallelLinear):
+    """linear_qkv of a Ulysses attention whose weight tensor parallelism divides. Calls that fall back overlap over TP."""
 
     overlap: UlyssesOverlap
 
 
-class UlyssesRowOverTP(_OwnOverTP, OverlappedRowParallelLinear):
-    """linear_proj of a Ulysses attention, whose weight is divided."""
+class UlyssesRowOverTP(_Exchanging, OverlappedRowParallelLinear):
+    """linear_proj of a Ulysses attention whose weight tensor parallelism divides. Calls that fall back overlap over TP."""
 
     overlap: UlyssesOverlap
 
@@ -191,28 +177,18 @@ def why_no_exchange(linear: Any) -> str | None:
     return te_feature(linear) or standing_exchange_reason(linear, None)
 
 
-def exchanging_class(linear_class: type, over_tp: bool) -> type:
-    """The class that exchanges, of ColumnParallelLinear or RowParallelLinear. over_tp: its weight is divided."""
-    return _forms(over_tp)[linear_class]
-
-
 def exchange_in(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
     """Let a linear of which `why_no_exchange` is None exchange, in place."""
     linear.__class__ = _forms(divides_weights(linear))[type(linear)]
-    _attach(linear, config, slot, name)
+    if isinstance(linear, _TEExchanging):
+        linear.overlap = TEUlyssesOverlap(config, slot, name)
+    else:
+        attach(linear, UlyssesOverlap(config, slot, name))
 
 
 def exchanges(linear: Any) -> bool:
     """Whether a linear is of a class that exchanges within its product."""
     return isinstance(linear, _Exchanging)
-
-
-def _attach(linear: Any, config: OverlapConfig, slot: str, name: str | None = None) -> None:
-    if isinstance(linear, _TEExchanging):
-        linear.overlap = TEUlyssesOverlap(config, slot, name or slot)
-    else:
-        attach(linear, config, slot, name)
-        linear.overlap = UlyssesOverlap(config, slot, name or slot)
 
 
 def _has_bias(linear: Any) -> bool:

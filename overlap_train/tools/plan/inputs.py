@@ -91,11 +91,6 @@ def read_model(word: str) -> Model:
     return _read(word, "model", Model, PLANNED_MODELS)
 
 
-def write(path: Path, value: System | Strategy | Model) -> None:
-    """Write a system, strategy or model as JSON that the functions above read."""
-    path.write_text(json.dumps(asdict(value), indent=1) + "\n")
-
-
 def linears_of(model: Model, tp: int) -> list[Linear]:
     """The linears of one layer, then the output layer if the vocabulary is known."""
     found = [Linear(name, *model.linears[name], name in ("qkv", "fc1")) for name in ("qkv", "proj", "fc1", "fc2")]

@@ -25,12 +25,12 @@ def simulate(programs: Sequence[Program], nvlink_gbs: float, nic_gbs: float = ma
     Raises:
         ValueError: something waits for what never comes.
     """
-    world = _World(programs, {NVLINK: nvlink_gbs, NETWORK: nic_gbs})
+    world = World(programs, {NVLINK: nvlink_gbs, NETWORK: nic_gbs})
     world.run()
     return Timeline(tuple(world.spans), tuple(world.tiles), tuple(world.tokens))
 
 
-class _World:
+class World:
     """The clock, what happens next, and what has happened."""
 
     def __init__(self, programs: Sequence[Program], gbs: dict[str, float]) -> None:

@@ -6,30 +6,15 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from ....planning.schedule.legs import Leg
 from .timeline import COMMUNICATION, WAITING, Kernel, Program, Send, Span, Tile, Token
+
+if TYPE_CHECKING:
+    from .simulate import World
 
 Action = Callable[[], None]
 SIGNAL_SHARE = 0.5  # of what a push adds: half before the copy, half for the signal after it
-
-
-class World(Protocol):
-    """What a rank needs of the simulation around it (simulate.py)."""
-
-    now: float
-    spans: list[Span]
-    tiles: list[Span]
-    tokens: list[tuple[int, Token, float]]
-
-    def at(self, time: float, action: Action) -> None: ...
-
-    def carry(self, send: Send, source: int, done: Action) -> None:
-        """Bring a send over the link."""
-
-    def deliver(self, call: str, leg: Leg, source: int) -> None:
-        """What a leg of rank `source` carries has arrived."""
 
 
 @dataclass(eq=False)
