@@ -222,6 +222,7 @@ def refused(field: str, fallback: bool) -> None:
     else:
         printed = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
         assert torch.distributed.get_rank() or f"{field}={value!r}" in printed, "never a silent switch-off"
+        assert "fallback" not in printed, "that is what was asked for"
         assert all(x.method == "megatron" for x in report(model).linears)
     assert not any(hasattr(module, "overlap") for module in model.modules())
 
@@ -276,6 +277,14 @@ def printed_line() -> str:
 def test_enable_prints_one_line_on_rank_zero(workers: Workers) -> None:
     line = "overlap_train: 17 linears in 4 layers prepared; the table follows in the first step\n"
     assert workers.call(printed_line) == [line, ""]
+
+
+def printed_line_of_a_layer() -> str:
+    return quietly_enable(gpt(Recipe({**LLAMA, "num_layers": 1})), OverlapConfig())
+
+
+def test_a_single_layer_is_no_layers(workers: Workers) -> None:
+    assert "5 linears in 1 layer prepared" in workers.call(printed_line_of_a_layer)[0]
 
 
 def test_like_linears_share_a_row() -> None:

@@ -63,6 +63,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     problem = hopeless or attentions.problem or _missing_slot(chunks, config)
     if problem is not None and config.on_unsupported == "error":
         raise ValueError(problem)
+    problem = problem and problem.removesuffix(f", {WAY_TO_FALL_BACK}")
     if hopeless is None:
         attentions.turn()
         for name, slot, linear in pending:
@@ -97,9 +98,9 @@ def _announce(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
     if not names:
         print(report(chunks, problem), flush=True)
         return
-    layers = {found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))}
-    where = f" of {stage()}" if stage() else ""
-    text = f"{len(names)} linears in {len(layers)} layers{where} prepared; the table follows in the first step"
+    layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
+    where = f"{layers} layer{'s' * (layers != 1)}" + (f" of {stage()}" if stage() else "")
+    text = f"{len(names)} linears in {where} prepared; the table follows in the first step"
     for line in filter(None, (text, problem)):
         print(f"overlap_train: {line}", flush=True)
 

@@ -148,7 +148,7 @@ def _checked(config: Any, overlap: OverlapConfig | None) -> tuple[TransformerCon
     if config.multi_latent_attention:
         raise ValueError(
             "config.multi_latent_attention=True: these specs build plain and grouped-query attention; take Megatron's "
-            "own spec and call enable() on the model with slots=('proj', 'fc1', 'fc2', 'output')"
+            "own spec, and slots=('proj', 'fc1', 'fc2', 'output') for enable() (--overlap-train-slots proj,fc1,fc2,output)"
         )
     problem = None if overlap is None else bad_combination(config)
     if problem is not None and overlap.on_unsupported == "error":  # type: ignore[union-attr]

@@ -121,10 +121,10 @@ FAULTS = [
         (T + "fallback_reason.py::test_settings_of_a_model",),
     ),
     Mutation(
-        'conditions: for field in ("cpu_offloading", "fine_gra... -> for field in ("cpu_offloading",):',
+        'conditions: "fine_grained_activation_offloading": ... -> nothing',
         M + "linears/conditions.py",
-        'for field in ("cpu_offloading", "fine_grained_activation_offloading"):',
-        'for field in ("cpu_offloading",):',
+        '    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",\n',
+        "",
         (T + "fallback_reason.py::test_settings_of_a_model",),
     ),
     Mutation(
@@ -189,6 +189,34 @@ FAULTS = [
         "    if dist.is_initialized() and dist.get_rank() != 0:\n        return\n",
         "",
         (T + "enable.py::test_enable_prints_one_line_on_rank_zero",),
+    ),
+    Mutation(
+        "enable: the way to fall back is told to those who took it",
+        M + "enabling/enable.py",
+        '    problem = problem and problem.removesuffix(f", {WAY_TO_FALL_BACK}")\n',
+        "",
+        (T + "enable.py::test_settings_that_rule_out_overlap",),
+    ),
+    Mutation(
+        "first_table: linears that have fallen back count as ours",
+        M + "enabling/first_table.py",
+        "sum(linear.overlapped_calls > 0 for linear in found.linears)",
+        "sum(linear.slot is not None for linear in found.linears)",
+        (T + "table.py::test_every_kind_of_linear_leads_to_the_table",),
+    ),
+    Mutation(
+        "script: a misspelt flag of ours is left to Megatron's parser",
+        M + "launcher/script.py",
+        "        _refuse_unknown(others)\n",
+        "",
+        (T + "script.py::test_wrong_flags_are_refused_before_the_script_runs",),
+    ),
+    Mutation(
+        "flags: what was not given is None in the namespace",
+        "overlap_train/flags.py",
+        "default=argparse.SUPPRESS",
+        "default=None",
+        ("tests/unit/test_flags.py::test_what_is_not_given_is_not_in_the_namespace",),
     ),
     Mutation(
         "first_table: chunks, self._chunks = self._chunks, [] -> chunks = self._chunks",
