@@ -54,7 +54,7 @@ _CALLS = _whole(
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """Settings of overlapped linears. Every field is also a flag: `slots` is `--overlap-train-slots`.
+    """Settings of overlapped linears. Every field is also a flag: `slots` is `--overlap-train-slots`. docs/flags.md explains all.
 
     Raises:
         ValueError: a field has a value outside its rule; the message names field, value, rule and flag.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
@@ -32,6 +33,8 @@ from .first_table import FirstTable, stage
 from .reporting import report
 from .table import Report
 from .ulysses import find_attentions
+
+OLDEST, NEWEST = (0, 16), (0, 20)  # Megatron-Core that was tested
 
 
 def enable(model: Model, config: OverlapConfig | None = None) -> Report:
@@ -60,7 +63,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     if not pending and _is_enabled(chunks):
         return report(chunks)
     hopeless = _problem_of_model(chunks)
-    problem = hopeless or attentions.problem or _missing_slot(chunks, config)
+    problem = hopeless or attentions.problem or _missing_slots(chunks, config)
     if problem is not None and config.on_unsupported == "error":
         raise ValueError(problem)
     problem = problem and problem.removesuffix(f", {WAY_TO_FALL_BACK}")
@@ -101,8 +104,15 @@ def _announce(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
     layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
     where = f"{layers} layer{'s' * (layers != 1)}" + (f" of {stage()}" if stage() else "")
     text = f"{len(names)} linears in {where} prepared; the table follows in the first step"
-    for line in filter(None, (text, problem)):
+    for line in filter(None, (text, problem, _untested(megatron.core.__version__))):
         print(f"overlap_train: {line}", flush=True)
+
+
+def _untested(version: str) -> str | None:
+    """That nobody has tried this version of Megatron-Core, for whoever reads the error that comes of it."""
+    if OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= NEWEST:
+        return None
+    return f"Megatron-Core {version} was not tested, 0.16 to 0.20-dev were; if anything fails, try one of these"
 
 
 def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> str | None:
@@ -135,22 +145,24 @@ def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
     return next((owner.config for owner in owners if getattr(owner, "config", None) is not None), None)
 
 
-def _missing_slot(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> str | None:
-    """Why a linear slot has nothing to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
+def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> str | None:
+    """Why linear slots have nothing to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
     if getattr(_config_of(chunks), "pipeline_model_parallel_size", 1) > 1:
         return None
     wanted = [(slot, linear) for _, slot, linear in _wanted(chunks, config)]
     found = {slot for slot, linear in wanted if is_candidate(linear)}
-    for slot in config.slots:
-        if slot not in found:
-            others = sorted({type(linear).__name__ for s, linear in wanted if s == slot})
-            there = f"only {', '.join(others)} there" if others else "none there"
-            return (
-                f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "
-                f"TransformerEngine's in their place, for {slot!r} outside experts ({there}); leave it out "
-                f"(--overlap-train-slots), build the model from a layer spec with them, {WAY_TO_FALL_BACK}"
-            )
-    return None
+    missing = [slot for slot in config.slots if slot not in found]
+    if not missing:
+        return None
+    others = {slot: sorted({type(linear).__name__ for s, linear in wanted if s == slot}) for slot in missing}
+    there = (f"{slot!r} (only {', '.join(names)} there)" if names else f"{slot!r}" for slot, names in others.items())
+    rest = ",".join(slot for slot in config.slots if slot in found)
+    way_out = f"leave out what is missing (--overlap-train-slots {rest}), " if rest else ""
+    return (
+        f"slots={config.slots!r}: outside experts the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, "
+        f"nor TransformerEngine's in their place, for {', '.join(there)}; {way_out}"
+        f"build the model from a layer spec with them, {WAY_TO_FALL_BACK}"
+    )
 
 
 def _refuse_other_config(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> None:

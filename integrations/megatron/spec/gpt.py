@@ -63,7 +63,7 @@ def gpt_block_spec(
     """The specs of all layers that this pipeline stage builds and its final norm; the argument that GPTModel takes.
 
     `overlap` and errors as in gpt_layer_spec; `vp_stage` is the virtual pipeline stage, None without one. It also serves as
-    `--spec overlap_train.integrations.megatron.spec gpt_block_spec`, without overlap.
+    `--spec overlap_train.integrations.megatron.spec gpt_block_spec`; enable() then overlaps what it builds.
     """
     config, overlap = _checked(config, overlap)
     block = get_gpt_decoder_block_spec(

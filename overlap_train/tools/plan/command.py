@@ -171,7 +171,8 @@ def _lines(
     title = f"{Path(asked.model).stem} on {machine}, {tokens}, bf16. Planned, not measured; times in ms."
     return [
         *wrap(title, WIDTH), *chain.from_iterable(notes), "", *tables.linears_table(predictions, model.num_layers),
-        "", *wrap(GAIN, WIDTH), *below, "", f"Spans of {tables.axis_of(strategy)}, one layer forward and backward:", *tables.spans_table(spans, strategy),
+        "", *wrap(GAIN, WIDTH), *below,
+        "", f"Spans of {tables.axis_of(strategy)}, one layer forward and backward:", *tables.spans_table(spans, strategy),
         "", "Not measured:", *chain.from_iterable(bullets),
     ]  # fmt: skip
 

@@ -191,6 +191,20 @@ FAULTS = [
         (T + "enable.py::test_enable_prints_one_line_on_rank_zero",),
     ),
     Mutation(
+        "enable: versions are compared as text",
+        M + "enabling/enable.py",
+        'OLDEST <= tuple(map(int, re.findall(r"\\d+", version)[:2])) <= NEWEST',
+        '"0.16" <= version < "0.21"',
+        (T + "enable.py::test_a_version_that_nobody_has_tried_is_named",),
+    ),
+    Mutation(
+        "enable: only the first slot that is missing is named",
+        M + "enabling/enable.py",
+        "    if not missing:\n",
+        "    del missing[1:]\n    if not missing:\n",
+        (T + "enable.py::test_a_slot_of_experts_only_is_missing",),
+    ),
+    Mutation(
         "enable: the way to fall back is told to those who took it",
         M + "enabling/enable.py",
         '    problem = problem and problem.removesuffix(f", {WAY_TO_FALL_BACK}")\n',
