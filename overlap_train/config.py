@@ -181,6 +181,14 @@ class OverlapConfig:
             )
 
 
+def check_type(config: OverlapConfig | None) -> None:
+    """Raise ValueError for a config of another kind, such as a dict."""
+    if not isinstance(config, OverlapConfig | None):
+        raise ValueError(
+            f"config={config!r} must be an OverlapConfig, such as OverlapConfig(method='chunked'), or None"
+        )
+
+
 def flag_name(field_name: str) -> str:
     """`symmetric_mib` -> `--overlap-train-symmetric-mib`."""
     return "--overlap-train-" + field_name.replace("_", "-")

@@ -272,6 +272,11 @@ def no_linears() -> None:
         enable(torch.nn.Linear(2, 2), OverlapConfig())
 
 
+def test_settings_of_another_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"config=\{'method': 'fused'\} must be an OverlapConfig, such as "):
+        enable(torch.nn.Identity(), {"method": "fused"})  # type: ignore[arg-type]
+
+
 def test_a_model_without_parallel_linears(workers: Workers) -> None:
     workers.call(no_linears)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from overlap_train import OverlapConfig
+from overlap_train.config import check_type
 
 from ..linears.conditions import WAY_TO_FALL_BACK, bad_combination
 from ..linears.in_model import (
@@ -54,6 +55,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
             config.on_unsupported="fallback" the first four leave the linears and attentions concerned to Megatron instead, and
             the report says so.
     """
+    check_type(config)
     config = config or OverlapConfig()
     chunks = chunks_of(model)
     _refuse_other_config(chunks, config)

@@ -198,6 +198,13 @@ FAULTS = [
         (T + "enable.py::test_a_version_that_nobody_has_tried_is_named",),
     ),
     Mutation(
+        "enable: settings of another kind are taken",
+        M + "enabling/enable.py",
+        "    check_type(config)\n",
+        "",
+        (T + "enable.py::test_settings_of_another_kind_are_refused",),
+    ),
+    Mutation(
         "enable: only the first slot that is missing is named",
         M + "enabling/enable.py",
         "    if not missing:\n",
