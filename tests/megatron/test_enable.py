@@ -227,6 +227,7 @@ def refused(field: str, fallback: bool) -> None:
         printed = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
         assert torch.distributed.get_rank() or f"{field}={value!r}" in printed, "never a silent switch-off"
         assert "fallback" not in printed, "that is what was asked for"
+        assert torch.distributed.get_rank() or printed.startswith("overlap_train: 0 of 9 linears run our operators\n")
         assert all(x.method == "megatron" for x in report(model).linears)
     assert not any(hasattr(module, "overlap") for module in model.modules())
 

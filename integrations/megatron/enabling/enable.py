@@ -30,7 +30,7 @@ from ..linears.in_model import (
     overlapped_linears,
     slot_of,
 )
-from .first_table import FirstTable, stage
+from .first_table import FirstTable, heading, stage
 from .reporting import report
 from .table import Report
 from .ulysses import find_attentions
@@ -101,7 +101,8 @@ def _announce(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
         return
     names = [name for name, linear in named_linears(chunks) if is_overlapped(linear)]
     if not names:
-        print(report(chunks, problem), flush=True)
+        table = report(chunks, problem)
+        print(f"{heading(table)}\n{table}", flush=True)
         return
     layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
     where = f"{layers} layer{'s' * (layers != 1)}" + (f" of {stage()}" if stage() else "")

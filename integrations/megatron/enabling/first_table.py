@@ -30,7 +30,7 @@ class FirstTable:
             linear.overlap.on_gradient = None
         if chunks and _prints():
             found = report(chunks)
-            print(f"{_heading(found)}\n{found}", flush=True)
+            print(f"{heading(found)}\n{found}", flush=True)
 
 
 def print_table(model: Model) -> None:
@@ -40,7 +40,7 @@ def print_table(model: Model) -> None:
             linear.overlap.on_gradient()
 
 
-def _heading(found: Report) -> str:
+def heading(found: Report) -> str:
     """A line that is found among the thousands that Megatron prints, and says at once whether overlap acts."""
     ours = sum(linear.overlapped_calls > 0 for linear in found.linears)
     where = f"{stage()}, layers counted within it: " if stage() else ""
