@@ -152,20 +152,24 @@ def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> 
     """Why linear slots have nothing to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
     if getattr(_config_of(chunks), "pipeline_model_parallel_size", 1) > 1:
         return None
-    wanted = [(slot, linear) for _, slot, linear in _wanted(chunks, config)]
-    found = {slot for slot, linear in wanted if is_candidate(linear)}
+    wanted = list(_wanted(chunks, config))
+    found = {slot for _, slot, linear in wanted if is_candidate(linear)}
     missing = [slot for slot in config.slots if slot not in found]
     if not missing:
         return None
-    others = {slot: sorted({type(linear).__name__ for s, linear in wanted if s == slot}) for slot in missing}
-    there = (f"{slot!r} (only {', '.join(names)} there)" if names else f"{slot!r}" for slot, names in others.items())
     rest = ",".join(slot for slot in config.slots if slot in found)
     way_out = f"leave out what is missing (--overlap-train-slots {rest}), " if rest else ""
     return (
-        f"slots={config.slots!r}: outside experts the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, "
-        f"nor TransformerEngine's in their place, for {', '.join(there)}; {way_out}"
+        f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "
+        f"TransformerEngine's in their place, for {', '.join(_with_others(wanted, slot) for slot in missing)}; {way_out}"
         f"build the model from a layer spec with them, {WAY_TO_FALL_BACK}"
     )
+
+
+def _with_others(wanted: Sequence[tuple[str, str, Any]], slot: str) -> str:
+    """ "'fc1' (only experts there)": a slot, and what it has that does not overlap."""
+    names = {"experts" if ".experts." in name else type(linear).__name__ for name, s, linear in wanted if s == slot}
+    return f"{slot!r} (only {', '.join(sorted(names))} there)" if names else repr(slot)
 
 
 def _refuse_other_config(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> None:
