@@ -85,11 +85,19 @@ create() {
         rm "$env/complete"
         return
     fi
+    # A user's own environment of this name, perhaps the one that overlap_train was just installed into.
+    if [ -e "$env" ] && [ ! -e "$env/kind" ]; then
+        die "$env was not made by this script, which would delete it: rename it, or run $env/bin/python yourself"
+    fi
     if [ -e "$env" ]; then say "$env is unfinished or of another kind: starting again"; fi
     rm -rf "$env"
     say "making $env with $python ($("$python" -V 2>&1))"
-    "$python" -m venv "$env" >/dev/null 2>&1 || "$python" -m venv --clear --without-pip "$env"
-    echo "$kind" >"$env/kind"
+    mkdir "$env"
+    echo "$kind" >"$env/kind" # first: an interrupted set-up is known by it
+    "$python" -m venv "$env" >/dev/null 2>&1 || {
+        "$python" -m venv --clear --without-pip "$env"
+        echo "$kind" >"$env/kind"
+    }
 }
 
 install_tested() {

@@ -54,7 +54,7 @@ _CALLS = _whole(
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """Settings of overlapped linears. Every field is also a flag: `slots` is `--overlap-train-slots`.
+    """Settings of overlapped linears. Every field is also a flag: `slots` is `--overlap-train-slots`. docs/flags.md explains all.
 
     Raises:
         ValueError: a field has a value outside its rule; the message names field, value, rule and flag.
@@ -179,6 +179,14 @@ class OverlapConfig:
                 f"network_sms={self.network_sms} with network='nvshmem', which takes no SMs: leave one of the two out "
                 f"({flag_name('network_sms')}, {flag_name('network')})"
             )
+
+
+def check_type(config: OverlapConfig | None) -> None:
+    """Raise ValueError for a config of another kind, such as a dict."""
+    if not isinstance(config, OverlapConfig | None):
+        raise ValueError(
+            f"config={config!r} must be an OverlapConfig, such as OverlapConfig(method='chunked'), or None"
+        )
 
 
 def flag_name(field_name: str) -> str:

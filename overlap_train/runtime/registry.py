@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..config import OverlapConfig
+from ..config import OverlapConfig, check_type
 from .domain import OverlapDomain
 
 # Settings that all calls of a group share.
@@ -22,7 +22,7 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
     """
     domain = _domains.get(group)
     if domain is None:
-        _check_type(config)
+        check_type(config)
         if group is None:  # as torch calls the group of all ranks, which tensor parallelism rarely means
             raise ValueError(
                 "group=None: pass the tensor-parallel group; of all ranks it is torch.distributed.group.WORLD"
@@ -45,13 +45,6 @@ def made_domain(group: dist.ProcessGroup) -> OverlapDomain | None:
     return _domains.get(group)
 
 
-def _check_type(config: OverlapConfig | None) -> None:
-    if not isinstance(config, OverlapConfig | None):
-        raise ValueError(
-            f"config={config!r} must be an OverlapConfig, such as OverlapConfig(method='chunked'), or None"
-        )
-
-
 def _check_same(
     domain: OverlapDomain, group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device
 ) -> None:
@@ -63,7 +56,7 @@ def _check_same(
         raise ValueError(f"group has {group.size()} ranks, its symmetric memory {domain.world_size}; call shutdown()")
     if config is None or config is domain.config:
         return
-    _check_type(config)
+    check_type(config)
     for name in DOMAIN_WIDE:
         mine, theirs = getattr(config, name), getattr(domain.config, name)
         if mine != theirs:

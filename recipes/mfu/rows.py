@@ -179,6 +179,7 @@ def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
         "(Megatron-LM's num_floating_point_operations)",
         f"step: {plan.steps} steps or more in rounds of {plan.round_steps}, variants in turns; median of rounds, slowest rank",
         "exposed: forward and backward, less the same with the linears' communication left out and all products by cuBLAS",
+        f"loss difference: the largest of {plan.trained_steps} steps, in nats; --repeat shows how far two equal runs differ",
         *(f"{_title(row)} did not run: {row['status']}" for row in rows if row["status"] != "ran"),
         *(_repeated(row) for row in rows if row["same_bits"] is not None),
         *(text for applies, text in NOTES if any(map(applies, names))),

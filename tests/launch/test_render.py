@@ -15,7 +15,7 @@ import pytest
 from gpt.rules import read_flags
 from overlap_train import cli
 from overlap_train.flags import flag
-from overlap_train.tools.slurm.command import job_from_flags
+from overlap_train.tools.slurm.command import TRACKER, job_from_flags, notes
 from overlap_train.tools.slurm.job import KINDS, Job, seconds
 from overlap_train.tools.slurm.script import render, sbatch_options, variables
 
@@ -287,3 +287,29 @@ def test_the_page_names_every_flag_and_variable() -> None:
             assert f"| `{flag(option.name)}` | {option.metadata['help']} |" in page
     job = Job("train", gpus_per_node=8, time="60", recipe="r.py")
     assert [name for name in variables(job) if f"| `{name}` |" not in page] == []
+
+
+def test_a_job_that_would_go_on_from_an_older_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every job has the same folder where neither --name nor --run-dir is given."""
+    words = ["train", "--time", "20", "--procs-per-node", "2", "--run-dir", str(tmp_path)]
+    assert list(notes(job_from_flags(words)[0])) == []
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / TRACKER).write_text("500\n")
+    assert cli.main(["launch", *words, "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert f"note: {tmp_path}/checkpoints has checkpoint 500, from which the job goes on" in said.err
+    assert "note: " not in said.out, "that is the script"
+    assert f"tracker={TRACKER}" in (ROOT / "launch" / "job.sh").read_text()
+
+
+def test_what_megatron_demands_of_the_environment_is_said_before_the_job_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*words: str) -> bool:
+        job, _ = job_from_flags(["train", "--time", "20", *words])
+        return any("CUDA_DEVICE_MAX_CONNECTIONS=1" in note for note in notes(job))
+
+    megatron = ("--module", "overlap_train.integrations.megatron")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert told("--gpus-per-node", "8", *megatron)
+    assert not told("--gpus-per-node", "8", "--module", "mine") and not told("--procs-per-node", "2", *megatron)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert not told("--gpus-per-node", "8", *megatron)

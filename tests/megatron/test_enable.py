@@ -7,6 +7,7 @@ import io
 from dataclasses import replace
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -18,6 +19,7 @@ from overlap_train.integrations.megatron import (
     enable,
     report,
 )
+from overlap_train.integrations.megatron.enabling import enable as enabling
 from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from tests.megatron.linears import model_config
 from tests.megatron.models import LLAMA, Recipe, gpt, quietly_enable, wrap
@@ -170,7 +172,9 @@ def experts_only() -> None:
     """Where every layer has experts, no dense linear is left for fc1."""
     config = {**LLAMA, **MIXTURE, "moe_layer_freq": [1, 1]}
     model = gpt(Recipe(config))
-    with pytest.raises(ValueError, match=r"for 'fc1' outside experts \(only ColumnParallelLinear there\)"):
+    there = r"for 'fc1' \(only experts there\), 'fc2' \(only experts there\)"
+    slots = r"leave out what is missing \(--overlap-train-slots qkv,proj,output\), build"
+    with pytest.raises(ValueError, match=rf"{there}; {slots}"):
         enable(model, OverlapConfig())
     assert overlaps(model) == []
     printed = quietly_enable(model, OverlapConfig(slots=("qkv", "proj", "output")))
@@ -194,7 +198,7 @@ def other_classes() -> None:
     model = gpt(PLAIN)
     for layer in model.decoder.layers:
         layer.mlp.linear_fc2.__class__ = SomebodysLinear
-    with pytest.raises(ValueError, match=r"'fc2'.*only SomebodysLinear there.*leave it out"):
+    with pytest.raises(ValueError, match=r"'fc2'.*only SomebodysLinear there.*leave out"):
         enable(model, OverlapConfig())
 
 
@@ -222,6 +226,8 @@ def refused(field: str, fallback: bool) -> None:
     else:
         printed = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
         assert torch.distributed.get_rank() or f"{field}={value!r}" in printed, "never a silent switch-off"
+        assert "fallback" not in printed, "that is what was asked for"
+        assert torch.distributed.get_rank() or printed.startswith("overlap_train: 0 of 9 linears run our operators\n")
         assert all(x.method == "megatron" for x in report(model).linears)
     assert not any(hasattr(module, "overlap") for module in model.modules())
 
@@ -261,8 +267,15 @@ def test_missing_slot_with_fallback(workers: Workers) -> None:
 
 
 def no_linears() -> None:
-    with pytest.raises(ValueError, match=r"slots=.*no ColumnParallelLinear or RowParallelLinear.*'qkv'.*none there"):
+    with pytest.raises(
+        ValueError, match=r"slots=.*no ColumnParallelLinear or RowParallelLinear.*'qkv', 'proj'.*'output'; build"
+    ):
         enable(torch.nn.Linear(2, 2), OverlapConfig())
+
+
+def test_settings_of_another_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"config=\{'method': 'fused'\} must be an OverlapConfig, such as "):
+        enable(torch.nn.Identity(), {"method": "fused"})  # type: ignore[arg-type]
 
 
 def test_a_model_without_parallel_linears(workers: Workers) -> None:
@@ -276,6 +289,34 @@ def printed_line() -> str:
 def test_enable_prints_one_line_on_rank_zero(workers: Workers) -> None:
     line = "overlap_train: 17 linears in 4 layers prepared; the table follows in the first step\n"
     assert workers.call(printed_line) == [line, ""]
+
+
+def test_a_version_that_nobody_has_tried_is_named() -> None:
+    for version in ("0.16.0", "0.16.1rc3", "0.19.2", "0.20.0.dev1+gabc", "0.20.0rc0"):
+        assert enabling._untested(version) is None
+    for version in ("0.2.0", "0.9.0", "0.15.3", "0.21.0", "1.0.0"):
+        assert enabling._untested(version) == (
+            f"Megatron-Core {version} was not tested, 0.16 to 0.20-dev were; if anything fails, try one of these"
+        )
+
+
+def untested_line() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron.core, "__version__", "0.15.3")
+        return quietly_enable(gpt(PLAIN), OverlapConfig())
+
+
+def test_it_is_named_on_rank_zero(workers: Workers) -> None:
+    told, silent = workers.call(untested_line)
+    assert "\noverlap_train: Megatron-Core 0.15.3 was not tested" in told and silent == ""
+
+
+def printed_line_of_a_layer() -> str:
+    return quietly_enable(gpt(Recipe({**LLAMA, "num_layers": 1})), OverlapConfig())
+
+
+def test_a_single_layer_is_no_layers(workers: Workers) -> None:
+    assert "5 linears in 1 layer prepared" in workers.call(printed_line_of_a_layer)[0]
 
 
 def test_like_linears_share_a_row() -> None:

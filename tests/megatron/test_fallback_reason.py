@@ -82,11 +82,11 @@ GOOD = dict(
         ("sequence_parallel", False, "True"),
         ("tp_comm_overlap", True, "False"),
         ("transformer_impl", "inference_optimized", "'local'"),
-        ("use_transformer_engine_op_fuser", True, "False"),
-        ("fp8", "e4m3", "None"),
-        ("fp4", "e2m1", "None"),
-        ("cpu_offloading", True, "False"),
-        ("fine_grained_activation_offloading", True, "False"),
+        ("use_transformer_engine_op_fuser", True, "False (leave out --use-transformer-engine-op-fuser)"),
+        ("fp8", "e4m3", "None (leave out --fp8-format)"),
+        ("fp4", "e2m1", "None (leave out --fp4-format)"),
+        ("cpu_offloading", True, "False (leave out --cpu-offloading-num-layers)"),
+        ("fine_grained_activation_offloading", True, "False (leave out --fine-grained-activation-offloading)"),
     ],
 )
 def test_settings_of_a_model(field: str, value: Any, wanted: str) -> None:

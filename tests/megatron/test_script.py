@@ -63,6 +63,11 @@ def test_a_script_that_builds_no_model_with_megatron_is_told_so_at_its_end(user_
         (["--overlap-train", "--overlap-train-method", "fast"], "invalid choice: 'fast'"),
         (["--overlap-train", "--overlap-train-slots", "qkv,mlp"], "'mlp' is not one of"),
         (["--overlap-train", "--overlap-train-timeout-s", "0"], "timeout_s=0.0 must be a positive"),
+        (
+            ["--overlap-train", "--overlap-train-methods=fused"],
+            "methods is no .* did you mean --overlap-train-method[?]",
+        ),
+        (["--overlap-train", "--overlap-train-xyzzy", "0"], "--overlap-train-xyzzy is no flag of overlap_train [(]"),
     ],
 )
 def test_wrong_flags_are_refused_before_the_script_runs(user_script: Path, flags: list[str], message: str):

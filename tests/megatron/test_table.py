@@ -83,7 +83,8 @@ def steps() -> list[str]:
 def test_rank_zero_prints_one_table_in_the_first_training_step(workers: Workers) -> None:
     (before, table, *after), others = workers.call(steps)
     assert [before, *after] == [""] * 3 and others == [""] * 4
-    heading, rule, *rows, last_rule, row_linears, column_linears = table.splitlines()
+    summary, heading, rule, *rows, last_rule, row_linears, column_linears = table.splitlines()
+    assert summary == "overlap_train: 17 of 17 linears run our operators"
     assert heading.split() == ["linear", "method", "calls", "reason"]
     assert set(rule) == {"-"} and rule == last_rule and len(rule) == max(map(len, rows)) <= 120
     names = [f"decoder.layers.0-3.{name}" for name in ("self_attention.linear_proj", "self_attention.linear_qkv")]
@@ -143,7 +144,10 @@ def one_kind(slots: tuple[str, ...], frozen: bool) -> str:
 @pytest.mark.parametrize("slots", [("qkv", "fc1", "output"), ("proj", "fc2")], ids=["column", "row"])
 def test_every_kind_of_linear_leads_to_the_table(workers: Workers, slots: tuple[str, ...], frozen: bool) -> None:
     table, nothing = workers.call(one_kind, slots, frozen)
-    assert nothing == "" and table.count("\nlinear") == 0 and table.startswith("linear ")
+    summary, heading, _ = table.split("\n", 2)
+    counted = re.fullmatch(r"overlap_train: (\d+) of (\d+) linears run our operators", summary)
+    assert nothing == "" and table.count("\nlinear ") == 1 and heading.startswith("linear ") and counted is not None
+    assert (counted[1] == "0") is frozen and counted[1] in ("0", str(len(slots) * 2 - ("output" in slots)))
     assert table.count("frozen weight 1" if frozen else "overlapped 1") == len(slots)
 
 
@@ -185,10 +189,10 @@ def test_a_run_without_training_prints_it_when_asked(workers: Workers) -> None:
 @pytest.mark.parametrize(
     ("rank", "tensor_rank", "replica", "stages", "heading"),
     [
-        (0, 0, 0, 1, ""),
+        (0, 0, 0, 1, "overlap_train: "),
         (1, 1, 0, 1, None),
-        (0, 0, 0, 2, "pipeline stage 0 of 2, layers counted within it:\n"),
-        (4, 0, 0, 2, "pipeline stage 1 of 2, layers counted within it:\n"),
+        (0, 0, 0, 2, "overlap_train: pipeline stage 0 of 2, layers counted within it: "),
+        (4, 0, 0, 2, "overlap_train: pipeline stage 1 of 2, layers counted within it: "),
         (5, 1, 0, 2, None),
         (6, 0, 1, 2, None),
     ],
@@ -208,7 +212,7 @@ def test_the_first_rank_of_each_stage_prints(
     for name, answer in answers.items():
         monkeypatch.setattr(first_table.parallel_state, name, lambda answer=answer, **kwargs: answer)
     text = printed(first_table.FirstTable(torch.nn.Identity()))
-    assert text == ("" if heading is None else f"{heading}{Report(())}\n")
+    assert text == ("" if heading is None else f"{heading}0 of 0 linears run our operators\n{Report(())}\n")
 
 
 def counted() -> str:

@@ -74,7 +74,9 @@ def test_what_did_not_run_has_a_row_with_the_reason() -> None:
     (row,) = rows_of(plan, measured, 2, None, "FP32")
     assert row["status"] == "PyTorch's async-TP needs CUDA devices"
     assert row["step_ms"] is None and row["last_loss"] is None and row["exposed_ms"] is None
-    assert any(note.endswith("async-TP did not run: " + row["status"]) for note in notes_of(plan, [row]))
+    notes = notes_of(plan, [row])
+    assert any(note.endswith("async-TP did not run: " + row["status"]) for note in notes)
+    assert any(note.startswith(f"loss difference: the largest of {plan.trained_steps} steps") for note in notes)
 
 
 def test_figures_follow_from_times_and_sizes(ended: Ended) -> None:

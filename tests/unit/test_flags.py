@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from mfu.plan import Plan
+from overlap_train import OverlapConfig
 from overlap_train.flags import (
     Parser,
+    add_flags,
     add_options,
+    config_from_args,
     flag,
     from_args,
     option,
@@ -52,6 +55,15 @@ def test_what_is_not_given_has_the_defaults_of_the_instance() -> None:
     assert parsed() == Options()
     changed = replace(Options(), kind="b", count=9, is_quick=True)
     assert parsed("--words", "y", initial=changed) == replace(changed, words=("y",))
+
+
+def test_what_is_not_given_is_not_in_the_namespace() -> None:
+    """Megatron prints the whole namespace: `overlap_train_method ... None` looked like the setting."""
+    parser = add_flags(argparse.ArgumentParser())
+    assert vars(parser.parse_args([])) == {"overlap_train": False}
+    args = parser.parse_args(["--overlap-train", "--overlap-train-method", "chunked"])
+    assert vars(args) == {"overlap_train": True, "overlap_train_method": "chunked"}
+    assert config_from_args(args) == OverlapConfig(method="chunked")
 
 
 def test_all_kinds_of_values() -> None:

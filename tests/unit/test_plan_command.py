@@ -42,6 +42,7 @@ def test_the_tables_fit_and_name_everything(model: str, capsys: pytest.CaptureFi
     for name in ("qkv", "proj", "fc1", "fc2", "output", "layer", "forward", "backward", *METHODS, "bound", "exposed"):
         assert name in said
     assert "h100: scaled from the H200 by data sheets: tile_tflops" in said
+    assert "A whole step gains less" in said
     assert [line.split()[0] for line in said.partition("Spans")[2].splitlines()[2:6]] == ["1", "2", "4", "8"]
 
 

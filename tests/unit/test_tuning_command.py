@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap_train import cli
+from overlap_train import OverlapConfig, cli
 from overlap_train.flags import option_fields
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.table import Winner
+from overlap_train.planning.table import Winner, key_of
 from overlap_train.tools.measure import methods
 from overlap_train.tools.measure.models import MODELS
 from overlap_train.tools.tune.cases import model_cases, one_a_bucket
-from overlap_train.tools.tune.command import Tune, settings_of
+from overlap_train.tools.tune.command import Tune, settings_of, where_kept
 from overlap_train.tools.tune.output import columns_of, figures
 
 
@@ -40,6 +40,13 @@ def test_the_passes_of_a_model_are_those_of_its_linears() -> None:
 def test_each_bucket_is_measured_once_and_the_largest_first() -> None:
     ms = [m for _, m, _, _ in sizes("llama3-8b", [4096, 8192, 8192, 8000], 4)]
     assert ms == [8192] * 8 + [4096] * 8
+
+
+def test_winners_in_another_folder_need_a_flag_in_training() -> None:
+    key = key_of(torch.device("cpu"), 2)
+    usual = OverlapConfig().tuning_dir
+    assert where_kept(usual, key) == f"{usual}/{key.file_name}"
+    assert where_kept("/shared", key) == f"/shared/{key.file_name} (train with --overlap-train-tuning-dir /shared)"
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from overlap_train import OverlapConfig
+from overlap_train.config import check_type
 
 from ..linears.conditions import WAY_TO_FALL_BACK, bad_combination
 from ..linears.in_model import (
@@ -28,10 +30,12 @@ from ..linears.in_model import (
     overlapped_linears,
     slot_of,
 )
-from .first_table import FirstTable, stage
+from .first_table import FirstTable, heading, stage
 from .reporting import report
 from .table import Report
 from .ulysses import find_attentions
+
+OLDEST, NEWEST = (0, 16), (0, 20)  # Megatron-Core that was tested
 
 
 def enable(model: Model, config: OverlapConfig | None = None) -> Report:
@@ -51,6 +55,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
             config.on_unsupported="fallback" the first four leave the linears and attentions concerned to Megatron instead, and
             the report says so.
     """
+    check_type(config)
     config = config or OverlapConfig()
     chunks = chunks_of(model)
     _refuse_other_config(chunks, config)
@@ -60,9 +65,10 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     if not pending and overlapped_linears(chunks):
         return report(chunks)
     hopeless = _problem_of_model(chunks)
-    problem = hopeless or attentions.problem or _missing_slot(chunks, config)
+    problem = hopeless or attentions.problem or _missing_slots(chunks, config)
     if problem is not None and config.on_unsupported == "error":
         raise ValueError(problem)
+    problem = problem and problem.removesuffix(f", {WAY_TO_FALL_BACK}")
     if hopeless is None:
         attentions.turn()
         for name, slot, linear in pending:
@@ -86,13 +92,21 @@ def _announce(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
         return
     names = [name for name, linear in named_linears(chunks) if is_overlapped(linear)]
     if not names:
-        print(report(chunks, problem), flush=True)
+        table = report(chunks, problem)
+        print(f"{heading(table)}\n{table}", flush=True)
         return
-    layers = {found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))}
-    where = f" of {stage()}" if stage() else ""
-    text = f"{len(names)} linears in {len(layers)} layers{where} prepared; the table follows in the first step"
-    for line in filter(None, (text, problem)):
+    layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
+    where = f"{layers} layer{'s' * (layers != 1)}" + (f" of {stage()}" if stage() else "")
+    text = f"{len(names)} linears in {where} prepared; the table follows in the first step"
+    for line in filter(None, (text, problem, _untested(megatron.core.__version__))):
         print(f"overlap_train: {line}", flush=True)
+
+
+def _untested(version: str) -> str | None:
+    """That nobody has tried this version of Megatron-Core, for whoever reads the error that comes of it."""
+    if OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= NEWEST:
+        return None
+    return f"Megatron-Core {version} was not tested, 0.16 to 0.20-dev were; if anything fails, try one of these"
 
 
 def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> str | None:
@@ -125,22 +139,28 @@ def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
     return next((owner.config for owner in owners if getattr(owner, "config", None) is not None), None)
 
 
-def _missing_slot(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> str | None:
-    """Why a linear slot has nothing to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
+def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> str | None:
+    """Why linear slots have nothing to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
     if getattr(_config_of(chunks), "pipeline_model_parallel_size", 1) > 1:
         return None
-    wanted = [(slot, linear) for _, slot, linear in _wanted(chunks, config)]
-    found = {slot for slot, linear in wanted if is_candidate(linear)}
-    for slot in config.slots:
-        if slot not in found:
-            others = sorted({type(linear).__name__ for s, linear in wanted if s == slot})
-            there = f"only {', '.join(others)} there" if others else "none there"
-            return (
-                f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "
-                f"TransformerEngine's in their place, for {slot!r} outside experts ({there}); leave it out "
-                f"(--overlap-train-slots), build the model from a layer spec with them, {WAY_TO_FALL_BACK}"
-            )
-    return None
+    wanted = list(_wanted(chunks, config))
+    found = {slot for _, slot, linear in wanted if is_candidate(linear)}
+    missing = [slot for slot in config.slots if slot not in found]
+    if not missing:
+        return None
+    rest = ",".join(slot for slot in config.slots if slot in found)
+    way_out = f"leave out what is missing (--overlap-train-slots {rest}), " if rest else ""
+    return (
+        f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "
+        f"TransformerEngine's in their place, for {', '.join(_with_others(wanted, slot) for slot in missing)}; {way_out}"
+        f"build the model from a layer spec with them, {WAY_TO_FALL_BACK}"
+    )
+
+
+def _with_others(wanted: Sequence[tuple[str, str, Any]], slot: str) -> str:
+    """ "'fc1' (only experts there)": a slot, and what it has that does not overlap."""
+    names = {"experts" if ".experts." in name else type(linear).__name__ for name, s, linear in wanted if s == slot}
+    return f"{slot!r} (only {', '.join(sorted(names))} there)" if names else repr(slot)
 
 
 def _refuse_other_config(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> None:

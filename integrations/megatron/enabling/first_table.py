@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from ..linears.in_model import Model, chunks_of, overlapped_linears
 from .reporting import report
+from .table import Report
 
 
 class FirstTable:
@@ -28,8 +29,8 @@ class FirstTable:
         for linear in overlapped_linears(chunks):
             linear.overlap.on_gradient = None
         if chunks and _prints():
-            heading = f"{stage()}, layers counted within it:\n" if stage() else ""
-            print(f"{heading}{report(chunks)}", flush=True)
+            found = report(chunks)
+            print(f"{heading(found)}\n{found}", flush=True)
 
 
 def print_table(model: Model) -> None:
@@ -37,6 +38,13 @@ def print_table(model: Model) -> None:
     for linear in overlapped_linears(model):
         if linear.overlap.on_gradient is not None:
             linear.overlap.on_gradient()
+
+
+def heading(found: Report) -> str:
+    """A line that is found among the thousands that Megatron prints, and says at once whether overlap acts."""
+    ours = sum(linear.overlapped_calls > 0 for linear in found.linears)
+    where = f"{stage()}, layers counted within it: " if stage() else ""
+    return f"overlap_train: {where}{ours} of {len(found.linears)} linears run our operators"
 
 
 def _prints() -> bool:

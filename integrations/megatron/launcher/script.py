@@ -6,14 +6,16 @@ docs/megatron-scripts.md lists what is put into Megatron meanwhile.
 
 from __future__ import annotations
 
+import difflib
 import os
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from overlap_train import OverlapConfig
+from overlap_train.config import flag_name
 from overlap_train.flags import Parser, add_flags, config_from_args
 
 from .. import missing
@@ -102,7 +104,20 @@ def _overlap(arguments: Sequence[str]) -> OverlapConfig | None:
     """What our flags among the script's arguments ask for, before seconds of imports; Megatron's parser checks the rest."""
     parser = Parser(usage=USAGE, add_help=False, allow_abbrev=False)
     try:
-        ours, _ = add_flags(parser).parse_known_args(list(arguments))
+        ours, others = add_flags(parser).parse_known_args(list(arguments))
+        _refuse_unknown(others)
         return config_from_args(ours)
     except ValueError as error:
         raise CommandError(str(error)) from error
+
+
+def _refuse_unknown(words: Sequence[str]) -> None:
+    """Of a misspelt flag of ours Megatron's parser would speak below the thousand lines of its own flags."""
+    wrong = next((word.partition("=")[0] for word in words if word.startswith("--overlap-train")), None)
+    if wrong is None:
+        return
+    name = wrong.removeprefix("--overlap-train").strip("-").replace("-", "_")
+    near = difflib.get_close_matches(name, [setting.name for setting in fields(OverlapConfig)], n=1)
+    instead = f"; did you mean {flag_name(near[0])}?" if near else ""
+    listed = "-m overlap_train.integrations.megatron --help lists them"
+    raise CommandError(f"{wrong} is no flag of overlap_train{instead} ({listed})")

@@ -30,6 +30,11 @@ WAY_TO_FALL_BACK = (
     "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
 )
 
+_OFFLOADING = {  # setting of a model -> Megatron's flag
+    "cpu_offloading": "--cpu-offloading-num-layers",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
+}
+
 
 def bad_combination(config: TransformerConfig) -> str | None:
     """The setting of a model under which no linear can overlap, with its rule and way out, in one sentence; or None."""
@@ -48,13 +53,17 @@ def bad_combination(config: TransformerConfig) -> str | None:
         return _sentence(config, "transformer_impl", "overlap is for training", "'local'")
     if getattr(config, "use_transformer_engine_op_fuser", False):
         rule = "with it TransformerEngine computes an MLP without calling its linears"
-        return _sentence(config, "use_transformer_engine_op_fuser", rule, "False")
+        return _sentence(
+            config, "use_transformer_engine_op_fuser", rule, "False (leave out --use-transformer-engine-op-fuser)"
+        )
     for field in ("fp8", "fp4"):
         if getattr(config, field, None):
-            return _sentence(config, field, "only TransformerEngine's linears compute in it", "None")
-    for field in ("cpu_offloading", "fine_grained_activation_offloading"):
+            wanted = f"None (leave out --{field}-format)"
+            return _sentence(config, field, "only TransformerEngine's linears compute in it", wanted)
+    for field, flag in _OFFLOADING.items():
         if getattr(config, field, False):
-            return _sentence(config, field, "what an overlapped linear saves for backward stays on the GPU", "False")
+            rule = "what an overlapped linear saves for backward stays on the GPU"
+            return _sentence(config, field, rule, f"False (leave out {flag})")
     return None
 
 

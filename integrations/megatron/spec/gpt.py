@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 def gpt_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The specs of all layers that this pipeline stage builds and its final norm; the argument that GPTModel takes.
 
-    `vp_stage` is the virtual pipeline stage, None without one. Also for `--spec overlap_train.integrations.megatron.spec
+    `vp_stage` is the virtual pipeline stage, None without one. It also serves as `--spec overlap_train.integrations.megatron.spec
     gpt_block_spec`. Raises ValueError for multi-latent attention.
     """
     config = getattr(config, "transformer", config)  # Megatron 0.19's `--spec` passes its GPTModelConfig
     if config.multi_latent_attention:
         raise ValueError(
             "config.multi_latent_attention=True: these specs build plain and grouped-query attention; take Megatron's "
-            "own spec and call enable() on the model with slots=('proj', 'fc1', 'fc2', 'output')"
+            "own spec, and slots=('proj', 'fc1', 'fc2', 'output') for enable() (--overlap-train-slots proj,fc1,fc2,output)"
         )
     block = get_gpt_decoder_block_spec(
         config,

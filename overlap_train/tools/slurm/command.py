@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from .job import KINDS, Job, job_name
 from .script import render, submit
 
 USAGE = "overlap-train launch train|compare --time TIME [flags] [--dry-run] -- [the recipe's arguments]"
+TRACKER = "latest_checkpointed_iteration.txt"  # as launch/job.sh has it
+OUR_LAUNCHER = "overlap_train.integrations.megatron"
 RECIPES = {"train": "recipes/pretrain_gpt.py", "compare": "recipes/compare_mfu.py"}
 CHECKOUT = Path(__file__).resolve().parents[3]  # where overlap_train is not installed but cloned
 
@@ -25,6 +29,8 @@ def main(arguments: list[str]) -> int:
         SubmitError: Slurm did not take the job.
     """
     job, dry_run = job_from_flags(arguments)
+    for note in notes(job):
+        print(f"note: {note}", file=sys.stderr)
     if dry_run:
         print(render(job), end="")
         return 0
@@ -40,6 +46,16 @@ def job_from_flags(arguments: list[str]) -> tuple[Job, bool]:
     args = parser().parse_args(arguments[:end])
     job = Job(args.kind, tuple(arguments[end + 1 :]), **values_of(Job, args))
     return replace(job, **_found(job)), args.dry_run
+
+
+def notes(job: Job) -> Iterator[str]:
+    """What the user may not have meant, and would see only when the job has waited for its nodes."""
+    tracker = Path(job.checkpoints, TRACKER)
+    if job.checkpoints and tracker.is_file():
+        newest = f"{job.checkpoints} has checkpoint {tracker.read_text().strip()}"
+        yield f"{newest}, from which the job goes on; for a new run give another --name or --checkpoints"
+    if job.module == OUR_LAUNCHER and job.gpus_per_node and not os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"):
+        yield "on GPUs before Blackwell Megatron-LM ends with an error unless CUDA_DEVICE_MAX_CONNECTIONS=1 is set here"
 
 
 def _found(job: Job) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ... import OverlapConfig, shutdown
+from ...config import flag_name
 from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int, positive_int_or_0
 from ...methods import TRAITS
 from ...planning.table import Key, Winner, key_of, save
@@ -150,11 +151,17 @@ def tune(asked: Tune, cases: list[Case]) -> int:
     measure(asked.tuning_dir, key, cases, session)
     results.share_notes(here.group)
     here.say(screen(results.rows, results.notes, columns_of(results.rows)))
-    where, took = f"{asked.tuning_dir}/{key.file_name}", time.monotonic() - began
-    here.say(f"tune: {len(results.rows)} winners in {where}, {took:.0f} s")
+    took = time.monotonic() - began
+    here.say(f"tune: {len(results.rows)} winners in {where_kept(asked.tuning_dir, key)}, {took:.0f} s")
     shutdown()
     dist.destroy_process_group()
     return 1 if results.failed else 0
+
+
+def where_kept(folder: str, key: Key) -> str:
+    """The file of the winners, and the flag without which training would not look for it there."""
+    way = "" if folder == OverlapConfig().tuning_dir else f" (train with {flag_name('tuning_dir')} {folder})"
+    return f"{folder}/{key.file_name}{way}"
 
 
 def measure(folder: str, key: Key, cases: list[Case], session: Session) -> None:

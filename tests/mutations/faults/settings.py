@@ -1,4 +1,4 @@
-"""Faults of settings, shared memory between processes, and the weight gradient."""
+"""Faults of settings, of the notes about a job, of shared memory between processes, and of the weight gradient."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tests.mutations.mutation import In
 
 CONFIG = In("overlap_train/config.py", ("tests/unit/test_config.py",))
 HEAP = In("overlap_train/symmetric/host.py", ("tests/protocol/test_footprint.py",))
+LAUNCH = In("overlap_train/tools/slurm/command.py", ("tests/launch/test_render.py",))
 WEIGHT_GRADIENT = In("overlap_train/operators/weight_gradient.py", ("tests/unit/test_weight_gradient.py",))
 
 FAULTS = [
@@ -24,6 +25,10 @@ FAULTS = [
     CONFIG("only the first of several is looked at", "for item in values if item", "for item in values[:1] if item"),
     CONFIG("flags have underscores", 'field_name.replace("_", "-")', "field_name"),
     CONFIG("no folder is accepted", " and bool(value)", "", "tests/unit/test_tuning_table.py"),
+    LAUNCH("notes are part of the script", "print(f\"note: {note}\", file=sys.stderr)", "print(f\"note: {note}\")"),
+    LAUNCH("an older checkpoint is not looked for", "if job.checkpoints and tracker.is_file()", "if False"),
+    LAUNCH("any module is taken for Megatron's launcher", "job.module == OUR_LAUNCHER", "job.module"),
+    LAUNCH("ranks on CPUs are told of GPUs", "OUR_LAUNCHER and job.gpus_per_node and", "OUR_LAUNCHER and"),
     HEAP("a file is closed before all peers have mapped it", "agreement.all_succeed(error, _OPEN)  #", "pass  #"),
     HEAP("a file stays open", "            if descriptor >= 0:\n                os.close(descriptor)", "            pass"),
     HEAP("memory is never unmapped", "        self._views = []\n", "        pass\n"),

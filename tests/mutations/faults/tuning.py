@@ -32,6 +32,8 @@ FAULTS = [
     CANDIDATES("an all-to-all is measured in chunks", "pass_.kind in EXCHANGES and device", "False and device"),
     CANDIDATES("one number of chunks is measured twice", "if v.chunks != own)", "if v.chunks)"),
     CANDIDATES("chunks are too short for a message", '// SHORTEST_MESSAGE if device.type == "cuda"', 'if device.type == "cuda"'),
+    COMMAND("a folder that training does not know is not told", "if folder == OverlapConfig().tuning_dir else", "if True else",
+            "tests/unit/test_tuning_command.py"),
     COMMAND("what is measured across nodes is stored as of one",
             "key_of(here.device, here.size, nodes)", "key_of(here.device, here.size)"),
     BOOK("a group across nodes reads what one node has measured",
