@@ -1,6 +1,9 @@
 # shellcheck shell=bash
 # Finds Python interpreters to make an environment from. Sourced by bootstrap.sh.
 
+# An environment must not be made from itself. So an activated one leaves PATH, where a pyenv shim would find its python, too.
+PATH=$(tr : '\n' <<<"$PATH" | grep -vE "^($PWD/)?\.venv" | paste -s -d :)
+
 # find_python VERSION: prints the path of an interpreter of this version (such as 3.12) that runs and can make virtual
 # environments. Also looks outside PATH: pyenv, uv and source builds often install an interpreter elsewhere, and a pyenv shim on
 # PATH may point to no interpreter.
@@ -25,8 +28,7 @@ python_candidates() {
     compgen -G "/opt/*/*/bin/python$version" || true
 }
 
-# Leaves out an activated .venv: an environment must not be made from itself.
-on_path() { { type -aP "$@" || true; } | grep -v "^$PWD/\.venv"; }
+on_path() { type -aP "$@" || true; }
 
 is_python() {
     local check='import sys, ensurepip, venv; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])'

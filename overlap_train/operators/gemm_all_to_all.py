@@ -37,8 +37,8 @@ class Exchange(Protocol):
 class CollectiveGemmAllToAll:
     """One batched GEMM, whose b-th product is the block for rank b, then NCCL or gloo.
 
-    A GEMM for each rank took 0.96 to 1.4 times as long with 2 ranks, 1.0 to 3.2 with 8, 1.2 to 11 with 32, and as many calls of the
-    host; one GEMM and a copy that cuts it into blocks 1.1 to 1.3 times (probes/blocks_in_one_product.py, H100).
+    A GEMM for each rank took 0.96 to 1.4 times as long with 2 ranks, 1.0 to 3.2 with 8, 1.2 to 11 with 32, and as many calls of
+    the host. One GEMM and a copy that cuts it into blocks took 1.1 to 1.3 times as long (H100, benchmarks/notes.md).
     """
 
     def __init__(

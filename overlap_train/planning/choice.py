@@ -41,11 +41,11 @@ FEW_ROWS = 1024
 # A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
 # the own tiles: at 1.58 it gained 7 % (11008 x 4096), at 1.41 it cost 2 and 8 % (8B qkv on 2 GPUs), at 1.21 it cost 3 % (4 GPUs).
 LATE = 1.5
-# At the GPU's power limit cuBLAS seems to keep higher clocks than our kernels, and in training more than in bursts. Of 36 passes
-# of 1 to 6 ms on 2 x H200 `chunked` took 1.00 to 1.16 times as long as the best, 1.05 in the mean, and `fused` 1.02; of 4 above
-# 6 ms both took 1.02 (benchmarks/h200x2/untuned/tune.md). With 1000 here layers of 70B took up to 8 % longer than tuned. In
-# training on 2 GPUs an output layer (8192 x 64128 x 4096: 6.6 ms by `gemm_us`) lost 7 ms of a step by `fused`.
-LONG_GEMM_US = 6000.0
+# An output layer of 2 ranks (8192 x 64128 x 4096, 6.6 ms by `gemm_us`) has a weight of which one side is many times as long.
+# A training step of 8B is 1.050 and 1.051 times as fast as Megatron-Core's with `chunked` there, 1.042 and 1.038 times with
+# `fused` (2 x H200, two runs each in turns). Why is not known. MLPs of 405B, 10.5 ms, are not like that: `chunked` takes 1.5 to
+# 5.8 % longer than `fused` on one host, 5 to 9 % on another (bursts).
+LONG_GEMM_US, LOPSIDED = 6000.0, 4
 # Up to here A2A + GEMM runs by direct: 8192 x 4096 x 4096 takes 0.190 ms, by fused 0.202. Long sequences come in parts whose
 # blocks lie apart (ulysses/parts.py), and direct would have to copy them first. GEMM + A2A is slower by direct (8192 x 6144 x
 # 4096: 0.333 ms, by fused 0.303; 2 x H200).
@@ -63,7 +63,8 @@ LONG_COPY_US = 150.0
 # A2A + GEMM is the other way round: `chunked` multiplies several blocks side by side. The planner says of 6140 passes (Llama-3 8B
 # to 405B and Qwen3 32B on 2 to 8 nodes of 4 and 8 H200, H800 and H20, NICs of 25 to 100 GB/s): by this rule 20 % take more
 # than 3 % longer than by the best of the three, and the mean loss is 6.6 %. With `chunked` where a rank's product fills the SMs
-# it was 40 and 26 %. Not measured.
+# it was 40 and 26 %. On GPUs that play two nodes `fused` took 0.975 (2 x H200) and 0.997 (H100) of the time of `chunked` for
+# blocks of 32 MiB; shorter ones were not measured.
 LEAST_BLOCK = 4 << 20
 
 
@@ -204,8 +205,8 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
         return "direct", "a short GEMM"
     if waits_in_a_wave(pass_, device):
         return "direct", "own tiles would wait for the peers' sums"
-    if pass_.gemm_us > LONG_GEMM_US:
-        return "chunked", "a long GEMM"
+    if pass_.gemm_us > LONG_GEMM_US and max(pass_.n, pass_.k) >= LOPSIDED * min(pass_.n, pass_.k):
+        return "chunked", "a long GEMM, as of an output layer"
     return "fused", "the Hopper kernels serve it"
 
 

@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 import overlap_train
 from overlap_train import OverlapConfig
-from overlap_train.operators import hopper, kernel_args, low_latency
+from overlap_train.operators import hopper, kernel_args
 from overlap_train.operators.kernel_args import multiprocessors
 from overlap_train.tools.measure.pretended import pretend_nodes
 from tests.linear_cases import Case
+
+COUNTING = (kernel_args, hopper)  # modules that ask how many SMs there are
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,7 +90,7 @@ def room_for_copies() -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        for module in (kernel_args, hopper, low_latency):
+        for module in COUNTING:
             patch.setattr(module, "multiprocessors", lambda device: multiprocessors(device) - 8)
         yield
 

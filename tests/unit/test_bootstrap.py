@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+SHIM = """#!/bin/bash
+for found in $(type -aP python3.12); do [ "$found" = "$0" ] || exec "$found" "$@"; done
+exit 127
+"""
 
 
 @pytest.fixture
@@ -26,6 +31,23 @@ def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
         [checkout / "launch/bootstrap.sh", "main"], capture_output=True, text=True, timeout=100,
         env={**os.environ, "PIP_NO_INDEX": "1"},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("activated", ["{checkout}/.venv/bin", ".venv/bin"])
+def test_an_environment_is_not_made_from_itself(checkout: Path, activated: str) -> None:
+    """Neither by its own python, nor by a shim of pyenv, which runs what it finds on PATH."""
+    own, shim = checkout / ".venv" / "bin" / "python3.12", checkout / "shims" / "python3.12"
+    for path in (own, shim):
+        path.parent.mkdir(parents=True)
+    own.symlink_to(sys.executable)
+    shim.write_text(SHIM)
+    shim.chmod(0o755)
+    path = f"{activated.format(checkout=checkout)}:{shim.parent}:/usr/bin:/bin"
+    found = subprocess.run(
+        ["bash", "-c", 'cd "$0" && . launch/python.sh && find_python 3.12', checkout],
+        capture_output=True, text=True, env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    assert str(checkout) not in found.stdout and not found.stdout.startswith(".venv"), found.stdout
 
 
 def test_a_users_own_environment_is_not_deleted(checkout: Path) -> None:

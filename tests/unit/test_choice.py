@@ -10,7 +10,6 @@ import torch
 from overlap_train.config import METHODS
 from overlap_train.planning.choice import (
     FEW_ROWS,
-    LONG_GEMM_US,
     SMALL_M,
     SMALL_M_DIRECT,
     alone,
@@ -103,10 +102,13 @@ def test_defaults_where_copies_take_longer_than_the_gemm(hopper_gpu: pytest.Monk
 
 
 def test_default_of_long_products(hopper_gpu: pytest.MonkeyPatch) -> None:
-    """At the power limit cuBLAS is faster, in products that are longer than those of most layers."""
+    """Of an output layer cuBLAS is faster in training; of the longest layers our kernels are."""
     for pass_ in (FC1, FC1.dgrad, FC2, FC2.dgrad):
-        assert untuned(replace(pass_, n=2 * pass_.n, k=2 * pass_.k), GPU).method == "fused"  # Llama-3-70B
-    assert untuned(replace(FC1, n=128256 // 2), GPU).method == "chunked"  # the output layer
+        for times in (2, 4):  # Llama-3 70B, 405B
+            assert untuned(replace(pass_, n=times * pass_.n, k=times * pass_.k), GPU).method == "fused"
+    output = replace(FC1, n=128256 // 2)
+    assert [untuned(pass_, GPU).method for pass_ in (output, output.dgrad)] == ["chunked"] * 2
+    assert untuned(replace(output, n=128256 // 4), GPU).method == "fused", "of four ranks it is shorter"
 
 
 def test_defaults_of_short_products(hopper_gpu: pytest.MonkeyPatch) -> None:
@@ -149,7 +151,7 @@ def test_defaults_of_few_rows(hopper_gpu: pytest.MonkeyPatch) -> None:
         long = replace(pass_, m=FEW_ROWS, n=8 * pass_.n, k=4 * pass_.k)
         assert untuned(long, GPU).method == "direct"
         twice = replace(long, m=2 * FEW_ROWS)
-        assert untuned(twice, GPU).method == ("chunked" if twice.gemm_us > LONG_GEMM_US else "fused")
+        assert untuned(twice, GPU).method == "fused"
 
 
 def test_features_that_the_hopper_kernels_do_not_serve(hopper_gpu: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,20 @@ FAULTS = [
         "FUSED_BACKWARD_HOST_US = 70.0, 127.0",
         "FUSED_BACKWARD_HOST_US = 70.0, 70.0",
     ),
-    RECORDS("long products are left to fused", "LONG_GEMM_US = 6000.0", "LONG_GEMM_US = 60000.0"),
+    CHOICE(
+        "an output layer is left to fused", "LONG_GEMM_US, LOPSIDED = 6000.0, 4", "LONG_GEMM_US, LOPSIDED = 60000.0, 4"
+    ),
+    CHOICE("a short output layer is not", "LONG_GEMM_US, LOPSIDED = 6000.0, 4", "LONG_GEMM_US, LOPSIDED = 3000.0, 4"),
+    CHOICE(
+        "the longest layers are not left to fused",
+        "LONG_GEMM_US, LOPSIDED = 6000.0, 4",
+        "LONG_GEMM_US, LOPSIDED = 6000.0, 1",
+    ),
+    CHOICE(
+        "an output layer has more columns than rows",
+        "max(pass_.n, pass_.k) >= LOPSIDED * min(pass_.n, pass_.k)",
+        "pass_.n >= LOPSIDED * pass_.k",
+    ),
     CHOICE("few rows are left to fused", "if pass_.m <= FEW_ROWS:", "if pass_.m < FEW_ROWS:"),
     CHOICE("two ranks collide", "if pass_.world <= 2 or not TRAITS", "if not TRAITS"),
     CHOICE("short copies collide", "max(LONG_COPY_US, pass_.gemm_us)", "pass_.gemm_us"),
