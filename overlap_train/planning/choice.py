@@ -63,7 +63,7 @@ LONG_COPY_US = 150.0
 # A2A + GEMM is the other way round: `chunked` multiplies several blocks side by side. The planner says of 6140 passes (Llama-3 8B
 # to 405B and Qwen3 32B on 2 to 8 nodes of 4 and 8 H200, H800 and H20, NICs of 25 to 100 GB/s): by this rule 20 % take more
 # than 3 % longer than by the best of the three, and the mean loss is 6.6 %. With `chunked` where a rank's product fills the SMs
-# it was 40 and 26 %. On GPUs that play two nodes `fused` took 0.975 (2 x H200) and 0.997 (H100) of the time of `chunked` for
+# it was 40 and 26 %. On GPUs that play two nodes `fused` took 0.965 (2 x H200) and 0.997 (H100) of the time of `chunked` for
 # blocks of 32 MiB; shorter ones were not measured.
 LEAST_BLOCK = 4 << 20
 

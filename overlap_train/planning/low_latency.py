@@ -12,9 +12,9 @@ LOW_LATENCY = "low_latency"
 # Of a gathered, or scattered, matrix: 1024 rows of 16384 features in bf16 (Llama-3 405B). Its words are twice as large, in each
 # of three slots: 192 MiB. By the model NCCL is faster from a fifth of that on.
 MOST_BYTES = 32 << 20
-# (M, bytes that a rank sends): where both are at most these, `auto` takes it. Over NCCL + cuBLAS it is 1.02 to 1.87 times as
-# fast at M = 128 and 256, 1.28 in the mean (direct 0.97), with 4 MiB 1.00 to 1.02. At M = 512 it is 1.10 to 1.67 with 2 MiB
-# (direct 0.86 to 1.46), and 0.99 to 1.05 with 4 MiB (direct 1.09 to 1.23; 2 x H200, a slow host, benchmarks/h200x2/small_m).
+# (M, bytes that a rank sends): where both are at most these, `auto` takes it. Over NCCL + cuBLAS it is 1.03 to 1.60 times as
+# fast at M = 128 and 256, 1.24 in the mean (direct 0.96), with 4 MiB 1.00 to 1.03. At M = 512 it is 1.11 to 1.24 with 2 MiB
+# (direct 0.84 to 1.24), and 0.99 to 1.05 with 4 MiB (direct 1.10 to 1.23; 2 x H200, 71af3f09, benchmarks/h200x2/small_m).
 PAYS = ((256, 4 << 20), (512, 2 << 20))
 _WORD_BYTES, _DATA_BYTES = 8, 4  # of a word, and of its data
 
