@@ -90,6 +90,7 @@ create() {
         die "$env was not made by this script, which would delete it: rename it, or run $env/bin/python yourself"
     fi
     if [ -e "$env" ]; then say "$env is unfinished or of another kind: starting again"; fi
+    [ ! -d "$env" ] || find "$env" -mindepth 1 -maxdepth 1 ! -name kind -exec rm -rf {} + # kind last: it says whose this is
     rm -rf "$env"
     say "making $env with $python ($("$python" -V 2>&1))"
     mkdir "$env"

@@ -1,8 +1,18 @@
 # shellcheck shell=bash
 # Finds Python interpreters to make an environment from. Sourced by bootstrap.sh.
 
+# without_environments PATH: prints PATH without the folders of bootstrap.sh's environments, under whatever name.
+without_environments() {
+    local folder folders kept=
+    IFS=: read -ra folders <<<"$1"
+    for folder in "${folders[@]}"; do
+        if ! [[ $folder -ef .venv/bin || $folder -ef .venv-other/bin ]]; then kept+=:$folder; fi
+    done
+    printf '%s\n' "${kept#:}"
+}
+
 # An environment must not be made from itself. So an activated one leaves PATH, where a pyenv shim would find its python, too.
-PATH=$(tr : '\n' <<<"$PATH" | grep -vE "^($PWD/)?\.venv" | paste -s -d :)
+PATH=$(without_environments "$PATH")
 
 # find_python VERSION: prints the path of an interpreter of this version (such as 3.12) that runs and can make virtual
 # environments. Also looks outside PATH: pyenv, uv and source builds often install an interpreter elsewhere, and a pyenv shim on

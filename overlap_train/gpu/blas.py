@@ -32,8 +32,8 @@ class Blas:
 
     @contextmanager
     def sparing(self, sms: int) -> Iterator[None]:
-        """A bracket in which products of this thread leave so many SMs to others, or more: as many as a bracket around it, or
-        who called us, has told cuBLAS to leave."""
+        """A bracket in which products of this thread leave so many SMs to others. They leave more if cuBLAS has been told to
+        before, by a bracket around this one or by our caller."""
         if self._set is None:
             yield
             return

@@ -40,8 +40,8 @@ class PlanBook:
         # Keys without the rows: of calls that were agreed on with some number of them.
         self.agreed: BoundedCache[tuple[object, ...], bool] = BoundedCache(_MOST_PLANS)
         self.trials = TrialBook(domain)
-        # By the TP group of a call whose exchange is this domain's: nodes of both (ulysses/groups.py).
-        self.beside: dict[dist.ProcessGroup, tuple[int, int] | None] = {}
+        # By the TP group of calls that exchange in this domain: what ulysses/groups.py found of both.
+        self.nodes_with: dict[dist.ProcessGroup, tuple[int, int] | None] = {}
 
     def _read_table(self) -> table.Table | None:
         """The tuning table that rank 0 finds, None on other ranks: home folders differ."""

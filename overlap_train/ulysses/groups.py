@@ -1,4 +1,4 @@
-"""The two groups of TP x Ulysses, and whether nodes part both of them: all ranks of both must answer that alike.
+"""The two groups of TP x Ulysses, and whether both span nodes, which all ranks of both must answer alike.
 
 Each group has found its own nodes, and other groups of the same job may lie otherwise: a TP group on one node, its neighbour on
 two. A rank that went by its own two groups alone could send what a peer does not wait for.
@@ -41,9 +41,9 @@ def nodes_of_both(
     None: there is none. The same on all ranks of both groups, which communicate at their first call.
     """
     ulysses, tensor = (book_of(domain_of(group, config, device), name) for group in (groups.ulysses, groups.tensor))
-    if groups.tensor not in ulysses.beside:
-        ulysses.beside[groups.tensor] = _agreed((ulysses.domain, tensor.domain), name)
-    return ulysses.beside[groups.tensor]
+    if groups.tensor not in ulysses.nodes_with:
+        ulysses.nodes_with[groups.tensor] = _agreed((ulysses.domain, tensor.domain), name)
+    return ulysses.nodes_with[groups.tensor]
 
 
 def _agreed(domains: tuple[OverlapDomain, OverlapDomain], name: str) -> tuple[int, int] | None:

@@ -302,6 +302,15 @@ def test_a_job_that_would_go_on_from_an_older_one_is_told(tmp_path: Path, capsys
     assert f"tracker={TRACKER}" in (ROOT / "launch" / "job.sh").read_text()
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff\n", None])
+def test_a_checkpoint_that_cannot_be_read_here_is_no_hindrance(content: bytes | None, tmp_path: Path) -> None:
+    """An empty file, one that is no text, and what is no file."""
+    tracker = tmp_path / TRACKER
+    tracker.mkdir() if content is None else tracker.write_bytes(content)
+    words = ["train", "--time", "20", "--procs-per-node", "2", "--checkpoints", str(tmp_path)]
+    assert list(notes(job_from_flags(words)[0])) == []
+
+
 def test_what_megatron_demands_of_the_environment_is_said_before_the_job_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(*words: str) -> bool:
         job, _ = job_from_flags(["train", "--time", "20", *words])
@@ -311,5 +320,6 @@ def test_what_megatron_demands_of_the_environment_is_said_before_the_job_waits(m
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     assert told("--gpus-per-node", "8", *megatron)
     assert not told("--gpus-per-node", "8", "--module", "mine") and not told("--procs-per-node", "2", *megatron)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert not told("--gpus-per-node", "8", *megatron)
+    for connections in ("8", "1"):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+        assert told("--gpus-per-node", "8", *megatron) is (connections != "1")

@@ -205,4 +205,6 @@ def test_on_gpus_both_are_hidden_where_a_method_is_named(
     assert asked == [("ulysses", "tensor", "fused", "layers.0.linear_qkv")]
     assert "not measured on GPUs yet; --overlap-train-method fused tries it" in str(_over_tp(x))
     assert _over_tp(torch.empty(1, 1, 1).expand(4096, 1, 4096), method="fused") is None
-    assert len(asked) == 1
+    x.shape = torch.Size((512, 1, 4096))
+    assert "too short" in str(_over_tp(x, method="fused"))
+    assert len(asked) == 1, "ranks that have nothing to hide, or are CPU processes, ask nobody"

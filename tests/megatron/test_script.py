@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import overlap_train.integrations.megatron as integration
-from overlap_train import OverlapConfig
+from overlap_train import OverlapConfig, flags
 from overlap_train.integrations.megatron.enabling import enable, first_table
 from overlap_train.integrations.megatron.launcher import script
 from overlap_train.integrations.megatron.launcher.after_import import after_import
@@ -67,6 +67,8 @@ def test_a_script_that_builds_no_model_with_megatron_is_told_so_at_its_end(user_
             ["--overlap-train", "--overlap-train-methods=fused"],
             "methods is no .* did you mean --overlap-train-method[?]",
         ),
+        (["--overlap_train"], "--overlap_train is no .* did you mean --overlap-train[?]"),
+        (["--overlap_train_tune_steps=9"], "tune_steps is no .* did you mean --overlap-train-tune-steps[?]"),
         (["--overlap-train", "--overlap-train-xyzzy", "0"], "--overlap-train-xyzzy is no flag of overlap_train [(]"),
     ],
 )
@@ -82,6 +84,17 @@ def test_a_refusal_is_one_line_of_rank_0(
         monkeypatch.setenv("RANK", rank)
         assert script.main([str(user_script), "--overlap-train-method", "chunked"]) == 2
         assert capsys.readouterr().err.count("overlap_train: error: ") == lines
+
+
+def test_rank_0_has_time_to_say_it(user_script: Path, monkeypatch: pytest.MonkeyPatch):
+    """torchrun ends all ranks when the first one has ended, and rank 0 may still be importing."""
+    waited: list[float] = []
+    monkeypatch.setattr(flags.time, "sleep", waited.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    for rank, expected in (("0", []), ("1", [flags.RANK_0_S])):
+        monkeypatch.setenv("RANK", rank)
+        assert script.main([str(user_script), "--overlap-train-method", "chunked"]) == 2
+        assert waited == expected
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from overlap_train import (
     SequenceLayout,
     attention_output_linear,
     qkv_all_to_all,
+    shutdown,
 )
 from overlap_train.protocol.layout import SLOTS
 from overlap_train.runtime.registry import domain_of
@@ -120,6 +121,20 @@ def test_all_ranks_know_of_one_whose_groups_both_span_nodes(
 ) -> None:
     """Ranks 0 and 1, 2 and 3 are tensor-parallel, 0 and 2, 1 and 3 exchange."""
     assert values(run_ranks(4, _nodes_of_both, tensor, ulysses)) == [expected] * 4
+
+
+def _before_and_after_shutdown(rank: int, world: int) -> list[tuple[int, int] | None]:
+    g, cpu, found = grid(), torch.device("cpu"), []
+    for node_ranks in (1, 2):
+        for group in (g.tensor, g.ulysses):
+            domain_of(group, replace(CONFIG, node_ranks=node_ranks), cpu)
+        found.append(nodes_of_both(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv"))
+        shutdown()
+    return found
+
+
+def test_ranks_ask_again_after_shutdown() -> None:
+    assert values(run_ranks(4, _before_and_after_shutdown)) == [[(2, 2), None]] * 4
 
 
 def test_by_collectives() -> None:

@@ -20,10 +20,13 @@ exit 127
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
+    """A copy in a folder whose name is no regular expression for itself."""
+    folder = tmp_path / "c++ [1"
     for name in ("launch", "constraints"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    return tmp_path
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (tmp_path / "link").symlink_to(folder)
+    return folder
 
 
 def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
@@ -33,7 +36,7 @@ def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("activated", ["{checkout}/.venv/bin", ".venv/bin"])
+@pytest.mark.parametrize("activated", ["{checkout}/.venv/bin", ".venv/bin", "{checkout}/../link/.venv/bin"])
 def test_an_environment_is_not_made_from_itself(checkout: Path, activated: str) -> None:
     """Neither by its own python, nor by a shim of pyenv, which runs what it finds on PATH."""
     own, shim = checkout / ".venv" / "bin" / "python3.12", checkout / "shims" / "python3.12"
@@ -42,12 +45,14 @@ def test_an_environment_is_not_made_from_itself(checkout: Path, activated: str) 
     own.symlink_to(sys.executable)
     shim.write_text(SHIM)
     shim.chmod(0o755)
-    path = f"{activated.format(checkout=checkout)}:{shim.parent}:/usr/bin:/bin"
+    path = f"{activated.format(checkout=checkout)}:{shim.parent}"
     found = subprocess.run(
-        ["bash", "-c", 'cd "$0" && . launch/python.sh && find_python 3.12', checkout],
-        capture_output=True, text=True, env={**os.environ, "PATH": path},
+        ["/bin/bash", "-euo", "pipefail", "-c", 'cd "$0"; . launch/python.sh; echo "$PATH"; find_python 3.12 || true', checkout],
+        capture_output=True, text=True, env={"PATH": path}, check=True,
     )  # fmt: skip
-    assert str(checkout) not in found.stdout and not found.stdout.startswith(".venv"), found.stdout
+    path_left, *python = found.stdout.splitlines()
+    assert path_left == str(shim.parent)
+    assert str(checkout) not in "".join(python) and not "".join(python).startswith(".venv")
 
 
 def test_a_users_own_environment_is_not_deleted(checkout: Path) -> None:

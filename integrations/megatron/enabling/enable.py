@@ -42,9 +42,10 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     """Overlap the linears of `config.slots` in a model, or in the chunks of a virtual pipeline; before DDP wraps it.
 
     Every rank of the job calls it with the same config; it does not communicate. Linears that cannot overlap (experts,
-    generalized tensor parallelism) are left as they are, and the report says why. Global rank 0 prints one line. The table of
-    linears follows in the first training step, when sizes are known: rank 0 prints it and, in a pipeline, the first rank of each
-    other stage. A second call with the same config changes and prints nothing, also after DDP has wrapped the model.
+    generalized tensor parallelism) are left as they are, and the report says why. Global rank 0 prints a line, and another one
+    for a Megatron-Core that was not tested. The table of linears follows in the first training step, when sizes are known: rank 0
+    prints it and, in a pipeline, the first rank of each other stage. A second call with the same config changes and prints
+    nothing, also after DDP has wrapped the model.
 
     Returns:
         Report: which linear takes which path and why; `report(model)` returns it again, with the calls counted so far.
@@ -87,19 +88,27 @@ def _wanted(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Iterato
 
 
 def _announce(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
-    """One line of global rank 0; the table at once where no linear overlaps, because no step would print it."""
+    """What global rank 0 prints: how much is prepared, and what the user should know. Where no linear overlaps, the table at
+    once, because no step would print it."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     names = [name for name, linear in named_linears(chunks) if is_overlapped(linear)]
+    untested = _untested(megatron.core.__version__)
     if not names:
         table = report(chunks, problem)
         print(f"{heading(table)}\n{table}", flush=True)
-        return
+        lines: tuple[str | None, ...] = (untested,)
+    else:
+        lines = _prepared(names), problem, untested
+    for line in filter(None, lines):
+        print(f"overlap_train: {line}", flush=True)
+
+
+def _prepared(names: Sequence[str]) -> str:
+    """How many linears will overlap, and where."""
     layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
     where = f"{layers} layer{'s' * (layers != 1)}" + (f" of {stage()}" if stage() else "")
-    text = f"{len(names)} linears in {where} prepared; the table follows in the first step"
-    for line in filter(None, (text, problem, _untested(megatron.core.__version__))):
-        print(f"overlap_train: {line}", flush=True)
+    return f"{len(names)} linears in {where} prepared; the table follows in the first step"
 
 
 def _untested(version: str) -> str | None:

@@ -7,7 +7,6 @@ docs/megatron-scripts.md lists what is put into Megatron meanwhile.
 from __future__ import annotations
 
 import difflib
-import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from overlap_train import OverlapConfig
 from overlap_train.config import flag_name
-from overlap_train.flags import Parser, add_flags, config_from_args
+from overlap_train.flags import Parser, add_flags, config_from_args, tell
 
 from .. import missing
 from ..linears.accumulation_fusion import provide_accumulation_fusion
@@ -95,8 +94,7 @@ def main(words: Sequence[str]) -> int:
 
 def _refused(problem: str) -> int:
     """An exit status; the problem is the same on every rank and told once."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"overlap_train: error: {problem}", file=sys.stderr, flush=True)
+    tell(f"overlap_train: error: {problem}")
     return 2
 
 
@@ -113,11 +111,13 @@ def _overlap(arguments: Sequence[str]) -> OverlapConfig | None:
 
 def _refuse_unknown(words: Sequence[str]) -> None:
     """Of a misspelt flag of ours Megatron's parser would speak below the thousand lines of its own flags."""
-    wrong = next((word.partition("=")[0] for word in words if word.startswith("--overlap-train")), None)
+    wrong = next((word for word in words if word.startswith(("--overlap-train", "--overlap_train"))), None)
     if wrong is None:
         return
-    name = wrong.removeprefix("--overlap-train").strip("-").replace("-", "_")
-    near = difflib.get_close_matches(name, [setting.name for setting in fields(OverlapConfig)], n=1)
-    instead = f"; did you mean {flag_name(near[0])}?" if near else ""
+    flags = {"": "--overlap-train", **{setting.name: flag_name(setting.name) for setting in fields(OverlapConfig)}}
+    wrong = wrong.partition("=")[0]
+    name = wrong.replace("-", "_").removeprefix("__overlap_train").strip("_")
+    near = difflib.get_close_matches(name, flags, n=1)
+    instead = f"; did you mean {flags[near[0]]}?" if near else ""
     listed = "-m overlap_train.integrations.megatron --help lists them"
     raise CommandError(f"{wrong} is no flag of overlap_train{instead} ({listed})")

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class OverlappedColumnParallelLinear(ColumnParallelLinear):
-    """y = all_gather(x) Wᵀ + b: x [s/W, b, K], weight [N/W, K], y [s, b, N/W]; the product hides the gather."""
+    """y = all_gather(x) Wᵀ + b: x [s/W, b, K], weight [N/W, K], y [s, b, N/W]; the product hides the gather.
+
+    enable() makes it of a ColumnParallelLinear; it has no settings before.
+    """
 
     overlap: LinearOverlap
 
@@ -40,7 +43,10 @@ class OverlappedColumnParallelLinear(ColumnParallelLinear):
 
 
 class OverlappedRowParallelLinear(RowParallelLinear):
-    """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the product hides the scatter."""
+    """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the product hides the scatter.
+
+    enable() makes it of a RowParallelLinear; it has no settings before.
+    """
 
     overlap: LinearOverlap
 

@@ -23,17 +23,17 @@ from .exchange import Exchange
 def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
     """Why a linear over TP and the exchange of this call do not hide each other; None: they do.
 
-    The same on all ranks of both groups. On GPUs their first call communicates.
+    The same on all ranks of both groups. On GPUs the first call that is long enough communicates.
     """
     is_qkv = linear.overlap.slot == "qkv"
     if is_qkv and linear.weight.shape[0] != exchange.heads.features:
         return "fewer KV heads than TP ranks: Megatron gathers the product first"
     if x.is_cuda and linear.overlap.config.method == "auto":
         return f"not measured on GPUs yet; {flag_name('method')} fused tries it"
-    if x.is_cuda and nodes_of_both(_groups(linear, exchange), linear.overlap.config, x.device, linear.overlap.name):
-        return "both TP and CP ranks span nodes"
     if parts_of_call(linear, x, exchange)[0] == 1:
         return "too short to be cut into parts"
+    if x.is_cuda and nodes_of_both(_groups(linear, exchange), linear.overlap.config, x.device, linear.overlap.name):
+        return "both TP and CP ranks span nodes"
     return None
 
 

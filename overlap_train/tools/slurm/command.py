@@ -50,12 +50,20 @@ def job_from_flags(arguments: list[str]) -> tuple[Job, bool]:
 
 def notes(job: Job) -> Iterator[str]:
     """What the user may not have meant, and would see only when the job has waited for its nodes."""
-    tracker = Path(job.checkpoints, TRACKER)
-    if job.checkpoints and tracker.is_file():
-        newest = f"{job.checkpoints} has checkpoint {tracker.read_text().strip()}"
-        yield f"{newest}, from which the job goes on; for a new run give another --name or --checkpoints"
-    if job.module == OUR_LAUNCHER and job.gpus_per_node and not os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"):
+    newest = job.checkpoints and _newest(Path(job.checkpoints))
+    if newest:
+        found = f"{job.checkpoints} has checkpoint {newest}"
+        yield f"{found}, from which the job goes on; for a new run give another --name or --checkpoints"
+    if job.module == OUR_LAUNCHER and job.gpus_per_node and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         yield "on GPUs before Blackwell Megatron-LM ends with an error unless CUDA_DEVICE_MAX_CONNECTIONS=1 is set here"
+
+
+def _newest(checkpoints: Path) -> str:
+    """The newest checkpoint of a folder as launch/job.sh finds it; empty: there is none, or it cannot be read here."""
+    try:
+        return (checkpoints / TRACKER).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _found(job: Job) -> dict[str, Any]:

@@ -226,10 +226,24 @@ FAULTS = [
         (T + "table.py::test_every_kind_of_linear_leads_to_the_table",),
     ),
     Mutation(
+        "script: other ranks end before rank 0 has said what is wrong",
+        M + "launcher/script.py",
+        'tell(f"overlap_train: error: {problem}")',
+        'print(f"overlap_train: error: {problem}", file=sys.stderr)',
+        (T + "script.py::test_rank_0_has_time_to_say_it",),
+    ),
+    Mutation(
         "script: a misspelt flag of ours is left to Megatron's parser",
         M + "launcher/script.py",
         "        _refuse_unknown(others)\n",
         "",
+        (T + "script.py::test_wrong_flags_are_refused_before_the_script_runs",),
+    ),
+    Mutation(
+        "script: a flag of ours with underscores is left to Megatron's parser",
+        M + "launcher/script.py",
+        '("--overlap-train", "--overlap_train")',
+        '"--overlap-train"',
         (T + "script.py::test_wrong_flags_are_refused_before_the_script_runs",),
     ),
     Mutation(

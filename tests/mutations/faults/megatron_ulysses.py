@@ -60,6 +60,9 @@ FAULTS = [
     two_groups("two groups: products as Megatron cuts them are taken for whole ones",
                "linear.weight.shape[0] != exchange.heads.features", "False"),
     two_groups("two groups: nodes do not count", "x.is_cuda and nodes_of_both(", "False and nodes_of_both("),
+    two_groups("two groups: ranks agree on nodes for short sequences", "    if parts_of_call(linear, x, exchange)[0] == 1:",
+               "    nodes_of_both(_groups(linear, exchange), linear.overlap.config, x.device, linear.overlap.name)\n"
+               "    if parts_of_call(linear, x, exchange)[0] == 1:"),
     two_groups("two groups: CPU processes agree on nodes in vain", "x.is_cuda and nodes_of_both(", "nodes_of_both("),
     two_groups("two groups: auto takes what is not measured", 'x.is_cuda and linear.overlap.config.method == "auto"', "False"),
     two_groups("two groups: any sequence is cut", "if parts_of_call(linear, x, exchange)[0] == 1:", "if False:"),

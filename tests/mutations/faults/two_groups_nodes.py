@@ -48,7 +48,7 @@ FAULTS = [
     NODES("two groups: only the Ulysses group hears of it", "    for domain in domains:", "    for domain in domains[:1]:"),
     NODES("two groups: only the TP group hears of it", "    for domain in domains:", "    for domain in domains[1:]:"),
     NODES("two groups: one that spans nodes is enough", "min(ulysses, tensor) > 1", "max(ulysses, tensor) > 1"),
-    NODES("two groups: ranks agree at each call", "if groups.tensor not in ulysses.beside:", "if True:"),
+    NODES("two groups: ranks agree at each call", "if groups.tensor not in ulysses.nodes_with:", "if True:"),
     KERNELS("two groups: a kernel that gathers is launched for all SMs", "how, plan.spared_sms, b_kn.shape", "how, b_kn.shape"),
     KERNELS("two groups: a kernel that scatters is launched for all SMs", "how, plan.spared_sms, layout", "how, layout"),
     In("overlap_train/operators/start.py", (SHARDED,))(
