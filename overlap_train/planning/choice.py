@@ -43,9 +43,10 @@ FEW_ROWS = 1024
 LATE = 1.5
 # An output layer of 2 ranks (8192 x 64128 x 4096, 6.6 ms by `gemm_us`) has a weight of which one side is many times as long.
 # A training step of 8B is 1.050 and 1.051 times as fast as Megatron-Core's with `chunked` there, 1.042 and 1.038 times with
-# `fused` (2 x H200, two runs each in turns). Why is not known. MLPs of 405B, 10.5 ms, are not like that: `chunked` takes 1.5 to
-# 5.8 % longer than `fused` on one host, 5 to 9 % on another (bursts).
-LONG_GEMM_US, LOPSIDED = 6000.0, 6
+# `fused` (2 x H200, two runs each in turns). Why is not known. MLPs of 405B, 10.5 ms, are not like that: `chunked` takes 2 to 3 %
+# longer than `fused` on one host, 5 to 9 % on another (bursts). fc1 of Qwen3 32B at 16384 rows, five times as long as wide, takes
+# as long by either.
+LONG_GEMM_US, LOPSIDED = 6000.0, 4
 # Up to here A2A + GEMM runs by direct: 8192 x 4096 x 4096 takes 0.190 ms, by fused 0.202. Long sequences come in parts whose
 # blocks lie apart (ulysses/parts.py), and direct would have to copy them first. GEMM + A2A is slower by direct (8192 x 6144 x
 # 4096: 0.333 ms, by fused 0.303; 2 x H200).
@@ -206,7 +207,7 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
     if waits_in_a_wave(pass_, device):
         return "direct", "own tiles would wait for the peers' sums"
     if pass_.gemm_us > LONG_GEMM_US and max(pass_.n, pass_.k) >= LOPSIDED * min(pass_.n, pass_.k):
-        return "chunked", "a long GEMM, as of an output layer"
+        return "chunked", "a long GEMM with a narrow weight"
     return "fused", "the Hopper kernels serve it"
 
 

@@ -300,15 +300,19 @@ def test_a_version_that_nobody_has_tried_is_named() -> None:
         )
 
 
-def untested_line() -> str:
+def untested_line(overlaps: bool) -> str:
+    model = gpt(PLAIN)
+    model.config.cpu_offloading = not overlaps
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(megatron.core, "__version__", "0.15.3")
-        return quietly_enable(gpt(PLAIN), OverlapConfig())
+        return quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
 
 
-def test_it_is_named_on_rank_zero(workers: Workers) -> None:
-    told, silent = workers.call(untested_line)
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_it_is_named_on_rank_zero(workers: Workers, overlaps: bool) -> None:
+    told, silent = workers.call(untested_line, overlaps)
     assert "\noverlap_train: Megatron-Core 0.15.3 was not tested" in told and silent == ""
+    assert ("0 of 9 linears run our operators" in told) is not overlaps
 
 
 def printed_line_of_a_layer() -> str:

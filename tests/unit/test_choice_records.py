@@ -42,7 +42,7 @@ TUNER = "the tuner takes this method, too: 5 % are noise to it"
 OLDER = """measured with kernels that took three waves of tiles where they now take 2.5: 0.487 ms then and 0.433 now, on one host
 (benchmarks/notes.md). The layer took 3.732 ms with the tuner's winner, 3.744 with the untuned choice (untuned/layers.md)."""
 OUTBOX = """what was faster is chunked, and kernels had no outbox that their groups share. With it fused is ahead of chunked by
-1.5 to 9 % in products as long (405B, benchmarks/notes.md)."""
+2 to 9 % in products as long (405B, benchmarks/notes.md)."""
 ABOVE: Mapping[str, Mapping[str, tuple[float, str]]] = {
     "h200x2": {
         "gather M=2048 N=2048 K=4096": (0.039, AGAIN),

@@ -179,12 +179,12 @@ FAULTS = [
         "FUSED_BACKWARD_HOST_US = 70.0, 70.0",
     ),
     CHOICE(
-        "an output layer is left to fused", "LONG_GEMM_US, LOPSIDED = 6000.0, 6", "LONG_GEMM_US, LOPSIDED = 60000.0, 6"
+        "an output layer is left to fused", "LONG_GEMM_US, LOPSIDED = 6000.0, 4", "LONG_GEMM_US, LOPSIDED = 60000.0, 4"
     ),
-    CHOICE("a short output layer is not", "LONG_GEMM_US, LOPSIDED = 6000.0, 6", "LONG_GEMM_US, LOPSIDED = 3000.0, 6"),
+    CHOICE("a short output layer is not", "LONG_GEMM_US, LOPSIDED = 6000.0, 4", "LONG_GEMM_US, LOPSIDED = 3000.0, 4"),
     CHOICE(
         "the longest layers are not left to fused",
-        "LONG_GEMM_US, LOPSIDED = 6000.0, 6",
+        "LONG_GEMM_US, LOPSIDED = 6000.0, 4",
         "LONG_GEMM_US, LOPSIDED = 6000.0, 1",
     ),
     CHOICE(
