@@ -4,6 +4,7 @@
 # SECONDS: start nothing that would end later, and stop what does (default 3600). Needs .venv, which any make target makes.
 # Set CONNECTIONS for another CUDA_DEVICE_MAX_CONNECTIONS than 1, STEPS for some of the steps below only. Those with TransformerEngine
 # run where TE_ENV (default /tmp/te_site/env.sh) is a file to source that makes it importable; a step that only lacks it is left out.
+# WIRE: a rate (40gbit) at which the steps of two nodes keep loopback; needs root (lent/steady_wire.sh).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -68,15 +69,17 @@ step ragged 50 -m overlap_train bench operators --rows 1992 1994 2048 4096 4100 
   --out "$out/ragged"
 step sweep 60 -m overlap_train bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
   --methods auto,fused,chunked --quick --out "$out/sweep"
-step ulysses 90 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
+step ulysses 200 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
 te_step ulysses_te 180 -m overlap_train bench ulysses --what blocks --seq 8192 32768 --methods collective,fused,direct,chunked \
   --out "$out/ulysses_te"
 # Ranks of this machine as two nodes: NCCL over sockets between them.
 half=$((gpus / 2))
+[ -z "${WIRE-}" ] || with=(benchmarks/lent/steady_wire.sh "$WIRE")
 [ "$half" -eq 0 ] || step hierarchical 120 -m overlap_train bench hierarchical --node-ranks "$half" --methods auto,collective --out "$out/hierarchical"
 [ "$half" -eq 0 ] || step network_sms 120 -m overlap_train bench hierarchical --node-ranks "$half" --methods auto --network-sms 2,4,8,16 --quick \
   --out "$out/network_sms"
 [ "$half" -eq 0 ] || step timeline_nodes 20 -m overlap_train bench timeline --what nodes --node-ranks "$half" --out "$out/hierarchical"
+with=()
 step timeline 15 -m overlap_train bench timeline --out "$out"
 step timeline_ulysses 20 -m overlap_train bench timeline --what ulysses --out "$out/ulysses"
 step mfu 150 $mfu --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4 --quick --variants megatron,chunked,fused,direct,overlap \
