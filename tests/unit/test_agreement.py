@@ -88,6 +88,7 @@ def test_a_store_whose_process_is_stopped_is_said_so() -> None:
         one._store, one._group_store = store, store  # type: ignore[assignment]
         one.barrier("before")
         os.kill(host.pid, signal.SIGSTOP)
+        os.waitpid(host.pid, os.WUNTRACED)  # or its thread may answer once more before it stops
         late = threading.Timer(20.0, host.kill)  # or a rank that waits for ever would hold this test
         late.start()
         told = "rank 0 waited 0.5 s, and the key-value store of the job does not answer"
