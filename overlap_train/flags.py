@@ -81,7 +81,7 @@ def add_options(parser: Any, options: Any, prefix: str = "") -> Any:
         default = found.default if isinstance(options, type) else getattr(options, found.name)
         required = {"required": True} if found.metadata.get("required") else {}
         text = found.metadata["help"] + _default_shown(default)
-        # What is not given is not in the namespace. As None it would look, where Megatron prints its arguments, like the setting.
+        # A flag that is not given is not in the namespace: Megatron prints all arguments, and a None would look like the setting.
         groups[title].add_argument(
             flag(found.name, prefix), default=argparse.SUPPRESS, help=text, **required, **_reading(found, default)
         )

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs a command while loopback carries at most RATE, in both directions together: a wire whose speed does not move from call to call.
 #   benchmarks/lent/steady_wire.sh RATE COMMAND [ARGUMENT...]         RATE as tc reads it: 40gbit
-# Needs root and tc (iproute2; TC names another than the one on the path). Unlimited sockets between two pretended nodes carried
-# 4.4 to 8.2 ms for the same bytes within one run.
+# Needs root and tc (iproute2; TC names another than the one on the path). Without a limit the same 32 MiB between two pretended
+# nodes took 4.4 to 8.2 ms within one run.
 set -uo pipefail
 
 rate=${1:?a rate, for instance 40gbit}

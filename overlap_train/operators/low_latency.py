@@ -19,7 +19,7 @@ _PART = 1024  # words that a CTA sends or waits for at once: eight a thread, eac
 _TOLD = ("rank", "signals_ptr", "epoch_ptr", "outgoing_at_ptr", "left_ptr", "abort_ptr", "record_ptr", "tag", "limit")
 
 
-def gather(domain: OverlapDomain, tag: Tag, own: torch.Tensor, spared_sms: int = 0) -> torch.Tensor:
+def gather(domain: OverlapDomain, tag: Tag, own: torch.Tensor, spared_sms: int) -> torch.Tensor:
     """own [M/W, K] of every rank -> [M, K]. spared_sms: left to what another group sends meanwhile."""
     gathered = own.new_empty(domain.world_size * own.shape[0], own.shape[1])
     call = domain.workspace.open(own.shape, own.dtype, tag)
@@ -30,7 +30,7 @@ def gather(domain: OverlapDomain, tag: Tag, own: torch.Tensor, spared_sms: int =
     return gathered
 
 
-def scatter(domain: OverlapDomain, tag: Tag, partials: torch.Tensor, spared_sms: int = 0) -> torch.Tensor:
+def scatter(domain: OverlapDomain, tag: Tag, partials: torch.Tensor, spared_sms: int) -> torch.Tensor:
     """partials [M, N] of every rank -> y [M/W, N], the own rows of their sum in fp32: own first, then in rank order. spared_sms:
     see gather."""
     y = partials.new_empty(partials.shape[0] // domain.world_size, partials.shape[1])

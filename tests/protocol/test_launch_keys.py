@@ -85,11 +85,11 @@ def receiving(domain: SimulatedDomain, make: Make) -> None:
 
 
 def few_gathered(domain: SimulatedDomain, make: Make) -> None:
-    low_latency.gather(domain, TAG, make(ROWS, COLUMNS, dtype=BF16))
+    low_latency.gather(domain, TAG, make(ROWS, COLUMNS, dtype=BF16), spared_sms=0)
 
 
 def few_scattered(domain: SimulatedDomain, make: Make) -> None:
-    low_latency.scatter(domain, TAG, make(WORLD * ROWS, COLUMNS, dtype=BF16))
+    low_latency.scatter(domain, TAG, make(WORLD * ROWS, COLUMNS, dtype=BF16), spared_sms=0)
 
 
 # By kernel: who launches it, and how many operands the caller gives. (Whatever else is written is new memory: aligned.)

@@ -112,7 +112,7 @@ def _prepared(names: Sequence[str]) -> str:
 
 
 def _untested(version: str) -> str | None:
-    """That nobody has tried this version of Megatron-Core, for whoever reads the error that comes of it."""
+    """A note on a version of Megatron-Core that nobody has tried, for whoever reads the error that may come of it; else None."""
     if OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= NEWEST:
         return None
     return f"Megatron-Core {version} was not tested, 0.16 to 0.20-dev were; if anything fails, try one of these"
