@@ -110,7 +110,7 @@ def _overlap(arguments: Sequence[str]) -> OverlapConfig | None:
 
 
 def _refuse_unknown(words: Sequence[str]) -> None:
-    """Raise CommandError for a misspelt flag of ours. Megatron's parser would name it below the thousand lines of its own flags."""
+    """Raise CommandError for a misspelt flag of ours. Megatron's parser would name it below a thousand lines of its own."""
     wrong = next((word for word in words if word.startswith(("--overlap-train", "--overlap_train"))), None)
     if wrong is None:
         return
