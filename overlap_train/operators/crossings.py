@@ -8,7 +8,10 @@ from itertools import cycle
 
 import torch
 
+from ..planning.engine_plan import EnginePlan
 from ..planning.schedule.crossings import Crossing
+from ..planning.schedule.topology import Topology
+from ..planning.schedule.turns import EXCHANGE, FAR, exchanges_ahead, leaving
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..symmetric.inter_node import Exchange
@@ -32,6 +35,7 @@ class Crossings:
     ) -> None:
         self._engine, self._call, self._waiting, self._most = engine, call, deque(crossings), most
         self._under_way: deque[tuple[Crossing, Exchange, torch.Tensor | None]] = deque()
+        self._count = len(crossings)
         places = most if any(map(self._lands, crossings)) else 0
         chunk = call.chunk_of(call.rank, 0)
         self._places = cycle(chunk.new_empty(places, *chunk.shape))
@@ -45,6 +49,11 @@ class Crossings:
         """The exchange that `start` starts next; None after the last one."""
         return self._waiting[0] if self._waiting else None
 
+    @property
+    def started(self) -> int:
+        """How many have started."""
+        return self._count - len(self._waiting)
+
     def start(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
         """Send `source` in the next exchange. make: see NodeStreamEngine.cross."""
         self._begin()
@@ -55,10 +64,10 @@ class Crossings:
         exchange = self._engine.cross(self._call, crossing, source, make, landing)
         self._under_way.append((crossing, exchange, landing))
 
-    def start_after_this(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
-        """The same, once the caller's stream has done what it has been given so far."""
+    def start_after(self, mark: int, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
+        """The same, once the caller's stream has done what is marked (NodeStreamEngine.mark)."""
         self._begin()  # what an earlier call sends does not wait for that
-        self._engine.send_after_this()
+        self._engine.send_after(mark)
         self.start(source, make)
 
     def _begin(self) -> None:
@@ -94,19 +103,41 @@ class OperandCrossings(Crossings):
         # Once, for all exchanges. If each waited for the product before it, the network would stand still whenever a product
         # takes longer than an exchange: the second of four, of 1.7 ms each, began 1.2 ms late (2 x H200, sockets).
         engine.send_after_this()
-        self._start_next()
+        self._start_until(1)
 
-    def _start_next(self) -> None:
-        if self.next is not None:
+    def go_ahead(self, done: int, parts: int) -> None:
+        """Enqueue the exchanges that may cross while `done` of `parts` equal parts of the product, which are enqueued, run."""
+        self._start_until(exchanges_ahead(self._count, done, parts))
+
+    def bring(self, count: int) -> None:
+        """Let the first `count` exchanges arrive. One more is enqueued before: what is owed goes before what is waited for."""
+        self._start_until(count + 1)
+        while self.started - len(self._under_way) < count:
+            self.arrive()
+
+    def _start_until(self, count: int) -> None:
+        while self.started < count and self.next is not None:
             self.start(self._source(self.next))
-
-    def go_on(self) -> None:
-        """Enqueue the next exchange, then what lets the present one arrive: what is owed goes before what is waited for."""
-        self._start_next()
-        self.arrive()
 
     def finish(self) -> None:
         """Start what is left, and let all arrive."""
-        while self.next is not None:
-            self._start_next()
+        self._start_until(self._count)
         super().finish()
+
+
+def enqueue_leaving(
+    engine: NodeStreamEngine, plan: EnginePlan, topology: Topology, multiply: Callable[[int, int], None],
+    cross: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Enqueue the products and exchanges of what leaves (schedule/turns.py).
+
+    multiply(block, chunk): a product. cross(mark): the next exchange, after its products, which are marked.
+    """
+    marks = deque[int]()
+    for what, units in leaving(plan.kind, topology, plan.chunks):
+        for block, chunk in units:
+            multiply(block, chunk)
+        if what == FAR:
+            marks.append(engine.mark())
+        elif what == EXCHANGE:
+            cross(marks.popleft())

@@ -1,7 +1,8 @@
 """`fused` across nodes on GPUs: one persistent kernel multiplies, while exchanges cross the network (protocol/node_streams.py).
 
-    AG + GEMM     exchange 1; the kernel, for the own node's rows; then for each chunk of a far node: start the next exchange, let
-                  this one arrive, count what is here; the kernel again, which goes on that far
+    AG + GEMM     exchange 1; the kernel, for the own node's rows; then for each chunk of a far node: let its exchange arrive,
+                  count what is here; the kernel again, which goes on that far. Further exchanges are enqueued in between
+                  (planning/schedule/turns.py)
     A2A + GEMM    exchange 1; then for each chunk: start and let arrive its exchanges, count what is here; the kernel, which goes
                   on that far
     GEMM + RS, GEMM + A2A
@@ -38,10 +39,11 @@ class FusedNodeStreamGather(FusedGather, NodeStreamGather):
 
     def _multiply(self, operands: GatherOperands) -> None:
         operands = persistent.readable(self._plan, operands)  # once for all launches
-        topology, crossings = self._domain.topology, self._plan.crossings
+        topology, crossings, chunks = self._domain.topology, self._plan.crossings, self._call.chunks
         super()._multiply(replace(operands, leaves=True))
-        for crossing in crossings:
-            self._crossings.go_on()
+        for turn, crossing in enumerate(crossings):
+            self._crossings.go_ahead(chunks + turn, chunks * topology.nodes)
+            self._crossings.bring(turn + 1)
             node = topology.ranks_of(crossing.received.source // topology.local)
             self._call.wait_chunk(node[0], crossing.received.chunk, len(node))
             super()._multiply(operands if crossing is crossings[-1] else _counted(self, operands))
@@ -54,8 +56,7 @@ class FusedNodeStreamAllToAllGemm(FusedAllToAllGemm, NodeStreamAllToAllGemm):
     def _multiply(self, operands: GatherOperands) -> None:
         operands, chunks = persistent.readable(self._plan, operands), self._call.chunks
         for chunk in range(chunks):
-            for _ in range(len(self._plan.crossings) // chunks):
-                self._crossings.go_on()
+            self._crossings.bring(len(self._plan.crossings) // chunks * (chunk + 1))
             self._call.wait_chunk(0, chunk, self._domain.world_size)
             super()._multiply(operands if chunk == chunks - 1 else _counted(self, operands))
 

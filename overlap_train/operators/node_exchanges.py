@@ -1,13 +1,13 @@
 """`chunked` all-to-alls across nodes on GPUs: one block is multiplied while the next crosses the network.
 
-    A2A + GEMM    exchange 1, the own node's products, then for each chunk: enqueue the next exchange, let this one arrive,
-                  multiply it; with the blocks before it where they are shallow
-    GEMM + A2A    for each chunk of a far rank: multiply, let the exchange before the last arrive, start its own; then the own
-                  node
+    A2A + GEMM    exchange 1, the own node's products, then for each chunk: let its exchange arrive, multiply it; with the blocks
+                  before it where they are shallow. Further exchanges are enqueued in between
+    GEMM + A2A    for each chunk of a far rank: multiply, let the exchange before the last arrive, start its own; the own node's
+                  products in between
 
 A rank exchanges with its twins. What it receives for another rank of its node it passes on (protocol/node_streams.py), so each
-block waits for the steps of two ranks. All ranks enqueue the same steps in the same order: whatever a step waits for was
-enqueued, everywhere, in it or before.
+block waits for the steps of two ranks. All ranks enqueue the same steps in the same order (planning/schedule/turns.py): whatever
+a step waits for was enqueued, everywhere, in it or before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..planning.schedule.order import multiplied_together
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from .all_to_all_gemm import ChunkedAllToAllGemm, add_product_in_fp32, product_in_fp32
-from .crossings import Crossings, OperandCrossings
+from .crossings import Crossings, OperandCrossings, enqueue_leaving
 from .gemm_all_to_all import ChunkedGemmAllToAll, new_blocks
 
 
@@ -44,12 +44,14 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         self._b_blocks = b_kn.chunk(topology.world, dim=0)
         first, *others = multiplied_together(topology, plan.together)
         with self._engine.products(plan.send_sms):
-            total = product_in_fp32(*self._of_own_node(first))
+            total, done = product_in_fp32(*self._of_own_node(first)), len(first)
             for blocks in others:
-                if blocks[0] in topology.ranks_of(topology.node):
+                if done < topology.local:
+                    self._crossings.go_ahead(done, topology.world)
                     add_product_in_fp32(total, *self._of_own_node(blocks))
                 else:
-                    self._add_far(blocks, total)
+                    self._add_far(blocks, done, total)
+                done += len(blocks)
         self._arrived = True
         return y.copy_(total)
 
@@ -62,12 +64,13 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         parts = [self._sent[own] if block == own else call.blocks[block] for block in blocks]
         return _joined(parts, 1), _joined([self._b_blocks[block] for block in blocks], 0)
 
-    def _add_far(self, blocks: tuple[int, ...], total: torch.Tensor) -> None:
-        """total += these blocks, side by side, @ their rows of b; of the last one each chunk as it comes."""
+    def _add_far(self, blocks: tuple[int, ...], done: int, total: torch.Tensor) -> None:
+        """total += these blocks, side by side, @ their rows of b; of the last one each chunk as it comes. done: blocks before."""
         call, b = self._call, _joined([self._b_blocks[block] for block in blocks], 0)
+        brought = (done - self._domain.topology.local + len(blocks) - 1) * call.chunks
         for chunk, rows in enumerate(total.chunk(call.chunks)):
-            for _ in range((len(blocks) - 1) * call.chunks * (chunk == 0) + 1):
-                self._crossings.go_on()
+            self._crossings.go_ahead(done * call.chunks + chunk * len(blocks), self._domain.world_size * call.chunks)
+            self._crossings.bring(brought + chunk + 1)
             for block in blocks:
                 call.wait_chunk(block, chunk)
             add_product_in_fp32(rows, _joined([call.chunk_of(block, chunk) for block in blocks], 1), b)
@@ -88,19 +91,23 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
     _call: NodeCall
 
     def start(self) -> None:
-        domain, plan = self._domain, self._plan
-        engine, staging = self._begin()
-        call, columns = self._call, self._b.chunk(domain.world_size, dim=1)
-        with engine.products(plan.spared_sms):
-            while (crossing := self._crossings.next) is not None:
-                block, chunk = crossing.sent.block, crossing.sent.chunk
-                part = staging[block].chunk(call.chunks)[chunk]
-                torch.mm(self._a.chunk(call.chunks)[chunk], columns[block], out=part)
-                self._crossings.start_after_this(part)
-            for target, legs in plan.legs.inside.by_target:
-                torch.mm(self._a, columns[target], out=staging[target])
-                engine.push(staging, call.routes(legs))
-            torch.mm(self._a, columns[domain.rank], out=self._own_place())
+        engine, self._staging = self._begin()
+        self._columns = self._b.chunk(self._domain.world_size, dim=1)
+        with engine.products(self._plan.spared_sms):
+            enqueue_leaving(engine, self._plan, self._domain.topology, self._multiply, self._cross)
+
+    def _multiply(self, block: int, chunk: int) -> None:
+        """A chunk of the columns of rank `block`, which is pushed if that is another rank of this node."""
+        chunks, own = self._call.chunks, block == self._domain.rank
+        into = self._own_place() if own else self._staging[block]
+        torch.mm(self._a.chunk(chunks)[chunk], self._columns[block], out=into.chunk(chunks)[chunk])
+        if (legs := self._plan.legs.inside.by_unit.get((block, chunk))) is not None:
+            self._domain.engine.push(self._staging, self._call.routes(legs))
+
+    def _cross(self, mark: int) -> None:
+        assert self._crossings.next is not None
+        leg = self._crossings.next.sent
+        self._crossings.start_after(mark, self._staging[leg.block].chunk(self._call.chunks)[leg.chunk])
 
     def _begin(self) -> tuple[NodeStreamEngine, torch.Tensor]:
         """The call and its exchanges, of which none has begun; the engine, and memory [W, M/W, N/W] for what is multiplied."""

@@ -45,11 +45,13 @@ class NodeGather(ChunkedGather):
         y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
         blocks, near = y.unflatten(0, (world, -1)), local - 1
         torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
-        for source in self._plan.sources[:near]:
+        for done, source in enumerate(self._plan.sources[:near], start=1):
+            self._go_ahead(done, world)
             call.wait(source)
             torch.mm(call.blocks[source], b_kn, out=blocks[source])
         for turn, crossing in enumerate(self._plan.crossings):
-            self._go_on()
+            self._go_ahead(call.chunks + turn, call.chunks * (world // local))
+            self._bring(turn + 1)
             first, chunk = near + turn // call.chunks * local, crossing.received.chunk
             for source in self._plan.sources[first : first + local]:
                 call.wait_chunk(source, chunk)
@@ -57,9 +59,11 @@ class NodeGather(ChunkedGather):
         self._arrived = True
         return y
 
-    def _go_on(self) -> None:
-        """Called before a chunk from far is waited for. On GPUs it enqueues what lets the chunk arrive (node_streams.py); here
-        nothing."""
+    def _go_ahead(self, done: int, parts: int) -> None:
+        """Called when `done` of `parts` equal parts of the product are enqueued: on GPUs (node_streams.py)."""
+
+    def _bring(self, count: int) -> None:
+        """Called before what the first `count` crossings bring is waited for: on GPUs (node_streams.py)."""
 
 
 class NodeScatter(ChunkedScatter):

@@ -1,11 +1,12 @@
 """`chunked` across nodes on GPUs: one chunk is multiplied while the next crosses the network (protocol/node_streams.py).
 
-    gather     exchange 1, own node's products, then for each chunk: enqueue the next exchange, let this one arrive, multiply it
-    scatter    for each chunk of a far twin: multiply, add what the node's ranks have for it, start its exchange; then the own
-               node; the sums of the other nodes arrive last
+    gather     exchange 1, own node's products, then for each chunk: let its exchange arrive, multiply it; further exchanges are
+               enqueued in between
+    scatter    for each chunk of a far twin: multiply, add what the node's ranks have for it, start its exchange; the own node's
+               products in between; the sums of the other nodes arrive last
 
-All ranks enqueue the same steps in the same order, so that twins start their exchanges alike and whatever a step waits for was
-enqueued, everywhere, in a step before it.
+All ranks enqueue the same steps in the same order (planning/schedule/turns.py), so that twins start their exchanges alike and
+whatever a step waits for was enqueued, everywhere, in a step before it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..planning.schedule.crossings import Crossing
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..symmetric.node_sums import grid_of
-from .crossings import Crossings, OperandCrossings
+from .crossings import Crossings, OperandCrossings, enqueue_leaving
 from .gemm_reduce_scatter import ChunkedScatter
 from .node_processes import NodeGather
 from .persistent import aligned
@@ -40,8 +41,11 @@ class NodeStreamGather(NodeGather):
     def _part(self, crossing: Crossing) -> torch.Tensor:
         return self._own.chunk(self._call.chunks)[crossing.sent.chunk]
 
-    def _go_on(self) -> None:
-        self._crossings.go_on()
+    def _go_ahead(self, done: int, parts: int) -> None:
+        self._crossings.go_ahead(done, parts)
+
+    def _bring(self, count: int) -> None:
+        self._crossings.bring(count)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         with self._engine.products(self._plan.send_sms):
@@ -59,18 +63,21 @@ class NodeStreamScatter(ChunkedScatter):
     _call: NodeCall
 
     def start(self) -> None:
-        engine, call, plan, rank = self._open(), self._call, self._plan, self._domain.rank
-        rows = self._a.unflatten(0, (self._domain.world_size, -1))
+        engine, plan = self._open(), self._plan
         with engine.products(plan.spared_sms):
-            for block, legs in plan.legs.by_block:
-                for leg in legs.network:
-                    part = self._chunk(self._partials, block, leg.chunk)
-                    torch.mm(self._chunk(rows, block, leg.chunk), self._b, out=part)
-                    self._crossings.start_after_this(*self._sum_for(block, leg.chunk))
-                if legs.inside.all:
-                    torch.mm(rows[block], self._b, out=self._partials[block])
-                    engine.push(self._partials, call.routes(legs.inside))
-            torch.mm(rows[rank], self._b, out=self._partials[rank])
+            enqueue_leaving(engine, plan, self._domain.topology, self._multiply, self._cross)
+
+    def _multiply(self, block: int, chunk: int) -> None:
+        """The partial sum for a chunk of the rows of rank `block`, which is pushed if another rank of this node adds it up."""
+        part = self._chunk(self._partials, block, chunk)
+        torch.mm(self._chunk(self._rows, block, chunk), self._b, out=part)
+        if (legs := self._plan.legs.inside.by_unit.get((block, chunk))) is not None:
+            self._engine.push(self._partials, self._call.routes(legs))
+
+    def _cross(self, mark: int) -> None:
+        assert self._crossings.next is not None
+        leg = self._crossings.next.sent
+        self._crossings.start_after(mark, *self._sum_for(leg.block, leg.chunk))
 
     def _open(self) -> NodeStreamEngine:
         """The call, memory for what is multiplied and added, and its exchanges, of which none has begun."""
@@ -78,6 +85,7 @@ class NodeStreamScatter(ChunkedScatter):
         engine = domain.engine
         assert isinstance(engine, NodeStreamEngine)
         self._engine = engine
+        self._rows = self._a.unflatten(0, (world, -1))
         self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
         # A node of one rank sends its partials as they are.
         self._sums = self._partials if domain.topology.local == 1 else self._partials.new_empty(self._partials.shape)

@@ -108,7 +108,7 @@ class PlanBook:
         plan = make_plan(spec, config, self.table, self.topology, x, w)
         if any(engine.nodes > 1 and engine.slots for engine in (plan.fprop, plan.dgrad)):
             config = self.domain.settled(config)
-            plan = make_plan(spec, config, self.table, self.topology, x, w)
+            plan = make_plan(spec, config, self.table, self.topology, x, w, network_gbs=self.domain.network_gbs)
         trains = torch.is_grad_enabled() and w.requires_grad
         planned = Planned(self.domain, plan, trains)
         if tries and config.tune_steps and trains:

@@ -43,7 +43,7 @@ class TrialBook:
             return planned
         topology = domain.topology
         plans = {
-            method: make_plan(spec, config.by(method), known, topology, x, w)
+            method: make_plan(spec, config.by(method), known, topology, x, w, network_gbs=domain.network_gbs)
             for method in methods_to_try(fprop, domain.device, topology.nodes)
         }
         runs = {method: plan for method, plan in plans.items() if not self._refused(plan)}

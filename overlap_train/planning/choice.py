@@ -160,8 +160,8 @@ def winner_of(pass_: Pass, device: torch.device, table: Table, nodes: int) -> Wi
     return winner if fits else None
 
 
-def _across_nodes(pass_: Pass, device: torch.device) -> Choice:
-    """`fused`, for A2A + GEMM `chunked`; for short blocks `collective`."""
+def _across_nodes(pass_: Pass, device: torch.device, nodes: int) -> Choice:
+    """`fused`, for A2A + GEMM between nodes of several ranks `chunked`; for short blocks `collective`."""
     default, block = "auto: not tuned:", pass_.m // pass_.world * pass_.row_features * pass_.dtype.itemsize
     if device.type != "cuda":
         return Choice("chunked", f"{default} CPU tensors on several nodes")
@@ -169,7 +169,10 @@ def _across_nodes(pass_: Pass, device: torch.device) -> Choice:
         return Choice(
             "collective", f"{default} blocks of {block / 2**20:.2g} MiB are too short to cross nodes one by one"
         )
-    if pass_.kind != A2A_GEMM and on_hopper(pass_, device):
+    # A tile of A2A + GEMM needs a chunk of every rank. Of two nodes of one rank that is one exchange: 12 passes took 0.94 to 1.00
+    # of the time of `chunked`, which adds its products up in fp32 (2 x H200, benchmarks/notes.md).
+    waits_for_many = pass_.kind == A2A_GEMM and nodes < pass_.world
+    if not waits_for_many and on_hopper(pass_, device):
         return Choice("fused", f"{default} GPUs on several nodes, one kernel for all blocks")
     return Choice("chunked", f"{default} GPUs on several nodes")
 
@@ -177,7 +180,7 @@ def _across_nodes(pass_: Pass, device: torch.device) -> Choice:
 def untuned(pass_: Pass, device: torch.device, nodes: int = 1) -> Choice:
     """What `auto` takes where nothing was measured: a model of the hardware, with what was seen on H200."""
     if nodes > 1:
-        return _across_nodes(pass_, device)
+        return _across_nodes(pass_, device, nodes)
     method, why = _model(pass_, device)
     return Choice(method, f"auto: not tuned: {why}")
 

@@ -27,21 +27,25 @@ from .tiling import (
     direct_chunk_count,
     equal_chunks,
     network_chunk_count,
+    pays_in_short_chunks,
     portable_tile,
+    products_that_fill,
     tma_reads,
     tma_reads_weight,
 )
-from .variants import PLAIN, Variant
+from .variants import CHUNK_COUNTS, PLAIN, Variant
 
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 
 
 @dataclass(frozen=True)
 class NodeSms:
-    """SMs that communication between nodes of GPUs holds: those of NCCL, and of the sum of a node's partials (OverlapConfig)."""
+    """SMs that communication between nodes of GPUs holds: those of NCCL, and of the sum of a node's partials (OverlapConfig); and
+    the GB/s that the network carries in each direction, 0 if nobody has measured them."""
 
     network: int = 0
     reduce: int = 0
+    gbs: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def engine_plan(
 ) -> EnginePlan:
     """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
     kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
-    chunks = chunks_of(choice, pass_, device, topology.nodes)
+    chunks = chunks_of(choice, pass_, device, topology.nodes, sms.gbs)
     kernels = _kernels(kind, choice, pass_, device, w)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
     tiled = choice.method == "fused"
@@ -161,17 +165,16 @@ def _wait_sms(method: str, device: torch.device, nodes: int) -> int:
     return int(nodes > 1 and device.type == "cuda" and TRAITS[method].multiplies)
 
 
-def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> int:
-    """Into how many each block is cut: as measured across nodes, else as a rule says."""
+def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs: float = 0.0) -> int:
+    """Into how many each block is cut: as measured across nodes, else as a rule says. gbs: see NodeSms."""
     m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     if choice.variant.chunks:
         return equal_chunks(m_shard, choice.variant.chunks)
     if nodes > 1 and on_gpu and TRAITS[choice.method].pushes:  # one is multiplied while the next is on its way
-        # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
-        at_once = pass_.world // nodes if choice.method == "fused" and pass_.kind == GATHER else 1
-        columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)
-        return network_chunk_count(m_shard, columns, row_bytes, at_once)
+        local = pass_.world // nodes
+        most = _network_products(choice.method, pass_, local)
+        return network_chunk_count(m_shard, row_bytes, most, pays_in_short_chunks(local, gbs))
     if not TRAITS[choice.method].multiplies or choice.variant.whole:
         return 1
     if choice.method == "direct":
@@ -180,6 +183,16 @@ def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int) -> 
     # H200). The simulator says 429, with 8 chunks 406; the GEMM alone takes 379.
     most = 8 if pass_.kind == A2A_GEMM else 4
     return chunk_count(m_shard, row_bytes, on_gpu, most)
+
+
+def _network_products(method: str, pass_: Pass, local: int) -> int:
+    """How many products what crosses between nodes of `local` GPUs may be cut into."""
+    if method == "fused" and pass_.kind not in INBOUND and local == 1:
+        return CHUNK_COUNTS[-1]  # one launch, which goes on from chunk to chunk
+    # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
+    at_once = local if method == "fused" and pass_.kind == GATHER else 1
+    columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)
+    return products_that_fill(max(1, pass_.m // pass_.world), columns, at_once)
 
 
 def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:

@@ -34,17 +34,17 @@ class Plan:
 
 def make_plan(
     spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor,
-    device: torch.device | None = None,
+    device: torch.device | None = None, network_gbs: float = 0.0,
 ) -> Plan:  # fmt: skip
     """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`. device: where
-    it runs; None: where x is."""
+    it runs; None: where x is. network_gbs: what the network between the nodes carries, the same on all ranks; 0: unknown."""
     device = device or x.device
     rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
-    first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
+    first, sms = Pass(spec.fprop, rows, n, k, x.dtype, topology.world), sms_of(config, network_gbs)
     if spec.multiplies:
-        fprop, dgrad = (_engine(p, config, table, topology, device, w) for p in (first, first.dgrad))
+        fprop, dgrad = (_engine(p, config, table, topology, device, w, sms) for p in (first, first.dgrad))
     else:
-        fprop = dgrad = _exchange(first, config, topology, device, w)
+        fprop = dgrad = _exchange(first, config, topology, device, w, sms)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     wgrad = sent_again(fprop, topology) if sends_again else None
     how = (
@@ -63,23 +63,24 @@ def make_plan(
 
 
 def _engine(
-    pass_: Pass, config: OverlapConfig, table: Table, topology: Topology, device: torch.device, w: torch.Tensor
-) -> EnginePlan:
+    pass_: Pass, config: OverlapConfig, table: Table, topology: Topology, device: torch.device, w: torch.Tensor,
+    sms: NodeSms,
+) -> EnginePlan:  # fmt: skip
     choice = choose(config.method, pass_, device, table, topology.nodes)
-    return engine_plan(choice, pass_, topology, device, w, sms_of(config))
+    return engine_plan(choice, pass_, topology, device, w, sms)
 
 
 def _exchange(
-    pass_: Pass, config: OverlapConfig, topology: Topology, device: torch.device, w: torch.Tensor
+    pass_: Pass, config: OverlapConfig, topology: Topology, device: torch.device, w: torch.Tensor, sms: NodeSms
 ) -> EnginePlan:
     """An exchange alone. Beside it runs a product of another group, whose kernel may hold its SMs to its end: waits
     need one (engine_plan.py: _wait_sms)."""
-    engine = engine_plan(_without_product(config, topology), pass_, topology, device, w, sms_of(config))
+    engine = engine_plan(_without_product(config, topology), pass_, topology, device, w, sms)
     return replace(engine, wait_sms=int(topology.nodes > 1 and device.type == "cuda" and engine.slots > 0))
 
 
-def sms_of(config: OverlapConfig) -> NodeSms:
-    return NodeSms(config.network_sms, config.reduce_sms)
+def sms_of(config: OverlapConfig, network_gbs: float) -> NodeSms:
+    return NodeSms(config.network_sms, config.reduce_sms, network_gbs)
 
 
 def _without_product(config: OverlapConfig, topology: Topology) -> Choice:

@@ -15,6 +15,10 @@ HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels mul
 # of a gather the last GEMM, of a scatter what the own rows wait for. AG + GEMM of 8192 x 14336 x 4096 reached 0.95 of its bound
 # with 8 MiB and 0.93 with 16 (4 x H200); where copies outweigh the GEMM 16 are 9 % faster (choice.py: blocks are sent whole).
 _SHORTEST_COPY = 8 << 20
+# Between nodes of one rank nothing is passed on by such copies, and exchanges in a row cost no more than one: 32 MiB took 13.7 to
+# 14.8 ms in 4, 8, 16 and 32 of them, and 15.1 in one (2 x H200, sockets, 2.5 GB/s). But each keeps the host for 0.2 to 0.4 ms. A
+# network that carries 4 MiB in less than that would wait for the host.
+_SHORTEST_EXCHANGE, _SLOW_GBS = 4 << 20, 10.0
 # A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2. A gather
 # of 8192 x 14336 x 4096 took 0.672 ms so and 0.689 with chunks half as long (2 x H200).
 _SHORTEST_DIRECT = 1024
@@ -93,28 +97,34 @@ def portable_tile(dtype: torch.dtype, device: torch.device | Target) -> TileConf
 
 
 @functools.cache
-def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4) -> int:
+def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4, shortest: int = _SHORTEST_COPY) -> int:
     """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
 
-    On GPUs the largest of 1, 2, 4 and 8, up to `most`, that costs no tile and leaves no chunk shorter than _SHORTEST_COPY; on the
-    CPU 2 where the rows are even.
+    On GPUs the largest of 1, 2, 4 and 8, up to `most`, that costs no tile and leaves no chunk of less than `shortest` bytes; on
+    the CPU 2 where the rows are even.
     """
     if not on_gpu:
         return 2 if m_shard % 2 == 0 else 1
-    fits = [
-        c
-        for c in (1, 2, 4, 8)
-        if c <= most and _costs_no_tile(m_shard, c) and m_shard * row_bytes >= c * _SHORTEST_COPY
-    ]
+    fits = [c for c in (1, 2, 4, 8) if c <= most and _costs_no_tile(m_shard, c) and m_shard * row_bytes >= c * shortest]
     return max(fits, default=1)
 
 
+def pays_in_short_chunks(local: int, gbs: float) -> bool:
+    """Whether what crosses between nodes of `local` GPUs, over a network of so many GB/s (0: unknown), may go in short chunks."""
+    return local == 1 and 0 < gbs < _SLOW_GBS
+
+
 @functools.cache
-def network_chunk_count(m_shard: int, n: int, row_bytes: int, at_once: int = 1) -> int:
-    """Into how many chunks blocks are cut on GPUs where chunks of `at_once` blocks are a product of n columns. As chunk_count,
-    but at most one for each part of that product whose tiles fill a GPU."""
-    most = at_once * HOPPER_TILE.count(m_shard, n) // FILLS_A_GPU
-    return chunk_count(m_shard, row_bytes, True, max(1, min(4, most)))
+def network_chunk_count(m_shard: int, row_bytes: int, products: int, in_short: bool = False) -> int:
+    """Into how many chunks blocks are cut that cross between nodes of GPUs, at most `products` (products_that_fill). As
+    chunk_count; in_short: twice as many."""
+    most, shortest = (8, _SHORTEST_EXCHANGE) if in_short else (4, _SHORTEST_COPY)
+    return chunk_count(m_shard, row_bytes, True, max(1, min(most, products)), shortest)
+
+
+def products_that_fill(m_shard: int, n: int, at_once: int) -> int:
+    """Into how many products `at_once` blocks of m_shard rows and n columns can be cut so that the tiles of each fill a GPU."""
+    return at_once * HOPPER_TILE.count(m_shard, n) // FILLS_A_GPU
 
 
 def equal_chunks(m_shard: int, most: int) -> int:

@@ -76,12 +76,12 @@ class NodePutEngine(NodeStreamEngine):
     network: NvshmemPuts
     lands = False
 
-    def send_after_this(self) -> None:
-        """Let what is sent or passed on from now on come after what the caller's stream has been given so far. If the arriving
-        stream looked for a piece before the call's epoch has begun, the epoch before would make it seem to be there. An exchange
-        of NCCL needs no such order: what it sends orders it."""
-        super().send_after_this()
-        self._order(self._driver.current_stream(), self._arriving.cuda_stream)
+    def send_after(self, mark: int) -> None:
+        """Let what is sent or passed on from now on come after what is marked. If the arriving stream looked for a piece before
+        the call's epoch has begun, the epoch before would make it seem to be there. An exchange of NCCL needs no such order:
+        what it sends orders it."""
+        super().send_after(mark)
+        self._driver.check(self._driver.wait_event(self._arriving.cuda_stream, mark, 0))
 
     def cross(
         self, call: NodeCall, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None = None,

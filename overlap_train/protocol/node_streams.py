@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import cycle
 
 import torch
 
@@ -29,12 +30,15 @@ from .copy_engine import AT_LEAST, Route, StreamCopyEngine
 from .node_slot import NodeCall
 from .watchdog import FaultRecord
 
+MOST_MARKED = 4  # products at once that are enqueued, but not what sends them (schedule/turns.py: 2), and one more
+
 
 class NodeStreamEngine(StreamCopyEngine, ABC):
     """A copy engine whose operators end when what crosses the network has left, has arrived and is passed on.
 
     lands: whether what is for another rank of this node comes to this one first, and needs memory here. reduce_sms: that the sum
-    of this node's partials may hold; in nodes of one rank there is none.
+    of this node's partials may hold; in nodes of one rank there is none. gbs: GB/s that the network carries in each direction, if
+    that was measured.
     """
 
     lands = True
@@ -42,12 +46,13 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
 
     def __init__(
         self, device: torch.device, driver: CudaDriver, network: NcclTransport | NvshmemPuts, fault: FaultRecord,
-        blas: Blas | None = None, reduce_sms: int = 0,
+        blas: Blas | None = None, reduce_sms: int = 0, gbs: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(device, driver)
-        self.network, self._fault, self._blas, self.reduce_sms = network, fault, blas, reduce_sms
+        self.network, self._fault, self._blas, self.reduce_sms, self.gbs = network, fault, blas, reduce_sms, gbs
         self._sending, self._arriving = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._told, self._marks = driver.new_event(), (driver.new_event(), driver.new_event())
+        self._products = cycle([driver.new_event() for _ in range(MOST_MARKED)])
         self._unfinished: list[Callable[[], None]] = []
 
     def begin(self) -> None:
@@ -81,9 +86,19 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
         stream = self._driver.current_stream()
         self._driver.check(self._driver.wait_value(stream, counter.data_ptr(), tiles, AT_LEAST))
 
+    def mark(self) -> int:
+        """What the caller's stream has been given so far, for `send_after`: until MOST_MARKED marks later."""
+        mark = next(self._products)
+        self._driver.check(self._driver.record_event(mark, self._driver.current_stream()))
+        return mark
+
+    def send_after(self, mark: int) -> None:
+        """Let what is sent from now on leave after what is marked."""
+        self._driver.check(self._driver.wait_event(self._sending.cuda_stream, mark, 0))
+
     def send_after_this(self) -> None:
         """Let what is sent from now on leave after what the caller's stream has been given so far."""
-        self._order(self._driver.current_stream(), self._sending.cuda_stream)
+        self.send_after(self.mark())
 
     @abstractmethod
     def cross(

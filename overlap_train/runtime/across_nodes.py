@@ -71,7 +71,7 @@ class AcrossNodes:
         by = partial(NcclTransport, agreement, topology, device, timeout_s, self.fault)
         nccl, gbs = connect(agreement, topology, device, config.network_sms, by, self.fault)
         sms = settle(agreement, topology, device, gbs, config.reduce_sms)
-        return NodeExchangeEngine(device, driver, nccl, self.fault, Blas(device), sms)
+        return NodeExchangeEngine(device, driver, nccl, self.fault, Blas(device), sms, gbs)
 
     def new_memory(self, layout: Layout, engine: NodeEngine | NodeStreamEngine) -> tuple[SymmetricHeap, Workspace]:
         """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""

@@ -209,6 +209,12 @@ class OverlapDomain:
         assert isinstance(engine, NodeStreamEngine)
         return replace(config, network_sms=engine.network.sms, reduce_sms=engine.reduce_sms)
 
+    @property
+    def network_gbs(self) -> float:
+        """GB/s that the network between the nodes carries in each direction, the same on all ranks. Measured where NCCL connects
+        them (`settled`); 0: not measured."""
+        return self.engine.gbs if isinstance(self.engine, NodeStreamEngine) else 0.0
+
     @cached_property
     def _across_nodes(self) -> AcrossNodes:
         return AcrossNodes(self.config, self.device, self.topology, self.agreement, self.fault, self._launcher)

@@ -11,7 +11,7 @@ from mfu.layer_timeline import PASSES
 from mfu.names import AGAIN, MEGATRON, OVERLAP, is_graph, loss_baseline, speed_baseline
 from overlap_train.config import METHODS
 from overlap_train.tools.bench.bars import Bar, bars, has_bound
-from overlap_train.tools.bench.lanes import KINDS, NOTE, Span, draw_lanes, label_lanes
+from overlap_train.tools.bench.lanes import KINDS, NOTE, Span, draw_lanes, label_lanes, stored_inside
 from overlap_train.tools.bench.style import PERFECT, canvas, in_order, look_of, marks, save
 from overlap_train.tools.measure.results import Row, ranks_of
 
@@ -138,7 +138,7 @@ def draw_timeline(spans: Sequence[Span], title: str, path: Path) -> Path:
         for axes, name in zip(line, PASSES, strict=True):
             part = [span for span in spans if (span["variant"], span["pass"]) == (variant, name)]
             heading = f"{look_of(variant).label}:\n{name}" if name == PASSES[0] else name
-            draw_lanes(axes, heading, part, variant == "direct")
+            draw_lanes(axes, heading, part, stored_inside(part, variant == "direct"))
     for axes, width in zip(grid[0], widths, strict=True):
         axes.set_xlim(-0.01 * width, width)
     label_lanes(grid)

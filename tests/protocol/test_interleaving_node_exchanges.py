@@ -155,7 +155,7 @@ FAULTS = {
         "to_heads 6 3",
     ),
     "a block leaves before its product": (
-        Fault(CROSSINGS, "        self._engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
+        Fault(CROSSINGS, "        self._engine.send_after(mark)\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
     ),
     "rows leave before the caller has written them": (
         Fault(CROSSINGS, "        engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_rows 2 1",

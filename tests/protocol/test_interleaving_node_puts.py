@@ -90,7 +90,9 @@ FAULTS = {
         "gather 4 2",
     ),
     "what comes is looked for by the epoch before": (
-        in_networks("        self._order(self._driver.current_stream(), self._arriving.cuda_stream)\n", "", "wrong|deadlock"),
+        in_networks(
+            "        self._driver.check(self._driver.wait_event(self._arriving.cuda_stream, mark, 0))\n", "", "wrong|deadlock"
+        ),
         "gather 4 2",
     ),
     "nothing is passed on": (in_networks("if crossing.lands or not passed_on.all:", "if True:", "deadlock"), "gather 4 2"),
@@ -98,7 +100,7 @@ FAULTS = {
         in_networks("if crossing.lands or not passed_on.all:", "if not passed_on.all:", ".*"), "to_heads 4 2",
     ),
     "a block leaves before its product": (
-        Fault(CROSSINGS, "        self._engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
+        Fault(CROSSINGS, "        self._engine.send_after(mark)\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
     ),
     "sums of other nodes are not waited for": (
         Fault(STREAMS, "            call.wait(block)\n", "            pass\n"), "scatter 2 1",

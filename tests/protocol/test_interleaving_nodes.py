@@ -114,7 +114,7 @@ def assert_crosses_before_dx(build: Build) -> None:
     """Of a backward with a long product before that of dx: what is sent again goes on meanwhile, and dx follows it."""
     assert_passes(build, range(4))
     begin = "        self._begin()  # what an earlier call sends does not wait for that\n"
-    order = "        self._engine.send_after_this()\n"
+    order = "        self._engine.send_after(mark)\n"
     for fault in (("            self._engine.finish_started()\n", ""), (begin + order, order + begin)):
         with Fault(CROSSINGS, *fault).planted():
             assert isinstance(assert_caught(build, range(4)), Deadlock)
@@ -192,7 +192,7 @@ ARRIVE = "            exchange.arrive()\n"
 OWN = "            if landing is None:\n"
 SIGNAL = f"{OWN}                self._tell(call, received)\n"
 PASSED = "self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))"
-FORKED = "        self._order(self._driver.current_stream(), self._sending.cuda_stream)\n"
+FORKED = "        self._driver.check(self._driver.wait_event(self._sending.cuda_stream, mark, 0))\n"
 LEFT = "self._order(stream.cuda_stream, current)"
 
 
@@ -376,9 +376,12 @@ def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:
     """Rule 4: each rank's sum waits for what its neighbour computes after its own sum. With a queue for each stream nobody would
     notice."""
     first = Fault(
-        STREAMS,
-        "for block, legs in plan.legs.by_block:",
-        "for block, legs in sorted(plan.legs.by_block, key=lambda item: not item[1].network.all):",
+        "planning.schedule.turns",
+        "    return tuple(_in_turns(leaves, stays))\n",
+        "    alone = _in_turns([units[-1:] for units in leaves], stays)\n"
+        "    others = [(NEAR, units[:-1]) for units in leaves]\n"
+        "    return (*alone, *others)\n",
+        reload=ENGINES[ENGINES.index("operators.crossings") :],
     )
     with first.planted():
         assert_passes(problem("scatter", 4, 2), range(2))

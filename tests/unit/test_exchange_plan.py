@@ -86,6 +86,15 @@ def test_across_nodes_they_overlap() -> None:
 
 
 @pytest.mark.usefixtures("_hopper")
+def test_one_kernel_multiplies_what_one_exchange_brings() -> None:
+    """A2A + GEMM between nodes of one rank; of several ranks every tile would wait for several exchanges."""
+    for local, method in ((1, "fused"), (2, "chunked")):
+        pass_ = Pass(A2A_GEMM, 32768, 4096, 4096, BF16, 2 * local)
+        assert choose("auto", pass_, GPU, UNTUNED, nodes=2).method == method
+        assert choose("auto", replace(pass_, dtype=torch.float32), GPU, UNTUNED, nodes=2).method == "chunked"
+
+
+@pytest.mark.usefixtures("_hopper")
 def test_shallow_blocks_are_multiplied_together() -> None:
     """At least 1024 features at once, where a node has so many; of GPUs, across nodes."""
 

@@ -16,7 +16,7 @@ from overlap_train.planning import tiling
 from overlap_train.planning.arguments import all_gather_error, reduce_scatter_error
 from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.choice import Choice, choose
-from overlap_train.planning.engine_plan import EnginePlan, NodeSms, engine_plan, sent_again
+from overlap_train.planning.engine_plan import EnginePlan, NodeSms, chunks_of, engine_plan, sent_again
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.plan import barrier_first, make_plan
 from overlap_train.planning.refusals import why_not
@@ -32,6 +32,8 @@ from overlap_train.planning.tiling import (
     chunk_count,
     direct_chunk_count,
     network_chunk_count,
+    pays_in_short_chunks,
+    products_that_fill,
 )
 from overlap_train.planning.variants import Variant
 from overlap_train.protocol.layout import BARRIER, SLOTS, Layout
@@ -92,10 +94,36 @@ def test_into_how_many_chunks_blocks_are_cut_and_what_pushes_wait_for() -> None:
 
 
 def test_chunks_that_cross_the_network_are_products_that_fill_a_gpu() -> None:
-    """4096 rows are 32 tiles high: of 1024 columns 128 tiles, of 4096 512, of 8192 1024. Never more than four chunks."""
-    assert [network_chunk_count(4096, n, 8192) for n in (1024, 2048, 4096, 8192, 65536)] == [1, 1, 2, 4, 4]
-    assert network_chunk_count(4096, 8192, 1024) == 1, "a chunk is too short to be sent"
-    assert [network_chunk_count(4096, 1024, 8192, at_once) for at_once in (1, 2, 4, 8)] == [1, 1, 2, 4]
+    """4096 rows are 32 tiles high: of 1024 columns 128 tiles, of 4096 512, of 8192 1024. Never more than four chunks, or eight
+    short ones."""
+
+    def chunks(n: int, row_bytes: int = 8192, in_short: bool = False, at_once: int = 1) -> int:
+        return network_chunk_count(4096, row_bytes, products_that_fill(4096, n, at_once), in_short)
+
+    assert [chunks(n) for n in (1024, 2048, 4096, 8192, 65536)] == [1, 1, 2, 4, 4]
+    assert [chunks(n, in_short=True) for n in (1024, 2048, 4096, 8192, 65536)] == [1, 1, 2, 4, 8]
+    assert [chunks(65536, *how) for how in ((2048, False), (1024, True), (2048, True))] == [1, 1, 2], (
+        "a chunk is too short to be sent"
+    )
+    assert [chunks(1024, at_once=at_once) for at_once in (1, 2, 4, 8)] == [1, 1, 2, 4]
+
+
+def test_chunks_are_short_where_the_host_is_faster_than_the_network() -> None:
+    """Nodes of one GPU: of several, each chunk is also passed on. What nobody has measured may be fast."""
+    found = [pays_in_short_chunks(*network) for network in ((1, 2.5), (1, 9.9), (1, 10.1), (1, 0.0), (2, 2.5))]
+    assert found == [True, True, False, False, False]
+
+
+def test_a_persistent_kernel_sends_chunks_of_less_than_a_gpu_of_tiles() -> None:
+    """Where one launch multiplies all chunks, and nothing passes them on inside the node."""
+
+    def chunks(method: str, kind: str, world: int) -> int:
+        pass_ = Pass(kind, 8192 * world, 2048 * (world if kind == GEMM_A2A else 1), 8192, BF16, world)
+        return chunks_of(Choice(method, "asked for"), pass_, GPU, nodes=2, gbs=2.5)
+
+    kinds = (SCATTER, GEMM_A2A)
+    assert [chunks("fused", kind, 2) for kind in kinds] == [8, 8]
+    assert [chunks("chunked", kind, 2) for kind in kinds] == [chunks("fused", kind, 4) for kind in kinds] == [2, 2]
 
 
 def test_chunks_cost_no_tile_and_are_not_too_short() -> None:
@@ -150,10 +178,12 @@ def test_rows_and_memory_of_each_operator() -> None:
     assert plan_on_cpu(ALL_GATHER_LINEAR, "collective").request.slot_bytes == 0
 
 
-def across_nodes(pass_: Pass, method: str = "auto", nodes: int = 2, device: torch.device = GPU) -> EnginePlan:
+def across_nodes(
+    pass_: Pass, method: str = "auto", nodes: int = 2, device: torch.device = GPU, gbs: float = 0.0
+) -> EnginePlan:
     topology = Topology(nodes, pass_.world // nodes, 0)
     choice = choose(method, pass_, device, UNTUNED, nodes)
-    return engine_plan(choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16), NodeSms(6, reduce=9))
+    return engine_plan(choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16), NodeSms(6, reduce=9, gbs=gbs))
 
 
 def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_sms() -> None:
@@ -161,6 +191,7 @@ def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_
     gather = Pass(GATHER, 8192, 14336, 4096, BF16, 2)
     plan = across_nodes(gather, "chunked")
     assert (plan.chunks, len(plan.crossings), plan.send_sms) == (4, 4, 6)
+    assert across_nodes(gather, "chunked", gbs=2.5).chunks == 8
     again = sent_again(plan, Topology(2, 1, 0))
     assert (again.chunks, len(again.crossings), again.send_sms) == (1, 1, 6)
     assert across_nodes(Pass(GATHER, 1024, 14336, 4096, BF16, 2), "chunked").chunks == 1, "a chunk is 8 MiB at least"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from overlap_train import OverlapConfig
+from overlap_train.operators import plan_book
 from overlap_train.operators.plan_book import PlanBook, _other_table
 from overlap_train.operators.planned import Planned
 from overlap_train.planning.cache import BoundedCache
@@ -109,7 +111,9 @@ def test_nodes_are_connected_only_for_plans_that_send_between_them(nodes: int, m
     one.table, one.topology, one.agreed = UNTUNED, Topology(nodes, 2 // nodes, 0), BoundedCache(8)
     one.domain = SimpleNamespace(  # type: ignore[assignment]
         world_size=2, device=X.device, config=config, nodes=SimpleNamespace(problem=None), book=one,
-        settled=lambda config: settled.append(config) or config, prepare=lambda *arguments: None,
+        settled=lambda config: settled.append(config) or config, prepare=lambda *arguments: None, network_gbs=2.5,
     )  # fmt: skip
-    one.agree(one.look_up(ALL_GATHER_LINEAR, X, W, None, config)[0], ALL_GATHER_LINEAR, X, W, None, config, "fc1")
+    with mock.patch.object(plan_book, "make_plan", wraps=make_plan) as plans:
+        one.agree(one.look_up(ALL_GATHER_LINEAR, X, W, None, config)[0], ALL_GATHER_LINEAR, X, W, None, config, "fc1")
     assert settled == [config] * connects
+    assert plans.call_args.kwargs == ({"network_gbs": 2.5} if connects else {}), "what was measured counts"

@@ -112,20 +112,29 @@ def test_attention_blocks_of_ulysses_are_no_layers_of_the_plan() -> None:
     assert compare_layers(BENCHMARKS / "h200x2" / "ulysses", H200) == []
 
 
-def error_across_nodes(row: Row) -> float:
-    """Of a row of two nodes of one GPU each. The network is as fast as NCCL alone was in that row."""
+def gbs_of(row: Row) -> float:
+    """What NCCL alone carried in a row of two nodes of one GPU each."""
     pass_ = pass_of(row)
-    sent = pass_.m // 2 * pass_.row_features * pass_.dtype.itemsize
-    work = work_of(replace(H200, nic_gbs=sent / row["comm_ms"] / 1e6), pass_, row["method"], UNTUNED, nodes=2)
-    return estimate(work, program(work)).us / (1e3 * row["ms"]) - 1
+    return pass_.m // 2 * pass_.row_features * pass_.dtype.itemsize / row["comm_ms"] / 1e6
 
 
-@pytest.mark.parametrize(("method", "worst", "above"), [("auto", 0.12, 1), ("chunked", 0.11, 1)])
-def test_two_nodes_are_predicted_within_five_percent_in_the_mean(method: str, worst: float, above: int) -> None:
-    """Over a wire of one speed. Products alone are shorter there than planned: the GPU rests while it waits for the network."""
-    rows = [row for row in rows_of(BENCHMARKS / "h200x2" / "hierarchical", "operators.json") if row["method"] == method]
-    errors = [abs(error_across_nodes(row)) for row in rows]
-    assert len(rows) == 24 and sum(errors) / 24 <= 0.052 and max(errors) <= worst
+@pytest.mark.parametrize(
+    ("folder", "method", "mean", "worst", "above"),
+    [
+        (".", "auto", 0.04, 0.102, 1), ("many_queues", "auto", 0.04, 0.126, 3),
+        (".", "chunked", 0.07, 0.19, 4), ("many_queues", "chunked", 0.065, 0.12, 1),
+    ],
+)  # fmt: skip
+def test_two_nodes_are_predicted(folder: str, method: str, mean: float, worst: float, above: int) -> None:
+    """Over a wire of one speed: that of the fastest row. Products alone are shorter there than planned: the GPU rests while it
+    waits for the network. The planner knows nothing of the one hardware queue (".")."""
+    rows = rows_of(BENCHMARKS / "h200x2" / "hierarchical" / folder, "operators.json")
+    system, errors = replace(H200, nic_gbs=max(map(gbs_of, rows))), list[float]()
+    for row in rows:
+        if row["method"] == method:
+            work = work_of(system, pass_of(row), method, UNTUNED, nodes=2)
+            errors.append(abs(estimate(work, program(work)).us / (1e3 * row["ms"]) - 1))
+    assert len(errors) == 24 and sum(errors) / 24 <= mean and max(errors) <= worst
     assert sum(error > WORST for error in errors) == above
 
 

@@ -393,7 +393,9 @@ def test_far_blocks_are_multiplied_by_the_chunks_that_cross() -> None:
     scatter = [
         kernel.ends for kernel in program(work(SCATTER, 2, 2, chunks=2)).kernels if kernel.name == "library gemm"
     ]
-    assert scatter == [("call", "rows", *piece) for piece in ((3, 0), (2, 0), (2, 1), (1, 0), (0, 0))]
+    assert scatter == [
+        ("call", "rows", *piece) for piece in ((3, 0), (2, 0), (3, 1), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1))
+    ]
     leaving = [send for send in program(work(GEMM_A2A, 2, 2, chunks=2)).sends if send.leg.link == NETWORK]
     assert [send.ready for send in leaving] == [("call", "rows", block, chunk) for block in (3, 2) for chunk in (0, 1)]
 

@@ -119,6 +119,13 @@ def test_plans_spare_the_sms_that_were_found(changed: dict[str, Any], sms: int) 
     assert connect.called == bool(sms)
 
 
+@pytest.mark.parametrize(("engine", "gbs"), [(mock.Mock(spec=NodeStreamEngine, gbs=2.5), 2.5), (mock.Mock(), 0.0)])
+def test_plans_know_what_the_network_carries(engine: Any, gbs: float) -> None:
+    """Before the nodes are connected the domain has another engine, and nothing is known."""
+    domain: Any = SimpleNamespace(engine=engine)
+    assert OverlapDomain.network_gbs.fget(domain) == gbs  # type: ignore[attr-defined]
+
+
 def test_exchanges_are_timed_once_the_twins_have_met() -> None:
     """And the best of four bursts counts: a wire that others use is slow at times."""
     network, times = Network(2), iter((0.0, 7.0, 10.0, 10.9, 11.0, 11.5, 12.0, 12.8, 13.0, 14.0))

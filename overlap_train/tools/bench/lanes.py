@@ -68,7 +68,8 @@ def perfect(spans: Sequence[Span]) -> float:
 
 
 def stored_inside(spans: Sequence[Span], is_direct: bool) -> list[Interval]:
-    """Kernels of operators that store at the peers themselves: all of `direct`, else those beside which nothing is sent."""
+    """Kernels of operators inside one node that store at the peers themselves: all of `direct`, else those beside which nothing
+    is sent."""
     sent = union(spans, COMMUNICATION)
     own = [span for span in spans if any(name in span["name"] for name in STORING)]
     return [
@@ -78,8 +79,11 @@ def stored_inside(spans: Sequence[Span], is_direct: bool) -> list[Interval]:
     ]
 
 
-def draw_lanes(axes: Any, title: str, spans: Sequence[Span], is_direct: bool) -> None:
-    """Computation above, communication below; the title says how long it took and how much of that was exposed."""
+def draw_lanes(axes: Any, title: str, spans: Sequence[Span], inside: list[Interval]) -> None:
+    """Computation above, communication below; the title says how long it took and how much of that was exposed.
+
+    inside: when kernels store at the peers (stored_inside).
+    """
     bare, length = exposed(spans), max((span["end"] for span in spans), default=0.0)
     lanes = {"compute": (1, union(spans, ("compute",))), "gemm": (1, union(spans, ("gemm",)))}
     lanes |= {"hidden": (0, union(spans, COMMUNICATION)), "exposed": (0, bare)}
@@ -87,7 +91,6 @@ def draw_lanes(axes: Any, title: str, spans: Sequence[Span], is_direct: bool) ->
         axes.broken_barh(
             [(start, end - start) for start, end in parts], (lane, 0.8), color=look_of(name).colour, linewidth=0.4
         )
-    inside = stored_inside(spans, is_direct)
     axes.broken_barh([(start, end - start) for start, end in inside], (0.06, 0.68), **outline())
     if [end - start > 0.8 * length for start, end in inside] == [True]:
         place = {"ha": "center", "va": "center", "fontsize": SMALL, "zorder": 4}

@@ -26,15 +26,15 @@ from ..measure.models import MODELS
 from ..measure.world import World
 from .attention_blocks import overlapped
 from .attention_data import Data
-from .lanes import KINDS, NOTE, Span, between, draw_lanes, label_lanes, perfect
+from .lanes import KINDS, NOTE, Span, between, draw_lanes, label_lanes, perfect, stored_inside
 from .style import canvas, in_order, save
 
 METHODS = ("collective", "chunked", "fused", "direct")
 # M, features in, features out of the first and the second linear of the MLP; the block has as many tokens in all
 MODEL, M, HIDDEN, FFN = "llama3-8b", 8192, 4096, 14336
-# Features between the two where sockets carry what is sent. Of two GPUs each multiplies for 6.3 ms at 700 TFLOP/s. Sockets took
-# 3.1 to 11.5 ms for the 32 MiB that each sends (bench hierarchical).
-WIDE = 131072
+# Features between the two where sockets carry what is sent: of two GPUs each multiplies for 14 ms, as long as loopback takes at
+# 40 Gbit/s for the 32 MiB that each sends (bench hierarchical).
+WIDE = 315392
 
 MARKER = "fillfunctor"  # the kernel between two calls
 OWN_MARKER = f"{MARKER}<short>"  # of 16-bit integers, with which no model fills anything
@@ -69,8 +69,8 @@ def _linears(here: World) -> tuple[Calls, dict[str, Any]]:
 
 
 def _nodes(here: World, node_ranks: int) -> tuple[Calls, dict[str, Any]]:
-    """The calls, and their sizes. `chunked` multiplies and sends chunk by chunk there."""
-    configs = {method: OverlapConfig(method=method, node_ranks=node_ranks) for method in ("collective", "chunked")}
+    """The calls, and their sizes. `direct` does not cross nodes."""
+    configs = {method: OverlapConfig(method=method, node_ranks=node_ranks) for method in METHODS if method != "direct"}
     calls, sizes = _mlp(here, WIDE, configs)
     return calls, sizes | {"nodes": here.size // node_ranks}
 
@@ -161,7 +161,9 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
             if (operator, method) not in calls:
                 axes.set_axis_off()
                 continue
-            draw_lanes(axes, f"{operator} by {method}:", calls[operator, method], method == "direct")
+            spans = calls[operator, method]
+            inside = [] if "nodes" in recording["shape"] else stored_inside(spans, method == "direct")
+            draw_lanes(axes, f"{operator} by {method}:", spans, inside)
             if one_after_the_other := calls.get((operator, "collective")):
                 axes.axvline(perfect(one_after_the_other), color="black", linewidth=2)
     label_lanes(grid)

@@ -98,7 +98,7 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
     """How the case runs by a choice; like: one of its input sets."""
     weight = like.right if like.right.is_contiguous() else like.right.t()
     planned = case.planned(domain.world_size, like.left.dtype)
-    sms = sms_of(domain.settled(domain.config))
+    sms = sms_of(domain.settled(domain.config), domain.network_gbs)
     return engine_plan(choice, planned, domain.topology, domain.device, weight, sms)
 
 

@@ -68,7 +68,7 @@ def work_of(
     if is_alone:
         choice = alone(choice, pass_, target)  # type: ignore[arg-type]
     weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")
-    sms = NodeSms(network_sms(system.nic_gbs), reduce_sms(system, topology.local))
+    sms = NodeSms(network_sms(system.nic_gbs), reduce_sms(system, topology.local), system.nic_gbs)
     plan = engine_plan(choice, pass_, topology, target, weight, sms)  # type: ignore[arg-type]
     return Work(system, plan, pass_, topology, side=side)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...planning.machines import System
-from ..bench.lanes import KINDS, draw_lanes, label_lanes
+from ..bench.lanes import KINDS, draw_lanes, label_lanes, stored_inside
 from ..bench.style import LOOKS, canvas, in_order, look_of, save
 from .check import WORST, Compared, mean_error
 from .inputs import EXCHANGED, Strategy
@@ -35,7 +35,7 @@ def draw_timeline(predictions: Sequence[Prediction], system: System, strategy: S
     for line, method in zip(grid, order, strict=True):
         for axes, p in zip(line, shown, strict=True):
             spans = as_recorded(p.by_method[method].timeline, without_copies=method == "direct")
-            draw_lanes(axes, f"{p.linear} by {method}:", spans, method == "direct")
+            draw_lanes(axes, f"{p.linear} by {method}:", spans, stored_inside(spans, method == "direct"))
             axes.axvline(p.bound_us, color="black", linewidth=2)
     label_lanes(grid)
     return save(figure, path)

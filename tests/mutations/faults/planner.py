@@ -76,7 +76,7 @@ FAULTS = [
     ACROSS("plan: what lands is passed on before it is there",
            "        return landed(work.call, leg.target, leg.block, leg.chunk)\n", "        return None\n"),
     PROGRAMS("plan: a chunk that crosses leaves after the first",
-             "leg.chunk if leg.link == NETWORK or leg.after_tiles else 0)", "0)"),
+             "leg.chunk if work.topology.nodes > 1 or leg.after_tiles else 0)", "0)"),
     SIMULATE("plan: what is for another rank arrives at once",
              "taker = group.topology.receiver(leg.target) if leg.link == NETWORK else", "taker ="),
     COST("plan: products have NCCL's SMs, too", "sms = system.sms - spared_sms", "sms = system.sms"),

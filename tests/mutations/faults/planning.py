@@ -7,6 +7,7 @@ from tests.mutations.mutation import In
 UNIT, PROTOCOL = "tests/unit", "tests/protocol"
 PLANS = (f"{UNIT}/test_plan.py",)
 ORDER = In("overlap_train/planning/schedule/order.py", (f"{PROTOCOL}/test_schedule.py",))
+TURNS = In("overlap_train/planning/schedule/turns.py", (f"{UNIT}/test_turns.py",))
 LEGS = In("overlap_train/planning/schedule/legs.py", (f"{PROTOCOL}/test_schedule.py",))
 PLAN = In("overlap_train/planning/engine_plan.py", PLANS)
 WHOLE_PLAN = In("overlap_train/planning/plan.py", PLANS)
@@ -22,6 +23,20 @@ PASSES = In("overlap_train/planning/passes.py", (f"{UNIT}/test_choice.py",))
 TABLE = In("overlap_train/planning/table.py", (f"{UNIT}/test_tuning_table.py",))
 
 FAULTS = [
+    TURNS("exchanges are enqueued in turns with products", "1 - (-exchanges * done // parts)", "1"),
+    TURNS(
+        "too many exchanges are enqueued ahead",
+        "1 - (-exchanges * done // parts)",
+        "2 - (-2 * exchanges * done // parts)",
+    ),
+    TURNS("an exchange follows its product at once", "_PRODUCTS_AHEAD = 2", "_PRODUCTS_AHEAD = 0"),
+    TURNS("the own node's products come last", "turn * len(stays) // exchanges", "0"),
+    TURNS("what the node's other ranks add is multiplied alone", "topology.local if kind == SCATTER else 1", "1"),
+    TURNS(
+        "own rows come first",
+        "(*others[len(others) - own_node :], topology.rank)",
+        "(topology.rank, *others[len(others) - own_node :])",
+    ),
     ORDER("blocks arrive in the order in which they are sent", "-node, -place)", "node, place)"),
     ORDER(
         "a rank sends to itself",
@@ -126,9 +141,13 @@ FAULTS = [
     TILING("chunks are not equal", "return m_shard % chunks == 0 and chunks", "return chunks"),
     TILING(
         "chunks are too short for the copy engine",
-        "m_shard * row_bytes >= c * _SHORTEST_COPY",
-        "m_shard * row_bytes >= _SHORTEST_COPY",
+        "m_shard * row_bytes >= c * shortest",
+        "m_shard * row_bytes >= shortest",
     ),
+    TILING("nodes of several GPUs exchange short chunks", "return local == 1 and 0 < gbs", "return 0 < gbs"),
+    TILING("chunks are short for a fast network", "0 < gbs < _SLOW_GBS", "0 < gbs"),
+    TILING("chunks are short for a network that nobody has measured", "0 < gbs < _SLOW_GBS", "gbs < _SLOW_GBS"),
+    PLAN("chunks know nothing of the network", "device, topology.nodes, sms.gbs)", "device, topology.nodes)"),
     TILING("tiles are rounded down", "-(-rows * self.parts // self.block_m)", "(rows * self.parts // self.block_m)"),
     TILING("the layout of a weight is not looked at", "return one_step and pitch > 0 and", "return pitch > 0 and"),
     TILING("an expanded weight is read by TMA", "one_step and pitch > 0 and pitch", "one_step and pitch"),

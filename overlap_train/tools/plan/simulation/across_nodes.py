@@ -20,7 +20,7 @@ SUMS = 2  # their stream; 1 is NCCL's (backward.py)
 
 
 def multiplied(work: Work, block: int, chunk: int = 0) -> Token:
-    """This rank's product for a block by the library: for a chunk of it, where it crosses the network, else whole (0)."""
+    """This rank's product for a block by the library: whole inside one node (0), chunk by chunk where the group spans nodes."""
     return (work.call, "rows", block, chunk)
 
 

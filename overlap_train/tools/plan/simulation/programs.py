@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import chain
 
 from ....methods import TRAITS
@@ -17,7 +16,8 @@ from ....planning.low_latency import LOW_LATENCY
 from ....planning.machines import System
 from ....planning.schedule.kinds import GATHER, INBOUND, SCATTER
 from ....planning.schedule.legs import NETWORK, Leg
-from ....planning.schedule.order import multiplied_together
+from ....planning.schedule.order import multiplied_together, targets
+from ....planning.schedule.turns import leaving
 from .across_nodes import far_arrivals, far_turns, in_order, lane_of, made, multiplied, node_sums, waits_for
 from .copies import copied, give, put_together, take
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
@@ -117,7 +117,7 @@ def _ready(work: Work, leg: Leg) -> Token:
     """The Token after which an own operand may leave."""
     if work.plan.kind in INBOUND:
         return work.begun
-    return made(work, leg.block, leg.chunk if leg.link == NETWORK or leg.after_tiles else 0)
+    return made(work, leg.block, leg.chunk if work.topology.nodes > 1 or leg.after_tiles else 0)
 
 
 def program(work: Work) -> Program:
@@ -222,12 +222,12 @@ def _side_by_side(work: Work, blocks: int) -> Kernel:
 
 
 def _products(work: Work) -> list[Kernel]:
-    """One for each block that leaves, in their order, and the own one; of a far twin's block one for each chunk that crosses."""
-    kernels, lasts = [], cache(work.chunk_us)
-    for block, legs in work.plan.legs.by_block:
-        parts = max(1, len(legs.network.all))
-        kernels += [_product(work, lasts(parts), multiplied(work, block, part)) for part in range(parts)]
-    return [*kernels, _product(work, work.part_us, multiplied(work, work.topology.rank))]
+    """One for each block, the own one last; across nodes one for each chunk, between their exchanges (schedule/turns.py)."""
+    if work.topology.nodes == 1:
+        blocks = (*targets(work.topology), work.topology.rank)
+        return [_product(work, work.part_us, multiplied(work, block)) for block in blocks]
+    turns, us = leaving(work.plan.kind, work.topology, work.plan.chunks), work.chunk_us(work.plan.chunks)
+    return [_product(work, us, multiplied(work, *unit)) for _, units in turns for unit in units]
 
 
 def _reduce_us(work: Work) -> float:

@@ -1,0 +1,57 @@
+"""In which order a rank enqueues its products, and its exchanges with other nodes.
+
+Megatron-Core wants CUDA_DEVICE_MAX_CONNECTIONS=1 on most GPUs: one hardware queue for all streams, in which nothing starts before
+everything that was enqueued earlier has started. An exchange starts when the one before it has ended. A product behind it waits
+for that, whether it needs the exchange or not; and an exchange behind a product waits until the products before that have ended.
+So each is enqueued where it would start if the network took as long as all products. Then neither holds up the other much,
+whichever is slower. Where each stream has a queue of its own, the order costs nothing.
+
+Two nodes of one rank, 8 chunks, network and products 13.7 ms each (2 x H200): a gather whose exchanges took turns with its
+products took 17.9 ms, a scatter whose own rows came last 19.6 ms; with a queue for each stream both took 14.9 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from .kinds import SCATTER
+from .order import Unit, targets
+from .topology import Topology
+
+FAR, EXCHANGE, NEAR = "far", "exchange", "near"
+_PRODUCTS_AHEAD = 2  # of an exchange, whose own product is done: the exchange before it may end early
+
+
+def exchanges_ahead(exchanges: int, done: int, parts: int) -> int:
+    """How many exchanges of an operand are enqueued when `done` of `parts` equal parts of its product are: those that would have
+    ended when these parts have, and one more."""
+    return min(exchanges, 1 - (-exchanges * done // parts))
+
+
+@cache
+def leaving(kind: str, topology: Topology, chunks: int) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
+    """(what, the chunks whose products it is) in the order in which GEMM + RS and GEMM + A2A enqueue it.
+
+    FAR is what the next EXCHANGE without one sends: of GEMM + RS a chunk for all ranks of a far node, of which this rank adds up
+    and sends the last. NEAR is a chunk of what stays in the node, the own block last; they come evenly between the exchanges.
+    """
+    others, own_node = targets(topology), topology.local - 1
+    far, near = others[: topology.world - topology.local], (*others[len(others) - own_node :], topology.rank)
+    at_once = topology.local if kind == SCATTER else 1
+    groups = [far[first : first + at_once] for first in range(0, len(far), at_once)]
+    leaves = [tuple((block, chunk) for block in group) for group in groups for chunk in range(chunks)]
+    stays = [((block, chunk),) for block in near for chunk in range(chunks)]
+    return tuple(_in_turns(leaves, stays))
+
+
+def _in_turns(leaves: list[tuple[Unit, ...]], stays: list[tuple[Unit]]) -> Iterator[tuple[str, tuple[Unit, ...]]]:
+    far, near, exchanges = min(1, len(leaves)), 0, len(leaves)
+    yield from ((FAR, units) for units in leaves[:far])
+    for turn in range(exchanges):
+        yield EXCHANGE, ()
+        until, due = turn + 1 + _PRODUCTS_AHEAD, turn * len(stays) // exchanges
+        yield from ((FAR, units) for units in leaves[far:until])
+        yield from ((NEAR, units) for units in stays[near:due])
+        far, near = until, due
+    yield from ((NEAR, units) for units in stays[near:])

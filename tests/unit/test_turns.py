@@ -1,0 +1,120 @@
+"""The order in which products and exchanges across nodes are enqueued: it is complete, and costs little in one hardware queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+
+from overlap_train.planning.schedule.crossings import crossings
+from overlap_train.planning.schedule.kinds import GEMM_A2A, SCATTER
+from overlap_train.planning.schedule.topology import Topology
+from overlap_train.planning.schedule.turns import EXCHANGE, FAR, NEAR, exchanges_ahead, leaving
+from overlap_train.planning.variants import CHUNK_COUNTS
+
+SIZES = [(2, 1), (2, 2), (3, 1), (3, 2), (8, 1), (4, 8)]
+RATIOS = (0.5, 0.75, 1.0, 1.25, 2.0)  # products over network
+SLACK = 1.04  # of one queue over many
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is enqueued: in a stream, for so long, after what is numbered `after`."""
+
+    stream: str
+    length: float
+    after: int | None = None
+
+
+def time_of(steps: list[Step], one_queue: bool) -> float:
+    """When all steps have ended. one_queue: none starts before all that were enqueued earlier have started."""
+    ends: list[float] = []
+    free: dict[str, float] = {}
+    queue = 0.0
+    for step in steps:
+        start = max(
+            free.get(step.stream, 0.0), 0.0 if step.after is None else ends[step.after], queue if one_queue else 0.0
+        )
+        queue, free[step.stream] = start, start + step.length
+        ends.append(start + step.length)
+    return max(ends)
+
+
+def gather_steps(
+    nodes: int, chunks: int, ratio: float, ahead: Callable[[int, int, int], int] = exchanges_ahead
+) -> list[Step]:
+    """The own node's product, then a product for each chunk of a far node: of nodes of one rank, whose network takes 1."""
+    exchanges, steps, at = (nodes - 1) * chunks, list[Step](), list[int]()
+
+    def enqueue_until(count: int) -> None:
+        while len(at) < min(count, exchanges):
+            at.append(len(steps))
+            steps.append(Step("network", 1 / exchanges))
+
+    enqueue_until(1)
+    steps.append(Step("products", ratio / nodes))
+    for turn in range(exchanges):
+        enqueue_until(max(turn + 2, ahead(exchanges, chunks + turn, nodes * chunks)))
+        steps.append(Step("products", ratio / nodes / chunks, after=at[turn]))
+    return steps
+
+
+def scatter_steps(nodes: int, chunks: int, ratio: float, order: Sequence[Any] = ()) -> list[Step]:
+    """The same, of what leaves. order: another one."""
+    steps, waiting, exchanges = list[Step](), list[int](), (nodes - 1) * chunks
+    for what, units in order or leaving(SCATTER, Topology(nodes, 1, 0), chunks):
+        if what == EXCHANGE:
+            steps.append(Step("network", 1 / exchanges, after=waiting.pop(0)))
+            continue
+        steps.append(Step("products", ratio / nodes / chunks * len(units)))
+        if what == FAR:
+            waiting.append(len(steps) - 1)
+    return steps
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
+def test_one_hardware_queue_costs_little(nodes: int, ratio: float) -> None:
+    """With 8 chunks, and of several ratios of products to network."""
+    for steps in (gather_steps(nodes, 8, ratio), scatter_steps(nodes, 8, ratio)):
+        many = time_of(steps, one_queue=False)
+        assert time_of(steps, one_queue=True) <= SLACK * many
+        assert many <= max(1.0, ratio) + ratio / nodes / 8 + 1e-9, (
+            "the first or last product, and nothing else, is alone"
+        )
+
+
+def test_a_worse_order_would_be_seen() -> None:
+    """Exchanges in turns with products, and own rows last: as they were."""
+    turns = gather_steps(2, 8, 1.0, ahead=lambda exchanges, done, parts: 0)
+    units = leaving(SCATTER, Topology(2, 1, 0), 8)
+    own_last = scatter_steps(2, 8, 1.0, sorted(units, key=lambda step: step[0] == NEAR))
+    for steps in (turns, own_last):
+        assert time_of(steps, one_queue=True) > 1.1 * time_of(steps, one_queue=False)
+
+
+@pytest.mark.parametrize(("nodes", "local"), SIZES)
+def test_everything_is_enqueued_once_and_products_before_their_exchange(nodes: int, local: int) -> None:
+    for kind, chunks, rank in product((SCATTER, GEMM_A2A), CHUNK_COUNTS, (0, nodes * local - 1)):
+        topology = Topology(nodes, local, rank)
+        steps = leaving(kind, topology, chunks)
+        units = [unit for _, some in steps for unit in some]
+        assert sorted(units) == list(product(range(topology.world), range(chunks)))
+        far = [some[-1] for what, some in steps if what == FAR]
+        assert far == [(turn.sent.block, turn.sent.chunk) for turn in crossings(kind, topology, chunks)]
+        near = [some[0] for what, some in steps if what == NEAR]
+        assert near[-chunks:] == [(rank, chunk) for chunk in range(chunks)], "own rows last"
+        behind = 0
+        for what, some in steps:
+            behind += {FAR: 1, EXCHANGE: -1, NEAR: 0}[what]
+            assert behind >= 0, "an exchange before its product"
+            assert all((block // local != topology.node) == (what == FAR) for block, _ in some)
+        assert behind == 0
+
+
+def test_a_group_inside_one_node_exchanges_nothing() -> None:
+    assert leaving(SCATTER, Topology(1, 2, 0), 2) == tuple((NEAR, (unit,)) for unit in ((1, 0), (1, 1), (0, 0), (0, 1)))
+    assert exchanges_ahead(0, 1, 2) == 0
