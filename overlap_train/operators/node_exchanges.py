@@ -94,9 +94,9 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
         engine, self._staging = self._begin()
         self._columns = self._b.chunk(self._domain.world_size, dim=1)
         with engine.products(self._plan.spared_sms):
-            enqueue_leaving(engine, self._plan, self._domain.topology, self._multiply, self._cross)
+            enqueue_leaving(engine, self._plan, self._domain.topology, self._multiply_chunk, self._cross)
 
-    def _multiply(self, block: int, chunk: int) -> None:
+    def _multiply_chunk(self, block: int, chunk: int) -> None:
         """A chunk of the columns of rank `block`, which is pushed if that is another rank of this node."""
         chunks, own = self._call.chunks, block == self._domain.rank
         into = self._own_place() if own else self._staging[block]

@@ -65,9 +65,9 @@ class NodeStreamScatter(ChunkedScatter):
     def start(self) -> None:
         engine, plan = self._open(), self._plan
         with engine.products(plan.spared_sms):
-            enqueue_leaving(engine, plan, self._domain.topology, self._multiply, self._cross)
+            enqueue_leaving(engine, plan, self._domain.topology, self._multiply_chunk, self._cross)
 
-    def _multiply(self, block: int, chunk: int) -> None:
+    def _multiply_chunk(self, block: int, chunk: int) -> None:
         """The partial sum for a chunk of the rows of rank `block`, which is pushed if another rank of this node adds it up."""
         part = self._chunk(self._partials, block, chunk)
         torch.mm(self._chunk(self._rows, block, chunk), self._b, out=part)
