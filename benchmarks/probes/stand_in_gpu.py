@@ -146,8 +146,10 @@ def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
     stack = ExitStack()
     make_plan, registry = plan_book.make_plan, "overlap_train.runtime.registry"
 
-    def planned(spec: Any, config: Any, table: Any, topology: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
-        return make_plan(spec, config, table, topology, _OnHopper(x), _OnHopper(w))  # type: ignore[arg-type]
+    def planned(
+        spec: Any, config: Any, table: Any, topology: Any, x: torch.Tensor, w: torch.Tensor, **network: Any
+    ) -> Any:
+        return make_plan(spec, config, table, topology, _OnHopper(x), _OnHopper(w), **network)  # type: ignore[arg-type]
 
     stream = SimpleNamespace(cuda_stream=1, synchronize=lambda: None)
     for name, instead in {

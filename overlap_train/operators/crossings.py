@@ -111,6 +111,7 @@ class OperandCrossings(Crossings):
 
     def bring(self, count: int) -> None:
         """Let the first `count` exchanges arrive. One more is enqueued before: what is owed goes before what is waited for."""
+        assert count <= self._count, f"exchange {count} of {self._count}"
         self._start_until(count + 1)
         while self.started - len(self._under_way) < count:
             self.arrive()

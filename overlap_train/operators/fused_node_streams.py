@@ -82,7 +82,7 @@ class FusedNodeStreamScatter(NodeStreamScatter):
     def start(self) -> None:
         self._a = persistent.operand(self._plan, self._a)
         engine, call, plan = self._open(), self._call, self._plan
-        # Not Crossings.start_after_this, which first enqueues what an earlier call of the operator still sends and receives. That
+        # Not Crossings.start_after, which first enqueues what an earlier call of the operator still sends and receives. That
         # comes after the kernel here: with one hardware queue the kernel would stand behind its waits for the network. Nothing is
         # lost by sending it after this, because between the calls the caller's stream has no product.
         engine.send_after_this()

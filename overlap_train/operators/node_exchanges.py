@@ -98,11 +98,11 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
 
     def _multiply_chunk(self, block: int, chunk: int) -> None:
         """A chunk of the columns of rank `block`, which is pushed if that is another rank of this node."""
-        chunks, own = self._call.chunks, block == self._domain.rank
-        into = self._own_place() if own else self._staging[block]
+        chunks, inside = self._call.chunks, self._plan.legs.inside
+        into = self._own_place() if block == self._domain.rank else self._staging[block]
         torch.mm(self._a.chunk(chunks)[chunk], self._columns[block], out=into.chunk(chunks)[chunk])
-        if (legs := self._plan.legs.inside.by_unit.get((block, chunk))) is not None:
-            self._domain.engine.push(self._staging, self._call.routes(legs))
+        if (place := inside.places.get((block, chunk))) is not None:
+            self._domain.engine.push(self._staging, [self._call.routes(inside)[place]])
 
     def _cross(self, mark: int) -> None:
         assert self._crossings.next is not None

@@ -71,8 +71,9 @@ class NodeStreamScatter(ChunkedScatter):
         """The partial sum for a chunk of the rows of rank `block`, which is pushed if another rank of this node adds it up."""
         part = self._chunk(self._partials, block, chunk)
         torch.mm(self._chunk(self._rows, block, chunk), self._b, out=part)
-        if (legs := self._plan.legs.inside.by_unit.get((block, chunk))) is not None:
-            self._engine.push(self._partials, self._call.routes(legs))
+        inside = self._plan.legs.inside
+        if (place := inside.places.get((block, chunk))) is not None:
+            self._domain.engine.push(self._partials, [self._call.routes(inside)[place]])
 
     def _cross(self, mark: int) -> None:
         assert self._crossings.next is not None

@@ -61,11 +61,11 @@ LONG_COPY_US = 150.0
 
 # Between nodes of GPUs each block is an exchange of its own, which takes the host and the network's latency: a shorter one
 # goes by NCCL. Else `fused`, whose kernel multiplies all blocks; `chunked` has a product for each rank, which may leave SMs idle.
-# A2A + GEMM is the other way round: `chunked` multiplies several blocks side by side. The planner says of 6140 passes (Llama-3 8B
-# to 405B and Qwen3 32B on 2 to 8 nodes of 4 and 8 H200, H800 and H20, NICs of 25 to 100 GB/s): by this rule 20 % take more
-# than 3 % longer than by the best of the three, and the mean loss is 6.6 %. With `chunked` where a rank's product fills the SMs
-# it was 40 and 26 %. On GPUs that play two nodes `fused` took 0.965 (2 x H200) and 0.997 (H100) of the time of `chunked` for
-# blocks of 32 MiB; shorter ones were not measured.
+# A2A + GEMM is the other way round where a tile waits for several exchanges: `chunked` multiplies several blocks side by side.
+# The planner says of 6140 passes (Llama-3 8B to 405B and Qwen3 32B on 2 to 8 nodes of 4 and 8 H200, H800 and H20, NICs of 25 to
+# 100 GB/s): by this rule 20 % take more than 3 % longer than by the best of the three, and the mean loss is 6.6 %. With `chunked`
+# where a rank's product fills the SMs it was 40 and 26 %. On two H200 that play two nodes `fused` took 0.91 of the time of
+# `chunked` in the mean, for blocks of 32 MiB; shorter ones were not measured.
 LEAST_BLOCK = 4 << 20
 
 
@@ -160,8 +160,8 @@ def winner_of(pass_: Pass, device: torch.device, table: Table, nodes: int) -> Wi
     return winner if fits else None
 
 
-def _across_nodes(pass_: Pass, device: torch.device, nodes: int) -> Choice:
-    """`fused`, for A2A + GEMM between nodes of several ranks `chunked`; for short blocks `collective`."""
+def _across_nodes(pass_: Pass, device: torch.device) -> Choice:
+    """`fused`, for A2A + GEMM of more than two ranks `chunked`; for short blocks `collective`."""
     default, block = "auto: not tuned:", pass_.m // pass_.world * pass_.row_features * pass_.dtype.itemsize
     if device.type != "cuda":
         return Choice("chunked", f"{default} CPU tensors on several nodes")
@@ -169,9 +169,9 @@ def _across_nodes(pass_: Pass, device: torch.device, nodes: int) -> Choice:
         return Choice(
             "collective", f"{default} blocks of {block / 2**20:.2g} MiB are too short to cross nodes one by one"
         )
-    # A tile of A2A + GEMM needs a chunk of every rank. Of two nodes of one rank that is one exchange: 12 passes took 0.94 to 1.00
-    # of the time of `chunked`, which adds its products up in fp32 (2 x H200, benchmarks/notes.md).
-    waits_for_many = pass_.kind == A2A_GEMM and nodes < pass_.world
+    # A tile of A2A + GEMM needs a chunk of every rank. Of two ranks that is one exchange: see the figures in benchmarks/notes.md
+    # (2 x H200). `chunked` adds its products up in fp32.
+    waits_for_many = pass_.kind == A2A_GEMM and pass_.world > 2
     if not waits_for_many and on_hopper(pass_, device):
         return Choice("fused", f"{default} GPUs on several nodes, one kernel for all blocks")
     return Choice("chunked", f"{default} GPUs on several nodes")
@@ -180,7 +180,7 @@ def _across_nodes(pass_: Pass, device: torch.device, nodes: int) -> Choice:
 def untuned(pass_: Pass, device: torch.device, nodes: int = 1) -> Choice:
     """What `auto` takes where nothing was measured: a model of the hardware, with what was seen on H200."""
     if nodes > 1:
-        return _across_nodes(pass_, device, nodes)
+        return _across_nodes(pass_, device)
     method, why = _model(pass_, device)
     return Choice(method, f"auto: not tuned: {why}")
 

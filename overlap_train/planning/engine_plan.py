@@ -35,16 +35,20 @@ from .tiling import (
 )
 from .variants import CHUNK_COUNTS, PLAIN, Variant
 
+_ANY = CHUNK_COUNTS[-1]  # number of products
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 
 
 @dataclass(frozen=True)
-class NodeSms:
-    """SMs that communication between nodes of GPUs holds: those of NCCL, and of the sum of a node's partials (OverlapConfig); and
-    the GB/s that the network carries in each direction, 0 if nobody has measured them."""
+class NodeNetwork:
+    """What carries data between nodes of GPUs.
 
-    network: int = 0
-    reduce: int = 0
+    sms, reduce_sms: that NCCL holds, and the sum of a node's partials (network_sms, reduce_sms of OverlapConfig). gbs: GB/s in
+    each direction; 0: not measured.
+    """
+
+    sms: int = 0
+    reduce_sms: int = 0
     gbs: float = 0.0
 
 
@@ -107,19 +111,19 @@ class EnginePlan:
 
 
 def engine_plan(
-    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, sms: NodeSms
+    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, network: NodeNetwork
 ) -> EnginePlan:
     """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
     kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
-    chunks = chunks_of(choice, pass_, device, topology.nodes, sms.gbs)
+    chunks = chunks_of(choice, pass_, device, topology.nodes, network.gbs)
     kernels = _kernels(kind, choice, pass_, device, w)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
     tiled = choice.method == "fused"
     route = legs(kind, topology, chunks, tiled)
     return EnginePlan(
         kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
-        send_sms=_send_sms(choice.method, device, topology.nodes, sms.network),
-        reduce_sms=_reduce_sms(choice.method, kind, topology, device, sms.reduce),
+        send_sms=_send_sms(choice.method, device, topology.nodes, network.sms),
+        reduce_sms=_reduce_sms(choice.method, kind, topology, device, network.reduce_sms),
         wait_sms=_wait_sms(choice.method, device, topology.nodes), nodes=topology.nodes,
         crossings=_crossings(kind, topology, chunks, tiled), together=_together(pass_, topology, device),
     )  # fmt: skip
@@ -166,7 +170,7 @@ def _wait_sms(method: str, device: torch.device, nodes: int) -> int:
 
 
 def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs: float = 0.0) -> int:
-    """Into how many each block is cut: as measured across nodes, else as a rule says. gbs: see NodeSms."""
+    """Into how many each block is cut: as measured across nodes, else as a rule says. gbs: of a NodeNetwork."""
     m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     if choice.variant.chunks:
@@ -188,7 +192,7 @@ def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs
 def _network_products(method: str, pass_: Pass, local: int) -> int:
     """How many products what crosses between nodes of `local` GPUs may be cut into."""
     if method == "fused" and pass_.kind not in INBOUND and local == 1:
-        return CHUNK_COUNTS[-1]  # one launch, which goes on from chunk to chunk
+        return _ANY  # one launch, which goes on from chunk to chunk
     # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
     at_once = local if method == "fused" and pass_.kind == GATHER else 1
     columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)

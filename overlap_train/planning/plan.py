@@ -9,7 +9,7 @@ import torch
 from ..config import OverlapConfig
 from .arguments import Request, shapes_of
 from .choice import Choice, choose
-from .engine_plan import EnginePlan, NodeSms, engine_plan, sent_again
+from .engine_plan import EnginePlan, NodeNetwork, engine_plan, sent_again
 from .low_latency import LOW_LATENCY, flagged_bytes
 from .passes import Pass
 from .schedule.topology import Topology
@@ -40,11 +40,12 @@ def make_plan(
     it runs; None: where x is. network_gbs: what the network between the nodes carries, the same on all ranks; 0: unknown."""
     device = device or x.device
     rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
-    first, sms = Pass(spec.fprop, rows, n, k, x.dtype, topology.world), sms_of(config, network_gbs)
+    first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
+    network = network_of(config, network_gbs)
     if spec.multiplies:
-        fprop, dgrad = (_engine(p, config, table, topology, device, w, sms) for p in (first, first.dgrad))
+        fprop, dgrad = (_engine(p, config, table, topology, device, w, network) for p in (first, first.dgrad))
     else:
-        fprop = dgrad = _exchange(first, config, topology, device, w, sms)
+        fprop = dgrad = _exchange(first, config, topology, device, w, network)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     wgrad = sent_again(fprop, topology) if sends_again else None
     how = (
@@ -64,23 +65,23 @@ def make_plan(
 
 def _engine(
     pass_: Pass, config: OverlapConfig, table: Table, topology: Topology, device: torch.device, w: torch.Tensor,
-    sms: NodeSms,
+    network: NodeNetwork,
 ) -> EnginePlan:  # fmt: skip
     choice = choose(config.method, pass_, device, table, topology.nodes)
-    return engine_plan(choice, pass_, topology, device, w, sms)
+    return engine_plan(choice, pass_, topology, device, w, network)
 
 
 def _exchange(
-    pass_: Pass, config: OverlapConfig, topology: Topology, device: torch.device, w: torch.Tensor, sms: NodeSms
+    pass_: Pass, config: OverlapConfig, topology: Topology, device: torch.device, w: torch.Tensor, network: NodeNetwork
 ) -> EnginePlan:
     """An exchange alone. Beside it runs a product of another group, whose kernel may hold its SMs to its end: waits
     need one (engine_plan.py: _wait_sms)."""
-    engine = engine_plan(_without_product(config, topology), pass_, topology, device, w, sms)
+    engine = engine_plan(_without_product(config, topology), pass_, topology, device, w, network)
     return replace(engine, wait_sms=int(topology.nodes > 1 and device.type == "cuda" and engine.slots > 0))
 
 
-def sms_of(config: OverlapConfig, network_gbs: float) -> NodeSms:
-    return NodeSms(config.network_sms, config.reduce_sms, network_gbs)
+def network_of(config: OverlapConfig, network_gbs: float) -> NodeNetwork:
+    return NodeNetwork(config.network_sms, config.reduce_sms, network_gbs)
 
 
 def _without_product(config: OverlapConfig, topology: Topology) -> Choice:

@@ -117,7 +117,7 @@ def pays_in_short_chunks(local: int, gbs: float) -> bool:
 @functools.cache
 def network_chunk_count(m_shard: int, row_bytes: int, products: int, in_short: bool = False) -> int:
     """Into how many chunks blocks are cut that cross between nodes of GPUs, at most `products` (products_that_fill). As
-    chunk_count; in_short: twice as many."""
+    chunk_count; in_short: up to twice as many, of half the bytes."""
     most, shortest = (8, _SHORTEST_EXCHANGE) if in_short else (4, _SHORTEST_COPY)
     return chunk_count(m_shard, row_bytes, True, max(1, min(most, products)), shortest)
 

@@ -3,8 +3,8 @@
     sending     adds up partial sums, where there are any, and starts what crosses the network, in order
     arriving    waits for what has crossed, and passes it on inside the node (node_networks.py)
 
-Nothing else waits for the network but the products that need it, and they by `wait_kernel`, as inside a node. What waits is
-enqueued as late as it may be (`arrive`): where one hardware queue serves all streams, what stands at its head holds up the rest.
+Nothing else waits for the network but the products that need it, and they by `wait_kernel`, as inside a node. Where one hardware
+queue serves all streams, what stands at its head holds up the rest: planning/schedule/turns.py says what is enqueued when.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from .copy_engine import AT_LEAST, Route, StreamCopyEngine
 from .node_slot import NodeCall
 from .watchdog import FaultRecord
 
-MOST_MARKED = 4  # products at once that are enqueued, but not what sends them (schedule/turns.py: 2), and one more
+MOST_MARKED = (
+    3  # products that are enqueued before what sends them: at most two (schedule/turns.py), and the one that goes next
+)
 
 
 class NodeStreamEngine(StreamCopyEngine, ABC):

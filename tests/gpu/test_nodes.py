@@ -44,7 +44,7 @@ from tests.linear_cases import OPERATORS, SHAPES, Case
 
 pytestmark = pytest.mark.skipif("NCCL_HOSTID" not in os.environ, reason="needs NCCL_HOSTID: run this file alone")
 LARGE = {
-    "several chunks": ((4096, 1), 4096, 1024),  # gathered in four of 8 MiB
+    "several chunks": ((4096, 1), 4096, 1024),  # gathered in 32 MiB
     "all-to-alls in several chunks": ((4096, 1), 4096, 4096),  # two of 16 MiB a block
     "rows that end within a tile": ((997, 1), 264, 520),
 }

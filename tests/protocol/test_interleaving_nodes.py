@@ -21,7 +21,7 @@ from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
 from tests.protocol.faults import ENGINES, SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import Before, gathers, integers, scatters, tag_of, to_heads, to_rows
-from tests.protocol.simulated_gpu import Operation
+from tests.protocol.simulated_gpu import Operation, SimulatedGpu
 from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 
@@ -43,6 +43,37 @@ def problem(
 @pytest.mark.parametrize("operator", PROBLEMS)
 def test_operators_pass(operator: str, method: str, world: int, node_ranks: int, one_queue: bool) -> None:
     assert_passes(problem(operator, world, node_ranks, one_queue, method=method), range(8 // world))
+
+
+IN, OUT = "x mm x x mm mm x mm mm", "mm x mm mm x mm mm x mm x mm mm"
+
+
+@pytest.mark.parametrize(
+    ("operator", "method", "order"),
+    [
+        ("gather", "chunked", IN), ("to_rows", "chunked", IN), ("scatter", "chunked", OUT), ("to_heads", "chunked", OUT),
+        ("gather", "fused", "k x k x x k"),  # the epoch's kernel, and the product's for the own rows
+    ],
+)  # fmt: skip
+def test_exchanges_are_enqueued_between_products(
+    operator: str, method: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of one rank, four chunks (schedule/turns.py). x: an exchange, mm: a product by the library, k: a kernel."""
+    machine, names = NodeSimulation(2, chunks=4), list[str]()
+    enqueued = SimulatedGpu.enqueued
+
+    def note(gpu: SimulatedGpu, operation: Operation) -> None:
+        if gpu.rank == 0:
+            names.append(operation.name)
+        enqueued(gpu, operation)
+
+    monkeypatch.setattr(SimulatedGpu, "enqueued", note)
+    run_seed(PROBLEMS[operator](method, machine, 1), 0)
+    short = [
+        "x" if name.startswith("exchange") else "mm" if "mm" in name else "k" * (name == "kernel") for name in names
+    ]
+    found = " ".join(name for name in short if name and (method == "fused" or name != "k"))
+    assert found.startswith(order)
 
 
 @pytest.mark.parametrize("chunks", [1, 8])

@@ -117,7 +117,7 @@ BLAS, ENGINE, START, COLUMN, ULYSSES = (
 )  # fmt: skip
 BRACKET, FIRST = (
     "        with self._engine.products(plan.send_sms):\n",
-    "total = product_in_fp32(*self._of_own_node(first))\n",
+    "total, done = product_in_fp32(*self._of_own_node(first)), len(first)\n",
 )
 SET, BACK = "        self._count_on(handle, count)\n", "self._count_on(handle, before.value)"
 FAULTS = {
@@ -138,7 +138,7 @@ FAULTS = {
         _fault(STREAMS, "with engine.products(plan.spared_sms)", "with engine.products(0)"), "scatter",
     ),
     "what goes to heads spares none": (
-        _fault(EXCHANGES, "with engine.products(plan.spared_sms)", "with engine.products(0)"), "to_heads",
+        _fault(EXCHANGES, "with engine.products(self._plan.spared_sms)", "with engine.products(0)"), "to_heads",
     ),
     "what goes to rows spares none": (
         _fault(EXCHANGES, "self._engine.products(plan.send_sms)", "self._engine.products(0)"), "to_rows",

@@ -11,7 +11,7 @@ from overlap_train.config import OverlapConfig
 from overlap_train.methods import TRAITS
 from overlap_train.planning.arguments import all_to_all_linear_error, linear_all_to_all_error
 from overlap_train.planning.choice import Choice, choose, may_choose, untuned
-from overlap_train.planning.engine_plan import EnginePlan, NodeSms, engine_plan, sent_again
+from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, engine_plan, sent_again
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.plan import make_plan
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
@@ -46,7 +46,7 @@ def test_slots_have_room_for_what_one_rank_receives() -> None:
 def engine(method: str, kind: str, m: int = 8192, n: int = 4096, k: int = 4096, world: int = 4) -> EnginePlan:
     w = torch.empty(8, 8, dtype=BF16)
     return engine_plan(
-        Choice(method, "asked for"), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w, NodeSms(4, 9)
+        Choice(method, "asked for"), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w, NodeNetwork(4, 9)
     )
 
 
@@ -77,7 +77,7 @@ def test_across_nodes_they_overlap() -> None:
         assert on_cpu == Choice("chunked", "auto: not tuned: CPU tensors on several nodes")
         assert on_gpu == Choice("chunked", "auto: not tuned: GPUs on several nodes")
     plan = engine_plan(
-        on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16), NodeSms(4, 9)
+        on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16), NodeNetwork(4, 9)
     )
     again = sent_again(plan, Topology(2, 2, 0))
     assert plan.sources == again.sources == (1, 3, 2), "the own node's, then of the far node the twin's last"
@@ -87,11 +87,11 @@ def test_across_nodes_they_overlap() -> None:
 
 @pytest.mark.usefixtures("_hopper")
 def test_one_kernel_multiplies_what_one_exchange_brings() -> None:
-    """A2A + GEMM between nodes of one rank; of several ranks every tile would wait for several exchanges."""
-    for local, method in ((1, "fused"), (2, "chunked")):
-        pass_ = Pass(A2A_GEMM, 32768, 4096, 4096, BF16, 2 * local)
-        assert choose("auto", pass_, GPU, UNTUNED, nodes=2).method == method
-        assert choose("auto", replace(pass_, dtype=torch.float32), GPU, UNTUNED, nodes=2).method == "chunked"
+    """A2A + GEMM of two ranks; of more every tile would wait for several exchanges."""
+    for world, nodes, method in ((2, 2, "fused"), (4, 2, "chunked"), (4, 4, "chunked")):
+        pass_ = Pass(A2A_GEMM, 32768, 4096, 4096, BF16, world)
+        assert choose("auto", pass_, GPU, UNTUNED, nodes=nodes).method == method
+        assert choose("auto", replace(pass_, dtype=torch.float32), GPU, UNTUNED, nodes=nodes).method == "chunked"
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -101,7 +101,7 @@ def test_shallow_blocks_are_multiplied_together() -> None:
     def together(k: int, nodes: int = 2, device: torch.device = GPU, kind: str = A2A_GEMM) -> int:
         pass_, choice = Pass(kind, 16384, 4096, k, BF16, 8), Choice("chunked", "asked for")
         weight = torch.empty(8, 8, dtype=BF16)
-        return engine_plan(choice, pass_, Topology(nodes, 8 // nodes, 0), device, weight, NodeSms(4, 9)).together
+        return engine_plan(choice, pass_, Topology(nodes, 8 // nodes, 0), device, weight, NodeNetwork(4, 9)).together
 
     assert [together(8 * depth) for depth in (1024, 1000, 512, 300, 8)] == [1, 2, 2, 4, 4]
     assert together(4096, nodes=1) == together(4096, device=torch.device("cpu")) == together(4096, kind=GEMM_A2A) == 1
@@ -114,7 +114,9 @@ def test_chunks_that_cross_nodes_of_gpus_are_products_that_fill_a_gpu() -> None:
     def chunks(kind: str, n: int) -> int:
         pass_ = Pass(kind, 16384, n, 4096, BF16, 2)
         choice = Choice("chunked", "asked for")
-        return engine_plan(choice, pass_, Topology(2, 1, 0), GPU, torch.empty(8, 8, dtype=BF16), NodeSms(4, 9)).chunks
+        return engine_plan(
+            choice, pass_, Topology(2, 1, 0), GPU, torch.empty(8, 8, dtype=BF16), NodeNetwork(4, 9)
+        ).chunks
 
     assert (chunks(A2A_GEMM, 4096), chunks(A2A_GEMM, 1024)) == (4, 1)
     assert (chunks(GEMM_A2A, 4096), chunks(GEMM_A2A, 1024)) == (2, 1)

@@ -16,7 +16,7 @@ from overlap_train.planning import tiling
 from overlap_train.planning.arguments import all_gather_error, reduce_scatter_error
 from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.choice import Choice, choose
-from overlap_train.planning.engine_plan import EnginePlan, NodeSms, chunks_of, engine_plan, sent_again
+from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, chunks_of, engine_plan, sent_again
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.plan import barrier_first, make_plan
 from overlap_train.planning.refusals import why_not
@@ -61,7 +61,7 @@ def engine(
         Topology(1, world, 0),
         GPU,
         w,
-        NodeSms(6, 9),
+        NodeNetwork(6, 9),
     )
 
 
@@ -183,7 +183,9 @@ def across_nodes(
 ) -> EnginePlan:
     topology = Topology(nodes, pass_.world // nodes, 0)
     choice = choose(method, pass_, device, UNTUNED, nodes)
-    return engine_plan(choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16), NodeSms(6, reduce=9, gbs=gbs))
+    return engine_plan(
+        choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16), NodeNetwork(6, reduce_sms=9, gbs=gbs)
+    )
 
 
 def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_sms() -> None:

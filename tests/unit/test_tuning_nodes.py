@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from overlap_train.planning.choice import Choice, choose, untuned
-from overlap_train.planning.engine_plan import EnginePlan, NodeSms, engine_plan
+from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, engine_plan
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
@@ -94,7 +94,7 @@ def test_a_row_of_another_number_of_nodes_is_never_taken(device: torch.device) -
 
 def engine(table: Table, pass_: Pass = FC1, device: torch.device = GPU, nodes: int = 2) -> EnginePlan:
     topology, weight = Topology(nodes, pass_.world // nodes, 0), torch.empty(8, 8, dtype=pass_.dtype)
-    return engine_plan(choose("auto", pass_, device, table, nodes), pass_, topology, device, weight, NodeSms(4))
+    return engine_plan(choose("auto", pass_, device, table, nodes), pass_, topology, device, weight, NodeNetwork(4))
 
 
 @pytest.mark.usefixtures("hopper_gpu")
@@ -126,6 +126,9 @@ def test_what_is_measured_across_nodes() -> None:
     assert engine(UNTUNED).chunks == 2
     assert variants_to_run(FC1, "chunked", GPU, 2) == [PLAIN, Variant(chunks=1), Variant(chunks=4), Variant(chunks=8)]
     assert variants_to_run(FC1, "fused", GPU, 2) == variants_to_run(FC1, "chunked", GPU, 2)
+    of_two = replace(FC1, world=2, n=8 * FC1.n)  # eight short chunks over a slow network
+    for gbs, others in ((2.5, (1, 2, 4)), (50.0, (1, 2, 8))):
+        assert variants_to_run(of_two, "chunked", GPU, 2, gbs) == [PLAIN, *(Variant(chunks=count) for count in others)]
     in_two = [PLAIN, Variant(chunks=2)]
     assert variants_to_run(replace(FC1, m=4 * 2002), "chunked", CPU, 2) == in_two, "rows that can be cut in two"
     short = replace(FC1, m=1024)  # 2 MiB

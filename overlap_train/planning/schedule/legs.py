@@ -65,6 +65,11 @@ class Legs:
         return {unit: Legs(tuple(some)) for unit, some in found.items()}
 
     @cached_property
+    def places(self) -> Mapping[Unit, int]:
+        """(block, chunk) -> where its leg stands among these, of which no two carry the same."""
+        return {(leg.block, leg.chunk): place for place, leg in enumerate(self.all)}
+
+    @cached_property
     def network(self) -> Legs:
         """The legs that cross the network."""
         return Legs(tuple(leg for leg in self.all if leg.link == NETWORK))

@@ -20,21 +20,24 @@ from .order import Unit, targets
 from .topology import Topology
 
 FAR, EXCHANGE, NEAR = "far", "exchange", "near"
-_PRODUCTS_AHEAD = 2  # of an exchange, whose own product is done: the exchange before it may end early
+# So many products of what leaves are enqueued behind an exchange, and then the next exchange. If the one before ends early, what
+# the next one sends is there.
+_PRODUCTS_AHEAD = 2
 
 
 def exchanges_ahead(exchanges: int, done: int, parts: int) -> int:
-    """How many exchanges of an operand are enqueued when `done` of `parts` equal parts of its product are: those that would have
+    """How many exchanges of an operand are enqueued behind `done` of `parts` equal parts of its product: those that would have
     ended when these parts have, and one more."""
-    return min(exchanges, 1 - (-exchanges * done // parts))
+    return min(exchanges, 1 + exchanges * done // parts)
 
 
 @cache
 def leaving(kind: str, topology: Topology, chunks: int) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
-    """(what, the chunks whose products it is) in the order in which GEMM + RS and GEMM + A2A enqueue it.
+    """What GEMM + RS and GEMM + A2A enqueue, in order: (FAR, EXCHANGE or NEAR, the chunks whose products these are).
 
-    FAR is what the next EXCHANGE without one sends: of GEMM + RS a chunk for all ranks of a far node, of which this rank adds up
-    and sends the last. NEAR is a chunk of what stays in the node, the own block last; they come evenly between the exchanges.
+    The n-th FAR has the products that the n-th EXCHANGE needs. Of GEMM + RS these are a chunk for each rank of a far node; this
+    rank adds up and sends the last of them. NEAR is the product of a chunk of what stays in the node, the own block last. NEAR
+    comes evenly between the exchanges.
     """
     others, own_node = targets(topology), topology.local - 1
     far, near = others[: topology.world - topology.local], (*others[len(others) - own_node :], topology.rank)
@@ -46,12 +49,12 @@ def leaving(kind: str, topology: Topology, chunks: int) -> tuple[tuple[str, tupl
 
 
 def _in_turns(leaves: list[tuple[Unit, ...]], stays: list[tuple[Unit]]) -> Iterator[tuple[str, tuple[Unit, ...]]]:
-    far, near, exchanges = min(1, len(leaves)), 0, len(leaves)
-    yield from ((FAR, units) for units in leaves[:far])
-    for turn in range(exchanges):
+    gone, stayed = 1, 0  # how many of each are enqueued
+    yield from ((FAR, units) for units in leaves[:gone])
+    for turn in range(len(leaves)):
         yield EXCHANGE, ()
-        until, due = turn + 1 + _PRODUCTS_AHEAD, turn * len(stays) // exchanges
-        yield from ((FAR, units) for units in leaves[far:until])
-        yield from ((NEAR, units) for units in stays[near:due])
-        far, near = until, due
-    yield from ((NEAR, units) for units in stays[near:])
+        until, due = turn + 1 + _PRODUCTS_AHEAD, turn * len(stays) // len(leaves)
+        yield from ((FAR, units) for units in leaves[gone:until])
+        yield from ((NEAR, units) for units in stays[stayed:due])
+        gone, stayed = until, due
+    yield from ((NEAR, units) for units in stays[stayed:])

@@ -14,7 +14,7 @@ from ...planning.arguments import Request
 from ...planning.choice import Choice, alone
 from ...planning.engine_plan import EnginePlan, engine_plan
 from ...planning.low_latency import MOST_BYTES, flagged_bytes
-from ...planning.plan import sms_of
+from ...planning.plan import network_of
 from ...planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
@@ -98,8 +98,8 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
     """How the case runs by a choice; like: one of its input sets."""
     weight = like.right if like.right.is_contiguous() else like.right.t()
     planned = case.planned(domain.world_size, like.left.dtype)
-    sms = sms_of(domain.settled(domain.config), domain.network_gbs)
-    return engine_plan(choice, planned, domain.topology, domain.device, weight, sms)
+    network = network_of(domain.settled(domain.config), domain.network_gbs)
+    return engine_plan(choice, planned, domain.topology, domain.device, weight, network)
 
 
 def tag_of(case: Case, choice: Choice) -> Tag:

@@ -169,7 +169,8 @@ def _linear(one: Projection, config: OverlapConfig, recording: Recording) -> Sha
     device = Target(one.system.capability)
 
     def plan(spec: object, group: Group, x: torch.Tensor) -> Plan:
-        return make_plan(spec, config, UNTUNED, group.topology, x, weight, device)  # type: ignore[arg-type]
+        gbs = one.system.nic_gbs
+        return make_plan(spec, config, UNTUNED, group.topology, x, weight, device, gbs)  # type: ignore[arg-type]
 
     exchange = plan(ALL_TO_ALL, grid.ulysses, _meta(sizes.carries * sizes.positions * sizes.rows, sizes.sent))
     tensor, ulysses = Domain(recording, grid.tensor), Domain(recording, grid.ulysses, exchange.fprop)

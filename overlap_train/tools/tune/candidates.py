@@ -52,15 +52,16 @@ def candidates(methods: Sequence[str], default: str, pass_: Pass, nodes: int = 1
     return list(dict.fromkeys([*asked, default, "collective"]))
 
 
-def variants_to_run(pass_: Pass, method: str, device: torch.device, nodes: int = 1) -> list[Variant]:
-    """The variants of a method that are worth a measurement: across nodes numbers of chunks, inside a node these.
+def variants_to_run(pass_: Pass, method: str, device: torch.device, nodes: int = 1, gbs: float = 0.0) -> list[Variant]:
+    """The variants of a method that are worth a measurement: across nodes numbers of chunks, inside a node these. gbs: of a
+    NodeNetwork.
 
     Whole blocks: where the method would cut them into several chunks. Split reduction: in a column linear's backward, whose
     weight gradient can run in between, and where it saves half a wave of tiles or more. Starting with a barrier: where pushes of
     several ranks may meet on one link.
     """
     if nodes > 1:
-        return _in_chunks(pass_, method, device, nodes)
+        return _in_chunks(pass_, method, device, nodes, gbs)
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     traits = TRAITS[method]
     cuts = traits.cuts and chunk_count(pass_.m // pass_.world, row_bytes, device.type == "cuda") > 1
@@ -73,7 +74,7 @@ def variants_to_run(pass_: Pass, method: str, device: torch.device, nodes: int =
     return [v for v in inside if cuts >= v.whole and splits >= v.split_reduction and collides >= v.barrier_first]
 
 
-def _in_chunks(pass_: Pass, method: str, device: torch.device, nodes: int) -> list[Variant]:
+def _in_chunks(pass_: Pass, method: str, device: torch.device, nodes: int, gbs: float) -> list[Variant]:
     """The plan's own number of chunks, and all others that cut a block into equal chunks, none too short for a message.
 
     `chunked` has one number for an all-to-all of CPU processes: it multiplies whole blocks, and more chunks would be messages for
@@ -83,7 +84,7 @@ def _in_chunks(pass_: Pass, method: str, device: torch.device, nodes: int) -> li
         return [PLAIN]
     rows = pass_.m // pass_.world
     most = rows * pass_.row_features * pass_.dtype.itemsize // SHORTEST_MESSAGE if device.type == "cuda" else rows
-    own = chunks_of(Choice(method, "a candidate"), pass_, device, nodes)
+    own = chunks_of(Choice(method, "a candidate"), pass_, device, nodes, gbs)
     fits = [v for v in IN_CHUNKS if v.chunks <= max(1, most) and equal_chunks(rows, v.chunks) == v.chunks]
     return [PLAIN, *(v for v in fits if v.chunks != own)]
 
@@ -156,11 +157,12 @@ def working(case: Case, methods: Sequence[str], domain: OverlapDomain, session: 
 def runs_of(case: Case, methods: Sequence[str], domain: OverlapDomain, like: Operands) -> dict[str, Run]:
     """Every method, in every variant."""
     planned, nodes = case.planned(domain.world_size, like.left.dtype), domain.topology.nodes
+    domain.settled(domain.config)  # the network is measured
     run_of = backward if planned.kind == SCATTER_AND_WGRAD else overlapped
     return {
         variant.named(method): run_of(case, domain, Choice(method, "a candidate", variant), like)
         for method in methods
-        for variant in variants_to_run(planned, method, domain.device, nodes)
+        for variant in variants_to_run(planned, method, domain.device, nodes, domain.network_gbs)
     }
 
 

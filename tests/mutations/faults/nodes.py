@@ -30,6 +30,7 @@ PUTS = In("overlap_train/symmetric/puts.py", ("tests/unit/test_puts.py",))
 PUT_ENGINE = In("overlap_train/protocol/node_networks.py", (f"{PUT}::test_operators_pass",))
 ACROSS = In("overlap_train/runtime/across_nodes.py", (SHAPES,))
 STREAM_ENGINES = In("overlap_train/operators/node_streams.py", (PASSES,))
+ORDER_OF_TURNS = f"{STREAMED}::test_exchanges_are_enqueued_between_products"
 SHALLOW = f"{EXCHANGED}::test_shallow_blocks_are_multiplied_together"
 EXCHANGES = In("overlap_train/operators/node_exchanges.py", (PASSES,))
 CROSSINGS = In("overlap_train/operators/crossings.py", (PASSES,))
@@ -164,13 +165,19 @@ FAULTS = [
     EXCHANGES("too few exchanges are enqueued for blocks that are multiplied together",
               "topology.local + len(blocks) - 1) * call.chunks", "topology.local) * call.chunks", SHALLOW),
     EXCHANGES("columns of the own node stay with who multiplies them",
-              "            self._domain.engine.push(self._staging, self._call.routes(legs))\n", "            pass\n"),
+              "            self._domain.engine.push(self._staging, [self._call.routes(inside)[place]])\n", "            pass\n"),
     CROSSINGS(
         "what is sent again crosses after dx", "            self._engine.finish_started()\n", "",
         f"{EXCHANGED}::test_what_is_sent_again_crosses_before_dx", f"{STREAMED}::test_what_is_gathered_again_crosses_before_dx",
     ),
     CROSSINGS("exchanges that nobody waits for are not enqueued", "            self._engine.at_end(self.finish)\n", "",
               f"{STREAMED}::test_what_nobody_waits_for_is_passed_on_before_the_operator_ends"),
+    CROSSINGS("exchanges are not enqueued ahead",
+              "        self._start_until(exchanges_ahead(self._count, done, parts))\n", "        pass\n", ORDER_OF_TURNS),
+    PROCESSES("exchanges are enqueued as if the own node's products were not", "self._go_ahead(call.chunks + turn,",
+              "self._go_ahead(turn,", ORDER_OF_TURNS),
+    EXCHANGES("all-to-alls are not enqueued ahead", "go_ahead(done * call.chunks + chunk * len(blocks),", "go_ahead(0,",
+              ORDER_OF_TURNS),
     CROSSINGS("a block leaves before its product", "        self._engine.send_after(mark)\n", ""),
     EXCHANGES(
         "blocks are passed on after the wait for all", "        self._crossings.finish()\n        return super().received()",
@@ -273,9 +280,9 @@ FAULTS = [
     EXCHANGE_CHUNKS("chunks of GEMM + A2A are counted by all columns",
                     "pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)", "pass_.n"),
     SMS_OF("products spare what NCCL has by default",
-           "NodeSms(config.network_sms, config.reduce_sms,", "NodeSms(4, config.reduce_sms,"),
+           "NodeNetwork(config.network_sms, config.reduce_sms,", "NodeNetwork(4, config.reduce_sms,"),
     SMS_OF("as many SMs add as by default",
-           "NodeSms(config.network_sms, config.reduce_sms,", "NodeSms(config.network_sms, 4,"),
+           "NodeNetwork(config.network_sms, config.reduce_sms,", "NodeNetwork(config.network_sms, 4,"),
     CHUNKS("every pass spares SMs for sums", "adds = kind == SCATTER and topology.nodes > 1", "adds = topology.nodes > 1"),
     CHUNKS("a rank alone spares SMs for sums", "topology.nodes > 1 and topology.local > 1", "topology.nodes > 1"),
     CHUNKS("a product leaves no SM to sums", "return self.send_sms + self.reduce_sms", "return self.send_sms"),

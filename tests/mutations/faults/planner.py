@@ -75,6 +75,7 @@ FAULTS = [
     ACROSS("plan: what lands waits in the copy engine's queue", "leg.carries in (ARRIVED, LANDED)", "leg.carries == ARRIVED"),
     ACROSS("plan: what lands is passed on before it is there",
            "        return landed(work.call, leg.target, leg.block, leg.chunk)\n", "        return None\n"),
+    ACROSS("plan: pushes come in the order of legs", "if work.plan.kind in INBOUND or TRAITS", "if True or TRAITS"),
     PROGRAMS("plan: a chunk that crosses leaves after the first",
              "leg.chunk if work.topology.nodes > 1 or leg.after_tiles else 0)", "0)"),
     SIMULATE("plan: what is for another rank arrives at once",

@@ -23,14 +23,13 @@ PASSES = In("overlap_train/planning/passes.py", (f"{UNIT}/test_choice.py",))
 TABLE = In("overlap_train/planning/table.py", (f"{UNIT}/test_tuning_table.py",))
 
 FAULTS = [
-    TURNS("exchanges are enqueued in turns with products", "1 - (-exchanges * done // parts)", "1"),
+    TURNS("exchanges are enqueued in turns with products", "1 + exchanges * done // parts", "1"),
+    TURNS("exchanges are rounded up", "1 + exchanges * done // parts", "1 - (-exchanges * done // parts)"),
     TURNS(
-        "too many exchanges are enqueued ahead",
-        "1 - (-exchanges * done // parts)",
-        "2 - (-2 * exchanges * done // parts)",
+        "too many exchanges are enqueued ahead", "1 + exchanges * done // parts", "2 + 2 * exchanges * done // parts"
     ),
     TURNS("an exchange follows its product at once", "_PRODUCTS_AHEAD = 2", "_PRODUCTS_AHEAD = 0"),
-    TURNS("the own node's products come last", "turn * len(stays) // exchanges", "0"),
+    TURNS("the own node's products come last", "turn * len(stays) // len(leaves)", "0"),
     TURNS("what the node's other ranks add is multiplied alone", "topology.local if kind == SCATTER else 1", "1"),
     TURNS(
         "own rows come first",
@@ -147,7 +146,7 @@ FAULTS = [
     TILING("nodes of several GPUs exchange short chunks", "return local == 1 and 0 < gbs", "return 0 < gbs"),
     TILING("chunks are short for a fast network", "0 < gbs < _SLOW_GBS", "0 < gbs"),
     TILING("chunks are short for a network that nobody has measured", "0 < gbs < _SLOW_GBS", "gbs < _SLOW_GBS"),
-    PLAN("chunks know nothing of the network", "device, topology.nodes, sms.gbs)", "device, topology.nodes)"),
+    PLAN("chunks know nothing of the network", "device, topology.nodes, network.gbs)", "device, topology.nodes)"),
     TILING("tiles are rounded down", "-(-rows * self.parts // self.block_m)", "(rows * self.parts // self.block_m)"),
     TILING("the layout of a weight is not looked at", "return one_step and pitch > 0 and", "return pitch > 0 and"),
     TILING("an expanded weight is read by TMA", "one_step and pitch > 0 and pitch", "one_step and pitch"),

@@ -6,13 +6,14 @@ and sums of a node, each of which crosses the network when it is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ....methods import TRAITS
 from ....planning import cost
-from ....planning.schedule.kinds import GATHER
+from ....planning.schedule.kinds import GATHER, INBOUND
 from ....planning.schedule.legs import ARRIVED, LANDED, NETWORK, NODE_SUM, Leg
 from ....planning.schedule.order import Unit
+from ....planning.schedule.turns import leaving
 from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived, landed, stored
 from .work import Work
 
@@ -45,12 +46,21 @@ def in_order(work: Work) -> Iterator[Leg]:
     """The legs of a pass in the order in which engines send them. What arrives is passed on chunk by chunk, to every rank of the
     node; what lands, as it comes."""
     legs = work.plan.legs
-    yield from (leg for leg in legs if leg.carries != ARRIVED)
+    yield from sorted((leg for leg in legs if leg.carries != ARRIVED), key=_turn_of(work))
     for _, passed_on in legs.passed_on.by_block:
         yield from sorted(passed_on, key=lambda leg: leg.chunk)
     for crossing in work.plan.crossings:
         if crossing.lands:
             yield from crossing.passed_on
+
+
+def _turn_of(work: Work) -> Callable[[Leg], int]:
+    """When a leg comes to its turn: by the library what leaves follows its product; else legs come as they are."""
+    if work.plan.kind in INBOUND or TRAITS[work.plan.method].multiplies:
+        return lambda leg: 0
+    turns = leaving(work.plan.kind, work.topology, work.plan.chunks)
+    places = {unit: place for place, unit in enumerate(unit for _, units in turns for unit in units)}
+    return lambda leg: places[leg.block, leg.chunk]
 
 
 def waits_for(work: Work, leg: Leg) -> Token | None:

@@ -239,12 +239,12 @@ def _launches(work: Work, kernel: Kernel) -> list[Kernel]:
     """The launches of a kernel that multiplies what arrives: one, or across nodes one behind each wait for something from far."""
     if work.topology.nodes == 1:
         return [kernel]
-    leaving = replace(kernel, leaves=True)
+    takes_some = replace(kernel, leaves=True)
     counts = Kernel("count_arrivals_kernel", COMPUTE, work.system.wait_us, work.system.gap_us)
-    kernels = [leaving] if work.plan.kind == GATHER else []
+    kernels = [takes_some] if work.plan.kind == GATHER else []
     *turns, last = far_arrivals(work)
     for arrivals in turns:
-        kernels += [wait(work, arrivals), counts, leaving]
+        kernels += [wait(work, arrivals), counts, takes_some]
     return [*kernels, wait(work, last), kernel]
 
 
