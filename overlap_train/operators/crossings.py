@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -39,7 +40,8 @@ class Crossings:
         places = most if any(map(self._lands, crossings)) else 0
         chunk = call.chunk_of(call.rank, 0)
         self._places = cycle(chunk.new_empty(places, *chunk.shape))
-        self._has_begun = False
+        self._has_begun = self._follows = False
+        self._later = deque[Callable[[], None]]()
 
     def _lands(self, crossing: Crossing) -> bool:
         return crossing.lands and self._engine.lands
@@ -70,10 +72,22 @@ class Crossings:
         self._engine.send_after(mark)
         self.start(source, make)
 
+    def start_soon(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
+        """The same as `start`: now, or where a product may come between (a weight gradient), in `finish`.
+
+        With one hardware queue that product would wait for all exchanges before it. So half of them stand before it, and the one
+        that starts then (schedule/turns.py, of two equal products); if an earlier call's stand there, only that one.
+        """
+        self._begin()
+        if self.started < (1 if self._follows else exchanges_ahead(self._count, 1, 2)):
+            self.start(source, make)
+        else:
+            self._later.append(partial(self.start, source, make))
+
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._engine.finish_started()
+            self._follows = self._engine.finish_started()
             self._engine.at_end(self.finish)
 
     def arrive(self) -> None:
@@ -83,7 +97,9 @@ class Crossings:
             self._engine.arrive(self._call, crossing, exchange, landing)
 
     def finish(self) -> None:
-        """Let all that have started arrive."""
+        """Start what was to be started in `finish`, and let all arrive."""
+        while self._later:
+            self._later.popleft()()
         while self._under_way:
             self.arrive()
 

@@ -90,7 +90,7 @@ class FusedNodeStreamScatter(NodeStreamScatter):
         self._tiles = _launch(self, engine, ScatterOperands(self._a, self._b, self._partials, own))
         for block, legs in plan.legs.by_block:
             for leg in legs.network:
-                self._crossings.start(*self._sum_for(block, leg.chunk))
+                self._crossings.start_soon(*self._sum_for(block, leg.chunk))
             engine.push_counted(self._partials, call.routes(legs.inside, self._tiles))
 
     def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
@@ -104,13 +104,13 @@ class FusedNodeStreamGemmAllToAll(FusedGemmAllToAll, NodeStreamGemmAllToAll):
     def start(self) -> None:
         self._a = persistent.operand(self._plan, self._a)
         engine, staging = self._begin()
-        call, crossings = self._call, self._crossings
+        call = self._call
         engine.send_after_this()  # as in FusedNodeStreamScatter
         tiles = _launch(self, engine, self._operands(staging))
-        while (crossing := crossings.next) is not None:
+        for crossing in self._plan.crossings:
             leg = crossing.sent
             counter, part = call.stored_tiles(leg.block, leg.chunk), staging[leg.block].chunk(call.chunks)[leg.chunk]
-            crossings.start(part, partial(engine.wait_for_tiles, counter, tiles))
+            self._crossings.start_soon(part, partial(engine.wait_for_tiles, counter, tiles))
         engine.push_counted(staging, call.routes(self._plan.legs.inside, tiles))
 
 

@@ -73,10 +73,12 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
         """Let `finish_started` run a task, at the latest in `join`: peers may need what nobody here has waited for."""
         self._unfinished.append(task)
 
-    def finish_started(self) -> None:
-        """Enqueue what is left of the calls that have begun."""
+    def finish_started(self) -> bool:
+        """Enqueue what is left of the calls that have begun. Returns whether there was any."""
+        was_any = bool(self._unfinished)
         while self._unfinished:
             self._unfinished.pop(0)()
+        return was_any
 
     def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:
         """Enqueue pushes of what a kernel that has been launched writes into `source`, each after its counter."""

@@ -146,7 +146,7 @@ def assert_crosses_before_dx(build: Build) -> None:
     assert_passes(build, range(4))
     begin = "        self._begin()  # what an earlier call sends does not wait for that\n"
     order = "        self._engine.send_after(mark)\n"
-    for fault in (("            self._engine.finish_started()\n", ""), (begin + order, order + begin)):
+    for fault in (("            self._follows = self._engine.finish_started()\n", ""), (begin + order, order + begin)):
         with Fault(CROSSINGS, *fault).planted():
             assert isinstance(assert_caught(build, range(4)), Deadlock)
 
@@ -155,6 +155,33 @@ def test_what_is_gathered_again_crosses_before_dx() -> None:
     """All of it. The exchange that starts at once brings one of two nodes."""
     machine = NodeSimulation(3)
     assert_crosses_before_dx(backward(machine, calls=1, first=until_the_second_exchange(machine)))
+
+
+@pytest.mark.parametrize(("operator", "order"), [("backward", "x x x x x dw dw x x x"), ("scatter", "x x x dw x")])
+def test_a_weight_gradient_stands_between_exchanges_of_dx(
+    operator: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `fused`, of two nodes of one rank, in four chunks: behind what is sent again, and the first of dx; or behind half of dx,
+    and one. dw: here two copies, or the operator's end."""
+    machine, names, enqueued = NodeSimulation(2, chunks=4, method="fused"), list[str](), SimulatedGpu.enqueued
+
+    def note(gpu: SimulatedGpu, operation: Operation) -> None:
+        if gpu.rank == 0:
+            names.append(operation.name)
+        enqueued(gpu, operation)
+
+    finish = core("operators.node_streams").NodeStreamScatter.finish
+
+    def noted_finish(scatter: Any) -> Any:
+        if scatter._domain.rank == 0 and operator == "scatter":
+            names.append("dw")
+        return finish(scatter)
+
+    monkeypatch.setattr(SimulatedGpu, "enqueued", note)
+    monkeypatch.setattr(core("operators.node_streams").NodeStreamScatter, "finish", noted_finish)
+    run_seed(backward(machine, calls=1) if operator == "backward" else scatters("fused", machine, 1), 0)
+    short = ["x" if name.startswith("exchange") else "dw" * (name in ("aten.copy_.default", "dw")) for name in names]
+    assert " ".join(filter(None, short[short.index("x") :])).startswith(order)
 
 
 def in_turns(machine: NodeSimulation, order: str) -> Build:

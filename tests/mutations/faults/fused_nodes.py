@@ -92,7 +92,7 @@ FAULTS = [
     AGAIN("what is gathered again is enqueued before the kernel of GEMM + RS", "        own = self._partials[",
           "        self._crossings._begin()\n        own = self._partials["),
     AGAIN("what is exchanged again is enqueued before the kernel of GEMM + A2A", "        tiles = _launch(self, engine, self._op",
-          "        crossings._begin()\n        tiles = _launch(self, engine, self._op"),
+          "        self._crossings._begin()\n        tiles = _launch(self, engine, self._op"),
     STREAMS("partial sums of a node are not sent",
             "engine.push_counted(self._partials, call.routes(legs.inside, self._tiles))", "pass"),
     ENGINE("a sum waits for one tile too few", "counter.data_ptr(), tiles, AT_LEAST", "counter.data_ptr(), tiles - 1, AT_LEAST"),
