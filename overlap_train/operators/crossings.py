@@ -72,11 +72,12 @@ class Crossings:
         self._engine.send_after(mark)
         self.start(source, make)
 
-    def start_soon(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
-        """The same as `start`: now, or where a product may come between (a weight gradient), in `finish`.
+    def start_beside_wgrad(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
+        """The same as `start`, now or in `finish`: the caller enqueues a weight gradient in between.
 
-        With one hardware queue that product would wait for all exchanges before it. So half of them stand before it, and the one
-        that starts then (schedule/turns.py, of two equal products); if an earlier call's stand there, only that one.
+        With one hardware queue the weight gradient waits for all exchanges that stand before it. So half of them do, and one more
+        (schedule/turns.py: of two equal products one is done then). If an earlier call's exchanges stand there, only the first
+        does.
         """
         self._begin()
         if self.started < (1 if self._follows else exchanges_ahead(self._count, 1, 2)):

@@ -7,7 +7,7 @@
                   on that far
     GEMM + RS, GEMM + A2A
                   the kernel; then, in the order of its tiles, what leaves: each chunk after its tiles are counted. A chunk for a
-                  far node is added up first (GEMM + RS)
+                  far node is added up first (GEMM + RS). Some exchanges leave behind a weight gradient, where there is one
 
 No product's kernel waits for the network (kernels/arrivals.py): waits of one warp do. What runs beside the kernel finds room on
 the SMs that it leaves (EnginePlan.spared_sms). Nothing that waits for the kernel's tiles stands before it in a hardware queue.
@@ -88,9 +88,10 @@ class FusedNodeStreamScatter(NodeStreamScatter):
         engine.send_after_this()
         own = self._partials[self._domain.rank]
         self._tiles = _launch(self, engine, ScatterOperands(self._a, self._b, self._partials, own))
+        start = self._crossings.start_beside_wgrad if plan.beside_wgrad else self._crossings.start
         for block, legs in plan.legs.by_block:
             for leg in legs.network:
-                self._crossings.start_soon(*self._sum_for(block, leg.chunk))
+                start(*self._sum_for(block, leg.chunk))
             engine.push_counted(self._partials, call.routes(legs.inside, self._tiles))
 
     def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
@@ -107,10 +108,11 @@ class FusedNodeStreamGemmAllToAll(FusedGemmAllToAll, NodeStreamGemmAllToAll):
         call = self._call
         engine.send_after_this()  # as in FusedNodeStreamScatter
         tiles = _launch(self, engine, self._operands(staging))
+        start = self._crossings.start_beside_wgrad if self._plan.beside_wgrad else self._crossings.start
         for crossing in self._plan.crossings:
             leg = crossing.sent
             counter, part = call.stored_tiles(leg.block, leg.chunk), staging[leg.block].chunk(call.chunks)[leg.chunk]
-            self._crossings.start_soon(part, partial(engine.wait_for_tiles, counter, tiles))
+            start(part, partial(engine.wait_for_tiles, counter, tiles))
         engine.push_counted(staging, call.routes(self._plan.legs.inside, tiles))
 
 

@@ -35,7 +35,6 @@ from .tiling import (
 )
 from .variants import CHUNK_COUNTS, PLAIN, Variant
 
-_ANY = CHUNK_COUNTS[-1]  # number of products
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 
 
@@ -61,7 +60,7 @@ class EnginePlan:
     workspace. send_sms, reduce_sms, wait_sms: those that NCCL has between nodes, sums of this node's partials, and waits of
     one CTA; other_sms: those of what another group sends beside it. Products leave all of these. nodes: that the group spans.
     crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
-    multiplies at once across nodes of GPUs.
+    multiplies at once across nodes of GPUs. beside_wgrad: whether a weight gradient is multiplied while its result leaves.
     """
 
     kind: str
@@ -80,6 +79,7 @@ class EnginePlan:
     nodes: int = 1
     crossings: tuple[Crossing, ...] = ()
     together: int = 1
+    beside_wgrad: bool = False
 
     @property
     def slots(self) -> int:
@@ -192,7 +192,7 @@ def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs
 def _network_products(method: str, pass_: Pass, local: int) -> int:
     """How many products what crosses between nodes of `local` GPUs may be cut into."""
     if method == "fused" and pass_.kind not in INBOUND and local == 1:
-        return _ANY  # one launch, which goes on from chunk to chunk
+        return CHUNK_COUNTS[-1]  # no limit: one launch goes on from chunk to chunk
     # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
     at_once = local if method == "fused" and pass_.kind == GATHER else 1
     columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)

@@ -12,6 +12,7 @@ from .choice import Choice, choose
 from .engine_plan import EnginePlan, NodeNetwork, engine_plan, sent_again
 from .low_latency import LOW_LATENCY, flagged_bytes
 from .passes import Pass
+from .schedule.kinds import INBOUND
 from .schedule.topology import Topology
 from .spec import OperatorSpec
 from .table import Table
@@ -44,6 +45,7 @@ def make_plan(
     network = network_of(config, network_gbs)
     if spec.multiplies:
         fprop, dgrad = (_engine(p, config, table, topology, device, w, network) for p in (first, first.dgrad))
+        dgrad = replace(dgrad, beside_wgrad=dgrad.kind not in INBOUND)
     else:
         fprop = dgrad = _exchange(first, config, topology, device, w, network)
     sends_again = spec.sends_input and config.gathered_input == "regather"

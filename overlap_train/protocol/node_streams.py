@@ -30,9 +30,8 @@ from .copy_engine import AT_LEAST, Route, StreamCopyEngine
 from .node_slot import NodeCall
 from .watchdog import FaultRecord
 
-MOST_MARKED = (
-    3  # products that are enqueued before what sends them: at most two (schedule/turns.py), and the one that goes next
-)
+# Products that are enqueued before what sends them: at most two (schedule/turns.py), and the one that is sent next.
+MOST_MARKED = 3
 
 
 class NodeStreamEngine(StreamCopyEngine, ABC):
@@ -74,11 +73,11 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
         self._unfinished.append(task)
 
     def finish_started(self) -> bool:
-        """Enqueue what is left of the calls that have begun. Returns whether there was any."""
-        was_any = bool(self._unfinished)
+        """Enqueue what is left of the calls that have begun since. Returns whether there was such a call."""
+        had_begun = bool(self._unfinished)
         while self._unfinished:
             self._unfinished.pop(0)()
-        return was_any
+        return had_begun
 
     def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:
         """Enqueue pushes of what a kernel that has been launched writes into `source`, each after its counter."""

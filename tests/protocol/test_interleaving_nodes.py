@@ -157,31 +157,54 @@ def test_what_is_gathered_again_crosses_before_dx() -> None:
     assert_crosses_before_dx(backward(machine, calls=1, first=until_the_second_exchange(machine)))
 
 
-@pytest.mark.parametrize(("operator", "order"), [("backward", "x x x x x dw dw x x x"), ("scatter", "x x x dw x")])
+def dx_alone(machine: NodeSimulation) -> Build:
+    """What a column linear's backward sends, where x was kept."""
+
+    def build(scheduler: Scheduler) -> Any:
+        def host(domain: SimulatedDomain) -> None:
+            world = machine.world_size
+            x, dy, w = torch.ones(TILE, TILE), torch.ones(world * TILE, TILE), torch.ones(TILE, TILE)
+            plan = domain.plan(machine.method, x, w).dgrad
+            with domain.operator(tag_of("backward"), slots=1):
+                core("operators.start").start_scatter(domain, plan, tag_of("dx"), dy, w).finish()
+
+        machine.spawn_hosts(scheduler, host)
+        return lambda: None
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("build", "node_ranks", "order"),
+    [
+        (partial(backward, calls=1), 1, "x x x x x end x x x"),
+        (dx_alone, 1, "x x x end x"),
+        (lambda machine: scatters("fused", machine, 1), 2, "x x x x end"),
+    ],
+)  # fmt: skip
 def test_a_weight_gradient_stands_between_exchanges_of_dx(
-    operator: str, order: str, monkeypatch: pytest.MonkeyPatch
+    build: Callable[[NodeSimulation], Build], node_ranks: int, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `fused`, of two nodes of one rank, in four chunks: behind what is sent again, and the first of dx; or behind half of dx,
-    and one. dw: here two copies, or the operator's end."""
-    machine, names, enqueued = NodeSimulation(2, chunks=4, method="fused"), list[str](), SimulatedGpu.enqueued
+    """By `fused`, of two nodes, in four chunks: behind what is sent again, and the first of dx; or behind half of dx, and one. No
+    other operator holds anything back. end: `finish` begins, before which the weight gradient comes."""
+    machine, names = NodeSimulation(2 * node_ranks, node_ranks=node_ranks, chunks=4, method="fused"), list[str]()
+    scatter, enqueued = core("operators.node_streams").NodeStreamScatter, SimulatedGpu.enqueued
+    finish = scatter.finish
 
     def note(gpu: SimulatedGpu, operation: Operation) -> None:
         if gpu.rank == 0:
             names.append(operation.name)
         enqueued(gpu, operation)
 
-    finish = core("operators.node_streams").NodeStreamScatter.finish
-
-    def noted_finish(scatter: Any) -> Any:
-        if scatter._domain.rank == 0 and operator == "scatter":
-            names.append("dw")
-        return finish(scatter)
+    def noted_finish(one: Any) -> Any:
+        names.extend(["end"] * (one._domain.rank == 0))
+        return finish(one)
 
     monkeypatch.setattr(SimulatedGpu, "enqueued", note)
-    monkeypatch.setattr(core("operators.node_streams").NodeStreamScatter, "finish", noted_finish)
-    run_seed(backward(machine, calls=1) if operator == "backward" else scatters("fused", machine, 1), 0)
-    short = ["x" if name.startswith("exchange") else "dw" * (name in ("aten.copy_.default", "dw")) for name in names]
-    assert " ".join(filter(None, short[short.index("x") :])).startswith(order)
+    monkeypatch.setattr(scatter, "finish", noted_finish)
+    run_seed(build(machine), 0)
+    short = ["x" if name.startswith("exchange") else name for name in names]
+    assert " ".join(name for name in short if name in ("x", "end")).startswith(order)
 
 
 def in_turns(machine: NodeSimulation, order: str) -> Build:

@@ -174,6 +174,8 @@ FAULTS = [
               f"{STREAMED}::test_what_nobody_waits_for_is_passed_on_before_the_operator_ends"),
     CROSSINGS("a weight gradient waits for all of dx", "(1 if self._follows else exchanges_ahead(self._count, 1, 2))",
               "self._count", f"{STREAMED}::test_a_weight_gradient_stands_between_exchanges_of_dx"),
+    CHUNKS("every operator holds exchanges back", "beside_wgrad: bool = False", "beside_wgrad: bool = True",
+          f"{STREAMED}::test_a_weight_gradient_stands_between_exchanges_of_dx"),
     CROSSINGS("a weight gradient waits for half of dx behind x", "(1 if self._follows else exchanges_ahead(self._count, 1, 2))",
               "exchanges_ahead(self._count, 1, 2)", f"{STREAMED}::test_a_weight_gradient_stands_between_exchanges_of_dx"),
     CROSSINGS("exchanges are not enqueued ahead",
