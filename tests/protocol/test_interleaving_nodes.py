@@ -45,6 +45,20 @@ def test_operators_pass(operator: str, method: str, world: int, node_ranks: int,
     assert_passes(problem(operator, world, node_ranks, one_queue, method=method), range(8 // world))
 
 
+@pytest.fixture
+def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what rank 0 enqueues, as it does so."""
+    names, enqueue = list[str](), SimulatedGpu.enqueued
+
+    def note(gpu: SimulatedGpu, operation: Operation) -> None:
+        if gpu.rank == 0:
+            names.append("x" if operation.name.startswith("exchange") else operation.name)
+        enqueue(gpu, operation)
+
+    monkeypatch.setattr(SimulatedGpu, "enqueued", note)
+    return names
+
+
 IN, OUT = "x mm x x mm mm x mm mm", "mm x mm mm x mm mm x mm x mm mm"
 
 
@@ -55,23 +69,10 @@ IN, OUT = "x mm x x mm mm x mm mm", "mm x mm mm x mm mm x mm x mm mm"
         ("gather", "fused", "k x k x x k"),  # the epoch's kernel, and the product's for the own rows
     ],
 )  # fmt: skip
-def test_exchanges_are_enqueued_between_products(
-    operator: str, method: str, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exchanges_are_enqueued_between_products(operator: str, method: str, order: str, enqueued: list[str]) -> None:
     """Two nodes of one rank, four chunks (schedule/turns.py). x: an exchange, mm: a product by the library, k: a kernel."""
-    machine, names = NodeSimulation(2, chunks=4), list[str]()
-    enqueued = SimulatedGpu.enqueued
-
-    def note(gpu: SimulatedGpu, operation: Operation) -> None:
-        if gpu.rank == 0:
-            names.append(operation.name)
-        enqueued(gpu, operation)
-
-    monkeypatch.setattr(SimulatedGpu, "enqueued", note)
-    run_seed(PROBLEMS[operator](method, machine, 1), 0)
-    short = [
-        "x" if name.startswith("exchange") else "mm" if "mm" in name else "k" * (name == "kernel") for name in names
-    ]
+    run_seed(PROBLEMS[operator](method, NodeSimulation(2, chunks=4), 1), 0)
+    short = ["mm" if "mm" in name else {"kernel": "k", "x": "x"}.get(name, "") for name in enqueued]
     found = " ".join(name for name in short if name and (method == "fused" or name != "k"))
     assert found.startswith(order)
 
@@ -183,28 +184,21 @@ def dx_alone(machine: NodeSimulation) -> Build:
     ],
 )  # fmt: skip
 def test_a_weight_gradient_stands_between_exchanges_of_dx(
-    build: Callable[[NodeSimulation], Build], node_ranks: int, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    build: Callable[[NodeSimulation], Build], node_ranks: int, order: str, enqueued: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """By `fused`, of two nodes, in four chunks: behind what is sent again, and the first of dx; or behind half of dx, and one. No
     other operator holds anything back. end: `finish` begins, before which the weight gradient comes."""
-    machine, names = NodeSimulation(2 * node_ranks, node_ranks=node_ranks, chunks=4, method="fused"), list[str]()
-    scatter, enqueued = core("operators.node_streams").NodeStreamScatter, SimulatedGpu.enqueued
+    scatter = core("operators.node_streams").NodeStreamScatter
     finish = scatter.finish
 
-    def note(gpu: SimulatedGpu, operation: Operation) -> None:
-        if gpu.rank == 0:
-            names.append(operation.name)
-        enqueued(gpu, operation)
-
     def noted_finish(one: Any) -> Any:
-        names.extend(["end"] * (one._domain.rank == 0))
+        enqueued.extend(["end"] * (one._domain.rank == 0))
         return finish(one)
 
-    monkeypatch.setattr(SimulatedGpu, "enqueued", note)
     monkeypatch.setattr(scatter, "finish", noted_finish)
-    run_seed(build(machine), 0)
-    short = ["x" if name.startswith("exchange") else name for name in names]
-    assert " ".join(name for name in short if name in ("x", "end")).startswith(order)
+    run_seed(build(NodeSimulation(2 * node_ranks, node_ranks=node_ranks, chunks=4, method="fused")), 0)
+    assert " ".join(name for name in enqueued if name in ("x", "end")).startswith(order)
 
 
 def in_turns(machine: NodeSimulation, order: str) -> Build:
