@@ -98,7 +98,7 @@ class Crossings:
             self._engine.arrive(self._call, crossing, exchange, landing)
 
     def finish(self) -> None:
-        """Start what was to be started in `finish`, and let all arrive."""
+        """Start what `start_beside_wgrad` has left for now, and let all arrive."""
         while self._later:
             self._later.popleft()()
         while self._under_way:

@@ -26,7 +26,7 @@ class Exchange(Protocol):
     """Blocks [W, M/W, N/W] on their way, block s from rank s."""
 
     def start(self) -> None:
-        """Start the GEMM and the sends of its result."""
+        """Start the GEMM and the sends of its result; across nodes some sends may start in `received`."""
         ...
 
     def received(self) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Scatter(Protocol):
     """y_shard_m [M/W, N] on its way."""
 
     def start(self) -> None:
-        """Start the GEMM and the sends."""
+        """Start the GEMM and the sends; across nodes some sends may start in `finish`."""
         ...
 
     def finish(self) -> torch.Tensor:

@@ -190,7 +190,7 @@ def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs
 
 
 def _network_products(method: str, pass_: Pass, local: int) -> int:
-    """How many products what crosses between nodes of `local` GPUs may be cut into."""
+    """Into how many products at most a method may cut what crosses between nodes of `local` GPUs."""
     if method == "fused" and pass_.kind not in INBOUND and local == 1:
         return CHUNK_COUNTS[-1]  # no limit: one launch goes on from chunk to chunk
     # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.

@@ -110,7 +110,7 @@ def chunk_count(m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4, short
 
 
 def pays_in_short_chunks(local: int, gbs: float) -> bool:
-    """Whether what crosses between nodes of `local` GPUs, over a network of so many GB/s (0: unknown), may go in short chunks."""
+    """Whether short chunks pay between nodes of `local` GPUs, over a network of so many GB/s (0: unknown)."""
     return local == 1 and 0 < gbs < _SLOW_GBS
 
 

@@ -73,7 +73,7 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
         self._unfinished.append(task)
 
     def finish_started(self) -> bool:
-        """Enqueue what is left of the calls that have begun since. Returns whether there was such a call."""
+        """Enqueue what is left of the calls that have begun since this was last done. Returns whether there were any."""
         had_begun = bool(self._unfinished)
         while self._unfinished:
             self._unfinished.pop(0)()

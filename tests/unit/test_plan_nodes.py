@@ -166,9 +166,8 @@ def lane_problems(made: Work, timeline: Timeline) -> Iterator[str]:
         if lane == PASSED_ON and made.plan.kind == GATHER:  # to every rank of the node as it comes
             blocks = list(dict.fromkeys(block for _, block, _ in expected))
             expected.sort(key=lambda place: (blocks.index(place[1]), place[2]))
-        if (
-            lane == COPIES and made.plan.kind == SCATTER and made.plan.method == "chunked"
-        ):  # a chunk for all ranks of a far node
+        if lane == COPIES and (made.plan.kind, made.plan.method) == (SCATTER, "chunked"):
+            # Of far nodes a chunk for all ranks, then the next chunk.
             local, own = made.topology.local, made.topology.node
             nodes = list(dict.fromkeys(block // local for _, block, _ in expected))
             expected.sort(key=lambda place: (nodes.index(place[1] // local), place[2] * (place[1] // local != own)))

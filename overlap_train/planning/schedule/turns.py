@@ -20,8 +20,8 @@ from .order import Unit, targets
 from .topology import Topology
 
 FAR, EXCHANGE, NEAR = "far", "exchange", "near"
-# So many products of what leaves are enqueued behind an exchange, and then the next exchange. If the one before ends early, what
-# the next one sends is there.
+# An exchange is followed by products until those of the next two are enqueued, and only then by the next exchange. So if one ends
+# early, what the next sends is there.
 _PRODUCTS_AHEAD = 2
 
 

@@ -22,8 +22,8 @@ from ..measure.cases import EXCHANGES, OPS, Case
 from ..measure.runs import Session
 from ..measure.timing import Call
 
-# What is gathered: 64 MiB in bf16, of which each of two ranks sends half. What is exchanged has as many
-# features for each node: so as many bytes of each rank cross.
+# What is gathered: 64 MiB in bf16, of which each of two ranks sends half. What is exchanged has as many features for each node:
+# so as many bytes of each rank cross.
 ROWS, FEATURES = 8192, 4096
 RATIOS = (0.5, 1.0, 2.0)  # product over network
 _STEP = 256
