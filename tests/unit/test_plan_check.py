@@ -112,6 +112,16 @@ def test_attention_blocks_of_ulysses_are_no_layers_of_the_plan() -> None:
     assert compare_layers(BENCHMARKS / "h200x2" / "ulysses", H200) == []
 
 
+def test_ulysses_products_by_the_library_are_predicted() -> None:
+    """Nothing is fitted to them. The row that misses is of 8192 rows, which take as long as the host."""
+    errors = list[float]()
+    for row in rows_of(BENCHMARKS / "h200x2" / "ulysses", "operators.json"):
+        if row["method"] == "chunked":
+            work = work_of(H200, pass_of(row), "chunked", UNTUNED)
+            errors.append(abs(estimate(work, program(work)).us / (1e3 * row["ms"]) - 1))
+    assert len(errors) == 48 and sum(errors) / 48 <= MEAN and sum(error > WORST for error in errors) == 1
+
+
 def gbs_of(row: Row) -> float:
     """What NCCL alone carried in a row of two nodes of one GPU each."""
     pass_ = pass_of(row)

@@ -123,7 +123,8 @@ def test_an_all_to_all_of_two_nodes_of_two_by_hand() -> None:
         arrived("call", 3, 0): pytest.approx(first + 2 + 10),
         arrived("call", 2, 0): pytest.approx(second),
     }
-    assert timeline.us == pytest.approx(second + 1 + 1 + made.part_us)  # wait, gap, product
+    copied = 6 * 500 * 64 / 1e6  # the sum, from fp32 to bf16
+    assert timeline.us == pytest.approx(second + 1 + 1 + made.terms_us(1, 1, False) + 1 + copied)  # wait, gap; gap
 
 
 def all_legs(made: Work) -> list[Leg]:
@@ -416,12 +417,23 @@ def test_shallow_blocks_are_multiplied_side_by_side() -> None:
     whole = (arrived("call", 1, 0), arrived("call", 1, 1))
     far = [((arrived("call", 3, chunk),), (arrived("call", 2, chunk),), ()) for chunk in (0, 1)]
     assert [kernel.needs for kernel in kernels] == [whole, (), *far[0], *far[1]]
-    assert kernels[1].us == pytest.approx(made.terms_us(2, 1)) and kernels[-1].us == pytest.approx(made.terms_us(2, 2))
+    assert kernels[1].us == pytest.approx(made.terms_us(2, 1, True))
+    assert kernels[-1].us == pytest.approx(made.terms_us(2, 2, False))
     assert sum(kernel.name == "copy of the blocks" for kernel in program(made).kernels) == 2
     wide = replace(made, pass_=replace(made.pass_, n=64_000))
-    assert wide.terms_us(1, 1) == pytest.approx(8 * 500 * 64_000 / 1e6), "the sum in fp32 is read and written"
     (copy, _) = (kernel.us for kernel in program(wide).kernels if kernel.name == "copy of the blocks")
     assert copy == pytest.approx(2 * (2 * SHARD + 2 * 2 * 1000 * 64_000) / 1e6), "and so are both operands"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_sum_in_fp32_is_written_read_and_copied(nodes: int) -> None:
+    """Beside what a product in bf16 writes. Inside a node block by block, too."""
+    made = work(A2A_GEMM, nodes, 4 // nodes)
+    first, *others, copy = (kernel for kernel in program(made).kernels if kernel.name.endswith(("gemm", "of the sum")))
+    elements, product = 500 * 64 / 1e6, made.part_us
+    assert first.us == pytest.approx(product + 2 * elements), "4 bytes instead of 2"
+    assert [kernel.us for kernel in others] == pytest.approx([product + 6 * elements] * 3), "4 read, 4 written"
+    assert copy.name == "copy of the sum" and copy.us == pytest.approx(6 * elements)
 
 
 @pytest.mark.parametrize("kind", KINDS)

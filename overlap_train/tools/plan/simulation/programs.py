@@ -22,7 +22,7 @@ from .across_nodes import far_arrivals, far_turns, in_order, lane_of, made, mult
 from .copies import copied, give, put_together, take
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Kernel, Program, Send, Tile, Token, arrived
-from .work import STARTED, Work
+from .work import BF16, FP32, STARTED, Work
 
 BARRIER_US = 10.0  # what a barrier of signals takes (docs/design.md)
 # Host work in driver calls: a kernel launch with its preparation, a library product, a collective, what each call has besides.
@@ -73,7 +73,7 @@ def receive_part(work: Work) -> Part:
         exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, gap)
         return [exchange, put_together(work), _product(work, work.gemm_us)], []
     if method == "chunked":
-        return [*(_chunked_gather(work) if work.topology.nodes == 1 else _received_together(work))], sends(work)
+        return [*_received(work)], sends(work)
     return _launches(work, _persistent(work, "all_to_all_gemm_kernel", receive_tiles(work))), sends(work)
 
 
@@ -201,8 +201,9 @@ def _chunked_gather(work: Work) -> list[Kernel]:
     return kernels
 
 
-def _received_together(work: Work) -> Iterator[Kernel]:
-    """A2A + GEMM across nodes: several blocks at once, side by side; of far nodes each chunk of the last one as it comes."""
+def _received(work: Work) -> Iterator[Kernel]:
+    """A2A + GEMM: block by block; across nodes several at once, side by side, of far nodes each chunk of the last one as it comes.
+    Then their sum in fp32 is copied into the result."""
     chunks, own = range(work.plan.chunks), work.topology.rank
     for blocks in multiplied_together(work.topology, work.plan.together):
         is_far = blocks[0] not in work.topology.ranks_of(work.topology.node)
@@ -212,7 +213,8 @@ def _received_together(work: Work) -> Iterator[Kernel]:
             for block in blocks:
                 if block != own:
                     yield wait(work, tuple(arrived(work.call, block, chunk) for chunk in turn))
-            yield _product(work, work.terms_us(len(blocks), work.plan.chunks if is_far else 1))
+            yield _product(work, work.terms_us(len(blocks), work.plan.chunks if is_far else 1, own in blocks))
+    yield copied(work, (FP32 + BF16) * work.m_shard * work.pass_.n, "copy of the sum")
 
 
 def _side_by_side(work: Work, blocks: int) -> Kernel:

@@ -14,6 +14,7 @@ from ....planning.schedule.topology import Topology
 from .timeline import Token, arrived
 
 STARTED = "started"
+FP32, BF16 = 4, 2  # bytes
 ANGLE_BYTES = 8  # of one feature of one row: cos and sin in fp32
 
 
@@ -107,13 +108,14 @@ class Work:
         rows, parts = self.m_shard // chunks, self.world * chunks * self.parts
         return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, self.plan.spared_sms)
 
-    def terms_us(self, blocks: int, chunks: int) -> float:
-        """Microseconds of the product of `blocks` ranks' terms in A2A + GEMM, or of one of `chunks` equal parts of it. It is
-        added to a sum in fp32."""
+    def terms_us(self, blocks: int, chunks: int, is_first: bool) -> float:
+        """Microseconds of the product of `blocks` ranks' terms in A2A + GEMM, or of one of `chunks` equal parts of it. Their sum
+        is in fp32: the first product writes twice the bytes of another product, later ones read and write it."""
         rows, k = self.m_shard // chunks, self.pass_.k // self.world * blocks
         parts = self.world * chunks // blocks
         product = cost.library_gemm_us(self.system, rows, self.pass_.n, k, parts, self.plan.spared_sms)
-        return max(product, cost.sum_us(self.system, 8 * rows * self.pass_.n))
+        more = FP32 - BF16 if is_first else 2 * FP32 - BF16
+        return product + cost.sum_us(self.system, more * rows * self.pass_.n)
 
     def arrivals(self, chunk: int) -> tuple[Token, ...]:
         """The arrivals of one chunk of every peer's block."""
