@@ -56,16 +56,19 @@ def reduce_sms(system: System, local: int) -> int:
     return min(math.ceil(node_sum_gbs(local, system.nic_gbs) / system.sum_sm_gbs), MOST_CTAS)
 
 
-def library_gemm_us(system: System, m: int, n: int, k: int, parts: int = 1, spared_sms: int = 0) -> float:
+def library_gemm_us(
+    system: System, m: int, n: int, k: int, parts: int = 1, spared_sms: int = 0, late_waves: int = 0
+) -> float:  # fmt: skip
     """One of `parts` library products [m, k] @ [k, n] that run one after the other: waves of tiles, or what power allows.
-    spared_sms: that others hold."""
+    spared_sms: that others hold. late_waves: of tiles that found no SM in the waves before."""
     sms = system.sms - spared_sms
     choices = [(rows, cols, 1.0) for rows, cols in LARGE_TILES] + [(*SMALL_TILE, system.small_tile)]
-    waves = min(
-        math.ceil(-(-m // rows) * -(-n // cols) / sms) * tile_at_full_clock_us(system, rows, cols, k) / speed
+    us, wave_us = min(
+        (math.ceil(-(-m // rows) * -(-n // cols) / sms) * wave_us, wave_us)
         for rows, cols, speed in choices
+        for wave_us in (tile_at_full_clock_us(system, rows, cols, k) / speed,)
     )
-    return max(waves, power_us(system, 2.0 * m * n * k * parts) / parts)
+    return max(us + late_waves * wave_us, power_us(system, 2.0 * m * n * k * parts) / parts)
 
 
 def tile_us(system: System, rows: int, cols: int, k: int, waves: float, allowed_us: float, idle_us: float) -> float:

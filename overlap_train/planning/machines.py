@@ -11,9 +11,13 @@ keeps its speed, up to that of copies. NCCL's own model has it so for the A100: 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from .hardware import SUM_GBS
+
+_BLACKWELL = (10, 0)
+# Of CUDA_DEVICE_MAX_CONNECTIONS: what Megatron-Core asks for before Blackwell, and what CUDA takes where nobody sets it.
+_ASKED_FOR, _OF_CUDA = 1, 8
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class System:
     """One kind of GPU with its links. Times in microseconds, bandwidths in GB/s in one direction, rates in bf16 TFLOP/s.
 
     capability: CUDA's. peak_tflops, nvlink_gbs: data sheet. gpus_per_node: of usual servers.
+    connections: CUDA_DEVICE_MAX_CONNECTIONS. 1: all streams share a hardware queue; more: each has its own.
     nic_gbs, nic_us: one GPU's share of its node's NICs, and what each network transfer takes besides its bytes.
     sum_sm_gbs: of one SM that adds partial sums of a node, where few do.
     tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock.
@@ -44,6 +49,7 @@ class System:
     nvlink_gbs: float
     nic_gbs: float
     gpus_per_node: int
+    connections: int = field(default=_ASKED_FOR, kw_only=True)
     nic_us: float
     sum_sm_gbs: float
     tile_tflops: float
@@ -133,6 +139,7 @@ def scaled(name: str, sheet: Sheet) -> System:
     copies, nccl = H200.copy_gbs * link, max(1.0, link)
     return replace(
         H200, name=name, source=sheet.source, capability=sheet.capability, sms=sheet.sms, peak_tflops=sheet.peak_tflops,
+        connections=_ASKED_FOR if sheet.capability < _BLACKWELL else _OF_CUDA,
         nvlink_gbs=sheet.nvlink_gbs, nic_gbs=sheet.nic_gbs, tile_tflops=tile,
         burst_tflops=H200.burst_tflops * compute if sheet.power_limited else tile,
         sustained_tflops=H200.sustained_tflops * compute if sheet.power_limited else tile,

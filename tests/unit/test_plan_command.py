@@ -229,6 +229,14 @@ def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
     assert set(document["passes"][0]["methods"]) == {"fused", "chunked", COLLECTIVE}
 
 
+@pytest.mark.parametrize(("name", "said"), [("h20", "All streams share one"), ("b200", "Each stream has a")])
+def test_across_nodes_it_says_how_many_queues_there_are(
+    name: str, said: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "--nodes", "2", "--system", name) == 0
+    assert f"{said} hardware queue" in capsys.readouterr().out
+
+
 def test_too_many_tiles_are_not_simulated_one_by_one_in_a_plan_across_nodes(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -234,6 +234,20 @@ def test_the_measured_network_is_what_plans_reckon_with(
     assert f"Reckons with {cost.network_sms(gbs)} SMs for the network" in planned
 
 
+@pytest.mark.parametrize(("word", "connections"), [("8", 8), ("1", 1), (None, 1), ("0", 1), ("all", 1)])
+def test_streams_share_queues_as_in_training(
+    word: str | None, connections: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CUDA_DEVICE_MAX_CONNECTIONS where the doctor runs; else what the named GPU trains with."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if word is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", word)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    write_system(tmp_path / "here.json", measured_by_ranks([640.0] * 4, 380.0), plays_nodes=False)
+    assert read_system(str(tmp_path / "here.json")).connections == connections
+
+
 @pytest.mark.parametrize("node_ranks", [0, 2])
 def test_what_node_ranks_plays_is_no_network(node_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bool] = []

@@ -21,7 +21,7 @@ from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import HOPPER, HOPPER_TILE
 from overlap_train.tools.plan.estimates import work_of
-from overlap_train.tools.plan.simulation import across_nodes, programs
+from overlap_train.tools.plan.simulation import across_nodes, programs, sending
 from overlap_train.tools.plan.simulation.backward import backward, wgrad_us
 from overlap_train.tools.plan.simulation.persistent_tiles import gather_tiles
 from overlap_train.tools.plan.simulation.programs import program
@@ -217,7 +217,7 @@ FAULTS: list[tuple[str, Callable[..., object], str, str]] = [
 def test_a_program_that_breaks_a_step_is_found(
     method: str, name: str, fault: object, kind: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, name, fault)
+    monkeypatch.setattr(programs if name == "node_sums" else sending, name, fault)
     made = work(kind, 2, 3, method=method)
     assert any(found in problem for problem in problems_of(made, run(made)))
 
@@ -279,7 +279,7 @@ def test_nothing_is_faster_than_the_network(kind: str) -> None:
 
 def test_what_is_passed_on_shares_nvlink_with_own_copies() -> None:
     """With a fast network both leave this rank at the same time: 9 copies of 10 us, whoever sends them."""
-    fast = replace(ROUND, nic_gbs=1e6, nic_us=0.0, push_us=0.0)
+    fast = replace(ROUND, nic_gbs=1e6, nic_us=0.0, push_us=0.0, connections=8)
     works = [replace(one, system=fast) for one in everyone(GATHER, 3, 4)]
     timeline = simulate([program(one) for one in works], fast.copy_gbs, fast.nic_gbs)
     last = max(span.end for span in timeline.spans if span.lane == PASSED_ON)

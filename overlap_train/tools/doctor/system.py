@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -29,8 +30,15 @@ def write_system(path: Path, findings: Sequence[Finding], plays_nodes: bool) -> 
     system = probed(name, findings, crossed=not plays_nodes)
     if system is None:
         return f"{path} not written: {name} is none of {', '.join(SYSTEMS)}, or its product was not measured"
+    system = replace(system, connections=_connections(system))
     path.write_text(json.dumps(asdict(system), indent=1) + "\n")
     return f"{path}: {system.name} with what was measured: {', '.join(system.measured)}"
+
+
+def _connections(system: System) -> int:
+    """As training started like this would have it."""
+    word = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(word) if word.isdecimal() and int(word) else system.connections
 
 
 def probed(device_name: str, findings: Sequence[Finding], crossed: bool = True) -> System | None:

@@ -16,7 +16,8 @@ from ...ulysses.parts import Part as Positions
 from ...ulysses.tensor_parallel import ShardedPart
 from .replay import Domain, Recording
 from .simulation.backward import row_dw, row_dx, whole
-from .simulation.programs import Part, forward
+from .simulation.enqueued import Part
+from .simulation.programs import forward
 from .simulation.work import Work
 
 

@@ -25,7 +25,10 @@ from ...protocol.slot_use import SlotUse
 from ...protocol.tags import Tag
 from ...protocol.workspace import Workspace
 from .simulation.backward import own_block
-from .simulation.programs import Part, barrier, epoch, host_us, sends, wait
+from .simulation.by_library import wait
+from .simulation.enqueued import Part
+from .simulation.programs import barrier, epoch, host_us
+from .simulation.sending import sends
 from .simulation.timeline import COMPUTE, EXCHANGES, Group, Kernel, Program, Send
 from .simulation.work import Work
 
@@ -74,7 +77,8 @@ class Recording(TorchDispatchMode):
         self.kernels.append(Kernel(f"{name} kernel", COMPUTE, us, self.system.gap_us))
 
     def add(self, part: Part) -> None:
-        self.kernels += part[0]
+        """Note what is enqueued inside a node."""
+        self.kernels += [item for item in part[0] if isinstance(item, Kernel)]
         self.sends += part[1]
 
     def numbered(self, work: Work, group: Group) -> Work:

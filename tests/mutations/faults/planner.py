@@ -9,6 +9,8 @@ ACROSS = In("overlap_train/tools/plan/simulation/across_nodes.py", (NODES,))
 BACKWARD = In("overlap_train/tools/plan/simulation/backward.py", (NODES,))
 COST = In("overlap_train/planning/cost.py", (NODES,))
 PROGRAMS = In("overlap_train/tools/plan/simulation/programs.py", (NODES,))
+LIBRARY = In("overlap_train/tools/plan/simulation/by_library.py", (NODES,))
+SENDING = In("overlap_train/tools/plan/simulation/sending.py", (NODES,))
 SIMULATE = In("overlap_train/tools/plan/simulation/simulate.py", (NODES,))
 WORK = In("overlap_train/tools/plan/simulation/work.py", (NODES,))
 RANK = In("overlap_train/tools/plan/simulation/simulated_rank.py", (ONE_NODE,))
@@ -58,7 +60,7 @@ FAULTS = [
     ACROSS("plan: what a kernel multiplies is never there", "stored(work.call, block, chunk) if in_tiles else", ""),
     NODE_TILES("plan: own tiles add what nodes have to sum first",
                "not work.plan.reduces_later", "not work.plan.variant.split_reduction"),
-    WORK("plan: products have the SMs of sums, too", "depth, parts, self.plan.spared_sms)", "depth, parts, self.plan.send_sms)"),
+    WORK("plan: products have the SMs of sums, too", "spared = self.plan.spared_sms", "spared = self.plan.send_sms"),
     ACROSS("plan: sums of chunks take as long as of blocks", "_node_sum_us(work) / work.plan.chunks", "_node_sum_us(work)"),
     ACROSS("plan: all chunks go to one rank before another gets any", "key=lambda leg: leg.chunk", "key=lambda leg: leg.target"),
     ACROSS(
@@ -68,33 +70,34 @@ FAULTS = [
         "for source in sources[first : first + local]:\n"
         "            yield tuple((source, chunk) for chunk in range(work.plan.chunks))",
     ),
-    PROGRAMS("plan: blocks of an all-to-all are multiplied as those of a gather", "[*_received(work)]", "_chunked_gather(work)"),
-    PROGRAMS("plan: a sum in fp32 is the result as it is", "(FP32 + BF16) * work.m_shard", "0 * work.m_shard"),
-    PROGRAMS("plan: the first product reads a sum, too", "if is_far else 1, own in blocks)", "if is_far else 1, False)"),
-    PROGRAMS("plan: blocks come to lie side by side by themselves", "        if len(blocks) > 1:\n", "        if False:\n"),
+    PROGRAMS("plan: blocks of an all-to-all are multiplied as those of a gather", "[*received(work)]", "[*gathered(work)]"),
+    LIBRARY("plan: a sum in fp32 is the result as it is", "(FP32 + BF16) * work.m_shard", "0 * work.m_shard"),
+    LIBRARY("plan: the first product reads a sum, too", "parts, own in blocks)", "parts, False)"),
+    LIBRARY("plan: blocks come to lie side by side by themselves", "        if len(blocks) > 1:\n", "        if False:\n"),
     WORK("plan: sums in fp32 cost nothing", "more * rows * self.pass_.n", "0"),
     WORK("plan: sums in fp32 are not read", "2 * FP32 - BF16", "FP32 - BF16"),
     ACROSS("plan: what lands waits in the copy engine's queue", "leg.carries in (ARRIVED, LANDED)", "leg.carries == ARRIVED"),
     ACROSS("plan: what lands is passed on before it is there",
            "        return landed(work.call, leg.target, leg.block, leg.chunk)\n", "        return None\n"),
     ACROSS("plan: pushes come in the order of legs", "if work.plan.kind in INBOUND or TRAITS", "if True or TRAITS"),
-    PROGRAMS("plan: a chunk that crosses leaves after the first",
+    SENDING("plan: a chunk that crosses leaves after the first",
              "leg.chunk if work.topology.nodes > 1 or leg.after_tiles else 0)", "0)"),
     SIMULATE("plan: what is for another rank arrives at once",
              "taker = group.topology.receiver(leg.target) if leg.link == NETWORK else", "taker ="),
     COST("plan: products have NCCL's SMs, too", "sms = system.sms - spared_sms", "sms = system.sms"),
-    BACKWARD("plan: a weight gradient has NCCL's SMs, too", "wgrad_us(work, work.plan.spared_sms)", "wgrad_us(work)"),
+    BACKWARD("plan: a weight gradient has NCCL's SMs, too",
+             "partial(wgrad_us, work, work.plan.spared_sms)", "partial(wgrad_us, work, 0)"),
     COST("plan: NCCL is as fast as its fastest link", "(min(gbs) * 1e3)", "(max(gbs) * 1e3)"),
     COST("plan: NCCL leaves a node by one NIC", "gbs.append(local * system.nic_gbs)", "gbs.append(system.nic_gbs)"),
     COST("plan: NCCL's ring crosses NVLink where there is none", "[] if local == 1 else", "[] if local == 0 else"),
     COST("plan: hops over the network take no time", "(nodes - 1) * system.nic_us", "0 * system.nic_us"),
     COST("plan: all of an all-to-all crosses the network", "(local - 1, world - local)", "(local - 1, world - 1)"),
-    PROGRAMS(
-        "plan: far blocks are multiplied before all has arrived",
-        "arrived(work.call, source, c) for c in chunks)",
+    LIBRARY(
+        "plan: near blocks are multiplied before all has arrived",
+        "arrived(work.call, source, c) for c in range(chunks))",
         "arrived(work.call, source, c) for c in (0,))",
     ),
-    PROGRAMS("plan: the network is as fast as NVLink", "(system.nic_gbs, system", "(system.copy_gbs, system"),
+    SENDING("plan: the network is as fast as NVLink", "(system.nic_gbs, system", "(system.copy_gbs, system"),
     PROGRAMS(
         "plan: the last sum reads every rank's partial",
         "(work.topology.local + work.topology.nodes)",

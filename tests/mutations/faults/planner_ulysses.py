@@ -25,7 +25,7 @@ FAULTS = [
     PROGRAMS("ulysses plan: rows leave before they are packed", "[*give(work), *start, *kernels]",
              "[*start, *give(work), *kernels]"),
     PROGRAMS("ulysses plan: NCCL sends columns as they lie", "work.gemm_us), put_together(work)], [])", "work.gemm_us)], [])"),
-    PROGRAMS("ulysses plan: blocks come side by side", "[exchange, put_together(work), _product", "[exchange, _product"),
+    PROGRAMS("ulysses plan: blocks come side by side", "[exchange, put_together(work), product", "[exchange, product"),
     PROGRAMS("ulysses plan: NCCL gives the attention what it wants", "[exchange, *take(work)]", "[exchange]"),
     BACKWARD("ulysses plan: x is in the ranks' order", "[*give(again), *epoch(work", "[*epoch(work"),
     BACKWARD("ulysses plan: without overlap x is sent again", "(2 if work.plan.kind == SCATTER else 1)", "2"),

@@ -8,29 +8,24 @@ projection as the second (ulysses/exchange.py).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+from ....methods import TRAITS
 from ....planning import cost
 from ....planning.engine_plan import sent_again
 from ....planning.low_latency import LOW_LATENCY
 from ....planning.schedule.kinds import A2A_GEMM, GATHER, INBOUND, SCATTER
+from .by_library import beside_exchanges, wait
 from .copies import copied, give
-from .programs import (
-    Part,
-    assemble,
-    epoch,
-    exchange_part,
-    forward,
-    gather_part,
-    leading_barrier,
-    scatter_part,
-    sends,
-    wait,
-)
+from .enqueued import Item, Part, beside_wgrad, first_crossing
+from .programs import assemble, epoch, exchange_part, forward, gather_part, leading_barrier, scatter_part
+from .sending import crossings, inside_node
 from .timeline import COMMUNICATION, GEMM, Kernel, Program, Token, arrived
 from .work import Work
 
 GATHERED: Token = ("x gathered",)
 PARTIAL: Token = ("dgrad done",)
+WGRAD = "library wgrad gemm"
 
 
 def backward(work: Work) -> Program:
@@ -50,11 +45,11 @@ def whole(work: Work) -> Part:
     return _column_by_nccl(work) if work.plan.kind == SCATTER else _exchanged_by_nccl(work)
 
 
-def wgrad_us(work: Work, spared_sms: int = 0) -> float:
+def wgrad_us(work: Work, spared_sms: int = 0, late_waves: int = 0) -> float:
     """dy.T @ x: as many operations as the input gradient. spared_sms: that are left to what the network carries meanwhile."""
     pass_, blocks = work.pass_, work.x_blocks
     one = cost.library_gemm_us(
-        work.system, pass_.k, pass_.n // blocks, pass_.rows, blocks * work.parts, spared_sms=spared_sms
+        work.system, pass_.k, pass_.n // blocks, pass_.rows, blocks * work.parts, spared_sms, late_waves
     )
     return blocks * one
 
@@ -65,7 +60,7 @@ def communication_us(work: Work) -> float:
 
 
 def _wgrad(work: Work, us: float, *needs: Token) -> Kernel:
-    return Kernel("library wgrad gemm", GEMM, us, work.system.gap_us, needs=needs)
+    return Kernel(WGRAD, GEMM, us, work.system.gap_us, needs=needs)
 
 
 def own_block(work: Work) -> Kernel:
@@ -94,9 +89,15 @@ def _column(work: Work) -> Part:
     if work.plan.method == LOW_LATENCY:
         first, _ = gather_part(again)
         return [first[0], *kernels, _wgrad(work, wgrad_us(work)), *finish], sending
-    arrivals = tuple(arrived(again.call, source, 0) for source in plan.sources)
-    wgrad = [own_block(work), wait(work, arrivals), _wgrad(work, wgrad_us(work, work.plan.spared_sms))]
-    return [*give(again), *epoch(work, work.world > 1), *kernels, *wgrad, *finish], [*sends(again), *sending]
+    arrivals, ahead = tuple(arrived(again.call, source, 0) for source in plan.sources), crossings(again)
+    wgrad = beside_exchanges(work, partial(wgrad_us, work, work.plan.spared_sms), WGRAD)
+    start = [*give(again), *epoch(work, work.world > 1), *ahead.until(1)]
+    at = first_crossing(kernels)
+    dx = kernels[at:]
+    before, behind = beside_wgrad(dx) if TRAITS[work.plan.method].multiplies else (dx, [])
+    # Before dx begins to cross, all exchanges of x are enqueued (Crossings._begin).
+    middle = [*kernels[:at], *ahead.finish(), *before, own_block(work), wait(work, arrivals), wgrad]
+    return [*start, *middle, *behind, *finish], [*inside_node(again), *sending]
 
 
 def _column_by_nccl(work: Work) -> Part:
@@ -104,7 +105,7 @@ def _column_by_nccl(work: Work) -> Part:
     long at half the speed, and no more."""
     gap, collective = work.system.gap_us, work.collective_us
     dgrad, wgrad = (us + _slower_us(work, us) for us in (work.gemm_us, wgrad_us(work)))
-    kernels = [
+    kernels: list[Item] = [
         Kernel("nccl all-gather", COMMUNICATION, collective, gap, ends=GATHERED, stream=1),
         Kernel("nccl reduce-scatter", COMMUNICATION, collective, gap, needs=(PARTIAL,), stream=1),
         Kernel("library gemm", GEMM, dgrad, gap, ends=PARTIAL),

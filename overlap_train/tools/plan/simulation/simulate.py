@@ -15,7 +15,8 @@ from functools import partial
 
 from ....planning.schedule.legs import NETWORK, NVLINK, Leg
 from ....planning.schedule.topology import Topology
-from .simulated_rank import Action, SimulatedRank
+from .hardware_queue import Action
+from .simulated_rank import SimulatedRank
 from .timeline import Program, Send, Span, Timeline, Token, arrived, landed
 
 
@@ -92,11 +93,11 @@ class World:
         rank = self.ranks[source if self.stands_for_all else group.ranks[taker]]
         block = _mirror(group.topology, leg, taker) if self.stands_for_all else leg.fills
         if taker == leg.target:
-            rank.reach(arrived(call, block, leg.chunk))
+            rank.take(arrived(call, block, leg.chunk))
             return
         here = rank.program.group_of(call).topology
         beside = here.ranks_of(here.node)[leg.target % here.local]
-        rank.reach(landed(call, beside, block, leg.chunk))
+        rank.take(landed(call, beside, block, leg.chunk))
 
 
 def _mirror(topology: Topology, leg: Leg, taker: int) -> int:

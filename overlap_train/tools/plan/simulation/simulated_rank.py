@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from .hardware_queue import Action, HardwareQueue, SharedSms
 from .timeline import COMMUNICATION, WAITING, Kernel, Program, Send, Span, Tile, Token
 
 if TYPE_CHECKING:
     from .simulate import World
 
-Action = Callable[[], None]
 SIGNAL_SHARE = 0.5  # of what a push adds: half before the copy, half for the signal after it
+
+
+def _crossed(token: Token) -> Token:
+    """What has crossed the network, but is not yet let arrive."""
+    return ("crossed", *token)
 
 
 @dataclass(eq=False)
@@ -40,8 +44,13 @@ class SimulatedRank:
         self._wire_free = 0.0  # of stores to peers
         self._tiles: dict[Token | None, deque[Tile]] = {}  # not taken, by the start of their kernel
         self._left = len(program.kernels) + len(program.sends)
+        self._queue, self._sms = HardwareQueue(), SharedSms()
+        self._let_arrive = {arrival.token for arrival in program.arrivals}
 
     def start(self) -> None:
+        for arrival in self.program.arrivals:
+            let_arrive = partial(self._queue.start, arrival, partial(self.reach, arrival.token))
+            self._when((_crossed(arrival.token),), let_arrive)
         for stream in sorted({kernel.stream for kernel in self.program.kernels}):
             self._next_kernel([kernel for kernel in self.program.kernels if kernel.stream == stream], 0)
         for lane in dict.fromkeys(send.lane for send in self.program.sends):
@@ -49,12 +58,16 @@ class SimulatedRank:
 
     def check_done(self) -> None:
         if self._left:
-            tokens = ", ".join(" ".join(map(str, token)) for token in list(self._waiting)[:3])
+            tokens = ", ".join(" ".join(map(str, token)) for token in list(self._waiting)[:3]) or "its turn"
             raise ValueError(f"rank {self.program.rank} waits for what never comes: {tokens}; the schedule is wrong")
         if left := sum(map(len, self._tiles.values())):
             raise ValueError(
                 f"rank {self.program.rank} has {left} tiles that no launch has taken; the program is wrong"
             )
+
+    def take(self, token: Token) -> None:
+        """Something has come to this rank."""
+        self.reach(_crossed(token) if token in self._let_arrive else token)
 
     def reach(self, token: Token | None) -> None:
         """Something has happened; what waited for it goes on."""
@@ -79,20 +92,24 @@ class SimulatedRank:
         if index == len(stream):
             return
         kernel = stream[index]
+        self._sms.comes(kernel)
         self._world.at(self._world.now + kernel.gap_us, partial(self._open, kernel, stream, index))
 
     def _open(self, kernel: Kernel, stream: list[Kernel], index: int) -> None:
-        opened, run = self._world.now, partial(self._run, kernel, stream, index)
-        self._when(kernel.needs, partial(run, opened) if kernel.kind == WAITING else run)
+        run = partial(self._run, kernel, stream, index)
+        if kernel.kind == WAITING:
+            self._queue.start(kernel, lambda: self._when(kernel.needs, partial(run, self._world.now)))
+        else:
+            self._when(kernel.needs, partial(self._queue.start, kernel, run))
 
     def _run(self, kernel: Kernel, stream: list[Kernel], index: int, since: float | None = None) -> None:
         start = self._world.now if since is None else since
         done = partial(self._close, kernel, stream, index, start)
         if kernel.starts not in self._tiles:  # its first launch
             self.reach(kernel.starts)
-        tiles = self._tiles_of(kernel)
+        tiles, late_us = self._tiles_of(kernel), self._sms.starts(kernel)
         if not tiles:
-            self._world.at(self._world.now + kernel.us, done)
+            self._world.at(self._world.now + kernel.us + late_us, done)
             return
         grid = Grid(kernel, start, done, tiles, min(kernel.sms, len(tiles)))
         for sm in range(grid.sms):
@@ -114,8 +131,9 @@ class SimulatedRank:
             Span(self.program.rank, f"stream {kernel.stream}", kernel.name, kernel.kind, start, now)
         )
         self._left -= 1
-        self.reach(kernel.ends)
+        self._sms.ends(kernel)
         self._next_kernel(stream, index + 1)
+        self.reach(kernel.ends)
 
     # SMs
 
@@ -177,11 +195,12 @@ class SimulatedRank:
 
     def _next_send(self, lane: list[Send], index: int) -> None:
         if index < len(lane):
-            ready = lane[index].ready
-            self._when(() if ready is None else (ready,), partial(self._begin, lane, index))
+            send, begin = lane[index], partial(self._begin, lane, index)
+            self._when(() if send.ready is None else (send.ready,), partial(self._queue.start, send, begin))
 
     def _begin(self, lane: list[Send], index: int) -> None:
         start = self._world.now
+        self._sms.exchange_starts(lane[index])
         copy = partial(self._copy, lane, index, start)
         self._world.at(start + (1 - SIGNAL_SHARE) * lane[index].overhead_us, copy)
 
@@ -200,5 +219,6 @@ class SimulatedRank:
             Span(self.program.rank, send.lane, f"{send.call} to {leg.target}", COMMUNICATION, start, now, place)
         )
         self._left -= 1
+        self._sms.exchange_ends(send)
         self._world.deliver(send.call, leg, self.program.rank)
         self._next_send(lane, index + 1)

@@ -57,8 +57,9 @@ class Kernel:
 
     us: on all SMs; of one with tiles what it takes before its first and after its last one. sms: that its tiles run on.
     needs: what must be there when it starts; a kernel that is WAITING runs meanwhile. ends: the token of its end.
-    starts: that of its start. leaves: it takes the tiles whose arrivals from other nodes are there when it starts; the next
-    kernel of the same `starts` goes on with what is left.
+    starts: that of its start. late_us: how much longer it takes beside an exchange that came first (hardware_queue.py).
+    place: in the one hardware queue, if streams share one. leaves: it takes the tiles whose arrivals from other nodes are there
+    when it starts; the next kernel of the same `starts` goes on with what is left.
     """
 
     name: str
@@ -72,12 +73,14 @@ class Kernel:
     sms: int = 0
     stream: int = 0
     leaves: bool = False
+    late_us: float = 0.0
+    place: int | None = None
 
 
 @dataclass(frozen=True)
 class Send:
     """A leg as a rank's sender takes it, in order. ready: what it waits for. overhead_us: beside the copy. gbs: of the sender.
-    lane: which of the rank's senders takes it; none waits for another."""
+    lane: which of the rank's senders takes it; none waits for another. place: as a Kernel's."""
 
     call: str
     leg: Leg
@@ -86,6 +89,15 @@ class Send:
     overhead_us: float = 0.0
     ready: Token | None = None
     lane: str = COPIES
+    place: int | None = None
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What lets an exchange arrive: from then on what it has brought, the token, counts as there. place: as a Kernel's."""
+
+    token: Token
+    place: int | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,8 @@ class Group:
 @dataclass(frozen=True)
 class Program:
     """One rank's part of a pass. host_us: until the call returns to Python. start_us: later than the first rank. store_gbs: what
-    its kernels store at peers. nodes: that all ranks span. groups: of calls that are among some of the ranks only."""
+    its kernels store at peers. nodes: that all ranks span. groups: of calls that are among some of the ranks only. arrivals: of
+    exchanges that arrive in a hardware queue; others do at once."""
 
     rank: int
     world: int
@@ -111,6 +124,7 @@ class Program:
     store_gbs: float = 1.0
     nodes: int = 1
     groups: Mapping[str, Group] = field(default_factory=dict)
+    arrivals: tuple[Arrival, ...] = ()
 
     def group_of(self, call: str) -> Group:
         return self.groups.get(call, self._all_ranks)

@@ -102,18 +102,19 @@ class Work:
         rank (A2A + GEMM)."""
         return self.chunk_us(1)
 
-    def chunk_us(self, chunks: int) -> float:
+    def chunk_us(self, chunks: int, late_waves: int = 0) -> float:
         """Microseconds of one of `chunks` equal parts of one rank's part of the product (part_us)."""
         depth = self.pass_.k // (self.world if self.plan.kind == A2A_GEMM else 1)
         rows, parts = self.m_shard // chunks, self.world * chunks * self.parts
-        return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, self.plan.spared_sms)
+        spared = self.plan.spared_sms
+        return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, spared, late_waves)
 
-    def terms_us(self, blocks: int, chunks: int, is_first: bool) -> float:
+    def terms_us(self, blocks: int, chunks: int, is_first: bool, late_waves: int = 0) -> float:
         """Microseconds of the product of `blocks` ranks' terms in A2A + GEMM, or of one of `chunks` equal parts of it. Their sum
         is in fp32: the first product writes twice the bytes of another product, later ones read and write it."""
         rows, k = self.m_shard // chunks, self.pass_.k // self.world * blocks
         parts = self.world * chunks // blocks
-        product = cost.library_gemm_us(self.system, rows, self.pass_.n, k, parts, self.plan.spared_sms)
+        product = cost.library_gemm_us(self.system, rows, self.pass_.n, k, parts, self.plan.spared_sms, late_waves)
         more = FP32 - BF16 if is_first else 2 * FP32 - BF16
         return product + cost.sum_us(self.system, more * rows * self.pass_.n)
 

@@ -1,0 +1,101 @@
+"""Products by the library: what `chunked` enqueues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ....planning.schedule.order import multiplied_together, targets
+from ....planning.schedule.turns import leaving
+from .across_nodes import far_turns, multiplied
+from .copies import copied
+from .enqueued import Exchanges, Item, in_turns
+from .sending import crossings
+from .timeline import GEMM, WAITING, Kernel, Token, arrived
+from .work import BF16, FP32, Work
+
+CLUSTERS = (9, 0)  # from this capability on products run in clusters
+
+
+def product(work: Work, us: float, ends: Token | None = None) -> Kernel:
+    return Kernel("library gemm", GEMM, us, work.system.gap_us, ends=ends)
+
+
+def beside_exchanges(work: Work, us_of: Callable[[int], float], name: str = "library gemm") -> Kernel:
+    """A library product that an exchange may come before. us_of: what it takes with so many waves more."""
+    us, late_waves = us_of(0), int(work.system.capability >= CLUSTERS)
+    return Kernel(name, GEMM, us, work.system.gap_us, late_us=us_of(late_waves) - us)
+
+
+def wait(work: Work, tokens: tuple[Token, ...]) -> Kernel:
+    return Kernel("wait_kernel", WAITING, work.system.wait_us, work.system.gap_us, needs=tokens)
+
+
+def gathered(work: Work) -> Iterator[Item]:
+    """Blocks of the own node whole, those of far nodes by the chunks in which they cross the network."""
+    chunks, nodes, ahead = work.plan.chunks, work.topology.nodes, crossings(work)
+    whole, part = (beside_exchanges(work, partial(work.chunk_us, count)) for count in (1, chunks))
+    yield from ahead.until(1)
+    yield whole
+    for done, source in enumerate(work.plan.sources[: work.topology.local - 1], start=1):
+        yield from ahead.go_ahead(done, work.world)
+        yield wait(work, tuple(arrived(work.call, source, c) for c in range(chunks)))
+        yield whole
+    for turn, units in enumerate(far_turns(work)):
+        yield from ahead.go_ahead(chunks + turn, chunks * nodes)
+        yield from ahead.bring(turn + 1)
+        for unit in units:
+            yield from (wait(work, (arrived(work.call, *unit),)), part)
+
+
+def received(work: Work) -> Iterator[Item]:
+    """A2A + GEMM: block by block, and across nodes several of a node at once, side by side. Then their sum in fp32 is copied into
+    the result."""
+    ahead, done = crossings(work), 0
+    yield from ahead.until(1)
+    for blocks in multiplied_together(work.topology, work.plan.together):
+        if len(blocks) > 1:
+            yield _side_by_side(work, len(blocks))
+        if done < work.topology.local:
+            yield from ahead.go_ahead(done, work.world)
+            yield from _terms(work, blocks, range(work.plan.chunks), 1)
+        else:
+            yield from _far_terms(work, blocks, done, ahead)
+        done += len(blocks)
+    yield copied(work, (FP32 + BF16) * work.m_shard * work.pass_.n, "copy of the sum")
+
+
+def _far_terms(work: Work, blocks: tuple[int, ...], done: int, ahead: Exchanges) -> Iterator[Item]:
+    """Blocks of a far node: each chunk of the last one as it comes. done: blocks before."""
+    chunks, brought = work.plan.chunks, (done - work.topology.local + len(blocks) - 1) * work.plan.chunks
+    for chunk in range(chunks):
+        yield from ahead.go_ahead(done * chunks + chunk * len(blocks), work.world * chunks)
+        yield from ahead.bring(brought + chunk + 1)
+        yield from _terms(work, blocks, (chunk,), chunks)
+
+
+def _terms(work: Work, blocks: tuple[int, ...], needed: Sequence[int], parts: int) -> Iterator[Kernel]:
+    """One of `parts` parts of the product of these blocks, once these chunks of each are there."""
+    own = work.topology.rank
+    for block in blocks:
+        if block != own:
+            yield wait(work, tuple(arrived(work.call, block, chunk) for chunk in needed))
+    yield beside_exchanges(work, partial(work.terms_us, len(blocks), parts, own in blocks))
+
+
+def _side_by_side(work: Work, blocks: int) -> Kernel:
+    """The copy of so many blocks, and of their rows of the weight: read and written."""
+    terms = blocks * work.pass_.k // work.world * (work.m_shard + work.pass_.n) * work.pass_.dtype.itemsize
+    return copied(work, 2 * terms)
+
+
+def leaving_products(work: Work, sums: list[Kernel], ahead: Exchanges) -> list[Item]:
+    """One for each block, the own one last; across nodes one for each chunk, between their exchanges (schedule/turns.py)."""
+    if work.topology.nodes == 1:
+        blocks = (*targets(work.topology), work.topology.rank)
+        return [product(work, work.part_us, multiplied(work, block)) for block in blocks]
+    one = beside_exchanges(work, partial(work.chunk_us, work.plan.chunks))
+    turns = leaving(work.plan.kind, work.topology, work.plan.chunks)
+    products = (replace(one, ends=multiplied(work, *unit)) for _, units in turns for unit in units)
+    return list(in_turns(work, products, sums, ahead))
