@@ -11,13 +11,17 @@ import torch
 
 from ..planning.engine_plan import EnginePlan
 from ..planning.schedule.crossings import Crossing
+from ..planning.schedule.legs import Leg
 from ..planning.schedule.topology import Topology
-from ..planning.schedule.turns import EXCHANGE, FAR, exchanges_ahead, leaving
+from ..planning.schedule.turns import EXCHANGE, FAR, exchanges_ahead, exchanges_before_wgrad, leaving
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..symmetric.inter_node import Exchange
 
 _MOST = 2  # under way: one crosses the network while the one before it is passed on
+Sent = tuple[
+    torch.Tensor, Callable[[], None] | None
+]  # what an exchange sends, and what enqueues something that fills it
 
 
 class Crossings:
@@ -41,7 +45,6 @@ class Crossings:
         chunk = call.chunk_of(call.rank, 0)
         self._places = cycle(chunk.new_empty(places, *chunk.shape))
         self._has_begun = self._follows = False
-        self._later = deque[Callable[[], None]]()
 
     def _lands(self, crossing: Crossing) -> bool:
         return crossing.lands and self._engine.lands
@@ -66,30 +69,11 @@ class Crossings:
         exchange = self._engine.cross(self._call, crossing, source, make, landing)
         self._under_way.append((crossing, exchange, landing))
 
-    def start_after(self, mark: int, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
-        """The same, once the caller's stream has done what is marked (NodeStreamEngine.mark)."""
-        self._begin()  # what an earlier call sends does not wait for that
-        self._engine.send_after(mark)
-        self.start(source, make)
-
-    def start_beside_wgrad(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
-        """The same as `start`, now or in `finish`: the caller enqueues a weight gradient in between.
-
-        With one hardware queue the weight gradient waits for all exchanges that stand before it. So half of them do, and one more
-        (schedule/turns.py: of two equal products one is done then). If an earlier call's exchanges stand there, only the first
-        does.
-        """
-        self._begin()
-        if self.started < (1 if self._follows else exchanges_ahead(self._count, 1, 2)):
-            self.start(source, make)
-        else:
-            self._later.append(partial(self.start, source, make))
-
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._follows = self._engine.finish_started()
-            self._engine.at_end(self.finish)
+            self._engine.at_end(self)
 
     def arrive(self) -> None:
         """Let the oldest exchange under way arrive, if there is one."""
@@ -97,10 +81,11 @@ class Crossings:
             crossing, exchange, landing = self._under_way.popleft()
             self._engine.arrive(self._call, crossing, exchange, landing)
 
+    def go_ahead(self, done: int, parts: int) -> None:
+        """Enqueue what may cross while `done` of `parts` equal parts of a product, which are enqueued, run: nothing more here."""
+
     def finish(self) -> None:
-        """Start what `start_beside_wgrad` has left for now, and let all arrive."""
-        while self._later:
-            self._later.popleft()()
+        """Let all arrive."""
         while self._under_way:
             self.arrive()
 
@@ -143,19 +128,55 @@ class OperandCrossings(Crossings):
         super().finish()
 
 
-def enqueue_leaving(
-    engine: NodeStreamEngine, plan: EnginePlan, topology: Topology, multiply: Callable[[int, int], None],
-    cross: Callable[[int], None],
-) -> None:  # fmt: skip
-    """Enqueue the products and exchanges of what leaves (schedule/turns.py).
+class ResultCrossings(Crossings):
+    """The exchanges of a result. Each chunk leaves after its product.
 
-    multiply(block, chunk): a product. cross(mark): the next exchange, after its products, which are marked.
+    Beside a weight gradient some of them wait until that is enqueued (EnginePlan.beside_wgrad): with one hardware queue it would
+    stand behind them all.
     """
-    marks = deque[int]()
-    for what, units in leaving(plan.kind, topology, plan.chunks):
-        for block, chunk in units:
-            multiply(block, chunk)
-        if what == FAR:
-            marks.append(engine.mark())
-        elif what == EXCHANGE:
-            cross(marks.popleft())
+
+    def __init__(self, engine: NodeStreamEngine, call: NodeCall, plan: EnginePlan, most: int = _MOST) -> None:
+        super().__init__(engine, call, plan.crossings, most)
+        self._plan, self._later = plan, deque[Callable[[], None]]()
+
+    def send(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
+        """The same as `start`, now or in `finish`, behind the weight gradient that the caller enqueues in between."""
+        self._begin()
+        if not self._plan.beside_wgrad or self.started < exchanges_before_wgrad(self._count, self._follows):
+            self.start(source, make)
+        else:
+            self._later.append(partial(self.start, source, make))
+
+    def enqueue(self, topology: Topology, multiply: Callable[[int, int], None], sent: Callable[[Leg], Sent]) -> None:
+        """Enqueue products and exchanges in turns (schedule/turns.py).
+
+        multiply(block, chunk): a product.
+        """
+        plan, engine, marks, done = self._plan, self._engine, deque[int](), 0
+        between = self._between()
+        for what, units in leaving(plan.kind, topology, plan.chunks, between):
+            for unit in units:
+                multiply(*unit)
+                done += 1
+                engine.go_ahead(done, topology.world * plan.chunks)
+            if what == FAR:
+                marks.append(engine.mark())
+            elif what == EXCHANGE:
+                engine.send_after(marks.popleft())
+                self.start(*sent(plan.crossings[self.started].sent))
+        if between < self._count:
+            engine.send_after_this()
+        for crossing in plan.crossings[between:]:
+            self.send(*sent(crossing.sent))
+
+    def _between(self) -> int:
+        """How many exchanges come between the products."""
+        if not self._plan.beside_wgrad:
+            return self._count
+        return 0 if self._engine.has_started else exchanges_before_wgrad(self._count, follows=False)
+
+    def finish(self) -> None:
+        """Start what `send` has left for now, and let all arrive."""
+        while self._later:
+            self._later.popleft()()
+        super().finish()

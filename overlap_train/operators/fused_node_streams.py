@@ -22,12 +22,14 @@ import torch
 
 from ..gpu.launch import Launch
 from ..planning.schedule.kinds import A2A_GEMM
+from ..planning.schedule.legs import Leg
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..runtime.domain import OverlapDomain
 from . import persistent
 from .all_gather_gemm import FusedGather
 from .all_to_all_gemm import FusedAllToAllGemm
+from .crossings import Sent
 from .gemm_all_to_all import FusedGemmAllToAll
 from .kernel_args import GatherOperands, ScatterOperands
 from .node_exchanges import NodeStreamAllToAllGemm, NodeStreamGemmAllToAll
@@ -82,16 +84,15 @@ class FusedNodeStreamScatter(NodeStreamScatter):
     def start(self) -> None:
         self._a = persistent.operand(self._plan, self._a)
         engine, call, plan = self._open(), self._call, self._plan
-        # Not Crossings.start_after, which first enqueues what an earlier call of the operator still sends and receives. That
-        # comes after the kernel here: with one hardware queue the kernel would stand behind its waits for the network. Nothing is
-        # lost by sending it after this, because between the calls the caller's stream has no product.
+        # What an earlier call of the operator still sends and receives is enqueued after the kernel: with one hardware queue the
+        # kernel would stand behind its waits for the network. Nothing is lost by sending it after this, because between the calls
+        # the caller's stream has no product.
         engine.send_after_this()
         own = self._partials[self._domain.rank]
         self._tiles = _launch(self, engine, ScatterOperands(self._a, self._b, self._partials, own))
-        start = self._crossings.start_beside_wgrad if plan.beside_wgrad else self._crossings.start
-        for block, legs in plan.legs.by_block:
+        for _, legs in plan.legs.by_block:
             for leg in legs.network:
-                start(*self._sum_for(block, leg.chunk))
+                self._crossings.send(*self._sum_for(leg))
             engine.push_counted(self._partials, call.routes(legs.inside, self._tiles))
 
     def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
@@ -104,16 +105,17 @@ class FusedNodeStreamGemmAllToAll(FusedGemmAllToAll, NodeStreamGemmAllToAll):
 
     def start(self) -> None:
         self._a = persistent.operand(self._plan, self._a)
-        engine, staging = self._begin()
-        call = self._call
+        engine, self._staging = self._begin()
+        self._engine = engine
         engine.send_after_this()  # as in FusedNodeStreamScatter
-        tiles = _launch(self, engine, self._operands(staging))
-        start = self._crossings.start_beside_wgrad if self._plan.beside_wgrad else self._crossings.start
+        self._tiles = _launch(self, engine, self._operands(self._staging))
         for crossing in self._plan.crossings:
-            leg = crossing.sent
-            counter, part = call.stored_tiles(leg.block, leg.chunk), staging[leg.block].chunk(call.chunks)[leg.chunk]
-            start(part, partial(engine.wait_for_tiles, counter, tiles))
-        engine.push_counted(staging, call.routes(self._plan.legs.inside, tiles))
+            self._crossings.send(*self._sent(crossing.sent))
+        engine.push_counted(self._staging, self._call.routes(self._plan.legs.inside, self._tiles))
+
+    def _sent(self, leg: Leg) -> Sent:
+        part, _ = super()._sent(leg)
+        return part, partial(self._engine.wait_for_tiles, self._call.stored_tiles(leg.block, leg.chunk), self._tiles)
 
 
 def _launch(

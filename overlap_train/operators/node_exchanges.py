@@ -15,11 +15,12 @@ from __future__ import annotations
 import torch
 
 from ..planning.schedule.crossings import Crossing
+from ..planning.schedule.legs import Leg
 from ..planning.schedule.order import multiplied_together
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from .all_to_all_gemm import ChunkedAllToAllGemm, add_product_in_fp32, product_in_fp32
-from .crossings import Crossings, OperandCrossings, enqueue_leaving
+from .crossings import OperandCrossings, ResultCrossings, Sent
 from .gemm_all_to_all import ChunkedGemmAllToAll, new_blocks
 
 
@@ -94,7 +95,7 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
         engine, self._staging = self._begin()
         self._columns = self._b.chunk(self._domain.world_size, dim=1)
         with engine.products(self._plan.spared_sms):
-            enqueue_leaving(engine, self._plan, self._domain.topology, self._multiply_chunk, self._cross)
+            self._crossings.enqueue(self._domain.topology, self._multiply_chunk, self._sent)
 
     def _multiply_chunk(self, block: int, chunk: int) -> None:
         """A chunk of the columns of rank `block`, which is pushed if that is another rank of this node."""
@@ -104,10 +105,9 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
         if (place := inside.places.get((block, chunk))) is not None:
             self._domain.engine.push(self._staging, [self._call.routes(inside)[place]])
 
-    def _cross(self, mark: int) -> None:
-        assert self._crossings.next is not None
-        leg = self._crossings.next.sent
-        self._crossings.start_after(mark, self._staging[leg.block].chunk(self._call.chunks)[leg.chunk])
+    def _sent(self, leg: Leg) -> Sent:
+        """A chunk of the columns for another node. Its product has filled it."""
+        return self._staging[leg.block].chunk(self._call.chunks)[leg.chunk], None
 
     def _begin(self) -> tuple[NodeStreamEngine, torch.Tensor]:
         """The call and its exchanges, of which none has begun; the engine, and memory [W, M/W, N/W] for what is multiplied."""
@@ -118,7 +118,7 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
         assert isinstance(call, NodeCall)
         self._call = call
         call.next_epoch()
-        self._crossings = Crossings(engine, call, plan.crossings)
+        self._crossings = ResultCrossings(engine, call, plan)
         return engine, staging
 
     def received(self) -> torch.Tensor:

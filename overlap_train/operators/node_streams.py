@@ -3,7 +3,7 @@
     gather     exchange 1, own node's products, then for each chunk: let its exchange arrive, multiply it; further exchanges are
                enqueued in between
     scatter    for each chunk of a far twin: multiply, add what the node's ranks have for it, start its exchange; the own node's
-               products in between; the sums of the other nodes arrive last
+               products in between. The sums of the other nodes arrive last. Some exchanges start behind a weight gradient
 
 All ranks enqueue the same steps in the same order (planning/schedule/turns.py), so that twins start their exchanges alike and
 whatever a step waits for was enqueued, everywhere, in a step before it.
@@ -11,17 +11,17 @@ whatever a step waits for was enqueued, everywhere, in a step before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from ..gpu.launch import Launch
 from ..planning.schedule.crossings import Crossing
+from ..planning.schedule.legs import Leg
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..symmetric.node_sums import grid_of
-from .crossings import Crossings, OperandCrossings, enqueue_leaving
+from .crossings import OperandCrossings, ResultCrossings, Sent
 from .gemm_reduce_scatter import ChunkedScatter
 from .node_processes import NodeGather
 from .persistent import aligned
@@ -65,7 +65,7 @@ class NodeStreamScatter(ChunkedScatter):
     def start(self) -> None:
         engine, plan = self._open(), self._plan
         with engine.products(plan.spared_sms):
-            enqueue_leaving(engine, plan, self._domain.topology, self._multiply_chunk, self._cross)
+            self._crossings.enqueue(self._domain.topology, self._multiply_chunk, self._sum_for)
 
     def _multiply_chunk(self, block: int, chunk: int) -> None:
         """The partial sum for a chunk of the rows of rank `block`, which is pushed if another rank of this node adds it up."""
@@ -74,11 +74,6 @@ class NodeStreamScatter(ChunkedScatter):
         inside = self._plan.legs.inside
         if (place := inside.places.get((block, chunk))) is not None:
             self._domain.engine.push(self._partials, [self._call.routes(inside)[place]])
-
-    def _cross(self, mark: int) -> None:
-        assert self._crossings.next is not None
-        leg = self._crossings.next.sent
-        self._crossings.start_after(mark, *self._sum_for(leg.block, leg.chunk))
 
     def _open(self) -> NodeStreamEngine:
         """The call, memory for what is multiplied and added, and its exchanges, of which none has begun."""
@@ -95,16 +90,16 @@ class NodeStreamScatter(ChunkedScatter):
         self._call = call
         call.next_epoch()
         # Nothing waits for what comes but `finish`.
-        self._crossings = Crossings(engine, call, plan.crossings, most=len(plan.crossings))
+        self._crossings = ResultCrossings(engine, call, plan, most=len(plan.crossings))
         return engine
 
     def _chunk(self, blocks: torch.Tensor, block: int, chunk: int) -> torch.Tensor:
         return blocks[block].chunk(self._call.chunks)[chunk]
 
-    def _sum_for(self, twin: int, chunk: int) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Memory for what the ranks of this node have for a chunk of `twin`, and what adds it up there."""
-        total = self._chunk(self._sums, twin, chunk)
-        return total, partial(self._make_sum, twin, chunk, total)
+    def _sum_for(self, leg: Leg) -> Sent:
+        """Memory for what the ranks of this node have for the twin's chunk that leaves, and what adds it up there."""
+        total = self._chunk(self._sums, leg.block, leg.chunk)
+        return total, partial(self._make_sum, leg.block, leg.chunk, total)
 
     def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
         """total = what the ranks of this node have for a chunk of `twin`: the own one, then the others in rank order."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import cycle
+from typing import Protocol
 
 import torch
 
@@ -32,6 +33,14 @@ from .watchdog import FaultRecord
 
 # Products that are enqueued before what sends them: at most two (schedule/turns.py), and the one that is sent next.
 MOST_MARKED = 3
+
+
+class Started(Protocol):
+    """A call whose exchanges have begun (operators/crossings.py)."""
+
+    def go_ahead(self, done: int, parts: int) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class NodeStreamEngine(StreamCopyEngine, ABC):
@@ -54,7 +63,7 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
         self._sending, self._arriving = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._told, self._marks = driver.new_event(), (driver.new_event(), driver.new_event())
         self._products = cycle([driver.new_event() for _ in range(MOST_MARKED)])
-        self._unfinished: list[Callable[[], None]] = []
+        self._unfinished: list[Started] = []
 
     def begin(self) -> None:
         if self._driver.is_capturing():
@@ -68,15 +77,25 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
         """Bracket of library products that run beside the network's kernels."""
         return nullcontext() if self._blas is None else self._blas.sparing(spared_sms)
 
-    def at_end(self, task: Callable[[], None]) -> None:
-        """Let `finish_started` run a task, at the latest in `join`: peers may need what nobody here has waited for."""
-        self._unfinished.append(task)
+    def at_end(self, call: Started) -> None:
+        """Let `finish_started` finish a call, at the latest in `join`: peers may need what nobody here has waited for."""
+        self._unfinished.append(call)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether calls have begun whose exchanges may not all be enqueued."""
+        return bool(self._unfinished)
+
+    def go_ahead(self, done: int, parts: int) -> None:
+        """Enqueue what these calls may send while `done` of `parts` equal parts of a product, which are enqueued, run."""
+        for call in self._unfinished:
+            call.go_ahead(done, parts)
 
     def finish_started(self) -> bool:
-        """Enqueue what is left of the calls that have begun since this was last done. Returns whether there were any."""
-        had_begun = bool(self._unfinished)
+        """Enqueue what is left of these calls. Returns whether there were any."""
+        had_begun = self.has_started
         while self._unfinished:
-            self._unfinished.pop(0)()
+            self._unfinished.pop(0).finish()
         return had_begun
 
     def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:

@@ -100,7 +100,7 @@ FAULTS = {
         in_networks("if crossing.lands or not passed_on.all:", "if not passed_on.all:", ".*"), "to_heads 4 2",
     ),
     "a block leaves before its product": (
-        Fault(CROSSINGS, "        self._engine.send_after(mark)\n", "", "wrong|deadlock|Mismatch"), "to_heads 2 1",
+        Fault(CROSSINGS, "engine.send_after(marks.popleft())", "marks.popleft()", "wrong|deadlock|Mismatch"), "to_heads 2 1",
     ),
     "sums of other nodes are not waited for": (
         Fault(STREAMS, "            call.wait(block)\n", "            pass\n"), "scatter 2 1",

@@ -145,11 +145,8 @@ def until_the_second_exchange(machine: NodeSimulation) -> Before:
 def assert_crosses_before_dx(build: Build) -> None:
     """Of a backward with a long product before that of dx: what is sent again goes on meanwhile, and dx follows it."""
     assert_passes(build, range(4))
-    begin = "        self._begin()  # what an earlier call sends does not wait for that\n"
-    order = "        self._engine.send_after(mark)\n"
-    for fault in (("            self._follows = self._engine.finish_started()\n", ""), (begin + order, order + begin)):
-        with Fault(CROSSINGS, *fault).planted():
-            assert isinstance(assert_caught(build, range(4)), Deadlock)
+    with Fault(CROSSINGS, "engine.go_ahead(done, topology.world * plan.chunks)", "pass").planted():
+        assert isinstance(assert_caught(build, range(4)), Deadlock)
 
 
 def test_what_is_gathered_again_crosses_before_dx() -> None:
@@ -176,19 +173,25 @@ def dx_alone(machine: NodeSimulation) -> Build:
 
 
 @pytest.mark.parametrize(
-    ("build", "node_ranks", "order"),
+    ("method", "build", "node_ranks", "order"),
     [
-        (partial(backward, calls=1), 1, "x x x x x end x x x"),
-        (dx_alone, 1, "x x x end x"),
-        (lambda machine: scatters("fused", machine, 1), 2, "x x x x end"),
+        ("fused", partial(backward, calls=1), 1, "x x x x x end x x x"),
+        ("fused", dx_alone, 1, "x x end x x"),
+        ("fused", lambda machine: scatters("fused", machine, 1), 2, "x x x x end"),
+        ("chunked", partial(backward, calls=1), 1, "x mm mm x mm mm x mm mm x mm mm x end x x x"),
+        ("chunked", dx_alone, 1, f"mm x mm mm x {5 * 'mm '}end x x"),
+        ("chunked", lambda machine: scatters("chunked", machine, 1), 1, f"{OUT} end"),
     ],
 )  # fmt: skip
 def test_a_weight_gradient_stands_between_exchanges_of_dx(
-    build: Callable[[NodeSimulation], Build], node_ranks: int, order: str, enqueued: list[str],
+    method: str, build: Callable[[NodeSimulation], Build], node_ranks: int, order: str, enqueued: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """By `fused`, of two nodes, in four chunks: behind what is sent again, and the first of dx; or behind half of dx, and one. No
-    other operator holds anything back. end: `finish` begins, before which the weight gradient comes."""
+    """Of two nodes, in four chunks: behind what is sent again, and the first of dx; or behind half of dx. No other operator holds
+    anything back. Behind what is sent again, all products of dx (mm, by the library) come before the exchanges of dx (x).
+
+    end: `finish` begins, before which the weight gradient comes.
+    """
     scatter = core("operators.node_streams").NodeStreamScatter
     finish = scatter.finish
 
@@ -197,8 +200,9 @@ def test_a_weight_gradient_stands_between_exchanges_of_dx(
         return finish(one)
 
     monkeypatch.setattr(scatter, "finish", noted_finish)
-    run_seed(build(NodeSimulation(2 * node_ranks, node_ranks=node_ranks, chunks=4, method="fused")), 0)
-    assert " ".join(name for name in enqueued if name in ("x", "end")).startswith(order)
+    run_seed(build(NodeSimulation(2 * node_ranks, node_ranks=node_ranks, chunks=4, method=method)), 0)
+    short = ["mm" if "mm" in name and method == "chunked" else name for name in enqueued]
+    assert " ".join(name for name in short if name in ("x", "mm", "end")).startswith(order)
 
 
 def in_turns(machine: NodeSimulation, order: str) -> Build:
@@ -296,7 +300,7 @@ FAULTS = {
         "scatter 2 1",
     ),
     "a shard is sent before the caller has written it": (
-        Fault(CROSSINGS, "        engine.send_after_this()\n", "", "wrong|deadlock|Mismatch"), "gather 2 1",
+        Fault(CROSSINGS, "engine.send_after_this()\n        self._", "self._", "wrong|deadlock|Mismatch"), "gather 2 1",
     ),
     "nothing is passed on": (in_streams(f"            {PASSED}\n", "            break\n", "deadlock"), "gather 4 2"),
     "passed on without the data": (in_streams(PASSED, "pass"), "gather 4 2"),
@@ -452,8 +456,8 @@ def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:
     notice."""
     first = Fault(
         "planning.schedule.turns",
-        "    return tuple(_in_turns(leaves, stays))\n",
-        "    alone = _in_turns([units[-1:] for units in leaves], stays)\n"
+        "    return tuple(_in_turns(leaves, stays, between))\n",
+        "    alone = _in_turns([units[-1:] for units in leaves], stays, between)\n"
         "    others = [(NEAR, units[:-1]) for units in leaves]\n"
         "    return (*alone, *others)\n",
         reload=ENGINES[ENGINES.index("operators.crossings") :],

@@ -165,14 +165,21 @@ def test_fused_kernels_stand_between_exchanges() -> None:
     [
         (SCATTER, "fused", "k x k a s x dw s x s x s x a a a a"),
         (GEMM_A2A, "fused", "k x k a x dw x a x a x a a"),
-        (SCATTER, "chunked", "k x mm a s x mm mm s x mm mm s x mm s x mm mm dw a a a a"),
+        (SCATTER, "chunked", f"k x {8 * 'mm '}a s x dw s x s x s x a a a a"),
+        (GEMM_A2A, "chunked", f"k x {8 * 'mm '}a x dw x a x a x a a"),
         (GATHER, "chunked", "k x mm x a x mm a mm x a mm a mm dw"),
     ],
 )
 def test_a_weight_gradient_stands_where_the_operators_have_it(kind: str, method: str, order: str) -> None:
-    """By `fused` behind the first exchange of dx, as x was sent again; by `chunked` behind all. test_interleaving_nodes.py."""
+    """Behind the first exchange of dx, as x was sent again. test_interleaving_nodes.py holds the operators to it."""
     made = work(kind, method=method)
     assert order_of(backward.whole(made)[0]).startswith(order)
+
+
+def test_what_is_sent_again_is_enqueued_between_the_products_of_dx() -> None:
+    """Of three nodes: the second exchange of x behind half of them."""
+    order = order_of(backward.whole(work(SCATTER, nodes=3))[0])
+    assert order.startswith(f"k x {6 * 'mm '}x {6 * 'mm '}a a s x dw s x")
 
 
 def test_sums_are_enqueued_before_the_exchange_that_sends_them() -> None:

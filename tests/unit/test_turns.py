@@ -12,7 +12,7 @@ import pytest
 from overlap_train.planning.schedule.crossings import crossings
 from overlap_train.planning.schedule.kinds import GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.schedule.turns import EXCHANGE, FAR, NEAR, exchanges_ahead, leaving
+from overlap_train.planning.schedule.turns import EXCHANGE, FAR, NEAR, exchanges_ahead, exchanges_before_wgrad, leaving
 from overlap_train.planning.variants import CHUNK_COUNTS
 
 SIZES = [(2, 1), (2, 2), (3, 1), (3, 2), (8, 1), (4, 8)]
@@ -70,7 +70,7 @@ def gather_steps(
 def scatter_steps(nodes: int, local: int, chunks: int, ratio: float, order: Sequence[Any] = ()) -> list[Step]:
     """The same, of what leaves. order: another one."""
     steps, waiting, exchanges = list[Step](), list[int](), (nodes - 1) * chunks
-    for what, units in order or leaving(SCATTER, Topology(nodes, local, 0), chunks):
+    for what, units in order or leaving(SCATTER, Topology(nodes, local, 0), chunks, exchanges):
         if what == EXCHANGE:
             steps.append(Step("network", 1 / exchanges, after=waiting.pop(0)))
             continue
@@ -97,13 +97,13 @@ def test_one_hardware_queue_costs_little(nodes: int, local: int, chunks: int) ->
 def test_a_worse_order_would_be_seen() -> None:
     """Exchanges in turns with products, and own rows last: as they were."""
     turns = gather_steps(2, 1, 8, 1.0, ahead=lambda exchanges, done, parts: 0)
-    units = leaving(SCATTER, Topology(2, 1, 0), 8)
+    units = leaving(SCATTER, Topology(2, 1, 0), 8, between=8)
     own_last = scatter_steps(2, 1, 8, 1.0, sorted(units, key=lambda step: step[0] == NEAR))
     for steps in (turns, own_last):
         assert time_of(steps, one_queue=True) > 1.2 * time_of(steps, one_queue=False)
 
 
-def backward_steps(sends_again: bool, ratio: float, before: int, chunks: int) -> list[Step]:
+def fused_backward_steps(sends_again: bool, ratio: float, before: int, chunks: int) -> list[Step]:
     """A column linear's backward by `fused`, of two nodes of one rank: x if it is sent again, the kernel of dx, whose first half
     is sent, `before` exchanges of dx, the weight gradient, the others. Each product takes `ratio`, x and dx 1 each."""
     steps = [Step("network", 1.0)] * sends_again
@@ -114,25 +114,50 @@ def backward_steps(sends_again: bool, ratio: float, before: int, chunks: int) ->
     return [*steps, *exchanges[:before], weight_gradient, *exchanges[before:]]
 
 
+def chunked_backward_steps(sends_again: bool, ratio: float, before: int, chunks: int) -> list[Step]:
+    """The same by `chunked`. Behind x no exchange comes between the products of dx; without x those do that come before the weight
+    gradient. before == chunks: the order as it was, in which they all did."""
+    steps, marks = [Step("network", 1.0)] * sends_again, list[int]()
+    between = 0 if sends_again and before < chunks else before
+    for what, units in leaving(SCATTER, Topology(2, 1, 0), chunks, between):
+        if what == EXCHANGE:
+            steps.append(Step("network", 1 / chunks, after=marks.pop(0)))
+            continue
+        steps.append(Step("products", ratio / 2 / chunks * len(units)))
+        if what == FAR:
+            marks.append(len(steps) - 1)
+    rest = [Step("network", 1 / chunks, after=len(steps) - 1)] * (chunks - between)
+    weight_gradient = Step("products", ratio, after=0 if sends_again else None)
+    now = before - between
+    return [*steps, *rest[:now], weight_gradient, *rest[now:]]
+
+
+BACKWARDS = {"fused": fused_backward_steps, "chunked": chunked_backward_steps}
+
+
 @pytest.mark.parametrize("chunks", [2, 4, 8])
 @pytest.mark.parametrize("sends_again", [True, False])
-def test_one_hardware_queue_costs_a_backward_little(sends_again: bool, chunks: int) -> None:
-    """As Crossings.start_beside_wgrad has it. With the weight gradient behind all of dx it took up to 1.44 times as long."""
+@pytest.mark.parametrize(("method", "most"), [("fused", 1.001), ("chunked", 1.11)])
+def test_one_hardware_queue_costs_a_backward_little(method: str, most: float, sends_again: bool, chunks: int) -> None:
+    """As ResultCrossings has it, over the best order with a queue for each stream. As it was, with the weight gradient behind all
+    of dx, it took up to 1.5 times as long."""
+
+    def time(ratio: float, before: int, one_queue: bool = True) -> float:
+        return time_of(BACKWARDS[method](sends_again, ratio, before, chunks), one_queue)
 
     def loss(ratio: float, before: int) -> float:
-        steps = backward_steps(sends_again, ratio, before, chunks)
-        return time_of(steps, one_queue=True) / time_of(steps, one_queue=False)
+        return time(ratio, before) / min(time(ratio, some, one_queue=False) for some in range(chunks + 1))
 
-    some = 1 if sends_again else exchanges_ahead(chunks, 1, 2)
-    assert max(loss(ratio, some) for ratio in RATIOS) < 1.05
-    assert max(loss(ratio, chunks) for ratio in RATIOS) > 1.2 or some == chunks
+    assert max(loss(ratio, exchanges_before_wgrad(chunks, follows=sends_again)) for ratio in RATIOS) < most
+    assert max(loss(ratio, chunks) for ratio in RATIOS) > (1.2 if chunks > 2 else 1.04)
 
 
 @pytest.mark.parametrize(("nodes", "local"), SIZES)
 def test_everything_is_enqueued_once_and_products_before_their_exchange(nodes: int, local: int) -> None:
     for kind, chunks, rank in product((SCATTER, GEMM_A2A), CHUNK_COUNTS, (0, nodes * local - 1)):
         topology = Topology(nodes, local, rank)
-        steps = leaving(kind, topology, chunks)
+        exchanges = len(crossings(kind, topology, chunks))
+        steps = leaving(kind, topology, chunks, exchanges)
         units = [unit for _, some in steps for unit in some]
         assert sorted(units) == list(product(range(topology.world), range(chunks)))
         far = [some[-1] for what, some in steps if what == FAR]
@@ -148,5 +173,7 @@ def test_everything_is_enqueued_once_and_products_before_their_exchange(nodes: i
 
 
 def test_a_group_inside_one_node_exchanges_nothing() -> None:
-    assert leaving(SCATTER, Topology(1, 2, 0), 2) == tuple((NEAR, (unit,)) for unit in ((1, 0), (1, 1), (0, 0), (0, 1)))
+    assert leaving(SCATTER, Topology(1, 2, 0), 2, 0) == tuple(
+        (NEAR, (unit,)) for unit in ((1, 0), (1, 1), (0, 0), (0, 1))
+    )
     assert exchanges_ahead(0, 1, 2) == 0

@@ -31,13 +31,23 @@ def exchanges_ahead(exchanges: int, done: int, parts: int) -> int:
     return min(exchanges, 1 + exchanges * done // parts)
 
 
+def exchanges_before_wgrad(exchanges: int, follows: bool) -> int:
+    """How many exchanges of dx are enqueued before the weight gradient: half of them, because of two equal products one is done
+    then. follows: the exchanges of what is gathered again come first; then only one, which begins when x is there and the weight
+    gradient begins."""
+    return min(exchanges, 1) if follows else (exchanges + 1) // 2
+
+
 @cache
-def leaving(kind: str, topology: Topology, chunks: int) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
+def leaving(kind: str, topology: Topology, chunks: int, between: int) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
     """What GEMM + RS and GEMM + A2A enqueue, in order: (FAR, EXCHANGE or NEAR, the chunks whose products these are).
 
     The n-th FAR has the products that the n-th EXCHANGE needs. Of GEMM + RS these are a chunk for each rank of a far node; this
-    rank adds up and sends the last of them. NEAR is the product of a chunk of what stays in the node, the own block last. NEAR
-    comes evenly between the exchanges.
+    rank adds up and sends the last of them. NEAR is the product of a chunk of what stays in the node, the own block last.
+
+    between: how many exchanges come between the products, with NEAR evenly between them; the others are not listed, and follow
+    all products. Without a weight gradient all come between, with one those that come before it. Behind the exchanges of what is
+    gathered again none does: a product that stood behind one of ours would wait for these, too.
     """
     others, own_node = targets(topology), topology.local - 1
     far, near = others[: topology.world - topology.local], (*others[len(others) - own_node :], topology.rank)
@@ -45,16 +55,19 @@ def leaving(kind: str, topology: Topology, chunks: int) -> tuple[tuple[str, tupl
     groups = [far[first : first + at_once] for first in range(0, len(far), at_once)]
     leaves = [tuple((block, chunk) for block in group) for group in groups for chunk in range(chunks)]
     stays = [((block, chunk),) for block in near for chunk in range(chunks)]
-    return tuple(_in_turns(leaves, stays))
+    return tuple(_in_turns(leaves, stays, between))
 
 
-def _in_turns(leaves: list[tuple[Unit, ...]], stays: list[tuple[Unit]]) -> Iterator[tuple[str, tuple[Unit, ...]]]:
+def _in_turns(
+    leaves: list[tuple[Unit, ...]], stays: list[tuple[Unit]], between: int
+) -> Iterator[tuple[str, tuple[Unit, ...]]]:
     gone, stayed = 1, 0  # how many of each are enqueued
     yield from ((FAR, units) for units in leaves[:gone])
-    for turn in range(len(leaves)):
+    for turn in range(between):
         yield EXCHANGE, ()
-        until, due = turn + 1 + _PRODUCTS_AHEAD, turn * len(stays) // len(leaves)
+        until, due = turn + 1 + _PRODUCTS_AHEAD, turn * len(stays) // between
         yield from ((FAR, units) for units in leaves[gone:until])
         yield from ((NEAR, units) for units in stays[stayed:due])
         gone, stayed = until, due
+    yield from ((FAR, units) for units in leaves[gone:])
     yield from ((NEAR, units) for units in stays[stayed:])

@@ -31,9 +31,11 @@ PUT_ENGINE = In("overlap_train/protocol/node_networks.py", (f"{PUT}::test_operat
 ACROSS = In("overlap_train/runtime/across_nodes.py", (SHAPES,))
 STREAM_ENGINES = In("overlap_train/operators/node_streams.py", (PASSES,))
 ORDER_OF_TURNS = f"{STREAMED}::test_exchanges_are_enqueued_between_products"
+BESIDE_WGRAD = f"{STREAMED}::test_a_weight_gradient_stands_between_exchanges_of_dx"
 SHALLOW = f"{EXCHANGED}::test_shallow_blocks_are_multiplied_together"
 EXCHANGES = In("overlap_train/operators/node_exchanges.py", (PASSES,))
 CROSSINGS = In("overlap_train/operators/crossings.py", (PASSES,))
+TURNS = In("overlap_train/planning/schedule/turns.py", ("tests/unit/test_turns.py",))
 STREAMED_SLOT = In("overlap_train/protocol/node_slot.py", (PASSES,))
 NCCL = In("overlap_train/symmetric/nccl.py", ("tests/unit/test_nccl_transport.py",))
 SPARED = tuple(
@@ -167,24 +169,32 @@ FAULTS = [
     EXCHANGES("columns of the own node stay with who multiplies them",
               "            self._domain.engine.push(self._staging, [self._call.routes(inside)[place]])\n", "            pass\n"),
     CROSSINGS(
-        "what is sent again crosses after dx", "            self._follows = self._engine.finish_started()\n", "",
+        "what is sent again crosses after the products of dx",
+        "                engine.go_ahead(done, topology.world * plan.chunks)\n", "",
         f"{EXCHANGED}::test_what_is_sent_again_crosses_before_dx", f"{STREAMED}::test_what_is_gathered_again_crosses_before_dx",
     ),
-    CROSSINGS("exchanges that nobody waits for are not enqueued", "            self._engine.at_end(self.finish)\n", "",
+    CROSSINGS("what is sent again crosses after dx", "            self._follows = self._engine.finish_started()\n", "",
+              BESIDE_WGRAD),
+    CROSSINGS("exchanges of dx stand between its products, behind what is sent again",
+              "0 if self._engine.has_started else ", "", BESIDE_WGRAD),
+    CROSSINGS("all exchanges of dx stand between its products", "        if not self._plan.beside_wgrad:\n            return",
+              "        if True:\n            return", BESIDE_WGRAD),
+    CROSSINGS("what is left leaves before its products", "            engine.send_after_this()\n        for crossing",
+              "            pass\n        for crossing", f"{STREAMED}::test_a_backward_that_gathers_and_scatters_passes"),
+    CROSSINGS("exchanges that nobody waits for are not enqueued", "            self._engine.at_end(self)\n", "",
               f"{STREAMED}::test_what_nobody_waits_for_is_passed_on_before_the_operator_ends"),
-    CROSSINGS("a weight gradient waits for all of dx", "(1 if self._follows else exchanges_ahead(self._count, 1, 2))",
-              "self._count", f"{STREAMED}::test_a_weight_gradient_stands_between_exchanges_of_dx"),
-    CHUNKS("every operator holds exchanges back", "beside_wgrad: bool = False", "beside_wgrad: bool = True",
-          f"{STREAMED}::test_a_weight_gradient_stands_between_exchanges_of_dx"),
-    CROSSINGS("a weight gradient waits for half of dx behind x", "(1 if self._follows else exchanges_ahead(self._count, 1, 2))",
-              "exchanges_ahead(self._count, 1, 2)", f"{STREAMED}::test_a_weight_gradient_stands_between_exchanges_of_dx"),
+    TURNS("a weight gradient waits for all of dx", "(exchanges + 1) // 2", "exchanges", BESIDE_WGRAD),
+    TURNS("a weight gradient waits for half of dx behind x", "min(exchanges, 1) if follows else ", "", BESIDE_WGRAD),
+    TURNS("some products are not listed", "    yield from ((FAR, units) for units in leaves[gone:])\n", ""),
+    CHUNKS("every operator holds exchanges back", "beside_wgrad: bool = False", "beside_wgrad: bool = True", BESIDE_WGRAD),
     CROSSINGS("exchanges are not enqueued ahead",
               "        self._start_until(exchanges_ahead(self._count, done, parts))\n", "        pass\n", ORDER_OF_TURNS),
     PROCESSES("exchanges are enqueued as if the own node's products were not", "self._go_ahead(call.chunks + turn,",
               "self._go_ahead(turn,", ORDER_OF_TURNS),
     EXCHANGES("all-to-alls are not enqueued ahead", "go_ahead(done * call.chunks + chunk * len(blocks),", "go_ahead(0,",
               ORDER_OF_TURNS),
-    CROSSINGS("a block leaves before its product", "        self._engine.send_after(mark)\n", ""),
+    CROSSINGS("a block leaves before its product", "                engine.send_after(marks.popleft())\n",
+              "                marks.popleft()\n"),
     EXCHANGES(
         "blocks are passed on after the wait for all", "        self._crossings.finish()\n        return super().received()",
         "        return super().received()",

@@ -29,7 +29,7 @@ FAULTS = [
         "too many exchanges are enqueued ahead", "1 + exchanges * done // parts", "2 + 2 * exchanges * done // parts"
     ),
     TURNS("an exchange follows its product at once", "_PRODUCTS_AHEAD = 2", "_PRODUCTS_AHEAD = 0"),
-    TURNS("the own node's products come last", "turn * len(stays) // len(leaves)", "0"),
+    TURNS("the own node's products come last", "turn * len(stays) // between", "0"),
     TURNS("what the node's other ranks add is multiplied alone", "topology.local if kind == SCATTER else 1", "1"),
     TURNS(
         "own rows come first",

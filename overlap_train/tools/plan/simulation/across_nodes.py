@@ -58,9 +58,14 @@ def _turn_of(work: Work) -> Callable[[Leg], int]:
     """When a leg comes to its turn: by the library what leaves follows its product; else legs come as they are."""
     if work.plan.kind in INBOUND or TRAITS[work.plan.method].multiplies:
         return lambda leg: 0
-    turns = leaving(work.plan.kind, work.topology, work.plan.chunks)
-    places = {unit: place for place, unit in enumerate(unit for _, units in turns for unit in units)}
+    places = {unit: place for place, unit in enumerate(unit for _, units in turns(work) for unit in units)}
     return lambda leg: places[leg.block, leg.chunk]
+
+
+def turns(work: Work) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
+    """What is enqueued of products by the library, and of exchanges between them (ResultCrossings)."""
+    between = 0 if work.follows else len(work.plan.crossings)
+    return leaving(work.plan.kind, work.topology, work.plan.chunks, between)
 
 
 def waits_for(work: Work, leg: Leg) -> Token | None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ....methods import TRAITS
 from ....planning import cost
 from ....planning.engine_plan import sent_again
 from ....planning.low_latency import LOW_LATENCY
 from ....planning.schedule.kinds import A2A_GEMM, GATHER, INBOUND, SCATTER
 from .by_library import beside_exchanges, wait
 from .copies import copied, give
-from .enqueued import Item, Part, beside_wgrad, first_crossing
+from .enqueued import Item, Part, beside_wgrad
 from .programs import assemble, epoch, exchange_part, forward, gather_part, leading_barrier, scatter_part
 from .sending import crossings, inside_node
 from .timeline import COMMUNICATION, GEMM, Kernel, Program, Token, arrived
@@ -85,18 +84,17 @@ def _column(work: Work) -> Part:
     scatters = work.plan.kind == SCATTER
     plan = sent_again(replace(work.plan, kind=GATHER if scatters else A2A_GEMM), work.topology)
     again = replace(work, plan=plan, what="x")  # its rows have as many columns as dx
-    (kernels, sending), finish = (scatter_part if scatters else exchange_part)(work)
+    start_dx = scatter_part if scatters else exchange_part
     if work.plan.method == LOW_LATENCY:
+        (kernels, sending), finish = start_dx(work)
         first, _ = gather_part(again)
         return [first[0], *kernels, _wgrad(work, wgrad_us(work)), *finish], sending
     arrivals, ahead = tuple(arrived(again.call, source, 0) for source in plan.sources), crossings(again)
     wgrad = beside_exchanges(work, partial(wgrad_us, work, work.plan.spared_sms), WGRAD)
     start = [*give(again), *epoch(work, work.world > 1), *ahead.until(1)]
-    at = first_crossing(kernels)
-    dx = kernels[at:]
-    before, behind = beside_wgrad(dx) if TRAITS[work.plan.method].multiplies else (dx, [])
-    # Before dx begins to cross, all exchanges of x are enqueued (Crossings._begin).
-    middle = [*kernels[:at], *ahead.finish(), *before, own_block(work), wait(work, arrivals), wgrad]
+    (kernels, sending), finish = start_dx(replace(work, follows=work.topology.nodes > 1), ahead)
+    before, behind = beside_wgrad(work, kernels)
+    middle = [*before, own_block(work), wait(work, arrivals), wgrad]
     return [*start, *middle, *behind, *finish], [*inside_node(again), *sending]
 
 

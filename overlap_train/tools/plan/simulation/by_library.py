@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ....planning.schedule.order import multiplied_together, targets
-from ....planning.schedule.turns import leaving
-from .across_nodes import far_turns, multiplied
+from .across_nodes import far_turns, multiplied, turns
 from .copies import copied
 from .enqueued import Exchanges, Item, in_turns
 from .sending import crossings
@@ -90,12 +89,11 @@ def _side_by_side(work: Work, blocks: int) -> Kernel:
     return copied(work, 2 * terms)
 
 
-def leaving_products(work: Work, sums: list[Kernel], ahead: Exchanges) -> list[Item]:
+def leaving_products(work: Work, sums: list[Kernel], own: Exchanges, earlier: Exchanges | None) -> list[Item]:
     """One for each block, the own one last; across nodes one for each chunk, between their exchanges (schedule/turns.py)."""
     if work.topology.nodes == 1:
         blocks = (*targets(work.topology), work.topology.rank)
         return [product(work, work.part_us, multiplied(work, block)) for block in blocks]
     one = beside_exchanges(work, partial(work.chunk_us, work.plan.chunks))
-    turns = leaving(work.plan.kind, work.topology, work.plan.chunks)
-    products = (replace(one, ends=multiplied(work, *unit)) for _, units in turns for unit in units)
-    return list(in_turns(work, products, sums, ahead))
+    products = [replace(one, ends=multiplied(work, *unit)) for _, units in turns(work) for unit in units]
+    return list(in_turns(work, products, sums, own, earlier))

@@ -13,8 +13,8 @@ from itertools import islice
 from ....planning.machines import System
 from ....planning.schedule.crossings import Crossing
 from ....planning.schedule.kinds import SCATTER
-from ....planning.schedule.turns import EXCHANGE, exchanges_ahead, leaving
-from .across_nodes import SUMS
+from ....planning.schedule.turns import EXCHANGE, exchanges_ahead
+from .across_nodes import turns
 from .timeline import Arrival, Kernel, Send, arrived, landed
 from .work import Work
 
@@ -32,6 +32,11 @@ class Exchanges:
         self._under_way = deque[Arrival]()
         self._count = len(self._waiting)
         self._most = self._count if work.plan.kind == SCATTER else _MOST  # of a scatter nothing is passed on
+
+    @property
+    def are_left(self) -> bool:
+        """Whether there are some that have not started."""
+        return bool(self._waiting)
 
     @property
     def _started(self) -> int:
@@ -77,25 +82,35 @@ def _arrival(work: Work, crossing: Crossing) -> Arrival:
     return Arrival(arrived(work.call, leg.fills, leg.chunk))
 
 
-def in_turns(work: Work, products: Iterable[Kernel], sums: Iterable[Kernel], exchanges: Exchanges) -> Iterator[Item]:
-    """Products by the library of what leaves, each exchange behind its products and its sum (enqueue_leaving)."""
-    products, sums = iter(products), iter(sums)
-    for what, units in leaving(work.plan.kind, work.topology, work.plan.chunks):
-        yield from islice(products, len(units))
+def in_turns(
+    work: Work, products: Sequence[Kernel], sums: Iterable[Kernel], own: Exchanges, earlier: Exchanges | None
+) -> Iterator[Item]:
+    """Products by the library of what leaves, each exchange behind its products and its sum (ResultCrossings.enqueue). earlier:
+    the exchanges of what is gathered again, if there are any."""
+    sums, done = iter(sums), 0
+    for what, units in turns(work):
+        for _ in units:
+            yield products[done]
+            done += 1
+            yield from earlier.go_ahead(done, len(products)) if earlier else ()
         if what == EXCHANGE:
-            yield from exchanges.start(*islice(sums, 1))
+            yield from own.start(*islice(sums, 1))
+    yield from rest(sums, own, earlier)
 
 
-def first_crossing(items: Sequence[Item]) -> int:
-    """Where the first exchange among items is enqueued, with what makes its sum."""
-    places = (at for at, item in enumerate(items) if isinstance(item, Send) or getattr(item, "stream", 0) == SUMS)
-    return next(places, len(items))
+def rest(sums: Iterable[Kernel], own: Exchanges, earlier: Exchanges | None) -> Iterator[Item]:
+    """What follows all products: the exchanges of an earlier call of the operator, then the own ones, each behind its sum."""
+    sums = iter(sums)
+    yield from earlier.finish() if earlier else ()
+    while own.are_left:
+        yield from own.start(*islice(sums, 1))
 
 
-def beside_wgrad(items: list[Item]) -> tuple[list[Item], list[Item]]:
-    """What a persistent kernel with its exchanges enqueues before a weight gradient and behind it: the first exchange is before,
-    as those of an earlier call of the operator are (Crossings.start_beside_wgrad)."""
-    cut = next((at + 1 for at, item in enumerate(items) if isinstance(item, Send)), len(items))
+def beside_wgrad(work: Work, items: list[Item]) -> tuple[list[Item], list[Item]]:
+    """What is enqueued before a weight gradient, and behind it: of the own exchanges the first is before, because those of what
+    is gathered again are (ResultCrossings.send)."""
+    own = (at + 1 for at, item in enumerate(items) if isinstance(item, Send) and item.call == work.call)
+    cut = next(own, len(items))
     return items[:cut], items[cut:]
 
 

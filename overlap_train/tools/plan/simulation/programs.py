@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from ....planning import cost
 from ....planning.low_latency import LOW_LATENCY
@@ -18,7 +17,7 @@ from ....planning.schedule.legs import NETWORK
 from .across_nodes import far_arrivals, node_sums
 from .by_library import gathered, leaving_products, product, received, wait
 from .copies import give, put_together, take
-from .enqueued import Item, Part, in_places
+from .enqueued import Exchanges, Item, Part, in_places, rest
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
 from .sending import crossings, inside_node, sends_by_copies
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Arrival, Kernel, Program, Send, Tile
@@ -45,8 +44,8 @@ def gather_part(work: Work) -> Part:
     return [*_launches(work, _persistent(work, "all_gather_gemm_kernel", gather_tiles(work)))], inside_node(work)
 
 
-def scatter_part(work: Work) -> tuple[Part, list[Item]]:
-    """GEMM + RS: what starts it, and what finishes it."""
+def scatter_part(work: Work, earlier: Exchanges | None = None) -> tuple[Part, list[Item]]:
+    """GEMM + RS: what starts it, and what finishes it. earlier: exchanges that come before its own."""
     method, system = work.plan.method, work.system
     if work.world == 1:
         return ([product(work, work.gemm_us)], []), []
@@ -56,13 +55,13 @@ def scatter_part(work: Work) -> tuple[Part, list[Item]]:
     if method == LOW_LATENCY:
         return ([product(work, work.gemm_us)], []), [_low_latency(work, "low_latency_scatter_kernel")]
     adds = Kernel("reduce_partials_kernel", COMPUTE, _reduce_us(work), system.gap_us)
-    waits, sums, ahead = wait(work, work.all_arrivals()), node_sums(work), crossings(work)
+    waits, sums, own = wait(work, work.all_arrivals()), node_sums(work), crossings(work)
     if method == "chunked":
-        return (leaving_products(work, sums, ahead), inside_node(work)), [*ahead.finish(), waits, adds]
+        return (leaving_products(work, sums, own, earlier), inside_node(work)), [*own.finish(), waits, adds]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
-    items = [kernel, *chain.from_iterable(ahead.start(one) for one in sums)]
+    items = [kernel, *rest(sums, own, earlier)]
     finish = [waits, adds] if work.plan.reduces_later else []
-    return (items, [] if method == "direct" else inside_node(work)), [*ahead.finish(), *finish]
+    return (items, [] if method == "direct" else inside_node(work)), [*own.finish(), *finish]
 
 
 def receive_part(work: Work) -> Part:
@@ -76,18 +75,18 @@ def receive_part(work: Work) -> Part:
     return [*_launches(work, _persistent(work, "all_to_all_gemm_kernel", receive_tiles(work)))], inside_node(work)
 
 
-def exchange_part(work: Work) -> tuple[Part, list[Item]]:
-    """GEMM + A2A: what starts it, and what takes the blocks out of symmetric memory."""
+def exchange_part(work: Work, earlier: Exchanges | None = None) -> tuple[Part, list[Item]]:
+    """GEMM + A2A: what starts it, and what takes the blocks out of symmetric memory. earlier: as for scatter_part."""
     method = work.plan.method
     if method == "collective":
         exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, work.system.gap_us)
         return ([product(work, work.gemm_us), put_together(work)], []), [exchange, *take(work)]
-    finish, ahead = [wait(work, work.all_arrivals()), *take(work)], crossings(work)
+    finish, own = [wait(work, work.all_arrivals()), *take(work)], crossings(work)
     if method == "chunked":
-        return (leaving_products(work, [], ahead), inside_node(work)), [*ahead.finish(), *finish]
+        return (leaving_products(work, [], own, earlier), inside_node(work)), [*own.finish(), *finish]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
-    items = [kernel, *ahead.until(len(work.plan.crossings))]
-    return (items, [] if method == "direct" else inside_node(work)), [*ahead.finish(), *finish]
+    items = [kernel, *rest((), own, earlier)]
+    return (items, [] if method == "direct" else inside_node(work)), [*own.finish(), *finish]
 
 
 def _low_latency(work: Work, name: str) -> Kernel:

@@ -35,7 +35,8 @@ class Work:
 
     operator: its number among those of one program. parts: of a product, one after the other, of which this is one; power is that
     of all. x_blocks: blocks of columns in which x of the weight gradient lies, each a product of its own. side: of a
-    projection of Ulysses, what the attention has of it; None: rows as they are exchanged, rank after rank.
+    projection of Ulysses, what the attention has of it; None: rows as they are exchanged, rank after rank. follows: whether
+    exchanges of what is gathered again cross before its own.
     """
 
     system: System
@@ -47,6 +48,7 @@ class Work:
     parts: int = 1
     x_blocks: int = 1
     side: AttentionSide | None = None
+    follows: bool = False
 
     @cached_property
     def call(self) -> str:
