@@ -115,8 +115,8 @@ def fused_backward_steps(sends_again: bool, ratio: float, before: int, chunks: i
 
 
 def chunked_backward_steps(sends_again: bool, ratio: float, before: int, chunks: int) -> list[Step]:
-    """The same by `chunked`. Behind x no exchange comes between the products of dx; without x those do that come before the weight
-    gradient. before == chunks: the order as it was, in which they all did."""
+    """The same by `chunked`. Behind x no exchange comes between the products of dx; without x those do that come before the
+    weight gradient. before == chunks: the order as it was, in which they all did."""
     steps, marks = [Step("network", 1.0)] * sends_again, list[int]()
     between = 0 if sends_again and before < chunks else before
     for what, units in leaving(SCATTER, Topology(2, 1, 0), chunks, between):
