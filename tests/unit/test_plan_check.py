@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from overlap_train.planning.machines import SYSTEMS
-from overlap_train.planning.schedule.kinds import GATHER
+from overlap_train.planning.passes import Pass
+from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import UNTUNED
 from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.check import (
@@ -27,6 +29,7 @@ from overlap_train.tools.plan.check import (
 )
 from overlap_train.tools.plan.estimates import estimate, work_of
 from overlap_train.tools.plan.records import Row, pass_of, rows_of, tuned
+from overlap_train.tools.plan.simulation.backward import backward
 from overlap_train.tools.plan.simulation.programs import program
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -149,6 +152,27 @@ def test_two_nodes_are_predicted(folder: str, method: str, mean: float, worst: f
             errors.append(abs(estimate(work, program(work)).us / (1e3 * row["ms"]) - 1))
     assert len(errors) == 24 and sum(errors) / 24 <= mean and max(errors) <= worst
     assert sum(error > WORST for error in errors) == above
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "features", "measured_ms"),
+    [
+        (GATHER, "fused", 157696, 46.95), (SCATTER, "fused", 157696, 46.92), (SCATTER, "chunked", 157696, 49.82),
+        (GATHER, "fused", 78848, 43.91), (SCATTER, "fused", 78848, 35.50), (SCATTER, "chunked", 78848, 37.36),
+    ],
+)  # fmt: skip
+def test_a_linear_across_two_nodes_is_predicted(kind: str, method: str, features: int, measured_ms: float) -> None:
+    """Forward and backward by benchmarks/probes/nodes_backward.py at ffc543d3 (benchmarks/notes.md), where 32 MiB crossed in 13.7
+    ms. kind: of the forward pass. features: of one rank, in the side of the weight that is split."""
+    system = replace(H200, nic_gbs=32 * 2**20 / 13.7e6, connections=1)
+    sizes = {GATHER: (features, 4096), SCATTER: (4096, features)}
+    back = SCATTER if kind == GATHER else GATHER
+    fprop, dgrad = (
+        work_of(system, Pass(one, 8192, *sizes[one], torch.bfloat16, 2), method, UNTUNED, nodes=2)
+        for one in (kind, back)
+    )
+    us = estimate(fprop, program(fprop)).us + estimate(dgrad, backward(dgrad)).us
+    assert us / 1e3 == pytest.approx(measured_ms, rel=0.07)
 
 
 def test_the_report_names_what_misses() -> None:
