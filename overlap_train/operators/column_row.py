@@ -45,7 +45,8 @@ def column_backward(
             assert x is not None
             gather = start_gather(domain, wgrad, tags.wgrad, x)
         if wants_dx:
-            scatter = start_scatter(domain, plan.dgrad, tags.dgrad, dy_shard_n, w_shard_n)
+            dgrad = plan.dgrad_alone if dw is None else plan.dgrad
+            scatter = start_scatter(domain, dgrad, tags.dgrad, dy_shard_n, w_shard_n)
         if dw is not None:
             gathered = x if gather is None else gather.gathered_view()
             assert gathered is not None

@@ -76,13 +76,12 @@ class Crossings:
             self._engine.at_end(self)
 
     def arrive(self) -> None:
-        """Let the oldest exchange under way arrive, if there is one."""
-        if self._under_way:
-            crossing, exchange, landing = self._under_way.popleft()
-            self._engine.arrive(self._call, crossing, exchange, landing)
+        """Let the oldest exchange under way arrive."""
+        crossing, exchange, landing = self._under_way.popleft()
+        self._engine.arrive(self._call, crossing, exchange, landing)
 
     def go_ahead(self, done: int, parts: int) -> None:
-        """Enqueue what may cross while `done` of `parts` equal parts of a product, which are enqueued, run: nothing more here."""
+        """See NodeStreamEngine.go_ahead. Of a result nothing is enqueued: it leaves after its own products."""
 
     def finish(self) -> None:
         """Let all arrive."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -31,6 +32,11 @@ class Plan:
     dgrad: EnginePlan
     wgrad: EnginePlan | None
     request: Request
+
+    @cached_property
+    def dgrad_alone(self) -> EnginePlan:
+        """The input gradient where no weight gradient is wanted: nothing of it is held back."""
+        return replace(self.dgrad, beside_wgrad=False)
 
 
 def make_plan(

@@ -191,7 +191,8 @@ class Linear(InParts):
             adds = [partial(self._add, gradient, dy, dx, *of_part) for of_part in zip(self.parts, kept, strict=True)]
         if dx is not None:
             turns = zip(self.parts, adds, strict=True)
-            run_steps([self._leaving(part, part.backward, dy, self.w, dx, add) for part, add in turns])
+            steps = [(part, part.backward_alone if kept is None else part.backward, add) for part, add in turns]
+            run_steps([self._leaving(part, step, dy, self.w, dx, add) for part, step, add in steps])
         else:
             for add in adds:
                 add()

@@ -6,7 +6,7 @@ three of them (protocol/workspace.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from ..operators.planned import PlannedLinear
@@ -29,7 +29,7 @@ _MOST_TO_HIDE, _LEAST_ROWS, _LEAST_GEMM_US = 4, 1024, 150.0
 class Part:
     """Positions first ... last - 1 of the first dimension of every rank's shard, and the plan of their exchange.
 
-    forward, backward and again return the step of a pass. give, read: see Step.
+    forward, backward, backward_alone and again return the step of a pass. give, read: see Step.
     """
 
     first: int
@@ -44,6 +44,10 @@ class Part:
         exchange = self.exchange
         bracket = exchange.backward(wants_dx=True, wants_dw=False)  # what is sent again is another step
         return Step(exchange.domain, exchange.plan.dgrad, exchange.tags.dgrad, bracket, give, read)
+
+    def backward_alone(self, give: Give, read: Read) -> Step:
+        """The same where no weight gradient is wanted."""
+        return replace(self.backward(give, read), plan=self.exchange.plan.dgrad_alone)
 
     def again(self, give: Give, read: Read) -> Step:
         """The step in which this rank sends once more, for the weight gradient, what forward has sent."""

@@ -155,21 +155,51 @@ def test_what_is_gathered_again_crosses_before_dx() -> None:
     assert_crosses_before_dx(backward(machine, calls=1, first=until_the_second_exchange(machine)))
 
 
-def dx_alone(machine: NodeSimulation) -> Build:
-    """What a column linear's backward sends, where x was kept."""
+def in_one_pass(machine: NodeSimulation, run: Callable[[SimulatedDomain], object]) -> Build:
+    """What each rank does once."""
 
     def build(scheduler: Scheduler) -> Any:
-        def host(domain: SimulatedDomain) -> None:
-            world = machine.world_size
-            x, dy, w = torch.ones(TILE, TILE), torch.ones(world * TILE, TILE), torch.ones(TILE, TILE)
-            plan = domain.plan(machine.method, x, w).dgrad
-            with domain.operator(tag_of("backward"), slots=1):
-                core("operators.start").start_scatter(domain, plan, tag_of("dx"), dy, w).finish()
-
-        machine.spawn_hosts(scheduler, host)
+        machine.spawn_hosts(scheduler, run)
         return lambda: None
 
     return build
+
+
+def dx_of_a_frozen_column(machine: NodeSimulation) -> Build:
+    """A column linear's backward without a weight gradient."""
+
+    def run(domain: SimulatedDomain) -> None:
+        x, dy, w = torch.ones(TILE, TILE), torch.ones(machine.world_size * TILE, TILE), torch.ones(TILE, TILE)
+        linear = core("operators.plan_book").Planned(domain, domain.plan(machine.method, x, w)).linear("linear")
+        core("operators.column_row").column_backward(linear, dy, None, w, None, True)
+
+    return in_one_pass(machine, run)
+
+
+def dx_of_a_frozen_projection(machine: NodeSimulation) -> Build:
+    """The same of Ulysses' output projection."""
+
+    def run(domain: SimulatedDomain) -> None:
+        world, exchange, parts = machine.world_size, core("ulysses.exchange"), core("ulysses.parts")
+        dx, dy, w = (torch.ones(rows * TILE, TILE * columns) for rows, columns in ((world, 1), (1, 1), (1, world)))
+        plan = domain.plan(machine.method, dx, w, "ALL_TO_ALL_LINEAR", main_grad="off")
+        linear = core("operators.plan_book").Planned(domain, plan).linear("linear")
+        whole = exchange.Linear((parts.Part(0, TILE, linear),), w, w, None, 1)
+        whole.rows_backward(None, dy, core("ulysses.rows").RankRows(dx, world, 1))
+
+    return in_one_pass(machine, run)
+
+
+def dx_alone(machine: NodeSimulation) -> Build:
+    """What a column linear's backward sends, where x was kept."""
+
+    def run(domain: SimulatedDomain) -> None:
+        x, dy, w = torch.ones(TILE, TILE), torch.ones(machine.world_size * TILE, TILE), torch.ones(TILE, TILE)
+        plan = domain.plan(machine.method, x, w).dgrad
+        with domain.operator(tag_of("backward"), slots=1):
+            core("operators.start").start_scatter(domain, plan, tag_of("dx"), dy, w).finish()
+
+    return in_one_pass(machine, run)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +211,8 @@ def dx_alone(machine: NodeSimulation) -> Build:
         ("chunked", partial(backward, calls=1), 1, "x mm mm x mm mm x mm mm x mm mm x end x x x"),
         ("chunked", dx_alone, 1, f"mm x mm mm x {5 * 'mm '}end x x"),
         ("chunked", lambda machine: scatters("chunked", machine, 1), 1, f"{OUT} end"),
+        ("chunked", dx_of_a_frozen_column, 1, f"{OUT} end"),
+        ("chunked", dx_of_a_frozen_projection, 1, OUT),
     ],
 )  # fmt: skip
 def test_a_weight_gradient_stands_between_exchanges_of_dx(
@@ -188,7 +220,8 @@ def test_a_weight_gradient_stands_between_exchanges_of_dx(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of two nodes, in four chunks: behind what is sent again, and the first of dx; or behind half of dx. No other operator holds
-    anything back. Behind what is sent again, all products of dx (mm, by the library) come before the exchanges of dx (x).
+    anything back, nor a backward without a weight gradient. Behind what is sent again, all products of dx (mm, by the library)
+    come before the exchanges of dx (x).
 
     end: `finish` begins, before which the weight gradient comes.
     """

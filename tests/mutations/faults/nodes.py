@@ -186,6 +186,15 @@ FAULTS = [
     TURNS("a weight gradient waits for all of dx", "(exchanges + 1) // 2", "exchanges", BESIDE_WGRAD),
     TURNS("a weight gradient waits for half of dx behind x", "min(exchanges, 1) if follows else ", "", BESIDE_WGRAD),
     TURNS("some products are not listed", "    yield from ((FAR, units) for units in leaves[gone:])\n", ""),
+    SMS_OF("dx without a weight gradient holds exchanges back", "replace(self.dgrad, beside_wgrad=False)", "self.dgrad",
+           BESIDE_WGRAD),
+    In("overlap_train/operators/column_row.py", (BESIDE_WGRAD,))(
+        "dx of a frozen column linear holds exchanges back", "plan.dgrad_alone if dw is None else plan.dgrad", "plan.dgrad",
+    ),
+    In("overlap_train/ulysses/exchange.py", (BESIDE_WGRAD,))(
+        "dx of a frozen output projection holds exchanges back", "part.backward_alone if kept is None else part.backward",
+        "part.backward",
+    ),
     CHUNKS("every operator holds exchanges back", "beside_wgrad: bool = False", "beside_wgrad: bool = True", BESIDE_WGRAD),
     CROSSINGS("exchanges are not enqueued ahead",
               "        self._start_until(exchanges_ahead(self._count, done, parts))\n", "        pass\n", ORDER_OF_TURNS),
