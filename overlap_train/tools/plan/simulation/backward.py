@@ -16,7 +16,7 @@ from ....planning.low_latency import LOW_LATENCY
 from ....planning.schedule.kinds import A2A_GEMM, GATHER, INBOUND, SCATTER
 from .by_library import beside_exchanges, wait
 from .copies import copied, give
-from .enqueued import Item, Part, beside_wgrad
+from .enqueued import Item, Part, cut_at_wgrad
 from .programs import assemble, epoch, exchange_part, forward, gather_part, leading_barrier, scatter_part
 from .sending import crossings, inside_node
 from .timeline import COMMUNICATION, GEMM, Kernel, Program, Token, arrived
@@ -93,7 +93,7 @@ def _column(work: Work) -> Part:
     wgrad = beside_exchanges(work, partial(wgrad_us, work, work.plan.spared_sms), WGRAD)
     start = [*give(again), *epoch(work, work.world > 1), *ahead.until(1)]
     (kernels, sending), finish = start_dx(replace(work, follows=work.topology.nodes > 1), ahead)
-    before, behind = beside_wgrad(work, kernels)
+    before, behind = cut_at_wgrad(work, kernels)
     middle = [*before, own_block(work), wait(work, arrivals), wgrad]
     return [*start, *middle, *behind, *finish], [*inside_node(again), *sending]
 

@@ -106,7 +106,7 @@ def rest(sums: Iterable[Kernel], own: Exchanges, earlier: Exchanges | None) -> I
         yield from own.start(*islice(sums, 1))
 
 
-def beside_wgrad(work: Work, items: list[Item]) -> tuple[list[Item], list[Item]]:
+def cut_at_wgrad(work: Work, items: list[Item]) -> tuple[list[Item], list[Item]]:
     """What is enqueued before a weight gradient, and behind it: of the own exchanges the first is before, because those of what
     is gathered again are (ResultCrossings.send)."""
     own = (at + 1 for at, item in enumerate(items) if isinstance(item, Send) and item.call == work.call)
