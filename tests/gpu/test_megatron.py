@@ -26,6 +26,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec, report
+from overlap_train.integrations.megatron.packed import Documents
+from overlap_train.integrations.megatron.spec.packed import Softmax, packed_attention
 
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, STEPS = 1024, 2, 512, 2, 40
 
@@ -163,3 +165,28 @@ def reduced_gradients(model: Any, device: torch.device) -> dict[str, torch.Tenso
     model.zero_grad_buffer()
     _forward_backward(model, _batches(device), device)
     return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kv", [8, 2])
+@pytest.mark.parametrize("lengths", [(128, 256), (100, 250)])
+def test_packed_documents_are_attended_at_once(device: torch.device, lengths: tuple[int, ...], kv: int) -> None:
+    """By torch's variable-length attention, as document after document in fp32 on the CPU; rows of none give and get nothing."""
+    documents, rows, scale = Documents((0, 128, 384), lengths), 400, 0.125
+    generator = torch.Generator().manual_seed(1)
+    operands = [torch.randn(rows, heads, 64, generator=generator) for heads in (8, kv, kv, 8)]
+
+    def outcome(where: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, dy = (x.to(where, dtype) for x in operands)
+        for x in (q, k, v):
+            x.requires_grad_()
+        y = packed_attention(q, k, v, documents, Softmax(scale, is_causal=True, dropout=0.0))
+        y.backward(dy)
+        return [x.detach().float().cpu() for x in (y, q.grad, k.grad, v.grad) if x is not None]
+
+    actual, expected = outcome(device, torch.bfloat16), outcome(torch.device("cpu"), torch.float32)
+    assert len(actual) == len(expected) == 4
+    outside = torch.ones(rows, dtype=torch.bool)
+    outside[documents.row_numbers() or range(documents.end)] = False
+    for ours, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, right, rtol=3e-2, atol=3e-2)
+        assert not ours[outside].any()
