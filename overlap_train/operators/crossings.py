@@ -19,9 +19,8 @@ from ..protocol.node_streams import NodeStreamEngine
 from ..symmetric.inter_node import Exchange
 
 _MOST = 2  # under way: one crosses the network while the one before it is passed on
-Sent = tuple[
-    torch.Tensor, Callable[[], None] | None
-]  # what an exchange sends, and what enqueues something that fills it
+# What an exchange sends, and what enqueues something that fills it.
+Sent = tuple[torch.Tensor, Callable[[], None] | None]
 
 
 class Crossings:

@@ -95,10 +95,10 @@ def in_turns(
             yield from earlier.go_ahead(done, len(products)) if earlier else ()
         if what == EXCHANGE:
             yield from own.start(*islice(sums, 1))
-    yield from rest(sums, own, earlier)
+    yield from behind_products(sums, own, earlier)
 
 
-def rest(sums: Iterable[Kernel], own: Exchanges, earlier: Exchanges | None) -> Iterator[Item]:
+def behind_products(sums: Iterable[Kernel], own: Exchanges, earlier: Exchanges | None) -> Iterator[Item]:
     """What follows all products: the exchanges of an earlier call of the operator, then the own ones, each behind its sum."""
     sums = iter(sums)
     yield from earlier.finish() if earlier else ()

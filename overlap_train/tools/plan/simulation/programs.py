@@ -17,7 +17,7 @@ from ....planning.schedule.legs import NETWORK
 from .across_nodes import far_arrivals, node_sums
 from .by_library import gathered, leaving_products, product, received, wait
 from .copies import give, put_together, take
-from .enqueued import Exchanges, Item, Part, in_places, rest
+from .enqueued import Exchanges, Item, Part, behind_products, in_places
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
 from .sending import crossings, inside_node, sends_by_copies
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Arrival, Kernel, Program, Send, Tile
@@ -59,7 +59,7 @@ def scatter_part(work: Work, earlier: Exchanges | None = None) -> tuple[Part, li
     if method == "chunked":
         return (leaving_products(work, sums, own, earlier), inside_node(work)), [*own.finish(), waits, adds]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
-    items = [kernel, *rest(sums, own, earlier)]
+    items = [kernel, *behind_products(sums, own, earlier)]
     finish = [waits, adds] if work.plan.reduces_later else []
     return (items, [] if method == "direct" else inside_node(work)), [*own.finish(), *finish]
 
@@ -85,7 +85,7 @@ def exchange_part(work: Work, earlier: Exchanges | None = None) -> tuple[Part, l
     if method == "chunked":
         return (leaving_products(work, [], own, earlier), inside_node(work)), [*own.finish(), *finish]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
-    items = [kernel, *rest((), own, earlier)]
+    items = [kernel, *behind_products((), own, earlier)]
     return (items, [] if method == "direct" else inside_node(work)), [*own.finish(), *finish]
 
 
