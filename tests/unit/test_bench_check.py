@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overlap_train.tools.measure import check as measure_check
 from overlap_train.tools.measure.check import WrongResult, check, product_reference, scatter_reference
 from tests.processes import run_ranks, values
 
@@ -41,6 +42,18 @@ def test_one_nan_fails() -> None:
     y[3, 4] = torch.nan
     with pytest.raises(WrongResult, match=r"1 of 3072 elements .* inf times"):
         check("product", y, product_reference(a, b))
+
+
+@pytest.mark.parametrize("block", [1, 1000, 1 << 20])
+def test_every_row_is_checked_whatever_a_block_holds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_check, "_BLOCK", block)
+    a, b = _matrices(0)
+    y, reference = _rounded_product(a, b), product_reference(a, b)
+    check("product", y, reference)
+    torch.testing.assert_close(reference.exact, a.double() @ b.double(), rtol=1e-12, atol=1e-9)
+    y[torch.tensor([0, 20, 63]), 7] += 8
+    with pytest.raises(WrongResult, match=r"3 of 3072 elements"):
+        check("product", y, reference)
 
 
 def test_a_wrong_shape_fails() -> None:
