@@ -41,7 +41,7 @@ class PlanBook:
         self.agreed: BoundedCache[tuple[object, ...], bool] = BoundedCache(_MOST_PLANS)
         self.trials = TrialBook(domain)
         # By the TP group of calls that exchange in this domain: what ulysses/groups.py found of both.
-        self.nodes_with: dict[dist.ProcessGroup, tuple[int, int] | None] = {}
+        self.nodes_with: dict[dist.ProcessGroup, tuple[int, int]] = {}
 
     def _read_table(self) -> table.Table | None:
         """The tuning table that rank 0 finds, None on other ranks: home folders differ."""

@@ -1,4 +1,4 @@
-"""The two groups of TP x Ulysses, and whether both span nodes, which all ranks of both must answer alike.
+"""The two groups of TP x Ulysses, and how many nodes they span, which all ranks of both must answer alike.
 
 Each group has found its own nodes, and other groups of the same job may lie otherwise: a TP group on one node, its neighbour on
 two. A rank that went by its own two groups alone could send what a peer does not wait for.
@@ -6,6 +6,7 @@ two. A rank that went by its own two groups alone could send what a peer does no
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +34,10 @@ class Groups:
         return self.ulysses.size()
 
 
-def nodes_of_both(
-    groups: Groups, config: OverlapConfig | None, device: torch.device, name: str
-) -> tuple[int, int] | None:
-    """How many nodes the Ulysses group and the TP group of some rank span, if there is a rank of which both span several.
+def nodes_of_groups(groups: Groups, config: OverlapConfig | None, device: torch.device, name: str) -> tuple[int, int]:
+    """How many nodes the Ulysses group and the TP group of one rank span: of the rank for which that is worst (_worst).
 
-    None: there is none. The same on all ranks of both groups, which communicate at their first call.
+    The same on all ranks of both groups, which communicate at their first call.
     """
     ulysses, tensor = (book_of(domain_of(group, config, device), name) for group in (groups.ulysses, groups.tensor))
     if groups.tensor not in ulysses.nodes_with:
@@ -46,13 +45,18 @@ def nodes_of_both(
     return ulysses.nodes_with[groups.tensor]
 
 
-def _agreed(domains: tuple[OverlapDomain, OverlapDomain], name: str) -> tuple[int, int] | None:
+def _agreed(domains: tuple[OverlapDomain, OverlapDomain], name: str) -> tuple[int, int]:
     """What one rank finds goes to all of its Ulysses group, and from each of these to all of its TP group."""
-    ulysses, tensor = (domain.topology.nodes for domain in domains)
-    found = (ulysses, tensor) if min(ulysses, tensor) > 1 else None
+    ulysses, tensor = domains
+    found = (ulysses.topology.nodes, tensor.topology.nodes)
     for domain in domains:
         with domain.exclusively(name):
             what = f"{name}: compare the nodes of group and tp_group"
             told = domain.agreement.exchange(found, what, kind="nodes of two groups")
-        found = next(filter(None, told), None)
+        found = _worst(told)
     return found
+
+
+def _worst(spans: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Groups that both span nodes before groups of which one does. In any order of ranks the same."""
+    return max(spans, key=lambda nodes: (min(nodes), max(nodes), nodes))

@@ -18,7 +18,7 @@ from ..planning.refusals import why_not_together
 from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ..runtime.registry import domain_of
 from .calls import Terms, copies_of, like, rows_of_position
-from .groups import Groups, nodes_of_both
+from .groups import Groups, nodes_of_groups
 from .parts import cut, parts_that_hide
 from .tensor_parallel import ShardedLinear, ShardedPart
 
@@ -116,7 +116,7 @@ def _linear(
     """The call in parts. product: returns the plan of the product of so many positions."""
     parts, places = [], sizes.parts(_settings(x, groups, terms))
     config, name, meaning = terms if len(places) == 1 else terms.in_parts(sizes.positions)
-    nodes = nodes_of_both(groups, config, x.device, name) if x.is_cuda else None
+    nodes = nodes_of_groups(groups, config, x.device, name) if x.is_cuda else (1, 1)  # gloo carries both
     for first, last in places:
         multiplies = product(last - first)
         sent = like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)

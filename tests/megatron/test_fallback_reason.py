@@ -186,25 +186,32 @@ def test_products_over_tensor_parallelism_hide_exchanges_of_long_sequences() -> 
     assert "fewer KV heads than TP ranks" in str(_over_tp(rows.expand(4096, 1, 4096), kv=1))
 
 
-@pytest.mark.parametrize("nodes", [None, (2, 4)])
-def test_on_gpus_both_are_hidden_where_a_method_is_named(
-    nodes: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("nodes", "named", "auto"),
+    [
+        ((1, 1), None, None),
+        ((2, 1), None, "not measured across nodes of GPUs yet; --overlap-train-method fused tries it"),
+        ((1, 2), None, "not measured across nodes of GPUs yet; --overlap-train-method fused tries it"),
+        ((2, 4), "both TP and CP ranks span nodes", "both TP and CP ranks span nodes"),
+    ],
+)
+def test_on_gpus_both_are_hidden_where_one_group_spans_nodes_at_most(
+    nodes: tuple[int, int], named: str | None, auto: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it has been measured there. Not where both groups of a rank, of this one or of a peer, span nodes."""
+    """Of a rank, this one or a peer. By auto inside one node only, until it has been measured across."""
     asked = []
 
-    def nodes_of_both(groups: Any, config: OverlapConfig, device: torch.device, name: str) -> tuple[int, int] | None:
+    def nodes_of_groups(groups: Any, config: OverlapConfig, device: torch.device, name: str) -> tuple[int, int]:
         asked.append((groups.ulysses.name, groups.tensor.name, config.method, name))
         return nodes
 
-    monkeypatch.setattr(two_groups, "nodes_of_both", nodes_of_both)
+    monkeypatch.setattr(two_groups, "nodes_of_groups", nodes_of_groups)
     x: Any = SimpleNamespace(
         shape=torch.Size((4096, 1, 4096)), is_cuda=True, device="cuda", element_size=lambda: 2, dim=lambda: 3
     )
-    assert _over_tp(x, method="fused") == ("both TP and CP ranks span nodes" if nodes else None)
-    assert asked == [("ulysses", "tensor", "fused", "layers.0.linear_qkv")]
-    assert "not measured on GPUs yet; --overlap-train-method fused tries it" in str(_over_tp(x))
+    assert (_over_tp(x, method="fused"), _over_tp(x)) == (named, auto)
+    assert asked == [("ulysses", "tensor", method, "layers.0.linear_qkv") for method in ("fused", "auto")]
     assert _over_tp(torch.empty(1, 1, 1).expand(4096, 1, 4096), method="fused") is None
     x.shape = torch.Size((512, 1, 4096))
     assert "too short" in str(_over_tp(x, method="fused"))
-    assert len(asked) == 1, "ranks that have nothing to hide, or are CPU processes, ask nobody"
+    assert len(asked) == 2, "ranks that have nothing to hide, or are CPU processes, ask nobody"

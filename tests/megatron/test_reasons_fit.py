@@ -86,7 +86,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def in_two_groups(reason: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of a linear whose parts hide exchanges: a method is named for it, or it is one of CPU processes."""
+    """Of a linear whose parts hide exchanges."""
     monkeypatch.setattr(reporting, "made_domain", lambda group: SimpleNamespace(book=SimpleNamespace(trials=trials)))
     trials = SimpleNamespace(under_way=lambda fprop: None)
     for name in ("_forward_pass", "_tries", "groups_of"):
@@ -135,8 +135,7 @@ def test_reasons_of_methods_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reasons_of_parts_that_hide_exchanges_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = {reason for reason in untuned() if not reason.startswith("auto") or "CPU" in reason}
-    for reason in (*named, f"auto: tuned for M={M} N={N} K={K} / M={M} N={K} K={N}"):
+    for reason in (*untuned(), f"auto: tuned for M={M} N={N} K={K} / M={M} N={K} K={N}"):
         text = in_two_groups(reason, monkeypatch)
         assert reason in text and text.index("128 parts") == 0 and len(text) <= LONGEST, text
 
@@ -180,7 +179,8 @@ def exchange_reasons(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(reporting, "exchanges", lambda linear: True)
     monkeypatch.setattr(reporting, "is_ulysses", lambda found: found is ours)
     ours, found = SimpleNamespace(pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: RANKS))), {}
-    flags = [text.replace(HOLE, "--overlap-train-method") for text in texts_of(two_groups.why_apart)]
+    texts = texts_of(two_groups.why_apart, two_groups._why_not_across_nodes)
+    flags = [text.replace(HOLE, "--overlap-train-method") for text in texts]
     assert len(flags) == 4
     for apart in (None, *flags):
         linear = SimpleNamespace(overlap=SimpleNamespace(apart=apart))

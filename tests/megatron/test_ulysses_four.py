@@ -53,7 +53,7 @@ def test_the_table_tells_what_tensor_parallelism_overlaps_from_what_is_exchanged
 
 def test_the_table_says_that_parts_hide_each_others_exchange(ranks: list[dict[str, Any]]):
     for facts in (rank["tp 2 x ulysses 2 in parts"] for rank in ranks):
-        hidden = "2 parts, whose products hide exchanges; asked for"
+        hidden = "2 parts that hide exchanges; asked for"
         rows = {name.rpartition(".layers.")[2]: row for name, *row in facts["rows"]}
         assert rows["0.self_attention.linear_qkv"] == [
             "AG(x) + GEMM (TP 2), A2A (CP 2)", "A2A(dy) (CP 2), GEMM + RS (TP 2)", "AG(x) under dgrad, then GEMM", hidden,

@@ -23,7 +23,7 @@ from overlap_train import (
 from overlap_train.protocol.layout import SLOTS
 from overlap_train.runtime.registry import domain_of
 from overlap_train.ulysses import parts
-from overlap_train.ulysses.groups import Groups, nodes_of_both
+from overlap_train.ulysses.groups import Groups, nodes_of_groups
 from tests.linear_cases import rounding_bound
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import (
@@ -92,17 +92,17 @@ def test_ulysses_across_nodes() -> None:
     values(run_ranks(4, _exact, CONFIG, 4, True, True))
 
 
-def _nodes_of_both(rank: int, world: int, tensor: list[int], ulysses: list[int]) -> tuple[int, int] | None:
+def _nodes_of_groups(rank: int, world: int, tensor: list[int], ulysses: list[int]) -> tuple[int, int]:
     """tensor, ulysses: of each rank, into how many nodes the group falls."""
     g, cpu = grid(), torch.device("cpu")
     domains = [
         domain_of(group, replace(CONFIG, node_ranks=2 // nodes[rank]), cpu)
         for group, nodes in ((g.tensor, tensor), (g.ulysses, ulysses))
     ]
-    found = nodes_of_both(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv")
+    found = nodes_of_groups(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv")
     for domain in domains:
         domain.agreement.exchange = None  # type: ignore[assignment, method-assign]
-    assert nodes_of_both(Groups(g.ulysses, g.tensor), None, cpu, "linear_proj") == found, "asked once"
+    assert nodes_of_groups(Groups(g.ulysses, g.tensor), None, cpu, "linear_proj") == found, "asked once"
     return found
 
 
@@ -112,29 +112,31 @@ def _nodes_of_both(rank: int, world: int, tensor: list[int], ulysses: list[int])
         ([2, 2, 2, 2], [2, 2, 2, 2], (2, 2)),
         ([2, 2, 1, 1], [2, 1, 2, 1], (2, 2)),  # both of rank 0 do
         ([1, 1, 2, 2], [1, 2, 1, 2], (2, 2)),  # both of rank 3
-        ([2, 2, 2, 2], [1, 1, 1, 1], None),
-        ([1, 1, 1, 1], [1, 2, 1, 2], None),
+        ([2, 2, 2, 2], [1, 1, 1, 1], (1, 2)),
+        ([1, 1, 1, 1], [1, 2, 1, 2], (2, 1)),
+        ([2, 2, 1, 1], [1, 2, 1, 2], (2, 2)),  # both of rank 1
+        ([1, 1, 1, 1], [1, 1, 1, 1], (1, 1)),
     ],
 )
 def test_all_ranks_know_of_one_whose_groups_both_span_nodes(
-    tensor: list[int], ulysses: list[int], expected: tuple[int, int] | None
+    tensor: list[int], ulysses: list[int], expected: tuple[int, int]
 ) -> None:
     """Ranks 0 and 1, 2 and 3 are tensor-parallel, 0 and 2, 1 and 3 exchange."""
-    assert values(run_ranks(4, _nodes_of_both, tensor, ulysses)) == [expected] * 4
+    assert values(run_ranks(4, _nodes_of_groups, tensor, ulysses)) == [expected] * 4
 
 
-def _before_and_after_shutdown(rank: int, world: int) -> list[tuple[int, int] | None]:
+def _before_and_after_shutdown(rank: int, world: int) -> list[tuple[int, int]]:
     g, cpu, found = grid(), torch.device("cpu"), []
     for node_ranks in (1, 2):
         for group in (g.tensor, g.ulysses):
             domain_of(group, replace(CONFIG, node_ranks=node_ranks), cpu)
-        found.append(nodes_of_both(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv"))
+        found.append(nodes_of_groups(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv"))
         shutdown()
     return found
 
 
 def test_ranks_ask_again_after_shutdown() -> None:
-    assert values(run_ranks(4, _before_and_after_shutdown)) == [[(2, 2), None]] * 4
+    assert values(run_ranks(4, _before_and_after_shutdown)) == [[(2, 2), (1, 1)]] * 4
 
 
 def test_by_collectives() -> None:

@@ -17,9 +17,9 @@ from overlap_train.planning import cost
 from overlap_train.planning.heads import AttentionHeads
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.tools.plan import replay
-from overlap_train.tools.plan.estimates import AUTO, COLLECTIVE, METHODS
+from overlap_train.tools.plan.estimates import COLLECTIVE, METHODS
 from overlap_train.tools.plan.inputs import EXCHANGED, OUTPUT, PLANNED_MODELS, Strategy, linears_of
-from overlap_train.tools.plan.prediction import Prediction, by_one_method, in_layer, predict, total
+from overlap_train.tools.plan.prediction import Prediction, predict
 from overlap_train.tools.plan.simulation.simulate import simulate
 from overlap_train.tools.plan.simulation.timeline import COPIES, EXCHANGES, GEMM, Program, Span, Timeline
 from overlap_train.tools.plan.two_groups import Projection, in_parts, projection
@@ -350,28 +350,19 @@ def test_the_exchange_is_an_all_to_all_of_what_one_rank_has() -> None:
         assert one.nccl_us - other.nccl_us == pytest.approx(H200.nccl_us + nbytes / (H200.nccl_ring_gbs * 1e3))
 
 
-def test_one_method_is_chosen_for_all_linears() -> None:
-    """A method that is named is that of all. What it does not make faster stays without overlap."""
-    predictions = predicted(LONG)
-    layers = by_one_method(predictions)
-    assert tuple(layers) == (*OURS, AUTO)
-    assert len({p.only for p in predictions}) == 1 and layers[predictions[0].only] <= 1.02 * min(layers.values())
-    assert {p.chosen.method for p in predictions} <= {predictions[0].only, COLLECTIVE}
-    assert total(in_layer(predictions)).ours_us == layers[predictions[0].only]
-
-
-def test_auto_hides_no_exchange() -> None:
+def test_the_product_of_a_part_hides_an_exchange_by_every_method_of_ours() -> None:
     for one in predicted(LONG)[:4]:
-        names = [span.name for span in one.by_method[AUTO].timeline.spans]
-        assert names.count("nccl all-to-all") == 1 and "exchange apart" in one.by_method[AUTO].variant
-        hidden = one.by_method["fused"]
-        assert hidden.variant.endswith(f"{one.parts} parts") and hidden.us < one.by_method[COLLECTIVE].us
-        assert not any("nccl" in span.name for span in hidden.timeline.spans)
+        names = [span.name for span in one.by_method[COLLECTIVE].timeline.spans]
+        assert names.count("nccl all-to-all") == 1 and "exchange apart" in one.by_method[COLLECTIVE].variant
+        for method in OURS:
+            hidden = one.by_method[method]
+            assert hidden.variant.endswith(f"{one.parts} parts") and hidden.us < one.by_method[COLLECTIVE].us
+            assert not any("nccl" in span.name for span in hidden.timeline.spans)
 
 
 def test_what_is_too_short_for_parts_overlaps_over_tp_alone() -> None:
     short = predicted(Strategy(2, 8192, cp=2))
-    assert all(p.parts == 1 and not p.only and tuple(p.by_method) == METHODS for p in short)
+    assert all(p.parts == 1 and tuple(p.by_method) == METHODS for p in short)
     for p in short[:4]:
         assert all("exchange apart" in e.variant for e in p.by_method.values())
     forward, backward = short[0].by_method["fused"].timeline, short[1].by_method["fused"].timeline

@@ -67,14 +67,14 @@ def test_kernels_leave_the_sms_of_an_exchange(nodes: int, sms: int, monkeypatch:
 
 def test_two_groups_that_cannot_overlap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a rank whose TP group is inside one node: that of a peer is not."""
-    monkeypatch.setattr(sharded, "nodes_of_both", lambda groups, config, device, name: (2, 4))
+    monkeypatch.setattr(sharded, "nodes_of_groups", lambda groups, config, device, name: (2, 4))
     with pytest.raises(ValueError, match="linear_qkv: group and tp_group span 2 and 4 nodes"):
         planned(2, monkeypatch, OnGpu)
     planned(2, monkeypatch)  # CPU processes do
 
 
 def test_two_groups_that_can_overlap_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "nodes_of_both", lambda groups, config, device, name: None)
+    monkeypatch.setattr(sharded, "nodes_of_groups", lambda groups, config, device, name: (2, 1))
     assert planned(2, monkeypatch, OnGpu).exchange.plan.fprop.nodes == 2
 
 

@@ -224,7 +224,8 @@ def test_two_groups_of_gpus_across_nodes_together_are_refused_by_name() -> None:
     for exchange_nodes, product_nodes in itertools.product((1, 2), (1, 4)):
         exchange, product = plan("chunked", A2A_GEMM, exchange_nodes), plan("fused", nodes=product_nodes)
         assert "group and tp_group span 2 and 4 nodes" in (why_not_together(exchange, product, (2, 4)) or "")
-        assert why_not_together(exchange, product, None) is None
+        for one in ((1, 1), (2, 1), (1, 4)):
+            assert why_not_together(exchange, product, one) is None
         for method in ("auto", "collective"):
             assert why_not_together(plan(method, A2A_GEMM, exchange_nodes), product, (2, 4)) is None
         assert why_not_together(exchange, plan("collective", nodes=product_nodes), (2, 4)) is None

@@ -82,7 +82,7 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
     method = fprop.method if fprop.method == dgrad.method else f"{fprop.method} / {dgrad.method}"
     reason = _both(fprop.reason, dgrad.reason)
     if in_two_groups(linear):
-        reason = f"{linear.overlap.parts[0]} parts, whose products hide exchanges; {reason}"
+        reason = f"{linear.overlap.parts[0]} parts that hide exchanges; {reason}"
     return method, reason
 
 
@@ -126,7 +126,7 @@ def _both(fprop: str, dgrad: str) -> str:
     """ "auto: not tuned: a long GEMM / a short GEMM": what both begin with is said once."""
     if fprop == dgrad:
         return fprop
-    common, ends = "", [found.end() for found in re.finditer(": |tuned for ", dgrad)]
-    for end in ends:
+    common, heads = "", (*re.finditer(": |tuned for ", dgrad), re.match("[^;]*; ", dgrad))
+    for end in (head.end() for head in heads if head is not None):
         common = dgrad[:end] if fprop.startswith(dgrad[:end]) else common
     return f"{fprop} / {dgrad.removeprefix(common)}"

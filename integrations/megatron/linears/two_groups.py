@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from overlap_train.config import flag_name
-from overlap_train.ulysses.groups import Groups, nodes_of_both
+from overlap_train.ulysses.groups import Groups, nodes_of_groups
 from overlap_train.ulysses.sharded import Sizes, sizes_of_heads, sizes_of_rows
 
 from .exchange import Exchange
@@ -28,12 +28,18 @@ def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
     is_qkv = linear.overlap.slot == "qkv"
     if is_qkv and linear.weight.shape[0] != exchange.heads.features:
         return "fewer KV heads than TP ranks: Megatron gathers the product first"
-    if x.is_cuda and linear.overlap.config.method == "auto":
-        return f"not measured on GPUs yet; {flag_name('method')} fused tries it"
     if parts_of_call(linear, x, exchange)[0] == 1:
         return "too short to be cut into parts"
-    if x.is_cuda and nodes_of_both(_groups(linear, exchange), linear.overlap.config, x.device, linear.overlap.name):
+    return _why_not_across_nodes(linear, x, exchange) if x.is_cuda else None
+
+
+def _why_not_across_nodes(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
+    config = linear.overlap.config
+    nodes = nodes_of_groups(_groups(linear, exchange), config, x.device, linear.overlap.name)
+    if min(nodes) > 1:
         return "both TP and CP ranks span nodes"
+    if max(nodes) > 1 and config.method == "auto":
+        return f"not measured across nodes of GPUs yet; {flag_name('method')} fused tries it"
     return None
 
 

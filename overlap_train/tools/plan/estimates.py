@@ -21,7 +21,7 @@ from .simulation.timeline import Program, Timeline
 from .simulation.work import AttentionSide, Work
 
 METHODS = tuple(method for method, traits in TRAITS.items() if not traits.few_rows)  # plans are for long sequences
-COLLECTIVE, AUTO = "collective", "auto"
+COLLECTIVE = "collective"
 BY_LIBRARY = ("chunked", COLLECTIVE)  # no tile is simulated
 RANK = 0  # whose part is shown: all do the same
 
@@ -49,12 +49,7 @@ def methods_of(nodes: int) -> tuple[str, ...]:
 
 def served_of(nodes: int, methods: Sequence[str]) -> tuple[str, ...]:
     """Those of `methods` that serve a group on so many nodes."""
-    return tuple(method for method in methods if method in (*methods_of(nodes), AUTO))
-
-
-def with_auto(methods: Sequence[str]) -> tuple[str, ...]:
-    """The methods, and `auto` before the last where all that it may take are simulated."""
-    return (*methods[:-1], AUTO, methods[-1]) if tuple(methods) == METHODS else tuple(methods)
+    return tuple(method for method in methods if method in methods_of(nodes))
 
 
 def work_of(

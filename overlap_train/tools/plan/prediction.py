@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from ...planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SC
 from ...planning.table import SAME, UNTUNED
 from ...planning.tiling import HOPPER_TILE
 from ..measure.models import Model
-from .estimates import COLLECTIVE, METHODS, Estimate, estimate, served_of, with_auto, work_of
+from .estimates import COLLECTIVE, METHODS, Estimate, estimate, served_of, work_of
 from .fits import check
 from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, linears_of
 from .simulation.backward import backward, communication_us, wgrad_us
@@ -27,7 +27,7 @@ FORWARD, BACKWARD = "forward", "backward"
 @dataclass(frozen=True)
 class Prediction:
     """One pass of one linear. m, n, k: of one rank's product. gemm_us, nccl_us: each half of the work alone. parts: of which the
-    product of one hides the exchange of another, under TP x Ulysses. only: the method that all linears have there."""
+    product of one hides the exchange of another, under TP x Ulysses."""
 
     linear: str
     direction: str
@@ -38,7 +38,6 @@ class Prediction:
     nccl_us: float
     by_method: Mapping[str, Estimate]
     parts: int = 1
-    only: str = ""
 
     @property
     def bound_us(self) -> float:
@@ -49,11 +48,10 @@ class Prediction:
     def chosen(self) -> Estimate:
         """The fastest. What differs by no more than two measurements of one thing is a tie: NCCL's, else the first one's."""
         without = self.by_method[COLLECTIVE]
-        ours = [self.by_method[self.only]] if self.only else list(self.by_method.values())
-        fastest = min(e.us for e in ours)
+        fastest = min(e.us for e in self.by_method.values())
         if fastest > (1 - SAME) * without.us:
             return without
-        return next(e for e in ours if e.us <= (1 + SAME) * fastest)
+        return next(e for e in self.by_method.values() if e.us <= (1 + SAME) * fastest)
 
     @property
     def exposed_us(self) -> float:
@@ -77,27 +75,7 @@ def predict(
     """Forward and backward of all linears by those of `methods` that serve them. Raises ValueError for what cannot be planned."""
     check(system, strategy, model)
     linears, ways = linears_of(model, strategy.tp), (FORWARD, BACKWARD)
-    hides = strategy.is_grid and any(
-        len(projection(system, strategy, model, linear).parts) > 1 for linear in linears if linear.name in EXCHANGED
-    )
-    tried = with_auto(methods) if hides else methods
-    found = [_predict(system, strategy, model, linear, direction, tried) for linear in linears for direction in ways]
-    return _by_best(found) if hides else found
-
-
-def _by_best(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """The predictions by the one method that is best for a layer. A method that is named runs parts, and all linears; `auto`
-    runs none."""
-    layers = by_one_method(predictions)
-    best = next(method for method, us in layers.items() if us <= (1 + SAME) * min(layers.values()))
-    return [replace(p, only=best) for p in predictions]
-
-
-def by_one_method(predictions: Sequence[Prediction]) -> dict[str, float]:
-    """Microseconds of a layer by each method alone; linears to which it brings nothing are left without overlap."""
-    layer = in_layer(predictions)
-    methods = [method for method in layer[0].by_method if method != COLLECTIVE]
-    return {method: total([replace(p, only=method) for p in layer]).ours_us for method in methods}
+    return [_predict(system, strategy, model, linear, direction, methods) for linear in linears for direction in ways]
 
 
 def count_tiles(strategy: Strategy, model: Model) -> int:

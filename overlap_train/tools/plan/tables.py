@@ -13,7 +13,7 @@ from ..measure.results import aligned, cell
 from .estimates import COLLECTIVE, METHODS
 from .fits import hints
 from .inputs import EXCHANGED, OUTPUT, Strategy
-from .prediction import Prediction, Sum, by_one_method, in_layer, total
+from .prediction import Prediction, Sum, in_layer, total
 
 HEADINGS = (
     "linear", "pass", "M, N, K of a rank", "GEMM", "NCCL", "bound", *METHODS, "exposed", "choose", "gain",
@@ -21,12 +21,8 @@ HEADINGS = (
 KEEP, NO_ENGINE = "no overlap", "-"
 ACROSS_NODES = "-: not estimated. The kernels of direct send inside one node only."
 ONE_QUEUE, MANY_QUEUES = "All streams share one hardware queue", "Each stream has a hardware queue of its own"
-IN_PARTS = "By fused, direct and chunked the product of one part hides the all-to-all of another:"
+IN_PARTS = "The product of one part hides the all-to-all of another:"
 APART = "so only TP is overlapped, and the all-to-all is NCCL's:"
-ONE_METHOD = (
-    "By auto, on GPUs, only TP is overlapped. A method that is named (--overlap-train-method) is that of all linears, so "
-    "the plan chooses one for all. A layer by it:"
-)
 MEASURED_RANKS = (1, 2, 4)
 FEW_ROWS = 1024
 # A tile takes the simulation about 15 microseconds. With twice as many, by two methods, three spans inside a node would take
@@ -105,7 +101,7 @@ def notes(system: System, strategy: Strategy, predictions: Sequence[Prediction])
 
 
 def _of_two_groups(strategy: Strategy, predictions: Sequence[Prediction]) -> list[str]:
-    """Which projections hide their all-to-all under TP x Ulysses, and what a layer takes by each method."""
+    """Which projections hide their all-to-all under TP x Ulysses."""
     parts = {p.linear: p.parts for p in predictions if p.linear in EXCHANGED}
     hidden = ", ".join(f"{name} in {count} parts" for name, count in parts.items() if count > 1)
     apart = ", ".join(name for name, count in parts.items() if count == 1)
@@ -113,9 +109,6 @@ def _of_two_groups(strategy: Strategy, predictions: Sequence[Prediction]) -> lis
     said = [f"{IN_PARTS} {hidden}."] if hidden else []
     if apart:
         said.append(f"{why}, {APART} {apart}.")
-    if hidden:
-        layers = ", ".join(f"{method} {_ms(us)}" for method, us in by_one_method(predictions).items())
-        said.append(f"{ONE_METHOD} {layers} ms.")
     return said
 
 
@@ -142,8 +135,8 @@ def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, Sp
         )
     if strategy.is_grid:
         found.append(
-            "TP x Ulysses: no pass of both was timed on GPUs. Here copies of both groups share NVLink, but not with stores "
-            "of direct"
+            "TP x Ulysses: training steps were timed on GPUs, no passes. Here copies of both groups share NVLink, but not "
+            "with stores of direct"
         )
     if strategy.rows < FEW_ROWS:
         found.append(f"{strategy.rows} rows: below {FEW_ROWS} the host decides, and it differs from machine to machine")
@@ -181,7 +174,6 @@ def document(
         "layer": asdict(total(layer)), "output": asdict(total(output)),
         "model_sum": asdict(total([*layer * model.num_layers, *output])),
         **(node_sms(system, strategy) if strategy.overlap_nodes > 1 else {}),
-        **({"by_one_method": by_one_method(predictions)} if predictions[0].only else {}),
         "spans": [
             {"tp": span.tp, "cp": span.cp, "nodes": span.nodes, **asdict(planned.layer), "is_coarse": planned.is_coarse}
             for span, planned in spans.items()

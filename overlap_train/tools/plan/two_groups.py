@@ -1,8 +1,8 @@
 """The projections of an attention under TP x Ulysses: in which parts they run, and what they take by each method.
 
 in parts    the product of a part hides the exchange of another (replay.py, noted_parts.py)
-apart       the linear overlaps over TP alone, before or after an all-to-all by NCCL: of short sequences, across nodes, and on
-            GPUs by `auto` (integrations/megatron/linears/two_groups.py: why_apart)
+apart       the linear overlaps over TP alone, before or after an all-to-all by NCCL: of short sequences, and across nodes
+            (integrations/megatron/linears/two_groups.py: why_apart)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...ulysses.rows import SequenceRows
 from ...ulysses.sharded import Sizes
 from ...ulysses.tensor_parallel import ShardedLinear
 from ..measure.models import Model
-from .estimates import AUTO, COLLECTIVE, Estimate, simulated, work_of
+from .estimates import COLLECTIVE, Estimate, simulated, work_of
 from .inputs import Linear, Strategy, heads_of
 from .noted_parts import NotedHeads, NotedPart
 from .replay import Domain, Grid, Recording
@@ -91,7 +91,7 @@ class Projection:
 
     def estimate(self, method: str, is_backward: bool) -> Estimate:
         """As training runs it by a method; by `collective` as it is without overlap, whole."""
-        if len(self.parts) == 1 or method in (AUTO, COLLECTIVE):
+        if len(self.parts) == 1 or method == COLLECTIVE:
             return self.apart(method, is_backward)
         program, variant = in_parts(self, method, is_backward)
         return simulated(self.system, program, method, f"{variant}, {len(self.parts)} parts")
