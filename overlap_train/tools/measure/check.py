@@ -8,8 +8,8 @@ Inputs are exact in their dtype. With u = eps(dtype) / 2, e = eps(fp32) and p_r 
 The second allows every partial sum to be rounded to the dtype (NCCL does). |a| |b| is bounded by the product of the
 norms of the row and the column. Both get 5 % for terms of higher order.
 
-What is in fp64 takes four times as much memory as the inputs. So products and comparisons go by blocks of rows, and only the
-exact result stays: 27 GiB of it in the longest case of two nodes, beside 80 GB of an H100.
+What is in fp64 takes four times as much memory as the inputs. So products and comparisons go by blocks, and only the exact
+result stays: 27 GiB in the longest case of two nodes, of the 80 GB of an H100.
 """
 
 from __future__ import annotations
@@ -83,9 +83,11 @@ def check(name: str, actual: torch.Tensor, reference: Reference) -> None:
 @torch.no_grad()
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [M, K] @ b [K, N] in fp64."""
-    exact, b64 = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float64), b.double()
-    for rows in _blocks(*a.shape):
-        torch.matmul(a[rows].double(), b64, out=exact[rows])
+    exact = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float64)
+    for columns in _blocks(*b.t().shape):
+        b64 = b[:, columns].double()
+        for rows in _blocks(*a.shape):
+            exact[rows, columns] = a[rows].double() @ b64
     return exact
 
 

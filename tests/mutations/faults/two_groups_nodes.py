@@ -12,7 +12,10 @@ ENGINE = In("overlap_train/planning/engine_plan.py", ("tests/unit/test_exchange_
 EXCHANGE = In("overlap_train/planning/plan.py", ("tests/unit/test_exchange_plan.py", SHARDED))
 NODES = In(
     "overlap_train/ulysses/groups.py",
-    ("tests/protocol/test_tp_ulysses.py::test_all_ranks_know_of_one_whose_groups_both_span_nodes",),
+    (
+        "tests/protocol/test_tp_ulysses.py::test_groups_that_both_span_nodes_go_before_one_that_spans_more",
+        "tests/protocol/test_tp_ulysses.py::test_all_ranks_know_of_one_whose_groups_both_span_nodes",
+    ),
 )
 REFUSALS = In("overlap_train/planning/refusals.py", ("tests/unit/test_topology.py",))
 KERNELS = In("overlap_train/operators/persistent.py", ("tests/unit/test_operands.py",))
@@ -48,6 +51,8 @@ FAULTS = [
     NODES("two groups: only the Ulysses group hears of it", "    for domain in domains:", "    for domain in domains[:1]:"),
     NODES("two groups: only the TP group hears of it", "    for domain in domains:", "    for domain in domains[1:]:"),
     NODES("two groups: one of more nodes goes before two", "(min(nodes), max(nodes), nodes)", "(max(nodes), min(nodes), nodes)"),
+    NODES("two groups: which of two ranks is worse depends on their order", "(min(nodes), max(nodes), nodes)",
+          "(min(nodes), max(nodes))"),
     NODES("two groups: ranks agree at each call", "if groups.tensor not in ulysses.nodes_with:", "if True:"),
     KERNELS("two groups: a kernel that gathers is launched for all SMs", "how, plan.spared_sms, b_kn.shape", "how, b_kn.shape"),
     KERNELS("two groups: a kernel that scatters is launched for all SMs", "how, plan.spared_sms, layout", "how, layout"),
