@@ -38,6 +38,11 @@ SHORT_SCATTER_US = 100.0
 # NCCL + cuBLAS. fused took 0.96 to 1.11 times as long as direct, and chunked, in products above a millisecond, 1.00 to 1.18 (2 x
 # H200).
 FEW_ROWS = 1024
+# Where a rank has at most this many rows, reading the weight takes longer than multiplying them (3.35 TB/s of an H100, 4.8 of an
+# H200, 650 TFLOP/s: 194 and 135 rows). A gather's tiles follow the blocks as they arrive, so each block reads all of a weight that
+# L2 does not hold. M = 512 on 4 GPUs with 14336 and 26624 features: NCCL + cuBLAS took 0.72 to 0.88 of direct's time on H100,
+# 0.96 to 1.03 on H200; with weights of 23 and 29 MB 1.2 to 1.5 times direct's time.
+ROWS_A_READ, L2_BYTES = 128, 50 << 20
 # A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
 # the own tiles: at 1.58 it gained 7 % (11008 x 4096), at 1.41 it cost 2 and 8 % (8B qkv on 2 GPUs), at 1.21 it cost 3 % (4 GPUs).
 LATE = 1.5
@@ -203,6 +208,8 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
         return _model_of_exchange(pass_)
     if _hides_long_copies(pass_):
         return "fused", "long copies beside the GEMM"
+    if _reads_again(pass_):
+        return "collective", "each rank's few rows would read the weight again"
     if pass_.m <= FEW_ROWS:
         return "direct", f"M={pass_.m} is at most {FEW_ROWS}"
     if _is_short(pass_):
@@ -219,6 +226,12 @@ def _hides_long_copies(pass_: Pass) -> bool:
     if pass_.kind == GATHER:
         return _outweighs(pass_, "fused") and pass_.copy_us > FUSED_HOST_US
     return _is_late(pass_, "fused") and pass_.copy_us > FUSED_BACKWARD_HOST_US
+
+
+def _reads_again(pass_: Pass) -> bool:
+    """Whether a gather by a kernel would read its weight once for each rank's rows, for longer than it multiplies them."""
+    weight = pass_.n * pass_.k * pass_.dtype.itemsize
+    return pass_.kind == GATHER and pass_.m <= ROWS_A_READ * pass_.world and weight > L2_BYTES
 
 
 def _is_short(pass_: Pass) -> bool:

@@ -63,7 +63,8 @@ def test_small_m_is_left_to_nccl_where_no_tile_is_filled(hopper_gpu: pytest.Monk
     """Or where there are no Hopper kernels. Rows are too long for the low-latency protocol."""
     for short in (FC1, FC2, FC1.dgrad, FC2.dgrad):
         pass_ = replace(short, n=6 * short.n, k=6 * short.k)
-        assert untuned(replace(pass_, m=SMALL_M), GPU).method == "direct"
+        above = SMALL_M if pass_.kind != GATHER else SMALL_M + 1  # few rows of each rank read the weight again
+        assert untuned(replace(pass_, m=above), GPU).method == "direct"
         for not_served in (
             replace(pass_, m=SMALL_M, world=8),
             replace(pass_, m=384),
@@ -152,6 +153,19 @@ def test_defaults_of_few_rows(hopper_gpu: pytest.MonkeyPatch) -> None:
         assert untuned(long, GPU).method == "direct"
         twice = replace(long, m=2 * FEW_ROWS)
         assert untuned(twice, GPU).method == "fused"
+
+
+def test_a_weight_is_not_read_again_for_each_ranks_few_rows(hopper_gpu: pytest.MonkeyPatch) -> None:
+    few = Pass(GATHER, 512, 7168, 8192, torch.bfloat16, 4)
+    assert untuned(few, GPU).method == "collective"
+    elsewhere = {
+        "rows that take as long to multiply": replace(few, m=1024),
+        "all of them are multiplied side by side": replace(few, kind=SCATTER),
+        "fewer ranks have more rows each": replace(few, world=2),
+        "a weight that L2 holds": replace(few, n=3072),
+    }
+    assert {why: untuned(pass_, GPU).method for why, pass_ in elsewhere.items()} == dict.fromkeys(elsewhere, "direct")
+    assert untuned(replace(few, m=1024, world=8), GPU).method == "collective"
 
 
 def test_features_that_the_hopper_kernels_do_not_serve(hopper_gpu: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What `auto` takes without measurements, against what was measured on 2 and 4 x H200: no choice costs more than 3 %, but those
+"""What `auto` takes without measurements, against what was measured on 2 and 4 x H200 and 4 x H100: no choice costs more than 3 %, but those
 of ABOVE.
 
 How far two measurements of one thing differ: a gather whose copies take less than a tenth of the product does the same work in
@@ -30,7 +30,9 @@ from overlap_train.tools.tune.candidates import NOISE
 BENCHMARKS, GPU = Path(__file__).parents[2] / "benchmarks", torch.device("cuda")
 MOST = 0.03
 TABLES = {"h200x2": 2, "h200x4": 4, "h200x2/untuned": 2}  # of the tuner
-OPERATORS = ("h200x2", "h200x4", "h200x2/ragged")  # of `bench operators`
+OPERATORS = (  # of `bench operators`
+    "h200x2", "h200x4", "h100x4", "h200x2/ragged", "h100x4/ragged", "h200x2/small_m", "h100x4/small_m",
+)  # fmt: skip
 
 # Why a choice that costs more stands; `holds` has what must be true for it.
 AGAIN = "measured another day it costs less than 3 %"
@@ -43,6 +45,12 @@ OLDER = """measured with kernels that took three waves of tiles where they now t
 (benchmarks/notes.md). The layer took 3.732 ms with the tuner's winner, 3.744 with the untuned choice (untuned/layers.md)."""
 OUTBOX = """what was faster is chunked, and kernels had no outbox that their groups share. With it fused is ahead of chunked by
 2 to 9 % in products as long (405B, benchmarks/notes.md)."""
+HOST = """all take less time than the host needs for a few calls: which is ahead differs between hosts. direct takes 0.95 to 2.2 times as
+long as low_latency in the other passes with so few rows"""
+NCCL = "NCCL is ahead of low_latency by 3 us of 69 with 8192 features, as on no H200, where it is behind by 5 to 9"
+ONE_CUBLAS = "low_latency and NCCL wait for one product of cuBLAS that takes 0.39 ms, in those like it 0.21"
+FEW_MORE = "low_latency is ahead of direct by 2 to 5 us in scatters of 4 ranks, and behind it by 6 to 12 in gathers"
+RAGGED = "fused is ahead by 7 to 14 us on 4 ranks, and with the nearest aligned length by less than 3 %"
 ABOVE: Mapping[str, Mapping[str, tuple[float, str]]] = {
     "h200x2": {
         "gather M=2048 N=2048 K=4096": (0.039, AGAIN),
@@ -69,7 +77,27 @@ ABOVE: Mapping[str, Mapping[str, tuple[float, str]]] = {
 ABOVE_IN_OPERATORS: Mapping[str, Mapping[str, tuple[float, str]]] = {
     "h200x2": {},
     "h200x4": {},
+    "h100x4": {},
     "h200x2/ragged": {},
+    "h100x4/ragged": {
+        "gather M=1996 N=3584 K=4096": (0.084, RAGGED),
+        "gather M=1992 N=3584 K=4096": (0.065, RAGGED),
+        "scatter, wgrad M=8200 N=4096 K=3584": (0.033, RAGGED),
+    },
+    "h200x2/small_m": {
+        "gather M=128 N=26624 K=16384": (0.55, ONE_CUBLAS),
+        "gather M=256 N=7168 K=4096": (0.16, HOST),
+        "gather M=128 N=5504 K=4096": (0.063, HOST),
+    },
+    "h100x4/small_m": {
+        "scatter, wgrad M=128 N=4096 K=3584": (0.231, HOST),
+        "gather M=128 N=2752 K=4096": (0.147, HOST),
+        "scatter, wgrad M=512 N=4096 K=3584": (0.079, FEW_MORE),
+        "scatter M=512 N=4096 K=3584": (0.044, FEW_MORE),
+        "scatter, wgrad M=128 N=8192 K=7168": (0.041, NCCL),
+        "scatter, wgrad M=512 N=4096 K=2752": (0.039, FEW_MORE),
+        "scatter M=512 N=4096 K=2752": (0.036, FEW_MORE),
+    },
 }
 
 

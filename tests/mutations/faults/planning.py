@@ -210,6 +210,12 @@ FAULTS = [
         "max(pass_.n, pass_.k) >= LOPSIDED * min(pass_.n, pass_.k)",
         "pass_.n >= LOPSIDED * pass_.k",
     ),
+    CHOICE("a weight is read again for each rank's few rows", "    if _reads_again(pass_):\n", "    if False:\n"),
+    CHOICE(
+        "a scatter reads its weight again", "pass_.kind == GATHER and pass_.m <= ROWS_A_READ", "pass_.m <= ROWS_A_READ"
+    ),
+    CHOICE("a weight that L2 holds is read again", " and weight > L2_BYTES", ""),
+    CHOICE("few rows of all ranks read a weight again", "ROWS_A_READ * pass_.world", "ROWS_A_READ * 4"),
     CHOICE("few rows are left to fused", "if pass_.m <= FEW_ROWS:", "if pass_.m < FEW_ROWS:"),
     CHOICE("two ranks collide", "if pass_.world <= 2 or not TRAITS", "if not TRAITS"),
     CHOICE("short copies collide", "max(LONG_COPY_US, pass_.gemm_us)", "pass_.gemm_us"),
