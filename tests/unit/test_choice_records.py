@@ -1,5 +1,5 @@
-"""What `auto` takes without measurements, against what was measured on 2 and 4 x H200 and 4 x H100: no choice costs more than 3 %, but those
-of ABOVE.
+"""What `auto` takes without measurements, against what was measured on 2 and 4 x H200 and 4 x H100: no choice costs more than
+3 %, but those of ABOVE.
 
 How far two measurements of one thing differ: a gather whose copies take less than a tenth of the product does the same work in
 whole blocks and in chunks. In few rounds (untuned/) these two differ by 1.8 % in the mean of 17, and twice by more than 3 % (3.5,
@@ -45,8 +45,8 @@ OLDER = """measured with kernels that took three waves of tiles where they now t
 (benchmarks/notes.md). The layer took 3.732 ms with the tuner's winner, 3.744 with the untuned choice (untuned/layers.md)."""
 OUTBOX = """what was faster is chunked, and kernels had no outbox that their groups share. With it fused is ahead of chunked by
 2 to 9 % in products as long (405B, benchmarks/notes.md)."""
-HOST = """all take less time than the host needs for a few calls: which is ahead differs between hosts. direct takes 0.95 to 2.2 times as
-long as low_latency in the other passes with so few rows"""
+HOST = """all take less time than the host needs for a few calls: which is ahead differs between hosts. direct takes 0.95 to 2.2
+times as long as low_latency in the other passes with so few rows"""
 NCCL = "NCCL is ahead of low_latency by 3 us of 69 with 8192 features, as on no H200, where it is behind by 5 to 9"
 ONE_CUBLAS = "low_latency and NCCL wait for one product of cuBLAS that takes 0.39 ms, in those like it 0.21"
 FEW_MORE = "low_latency is ahead of direct by 2 to 5 us in scatters of 4 ranks, and behind it by 6 to 12 in gathers"
