@@ -40,8 +40,8 @@ SHORT_SCATTER_US = 100.0
 FEW_ROWS = 1024
 # Where a rank has at most this many rows, reading the weight takes longer than multiplying them (3.35 TB/s of an H100, 4.8 of an
 # H200, 650 TFLOP/s: 194 and 135 rows). A gather's tiles follow the blocks as they arrive, so each block may read a weight again
-# that L2 cannot hold. M = 512 on 4 GPUs, weights of 117 to 436 MB: by collective 0.78 to 0.90 of the time by direct on H100, 0.96 to
-# 1.03 on H200. With weights of 23 and 29 MB it took 1.3 to 1.6 times as long.
+# that L2 cannot hold. M = 512 on 4 GPUs, weights of 117 to 436 MB: by collective 0.78 to 0.90 of the time by direct on H100, 0.96
+# to 1.03 on H200. With weights of 23 and 29 MB it took 1.3 to 1.6 times as long. Not measured with other ranks and rows.
 ROWS_A_READ, L2_BYTES = 128, 50 << 20
 # A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
 # the own tiles: at 1.58 it gained 7 % (11008 x 4096), at 1.41 it cost 2 and 8 % (8B qkv on 2 GPUs), at 1.21 it cost 3 % (4 GPUs).

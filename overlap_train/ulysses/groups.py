@@ -35,7 +35,8 @@ class Groups:
 
 
 def nodes_of_groups(groups: Groups, config: OverlapConfig | None, device: torch.device, name: str) -> tuple[int, int]:
-    """How many nodes the Ulysses group and the TP group of one rank span: of the rank for which that is worst (_worst).
+    """How many nodes the Ulysses group and the TP group of a rank span. Of all ranks that may differ: then it is the worst answer
+    of any (_worst).
 
     The same on all ranks of both groups, which communicate at their first call.
     """
@@ -47,14 +48,19 @@ def nodes_of_groups(groups: Groups, config: OverlapConfig | None, device: torch.
 
 def _agreed(domains: tuple[OverlapDomain, OverlapDomain], name: str) -> tuple[int, int]:
     """What one rank finds goes to all of its Ulysses group, and from each of these to all of its TP group."""
-    ulysses, tensor = domains
-    found = (ulysses.topology.nodes, tensor.topology.nodes)
+    ulysses, tensor = (_nodes_of(domain) for domain in domains)
+    found = (ulysses, tensor)
     for domain in domains:
         with domain.exclusively(name):
             what = f"{name}: compare the nodes of group and tp_group"
             told = domain.agreement.exchange(found, what, kind="nodes of two groups")
         found = _worst(told)
     return found
+
+
+def _nodes_of(domain: OverlapDomain) -> int:
+    """A group whose nodes symmetric memory cannot serve, say unequal ones, has several."""
+    return domain.topology.nodes if domain.nodes.problem is None else max(2, domain.topology.nodes)
 
 
 def _worst(spans: Iterable[tuple[int, int]]) -> tuple[int, int]:

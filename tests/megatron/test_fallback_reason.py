@@ -166,12 +166,14 @@ def test_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fallback_reason(linear(overlap=strict), on_gpu, weight()) is None, "the operator raises"  # type: ignore[arg-type]
 
 
-def _over_tp(x: Any, kv: int = 4, slot: str = "qkv", method: str = "auto") -> str | None:
+def _over_tp(x: Any, kv: int = 4, slot: str = "qkv", method: str = "auto", provider: str = "auto") -> str | None:
     """Of a linear of two tensor-parallel ranks, with a product of 32 heads of 128 features, and two context-parallel ranks."""
     tensor, ulysses = (SimpleNamespace(name=name, size=lambda: 2) for name in ("tensor", "ulysses"))
     heads = AttentionHeads(16, kv, 128)
     weights = {"qkv": torch.empty(24 * 128, 4096), "proj": torch.empty(4096, 16 * 128)}
-    overlap = SimpleNamespace(slot=slot, config=OverlapConfig(method=method), name="layers.0.linear_qkv")
+    overlap = SimpleNamespace(
+        slot=slot, config=OverlapConfig(method=method, provider=provider), name="layers.0.linear_qkv"
+    )
     stand_in = SimpleNamespace(overlap=overlap, weight=weights[slot], tp_group=tensor)
     return two_groups.why_apart(stand_in, x, SimpleNamespace(group=ulysses, heads=heads))  # type: ignore[arg-type]
 
@@ -212,6 +214,9 @@ def test_on_gpus_both_are_hidden_where_one_group_spans_nodes_at_most(
     assert (_over_tp(x, method="fused"), _over_tp(x)) == (named, auto)
     assert asked == [("ulysses", "tensor", method, "layers.0.linear_qkv") for method in ("fused", "auto")]
     assert _over_tp(torch.empty(1, 1, 1).expand(4096, 1, 4096), method="fused") is None
+    assert _over_tp(x, provider="nvshmem") == "NVSHMEM serves one group of a process"
+    assert _over_tp(x, provider="torch") == auto and len(asked) == 3
+    assert _over_tp(x, method="fused", provider="nvshmem") == named, "the operator raises, and says what to do"
     x.shape = torch.Size((512, 1, 4096))
     assert "too short" in str(_over_tp(x, method="fused"))
-    assert len(asked) == 2, "ranks that have nothing to hide, or are CPU processes, ask nobody"
+    assert len(asked) == 4, "ranks that have nothing to hide, or are CPU processes, ask nobody"

@@ -179,9 +179,9 @@ def exchange_reasons(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(reporting, "exchanges", lambda linear: True)
     monkeypatch.setattr(reporting, "is_ulysses", lambda found: found is ours)
     ours, found = SimpleNamespace(pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: RANKS))), {}
-    texts = texts_of(two_groups.why_apart, two_groups._why_not_across_nodes)
+    texts = texts_of(two_groups.why_apart, two_groups._why_not_on_gpus)
     flags = [text.replace(HOLE, "--overlap-train-method") for text in texts]
-    assert len(flags) == 4
+    assert len(flags) == 5
     for apart in (None, *flags):
         linear = SimpleNamespace(overlap=SimpleNamespace(apart=apart))
         found[str(apart)] = reporting._with_exchange(row, linear, ours).reason

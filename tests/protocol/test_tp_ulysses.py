@@ -93,11 +93,14 @@ def test_ulysses_across_nodes() -> None:
     values(run_ranks(4, _exact, CONFIG, 4, True, True))
 
 
+UNUSABLE = 0  # nodes that cannot be served: three ranks each in a group of two
+
+
 def _nodes_of_groups(rank: int, world: int, tensor: list[int], ulysses: list[int]) -> tuple[int, int]:
-    """tensor, ulysses: of each rank, into how many nodes the group falls."""
+    """tensor, ulysses: of each rank, into how many nodes the group falls, or UNUSABLE."""
     g, cpu = grid(), torch.device("cpu")
     domains = [
-        domain_of(group, replace(CONFIG, node_ranks=2 // nodes[rank]), cpu)
+        domain_of(group, replace(CONFIG, node_ranks=3 if nodes[rank] == UNUSABLE else 2 // nodes[rank]), cpu)
         for group, nodes in ((g.tensor, tensor), (g.ulysses, ulysses))
     ]
     found = nodes_of_groups(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv")
@@ -117,6 +120,7 @@ def _nodes_of_groups(rank: int, world: int, tensor: list[int], ulysses: list[int
         ([1, 1, 1, 1], [1, 2, 1, 2], (2, 1)),
         ([2, 2, 1, 1], [1, 2, 1, 2], (2, 2)),  # both of rank 1
         ([1, 1, 1, 1], [1, 1, 1, 1], (1, 1)),
+        ([1, 1, 1, 1], [UNUSABLE, 1, UNUSABLE, 1], (2, 1)),
     ],
 )
 def test_all_ranks_know_of_one_whose_groups_both_span_nodes(

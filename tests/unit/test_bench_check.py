@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -44,6 +45,32 @@ def test_one_nan_fails() -> None:
         check("product", y, product_reference(a, b))
 
 
+def _limits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(product in fp64, norms of a's rows times those of b's columns)."""
+    return a.double() @ b.double(), torch.outer(a.double().norm(dim=1), b.double().norm(dim=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_product_may_differ_by_what_rounding_explains(dtype: torch.dtype) -> None:
+    """u |exact| + 2 K e |a| |b|, and 5 %."""
+    a, b = _matrices(0, dtype)
+    exact, norms = _limits(a, b)
+    u, e = torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps
+    expected = 1.05 * (u * exact.abs() + 2 * 512 * e * norms)
+    torch.testing.assert_close(product_reference(a, b).tolerance(slice(3, 60)), expected[3:60])
+
+
+def test_the_worst_of_all_blocks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_check, "_BLOCK", 100)
+    a, b = _matrices(0)
+    y, reference = _rounded_product(a, b), product_reference(a, b)
+    y[2, 0] += 800
+    y[60, 0] += 8
+    worst = float(((y.double() - reference.exact).abs() / reference.tolerance(slice(None)))[2, 0])
+    with pytest.raises(WrongResult, match=r"2 of 3072 elements .*" + re.escape(f"worst by {worst:.3g} times")):
+        check("product", y, reference)
+
+
 @pytest.mark.parametrize("block", [1, 1000, 1 << 20])
 def test_every_row_is_checked_whatever_a_block_holds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_check, "_BLOCK", block)
@@ -77,6 +104,22 @@ def _scatter(rank: int, world: int) -> Any:
         except WrongResult:
             verdicts.append(False)
     return verdicts
+
+
+def _scattered_limit(rank: int, world: int) -> bool:
+    pairs = [_matrices(seed) for seed in range(world)]
+    found = [_limits(a, b) for a, b in pairs]
+    exact, spread, norms = sum(p for p, _ in found), sum(p.abs() for p, _ in found), sum(n for _, n in found)
+    u, e = torch.finfo(torch.bfloat16).eps / 2, torch.finfo(torch.float32).eps
+    expected = 1.05 * (u * exact.abs() + world * u * spread + 2 * (world * 512 + world) * e * norms)
+    mine = expected.chunk(world)[rank]
+    torch.testing.assert_close(scatter_reference(*pairs[rank], dist.group.WORLD).tolerance(slice(None)), mine)
+    return True
+
+
+def test_a_sum_of_partials_may_differ_by_what_rounding_explains() -> None:
+    """u |exact| + W u sum_r |p_r| + 2 (K + W) e |a| |b|, and 5 %; K of all ranks."""
+    assert values(run_ranks(2, _scattered_limit)) == [True, True]
 
 
 def test_partial_sums_may_be_rounded_but_not_missing_or_swapped() -> None:

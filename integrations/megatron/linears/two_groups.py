@@ -30,11 +30,13 @@ def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
         return "fewer KV heads than TP ranks: Megatron gathers the product first"
     if parts_of_call(linear, x, exchange)[0] == 1:
         return "too short to be cut into parts"
-    return _why_not_across_nodes(linear, x, exchange) if x.is_cuda else None
+    return _why_not_on_gpus(linear, x, exchange) if x.is_cuda else None
 
 
-def _why_not_across_nodes(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
+def _why_not_on_gpus(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
     config = linear.overlap.config
+    if config.method == "auto" and config.provider == "nvshmem":
+        return "NVSHMEM serves one group of a process"
     nodes = nodes_of_groups(_groups(linear, exchange), config, x.device, linear.overlap.name)
     if min(nodes) > 1:
         return "both TP and CP ranks span nodes"

@@ -8,8 +8,8 @@ Inputs are exact in their dtype. With u = eps(dtype) / 2, e = eps(fp32) and p_r 
 The second allows every partial sum to be rounded to the dtype (NCCL does). |a| |b| is bounded by the product of the
 norms of the row and the column. Both get 5 % for terms of higher order.
 
-What is in fp64 takes four times as much memory as the inputs. So products and comparisons go by blocks, and only the exact
-result stays: 27 GiB in the longest case of two nodes, of the 80 GB of an H100.
+What is in fp64 takes four times as much memory as the inputs. So products are made and compared block by block, and of a product
+over K only the exact result stays: 27 GiB in the longest case of two nodes, of the 80 GB of an H100.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ _BLOCK = 1 << 26  # elements of a block of rows: 512 MiB in fp64
 
 def product_reference(a: torch.Tensor, b: torch.Tensor) -> Reference:
     """a [M, K] @ b [K, N], both whole on this rank."""
-    exact = _product(a, b)
-    unit, eps32 = torch.finfo(a.dtype).eps / 2, torch.finfo(torch.float32).eps
-    in_rows, in_columns = _norms(a, b)
+    exact, (in_rows, in_columns) = _product(a, b), _norms(a, b)
+    unit, sums = torch.finfo(a.dtype).eps / 2, 2 * a.shape[1] * torch.finfo(torch.float32).eps
 
     def tolerance(rows: slice) -> torch.Tensor:
-        accumulation = 2 * a.shape[1] * eps32 * torch.outer(in_rows[rows], in_columns)
+        accumulation = sums * torch.outer(in_rows[rows], in_columns)
         return _HIGHER_ORDER * (accumulation + unit * exact[rows].abs())
 
     return Reference(exact, tolerance)
@@ -68,7 +67,7 @@ def check(name: str, actual: torch.Tensor, reference: Reference) -> None:
     if actual.shape != reference.exact.shape:
         raise WrongResult(f"{name}: shape {tuple(actual.shape)} instead of {tuple(reference.exact.shape)}")
     count, worst = 0, 0.0
-    for rows in _blocks(*actual.shape):
+    for rows in _blocks(len(actual), actual.numel() // max(1, len(actual))):
         error, bound = (actual[rows].double() - reference.exact[rows]).abs(), reference.tolerance(rows)
         if wrong := int((~(error <= bound)).sum()):
             count += wrong
@@ -84,9 +83,9 @@ def check(name: str, actual: torch.Tensor, reference: Reference) -> None:
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [M, K] @ b [K, N] in fp64."""
     exact = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float64)
-    for columns in _blocks(*b.t().shape):
+    for columns in _blocks(b.shape[1], a.shape[1]):
         b64 = b[:, columns].double()
-        for rows in _blocks(*a.shape):
+        for rows in _blocks(a.shape[0], max(b64.shape)):  # neither those of a nor those of the product are larger
             exact[rows, columns] = a[rows].double() @ b64
     return exact
 
@@ -97,9 +96,9 @@ def _norms(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return norm(a, dim=1, dtype=torch.float64), norm(b, dim=0, dtype=torch.float64)
 
 
-def _blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Ranges of rows of at most _BLOCK elements."""
-    most = max(1, _BLOCK // columns)
+def _blocks(rows: int, width: int) -> Iterator[slice]:
+    """Ranges of rows that are so wide, of at most _BLOCK elements each."""
+    most = max(1, _BLOCK // max(1, width))
     return (slice(first, first + most) for first in range(0, rows, most))
 
 

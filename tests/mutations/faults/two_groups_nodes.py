@@ -53,6 +53,7 @@ FAULTS = [
     NODES("two groups: one of more nodes goes before two", "(min(nodes), max(nodes), nodes)", "(max(nodes), min(nodes), nodes)"),
     NODES("two groups: which of two ranks is worse depends on their order", "(min(nodes), max(nodes), nodes)",
           "(min(nodes), max(nodes))"),
+    NODES("two groups: unusable nodes are taken for one", "if domain.nodes.problem is None else", "if True else"),
     NODES("two groups: ranks agree at each call", "if groups.tensor not in ulysses.nodes_with:", "if True:"),
     KERNELS("two groups: a kernel that gathers is launched for all SMs", "how, plan.spared_sms, b_kn.shape", "how, b_kn.shape"),
     KERNELS("two groups: a kernel that scatters is launched for all SMs", "how, plan.spared_sms, layout", "how, layout"),
