@@ -30,13 +30,13 @@ from overlap_train.tools.tune.candidates import NOISE
 
 BENCHMARKS, GPU = Path(__file__).parents[2] / "benchmarks", torch.device("cuda")
 MOST = 0.03
-TABLES = {"h200x2": 2, "h200x4": 4, "h200x2/untuned": 2}  # of the tuner
+TABLES = {"h200x2": 2, "h200x4": 4, "h100x4": 4, "h200x2/untuned": 2}  # of the tuner
 OPERATORS = (  # of `bench operators`
     "h200x2", "h200x4", "h100x4", "h200x2/ragged", "h100x4/ragged", "h200x2/small_m", "h100x4/small_m",
 )  # fmt: skip
 
 # Why a choice that costs more stands; `holds` and `holds_of_operator` have what must be true for it.
-AGAIN = "measured another day it costs less than 3 %"
+AGAIN = "measured another day, or on another machine, it costs less than 3 %"
 SAME_WORK = (
     "what was faster is the same kernel, with the same tiles in the same order, whose copies are hidden either way"
 )
@@ -58,6 +58,16 @@ ABOVE: Mapping[str, Mapping[str, tuple[float, str]]] = {
         "gather M=4096 N=2048 K=4096": (0.038, AGAIN),
     },
     "h200x4": {},
+    "h100x4": {
+        "scatter, wgrad M=4096 N=4096 K=1536": (0.226, AGAIN),
+        "scatter M=8192 N=8192 K=2048": (0.113, AGAIN),
+        "gather M=2048 N=3584 K=4096": (0.06, AGAIN),
+        "gather M=8192 N=13312 K=16384": (0.054, TUNER),
+        "scatter, wgrad M=8192 N=4096 K=7168": (0.047, BURST),
+        "gather M=8192 N=1024 K=4096": (0.04, TUNER),
+        "scatter, wgrad M=8192 N=8192 K=14336": (0.037, TUNER),
+        "scatter, wgrad M=8192 N=8192 K=2560": (0.032, TUNER),
+    },
     "h200x2/untuned": {
         "scatter M=2048 N=5120 K=12800": (0.251, OLDER),
         "gather M=8192 N=25600 K=5120": (0.131, SAME_WORK),
@@ -158,7 +168,8 @@ def listed(entries: Mapping[str, tuple[float, str]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "shapes", "mean"), [("h200x2", 24, 0.008), ("h200x4", 40, 0.004), ("h200x2/untuned", 96, 0.013)]
+    ("folder", "shapes", "mean"),
+    [("h200x2", 24, 0.008), ("h200x4", 40, 0.004), ("h100x4", 40, 0.02), ("h200x2/untuned", 96, 0.013)],
 )
 def test_an_untuned_choice_costs_little(folder: str, shapes: int, mean: float) -> None:
     costs = costs_of(folder)

@@ -28,7 +28,7 @@ from overlap_train.tools.plan.check import (
     report,
 )
 from overlap_train.tools.plan.estimates import estimate, work_of
-from overlap_train.tools.plan.records import Row, pass_of, rows_of, tuned
+from overlap_train.tools.plan.records import Row, machine_of, pass_of, rows_of, tuned
 from overlap_train.tools.plan.simulation.backward import backward
 from overlap_train.tools.plan.simulation.programs import program
 
@@ -89,6 +89,42 @@ def test_shapes_that_nothing_was_fitted_to_are_predicted_as_well() -> None:
 
 def test_whole_layers_are_predicted_as_well() -> None:
     assert len(layers()) == 72 and mean_error(layers()) <= MEAN
+
+
+def test_a_machine_that_is_scaled_by_data_sheets_is_predicted_as_well() -> None:
+    """Nothing was fitted to 4 x H100."""
+    h100, record = SYSTEMS["h100"], BENCHMARKS / "h100x4"
+    found = [one for one in compare(record, h100) if one.is_method], compare_layers(record, h100)
+    assert [len(some) for some in found] == [80, 36]
+    assert all(mean_error(some) <= MEAN for some in found)
+    missed = [one for some in found for one in some if abs(one.error) > WORST]
+    assert len(missed) == 4 and max(abs(one.error) for one in missed) < 0.18
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L40S", None),
+    ],
+)
+def test_a_record_names_its_machine(device: str, name: str | None, tmp_path: Path) -> None:
+    (tmp_path / "operators.json").write_text(json.dumps({"hardware": {"device": device}, "rows": []}))
+    assert machine_of(tmp_path, SYSTEMS) == machine_of(tmp_path, reversed(list(SYSTEMS))) == name
+
+
+def test_the_command_plans_each_record_for_its_own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(command.check, "compare", lambda folder, system: asked.append(system.name) or [])
+    monkeypatch.setattr(command.check, "compare_layers", lambda folder, system: [])
+    monkeypatch.setattr(command.check, "report", lambda operators, layers: [])
+    monkeypatch.setattr(command.check, "mean_error", lambda some: 0.0)
+    nameless = str(part_of("h200x2", tmp_path))
+    folders = [str(BENCHMARKS / "h100x4"), str(BENCHMARKS / "h200x4"), nameless]
+    assert command.main(["--check", *folders]) == 0 and asked == ["h100", "h200", "h200"]
+    assert command.main(["--check", folders[1], "--system", "h20"]) == 0 and asked[-1] == "h20"
 
 
 @pytest.mark.parametrize("wrong", [{"sustained_tflops": 560.0, "burst_tflops": 640.0}, {"nccl_ring_gbs": 200.0}])

@@ -19,9 +19,11 @@ from .estimates import BY_LIBRARY, METHODS
 from .fits import hints
 from .inputs import PLANNED_MODELS, STRATEGIES, Strategy, read_model, read_strategy, read_system
 from .prediction import Prediction, count_tiles, in_layer, predict, total
+from .records import machine_of
 from .tables import MOST_TILES, SpanSum
 
 WIDTH = 120  # of what is printed
+DEFAULT = "h200"  # which the planner was fitted to
 GAIN = (
     "gain: of these linears over collective, which is NCCL and cuBLAS without our overlap. A whole step gains less: attention, "
     "norms and optimizer take as long as before."
@@ -34,7 +36,11 @@ ABOUT = "Says what overlap brings on a machine that need not be here, by simulat
 class Asked:
     """What `plan` is told. tp, cp, nodes, seq, micro_batch: in place of those of the strategy."""
 
-    system: str = option("h200", f"one of {', '.join(SYSTEMS)}, or a JSON file", metavar="NAME|FILE")
+    system: str = option(
+        "",
+        f"one of {', '.join(SYSTEMS)}, or a JSON file; without it {DEFAULT}, and with --check the machine of each record",
+        metavar="NAME|FILE",
+    )
     strategy: str = option(
         "tp4",
         f"what the five flags below replace: one of {', '.join(STRATEGIES)} (8192 tokens), or a JSON file",
@@ -74,8 +80,7 @@ def main(arguments: list[str]) -> int:
     parser = Parser("overlap-train plan", description=ABOUT)
     add_options(parser, Asked)
     asked = from_args(Asked(), parser.parse_args(arguments))
-    system = read_system(asked.system)
-    return _check(asked, system) if asked.check else _plan(asked, system)
+    return _check(asked) if asked.check else _plan(asked, read_system(asked.system or DEFAULT))
 
 
 def _plan(asked: Asked, system: System) -> int:
@@ -177,10 +182,11 @@ def _lines(
     ]  # fmt: skip
 
 
-def _check(asked: Asked, system: System) -> int:
+def _check(asked: Asked) -> int:
     folders = [Path(folder) for folder in asked.check]
-    operators = [one for folder in folders for one in check.compare(folder, system)]
-    layers = [one for folder in folders for one in check.compare_layers(folder, system)]
+    systems = {one: read_system(asked.system or machine_of(one, SYSTEMS) or DEFAULT) for one in folders}
+    operators = [one for folder, system in systems.items() for one in check.compare(folder, system)]
+    layers = [one for folder, system in systems.items() for one in check.compare_layers(folder, system)]
     print(*check.report(operators, layers), sep="\n")
     if asked.plot:
         print(picture.draw_check(operators, Path(asked.plot)))

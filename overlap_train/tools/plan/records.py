@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,25 @@ _OLDER_NAMES = {"in step": "barrier first", "deferred": "split"}  # of variants,
 
 def rows_of(folder: Path, name: str) -> list[Row]:
     """The rows of a record. Raises ValueError where there are none."""
-    path = folder / name
+    rows = _record(folder / name)["rows"]
+    if not rows:
+        raise ValueError(f"{folder / name} holds no rows; record them with overlap-train bench --out {folder}")
+    return list(rows)
+
+
+def _record(path: Path) -> Row:
     try:
-        rows = json.loads(path.read_text())["rows"]
+        record: Row = json.loads(path.read_text())
+        return record | {"rows": record["rows"]}
     except (OSError, ValueError, KeyError, TypeError) as failure:
         raise ValueError(f"{path} cannot be read as a record ({failure}); name a folder that bench wrote") from failure
-    if not rows:
-        raise ValueError(f"{path} holds no rows; record them with overlap-train bench --out {folder}")
-    return list(rows)
+
+
+def machine_of(folder: Path, names: Iterable[str]) -> str | None:
+    """The GPU of the folder's operators.json, by one of these names: h100 for "NVIDIA H100 80GB HBM3". None: it is none of them."""
+    device = str(_record(folder / "operators.json").get("hardware", {}).get("device", ""))
+    words = re.findall(r"\w+", device.lower())
+    return next((name for name in names if name in words), None)
 
 
 def pass_of(row: Row) -> Pass:

@@ -28,7 +28,17 @@ PICTURE = In(
     "overlap_train/tools/plan/picture.py", ("tests/unit/test_plan_check.py::test_the_picture_cuts_nothing_off",)
 )
 
+MACHINES = "tests/unit/test_plan_check.py"
+RECORDED = In("overlap_train/tools/plan/records.py", (f"{MACHINES}::test_a_record_names_its_machine",))
+FOLDERS = In(
+    "overlap_train/tools/plan/command.py", (f"{MACHINES}::test_the_command_plans_each_record_for_its_own_machine",)
+)
+
 FAULTS = [
+    RECORDED("a part of a word names a machine", "if name in words", 'if name in " ".join(words)'),
+    RECORDED("capitals name no machine", "device.lower())", "device)"),
+    FOLDERS("all records are of the machine that was fitted", "machine_of(one, SYSTEMS) or DEFAULT", "DEFAULT"),
+    FOLDERS("a record's machine counts more than the flag", "read_system(asked.system or machine", "read_system(machine"),
     PICTURE("plan: rows that are far off are cut from the picture", "min(1 - 2 * WORST, min(ratios) - 0.05)", "0.8"),
     PICTURE("plan: long rows are cut from the picture", "max(ms) * math.sqrt(2)", "15"),
     ACROSS(
