@@ -36,7 +36,7 @@ def _record(path: Path) -> Row:
 
 
 def machine_of(folder: Path, names: Iterable[str]) -> str | None:
-    """The GPU of the folder's operators.json, by one of these names: h100 for "NVIDIA H100 80GB HBM3". None: it is none of them."""
+    """The GPU of the folder's operators.json by one of these names: h100 for "NVIDIA H100 80GB HBM3". None: none of them."""
     device = str(_record(folder / "operators.json").get("hardware", {}).get("device", ""))
     words = re.findall(r"\w+", device.lower())
     return next((name for name in names if name in words), None)
