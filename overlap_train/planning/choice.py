@@ -46,12 +46,13 @@ ROWS_A_READ, L2_BYTES = 128, 50 << 20
 # A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
 # the own tiles: at 1.58 it gained 7 % (11008 x 4096), at 1.41 it cost 2 and 8 % (8B qkv on 2 GPUs), at 1.21 it cost 3 % (4 GPUs).
 LATE = 1.5
-# An output layer of 2 ranks (8192 x 64128 x 4096, 6.6 ms by `gemm_us`) has a weight of which one side is many times as long.
-# A training step of 8B is 1.050 and 1.051 times as fast as Megatron-Core's with `chunked` there, 1.042 and 1.038 times with
-# `fused` (2 x H200, two runs each in turns). Why is not known. MLPs of 405B, 10.5 ms, are not like that: `chunked` takes 2 to 3 %
-# longer than `fused` on one host, 5 to 9 % on another (bursts). fc1 of Qwen3 32B at 16384 rows, five times as long as wide, takes
-# as long by either.
-LONG_GEMM_US, LOPSIDED = 6000.0, 4
+# (microseconds, how many times as long one side of the weight is as the other): where both are at least these, as in output
+# layers. 8B's on 2 ranks has 6600 and 16, on 4 ranks 3300 and 8. A training step of 8B is 1.050 and 1.051 times as fast as
+# Megatron-Core's with `chunked` there, 1.042 and 1.038 times with `fused` (2 x H200, two runs each in turns). On 4 x H100, with
+# `fused` in the output layer, `auto` took 0.09 ms less in a layer than `chunked`, and 4.6 ms more in a step of 16 layers' passes:
+# 1.5 ms in each of four output layers' passes. Why is not known. MLPs of 405B, 10.5 ms, are not like that: `chunked` takes 2 to 3 % longer than `fused` on one host, 5 to 9 % on another
+# (bursts). fc1 of Qwen3 32B, five times as long as wide, takes as long by either with 16384 rows, and 3 % longer with 8192.
+LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
 # Up to here A2A + GEMM runs by direct: 8192 x 4096 x 4096 takes 0.190 ms, by fused 0.202. Long sequences come in parts whose
 # blocks lie apart (ulysses/parts.py), and direct would have to copy them first. GEMM + A2A is slower by direct (8192 x 6144 x
 # 4096: 0.333 ms, by fused 0.303; 2 x H200).
@@ -216,7 +217,7 @@ def _model(pass_: Pass, device: torch.device) -> tuple[str, str]:
         return "direct", "a short GEMM"
     if waits_in_a_wave(pass_, device):
         return "direct", "own tiles would wait for the peers' sums"
-    if pass_.gemm_us > LONG_GEMM_US and max(pass_.n, pass_.k) >= LOPSIDED * min(pass_.n, pass_.k):
+    if _is_narrow(pass_):
         return "chunked", "a long GEMM with a narrow weight"
     return "fused", "the Hopper kernels serve it"
 
@@ -226,6 +227,12 @@ def _hides_long_copies(pass_: Pass) -> bool:
     if pass_.kind == GATHER:
         return _outweighs(pass_, "fused") and pass_.copy_us > FUSED_HOST_US
     return _is_late(pass_, "fused") and pass_.copy_us > FUSED_BACKWARD_HOST_US
+
+
+def _is_narrow(pass_: Pass) -> bool:
+    """Whether a product is long and its weight narrow, as that of an output layer is."""
+    short, long = sorted((pass_.n, pass_.k))
+    return any(pass_.gemm_us >= us and long >= times * short for us, times in LONG_AND_NARROW)
 
 
 def _reads_again(pass_: Pass) -> bool:

@@ -109,7 +109,15 @@ def test_default_of_long_products(hopper_gpu: pytest.MonkeyPatch) -> None:
             assert untuned(replace(pass_, n=times * pass_.n, k=times * pass_.k), GPU).method == "fused"
     output = replace(FC1, n=128256 // 2)
     assert [untuned(pass_, GPU).method for pass_ in (output, output.dgrad)] == ["chunked"] * 2
-    assert untuned(replace(output, n=128256 // 4), GPU).method == "fused", "of four ranks it is shorter"
+    four = replace(FC1, n=128256 // 4)
+    assert [untuned(pass_, GPU).method for pass_ in (four, four.dgrad)] == ["chunked"] * 2
+    elsewhere = {
+        "half as long": replace(four, m=4096),
+        "of eight ranks it is shorter, and not as narrow": replace(four, n=128256 // 8),
+        "as long, and less narrow": replace(four, n=25600, k=5120),  # Qwen3 32B
+    }
+    assert {why: untuned(pass_, GPU).method for why, pass_ in elsewhere.items()} == dict.fromkeys(elsewhere, "fused")
+    assert untuned(replace(four, n=25600, k=5120, m=16384), GPU).method == "chunked", "twice as long"
 
 
 def test_defaults_of_short_products(hopper_gpu: pytest.MonkeyPatch) -> None:

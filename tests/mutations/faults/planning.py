@@ -196,19 +196,19 @@ FAULTS = [
         "FUSED_BACKWARD_HOST_US = 70.0, 127.0",
         "FUSED_BACKWARD_HOST_US = 70.0, 70.0",
     ),
+    CHOICE("output layers are left to fused", "    if _is_narrow(pass_):\n", "    if False:\n"),
+    CHOICE("short output layers are not", "((6000.0, 4), (3000.0, 6))", "((6000.0, 4), (1500.0, 6))"),
+    CHOICE("output layers of four ranks are left to fused", "((6000.0, 4), (3000.0, 6))", "((6000.0, 4),)"),
+    CHOICE("the longest layers are not left to fused", "((6000.0, 4), (3000.0, 6))", "((6000.0, 1), (3000.0, 6))"),
     CHOICE(
-        "an output layer is left to fused", "LONG_GEMM_US, LOPSIDED = 6000.0, 4", "LONG_GEMM_US, LOPSIDED = 60000.0, 4"
-    ),
-    CHOICE("a short output layer is not", "LONG_GEMM_US, LOPSIDED = 6000.0, 4", "LONG_GEMM_US, LOPSIDED = 3000.0, 4"),
-    CHOICE(
-        "the longest layers are not left to fused",
-        "LONG_GEMM_US, LOPSIDED = 6000.0, 4",
-        "LONG_GEMM_US, LOPSIDED = 6000.0, 1",
+        "layers that are not so narrow are not left to fused",
+        "((6000.0, 4), (3000.0, 6))",
+        "((6000.0, 4), (3000.0, 4))",
     ),
     CHOICE(
         "an output layer has more columns than rows",
-        "max(pass_.n, pass_.k) >= LOPSIDED * min(pass_.n, pass_.k)",
-        "pass_.n >= LOPSIDED * pass_.k",
+        "short, long = sorted((pass_.n, pass_.k))",
+        "short, long = pass_.k, pass_.n",
     ),
     CHOICE("a weight is read again for each rank's few rows", "    if _reads_again(pass_):\n", "    if False:\n"),
     CHOICE(
