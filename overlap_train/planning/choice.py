@@ -49,10 +49,10 @@ LATE = 1.5
 # (microseconds, how many times as long one side of the weight is as the other): where both are at least these, as in output
 # layers. 8B's on 2 ranks has 6600 and 16, on 4 ranks 3300 and 8. A training step of 8B is 1.050 and 1.051 times as fast as
 # Megatron-Core's with `chunked` there, 1.042 and 1.038 times with `fused` (2 x H200, two runs each in turns). On 4 x H100, with
-# `fused` in the output layer, `auto` took 0.09 ms less in a layer than `chunked`, and 4.6 ms more in a step of four layers and four
-# micro-batches: the output layer lost 1.5 ms in each. Why is not known. MLPs of 405B, 10.5 ms, are not like that: `chunked` takes 2
-# to 3 % longer than `fused` on one host, 5 to 9 % on another (bursts). fc1 of Qwen3 32B, five times as long as wide, takes as long
-# by either with 16384 rows, and by `chunked` 3 % longer with 8192.
+# `fused` in the output layer, `auto` took 0.09 ms less in a layer than `chunked`, and 4.6 ms more in a step of four layers and
+# four micro-batches: the output layer lost 1.5 ms in each. Why is not known. MLPs of 405B, 10.5 ms, are not like that:
+# `chunked` takes 2 to 3 % longer than `fused` on one host, 5 to 9 % on another (bursts). fc1 of Qwen3 32B, five times as long
+# as wide, takes as long by either with 16384 rows, and by `chunked` 3 % longer with 8192.
 LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
 # Up to here A2A + GEMM runs by direct: 8192 x 4096 x 4096 takes 0.190 ms, by fused 0.202. Long sequences come in parts whose
 # blocks lie apart (ulysses/parts.py), and direct would have to copy them first. GEMM + A2A is slower by direct (8192 x 6144 x
