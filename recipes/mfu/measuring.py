@@ -6,6 +6,8 @@ be timed with cold caches, and its losses would not go on.
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from megatron.core import parallel_state
 
@@ -66,8 +68,7 @@ def start_all(plan: Plan, shared: Shared, measured: Measured, world: World) -> d
             _begin_anew(problem, trained, world)
         problem = problem or _other_weights(trained, name, world)
         if problem is not None:
-            trained.pop(name, None)
-            measured.leave_out(name, problem, world)
+            go_on_without(name, problem, trained, measured, world)
     if not trained:
         raise RecipeError(f"--model {shared.settings.model}: no variant can be trained here: {measured.reasons}")
     return trained
@@ -90,8 +91,8 @@ def capture_all(trained: dict[str, Trained], measured: Measured, world: World) -
         world.say(f" {measured.settings.model}: capturing {name}")
         problem = world.attempt(trained[name].capture)
         if problem is not None:
-            trained.pop(name).release()  # on some ranks it may have worked
-            measured.leave_out(name, problem, world)
+            trained[name].release()  # on some ranks it may have worked
+            go_on_without(name, problem, trained, measured, world)
     if not trained:
         raise RecipeError(f"--model {measured.settings.model}: no variant can be captured here: {measured.reasons}")
 
@@ -109,14 +110,31 @@ def train_in_turns(plan: Plan, trained: dict[str, Trained], measured: Measured, 
         for name in [name for name in names[first:] + names[:first] if name in trained]:
             problem = world.attempt(lambda name=name: _take_turn(plan, trained[name], measured, world))
             if problem is not None:
-                trained.pop(name)
                 measured.step_ms.pop(name)
-                measured.leave_out(name, problem, world)
+                go_on_without(name, problem, trained, measured, world)
                 _begin_anew(problem, trained, world)
         if not trained:
             raise RecipeError(f"--model {measured.settings.model}: every variant failed: {measured.reasons}")
         times = ", ".join(f"{name} {measured.step_ms[name][-1]:.1f}" for name in trained)
         world.say(f" {measured.settings.model}: round {turn + 1}/{plan.rounds}, ms a step: {times}")
+
+
+def go_on_without(name: str, problem: str, trained: dict[str, Trained], measured: Measured, world: World) -> None:
+    """Leave a variant out, if it is among the trained ones, and say why. Its memory is free for the others at once: of five
+    variants that just fitted into 80 GB all failed, one after the other, when the first had."""
+    trained.pop(name, None)
+    measured.leave_out(name, _explained(problem), world)
+    gc.collect()  # a model and its optimizer refer to each other
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _explained(problem: str) -> str:
+    """What is wrong, for memory with the way out."""
+    if "OutOfMemoryError" not in problem:
+        return problem
+    what = problem.partition(". ")[0]
+    return f"{what}; all variants are in memory side by side: name fewer (--variants), or fewer layers (--layers)"
 
 
 def _take_turn(plan: Plan, run: Trained, measured: Measured, world: World) -> None:

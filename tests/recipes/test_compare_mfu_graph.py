@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,23 @@ def test_a_variant_that_fails_in_its_turn_loses_only_its_own_results(monkeypatch
     assert turns == ["megatron", "fused", "fused", "megatron", "megatron"]
     assert measured.step_ms == {"megatron": [2.0] * 3} and measured.absent == {"fused": "out of memory"}
     assert list(trained) == ["megatron"]
+
+
+def test_memory_of_a_variant_that_is_left_out_is_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its objects refer to each other, as a model and its optimizer do."""
+    emptied: list[bool] = []
+    run: Any = Run("fused")
+    run.itself, gone = run, weakref.ref(run)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(gone() is None))
+    measured, trained = Measured(SETTINGS), {"fused": run, "megatron": Run("megatron")}
+    del run
+    problem = "OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB. GPU 0 has a total capacity of 79 GiB"
+    measuring.go_on_without("fused", problem, trained, measured, World())  # type: ignore[arg-type]
+    assert emptied == [True] and list(trained) == ["megatron"]
+    assert measured.absent["fused"] == (
+        "OutOfMemoryError: CUDA out of memory; all variants are in memory side by side: name fewer (--variants), or fewer "
+        "layers (--layers)"
+    )
 
 
 @pytest.mark.parametrize(
