@@ -48,8 +48,8 @@ def nodes_of_groups(groups: Groups, config: OverlapConfig | None, device: torch.
 
 def _agreed(domains: tuple[OverlapDomain, OverlapDomain], name: str) -> tuple[int, int]:
     """What one rank finds goes to all of its Ulysses group, and from each of these to all of its TP group."""
-    ulysses, tensor = (_nodes_of(domain) for domain in domains)
-    found = (ulysses, tensor)
+    ulysses, tensor = domains
+    found = (_nodes_of(ulysses), _nodes_of(tensor))
     for domain in domains:
         with domain.exclusively(name):
             what = f"{name}: compare the nodes of group and tp_group"

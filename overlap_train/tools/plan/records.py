@@ -21,24 +21,25 @@ _OLDER_NAMES = {"in step": "barrier first", "deferred": "split"}  # of variants,
 
 def rows_of(folder: Path, name: str) -> list[Row]:
     """The rows of a record. Raises ValueError where there are none."""
-    rows = _record(folder / name)["rows"]
+    rows, _ = _record(folder / name)
     if not rows:
         raise ValueError(f"{folder / name} holds no rows; record them with overlap-train bench --out {folder}")
-    return list(rows)
+    return rows
 
 
-def _record(path: Path) -> Row:
+def _record(path: Path) -> tuple[list[Row], Row]:
+    """(rows, hardware)."""
     try:
-        record: Row = json.loads(path.read_text())
-        return record | {"rows": record["rows"]}
+        record = json.loads(path.read_text())
+        return list(record["rows"]), record.get("hardware", {})
     except (OSError, ValueError, KeyError, TypeError) as failure:
         raise ValueError(f"{path} cannot be read as a record ({failure}); name a folder that bench wrote") from failure
 
 
 def machine_of(folder: Path, names: Iterable[str]) -> str | None:
     """The GPU of the folder's operators.json by one of these names: h100 for "NVIDIA H100 80GB HBM3". None: none of them."""
-    device = str(_record(folder / "operators.json").get("hardware", {}).get("device", ""))
-    words = re.findall(r"\w+", device.lower())
+    _, hardware = _record(folder / "operators.json")
+    words = re.findall(r"\w+", str(hardware.get("device", "")).lower())
     return next((name for name in names if name in words), None)
 
 

@@ -36,7 +36,7 @@ FOLDERS = In(
 
 FAULTS = [
     RECORDED("a part of a word names a machine", "if name in words", 'if name in " ".join(words)'),
-    RECORDED("capitals name no machine", "device.lower())", "device)"),
+    RECORDED("capitals name no machine", '"")).lower())', '"")))'),
     FOLDERS("all records are of the machine that was fitted", "machine_of(one, SYSTEMS) or DEFAULT", "DEFAULT"),
     FOLDERS("a record's machine counts more than the flag", "read_system(asked.system or machine", "read_system(machine"),
     PICTURE("plan: rows that are far off are cut from the picture", "min(1 - 2 * WORST, min(ratios) - 0.05)", "0.8"),
