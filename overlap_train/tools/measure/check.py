@@ -91,9 +91,10 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a's rows and of b's columns, fp64."""
-    norm = torch.linalg.vector_norm
-    return norm(a, dim=1, dtype=torch.float64), norm(b, dim=0, dtype=torch.float64)
+    """Of a's rows and of b's columns, fp64. Torch makes a whole copy in fp64 of what it takes the norm of."""
+    in_rows = [torch.linalg.vector_norm(a[rows].double(), dim=1) for rows in _blocks(*a.shape)]
+    in_columns = [torch.linalg.vector_norm(b[:, columns].double(), dim=0) for columns in _blocks(*b.t().shape)]
+    return torch.cat(in_rows), torch.cat(in_columns)
 
 
 def _blocks(rows: int, width: int) -> Iterator[slice]:
