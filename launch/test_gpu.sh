@@ -43,10 +43,11 @@ for size in $sizes; do
       sessions=$((sessions + 1))
       mkdir -p "$logs/$name"
       [ "$ranks" -le "$gpus" ] || start_mps $((100 * gpus / ranks))
-      # CUBLAS_WORKSPACE_CONFIG: the bitwise training test needs a deterministic cuBLAS.
+      # CUBLAS_WORKSPACE_CONFIG: the bitwise training test needs a deterministic cuBLAS. faulthandler_timeout: a test, or what
+      # follows the last one, that takes so many seconds shows in the log of each rank where it is.
       if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
         --nproc-per-node "$ranks" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \
-        -m pytest "${tests[@]}" -q --provider "$provider" --domain-size "$size" "$@" \
+        -m pytest "${tests[@]}" -q -o faulthandler_timeout=300 --provider "$provider" --domain-size "$size" "$@" \
         2>"$logs/$name/torchrun.log"; then
         failed=$((failed + 1))
         find "$logs/$name" -name stdout.log -not -path '*/0/*' -exec sh -c 'echo "-- $1"; tail -n 40 "$1"' _ {} \;

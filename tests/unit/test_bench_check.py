@@ -50,9 +50,13 @@ def _limits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return a.double() @ b.double(), torch.outer(a.double().norm(dim=1), b.double().norm(dim=0))
 
 
+@pytest.mark.parametrize("block", [1000, 1 << 26])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_product_may_differ_by_what_rounding_explains(dtype: torch.dtype) -> None:
+def test_a_product_may_differ_by_what_rounding_explains(
+    dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """u |exact| + 2 K e |a| |b|, and 5 %."""
+    monkeypatch.setattr(measure_check, "_BLOCK", block)
     a, b = _matrices(0, dtype)
     exact, norms = _limits(a, b)
     u, e = torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps

@@ -123,7 +123,7 @@ def test_a_row_has_the_time_of_its_own_domain(monkeypatch: pytest.MonkeyPatch) -
     here = session(2, "chunked")
     made, case = domains(monkeypatch, 4, (16,), here), Case("", "ag_gemm", "fprop", 8192, 65536, 4096)
     names = ("chunked", "chunked, 16 SMs", "sequence", "gemm", "comm")
-    monkeypatch.setattr(operators, "Inputs", lambda case, session: SimpleNamespace(call=lambda run: run))
+    monkeypatch.setattr(operators, "inputs_of", lambda case, session: SimpleNamespace(call=lambda run: run))
     monkeypatch.setattr(operators, "correct_runs", lambda *arguments: dict.fromkeys(names))
     times = {name: Timing(float(turn), 1.0) for turn, name in enumerate(names, start=1)}
     monkeypatch.setattr(Session, "time", lambda self, calls, flops: times)
@@ -133,6 +133,32 @@ def test_a_row_has_the_time_of_its_own_domain(monkeypatch: pytest.MonkeyPatch) -
         ("chunked", 16, 2.0),
     ]
     assert all((row["probe_sms"], row["sequence_ms"]) == (4, 3.0) for row in rows)
+
+
+def test_a_case_that_does_not_fit_into_memory_is_noted_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def inputs(case: Case, session: Session) -> Any:
+        if case.n > 4096:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SimpleNamespace(call=lambda run: run)
+
+    here, names = session(2, "chunked"), ("chunked", *operators.NEEDED)
+    domain = SimpleNamespace(ours=lambda case, session: {"chunked": SimpleNamespace(method="chunked", domain=None)})
+    domain.told = lambda domain: {}
+    monkeypatch.setattr(operators, "Inputs", inputs)
+    monkeypatch.setattr(World, "any", lambda self, failed: failed)
+    monkeypatch.setattr(Domains, "of", lambda *arguments: domain)
+    monkeypatch.setattr(operators, "_slot_bytes", lambda *arguments: 0)
+    monkeypatch.setattr(operators, "correct_runs", lambda *arguments: dict.fromkeys(names))
+    monkeypatch.setattr(Session, "time", lambda *arguments: dict.fromkeys(names, Timing(2.0, 1.0)))
+    operators.run([Case("", "ag_gemm", "fprop", 64, n, 4096) for n in (8192, 4096)], here)
+    no_memory = "ag_gemm fprop  M=64 N=8192 K=4096: inputs: OutOfMemoryError: CUDA out of memory"
+    assert here.results.notes == [f"FAILED {no_memory}"] and here.results.failed
+    assert [row["n"] for row in here.results.rows] == [4096]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("[1/2]") and first.endswith(f"no result; FAILED {no_memory}")
+    assert second == "[2/2] ag_gemm fprop  M=64 N=4096 K=4096: chunked 2.000 ms"
 
 
 def test_what_the_probe_finds_is_said_also_where_nothing_else_is_measured(

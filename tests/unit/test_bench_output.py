@@ -116,6 +116,18 @@ def test_only_failures_of_our_own_fail_the_run() -> None:
     assert results.failed and results.notes == ["async_tp: no such operator", "FAILED fused: wrong"]
 
 
+def test_what_failed_is_said_once_beside_the_times() -> None:
+    results = Results()
+    row = {"method": "fused", "ms": 1.25}
+    assert results.outcome([row]) == "fused 1.250 ms"
+    results.note("async_tp: no such operator", failure=False)
+    results.note("direct: wrong", failure=True)
+    said = results.outcome([row, row], lambda row: "auto")
+    assert said == "auto 1.250 ms, auto 1.250 ms; FAILED direct: wrong"
+    results.note("no memory", failure=True)
+    assert results.outcome([]) == "no result; FAILED no memory"
+
+
 def test_the_summary_has_the_lowest_and_the_geometric_mean() -> None:
     slow = {**operator_row(), "ms": 1.2}  # ratios 2 / 2.4 and 0.5 / 2.4
     (line,) = output.summary([operator_row(), slow])

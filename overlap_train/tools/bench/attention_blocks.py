@@ -40,8 +40,7 @@ def run(models: Sequence[tuple[str, Model]], tokens: Sequence[int], session: Ses
         for number in tokens:
             data = Data.make(model, number, session.world, session.settings.dtype, seed=0)
             rows = measure_block(Case(name, number, data, session))
-            times = ", ".join(f"{row['method']} {row['ms']:.3f} ms" for row in rows)
-            session.world.say(f"{name} attention, {number} tokens: {times or 'no result'}")
+            session.world.say(f"{name} attention, {number} tokens: {session.results.outcome(rows)}")
 
 
 @dataclass(frozen=True)

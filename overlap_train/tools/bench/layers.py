@@ -58,8 +58,7 @@ def run(layers: Sequence[tuple[Layer, int]], session: Session, tuned: str = "") 
     session.domain([elements * session.settings.dtype.itemsize])
     for number, (layer, sequence) in enumerate(layers):
         rows = measure_layer(layer, sequence, session, by_winners)
-        times = ", ".join(f"{row['method']} {row['ms']:.3f} ms" for row in rows)
-        session.world.say(f"[{number + 1}/{len(layers)}] {layer.name} s={sequence}: {times or 'no result'}")
+        session.world.say(f"[{number + 1}/{len(layers)}] {layer.name} s={sequence}: {session.results.outcome(rows)}")
 
 
 def measure_layer(layer: Layer, sequence: int, session: Session, more: Mapping[str, Maker]) -> list[Row]:

@@ -33,13 +33,14 @@ def run(cases: list[Case], session: Session, network_sms: Sequence[int] = ()) ->
     for number, case in enumerate(cases):
         rows = measure_case(case, domains, session)
         session.results.add(rows)
-        times = ", ".join(f"{label_of(row)} {row['ms']:.3f} ms" for row in rows)
-        session.world.say(f"[{number + 1}/{len(cases)}] {case.name}: {times or 'no result'}")
+        session.world.say(f"[{number + 1}/{len(cases)}] {case.name}: {session.results.outcome(rows, label_of)}")
 
 
 def measure_case(case: Case, domains: Domains, session: Session) -> list[Row]:
     """Check, then time, every method and baseline of one case; one row for each method that computes the right thing."""
-    inputs, settings, world = Inputs(case, session), session.settings, session.world
+    inputs, settings, world = inputs_of(case, session), session.settings, session.world
+    if inputs is None:
+        return []
     ours = domains.ours(case, session)
     runs = correct_runs(case, inputs, ours, domains, session)
     if not runs.keys() >= NEEDED:
@@ -51,6 +52,16 @@ def measure_case(case: Case, domains: Domains, session: Session) -> list[Row]:
         for name, mine in ours.items()
         if name in timings
     ]
+
+
+def inputs_of(case: Case, session: Session) -> Inputs | None:
+    """The inputs of a case and its exact result; None, with a note, where they do not fit into memory: other cases may."""
+    made: list[Inputs] = []
+    problem = session.world.attempt(lambda: made.append(Inputs(case, session)))
+    if problem is None:
+        return made[0]
+    session.results.note(f"{case.name}: inputs: {problem}", failure=True)
+    return None
 
 
 def correct_runs(

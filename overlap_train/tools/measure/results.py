@@ -24,6 +24,9 @@ Column = tuple[str, Callable[[Row], Any]]
 Columns = Sequence[Column]
 
 
+_FAILED = "FAILED "
+
+
 @dataclass
 class Results:
     """Rows as they come in; `path` (None except on rank 0) is rewritten after each addition: nothing is lost."""
@@ -33,6 +36,7 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: bool = False
+    told: int = 0  # notes that `outcome` has looked at
 
     def add(self, rows: list[Row]) -> None:
         self.rows += rows
@@ -46,8 +50,15 @@ class Results:
 
     def note(self, text: str, failure: bool) -> None:
         """Add a note. failure: one of our own methods, or what all are compared with, went wrong."""
-        self.notes.append(("FAILED " if failure else "") + text)
+        self.notes.append((_FAILED if failure else "") + text)
         self.failed |= failure
+
+    def outcome(self, rows: list[Row], label: Callable[[Row], str] = lambda row: row["method"]) -> str:
+        """What to say about rows when they are there: their times, and what has failed since the last call. A run may be
+        stopped before its tables, which have all notes."""
+        times = ", ".join(f"{label(row)} {row['ms']:.3f} ms" for row in rows)
+        new, self.told = self.notes[self.told :], len(self.notes)
+        return "; ".join((times or "no result", *(note for note in new if note.startswith(_FAILED))))
 
     def share_notes(self, group: dist.ProcessGroup) -> None:
         """Notes of all ranks on every rank, without repeats: an error's text may be on one rank only. Collective."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutations.mutation import In
 
 CHECK = In("overlap_train/tools/measure/check.py", ("tests/unit/test_bench_check.py",))
+INPUTS = In("overlap_train/tools/bench/operators.py", ("tests/unit/test_bench_hierarchical.py",))
+SAID = In("overlap_train/tools/measure/results.py", ("tests/unit/test_bench_output.py",))
 
 FAULTS = [
     CHECK("a product may differ by ten roundings", "+ unit * exact[rows].abs())", "+ 10 * unit * exact[rows].abs())"),
@@ -16,4 +18,13 @@ FAULTS = [
     CHECK("nothing is compared but the last block", "            count += wrong\n", "            count = wrong\n"),
     CHECK("NaN is right", "~(error <= bound)", "error > bound"),
     CHECK("rows beyond the last block are left out", "range(0, rows, most)", "range(0, rows - most, most)"),
+    CHECK("norms of b's rows", "vector_norm(b[:, columns].double(), dim=0)", "vector_norm(b[:, columns].double(), dim=1)"),
+    CHECK("norms in one block after the other, each of the first", "vector_norm(a[rows]", "vector_norm(a[: len(a[rows])]"),
+    INPUTS("what does not fit into memory is forgotten",
+           '    session.results.note(f"{case.name}: inputs: {problem}", failure=True)\n', ""),
+    INPUTS("what does not fit into memory ends the run", "session.world.attempt(lambda: made.append(Inputs(case, session)))",
+           "made.append(Inputs(case, session))"),
+    SAID("what has failed is said again beside each case", "new, self.told = self.notes[self.told :], len(self.notes)",
+         "new = self.notes"),
+    SAID("all notes are said beside each case", "if note.startswith(_FAILED)", ""),
 ]  # fmt: skip
