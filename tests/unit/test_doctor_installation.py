@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 
-from overlap_train.tools.doctor import command, environment, versions
+from overlap_train.tools.doctor import command, environment, toolchain, versions
 from overlap_train.tools.doctor.environment import WITHOUT_MULTICAST
 from overlap_train.tools.doctor.examination import Examination
 from overlap_train.tools.doctor.flags import Doctor
@@ -127,6 +127,35 @@ def test_a_variable_that_hurts_is_reported_with_the_way_out(rule: environment.Ru
 def test_megatrons_variable_is_asked_for_on_gpus_only() -> None:
     assert only(environment.check_environment(True, {}), WARN).name == "environment CUDA_DEVICE_MAX_CONNECTIONS"
     assert {f.status for f in environment.check_environment(False, {})} == {OK}
+
+
+@pytest.mark.parametrize(
+    ("there", "cc", "has_headers", "measured"),
+    [
+        ({"gcc", "clang"}, None, True, "/bin/gcc"),
+        ({"clang"}, None, True, "/bin/clang"),
+        ({"icx", "gcc"}, "icx", True, "/bin/icx"),
+        ({"gcc"}, "icx", True, "CC=icx: not found"),
+        (set(), None, True, "neither gcc nor clang"),
+        ({"gcc"}, None, False, "no Python.h in "),
+    ],
+)
+def test_triton_needs_a_c_compiler_and_the_headers_of_python(
+    there: set[str], cc: str | None, has_headers: bool, measured: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
+    monkeypatch.setattr(toolchain, "_headers", lambda: str(tmp_path))
+    if has_headers:
+        (tmp_path / "Python.h").touch()
+    variables = {} if cc is None else {"CC": cc}
+    (finding,) = toolchain.check_toolchain(True, variables)
+    assert finding.measured.startswith(measured)
+    assert (finding.status, bool(finding.fix)) == ((OK, False) if measured.startswith("/bin") else (WARN, True))
+    assert toolchain.check_toolchain(False, variables) == [], "on CPUs no kernel is launched"
+
+
+def test_headers_are_looked_for_where_triton_does() -> None:
+    assert Path(toolchain._headers()).name.startswith("python3")
 
 
 def test_multicast_is_off_in_the_doctors_process_whatever_was_set(monkeypatch: pytest.MonkeyPatch) -> None:

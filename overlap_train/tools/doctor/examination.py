@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ... import shutdown
 from ...symmetric.nvshmem import finalize
 from ..measure.world import World, join
-from . import environment, gpus, links, memory, network, operator, versions
+from . import environment, gpus, links, memory, network, operator, toolchain, versions
 from .collectives import check_collectives
 from .flags import Doctor
 from .job import CALL_S, Job, Work
@@ -42,6 +42,7 @@ class Examination:
         self._check("start", self._start, "a driver that does not answer: nvidia-smi on this host, dmesg")
         self._job.findings += versions.disagreements(self._check("versions", self._versions))
         self._check("environment", lambda: environment.check_environment(self._on_gpu, self._variables))
+        self._check(toolchain.NAME, lambda: toolchain.check_toolchain(self._on_gpu, self._variables))
         self._check("gpus", self._gpus, _DRIVER)
         strange = self._differing_devices()
         self._job.findings += strange

@@ -11,6 +11,7 @@ LINKS = In("overlap_train/tools/doctor/links.py", ("tests/unit/test_plan_inputs.
 NETWORK = In("overlap_train/tools/doctor/network.py", ("tests/unit/test_plan_inputs.py",))
 SYSTEM = In("overlap_train/tools/doctor/system.py", ("tests/unit/test_plan_inputs.py",))
 REPORT = In("overlap_train/tools/doctor/report.py", ("tests/unit/test_doctor.py",))
+TOOLCHAIN = In("overlap_train/tools/doctor/toolchain.py", ("tests/unit/test_doctor_installation.py",))
 _TRIAL = f"{HARDWARE}::test_the_trial_has_every_method_that_untuned_auto_takes"
 
 FAULTS = [
@@ -34,5 +35,8 @@ FAULTS = [
     NETWORK("the network leaves no figure", "return [replace(found, figure=gbs)]", "return [found]"),
     SYSTEM("plans do not reckon with the measured network", '"nic_gbs", 1.0, network)', '"nic_gbs", 1.0, [])'),
     SYSTEM("what goes between ranks of one machine is a network", "if crossed else []", "if True else []"),
+    TOOLCHAIN("any compiler does where CC names one", '[asked] if asked else ["gcc", "clang"]', '[asked or "", "gcc", "clang"]'),
+    TOOLCHAIN("headers do not matter", 'if not Path(headers, "Python.h").is_file():', "if False:"),
+    TOOLCHAIN("CPUs need a compiler", "if not on_gpu:", "if False:"),
     REPORT("what is measured keeps equal lines apart", 'host="", figure=None)', 'host="")'),
 ]  # fmt: skip
