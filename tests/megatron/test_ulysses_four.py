@@ -70,6 +70,14 @@ def test_validation_runs_the_linear_over_tensor_parallelism_and_a_collective(ran
         assert facts["evaluated"] == {f"overlapped {2 * STEPS}, evaluation mode 1"}
 
 
+def test_the_table_is_there_before_anything_is_exchanged(ranks: list[dict[str, Any]]):
+    """Micro-batches may have no context parallelism (local_cp_size 1 of packed_seq_params)."""
+    for rank in ranks:
+        assert rank["nothing exchanged"] == [
+            "all-to-all over 2 CP ranks not overlapped: context-parallel size 1: nothing to communicate; asked for"
+        ] * 2  # fmt: skip
+
+
 def test_the_group_may_change_with_the_call(ranks: list[dict[str, Any]]):
     """Of a model with context parallelism 4 a micro-batch may be cut over two ranks (cp_group of packed_seq_params)."""
     for rank in ranks:
@@ -88,7 +96,7 @@ def everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
     }
     ulysses.save(expected["trained"][1].module, folder / "one")
     expected["weights"] = ulysses.weights(expected["trained"][1])
-    facts: dict[str, Any] = {"group of a call": group_of_a_call(rank)}
+    facts: dict[str, Any] = {"group of a call": group_of_a_call(rank), "nothing exchanged": nothing_exchanged(rank)}
     facts |= {name: compare(expected, folder, name, *sizes) for name, sizes in LAYOUTS.items()}
     layout.leave()
     return facts
@@ -115,6 +123,24 @@ def group_of_a_call(rank: int) -> float:
     of_pair = packed(local_cp_size=2, cp_group=pair)
     y, _ = model.decoder.layers[0].self_attention(x[rows], None, packed_seq_params=of_pair)
     return float((y - expected[rows]).abs().max())
+
+
+def nothing_exchanged(rank: int) -> list[str | None]:
+    """What the table says of an attention's linears whose one call had no context parallelism."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from overlap_train import OverlapConfig
+    from overlap_train.integrations.megatron import report
+    from tests.megatron import ulysses
+
+    model, ends = (
+        ulysses.gpt(ulysses.Run(2, 2, OverlapConfig(method="chunked"))),
+        torch.tensor([0, 16], dtype=torch.int32),
+    )
+    packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=16, max_seqlen_kv=16, local_cp_size=1)
+    x = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(1)).chunk(2)[rank % 2]
+    model.decoder.layers[0].self_attention(x, None, packed_seq_params=packed)
+    return [row.reason for row in report(model).linears if row.calls == "overlapped 1"]
 
 
 def compare(expected: dict[str, Any], folder: Path, name: str, tensor: int, context: int) -> dict[str, Any]:

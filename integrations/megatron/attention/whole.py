@@ -6,7 +6,7 @@ parts are put together again. All ranks of the group do that in the same calls.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +19,16 @@ from ..linears.exchange import Exchange
 from ..packed import Documents
 
 _MOST_KEPT = 8
+_MASK = (
+    "mask"  # [b, 1, s, s] has 1 GiB at 32768 tokens, and each micro-batch brings another: the last one alone is kept
+)
 
 
 class WholeSequence:
-    """One for the layers of a model: keeps the last few answers."""
+    """One for the layers of a model: keeps the last few answers of each kind, which a key begins with."""
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
+        self._answers: defaultdict[str, OrderedDict[Any, tuple[Any, Any]]] = defaultdict(OrderedDict)
 
     def exchange(
         self,
@@ -47,7 +50,7 @@ class WholeSequence:
         """[b, 1, s, s] from the rows that this rank has, [b, 1, s/W, s]; anything else as it is."""
         if mask.dim() < 3 or mask.size(-2) * exchange.ranks != rows or exchange.ranks == 1:
             return mask
-        key = ("mask", *_identity(mask), exchange.group, exchange.layout)
+        key = (_MASK, *_identity(mask), exchange.group, exchange.layout)
         return self._kept(key, mask, lambda: _gathered(mask, mask.dim() - 2, exchange))
 
     def frequencies(
@@ -94,13 +97,14 @@ class WholeSequence:
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return answer()
-        if key not in self._answers:
+        kept = self._answers[key[0]]
+        if key not in kept:
+            while len(kept) >= (1 if key[0] == _MASK else _MOST_KEPT):
+                kept.popitem(last=False)  # before another is made: both may not fit
             with torch.inference_mode(False):
-                self._answers[key] = answer(), holds
-            while len(self._answers) > _MOST_KEPT:
-                self._answers.popitem(last=False)
-        self._answers.move_to_end(key)
-        return self._answers[key][0]
+                kept[key] = answer(), holds
+        kept.move_to_end(key)
+        return kept[key][0]
 
 
 def _identity(x: torch.Tensor) -> tuple[Any, ...]:

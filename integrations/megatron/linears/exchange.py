@@ -37,7 +37,8 @@ class UlyssesOverlap(LinearOverlap):
     """The attribute `overlap` of a linear that exchanges within its product."""
 
     groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)  # of overlapped calls, the last one's last
-    # Under TP, of the last call: why its exchange was a collective; or how many parts hid each other's, and rows of the first.
+    # Under TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's, and
+    # rows of the first. Before the first such call also why there is none.
     apart: str | None = None
     parts: tuple[int, int] | None = None
 

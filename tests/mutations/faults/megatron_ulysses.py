@@ -9,6 +9,8 @@ TRAINING, FOUR = "tests/megatron/test_ulysses.py", "tests/megatron/test_ulysses_
 REFUSALS, TE = "tests/megatron/test_ulysses_refusals.py", "tests/megatron/test_ulysses_te.py"
 GATHERED = TRAINING + "::test_weights_that_are_gathered_in_forward_hooks_are_waited_for"
 
+KEPT = "tests/megatron/test_whole_sequence.py"
+
 collective = In(M + "attention/collective.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
 whole = In(M + "attention/whole.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
 attention = In(M + "attention/self_attention.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
@@ -27,6 +29,10 @@ FAULTS = [
     whole("rotary frequencies in the order of the ranks", "whole.index_select(0, exchange.places)", "whole"),
     whole("what inference has made is kept for training", "with torch.inference_mode(False):", "with torch.no_grad():",
           TRAINING + "::test_training_goes_on_after_inference"),
+    whole("all masks are kept", "1 if key[0] == _MASK else _MOST_KEPT", "_MOST_KEPT", KEPT),
+    whole("masks displace what stays the same", "self._answers[key[0]]", "self._answers[_MASK]", KEPT),
+    linears("nothing is said of calls that exchange nothing", "if reason is None or self.overlap.parts is None:", "if reason is None:",
+            FOUR),
     whole("positions count on from document to document", "if whole_pack and count", "if True or count", TRAINING),
     attention("q is rotated before its norm sees it", "None if norms_follow else self", "self"),
     attention("q and k are normalised twice", "            if norms_follow:", "            if norm or norms_follow:",
