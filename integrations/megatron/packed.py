@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -32,14 +33,16 @@ class Documents:
         """The starts of a sequence of `rows` rows: those beyond the last document count as one more document."""
         return self.starts if self.end == rows else (*self.starts, rows)
 
-    def row_numbers(self) -> list[int] | None:
-        """Rows that belong to documents and are no padding; None: all up to `end`."""
+    @cached_property  # all layers of a forward ask: 32000 rows took 6 ms
+    def row_numbers(self) -> torch.Tensor | None:
+        """Rows that belong to documents and are no padding, on the CPU; None: all up to `end`."""
         if all(
             after - before == length
             for (before, after), length in zip(pairwise(self.starts), self.lengths, strict=True)
         ):
             return None
-        return [start + i for start, length in zip(self.starts, self.lengths, strict=False) for i in range(length)]
+        spans = zip(self.starts, self.lengths, strict=False)
+        return torch.cat([torch.arange(start, start + length) for start, length in spans])
 
 
 def cut_of(packed: PackedSeqParams | None, config: TransformerConfig) -> str:

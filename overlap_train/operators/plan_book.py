@@ -178,7 +178,7 @@ def book_of(domain: OverlapDomain, name: str) -> PlanBook:
     """The plans of a domain. name: of the linear that asks, for errors of the group's first call."""
     if domain.book is None:
         with domain.exclusively(name):
-            domain.book = PlanBook(domain, name)
+            domain.book = domain.book or PlanBook(domain, name)  # another thread may have been first
     return domain.book
 
 

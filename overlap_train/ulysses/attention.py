@@ -81,7 +81,7 @@ def qkv_all_to_all(
             qkv_all_to_all, x_shard_m, w, bias, group=group, heads=heads, layout=layout, qk_norm=qk_norm, rotary=rotary,
             tp_group=tp_group, config=config, name=name,
         )  # fmt: skip
-    both, shards = _both(group, tp_group), _shards(layout, group, tp_group)
+    both, shards = _both(group, tp_group, name), _shards(layout, group, tp_group)
     rows = x_shard_m.shape[:1].numel() * shards.ranks * shards.tensor
     _refuse(
         sequence_error(x_shard_m, rows, layout, rotary, shards.ranks, name)
@@ -126,7 +126,7 @@ def attention_output_linear(
         return run_eagerly(
             attention_output_linear, x, w, bias, group=group, layout=layout, tp_group=tp_group, config=config, name=name
         )
-    both, shards = _both(group, tp_group), _shards(layout, group, tp_group)
+    both, shards = _both(group, tp_group, name), _shards(layout, group, tp_group)
     _refuse(
         sequence_error(x, x.shape[:1].numel(), layout, None, shards.ranks, name)
         or lengths_error(x, layout, None, shards.tensor, name)
@@ -154,8 +154,13 @@ def _meaning(layout: SequenceLayout, qk_norm: QkNorm | None, rotary: Rotary | No
     return ", ".join([layout.meaning, *(word for word, how in does if how is not None)])
 
 
-def _both(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> Groups | None:
+def _both(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None, name: str) -> Groups | None:
     """Both groups; None if weights are whole, because tp_group is None or has one rank."""
+    if tp_group is group:
+        raise ValueError(
+            f"{name}: tp_group is group; they must be two groups: group exchanges, tp_group divides the weights. Leave tp_group "
+            f"out where each rank of group has whole weights"
+        )
     return None if tp_group is None or dist.get_world_size(tp_group) == 1 else Groups(group, tp_group)
 
 

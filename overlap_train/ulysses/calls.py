@@ -21,7 +21,7 @@ from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
 from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of
 from .exchange import Linear
-from .parts import Part, cut
+from .parts import Part, cut_exchange
 from .turns import TimedLinear
 
 
@@ -63,12 +63,12 @@ class Call:
     def settings(self) -> OverlapConfig:
         return self.terms.config or self.domain.config
 
-    def parts(self, x: torch.Tensor, shards: int, bytes_of_position: int) -> tuple[Part, ...]:
-        """The parts of x [shards * positions, ..., C] and the plan of each. bytes_of_position: see cut."""
-        positions = x.shape[:1].numel() // shards
-        if x.dim() < 2 or not bytes_of_position or not positions:
+    def parts(self, x: torch.Tensor, shards: int, row_bytes: int) -> tuple[Part, ...]:
+        """The parts of x [shards * positions, ..., C] and the plan of each. row_bytes: see cut_exchange."""
+        positions, batch = x.shape[:1].numel() // shards, x.shape[1:-1].numel()
+        if x.dim() < 2 or not row_bytes or not positions or not batch:
             self.plan(x)  # which raises, on every rank: there is nothing to cut
-        places = cut(positions, bytes_of_position, self.settings.exchange_limit_mib, x.shape[1:-1].numel())
+        places = cut_exchange(positions, batch, row_bytes, self.settings)
         if len(places) == 1:
             return (Part(0, positions, self.plan(x).linear(self.terms.name, self.terms.meaning)),)
         _, name, meaning = self.terms.in_parts(positions)
@@ -113,8 +113,8 @@ def heads_linear(
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
     call = Call(LINEAR_ALL_TO_ALL, w_sent, bias_sent, group, domain, terms if heads is None else terms.also(str(heads)))
-    # For one position of all ranks' shards a rank receives W rows of N' / W features.
-    parts = call.parts(x, 1, rows_of_position(x) * w_sent.shape[0] * x.element_size())
+    # For one row of all ranks' shards a rank receives W rows of N' / W features.
+    parts = call.parts(x, 1, w_sent.shape[0] * x.element_size())
     own_bias = None if bias_sent is None else bias_sent.chunk(domain.world_size)[domain.rank]
     return call.linear(parts, w, copies, rows_of_position(x)), own_bias
 
@@ -126,8 +126,8 @@ def rows_linear(
     domain = domain_of(group, terms.config, x.device)
     shards = domain.world_size if x.dim() > 1 and x.shape[0] % domain.world_size == 0 else 1  # plan_of refuses the rest
     call = Call(ALL_TO_ALL_LINEAR, w, bias, group, domain, terms)
-    # For one position of all ranks' shards a rank receives a row of K features.
-    received = rows_of_position(x) * domain.world_size * x.shape[-1:].numel() * x.element_size()
+    # For one row of all ranks' shards a rank receives a row of K features.
+    received = domain.world_size * x.shape[-1:].numel() * x.element_size()
     return call.linear(call.parts(x, shards, received), w, None, rows_of_position(x))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
+from ..config import OverlapConfig
 from ..operators.planned import PlannedLinear
 from ..planning.hardware import GEMM_TFLOPS
 from ..protocol.layout import SLOTS
@@ -80,6 +81,14 @@ def cut(
     units = (*(rows // gcd(rows, batch) for rows in _UNITS), 1)
     step = next(step for unit in units if (step := _step(positions, max(1, fits), unit)))
     return [(first, min(first + step, positions)) for first in range(0, positions, step)]
+
+
+def cut_exchange(positions: int, batch: int, row_bytes: int, config: OverlapConfig) -> list[tuple[int, int]]:
+    """`cut` of an exchange alone, in training, in the table of linears and in the tuner.
+
+    batch: rows of one position. row_bytes: that a rank receives for one row of every rank's shard.
+    """
+    return cut(positions, batch * row_bytes, config.exchange_limit_mib, batch)
 
 
 def _fitting(bytes_of_position: int, limit_mib: int) -> int:

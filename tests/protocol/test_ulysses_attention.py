@@ -237,6 +237,8 @@ def _refused(rank: int, world: int) -> list[str]:
         lambda: attention_output_linear(x, w[:, :16], group=group, layout="zigzag"),  # type: ignore[arg-type]
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, qk_norm=torch.ones(4)),  # type: ignore[arg-type]
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, qk_norm=QkNorm(torch.ones(4), torch.ones(2, 4), 1e-6)),
+        lambda: qkv_all_to_all(x, w, group=group, heads=heads, tp_group=group),
+        lambda: attention_output_linear(x, w[:, :16], group=group, tp_group=group),
     )
     said = []
     for call in calls:
@@ -266,6 +268,8 @@ def test_calls_that_do_not_fit_say_why() -> None:
                 "linear_proj: layout='zigzag' must be a SequenceLayout, such as SequenceLayout('zigzag')",
                 "linear_qkv: qk_norm is a Tensor; it must be QkNorm(q_weight, k_weight, eps), or None",
                 "linear_qkv: qk_norm has weights (4,) and (2, 4); both must be [4], a head's features",
+                "linear_qkv: tp_group is group; they must be two groups",
+                "linear_proj: tp_group is group; they must be two groups",
             ),
             strict=True,
         ):

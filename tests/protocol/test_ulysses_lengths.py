@@ -34,7 +34,7 @@ def _exact(
     if in_parts:
         parts._MIB = 1 << 10  # a KiB stands for a MiB
     g, cuts = grid(tensor), []
-    cut, calls.cut = calls.cut, lambda *args: cuts.append(cut(*args)) or cuts[-1]  # type: ignore[func-returns-value]
+    cut, calls.cut_exchange = calls.cut_exchange, lambda *args: cuts.append(cut(*args)) or cuts[-1]  # type: ignore[func-returns-value]
     for number, lengths in enumerate(every):
         for heads in (AttentionHeads(8, count, DIM) for count in kv):
             problem = Problem(sum(lengths), heads, SequenceLayout(lengths=lengths), seed=10 * number)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from overlap_train.config import OverlapConfig
 from overlap_train.protocol.layout import SLOTS
-from overlap_train.ulysses.parts import cut, parts_that_hide
+from overlap_train.ulysses.parts import cut, cut_exchange, parts_that_hide
 
 MIB = 1 << 20
 
@@ -32,6 +33,12 @@ def test_parts_hold_eight_chunks_of_whole_tiles_where_that_fits() -> None:
     assert len(parts) == 5 and all((last - first) % 1024 == 0 for first, last in parts)
     assert cut(1000, 12288, 10)[0] == (0, 256), "284 positions fit: two tiles"
     assert cut(300, 12288, 3) == [(0, 75), (75, 150), (150, 225), (225, 300)], "less than a tile fits: equal parts"
+
+
+def test_an_exchange_is_cut_by_the_memory_that_the_group_may_have() -> None:
+    """symmetric_mib may be less than exchange_mib. All rows of a position count."""
+    assert cut_exchange(65536, 2, 12288, OverlapConfig()) == cut(65536, 2 * 12288, 512, 2)
+    assert cut_exchange(65536, 2, 12288, OverlapConfig(symmetric_mib=256)) == cut(65536, 2 * 12288, 255, 2)
 
 
 def test_where_not_even_one_position_fits_each_is_a_part() -> None:

@@ -135,6 +135,12 @@ def test_a_wrong_figure_is_noticed(wrong: dict[str, float], tmp_path: Path) -> N
     assert max(mean_error(o for o in compared if o.what == what) for what in ("comm", "fused", "sequence")) > MEAN
 
 
+def test_rows_of_several_nodes_are_refused() -> None:
+    """They were planned as those of one node, a hundred times too short."""
+    with pytest.raises(ValueError, match="its rows are of several nodes"):
+        compare(BENCHMARKS / "h100x4" / "hierarchical", SYSTEMS["h100"])
+
+
 def test_variants_are_those_of_the_record() -> None:
     table = tuned(BENCHMARKS / "h200x4", 4)
     winner = next(

@@ -10,7 +10,7 @@ from overlap_train.planning.choice import GATHER, SCATTER, Choice, Pass, choose
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
 from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.runtime.registry import made_domain
-from overlap_train.ulysses.parts import cut
+from overlap_train.ulysses.parts import cut_exchange
 
 from ..attention.in_model import is_ulysses, sharing_attentions, why_not_ulysses
 from ..linears.conditions import divides_weights, standing_exchange_reason, standing_reason
@@ -118,7 +118,7 @@ def _rows_of_part(m: int, features: int, linear: Any, world_size: int) -> int:
     x_shape, _, dtype = linear.overlap.sizes
     batch = x_shape[1:-1].numel()
     positions = m // (batch * world_size)
-    (_, end), *_ = cut(positions, batch * features * dtype.itemsize, linear.overlap.config.exchange_mib)
+    (_, end), *_ = cut_exchange(positions, batch, features * dtype.itemsize, linear.overlap.config)
     return end * batch * world_size
 
 

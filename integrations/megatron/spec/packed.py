@@ -33,11 +33,11 @@ def packed_attention(
     attend = (
         _at_once if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not softmax.dropout else _one_by_one
     )
-    rows = documents.row_numbers()
+    rows = documents.row_numbers
     if rows is None:
         context = attend(q[: documents.end], k[: documents.end], v[: documents.end], documents.lengths, softmax)
         return F.pad(context, (0, 0, 0, 0, 0, len(q) - documents.end))
-    places = torch.tensor(rows, device=q.device)
+    places = rows.to(q.device)
     q_rows, k_rows, v_rows = (x.index_select(0, places) for x in (q, k, v))
     context = attend(q_rows, k_rows, v_rows, documents.lengths, softmax)
     return torch.zeros_like(q).index_copy(0, places, context)

@@ -46,8 +46,17 @@ class Compared:
 
 
 def compare(folder: Path, system: System) -> list[Compared]:
-    """Every row of the folder's operators.json; each half of the work once a shape."""
+    """Every row of the folder's operators.json; each half of the work once a shape.
+
+    Raises:
+        ValueError: the rows are of several nodes.
+    """
     rows = rows_of(folder, "operators.json")
+    if "network_sms" in rows[0]:
+        raise ValueError(
+            f"--check {folder}: its rows are of several nodes (bench hierarchical), and do not tell how fast the network between "
+            f"them was; name folders of one node"
+        )
     table, found, seen = tuned(folder, rows[0]["world"]), [], set()
     for row in rows:
         case = f"{row['op']} {row['pass']} {row['m']}, {row['n']}, {row['k']}"

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ...config import OverlapConfig
 from ...planning.schedule.kinds import A2A_GEMM, GEMM_A2A
-from ...ulysses.parts import cut
+from ...ulysses.parts import cut_exchange
 from ..measure.cases import OPS, Case, cases_of, check_divisible
 from ..measure.models import MODELS
 
@@ -31,7 +32,7 @@ def model_cases(model: str, rows: Iterable[int], ranks: int) -> list[Case]:
     ]
 
 
-def ulysses_cases(model: str, rows: Iterable[int], ranks: int, limit_mib: int) -> list[Case]:
+def ulysses_cases(model: str, rows: Iterable[int], ranks: int, config: OverlapConfig) -> list[Case]:
     """fprop and dgrad of the projections of a model's attention under Ulysses; of a long sequence the first part.
 
     Raises:
@@ -42,7 +43,7 @@ def ulysses_cases(model: str, rows: Iterable[int], ranks: int, limit_mib: int) -
         for slot, op in (("qkv", GEMM_A2A), ("proj", A2A_GEMM)):
             check_divisible("--seq", m, ranks)
             features = linears[slot][0 if op == GEMM_A2A else 1]  # that are sent, of two bytes each
-            ((_, positions), *_) = cut(m // ranks, features * 2, limit_mib)
+            ((_, positions), *_) = cut_exchange(m // ranks, 1, features * 2, config)
             found += cases_of(slot, op, linears[slot], positions * ranks, ranks, f"--model {model}: {slot}")
     return found
 

@@ -134,7 +134,7 @@ def cases_from(asked: Tune, ranks: int) -> list[Case]:
         raise ValueError("--ulysses: whose attention? give --model")
     cases = model_cases(asked.model, ms, ranks) if asked.model and not asked.ulysses else []
     if asked.model and asked.ulysses:
-        cases = ulysses_cases(asked.model, ms, ranks, OverlapConfig().exchange_mib)
+        cases = ulysses_cases(asked.model, ms, ranks, OverlapConfig())
     return one_a_bucket([*cases, *weight_cases(asked.column, asked.row, ms, ranks)], ranks)
 
 

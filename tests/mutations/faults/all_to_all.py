@@ -199,6 +199,9 @@ FAULTS = [
     TILES("A2A: all pieces of a peer before the next one's", "unit % PEERS) % WORLD, unit // PEERS, index % per_chunk",
           "index % PEERS) % WORLD, unit // PEERS, index % per_chunk"),
     # long sequences in parts, and what ranks must agree on
+    PARTS("an exchange may have more memory than its group", "row_bytes, config.exchange_limit_mib",
+          "row_bytes, config.exchange_mib"),
+    PARTS("one row of a position counts", "cut(positions, batch * row_bytes,", "cut(positions, row_bytes,"),
     PARTS("a part takes more memory than all slots may", "(SLOTS * bytes_of_position)", "bytes_of_position"),
     PARTS("parts of a batch are counted in positions", "rows // gcd(rows, batch)", "rows"),
     CALLS("parts of other lengths may pair up", "return self.also(f\"a part of {positions} positions a rank\")", "return self",

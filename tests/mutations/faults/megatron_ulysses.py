@@ -31,7 +31,7 @@ FAULTS = [
           TRAINING + "::test_training_goes_on_after_inference"),
     whole("all masks are kept", "1 if key[0] == _MASK else _MOST_KEPT", "_MOST_KEPT", KEPT),
     whole("masks displace what stays the same", "self._answers[key[0]]", "self._answers[_MASK]", KEPT),
-    linears("nothing is said of calls that exchange nothing", "reason is None or self.overlap.parts is None", "reason is None", FOUR),
+    linears("calls that exchange nothing leave no word", "reason is None or self.overlap.parts is None", "reason is None", FOUR),
     whole("positions count on from document to document", "if whole_pack and count", "if True or count", TRAINING),
     attention("q is rotated before its norm sees it", "None if norms_follow else self", "self"),
     attention("q and k are normalised twice", "            if norms_follow:", "            if norm or norms_follow:",
@@ -83,5 +83,5 @@ FAULTS = [
     linears("two groups: only the Ulysses group is told", "rotary=rotary, tp_group=self.tp_group,", "rotary=rotary,", FOUR),
     packed("lengths that have changed are not read again", "if kept is None or kept[0] != key", "if kept is None"),
     packed("documents keep their padding",
-           "        return [start + i for start, length", "        return None and [start + i for start, length"),
+           "torch.arange(start, start + length) for", "torch.arange(start, start + length + 1) for"),
 ]  # fmt: skip
