@@ -11,7 +11,17 @@ import torch.distributed as dist
 
 from overlap_train.runtime.registry import domain_of
 from overlap_train.tools.bench import timeline
-from overlap_train.tools.bench.lanes import Span, exposed, kind_of, perfect, stored_inside, union
+from overlap_train.tools.bench.lanes import (
+    STAGES,
+    Span,
+    common,
+    exposed,
+    kind_of,
+    perfect,
+    stages_of,
+    stored_inside,
+    union,
+)
 from overlap_train.tools.bench.timeline import last_call, record
 from overlap_train.tools.measure.models import TINY
 from overlap_train.tools.measure.world import World
@@ -50,6 +60,27 @@ def test_exposed_is_what_computation_does_not_cover() -> None:
     spans = [_span("communication", 0, 10), _span("gemm", 2, 4), _span("compute", 6, 7), _span("waiting", 20, 25)]
     assert exposed(spans) == [(0, 2), (4, 6), (7, 10), (20, 25)]
     assert exposed([_span("communication", 1, 2), _span("gemm", 0, 3)]) == []
+
+
+def test_a_call_across_nodes_has_a_lane_for_each_stage() -> None:
+    product, total = (
+        _span("gemm", 0, 4, "hopper_gemm_reduce_scatter_kernel"),
+        _span("compute", 2, 3, "add_blocks_kernel"),
+    )
+    scatter = _span("communication", 1, 2, "Memcpy PtoP (Device -> Device)")
+    send, wait = _span("communication", 3, 9, "ncclDevKernel_SendRecv"), _span("waiting", 4, 9, "wait_kernel")
+    lanes = {
+        lane.label: [span["name"] for span in (product, total, scatter, send, wait) if lane.holds(span)]
+        for lane in STAGES
+    }
+    assert lanes == {
+        "network": [send["name"]], "sums": [total["name"]], "inside nodes": [scatter["name"]], "products": [product["name"]]
+    }  # fmt: skip
+    assert [lane.label for lane in stages_of([[product, send], [wait]])] == ["network", "products"]
+
+
+def test_what_lies_in_both() -> None:
+    assert common([(0, 4), (6, 9)], [(1, 2), (3, 7), (9, 10)]) == [(1, 2), (3, 4), (6, 7)]
 
 
 def test_what_is_exposed_twice_counts_once() -> None:

@@ -5,7 +5,8 @@ The profiler sees kernels from begin to end: what one waits inside itself counts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .style import SMALL, look_of, outline
@@ -79,25 +80,70 @@ def stored_inside(spans: Sequence[Span], is_direct: bool) -> list[Interval]:
     ]
 
 
-def draw_lanes(axes: Any, title: str, spans: Sequence[Span], inside: list[Interval]) -> None:
-    """Computation above, communication below; the title says how long it took and how much of that was exposed.
+def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """What lies in both."""
+    found = [(max(a, c), min(b, d)) for a, b in some for c, d in others]
+    return [(start, end) for start, end in found if end > start]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A line of a picture. holds: whether a span is drawn in it."""
+
+    label: str
+    holds: Callable[[Span], bool]
+
+
+def _communicates(span: Span) -> bool:
+    return span["kind"] in COMMUNICATION
+
+
+def _crosses(span: Span) -> bool:
+    return "nccl" in span["name"].lower()
+
+
+def _adds(span: Span) -> bool:
+    return "add_blocks" in span["name"]
+
+
+# From below to above.
+LANES = (Lane("communication", _communicates), Lane("kernels", lambda span: not _communicates(span)))
+STAGES = (  # of a call across nodes; what waits for a stage is not drawn
+    Lane("network", _crosses),
+    Lane("sums", _adds),
+    Lane("inside nodes", lambda span: span["kind"] == "communication" and not _crosses(span)),
+    Lane("products", lambda span: not _communicates(span) and not _adds(span)),
+)
+
+
+def stages_of(calls: Iterable[Sequence[Span]]) -> tuple[Lane, ...]:
+    """The STAGES that any of these calls has: a node of one rank adds nothing."""
+    spans = [span for call in calls for span in call]
+    return tuple(lane for lane in STAGES if any(lane.holds(span) for span in spans))
+
+
+def draw_lanes(
+    axes: Any, title: str, spans: Sequence[Span], inside: list[Interval], lanes: Sequence[Lane] = LANES
+) -> None:
+    """Lane above lane; the title says how long it took and how much of that was exposed.
 
     inside: when kernels store at the peers (stored_inside).
     """
     bare, length = exposed(spans), max((span["end"] for span in spans), default=0.0)
-    lanes = {"compute": (1, union(spans, ("compute",))), "gemm": (1, union(spans, ("gemm",)))}
-    lanes |= {"hidden": (0, union(spans, COMMUNICATION)), "exposed": (0, bare)}
-    for name, (lane, parts) in lanes.items():
-        axes.broken_barh(
-            [(start, end - start) for start, end in parts], (lane, 0.8), color=look_of(name).colour, linewidth=0.4
-        )
+    for height, lane in enumerate(lanes):
+        here = [span for span in spans if lane.holds(span)]
+        sent = union(here, COMMUNICATION)
+        parts = {kind: union(here, (kind,)) for kind in COMPUTATION} | {"hidden": sent, "exposed": common(bare, sent)}
+        for name in ("compute", "gemm", "hidden", "exposed"):
+            bars = [(start, end - start) for start, end in parts[name]]
+            axes.broken_barh(bars, (height, 0.8), color=look_of(name).colour, linewidth=0.4)
     axes.broken_barh([(start, end - start) for start, end in inside], (0.06, 0.68), **outline())
     if [end - start > 0.8 * length for start, end in inside] == [True]:
         place = {"ha": "center", "va": "center", "fontsize": SMALL, "zorder": 4}
         blank = {"facecolor": "white", "linewidth": 0, "pad": 1}
         axes.text(sum(inside[0]) / 2, 0.4, "inside the kernel: stores to peers", bbox=blank, **place)
     axes.set_title(f"{title} {took(length, sum(end - start for start, end in bare))} exposed", fontsize=SMALL)
-    axes.set_ylim(-0.1, 1.9)
+    axes.set_ylim(-0.1, len(lanes) - 0.1)
 
 
 def took(length: float, part: float) -> str:
@@ -105,10 +151,10 @@ def took(length: float, part: float) -> str:
     return f"{length:.0f} µs, {part:.0f}" if length < LONG else f"{length / 1e3:.2f} ms, {part / 1e3:.2f}"
 
 
-def label_lanes(grid: Any) -> None:
+def label_lanes(grid: Any, lanes: Sequence[Lane] = LANES) -> None:
     """Names of the lanes on the left, of the unit below: milliseconds where the axis is long."""
     for axes in grid.flat:
-        axes.set_yticks([0.4, 1.4], ["communication", "kernels"])
+        axes.set_yticks([height + 0.4 for height in range(len(lanes))], [lane.label for lane in lanes])
         axes.tick_params(left=False, labelleft=axes in grid[:, 0])
     for axes in grid[-1]:
         is_long = axes.get_xlim()[1] >= LONG

@@ -26,15 +26,15 @@ from ..measure.models import MODELS
 from ..measure.world import World
 from .attention_blocks import overlapped
 from .attention_data import Data
-from .lanes import KINDS, NOTE, Span, between, draw_lanes, label_lanes, perfect, stored_inside
+from .lanes import KINDS, LANES, NOTE, Span, between, draw_lanes, label_lanes, perfect, stages_of, stored_inside
 from .style import canvas, in_order, save
 
 METHODS = ("collective", "chunked", "fused", "direct")
 # M, features in, features out of the first and the second linear of the MLP; the block has as many tokens in all
 MODEL, M, HIDDEN, FFN = "llama3-8b", 8192, 4096, 14336
-# Features between the two where sockets carry what is sent: of two GPUs each multiplies for 5.4 ms. Loopback takes 14 ms at
-# 40 Gbit/s for the 32 MiB that each sends (bench hierarchical).
-WIDE = 131072
+# Features between the two, for each rank, where sockets carry what is sent: a GPU multiplies for 13 ms. Loopback takes 14 ms at
+# 40 Gbit/s for the 32 MiB that each of two sends (bench hierarchical).
+WIDE = 163840
 
 MARKER = "fillfunctor"  # the kernel between two calls
 OWN_MARKER = f"{MARKER}<short>"  # of 16-bit integers, with which no model fills anything
@@ -71,7 +71,7 @@ def _linears(here: World) -> tuple[Calls, dict[str, Any]]:
 def _nodes(here: World, node_ranks: int) -> tuple[Calls, dict[str, Any]]:
     """The calls, and their sizes. `direct` does not cross nodes."""
     configs = {method: OverlapConfig(method=method, node_ranks=node_ranks) for method in METHODS if method != "direct"}
-    calls, sizes = _mlp(here, WIDE, configs)
+    calls, sizes = _mlp(here, WIDE * here.size, configs)
     return calls, sizes | {"nodes": here.size // node_ranks}
 
 
@@ -155,7 +155,9 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
         f"Shorter is better. {_sizes(recording['shape'])}, bf16.",
         NOTE,
     )
-    figure, grid = canvas(len(methods) * len(operators), len(operators), 1.05, header, (*KINDS, "bound"), sharex=True)
+    lanes = stages_of(calls.values()) if "nodes" in recording["shape"] else LANES
+    height = 0.55 + 0.25 * len(lanes)
+    figure, grid = canvas(len(methods) * len(operators), len(operators), height, header, (*KINDS, "bound"), sharex=True)
     for line, method in zip(grid, methods, strict=True):
         for axes, operator in zip(line, operators, strict=True):
             if (operator, method) not in calls:
@@ -163,10 +165,10 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
                 continue
             spans = calls[operator, method]
             inside = [] if "nodes" in recording["shape"] else stored_inside(spans, method == "direct")
-            draw_lanes(axes, f"{operator} by {method}:", spans, inside)
+            draw_lanes(axes, f"{operator} by {method}:", spans, inside, lanes)
             if one_after_the_other := calls.get((operator, "collective")):
                 axes.axvline(perfect(one_after_the_other), color="black", linewidth=2)
-    label_lanes(grid)
+    label_lanes(grid, lanes)
     return save(figure, path)
 
 
