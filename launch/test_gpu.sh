@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs tests/gpu once for every provider, domain size and CUDA_DEVICE_MAX_CONNECTIONS. Prints the output of rank 0, and after a
-# failure that of the other ranks.
+# Runs tests/gpu once for every provider, domain size and CUDA_DEVICE_MAX_CONNECTIONS; without pytest arguments then those of two nodes
+# for every provider. Prints the output of rank 0, and after a failure that of the other ranks.
 #   launch/test_gpu.sh PYTHON [pytest arguments; with a path among them only what is there]
 # Variables: LOGS, folder for each rank's output (default runs/test-gpu); PROVIDERS (default "nvshmem torch"); SIZES of the overlap
 # domain (default: all ranks, and with four ranks also 2); CONNECTIONS (default "1 8"); RANKS (default: one a GPU, at most 4).
@@ -35,27 +35,39 @@ for argument in "$@"; do
 done
 
 failed=0 sessions=0
+
+# session NAME CONNECTIONS PYTEST_ARGUMENTS...
+session() {
+  local name=$1 connections=$2
+  shift 2
+  echo "== $ranks ranks on $gpus GPUs: $name"
+  sessions=$((sessions + 1))
+  mkdir -p "$logs/$name"
+  [ "$ranks" -le "$gpus" ] || start_mps $((100 * gpus / ranks))
+  # CUBLAS_WORKSPACE_CONFIG: the bitwise training test needs a deterministic cuBLAS. faulthandler_timeout: a test, or what follows
+  # the last one, that takes so many seconds shows in the log of each rank where it is.
+  if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
+    --nproc-per-node "$ranks" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \
+    -m pytest -q -o faulthandler_timeout=300 "$@" 2>"$logs/$name/torchrun.log"; then
+    failed=$((failed + 1))
+    find "$logs/$name" -name stdout.log -not -path '*/0/*' -exec sh -c 'echo "-- $1"; tail -n 40 "$1"' _ {} \;
+  fi
+  stop_mps
+}
+
 for size in $sizes; do
   for provider in $providers; do
     for connections in ${CONNECTIONS:-1 8}; do
-      name="$provider-domain$size-connections$connections"
-      echo "== $ranks ranks on $gpus GPUs: $name"
-      sessions=$((sessions + 1))
-      mkdir -p "$logs/$name"
-      [ "$ranks" -le "$gpus" ] || start_mps $((100 * gpus / ranks))
-      # CUBLAS_WORKSPACE_CONFIG: the bitwise training test needs a deterministic cuBLAS. faulthandler_timeout: a test, or what
-      # follows the last one, that takes so many seconds shows in the log of each rank where it is.
-      if ! CUDA_DEVICE_MAX_CONNECTIONS=$connections CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone \
-        --nproc-per-node "$ranks" --log-dir "$logs/$name" --redirects 3 --tee 0:1 --local-ranks-filter 0 \
-        -m pytest "${tests[@]}" -q -o faulthandler_timeout=300 --provider "$provider" --domain-size "$size" "$@" \
-        2>"$logs/$name/torchrun.log"; then
-        failed=$((failed + 1))
-        find "$logs/$name" -name stdout.log -not -path '*/0/*' -exec sh -c 'echo "-- $1"; tail -n 40 "$1"' _ {} \;
-      fi
-      stop_mps
+      session "$provider-domain$size-connections$connections" "$connections" "${tests[@]}" --provider "$provider" --domain-size "$size" "$@"
     done
   done
 done
+# Two nodes: in a session of its own, because NCCL finds its hosts once in a process.
+if [ $# -eq 0 ] && [ $((ranks % 2)) -eq 0 ]; then
+  for provider in $providers; do
+    session "$provider-two-nodes" 1 tests/gpu/test_nodes.py --provider "$provider"
+  done
+fi
 if [ "$failed" -eq 0 ]; then
   echo "make test-gpu: all $sessions sessions passed"
 else

@@ -323,6 +323,12 @@ def in_workspace(fault: Fault) -> Fault:
     return replace(fault, reload=(*fault.reload, "protocol.node_workspace"))
 
 
+_SEND = "self.network.exchange(crossing, Piece(source, call.slot.epoch), Piece(into, call.crossed(received)))\n"
+SENT = f"            if make is not None:\n                make()\n            return {_SEND}"
+SENT_FIRST = (
+    f"            sent = {_SEND}            if make is not None:\n                make()\n            return sent\n"
+)
+
 FAULTS = {
     "a signal before its data": (in_networks(ARRIVE + SIGNAL, SIGNAL + ARRIVE + OWN, "wrong|deadlock"), "gather 2 1"),
     "no signal of what has crossed": (
@@ -340,6 +346,7 @@ FAULTS = {
     "partial sums are added before they are here": (
         Fault(STREAMS, "            self._call.wait_chunk(block, chunk)\n", "            pass\n"), "scatter 4 2",
     ),
+    "a node's sum is sent before it is made": (in_networks(SENT, SENT_FIRST), "scatter 4 2"),
     "a chunk is multiplied before it is here": (
         Fault(PROCESSES, "                call.wait_chunk(source, chunk)\n", ""), "gather 2 1",
     ),
