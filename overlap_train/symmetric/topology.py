@@ -115,7 +115,8 @@ def _look(
 
 
 def _in_words(topology: Topology, node_ranks: int, transport: str) -> str:
-    found = "as node_ranks says" if node_ranks else "found by mapping memory"
+    mapped = "mapping memory" if transport == "gloo" else "operating system and NVLink fabric"
+    found = "as node_ranks says" if node_ranks else f"found by {mapped}"
     ranks = ", ".join(_listed(tuple(topology.ranks_of(node))) for node in range(topology.nodes))
     return (
         f"a group of {topology.world} ranks on {topology.nodes} nodes of {topology.local}, {found}: "

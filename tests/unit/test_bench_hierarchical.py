@@ -115,6 +115,7 @@ def test_each_number_of_sms_has_a_domain_of_its_own(
         "chunked, 16 SMs": ("chunked", 16), "auto, 16 SMs": ("auto", 16),
     }  # fmt: skip
     assert {made.told(mine.domain)["probe_sms"] for mine in ours.values()} == {4}
+    assert {made.told(mine.domain)["reduce_sms"] for mine in ours.values()} == {0}, "nodes of one rank"
     short = made.ours(Case("", "gemm_a2a", "fprop", 64, 64, 4096), here)
     assert "auto, 2 SMs" not in short, "auto takes NCCL there, which is the same"
 

@@ -150,8 +150,8 @@ def test_gpus_of_one_operating_system_or_one_fabric_form_a_node(
         found = find_nodes(agreement, GPU, settings(0))
     assert (found.topology.nodes if found.problem is None else 0) == nodes
     ranks = {
-        2: "2 nodes of 2, found by mapping memory: ranks 0-1, 2-3",
-        4: "4 nodes of 1, found by mapping memory: ranks 0, 1, 2, 3",
+        2: "2 nodes of 2, found by operating system and NVLink fabric: ranks 0-1, 2-3",
+        4: "4 nodes of 1, found by operating system and NVLink fabric: ranks 0, 1, 2, 3",
     }
     said = f"overlap_train: a group of 4 ranks on {ranks[nodes]}; NCCL between nodes\n" if nodes > 1 else ""
     assert capsys.readouterr().err == said

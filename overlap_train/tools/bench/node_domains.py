@@ -71,7 +71,8 @@ class Domains:
         """What a row says about its domain. Nothing inside one node."""
         if self.own.topology.nodes == 1:
             return {}
-        return {"network_sms": sms_of(domain), "probe_sms": sms_of(self.own)}
+        sums = domain.settled(domain.config).reduce_sms if domain.topology.local > 1 else 0
+        return {"network_sms": sms_of(domain), "probe_sms": sms_of(self.own), "reduce_sms": sums}
 
 
 def sms_of(domain: OverlapDomain) -> int:
