@@ -58,7 +58,8 @@ def test_the_record_is_what_the_planner_says(script: ModuleType, kind: str, tabl
     name = script.WORDS[kind]
     (row,) = (r for r in ROWS if (r["operator"], r["table"], r["model"], r["nodes"]) == (name, table, model, nodes))
     rows = next(t.rows[script.NODES.index(nodes)] for t in script.TABLES if t.number == table)
-    planned = script.planned(SYSTEMS[row["system"]], kind, model, rows, nodes)
-    cell = script.Cell(model, nodes, planned, row["published"])
+    cell = script.Cell(
+        model, nodes, *script.planned(SYSTEMS[row["system"]], kind, model, rows, nodes), row["published"]
+    )
     written = {"table": table, "system": row["system"], "operator": name, **cell.entry}
     assert written == row, "run benchmarks/planner/ditron.py again"
