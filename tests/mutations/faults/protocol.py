@@ -268,7 +268,19 @@ FAULTS = [
     ),
     AGREEMENT("keys stay in the store", "if self._number:  #", "if False:  #"),
     AGREEMENT("those who came are named", "if not self._store.check([key])]", "if self._store.check([key])]"),
-    AGREEMENT("ranks wait for ever", "if waited > self.timeout_s:", "if waited > self.timeout_s * 1e9:"),
+    AGREEMENT("ranks wait for ever", "if waited > self.timeout_s and", "if waited > self.timeout_s * 1e9 and"),
+    AGREEMENT(
+        "who came at the last moment is late",
+        "if waited > self.timeout_s and (late := self._missing(keys)):",
+        "if waited > self.timeout_s and (late := self._missing(keys)) is not None:",
+        f"{UNIT}/test_agreement.py::test_one_that_comes_at_the_last_moment_is_not_late",
+    ),
+    AGREEMENT(
+        "a warning names nobody",
+        "self.timeout_s / 10 and (late := self._missing(keys)):",
+        "self.timeout_s / 10 and (late := self._missing(keys)) is not None:",
+        f"{UNIT}/test_agreement.py::test_one_that_comes_at_the_last_moment_is_not_late",
+    ),
     AGREEMENT("a rank's own error is not raised", "if text is not None}", "if text is not None and rank != self.rank}"),
     AGREEMENT(
         "a store that is gone is not translated",
