@@ -44,8 +44,8 @@ def open_heap(
             world is not taken by another group, else torch.
 
     Raises:
-        ValueError: the provider cannot serve this device or group, or is not installed.
-        RuntimeError: a rank could not allocate or map; on every rank, naming it.
+        ValueError: resolve_provider refuses, on this rank; ranks of a domain have compared before what it says.
+        RuntimeError: a rank could not start the provider, allocate or map; on every rank, naming it.
         OverlapTimeoutError: a rank did not come.
     """
     chosen = resolve_provider(agreement.group, provider, device, None if carries else ranks)
@@ -67,8 +67,14 @@ def open_heap(
 
 
 def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device, ranks: range | None = None) -> str:
-    """The provider that `auto` stands for here; a named one is checked against the device and what is installed. ranks: see
-    open_heap."""
+    """The provider that `auto` stands for here; a named one is checked against the device and what is installed.
+
+    Args:
+        ranks: see open_heap.
+
+    Raises:
+        ValueError: the provider cannot serve this device, or is not installed.
+    """
     on_gpu = device.type == "cuda"
     if provider == "auto":
         if not on_gpu:
