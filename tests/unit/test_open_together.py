@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from overlap_train.symmetric import nvshmem, torch_symm
+from overlap_train.symmetric import nvshmem, open_heap, torch_symm
 from overlap_train.symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
 from overlap_train.symmetric.allocation import on_all_ranks
 from overlap_train.symmetric.bounded import Callers
@@ -91,6 +91,16 @@ def test_what_one_rank_raised_raises_on_all_in_its_words() -> None:
         assert len(ranks.told) == 1
     with pytest.raises(RuntimeError, match="rank 1: no link"):
         on_all_ranks(list, Ranks("open", RuntimeError("rank 1: no link")), "open")  # type: ignore[arg-type]
+
+
+def test_a_provider_that_cannot_serve_one_rank_is_refused_on_all() -> None:
+    """As where one host lacks nvshmem4py, or one rank's tensors are elsewhere."""
+    choose = "overlap_train: choose the provider of symmetric memory"
+    ranks: Any = Ranks()
+    with pytest.raises(RuntimeError, match=f"{choose}: rank 0: provider='torch' with tensors on cpu"):
+        open_heap(ranks, 16, "torch", CPU)
+    with pytest.raises(RuntimeError, match="rank 1: nvshmem4py is not installed"):
+        open_heap(Ranks(choose, RuntimeError("rank 1: nvshmem4py is not installed")), 16, "host", CPU)  # type: ignore[arg-type]
 
 
 def test_nvshmem_starts_allocates_and_opens_by_all_ranks(core: Any) -> None:

@@ -325,6 +325,11 @@ FAULTS = [
     ),
     ON_ALL_RANKS("an error without words is told without a name", "str(failure) or repr(failure)", "str(failure)"),
     ON_ALL_RANKS("what a peer could not do is not heard", "    agreement.all_succeed(None, what)\n", ""),
+    In("overlap_train/symmetric/__init__.py", TOGETHER)(
+        "a rank without the provider leaves its peers waiting",
+        'on_all_ranks(choose, agreement, "overlap_train: choose the provider of symmetric memory")',
+        "choose()",
+    ),
     OPEN_NVSHMEM(
         "a rank without NVSHMEM leaves its peers waiting",
         "on_all_ranks(partial(_prepared, agreement, device, members), agreement, _START)",
