@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,14 +65,22 @@ class AcrossNodes:
         agreement, topology, timeout_s, launcher = self.agreement, self.topology, self.config.timeout_s, self.launcher
         if launcher is None:
             return NodeEngine(timeout_s, GlooTransport(agreement, topology, timeout_s), self.fault)
-        device, config, driver = self.device, self.config, launcher.driver
         if self.by_nvshmem:
-            sms = settle(agreement, topology, device, PUT_GBS, config.reduce_sms)
+            device, driver = self.device, launcher.driver
+            sms = settle(agreement, topology, device, PUT_GBS, self.config.reduce_sms)
             return NodePutEngine(device, driver, NvshmemPuts(driver), self.fault, Blas(device), sms)
-        by = partial(NcclTransport, agreement, topology, device, timeout_s, self.fault)
-        nccl, gbs = connect(agreement, topology, device, config.network_sms, by, self.fault)
-        sms = settle(agreement, topology, device, gbs, config.reduce_sms)
-        return NodeExchangeEngine(device, driver, nccl, self.fault, Blas(device), sms, gbs)
+        return self._new_exchanges(launcher)
+
+    def _new_exchanges(self, launcher: Launcher) -> NodeExchangeEngine:
+        agreement, topology, device, config, fault = self.agreement, self.topology, self.device, self.config, self.fault
+        by = partial(NcclTransport, agreement, topology, device, config.timeout_s, fault)
+        nccl, gbs = connect(agreement, topology, device, config.network_sms, by, fault)
+        with ExitStack() as opened:  # what fails leaves no communicator open, and no thread that watches it
+            opened.callback(nccl.close, orderly=False)
+            sms = settle(agreement, topology, device, gbs, config.reduce_sms)
+            engine = NodeExchangeEngine(device, launcher.driver, nccl, fault, Blas(device), sms, gbs)
+            opened.pop_all()
+        return engine
 
     def new_memory(self, layout: Layout, engine: NodeEngine | NodeStreamEngine) -> tuple[SymmetricHeap, Workspace]:
         """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""

@@ -5,12 +5,14 @@ One small protocol, three providers. Allocation is collective over the group; fr
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from .agreement import Agreement
+from .allocation import on_all_ranks
 
 
 class SymmetricHeap(Protocol):
@@ -44,11 +46,13 @@ def open_heap(
             world is not taken by another group, else torch.
 
     Raises:
-        ValueError: the provider cannot serve this device or group, or is not installed.
-        RuntimeError: a rank could not allocate or map; on every rank, naming it.
+        RuntimeError: the provider cannot serve the device of a rank, is not installed there, or does not start, or the rank
+            could not allocate or map; on every rank, naming it.
         OverlapTimeoutError: a rank did not come.
+        OverlapMismatchError: ranks came to different providers, or are in different calls.
     """
-    chosen = resolve_provider(agreement.group, provider, device, None if carries else ranks)
+    choose = partial(resolve_provider, agreement.group, provider, device, None if carries else ranks)
+    chosen = on_all_ranks(choose, agreement, "overlap_train: choose the provider of symmetric memory")
     if ranks is not None and len(ranks) == 1 and chosen != "host" and not carries:
         from .alone import AloneHeap
 
@@ -67,8 +71,14 @@ def open_heap(
 
 
 def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device, ranks: range | None = None) -> str:
-    """The provider that `auto` stands for here; a named one is checked against the device and what is installed. ranks: see
-    open_heap."""
+    """The provider that `auto` stands for here; a named one is checked against the device and what is installed.
+
+    Args:
+        ranks: see open_heap.
+
+    Raises:
+        ValueError: the provider cannot serve this device, or is not installed.
+    """
     on_gpu = device.type == "cuda"
     if provider == "auto":
         if not on_gpu:

@@ -140,21 +140,20 @@ class Agreement:
         begin, pause, warned = time.monotonic(), 2e-4, False
         while not self._store.check(keys):
             waited = time.monotonic() - begin
-            if waited > self.timeout_s:
-                late = self._missing(keys)
+            # The last one may have come just now. Others have seen all keys then, and go on: so does this rank.
+            if waited > self.timeout_s and (late := self._missing(keys)):
                 self._store.delete_key(keys[self.rank])  # or a late rank would believe that everybody has come
                 raise OverlapTimeoutError(
                     f"{what}: rank {self.rank} waited {self.timeout_s:g} s for {late}. A rank that does not come is dead, "
                     f"stopped, or in another call; if it is only slow, raise timeout_s (--overlap-train-timeout-s)."
                 )
-            if not warned and waited > self.timeout_s / 10:
+            if not warned and waited > self.timeout_s / 10 and (late := self._missing(keys)):
                 warned = True
-                warnings.warn(
-                    f"{what}: rank {self.rank} has waited {waited:.3g} s for {self._missing(keys)}", stacklevel=1
-                )
+                warnings.warn(f"{what}: rank {self.rank} has waited {waited:.3g} s for {late}", stacklevel=1)
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
 
     def _missing(self, keys: list[str]) -> str:
+        """Who has not come, in words; empty: all have."""
         late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of the group"
+        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of the group" if late else ""

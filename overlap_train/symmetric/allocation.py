@@ -1,13 +1,32 @@
-"""Memory that all ranks of a group allocate, or none of them: one that has no room is named on every rank."""
+"""What all ranks of a group have, or none of them: memory, a library that has started, a mapping. One that has not is named on
+every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from ..config import flag_name
 from .agreement import Agreement
+
+T = TypeVar("T")
+
+
+def on_all_ranks(make: Callable[[], T], agreement: Agreement, what: str) -> T:
+    """What `make` returns, if it returns on every rank. Collective. what: what the ranks do here, for errors.
+
+    Raises:
+        RuntimeError: on every rank, if one of them raised, with what that one said.
+    """
+    try:
+        made = make()
+    except Exception as failure:  # libraries raise classes of their own
+        agreement.all_succeed(str(failure) or repr(failure), what)
+        raise
+    agreement.all_succeed(None, what)
+    return made
 
 
 def allocated(make: Callable[[], torch.Tensor], nbytes: int, agreement: Agreement, what: str) -> torch.Tensor:

@@ -33,22 +33,31 @@ class GlooTransport:
         self._under_way: list[tuple[Any, int, torch.Tensor]] = []  # (work, rank, what is sent)
         self._lost: OverlapTimeoutError | None = None
         self._heaps: Mapping[int, torch.Tensor] = {}
-        self._group, error = self._connect(agreement)
-        agreement.all_succeed(error, CONNECT)
+        agreement.barrier(CONNECT)  # counted in the name of the store: ranks that try again meet in a new one
+        self._group: Any = None
+        error = self._connect(agreement)
+        try:
+            agreement.all_succeed(error, CONNECT)
+        except RuntimeError:
+            self._group = None  # ends it, although who catches the error may hold this object
+            raise
         far = [node for node in range(topology.nodes) if node != topology.node]
         self._receivers = [threading.Thread(target=self._receive, args=(node,), daemon=True) for node in far]
         for receiver in self._receivers:
             receiver.start()
 
-    def _connect(self, agreement: Agreement) -> tuple[Any, str | None]:
+    def _connect(self, agreement: Agreement) -> str | None:
+        """Why not, or None."""
         topology = self._topology
-        store = agreement.store_of(f"network/{topology.rank % topology.local}")
+        # Of no other group: one that could not be connected has left its addresses behind.
+        store = agreement.store_of(agreement.name_of(f"network/{topology.rank % topology.local}"))
         try:
             limit = timedelta(seconds=self._timeout_s)
-            return dist.ProcessGroupGloo(store, topology.node, topology.nodes, limit), None
+            self._group = dist.ProcessGroupGloo(store, topology.node, topology.nodes, limit)
+            return None
         except RuntimeError as failure:
             first = str(failure).splitlines()[0]
-            return None, f"gloo could not connect it with its peers in other nodes ({first}); see GLOO_SOCKET_IFNAME"
+            return f"gloo could not connect it with its peers in other nodes ({first}); see GLOO_SOCKET_IFNAME"
 
     def attach(self, heaps: Mapping[int, torch.Tensor]) -> None:
         """From now on write what peers send into these heaps (uint8) of the ranks of this node. No peer sends meanwhile."""

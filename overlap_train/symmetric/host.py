@@ -29,12 +29,7 @@ class HostHeap:
         try:
             places = agreement.exchange((os.getpid(), descriptor, machine), _OPEN)
             agreement.all_succeed(error, _OPEN)
-            places = [places[rank] for rank in self._ranks]
-            if len({machine for *_, machine in places}) > 1:
-                raise ValueError(
-                    "group has CPU ranks on several machines; provider='host' shares the memory of one: use one"
-                )
-            self._views, error = _map_all([(pid, number) for pid, number, _ in places], nbytes)
+            self._views, error = _map_all([places[rank] for rank in self._ranks], nbytes)
             agreement.all_succeed(error, _OPEN)  # and every peer has mapped this descriptor before it goes away
         finally:
             if descriptor >= 0:
@@ -58,10 +53,13 @@ def _make(nbytes: int) -> tuple[int, str, str | None]:
         return descriptor, "", f"memfd of {nbytes} bytes: {error}"
 
 
-def _map_all(places: list[tuple[int, int]], nbytes: int) -> tuple[list[torch.Tensor], str | None]:
-    """(the memory of each (pid, descriptor), why not)."""
+def _map_all(places: list[tuple[int, int, str]], nbytes: int) -> tuple[list[torch.Tensor], str | None]:
+    """(the memory of each (pid, descriptor, machine), why not)."""
+    if len({machine for *_, machine in places}) > 1:
+        error = "group has CPU ranks on several machines; provider='host' shares the memory of one: use one"
+        return [], error
     try:
-        return [_map(pid, number, nbytes) for pid, number in places], None
+        return [_map(pid, number, nbytes) for pid, number, _ in places], None
     except (OSError, ValueError, MemoryError) as error:
         return [], f"map {nbytes} bytes of each of {len(places)} ranks: {error}"
 

@@ -64,13 +64,20 @@ class NcclTransport:
         self._ended = threading.Event()
         self._callers = agreement.callers(range(topology.rank % topology.local, topology.world, topology.local))
         agreement.barrier(CONNECT)
-        self._group, error = self._connect(agreement, device)
-        agreement.all_succeed(error, CONNECT)
+        self._group: Any = None
+        error = self._connect(agreement, device)
+        try:
+            agreement.all_succeed(error, CONNECT)
+        except RuntimeError:
+            self.close(orderly=False)
+            raise
         threading.Thread(target=self._watch, name="overlap_train between nodes", daemon=True).start()
 
-    def _connect(self, agreement: Agreement, device: torch.device) -> tuple[Any, str | None]:
+    def _connect(self, agreement: Agreement, device: torch.device) -> str | None:
+        """Why not, or None."""
         topology = self._topology
-        store = agreement.store_of(f"network/{topology.rank % topology.local}/{self.sms}")  # of no other communicator
+        # Of no other communicator: one that could not be connected has left the id of its NCCL behind.
+        store = agreement.store_of(agreement.name_of(f"network/{topology.rank % topology.local}"))
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # before the products' next wave of CTAs
         options.config.max_ctas = self.sms
         # In clusters of four, as NCCL's kernels come by themselves, they would wait for four free SMs of one GPC. A kernel that
@@ -81,12 +88,12 @@ class NcclTransport:
         )  # torch's watchdog ends the process: ours comes first
         try:
             with bounded(CONNECT, self._callers):  # NCCL's rendezvous has no limit
-                group = dist.ProcessGroupNCCL(store, topology.node, topology.nodes, options)
-                group.eager_connect_single_device(device)
-            return group, None
+                self._group = dist.ProcessGroupNCCL(store, topology.node, topology.nodes, options)
+                self._group.eager_connect_single_device(device)
+            return None
         except RuntimeError as failure:
             first = str(failure).splitlines()[0]
-            return None, f"NCCL could not connect it with its peers in other nodes ({first}); see NCCL_SOCKET_IFNAME"
+            return f"NCCL could not connect it with its peers in other nodes ({first}); see NCCL_SOCKET_IFNAME"
 
     def exchange(self, crossing: Crossing, sent: Piece, received: Piece) -> NcclExchange:
         """Enqueue a send to the twin in the node of `crossing.sent.target`, and a receive from `crossing.received.source`, after
@@ -133,5 +140,5 @@ class NcclTransport:
         if orderly:
             with bounded("overlap_train: disconnect the nodes of the group", self._callers):
                 self._group.shutdown()
-        else:
+        elif self._group is not None:
             self._group.abort()

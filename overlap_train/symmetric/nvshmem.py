@@ -9,17 +9,19 @@ Its collective calls wait without end for a rank that does not come. Ranks agree
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .agreement import Agreement
-from .allocation import allocated
+from .agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
+from .allocation import allocated, on_all_ranks
 from .bounded import Callers, bounded
 
 _START, _ALLOCATE = "overlap_train: start NVSHMEM", "overlap_train: allocate NVSHMEM memory"
+_OPEN = "overlap_train: open NVSHMEM memory"
 _worlds: list[Callers] = []  # the ranks of this process's NVSHMEM world; empty before it is initialised
 
 
@@ -53,11 +55,19 @@ class NvshmemHeap:
         self._nvshmem, self._first, self._world_first = _world(agreement, device, world), ranks.start, world.start
         self._callers = agreement.callers(world)
         agreement.barrier(_ALLOCATE)
-        memory = allocated(partial(self._new, nbytes), nbytes, agreement, _ALLOCATE)
-        self._memory = memory
-        self._views = [memory if rank == agreement.rank else self._peer(memory, rank) for rank in ranks]
+        self._memory = allocated(partial(self._new, nbytes), nbytes, agreement, _ALLOCATE)
+        try:
+            self._views = on_all_ranks(partial(self._mapped, ranks, agreement.rank, device), agreement, _OPEN)
+        except (OverlapTimeoutError, OverlapMismatchError):  # NVSHMEM would wait for the others while it frees
+            raise
+        except RuntimeError:
+            self.close()
+            raise
+
+    def _mapped(self, ranks: range, own: int, device: torch.device) -> list[torch.Tensor]:
+        views = [self._memory if rank == own else self._peer(self._memory, rank) for rank in ranks]
         torch.cuda.synchronize(device)
-        agreement.barrier("overlap_train: open NVSHMEM memory")
+        return views
 
     def _new(self, nbytes: int) -> torch.Tensor:
         with bounded(_ALLOCATE, self._callers):
@@ -101,7 +111,28 @@ def _ranks(group: dist.ProcessGroup, members: range | None) -> tuple[int, ...]:
 
 
 def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
-    """nvshmem.core, initialised over these ranks of the agreement's group."""
+    """nvshmem.core, initialised over these ranks of the agreement's group. Collective over the group."""
+    prepared = on_all_ranks(partial(_prepared, agreement, device, members), agreement, _START)
+    uid = agreement.exchange(prepared.uid, _START)[members.start]  # by all: another node may have its world already
+    on_all_ranks(partial(_start, prepared, uid), agreement, _START)
+    if not _worlds:
+        _worlds.append(prepared.callers)
+    return prepared.core
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a rank needs to join NVSHMEM's world. core: nvshmem.core. chip: of cuda.core. rank: within the world. uid: the world's
+    id on its first rank, before it is initialised."""
+
+    core: Any
+    chip: Any
+    rank: int
+    callers: Callers
+    uid: Any
+
+
+def _prepared(agreement: Agreement, device: torch.device, members: range) -> _Prepared:
     import nvshmem.core
     from cuda.core import Device
 
@@ -111,14 +142,16 @@ def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
             f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_worlds[0].ranks)}, and NVSHMEM "
             f"allows one world a process; use provider='torch' for the other group (--overlap-train-provider)"
         )
-    if not _worlds:
-        rank = agreement.rank - members.start
-        uid = nvshmem.core.get_unique_id() if rank == 0 else None
-        uid = agreement.exchange(uid, _START)[members.start]
-        chip = Device(device.index)
-        chip.set_current()
-        callers = agreement.callers(members)
-        with bounded(_START, callers):
-            nvshmem.core.init(device=chip, uid=uid, rank=rank, nranks=len(ranks), initializer_method="uid")
-        _worlds.append(callers)
-    return nvshmem.core
+    rank = agreement.rank - members.start
+    uid = nvshmem.core.get_unique_id() if rank == 0 and not _worlds else None
+    return _Prepared(nvshmem.core, Device(device.index), rank, agreement.callers(members), uid)
+
+
+def _start(prepared: _Prepared, uid: Any) -> None:
+    """Initialise NVSHMEM, if this process has not yet."""
+    if _worlds:
+        return
+    prepared.chip.set_current()
+    nranks, callers = len(prepared.callers.ranks), prepared.callers
+    with bounded(_START, callers):
+        prepared.core.init(device=prepared.chip, uid=uid, rank=prepared.rank, nranks=nranks, initializer_method="uid")

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .agreement import Agreement
-from .allocation import allocated
-from .bounded import bounded
+from .allocation import allocated, on_all_ranks
+from .bounded import Callers, bounded
 
 _OPEN = "overlap_train: open torch symmetric memory"
 
@@ -24,9 +26,9 @@ class TorchHeap:
     provider = "torch"
 
     def __init__(self, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
         def make() -> torch.Tensor:
+            import torch.distributed._symmetric_memory as symmetric_memory
+
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
             memory.zero_()
             torch.cuda.synchronize(device)
@@ -34,15 +36,12 @@ class TorchHeap:
 
         memory = allocated(make, nbytes, agreement, "overlap_train: allocate torch symmetric memory")
         self._first = 0 if ranks is None else ranks.start
-        group = agreement.group if ranks is None else _group_of(agreement, ranks)
-        with bounded(_OPEN, agreement.callers(ranks)):  # peers send descriptors over sockets that nobody gives a limit
-            handle = symmetric_memory.rendezvous(memory, group.group_name)
+        group = agreement.group
+        if ranks is not None:  # nobody waits in the rendezvous for a rank that has no group
+            group = on_all_ranks(partial(_group_of, agreement, ranks), agreement, _OPEN)
         self._group: dist.ProcessGroup | None = group  # torch's register does not keep it
-        self._handle = handle
-        self._views = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(handle.world_size)]
-        self._views[handle.rank] = memory
-        torch.cuda.synchronize(device)
-        agreement.barrier(_OPEN)
+        mapped = partial(_mapped, memory, group.group_name, agreement.callers(ranks))
+        self._handle, self._views = on_all_ranks(mapped, agreement, _OPEN)
 
     def view(self, rank: int) -> torch.Tensor:
         return self._views[rank - self._first]
@@ -50,6 +49,18 @@ class TorchHeap:
     def close(self) -> None:
         self._views = []
         self._handle = self._group = None
+
+
+def _mapped(memory: torch.Tensor, group: str, callers: Callers) -> tuple[Any, list[torch.Tensor]]:
+    """(torch's handle of the memory, which keeps it mapped; the memory of each rank of a group)."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    with bounded(_OPEN, callers):  # peers send descriptors over sockets that nobody gives a limit
+        handle = symmetric_memory.rendezvous(memory, group)
+    views = [handle.get_buffer(rank, tuple(memory.shape), torch.uint8) for rank in range(handle.world_size)]
+    views[handle.rank] = memory
+    torch.cuda.synchronize(memory.device)
+    return handle, views
 
 
 def _group_of(agreement: Agreement, ranks: range) -> dist.ProcessGroup:

@@ -5,7 +5,9 @@ NCCL's CTAs copy between the GPU and what the network card reads. More of them t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -46,25 +48,32 @@ def connect(
         failures.check()
         return min(agreement.exchange(gbs, _MEASURE))
 
-    if sms:
-        network = by(sms)
-        gbs = measure(network)
-    else:
-        network, gbs = connect_with_fewest_sms(by, measure)
+    with ExitStack() as opened:  # what fails leaves none of them open
+        network, gbs = connect_with_fewest_sms(partial(_opened, by, opened), measure, (sms,) if sms else COUNTS)
+        opened.pop_all()
     found = f"carries {gbs:.1f} GB/s in each direction, and takes {network.sms} SMs for it (see network_sms)"
     say_on_rank_0(agreement.rank, f"NCCL between nodes {found}")
     return network, gbs
 
 
-def connect_with_fewest_sms(by: Connect, measure: Callable[[NcclTransport], float]) -> tuple[NcclTransport, float]:
-    """Connect with more and more of COUNTS, until more SMs carry no more. Returns the transport to use, and its GB/s; the others
-    are closed.
+def _opened(by: Connect, opened: ExitStack, sms: int) -> NcclTransport:
+    """A new transport, which ends with `opened`."""
+    network = by(sms)
+    opened.callback(network.close, orderly=False)
+    return network
+
+
+def connect_with_fewest_sms(
+    by: Connect, measure: Callable[[NcclTransport], float], counts: Sequence[int] = COUNTS
+) -> tuple[NcclTransport, float]:
+    """Connect with more and more SMs, as `counts` says, until more carry no more. Returns the transport to use, and its GB/s; the
+    others are closed.
 
     measure: returns the GB/s of a transport, the same on all ranks.
     """
-    best = by(COUNTS[0])
+    best = by(counts[0])
     gbs = measure(best)
-    for count in COUNTS[1:]:
+    for count in counts[1:]:
         more = by(count)
         more_gbs = measure(more)
         if more_gbs < WORTH * gbs:

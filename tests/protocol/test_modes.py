@@ -22,6 +22,7 @@ from overlap_train.operators.all_gather_gemm import ChunkedGather
 from overlap_train.operators.all_to_all_gemm import ChunkedAllToAllGemm
 from overlap_train.runtime import domain
 from overlap_train.symmetric import host
+from overlap_train.symmetric.agreement import Agreement
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values
 
@@ -211,7 +212,7 @@ def test_wrong_calls_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) 
 
 def _on_two_machines(rank: int, world: int) -> str:
     host._machine = lambda: f"machine {rank}"  # type: ignore[assignment] # of this process
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(RuntimeError) as raised:
         _exact(_case())
     return str(raised.value)
 
@@ -219,3 +220,17 @@ def _on_two_machines(rank: int, world: int) -> str:
 def test_cpu_ranks_of_several_machines_are_refused_on_all_of_them() -> None:
     said = values(run_ranks(2, _on_two_machines, limit_s=60))
     assert all("CPU ranks on several machines" in text for text in said)
+
+
+def _in_a_node_of_two_machines(rank: int, world: int) -> str:
+    """Ranks 0 and 1 are in one node by mistake, ranks 2 and 3 rightly."""
+    host._machine = lambda: f"machine {min(rank, 2)}"  # type: ignore[assignment] # of this process
+    first = rank // 2 * 2
+    with pytest.raises(RuntimeError) as raised:
+        host.HostHeap(Agreement(dist.group.WORLD, 20.0), 16, range(first, first + 2))
+    return str(raised.value)
+
+
+def test_other_nodes_hear_of_a_node_of_two_machines() -> None:
+    for text in values(run_ranks(4, _in_a_node_of_two_machines, limit_s=60)):
+        assert "rank 1: group has CPU ranks on several machines" in text and "rank 2:" not in text

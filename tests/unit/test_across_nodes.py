@@ -108,3 +108,22 @@ def test_sums_get_the_sms_that_keep_up_with_the_network(
     engine, settle = made_engine(name, **settings)
     found = (5, gbs) if name == "NodeExchangeEngine" else (5,)  # NVSHMEM's network is not measured
     assert engine.call_args.args[5:] == found and settle.call_args.args[1:] == (TWO_BY_TWO, GPU, gbs, asked)
+
+
+@pytest.mark.parametrize("step", ["settle", "Blas", "NodeExchangeEngine"])
+def test_nodes_are_disconnected_where_the_engine_cannot_be_made(step: str) -> None:
+    where, nccl = across(), mock.Mock()
+    object.__setattr__(where, "launcher", mock.Mock())
+    steps = {name: mock.Mock() for name in ("settle", "Blas", "NodeExchangeEngine")}
+    steps[step].side_effect = RuntimeError("rank 1")
+    with (
+        mock.patch.multiple(across_nodes, connect=mock.Mock(return_value=(nccl, 30.0)), **steps),
+        pytest.raises(RuntimeError, match="rank 1"),
+    ):
+        where.new_engine()
+    assert nccl.close.call_args_list == [mock.call(orderly=False)]
+
+
+def test_nodes_stay_connected_where_the_engine_is_made() -> None:
+    engine, _ = made_engine("NodeExchangeEngine")
+    assert not engine.call_args.args[2].close.called

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -60,6 +62,31 @@ def test_those_who_do_not_come_are_named_and_those_who_came_are_not() -> None:
         pytest.raises(OverlapTimeoutError, match=r"fc1: rank 0 waited 0.05 s for ranks 1, 3 of the group"),
     ):
         one.exchange(None, "fc1")
+
+
+class LastMoment:
+    """A store into which rank 1 puts its key right after rank 0 has looked for all keys the first time."""
+
+    def __init__(self, store: dist.Store, theirs: bytes) -> None:
+        self._store, self._theirs = store, theirs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        self._store.set("0/1", self._theirs)
+        return found
+
+
+def test_one_that_comes_at_the_last_moment_is_not_late() -> None:
+    """It has seen all keys, and goes on: who gave up now would be alone with that."""
+    one = ranks(2, timeout_s=0.0)[0]
+    one._store = LastMoment(one._store, pickle.dumps(("fc1", "fc1", "theirs")))  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it would name nobody
+        assert one.exchange("mine", "fc1") == ["mine", "theirs"]
+    assert one._store.check(["0/0"]), "the other one may still have to read it"
 
 
 def test_an_error_of_one_is_raised_by_all() -> None:

@@ -164,6 +164,9 @@ class Ranks:
     def store_of(self, name: str) -> str:
         return name
 
+    def name_of(self, what: str) -> str:
+        return what
+
 
 def test_every_collective_call_of_nvshmem_is_bounded(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     core = ModuleType("nvshmem.core")

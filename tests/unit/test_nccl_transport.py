@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,9 +80,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Any]]:
     group.Options = dist.ProcessGroupNCCL.Options  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", group)
     monkeypatch.setattr(nccl, "_LOOK_S", 0.01)
+    rounds = count()
     agreement: Any = SimpleNamespace(
         barrier=lambda what: None,
         store_of=lambda name: name,
+        name_of=lambda what: f"round {next(rounds)}/{what}",
         all_succeed=lambda error, what: None,
         callers=lambda ranks: Callers(TOPOLOGY.rank, tuple(ranks), 60.0),
     )
@@ -124,8 +128,38 @@ def test_it_may_take_few_sms_and_its_own_watchdog_comes_last(opened: Callable[[f
 
 
 def test_a_communicator_meets_in_a_place_of_its_own(opened: Callable[..., Any]) -> None:
-    """Twins alone, and only with as many SMs: several are made one after the other (wire.py)."""
-    assert {opened(60.0, sms)[0]._group.store for sms in (2, 4)} == {"network/1/2", "network/1/4"}
+    """Twins alone, and only this time: one with as many SMs may have failed, and its NCCL's id still be there."""
+    stores = [opened(60.0, sms)[0]._group.store for sms in (2, 2, 4)]
+    assert stores == ["round 0/network/1", "round 1/network/1", "round 2/network/1"]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_twins_that_not_all_have_connected_leave_nothing_open(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+    """NCCL refuses this rank, or a peer reports an error, or does not come."""
+    made: list[Group] = []
+
+    class Made(Group):
+        Options = dist.ProcessGroupNCCL.Options
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            made.append(self)
+            if refuses:
+                raise RuntimeError("no socket")
+
+    def all_succeed(error: str | None, what: str) -> None:
+        assert (error is not None) == refuses and not made[0].told
+        raise OverlapTimeoutError("rank 5")
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Made)
+    same: Callable[[str], str] = str
+    agreement: Any = SimpleNamespace(
+        barrier=same, store_of=same, name_of=same, all_succeed=all_succeed,
+        callers=lambda ranks: Callers(TOPOLOGY.rank, tuple(ranks), 60.0),
+    )  # fmt: skip
+    threads = set(threading.enumerate())
+    with pytest.raises(OverlapTimeoutError, match="rank 5"):
+        nccl.NcclTransport(agreement, TOPOLOGY, CPU, 60.0, FaultRecord(CPU, TOPOLOGY.rank, 60.0), 6)
+    assert made[0].told == ["abort"] and threads.issuperset(threading.enumerate())
 
 
 def wait_until(ready: Callable[[], bool]) -> None:

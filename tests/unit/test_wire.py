@@ -21,10 +21,10 @@ CPU, TOPOLOGY = torch.device("cpu"), Topology(2, 2, 0)
 
 
 class Network:
-    """A stand-in for a transport of so many SMs. open: not yet closed."""
+    """A stand-in for a transport of so many SMs. open: not yet closed. orderly: how it was closed."""
 
     def __init__(self, sms: int) -> None:
-        self.sms, self.open, self.crossed = sms, True, 0
+        self.sms, self.open, self.crossed, self.orderly = sms, True, 0, True
 
     def exchange(self, crossing: Any, sent: Any, received: Any) -> Any:
         assert (crossing.sent.target, crossing.received.source) == (2, 2) and sent.data.numel() == 32 << 20
@@ -32,8 +32,8 @@ class Network:
         return SimpleNamespace(arrive=lambda: None)
 
     def close(self, orderly: bool) -> None:
-        assert self.open and orderly
-        self.open = False
+        if self.open:
+            self.open, self.orderly = False, orderly
 
 
 class Made:
@@ -73,10 +73,11 @@ def agreement(rank: int, gbs: Sequence[float]) -> Any:
 
 
 def connect(
-    rank: int, sms: int, own: Sequence[float], others: Sequence[float], fails: bool = False, gbs: float | None = None
-) -> Made:
-    """gbs: what is carried in the end."""
-    by, failure = Made(), OverlapTimeoutError("rank 3 does not come") if fails else None
+    rank: int, sms: int, own: Sequence[float], others: Sequence[float], fails: bool = False, gbs: float | None = None,
+    made: Made | None = None,
+) -> Made:  # fmt: skip
+    """gbs: what is carried in the end. made: makes the networks."""
+    by, failure = made or Made(), OverlapTimeoutError("rank 3 does not come") if fails else None
     failures: Any = SimpleNamespace(check=mock.Mock(side_effect=failure))
     with mock.patch.object(wire, "_gbs", side_effect=list(own)):
         network, carried = wire.connect(agreement(rank, others), TOPOLOGY, CPU, sms, by, failures)
@@ -100,9 +101,31 @@ def test_a_setting_is_taken_as_it_is_and_what_it_carries_measured(capsys: pytest
     assert "carries 18.0 GB/s in each direction, and takes 6 SMs for it" in capsys.readouterr().err
 
 
-def test_an_exchange_that_did_not_end_is_no_measurement() -> None:
+@pytest.mark.parametrize("sms", [0, 6])
+def test_an_exchange_that_did_not_end_is_no_measurement(sms: int) -> None:
+    """And its network does not stay open: a thread would watch it for good."""
+    made = Made()
     with pytest.raises(OverlapTimeoutError, match="rank 3"):
-        connect(0, 0, own=(1.0,), others=(1.0,), fails=True)
+        connect(0, sms, own=(1.0,), others=(1.0,), fails=True, made=made)
+    assert [(one.open, one.orderly) for one in made.networks] == [(False, False)]
+
+
+def test_no_network_stays_open_where_the_next_one_fails() -> None:
+    """It could not be connected, or not be measured."""
+    made = Made()
+    with pytest.raises(StopIteration):
+        connect(0, 0, own=(20.0, 40.0), others=(20.0,), made=made)
+    assert [(one.open, one.orderly) for one in made.networks] == [(False, False)] * 2
+
+    def refuse(sms: int) -> Any:
+        if sms > wire.COUNTS[0]:
+            raise RuntimeError("no socket")
+        return Made.__call__(made, sms)
+
+    made.networks.clear()
+    with pytest.raises(RuntimeError, match="no socket"):
+        connect(0, 0, own=(20.0,), others=(20.0,), made=refuse)  # type: ignore[arg-type]
+    assert [(one.open, one.orderly) for one in made.networks] == [(False, False)]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ FAULTS = [
     NVSHMEM("NVSHMEM frees without a limit", 'with bounded("overlap_train: free NVSHMEM memory", self._callers):', "if True:"),
     NVSHMEM("NVSHMEM ends without a limit", 'with bounded("overlap_train: end NVSHMEM", _worlds[0]):', "if True:"),
     NVSHMEM("ranks of other nodes are said to be waited for", "agreement.callers(world)", "agreement.callers()"),
-    TORCH("torch has no limit", "with bounded(_OPEN, agreement.callers(ranks)):", "if True:"),
+    TORCH("torch has no limit", "with bounded(_OPEN, callers):", "if True:"),
     NCCL("NCCL connects without a limit", "with bounded(CONNECT, self._callers):", "if True:"),
     NCCL("NCCL leaves without a limit", 'with bounded("overlap_train: disconnect the nodes of the group", self._callers):',
          "if True:"),

@@ -50,6 +50,7 @@ BESIDE, COLUMN, ULYSSES, STREAM_PRODUCTS, EXCHANGE_PRODUCTS = (
 )  # fmt: skip
 SUM = In("kernels/add_blocks.py", ("tests/protocol/test_add_blocks.py",))
 SAYS = In("overlap_train/symmetric/agreement.py", ("tests/unit/test_wire.py",))
+GLOO = In("overlap_train/symmetric/gloo.py", ("tests/unit/test_gloo_transport.py",))
 SUMS = In("overlap_train/symmetric/node_sums.py", ("tests/unit/test_node_sums.py",))
 SUM_PROBE = In("overlap_train/symmetric/node_sums.py", ("tests/protocol/test_add_blocks.py",))
 ENGINES_MADE = In("overlap_train/runtime/across_nodes.py", ("tests/unit/test_across_nodes.py",))
@@ -87,7 +88,15 @@ FAULTS = [
     WIRE("connections stay where others are taken", "        best.close(orderly=True)\n", ""),
     WIRE("an exchange that failed is a measurement", "        failures.check()\n", ""),
     WIRE("the time to connect counts", "    seconds(exchange, device)  # NCCL", "    # NCCL"),
-    WIRE("a setting is measured, too", "    if sms:\n", "    if False:\n"),
+    WIRE("a setting is measured, too", "(sms,) if sms else COUNTS", "COUNTS"),
+    WIRE("networks stay open where one fails", "    opened.callback(network.close, orderly=False)\n", ""),
+    WIRE("the network that is taken is closed", "        opened.pop_all()\n", ""),
+    ENGINES_MADE("nodes stay connected where the engine cannot be made",
+                 "            opened.callback(nccl.close, orderly=False)\n", ""),
+    ENGINES_MADE("nodes are disconnected where the engine is made", "            opened.pop_all()\n", ""),
+    GLOO("twins meet where they could not be connected before", "agreement.name_of(f\"network/", "str(f\"network/"),
+    GLOO("a second attempt has the name of the first", "        agreement.barrier(CONNECT)  #", "        #"),
+    GLOO("a group that not all have connected stays", "            self._group = None  #", "            #"),
     TOPOLOGY("nodes of unequal size are accepted", "len({len(ranks) for ranks in nodes}) > 1", "False"),
     TOPOLOGY("ranks may be numbered across nodes", "!= tuple(range(ranks[0], ranks[0] + len(ranks)))", "!= ranks"),
     TOPOLOGY("a rank that is not reached back is in the node", "if rank not in ranks or other is not None:", "if False:"),
@@ -233,7 +242,10 @@ FAULTS = [
     NCCL("a receive is posted outside its group", "        group._start_coalescing()\n", ""),
     NCCL("NCCL may take all SMs", "        options.config.max_ctas = self.sms\n", ""),
     NCCL("NCCL's kernels need SMs that lie together", "        options.config.cga_cluster_size = 1\n", ""),
-    NCCL("communicators of several sizes meet in one place", "{topology.rank % topology.local}/{self.sms}", "0"),
+    NCCL("communicators of several twins meet in one place", "{topology.rank % topology.local}", "0"),
+    NCCL("a communicator meets where one has failed", "agreement.name_of(f\"network/", "str(f\"network/"),
+    NCCL("twins that not all have connected stay", "            self.close(orderly=False)\n            raise\n",
+         "            raise\n"),
     NCCL("torch's watchdog ends the process first", "2 * self._timeout_s + 60", "self._timeout_s / 2"),
     NCCL("who is late is said to be the rank that a block is for",
          "topology.receiver(crossing.sent.target)", "crossing.sent.target"),

@@ -26,6 +26,10 @@ AGREEMENT = In("overlap_train/symmetric/agreement.py", (f"{UNIT}/test_agreement.
 PROVIDERS = In("overlap_train/symmetric/__init__.py", (f"{UNIT}/test_providers.py",))
 ALLOCATION = In("overlap_train/symmetric/allocation.py", (f"{UNIT}/test_providers.py",))
 NVSHMEM = In("overlap_train/symmetric/nvshmem.py", (f"{UNIT}/test_providers.py",))
+TOGETHER = (f"{UNIT}/test_open_together.py",)
+ON_ALL_RANKS = In("overlap_train/symmetric/allocation.py", TOGETHER)
+OPEN_NVSHMEM = In("overlap_train/symmetric/nvshmem.py", TOGETHER)
+OPEN_TORCH = In("overlap_train/symmetric/torch_symm.py", TOGETHER)
 
 FAULTS = [
     # the own block beside a wait
@@ -268,7 +272,19 @@ FAULTS = [
     ),
     AGREEMENT("keys stay in the store", "if self._number:  #", "if False:  #"),
     AGREEMENT("those who came are named", "if not self._store.check([key])]", "if self._store.check([key])]"),
-    AGREEMENT("ranks wait for ever", "if waited > self.timeout_s:", "if waited > self.timeout_s * 1e9:"),
+    AGREEMENT("ranks wait for ever", "if waited > self.timeout_s and", "if waited > self.timeout_s * 1e9 and"),
+    AGREEMENT(
+        "who came at the last moment is late",
+        "if waited > self.timeout_s and (late := self._missing(keys)):",
+        "if waited > self.timeout_s and (late := self._missing(keys)) is not None:",
+        f"{UNIT}/test_agreement.py::test_one_that_comes_at_the_last_moment_is_not_late",
+    ),
+    AGREEMENT(
+        "a warning names nobody",
+        "self.timeout_s / 10 and (late := self._missing(keys)):",
+        "self.timeout_s / 10 and (late := self._missing(keys)) is not None:",
+        f"{UNIT}/test_agreement.py::test_one_that_comes_at_the_last_moment_is_not_late",
+    ),
     AGREEMENT("a rank's own error is not raised", "if text is not None}", "if text is not None and rank != self.rank}"),
     AGREEMENT(
         "a store that is gone is not translated",
@@ -302,4 +318,52 @@ FAULTS = [
         "return not _worlds",
     ),
     NVSHMEM("nvshmem serves where it is not installed", "    if not is_installed():\n        return False\n", ""),
+    ON_ALL_RANKS(
+        "what a rank could not do is not told to the peers",
+        "        agreement.all_succeed(str(failure) or repr(failure), what)\n",
+        "",
+    ),
+    ON_ALL_RANKS("an error without words is told without a name", "str(failure) or repr(failure)", "str(failure)"),
+    ON_ALL_RANKS("what a peer could not do is not heard", "    agreement.all_succeed(None, what)\n", ""),
+    In("overlap_train/symmetric/__init__.py", TOGETHER)(
+        "a rank without the provider leaves its peers waiting",
+        'on_all_ranks(choose, agreement, "overlap_train: choose the provider of symmetric memory")',
+        "choose()",
+    ),
+    OPEN_NVSHMEM(
+        "a rank without NVSHMEM leaves its peers waiting",
+        "on_all_ranks(partial(_prepared, agreement, device, members), agreement, _START)",
+        "_prepared(agreement, device, members)",
+    ),
+    OPEN_NVSHMEM(
+        "a rank that NVSHMEM refuses leaves its peers waiting",
+        "on_all_ranks(partial(_start, prepared, uid), agreement, _START)",
+        "_start(prepared, uid)",
+    ),
+    OPEN_NVSHMEM(
+        "a rank that cannot map a peer leaves all waiting",
+        "on_all_ranks(partial(self._mapped, ranks, agreement.rank, device), agreement, _OPEN)",
+        "self._mapped(ranks, agreement.rank, device)",
+    ),
+    OPEN_NVSHMEM(
+        "memory that nobody can use stays", "            self.close()\n            raise\n", "            raise\n"
+    ),
+    OPEN_NVSHMEM(
+        "memory is freed without the peers", "except (OverlapTimeoutError, OverlapMismatchError):", "except KeyError:"
+    ),
+    OPEN_NVSHMEM(
+        "only ranks that start tell each other the id of their world",
+        "uid = agreement.exchange(prepared.uid, _START)[members.start]",
+        "uid = None if _worlds else agreement.exchange(prepared.uid, _START)[members.start]",
+    ),
+    OPEN_TORCH(
+        "a rank without a group leaves its peers waiting",
+        "on_all_ranks(partial(_group_of, agreement, ranks), agreement, _OPEN)",
+        "_group_of(agreement, ranks)",
+    ),
+    OPEN_TORCH(
+        "a rank that torch cannot connect leaves its peers waiting",
+        "on_all_ranks(mapped, agreement, _OPEN)",
+        "mapped()",
+    ),
 ]

@@ -37,12 +37,16 @@ FAULTS = [
     HEAP("a file stays open", "            if descriptor >= 0:\n                os.close(descriptor)", "            pass"),
     HEAP("memory is never unmapped", "        self._views = []\n", "        pass\n"),
     HEAP("every rank maps the memory of the last",
-         "for pid, number in places], None",
-         "for pid, number in places[-1:] * len(places)], None"),
+         "for pid, number, _ in places], None",
+         "for pid, number, _ in places[-1:] * len(places)], None"),
     HEAP("memory is one byte too small", "_map(pid, number, nbytes) for", "_map(pid, number, nbytes - 1) for"),
     HEAP(
         "ranks of two machines go on", "places}) > 1", "places}) > 2",
         "tests/protocol/test_modes.py::test_cpu_ranks_of_several_machines_are_refused_on_all_of_them",
+    ),
+    HEAP(
+        "other nodes do not hear of a node of two machines", "        return [], error\n", "        raise ValueError(error)\n",
+        "tests/protocol/test_modes.py::test_other_nodes_hear_of_a_node_of_two_machines",
     ),
     HEAP("machines are told apart by their start only", ' + os.readlink("/proc/self/ns/pid")', "",
          survives="containers of one machine that cannot see each other's processes fail to map memory instead"),
