@@ -42,7 +42,8 @@ class Documents:
         ):
             return None
         spans = zip(self.starts, self.lengths, strict=False)
-        return torch.cat([torch.arange(start, start + length) for start, length in spans])
+        with torch.inference_mode(False):  # training may ask next
+            return torch.cat([torch.arange(start, start + length, device="cpu") for start, length in spans])
 
 
 def cut_of(packed: PackedSeqParams | None, config: TransformerConfig) -> str:

@@ -47,7 +47,7 @@ def open_heap(
 
     Raises:
         RuntimeError: the provider cannot serve the device of a rank, is not installed there, or does not start, or the rank
-            could not allocate or map; on every rank, naming it.
+            could not allocate or map; on every rank that does not wait inside a library, naming it.
         OverlapTimeoutError: a rank did not come.
         OverlapMismatchError: ranks came to different providers, or are in different calls.
     """

@@ -97,7 +97,12 @@ class Agreement:
 
     def all_succeed(self, error: str | None, what: str) -> None:
         """Raise RuntimeError on all ranks if one of them reports an error."""
-        errors = {rank: text for rank, text in enumerate(self.exchange(error, what)) if text is not None}
+        try:
+            errors = {rank: text for rank, text in enumerate(self.exchange(error, what)) if text is not None}
+        except OverlapTimeoutError as late:
+            if error is not None:  # its peers may wait inside a library for what failed here
+                late.add_note(f"rank {self.rank} itself had failed: {error}")
+            raise
         if errors:
             raise RuntimeError(f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in errors.items()))
 

@@ -55,7 +55,7 @@ class GlooTransport:
             limit = timedelta(seconds=self._timeout_s)
             self._group = dist.ProcessGroupGloo(store, topology.node, topology.nodes, limit)
             return None
-        except RuntimeError as failure:
+        except Exception as failure:  # its peers wait to hear of it
             first = str(failure).splitlines()[0]
             return f"gloo could not connect it with its peers in other nodes ({first}); see GLOO_SOCKET_IFNAME"
 

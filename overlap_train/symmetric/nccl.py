@@ -91,7 +91,7 @@ class NcclTransport:
                 self._group = dist.ProcessGroupNCCL(store, topology.node, topology.nodes, options)
                 self._group.eager_connect_single_device(device)
             return None
-        except RuntimeError as failure:
+        except Exception as failure:  # its peers wait to hear of it
             first = str(failure).splitlines()[0]
             return f"NCCL could not connect it with its peers in other nodes ({first}); see NCCL_SOCKET_IFNAME"
 

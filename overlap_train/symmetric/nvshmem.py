@@ -115,8 +115,6 @@ def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
     prepared = on_all_ranks(partial(_prepared, agreement, device, members), agreement, _START)
     uid = agreement.exchange(prepared.uid, _START)[members.start]  # by all: another node may have its world already
     on_all_ranks(partial(_start, prepared, uid), agreement, _START)
-    if not _worlds:
-        _worlds.append(prepared.callers)
     return prepared.core
 
 
@@ -155,3 +153,4 @@ def _start(prepared: _Prepared, uid: Any) -> None:
     nranks, callers = len(prepared.callers.ranks), prepared.callers
     with bounded(_START, callers):
         prepared.core.init(device=prepared.chip, uid=uid, rank=prepared.rank, nranks=nranks, initializer_method="uid")
+    _worlds.append(callers)  # also where a peer could not join: this process can have no other

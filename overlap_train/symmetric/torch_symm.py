@@ -16,6 +16,7 @@ from .agreement import Agreement
 from .allocation import allocated, on_all_ranks
 from .bounded import Callers, bounded
 
+_ALLOCATE = "overlap_train: allocate torch symmetric memory"
 _OPEN = "overlap_train: open torch symmetric memory"
 
 
@@ -26,15 +27,15 @@ class TorchHeap:
     provider = "torch"
 
     def __init__(self, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None) -> None:
-        def make() -> torch.Tensor:
-            import torch.distributed._symmetric_memory as symmetric_memory
+        symmetric_memory = on_all_ranks(_library, agreement, _ALLOCATE)
 
+        def make() -> torch.Tensor:
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
             memory.zero_()
             torch.cuda.synchronize(device)
             return memory
 
-        memory = allocated(make, nbytes, agreement, "overlap_train: allocate torch symmetric memory")
+        memory = allocated(make, nbytes, agreement, _ALLOCATE)
         self._first = 0 if ranks is None else ranks.start
         group = agreement.group
         if ranks is not None:  # nobody waits in the rendezvous for a rank that has no group
@@ -51,12 +52,16 @@ class TorchHeap:
         self._handle = self._group = None
 
 
-def _mapped(memory: torch.Tensor, group: str, callers: Callers) -> tuple[Any, list[torch.Tensor]]:
-    """(torch's handle of the memory, which keeps it mapped; the memory of each rank of a group)."""
+def _library() -> Any:
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    return symmetric_memory
+
+
+def _mapped(memory: torch.Tensor, group: str, callers: Callers) -> tuple[Any, list[torch.Tensor]]:
+    """(torch's handle of the memory, which keeps it mapped; the memory of each rank of a group)."""
     with bounded(_OPEN, callers):  # peers send descriptors over sockets that nobody gives a limit
-        handle = symmetric_memory.rendezvous(memory, group)
+        handle = _library().rendezvous(memory, group)
     views = [handle.get_buffer(rank, tuple(memory.shape), torch.uint8) for rank in range(handle.world_size)]
     views[handle.rank] = memory
     torch.cuda.synchronize(memory.device)

@@ -65,6 +65,12 @@ def test_the_table_says_that_parts_hide_each_others_exchange(ranks: list[dict[st
         ]  # fmt: skip
 
 
+def test_the_table_keeps_saying_why_nothing_hides_an_exchange_after_validation(ranks: list[dict[str, Any]]):
+    exchanged = "all-to-all over 2 CP ranks not overlapped: too short to be cut into parts"
+    for facts in (rank["tp 2 x ulysses 2"] for rank in ranks):
+        assert facts["reasons, evaluated"] == {f"{exchanged}; asked for"}
+
+
 def test_validation_runs_the_linear_over_tensor_parallelism_and_a_collective(ranks: list[dict[str, Any]]):
     for facts in (rank["tp 2 x ulysses 2 in parts"] for rank in ranks):
         assert facts["evaluated"] == {f"overlapped {2 * STEPS}, evaluation mode 1"}
@@ -168,6 +174,7 @@ def compare(expected: dict[str, Any], folder: Path, name: str, tensor: int, cont
         ulysses.forward_step(ulysses.batches(run), model.eval())
     linears = [row for row in report(model).linears if row.slot in ("qkv", "proj")]
     facts["evaluated"] = {row.calls for row in linears}
+    facts["reasons, evaluated"] = {row.reason for row in linears}
     model.train()
     ulysses.save(model.module, folder / name)
     trained = ulysses.weights(model)

@@ -107,6 +107,17 @@ time.sleep(60)
 """
 
 
+@pytest.mark.parametrize("error", ["no interface", None])
+def test_one_that_failed_says_so_where_its_peers_do_not_come(error: str | None) -> None:
+    """They may wait inside a library for what failed here."""
+    one, _ = ranks(2, timeout_s=0.05)
+    with warnings.catch_warnings(action="ignore"), pytest.raises(OverlapTimeoutError, match="for rank 1") as raised:
+        one.all_succeed(error, "connect")
+    assert getattr(raised.value, "__notes__", []) == (
+        [] if error is None else ["rank 0 itself had failed: no interface"]
+    )
+
+
 def test_a_store_whose_process_is_stopped_is_said_so() -> None:
     with subprocess.Popen([sys.executable, "-c", SERVES], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None

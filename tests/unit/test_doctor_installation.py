@@ -154,8 +154,14 @@ def test_triton_needs_a_c_compiler_and_the_headers_of_python(
     assert toolchain.check_toolchain(False, variables) == [], "on CPUs no kernel is launched"
 
 
-def test_headers_are_looked_for_where_triton_does() -> None:
-    assert Path(toolchain._headers()).name.startswith("python3")
+def test_headers_are_looked_for_where_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Debian Python's own scheme names a folder under /usr/local."""
+    asked = []
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name, scheme: asked.append((name, scheme)) or "there")
+    for scheme in ("posix_local", "venv"):
+        monkeypatch.setattr(toolchain.sysconfig, "get_default_scheme", lambda scheme=scheme: scheme)
+        assert toolchain._headers() == "there"
+    assert asked == [("include", "posix_prefix"), ("include", "venv")]
 
 
 def test_multicast_is_off_in_the_doctors_process_whatever_was_set(monkeypatch: pytest.MonkeyPatch) -> None:

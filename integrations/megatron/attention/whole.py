@@ -18,10 +18,10 @@ from overlap_train import AttentionHeads, Rotary, SequenceLayout
 from ..linears.exchange import Exchange
 from ..packed import Documents
 
-_MOST_KEPT = 8
-_MASK = (
-    "mask"  # [b, 1, s, s] has 1 GiB at 32768 tokens, and each micro-batch brings another: the last one alone is kept
-)
+_MASK = "mask"
+# Of each kind 8, but one mask: [b, 1, s, s] has 1 GiB at 32768 tokens, and each micro-batch brings another. Where micro-batches
+# alternate (recomputation in a pipeline), each change gathers a mask again.
+_MOST_KEPT = {_MASK: 1}
 
 
 class WholeSequence:
@@ -99,7 +99,7 @@ class WholeSequence:
             return answer()
         kept = self._answers[key[0]]
         if key not in kept:
-            while len(kept) >= (1 if key[0] == _MASK else _MOST_KEPT):
+            while len(kept) >= _MOST_KEPT.get(key[0], 8):
                 kept.popitem(last=False)  # before another is made: both may not fit
             with torch.inference_mode(False):
                 kept[key] = answer(), holds

@@ -42,6 +42,11 @@ class UlyssesOverlap(LinearOverlap):
     apart: str | None = None
     parts: tuple[int, int] | None = None
 
+    @property
+    def has_no_word(self) -> bool:
+        """Whether the table would know nothing of this linear's exchange over TP."""
+        return self.parts is None and self.apart is None
+
     def count_exchange(self, reason: str | None, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> None:
         """Count one forward call, as `count`, and note the group over which it exchanged. Of linear_qkv it keeps the shape of the
         rows that are sent: more than the weight has, where KV heads go to several ranks."""

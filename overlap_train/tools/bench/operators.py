@@ -55,7 +55,10 @@ def measure_case(case: Case, domains: Domains, session: Session) -> list[Row]:
 
 
 def inputs_of(case: Case, session: Session) -> Inputs | None:
-    """The inputs of a case and its exact result; None, with a note, where they do not fit into memory: other cases may."""
+    """The inputs of a case and its exact result; None, with a note, where they do not fit into memory: other cases may.
+
+    They are as large on all ranks, and so memory runs out on all.
+    """
     made: list[Inputs] = []
     problem = session.world.attempt(lambda: made.append(Inputs(case, session)))
     if problem is None:
