@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs tests/gpu once for every provider, domain size and CUDA_DEVICE_MAX_CONNECTIONS; then those of two nodes
-# for every provider, unless pytest arguments, SIZES or CONNECTIONS ask for less. Prints the output of rank 0, and after a failure that of the other ranks.
+# Runs tests/gpu once for every provider, domain size and CUDA_DEVICE_MAX_CONNECTIONS; then the tests of two nodes for every provider,
+# unless pytest arguments, SIZES or CONNECTIONS ask for less. Prints the output of rank 0, and after a failure that of the other ranks.
 #   launch/test_gpu.sh PYTHON [pytest arguments; with a path among them only what is there]
 # Variables: LOGS, folder for each rank's output (default runs/test-gpu); PROVIDERS (default "nvshmem torch"); SIZES of the overlap
 # domain (default: all ranks, and with four ranks also 2); CONNECTIONS (default "1 8"); RANKS (default: one a GPU, at most 4).

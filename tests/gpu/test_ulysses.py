@@ -66,10 +66,8 @@ def test_heads_are_normalised_as_on_the_cpu(device: torch.device, heads: Attenti
     s, b = 1000, 2  # rows that programs of pack do not share evenly
     pairs = torch.rand(s, 32) < 0.5
     has_cos = (pairs.repeat_interleave(2, 1) if interleaved else pairs.repeat(1, 2)).float()
-    rows, turn = (
-        torch.randperm(s),
-        Rotary(torch.randn(s, 64) * has_cos, torch.randn(s, 64) * (1 - has_cos), interleaved),
-    )
+    rows = torch.randperm(s)
+    turn = Rotary(torch.randn(s, 64) * has_cos, torch.randn(s, 64) * (1 - has_cos), interleaved)
     packed, bias = torch.randn(s, b, heads.features).bfloat16(), torch.randn(heads.features).bfloat16()
     weights, counts = torch.randn(2, heads.dim).bfloat16(), (heads.query, heads.kv, heads.kv)
     grads = [torch.randn(b, count, s, heads.dim).permute(2, 0, 1, 3).bfloat16() for count in counts]

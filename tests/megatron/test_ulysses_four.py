@@ -139,10 +139,8 @@ def nothing_exchanged(rank: int) -> list[str | None]:
     from overlap_train.integrations.megatron import report
     from tests.megatron import ulysses
 
-    model, ends = (
-        ulysses.gpt(ulysses.Run(2, 2, OverlapConfig(method="chunked"))),
-        torch.tensor([0, 16], dtype=torch.int32),
-    )
+    model = ulysses.gpt(ulysses.Run(2, 2, OverlapConfig(method="chunked")))
+    ends = torch.tensor([0, 16], dtype=torch.int32)
     packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=16, max_seqlen_kv=16, local_cp_size=1)
     x = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(1)).chunk(2)[rank % 2]
     model.decoder.layers[0].self_attention(x, None, packed_seq_params=packed)

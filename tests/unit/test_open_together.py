@@ -138,7 +138,17 @@ def test_a_rank_that_cannot_start_nvshmem_tells_the_others(core: Any, fail: Call
     worlds, ranks = list(nvshmem._worlds), Ranks()
     with pytest.raises(RuntimeError, match=f"{START}: rank 0: .*{text}"):
         opened(ranks)
-    assert nvshmem._worlds == worlds, "a world that not all have joined is none"
+    assert nvshmem._worlds == worlds, "this rank has joined none"
+
+
+def test_a_world_that_a_peer_could_not_join_is_kept(core: Any) -> None:
+    """NVSHMEM is initialised in this process, which can have no other world."""
+    ranks = Ranks(START, RuntimeError("rank 1: init refused"))
+    core.get_unique_id.side_effect = lambda: ranks.__setattr__("at", "")  # the peer still agrees to start
+    core.init.side_effect = lambda **_: ranks.__setattr__("at", START)
+    with pytest.raises(RuntimeError, match="rank 1: init refused"):
+        opened(ranks)
+    assert nvshmem._worlds == [ranks.callers()]
 
 
 def test_nobody_starts_nvshmem_for_a_rank_that_cannot(core: Any) -> None:

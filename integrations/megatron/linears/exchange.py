@@ -43,8 +43,8 @@ class UlyssesOverlap(LinearOverlap):
     parts: tuple[int, int] | None = None
 
     @property
-    def has_no_word(self) -> bool:
-        """Whether the table would know nothing of this linear's exchange over TP."""
+    def has_told_nothing(self) -> bool:
+        """Whether no call has told the table how this linear exchanges under TP."""
         return self.parts is None and self.apart is None
 
     def count_exchange(self, reason: str | None, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> None:

@@ -49,7 +49,7 @@ class _Exchanging:
         if not divides_weights(self):
             self.overlap.count_exchange(reason, x, self.weight, exchange)
             return reason
-        if reason is None or self.overlap.has_no_word:  # later the table goes on to say what exchanges do
+        if reason is None or self.overlap.has_told_nothing:  # later the table goes on to say what exchanges do
             self.overlap.apart = reason = reason or why_apart(self, x, exchange)
         if reason is None:
             self.overlap.count_over_tp(x, self.weight, exchange, parts_of_call(self, x, exchange))

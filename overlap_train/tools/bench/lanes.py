@@ -15,6 +15,7 @@ Span = dict[str, Any]  # name, stream, start and end in microseconds, and kind w
 Interval = tuple[float, float]  # start and end
 
 COMPUTATION, COMMUNICATION = ("gemm", "compute"), ("communication", "waiting")
+WAITS = " Waits are not drawn, but count as exposed."  # where lanes are STAGES
 KINDS = ("gemm", "compute", "hidden", "exposed", "inside")  # what a legend explains
 STORING = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")  # kernels that may store at the peers
 LONG = 5000.0  # microseconds: what takes longer is named in milliseconds
@@ -108,7 +109,7 @@ def _adds(span: Span) -> bool:
 
 # From below to above.
 LANES = (Lane("communication", _communicates), Lane("kernels", lambda span: not _communicates(span)))
-STAGES = (  # of a call across nodes; what waits for a stage is not drawn
+STAGES = (  # of a call across nodes
     Lane("network", _crosses),
     Lane("sums", _adds),
     Lane("inside nodes", lambda span: span["kind"] == "communication" and not _crosses(span)),

@@ -26,7 +26,7 @@ from ..measure.models import MODELS
 from ..measure.world import World
 from .attention_blocks import overlapped
 from .attention_data import Data
-from .lanes import KINDS, LANES, NOTE, Span, between, draw_lanes, label_lanes, perfect, stages_of, stored_inside
+from .lanes import KINDS, LANES, NOTE, WAITS, Span, between, draw_lanes, label_lanes, perfect, stages_of, stored_inside
 from .style import canvas, in_order, save
 
 METHODS = ("collective", "chunked", "fused", "direct")
@@ -150,12 +150,12 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
     """The last recorded call of each method; of linears the column linear's on the left, the row linear's on the right."""
     calls = {tuple(title.split()): last_call(spans) for title, spans in recording["calls"].items()}
     methods, operators = in_order({method for _, method in calls}), list(dict.fromkeys(name for name, _ in calls))
+    lanes = stages_of(calls.values()) if "nodes" in recording["shape"] else LANES
     header = (
         f"One forward call by each method, {recording['shape']['world']} x {recording['hardware']}",
-        f"Shorter is better. {_sizes(recording['shape'])}, bf16.",
+        f"Shorter is better. {_sizes(recording['shape'])}, bf16.{'' if lanes is LANES else WAITS}",
         NOTE,
     )
-    lanes = stages_of(calls.values()) if "nodes" in recording["shape"] else LANES
     height = 0.55 + 0.25 * len(lanes)
     figure, grid = canvas(len(methods) * len(operators), len(operators), height, header, (*KINDS, "bound"), sharex=True)
     for line, method in zip(grid, methods, strict=True):

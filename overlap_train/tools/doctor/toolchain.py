@@ -13,7 +13,9 @@ from pathlib import Path
 from .report import Finding, ok, warn
 
 NAME = "c compiler"
-_WITHOUT = "Triton builds its module for the CUDA driver with it, unless its cache has one"
+_EXPECTED = (
+    "a C compiler and Python.h: Triton builds its module for the CUDA driver with them, unless its cache has one"
+)
 
 
 def check_toolchain(on_gpu: bool, variables: Mapping[str, str]) -> list[Finding]:
@@ -24,11 +26,11 @@ def check_toolchain(on_gpu: bool, variables: Mapping[str, str]) -> list[Finding]
     compiler = next(filter(None, map(shutil.which, [asked] if asked else ["gcc", "clang"])), None)
     if compiler is None:
         fix = "unset CC, or set it to a compiler on PATH" if asked else "install gcc, or set CC to a C compiler"
-        return [warn(NAME, f"CC={asked}: not found" if asked else "neither gcc nor clang", _WITHOUT, fix)]
+        return [warn(NAME, f"CC={asked}: not found" if asked else "neither gcc nor clang", _EXPECTED, fix)]
     headers = _headers()
     if not Path(headers, "Python.h").is_file():
         return [
-            warn(NAME, f"no Python.h in {headers}", _WITHOUT, "install Python's headers (python3-dev, python3-devel)")
+            warn(NAME, f"no Python.h in {headers}", _EXPECTED, "install Python's headers (python3-dev, python3-devel)")
         ]
     return [ok(NAME, compiler)]
 

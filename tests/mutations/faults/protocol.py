@@ -346,6 +346,11 @@ FAULTS = [
         "self._mapped(ranks, agreement.rank, device)",
     ),
     OPEN_NVSHMEM(
+        "a world that a peer could not join is forgotten",
+        "    _worlds.append(callers)  # also",
+        "    # also",
+    ),
+    OPEN_NVSHMEM(
         "memory that nobody can use stays", "            self.close()\n            raise\n", "            raise\n"
     ),
     OPEN_NVSHMEM(
