@@ -25,6 +25,11 @@ def test_bursts_are_longer_for_smaller_products(flops: float, burst: int) -> Non
     assert pace(flops, quick=True).rounds * pace(flops, quick=True).burst <= 5 * burst / 2 + 3
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_rounds_that_are_asked_for_change_no_burst(quick: bool) -> None:
+    assert pace(2.4e11, quick, rounds=25) == Pace(25, pace(2.4e11, quick).burst)
+
+
 @pytest.mark.parametrize(("mib", "sets"), [(30, 4), (60, 2), (121, 1), (1, 8)])
 def test_small_inputs_rotate_until_they_exceed_the_cache(mib: int, sets: int) -> None:
     assert input_sets(mib << 20) == sets

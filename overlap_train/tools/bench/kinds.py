@@ -45,6 +45,9 @@ class Bench(ABC):
         OverlapConfig().tuning_dir, "where auto finds the winners of overlap-train tune", metavar="DIR"
     )
     quick: bool = option(False, "fewer and shorter rounds")
+    rounds: int | None = option(
+        None, "rounds in which all take turns; default 5, with --quick 3", parse=positive_int, metavar="N"
+    )
     tiny: bool = option(False, "one tiny shape in fp32, to try the code on CPU processes")
     connections: int | None = option(
         None, "CUDA_DEVICE_MAX_CONNECTIONS; default: left as it is", parse=positive_int, metavar="N"
@@ -66,7 +69,7 @@ class Bench(ABC):
             provider=self.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=self.node_ranks,
             tuning_dir=self.tuning_dir,
         )  # fmt: skip
-        return Settings(methods, dtype, self.quick, config)
+        return Settings(methods, dtype, self.quick, config, self.rounds)
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,13 @@ Run = Callable[[Operands], torch.Tensor | tuple[torch.Tensor, ...]]  # a tuple: 
 @dataclass(frozen=True)
 class Settings:
     """What all measurements of a run share. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
-    rounds."""
+    rounds; rounds: how many, if not as many as usual."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype
     quick: bool
     config: OverlapConfig
+    rounds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Session:
 
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
-        return measure(calls, pace(flops, self.settings.quick), self.world.group, self.world.device)
+        turns = pace(flops, self.settings.quick, self.settings.rounds)
+        return measure(calls, turns, self.world.group, self.world.device)
 
 
 class Inputs:

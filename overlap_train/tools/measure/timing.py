@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,14 @@ class Timing:
     host_us: float
 
 
-def pace(flops: float, quick: bool = False) -> Pace:
-    """Bursts of about 4 ms of matrix products, 3 to 16 runs; flops: of one run. Every rank comes to the same answer."""
+def pace(flops: float, quick: bool = False, rounds: int | None = None) -> Pace:
+    """Bursts of about 4 ms of matrix products, 3 to 16 runs; flops: of one run. Every rank comes to the same answer.
+
+    rounds: how many; by default 5, with `quick` 3.
+    """
     burst = min(16, max(3, round(4e-3 * GEMM_TFLOPS * 1e12 / flops)))
-    return Pace(3, max(2, burst // 2)) if quick else Pace(5, burst)
+    usual = Pace(3, max(2, burst // 2)) if quick else Pace(5, burst)
+    return replace(usual, rounds=rounds or usual.rounds)
 
 
 def input_sets(nbytes: int) -> int:
