@@ -26,7 +26,7 @@ from overlap_train.tools.plan.simulation.programs import program
 from overlap_train.tools.plan.simulation.timeline import COPIES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-RECORDS = ("h200x2", "h200x4")
+RECORDS = ("h200x2", "h200x4", "h100x2", "h100x4")
 SHORTEST_COPY_US = 5.0  # shorter ones are signals
 COLLIDED = ("h200x4", GATHER, "fused")  # in that call the ranks were not in step, and copies took up to twice as long
 
