@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -172,6 +173,28 @@ def plan_of(
             book.end_trial(planned.in_trial, name)
             planned = book.agree(key, spec, x, w, bias, config or domain.config, name)
         return planned
+
+
+def refuse(
+    problem: str,
+    spec: OperatorSpec,
+    group: dist.ProcessGroup,
+    config: OverlapConfig | None,
+    device: torch.device,
+    name: str,
+) -> NoReturn:
+    """Raise ValueError(problem), for arguments of which no plan can be made: on every rank, at the operator's first call in its
+    group.
+
+    Later on this rank alone, at once: its peers may be in a call that they know, in which nobody asks. They find by their signals
+    that this one does not come.
+    """
+    domain = domain_of(group, config, device)
+    book = book_of(domain, name)
+    if not any(operator == spec.name for operator, *_ in book.agreed):
+        with domain.exclusively(name):
+            domain.prepare(Request(spec.name, "arguments that do not fit", 0), problem, name)
+    raise ValueError(problem)
 
 
 def book_of(domain: OverlapDomain, name: str) -> PlanBook:

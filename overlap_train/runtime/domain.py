@@ -34,7 +34,7 @@ from ..symmetric.agreement import Agreement
 from ..symmetric.topology import Nodes, NodeSettings, find_nodes
 from .across_nodes import AcrossNodes
 from .bracket import Exclusively, Operator
-from .first_call import FirstCall, compare
+from .first_call import FirstCall, ask
 from .room import Room
 
 
@@ -85,7 +85,7 @@ class OverlapDomain:
         terms, unmet = self._terms(request)
         mine = FirstCall(problem or unmet, request, f"{terms}; {trains}", name)
         what = f"{name}: agree on its first call with {request.what}"
-        compare(self.rank, self.agreement.exchange(mine, what, kind="first call"))
+        ask(self.agreement, mine, what)
         room = self._room
         if request.shares_memory and not room.holds(request):
             self._reallocate(room.grown(request, name))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..planning.arguments import Request
+from ..symmetric.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,22 @@ class FirstCall:
     request: Request
     terms: str
     name: str
+
+
+def ask(agreement: Agreement, mine: FirstCall, what: str) -> None:
+    """Hear what all ranks say about the first call, and check it. Collective. what: what they do here, for errors.
+
+    Raises:
+        ValueError: they differ, or one has a problem; on every rank that came.
+        OverlapTimeoutError, OverlapMismatchError: a rank did not come. Where this rank has a problem, it is a ValueError.
+    """
+    try:
+        said = agreement.exchange(mine, what, kind="first call")
+    except (OverlapTimeoutError, OverlapMismatchError) as unheard:
+        if mine.problem is None:
+            raise
+        raise ValueError(mine.problem) from unheard  # peers that are in a call that they know do not ask
+    compare(agreement.rank, said)
 
 
 def compare(rank: int, all_ranks: Sequence[FirstCall]) -> None:

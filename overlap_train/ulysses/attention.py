@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,11 @@ from ..linear import as_rows, run_eagerly
 from ..operators.applied import applied
 from ..operators.attention_layout import Rotary
 from ..operators.once import once_differentiable
+from ..operators.plan_book import refuse
 from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
+from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
 from .arguments import heads_error, lengths_error, sequence_error
 from .calls import Terms, heads_linear, rows_linear
 from .exchange import Linear
@@ -83,11 +85,11 @@ def qkv_all_to_all(
         )  # fmt: skip
     both, shards = _both(group, tp_group, name), _shards(layout, group, tp_group)
     rows = x_shard_m.shape[:1].numel() * shards.ranks * shards.tensor
-    _refuse(
-        sequence_error(x_shard_m, rows, layout, rotary, shards.ranks, name)
-        or lengths_error(x_shard_m, layout, shards.rank, shards.tensor, name)
-        or heads_error(x_shard_m, heads, qk_norm, rotary, name)
-    )
+    wrong = sequence_error(x_shard_m, rows, layout, rotary, shards.ranks, name)
+    wrong = wrong or lengths_error(x_shard_m, layout, shards.rank, shards.tensor, name)
+    wrong = wrong or heads_error(x_shard_m, heads, qk_norm, rotary, name)
+    if wrong is not None:
+        _refuse(wrong, LINEAR_ALL_TO_ALL, both or group, x_shard_m, Terms(config, name))
     x_shard_m, s = shards.padded(x_shard_m), sum(layout.lengths) or rows
     terms = Terms(config, name, _meaning(layout, qk_norm, rotary))
     linear: Linear | ShardedLinear
@@ -127,10 +129,10 @@ def attention_output_linear(
             attention_output_linear, x, w, bias, group=group, layout=layout, tp_group=tp_group, config=config, name=name
         )
     both, shards = _both(group, tp_group, name), _shards(layout, group, tp_group)
-    _refuse(
-        sequence_error(x, x.shape[:1].numel(), layout, None, shards.ranks, name)
-        or lengths_error(x, layout, None, shards.tensor, name)
-    )
+    wrong = sequence_error(x, x.shape[:1].numel(), layout, None, shards.ranks, name)
+    wrong = wrong or lengths_error(x, layout, None, shards.tensor, name)
+    if wrong is not None:
+        _refuse(wrong, ALL_TO_ALL_LINEAR, both or group, x, Terms(config, name))
     sent, terms = shards.as_sent(x), Terms(config, name, layout.meaning)
     linear: Linear | ShardedLinear
     if both is None:
@@ -143,9 +145,14 @@ def attention_output_linear(
     return y if bias is None else y + bias
 
 
-def _refuse(error: str | None) -> None:
-    if error is not None:
-        raise ValueError(error)
+def _refuse(
+    wrong: str, spec: OperatorSpec, groups: dist.ProcessGroup | Groups, x: torch.Tensor, terms: Terms
+) -> NoReturn:
+    """Raise ValueError(wrong): on every rank, see plan_book.refuse. With two groups on this rank alone: each compares a part of
+    the call of its own, and neither could tell all ranks of the other."""
+    if isinstance(groups, Groups):
+        raise ValueError(wrong)
+    refuse(wrong, spec, groups, terms.config, x.device, terms.name)
 
 
 def _meaning(layout: SequenceLayout, qk_norm: QkNorm | None, rotary: Rotary | None) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..operators.in_trial import InTrial
-from ..operators.plan_book import plan_of
+from ..operators.plan_book import plan_of, refuse
 from ..operators.planned import Planned
 from ..operators.trials import Trial
 from ..planning.heads import AttentionHeads
@@ -108,7 +108,10 @@ def heads_linear(
 ) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
     """A call of linear_all_to_all as planned, and the bias of this rank's columns."""
     domain = domain_of(group, terms.config, x.device)
-    copies = None if heads is None else copies_of(heads, w, bias, domain.world_size, terms.name)
+    wrong = None if heads is None else copies_error(heads, w, bias, domain.world_size, terms.name)
+    if wrong is not None:
+        refuse(wrong, LINEAR_ALL_TO_ALL, group, terms.config, x.device, terms.name)
+    copies = None if heads is None else heads.sent_rows(domain.world_size, w.device)
     # Copied at each call: nothing tells when a weight has changed. Optimizers write into buffers that parameters are views of.
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
@@ -142,16 +145,13 @@ def like(x: torch.Tensor, positions: int, features: int) -> torch.Tensor:
     return one.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else one
 
 
-def copies_of(
+def copies_error(
     heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
-) -> torch.Tensor | None:
-    """The rows of w whose products are sent, int64 [N']; None where that is each once and in order. Raises ValueError where
-    `heads` do not fit w, bias or the ranks."""
+) -> str | None:
+    """Why `heads` do not fit w, bias or the ranks, or None."""
     error = heads.error(world_size, name)
     if error is None and w.dim() == 2 and w.shape[0] != heads.features:
         error = f"{name}: w has {w.shape[0]} rows (shape {tuple(w.shape)}), {heads} needs {heads.features}; they must be equal"
     if error is None and bias is not None and bias.shape != (heads.features,):
         error = f"{name}: bias has shape {tuple(bias.shape)}; it must be [{heads.features}], one per row of w"
-    if error is not None:
-        raise ValueError(error)
-    return heads.sent_rows(world_size, w.device)
+    return error

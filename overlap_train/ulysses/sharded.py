@@ -17,7 +17,7 @@ from ..planning.heads import AttentionHeads
 from ..planning.refusals import why_not_together
 from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ..runtime.registry import domain_of
-from .calls import Terms, copies_of, like, rows_of_position
+from .calls import Terms, copies_error, like, rows_of_position
 from .groups import Groups, nodes_of_groups
 from .parts import cut, parts_that_hide
 from .tensor_parallel import ShardedLinear, ShardedPart
@@ -71,7 +71,10 @@ def sharded_heads_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads, groups: Groups, terms: Terms
 ) -> tuple[ShardedLinear, torch.Tensor | None]:
     """The QKV projection as planned, and the bias of the columns that this rank receives."""
-    copies = copies_of(heads, w, bias, groups.ranks, terms.name)
+    wrong = copies_error(heads, w, bias, groups.ranks, terms.name)
+    if wrong is not None:
+        raise ValueError(wrong)
+    copies = heads.sent_rows(groups.ranks, w.device)
 
     def product(positions: int) -> Planned:
         return plan_of(ALL_GATHER_LINEAR, x[:positions], w, bias, groups.tensor, terms.config, terms.name)

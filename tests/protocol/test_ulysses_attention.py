@@ -12,6 +12,7 @@ import torch.distributed as dist
 from overlap_train import (
     AttentionHeads,
     OverlapConfig,
+    OverlapTimeoutError,
     OverlapMismatchError,
     QkNorm,
     Rotary,
@@ -274,6 +275,28 @@ def test_calls_that_do_not_fit_say_why() -> None:
             strict=True,
         ):
             assert expected in text
+
+
+def _refused_on_one(rank: int, world: int, first: bool) -> str:
+    """One rank's input does not fit; at the operator's first call, or later."""
+    heads, group, x = AttentionHeads(4, 2, 4), dist.group.WORLD, torch.ones(4, 1, 8)
+    w, config = torch.ones(heads.features, 8), OverlapConfig(method="chunked", timeout_s=5.0)
+    if not first:
+        qkv_all_to_all(x, w, group=group, heads=heads, config=config)
+    with pytest.raises((ValueError, OverlapTimeoutError)) as raised:
+        qkv_all_to_all(x[:, 0] if rank else x, w, group=group, heads=heads, config=config)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_what_does_not_fit_on_one_rank_is_an_error_on_all_at_the_first_call() -> None:
+    wrong = "ValueError: linear_qkv: the input has shape (4, 8); it must be [sequence, batch, features]"
+    assert values(run_ranks(2, _refused_on_one, True)) == [f"{wrong} (on rank 1 of the group)", wrong]
+
+
+def test_what_does_not_fit_in_a_known_call_is_an_error_at_once_and_peers_name_the_rank() -> None:
+    peer, one = values(run_ranks(2, _refused_on_one, False))
+    assert one == "ValueError: linear_qkv: the input has shape (4, 8); it must be [sequence, batch, features]"
+    assert peer.startswith("OverlapTimeoutError") and "rank 1" in peer.lower()
 
 
 def _written_into(rank: int, world: int) -> None:

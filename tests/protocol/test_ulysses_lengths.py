@@ -139,13 +139,13 @@ def _refused(rank: int, world: int) -> list[str]:
 
 def test_lengths_that_do_not_fit_are_refused_by_name() -> None:
     for rank, said in enumerate(values(run_ranks(4, _refused))):
-        own, of_two = (2, 2, 4, 4)[rank], (4, 2)[rank // 2]
+        of_two = (4, 2)[rank // 2]
         for text, right in zip(
             said,
             (
                 "linear_qkv: layout.lengths=(5, 3, 2) must be 4 numbers, the rows of each rank of the group",
                 "linear_qkv: layout.lengths=(5, 3, 5, -1) must not be negative, nor all 0",
-                f"linear_qkv: the input has shape (3, 1, 8); by layout.lengths=(2, 2, 4, 4) rank {rank} has {own} rows in it",
+                "linear_qkv: the input has shape (3, 1, 8); by layout.lengths=(2, 2, 4, 4) rank 0 has 2 rows in it",
                 "linear_qkv: layout.lengths=(3, 3, 3, 3) must be without zigzag and document_starts",
                 "linear_proj: the input has shape (12, 1, 8); by layout.lengths=(2, 2, 4, 5) all ranks together have 13 rows",
                 "linear_qkv: layout.lengths=(5, 9) must be divisible by the 2 ranks of tp_group",

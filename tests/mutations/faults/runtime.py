@@ -15,6 +15,12 @@ ROOM = In(
 )
 DOCTOR = In("overlap_train/tools/doctor/job.py", (f"{UNIT}/test_doctor_installation.py",))
 GUARD = In(DOMAIN_FILE, (f"{UNIT}/test_graph_guard.py",))
+FIRST_CALL = In("overlap_train/runtime/first_call.py", (f"{UNIT}/test_first_call.py",))
+REFUSED = f"{PROTOCOL}/test_ulysses_attention.py::test_what_does_not_fit"
+REFUSE = In(
+    "overlap_train/operators/plan_book.py",
+    (f"{REFUSED}_on_one_rank_is_an_error_on_all_at_the_first_call",),
+)
 
 FAULTS = [
     BRACKET(
@@ -134,6 +140,19 @@ FAULTS = [
         "before = copy.deepcopy(workspace.use)",
         "before = workspace.use",
         f"{PROTOCOL}/test_interleaving_graph.py::test_capturing_leaves_the_use_of_slots_as_it_was",
+    ),
+    FIRST_CALL("a problem that nobody heard becomes a time-out", "if mine.problem is None:", "if True:"),
+    FIRST_CALL("nobody compares the first call", "    compare(agreement.rank, said)\n", ""),
+    REFUSE(
+        "peers do not hear what does not fit",
+        '            domain.prepare(Request(spec.name, "arguments',
+        '            (lambda *_: None)(Request(spec.name, "arguments',
+    ),
+    REFUSE(
+        "peers are asked in calls that they know",
+        "if not any(operator == spec.name for operator, *_ in book.agreed):",
+        "if True:",
+        survives="a rank that nobody hears says its own problem in the end, too, but timeout_s later",
     ),
     DOCTOR("a store that is gone fails the job", "with suppress(dist.DistError):", "if True:"),
     DOCTOR("the store goes while ranks ask it", "            if self.rank == speaker:\n", "            if False:\n"),
