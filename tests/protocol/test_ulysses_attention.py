@@ -12,8 +12,8 @@ import torch.distributed as dist
 from overlap_train import (
     AttentionHeads,
     OverlapConfig,
-    OverlapTimeoutError,
     OverlapMismatchError,
+    OverlapTimeoutError,
     QkNorm,
     Rotary,
     SequenceLayout,
