@@ -92,7 +92,7 @@ class OverlapConfig:
     )
     exchange_mib: int = _setting(
         512,
-        "most symmetric memory of a rank for Ulysses' all-to-alls, in MiB; longer sequences pass through it in parts",
+        "most symmetric memory of a rank in one group for Ulysses' all-to-alls, in MiB; longer sequences pass through it in parts",
         rule=_MIB,
     )
     timeout_s: float = _setting(

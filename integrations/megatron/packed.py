@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+ZIGZAG = "zigzag"  # of a pack: within each of its documents
+ZIGZAG_OF_PACK = "zigzag_pack"  # over all of its rows, whatever documents they belong to
+_CUTS_PACKS = "_overlap_train_cuts_packs"  # attribute of a model's config
 _KEPT = "_overlap_train_documents"  # attribute of a PackedSeqParams, which all layers of a forward get
 
 
@@ -42,15 +46,50 @@ class Documents:
         ):
             return None
         spans = zip(self.starts, self.lengths, strict=False)
-        with torch.inference_mode(False):  # training may ask next
-            return torch.cat([torch.arange(start, start + length, device="cpu") for start, length in spans])
+        return torch.cat([torch.arange(start, start + length, device="cpu") for start, length in spans])
+
+    def places(self, device: torch.device) -> torch.Tensor | None:
+        """row_numbers on a device."""
+        rows = self.row_numbers
+        return None if rows is None else self._kept("places", device, lambda: rows)
+
+    def offsets(self, device: torch.device) -> torch.Tensor:
+        """int32 [documents + 1]: where each begins among the rows of all documents, without padding; then their end."""
+        numbers = [0, *accumulate(self.lengths)]
+        return self._kept("offsets", device, lambda: torch.tensor(numbers, dtype=torch.int32, device="cpu"))
+
+    def padding(self, rows: int, device: torch.device) -> torch.Tensor | None:
+        """bool [rows]: which rows of the sequence belong to no document, where some of them lie between documents; else None."""
+        return None if self.row_numbers is None else self._kept(f"padding {rows}", device, lambda: self._without(rows))
+
+    def _without(self, rows: int) -> torch.Tensor:
+        assert self.row_numbers is not None
+        return torch.ones(rows, dtype=torch.bool, device="cpu").index_fill(0, self.row_numbers, False)
+
+    @cached_property
+    def _there(self) -> dict[tuple[str, torch.device], torch.Tensor]:
+        return {}
+
+    def _kept(self, name: str, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What is made on the CPU, on a device: sent once for all layers, because the host waits for the device then."""
+        key = (name, device)
+        if key not in self._there:
+            with torch.inference_mode(False):  # training may ask next
+                self._there[key] = make().to(device)
+        return self._there[key]
 
 
 def cut_of(packed: PackedSeqParams | None, config: TransformerConfig) -> str:
-    """How Megatron has cut the rows over the context-parallel ranks: as this pack says, or else the model's config. Where neither
-    says anything it is "zigzag": Megatron-Core up to 0.19 cuts in no other way."""
+    """How Megatron has cut the rows over the context-parallel ranks: as this pack says, or else the model's config, or else
+    cuts_packs_as_sequences. Where none says anything it is "zigzag": Megatron-Core up to 0.19 cuts in no other way."""
     said = (getattr(holder, "cp_partition_mode", None) for holder in (packed, config))
-    return next((mode for mode in said if mode is not None), "zigzag")
+    default = ZIGZAG_OF_PACK if packed is not None and getattr(config, _CUTS_PACKS, False) else ZIGZAG
+    return next((mode for mode in said if mode is not None), default)
+
+
+def cuts_packs_as_sequences(config: TransformerConfig) -> None:
+    """Note that whoever trains this model cuts its packs with Megatron's use_per_sequence_balancing: packs do not say so."""
+    setattr(config, _CUTS_PACKS, True)
 
 
 def documents_of(packed: PackedSeqParams) -> Documents:

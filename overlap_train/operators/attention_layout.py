@@ -34,6 +34,11 @@ class Rotary:
     sin: torch.Tensor
     interleaved: bool = False
 
+    @property
+    def meaning(self) -> str:
+        """What ranks must agree on, in words. Angles are not compared."""
+        return f"{self.cos.shape[-1]} features rotated" + " in neighbouring pairs" * self.interleaved
+
 
 def unpack(
     packed: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor, into: Heads, rotary: Rotary | None,

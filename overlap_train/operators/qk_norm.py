@@ -29,6 +29,11 @@ class QkNorm:
     eps: float
     zero_centered: bool = False
 
+    @property
+    def meaning(self) -> str:
+        """What ranks must agree on, in words. Weights are not compared."""
+        return f"normalised with eps {self.eps:g}" + " around one" * self.zero_centered
+
     def having(self, q_weight: torch.Tensor, k_weight: torch.Tensor) -> QkNorm:
         """This norm with its weights as autograd has kept them: hooks on saved tensors (checkpointing) give back other
         objects."""

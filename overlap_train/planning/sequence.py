@@ -98,14 +98,16 @@ class SequenceLayout:
 
 @kept
 def _rows_of_ranks(device: torch.device, layout: SequenceLayout, rows: int, world_size: int) -> torch.Tensor:
-    """Made on the device, so that nobody waits for it."""
+    """Made on the device, so that nobody waits for it; that of documents on the CPU, where thousands of launches would take
+    longer."""
     if layout.lengths:
         return _one_after_another(layout.lengths, device)
     if layout.kind == "contiguous" or world_size == 1:
         return torch.arange(rows, device=device).view(world_size, -1)
-    starts = layout.document_starts or (0, rows)
-    parts = [_zigzag(first, end, world_size, device) for first, end in pairwise(starts)]
-    return torch.cat(parts, dim=1).contiguous()
+    if layout.document_starts:
+        return _zigzag_of_documents(layout.document_starts, world_size).to(device)
+    chunks = torch.arange(rows, device=device).view(2 * world_size, -1)
+    return torch.cat((chunks[:world_size], chunks[world_size:].flip(0)), dim=1).contiguous()
 
 
 def _one_after_another(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -116,7 +118,11 @@ def _one_after_another(lengths: tuple[int, ...], device: torch.device) -> torch.
     return rows
 
 
-def _zigzag(first: int, end: int, world_size: int, device: torch.device) -> torch.Tensor:
-    """The rows [W, rows / W] of each rank in one sequence or document: those of chunk r, then those of chunk 2 W - 1 - r."""
-    chunks = torch.arange(first, end, device=device).view(2 * world_size, -1)
-    return torch.cat((chunks[:world_size], chunks[world_size:].flip(0)), dim=1)
+def _zigzag_of_documents(starts: tuple[int, ...], world_size: int) -> torch.Tensor:
+    """The rows [W, rows / W] of each rank: of each document those of chunk r, then those of chunk 2 W - 1 - r."""
+    bounds, ranks = torch.tensor(starts, device="cpu"), torch.arange(world_size, device="cpu")[:, None]
+    first, length = bounds[:-1], bounds.diff() // (2 * world_size)  # of a document; of one of its chunks
+    chunks = torch.stack((first + ranks * length, first + (2 * world_size - 1 - ranks) * length), dim=-1).flatten(1)
+    lengths = length.repeat_interleave(2)
+    before = lengths.cumsum(0) - lengths  # rows of a rank in front of the chunk
+    return (chunks - before).repeat_interleave(lengths, dim=1) + torch.arange(int(lengths.sum()), device="cpu")

@@ -108,7 +108,8 @@ class OverlapDomain:
     @property
     def _room(self) -> Room:
         layout = None if self.heap is None else self.layout
-        return Room(layout, self.world_size, self.config.symmetric_mib, self.captured)
+        limits = self.config.symmetric_mib, self.config.exchange_limit_mib
+        return Room(layout, self.world_size, *limits, self.captured)
 
     def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Operator:
         """The bracket of one autograd pass of an operator. It may be kept, and entered again and again.

@@ -15,13 +15,14 @@ _MIB = 1 << 20
 class Room:
     """The symmetric memory that a domain has, and may have.
 
-    layout: of what is there; None: nothing. world_size: ranks of the group. most_mib: OverlapConfig.symmetric_mib. is_captured: a
-    CUDA graph holds addresses of it.
+    layout: of what is there; None: nothing. world_size: ranks of the group. most_mib: OverlapConfig.symmetric_mib. exchange_mib:
+    OverlapConfig.exchange_limit_mib. is_captured: a CUDA graph holds addresses of it.
     """
 
     layout: Layout | None
     world_size: int
     most_mib: int
+    exchange_mib: int
     is_captured: bool
 
     def holds(self, request: Request) -> bool:
@@ -54,7 +55,12 @@ class Room:
             )
         # With more room than is needed, longer rows cost no agreement.
         roomy = needed.covering(with_room(request.slot_bytes), with_room(request.flagged_bytes))
-        return roomy if self._fits(roomy) else needed
+        return roomy if self._fits(roomy) and not self._passes_limit(needed, roomy) else needed
+
+    def _passes_limit(self, needed: Layout, roomy: Layout) -> bool:
+        """Whether exchanges, whose parts were cut to fit into exchange_mib, would have more than that for the sake of room."""
+        slots, roomy_slots = (SLOTS * (one.slot_bytes + one.flagged_bytes) for one in (needed, roomy))
+        return slots <= self.exchange_mib * _MIB < roomy_slots
 
     def _needed(self, request: Request) -> Layout:
         there = self.layout or Layout(self.world_size, 0)

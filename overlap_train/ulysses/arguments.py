@@ -24,6 +24,9 @@ def sequence_error(
     if rotary is not None and (rotary.cos.shape != rotary.sin.shape or rotary.cos.shape[:-1].numel() != rows):
         shapes = f"cos {tuple(rotary.cos.shape)} and sin {tuple(rotary.sin.shape)}"
         return f"{name}: rotary has {shapes}; both must have a row for each of the {rows} rows of all ranks"
+    if rotary is not None and (rotary.cos.device != x.device or rotary.sin.device != x.device):
+        where = f"cos on {rotary.cos.device} and sin on {rotary.sin.device}"
+        return f"{name}: rotary has {where}, the input is on {x.device}; move them there"
     return layout.error(rows, world_size, name)
 
 

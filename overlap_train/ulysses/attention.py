@@ -157,8 +157,7 @@ def _refuse(
 
 def _meaning(layout: SequenceLayout, qk_norm: QkNorm | None, rotary: Rotary | None) -> str:
     """How ranks must understand each other's rows: those that would do something else with them are told apart."""
-    does = (("normalised", qk_norm), ("rotated", rotary))
-    return ", ".join([layout.meaning, *(word for word, how in does if how is not None)])
+    return ", ".join([layout.meaning, *(how.meaning for how in (qk_norm, rotary) if how is not None)])
 
 
 def _both(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None, name: str) -> Groups | None:

@@ -133,4 +133,5 @@ def _linear(
 
 
 def _settings(x: torch.Tensor, groups: Groups, terms: Terms) -> OverlapConfig:
-    return terms.config or domain_of(groups.tensor, None, x.device).config
+    """Of the exchanges, which parts are cut for. Without a config of the call each group goes by that of its own first call."""
+    return terms.config or domain_of(groups.ulysses, None, x.device).config

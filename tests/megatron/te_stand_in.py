@@ -148,10 +148,44 @@ class DotProductAttention(torch.nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, attn_mask_type: str, **packed: Any
     ) -> torch.Tensor:
         assert self.cp_group is None, "the stand-in cannot exchange"
-        assert (q.size(-2), k.size(-2)) == self.heads and attn_mask_type == "causal" and mask is None
+        assert (q.size(-2), k.size(-2)) == self.heads and attn_mask_type.endswith("causal") and mask is None
+        if q.dim() == 3:
+            return _of_documents(q, k, v, packed["cu_seqlens_q"], packed["cu_seqlens_q_padded"])
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def _of_documents(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, real: torch.Tensor, padded: torch.Tensor
+) -> torch.Tensor:
+    """[t, n * d]. Rows between documents are as they come, NaN here; those beyond the last are zeros, as are their gradients."""
+    spans = [
+        slice(start, start + length) for start, length in zip(padded[:-1].tolist(), real.diff().tolist(), strict=True)
+    ]
+    between = torch.ones(len(q), dtype=torch.bool)
+    between[int(padded[-1]) :] = False
+    for span in spans:
+        between[span] = False
+    q, k, v = (_LeftAsTheyAre.apply(x, between) for x in (q, k, v))
+    context = torch.zeros_like(q)
+    for span in spans:
+        rows = (x[span].transpose(0, 1) for x in (q, k, v))
+        context[span] = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(0, 1)
+    return _LeftAsTheyAre.apply(context, between).flatten(1)
+
+
+class _LeftAsTheyAre(torch.autograd.Function):
+    """NaN in some rows of what passes, and of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.rows = rows
+        return x.masked_fill(rows[:, None, None], torch.nan)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy.masked_fill(ctx.rows[:, None, None], torch.nan), None
 
 
 class _Module(ModuleType):

@@ -23,6 +23,7 @@ from overlap_train.integrations.megatron.launcher import script
 from overlap_train.integrations.megatron.launcher.after_import import after_import
 from overlap_train.integrations.megatron.launcher.hooks import ScriptHooks
 from overlap_train.integrations.megatron.launcher.patches import without_makefile
+from overlap_train.integrations.megatron.packed import cut_of
 
 OVERLAP = OverlapConfig(method="chunked")
 TRAINING = "megatron.training.training"
@@ -259,6 +260,25 @@ def test_a_model_config_gets_one_pre_wrap_hook(enabled: list[Any], arguments: Si
     assert enabled == [(2, OVERLAP)]
     container.model.pre_wrap_hooks[0]([torch.nn.Identity()])  # the same config builds another model
     assert len(enabled) == 1
+
+
+@pytest.mark.parametrize(
+    ("masks_documents", "is_sft", "cut"),
+    [(True, False, "zigzag_pack"), (True, True, "zigzag"), (False, False, "zigzag"), (None, None, "zigzag")],
+)
+def test_packs_are_taken_as_the_scripts_loader_cuts_them(
+    enabled: list[Any], arguments: SimpleNamespace, masks_documents: bool | None, is_sft: bool | None, cut: str
+):
+    if masks_documents is not None:  # Megatron-Core 0.16 has neither
+        arguments.dataloader_inter_document_masking, arguments.sft = masks_documents, is_sft
+    module, inner = layout_of(setup_of_016), torch.nn.Identity()
+    inner.config = SimpleNamespace()  # type: ignore[assignment]
+    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+    module.setup_model_and_optimizer(lambda **stage: torch.nn.Sequential(inner), "gpt")
+    pack: Any = SimpleNamespace()
+    assert cut_of(pack, inner.config) == cut and cut_of(None, inner.config) == "zigzag"
+    pack.cp_partition_mode = "contiguous"
+    assert cut_of(pack, inner.config) == "contiguous", "what a pack says counts"
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ CASES = {
     "interleaved rotary pairs": (Run(architecture={**LLAMA, "rotary_interleaved": True}), CHUNKED),
     "packed": (Run(packed=True), CHUNKED),
     "packed, cut into contiguous parts": (Run(packed=True, cut="contiguous"), CHUNKED),
+    "packed, cut as one sequence": (Run(packed=True, cut="zigzag_pack"), CHUNKED),
     "packed, cut into contiguous parts, without overlap": (Run(packed=True, cut="contiguous"), None),
     "packed, query and key norms, without overlap": (
         Run(packed=True, architecture={**LLAMA, "qk_layernorm": True}),

@@ -36,6 +36,11 @@ def test_norms_of_query_and_key_are_within_the_exchanges_pass(ranks: list[dict[s
         assert facts["norms"] == [("RMSNorm", True)] * 2, "zero-centered weights"
 
 
+def test_rows_between_documents_are_zeros_whatever_the_core_attention_leaves_there(ranks: list[dict[str, Any]]):
+    for facts in ranks:
+        assert facts["padding"] == (True, True), "results of documents, all others zero; no gradient is NaN"
+
+
 def test_other_layers_are_left_to_their_core_attention(ranks: list[dict[str, Any]]):
     if "p2p layer" not in ranks[0]:
         pytest.skip("Megatron-Core 0.16 looks one layer too far in a list of cp_comm_type")
@@ -54,7 +59,7 @@ def test_what_transformer_engine_would_have_to_do_is_refused(ranks: list[dict[st
 
 def everything(rank: int, world: int) -> dict[str, Any]:
     te_stand_in.install()
-    return {**compare(), **with_norms(), **per_layer(), **refusals()}
+    return {**compare(), **with_norms(), **padded(), **per_layer(), **refusals()}
 
 
 def model_of(context_parallel: int, **architecture: Any) -> Any:
@@ -132,6 +137,31 @@ def with_norms() -> dict[str, Any]:
         norm, _ = norm_within(attention.q_layernorm, attention.k_layernorm, attention.linear_qkv.weight)
         facts["norms"].append((type(attention.q_layernorm).__name__, norm is not None and norm().zero_centered))
     return {**facts, "normed losses": train(model, 2)}
+
+
+def padded() -> dict[str, Any]:
+    """Documents of 5 and 10 rows, padded to 8 and 16, and 8 rows of none: this rank has half of each."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from overlap_train import OverlapConfig
+    from tests.megatron.models import quietly_enable
+
+    model = model_of(2)
+    quietly_enable(model, OverlapConfig(method="chunked"))
+    real, ends = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 5, 15], [0, 8, 24]))
+    packed = PackedSeqParams("thd", real, real, ends, ends, 16, 16)
+    x = torch.randn(16, 1, model.config.hidden_size, requires_grad=True)
+    attention = model.decoder.layers[0].self_attention
+    attention.core_attention.kept_packed_seq_params.add("cu_seqlens_q_padded")  # as of TransformerEngine 1.8
+    y, _ = attention(x, None, packed_seq_params=packed)
+    y.square().sum().backward()
+    rank = torch.distributed.get_rank()
+    rows = ((0, 1, 6, 7), (2, 3, 4, 5))[rank], ((0, 1, 2, 3, 12, 13, 14, 15), tuple(range(4, 12)))[rank]
+    counts = [row < 5 for row in rows[0]] + [row < 10 for row in rows[1]] + [False] * 4
+    are_right = [bool(row.any()) == counted for row, counted in zip(y.detach()[:, 0], counts, strict=True)]
+    gradients = (x.grad, *(parameter.grad for parameter in attention.parameters() if parameter.grad is not None))
+    return {"padding": (bool(y.isfinite().all()) and all(are_right), all(bool(g.isfinite().all()) for g in gradients))}
 
 
 def names(model: Any) -> dict[str, str]:

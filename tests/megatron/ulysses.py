@@ -81,8 +81,8 @@ def _sliced(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _packed(batch: dict[str, Any], ranks: int, cut: str) -> dict[str, Any]:
-    """Zigzag within each document, as TransformerEngine's thd_get_partitioned_indices cuts; or contiguous, across documents. Rows
-    beyond the last do not count."""
+    """Zigzag within each document, as TransformerEngine's thd_get_partitioned_indices cuts; or contiguous, or zigzag_pack, across
+    documents. Rows beyond the last do not count."""
     ends = torch.tensor(DOCUMENTS, dtype=torch.int32)
     batch["loss_mask"][:, DOCUMENTS[-1] :] = 0
     if ranks == 1:  # Megatron's own rotary positions know no rows beyond
@@ -90,7 +90,8 @@ def _packed(batch: dict[str, Any], ranks: int, cut: str) -> dict[str, Any]:
     rows = batch["tokens"].size(1)
     if ranks > 1:
         starts = (*DOCUMENTS, rows) if cut == "zigzag" else ()
-        of_ranks = SequenceLayout(cut, starts).rows_of_ranks(rows, ranks, torch.device("cpu"))
+        layout = SequenceLayout(cut.removesuffix("_pack"), starts)
+        of_ranks = layout.rows_of_ranks(rows, ranks, torch.device("cpu"))
         mine = of_ranks[parallel_state.get_context_parallel_rank()]
         batch = {name: x[:, mine].contiguous() for name, x in batch.items()}
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=16, max_seqlen_kv=16)

@@ -51,14 +51,20 @@ def _cut_small() -> None:
 
 
 def _exact(
-    rank: int, world: int, config: OverlapConfig | None, kv: int, in_parts: bool, across_nodes: bool = False
-) -> int:
-    """Every layout. Returns the bytes of a slot of this rank's Ulysses group."""
+    rank: int, world: int, config: OverlapConfig | None, kv: int, in_parts: bool, across_nodes: bool = False,
+    of_ulysses: OverlapConfig | None = None,
+) -> int:  # fmt: skip
+    """Every layout. Returns the bytes of a slot of this rank's Ulysses group. of_ulysses: its settings, where calls say nothing
+    and each group goes by its own."""
     if in_parts:
         _cut_small()
     g = grid()
     if across_nodes:
         ulysses_across_nodes(g.tensor, g.ulysses, config, torch.device("cpu"))
+        config = None
+    if of_ulysses is not None:
+        domain_of(g.tensor, config, torch.device("cpu"))
+        domain_of(g.ulysses, of_ulysses, torch.device("cpu"))
         config = None
     for number, layout in enumerate(LAYOUTS):
         problem = Problem(48, AttentionHeads(8, kv, DIM), layout, seed=10 * number)
@@ -67,6 +73,12 @@ def _exact(
         for name, actual, right in zip(NAMES, found, expected(g, problem, dy), strict=True):
             assert torch.equal(actual, right), f"{name}, {layout}, rank {rank}: {(actual - right).abs().max()}"
     return domain_of(g.ulysses, config, torch.device("cpu")).layout.slot_bytes
+
+
+def test_without_a_config_the_exchange_goes_by_its_own_groups() -> None:
+    settled = values(run_ranks(4, _exact, CONFIG, 2, True))
+    own = run_ranks(4, _exact, replace(CONFIG, gathered_input="keep", exchange_mib=64), 2, True, False, CONFIG)
+    assert values(own) == settled, "cut by the exchange's limit, and sent again"
 
 
 @pytest.mark.parametrize(  # each pair of two of them, and in parts what planted faults need

@@ -222,6 +222,7 @@ def test_a_norm_alone_may_be_trained_and_gives_the_same_bits_again() -> None:
 def _refused(rank: int, world: int) -> list[str]:
     heads, group, x = AttentionHeads(4, 2, 4), dist.group.WORLD, torch.ones(4, 1, 8)
     w, turn = torch.ones(heads.features, 8), Rotary(torch.ones(4, 4), torch.ones(4, 4))
+    elsewhere = Rotary(torch.ones(8, 4), torch.ones(8, 4, device="meta"))
     calls = (
         lambda: qkv_all_to_all(x[:, 0], w, group=group, heads=heads),
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=turn),
@@ -231,6 +232,7 @@ def _refused(rank: int, world: int) -> list[str]:
         lambda: qkv_all_to_all(x, w[1:], group=group, heads=heads),
         lambda: qkv_all_to_all(x, w, group=group, heads=AttentionHeads(3, 1, 4)),
         lambda: qkv_all_to_all(x, w[:24], torch.ones(32), group=group, heads=AttentionHeads(4, 1, 4)),
+        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=elsewhere),
         lambda: attention_output_linear(x[:3], w[:, :16], group=group, layout=SequenceLayout("zigzag")),
         lambda: attention_output_linear(x[0], w[:, :16], group=group),
         lambda: qkv_all_to_all(x, w, group=group, heads=(4, 2, 4)),  # type: ignore[arg-type]
@@ -262,6 +264,7 @@ def test_calls_that_do_not_fit_say_why() -> None:
                 "linear_qkv: w has 31 rows (shape (31, 8)), AttentionHeads(query=4, kv=2, dim=4) needs 32",
                 "heads.query=3 query heads cannot be divided among the 2 ranks",
                 "linear_qkv: bias has shape (32,); it must be [24], one per row of w",
+                "linear_qkv: rotary has cos on cpu and sin on meta, the input is on cpu; move them there",
                 "linear_proj: a sequence or document of 3 rows cannot be cut into the 4 equal chunks",
                 "linear_proj: the input has shape (1, 8); it must be [sequence, batch, features]",
                 "linear_qkv: heads=(4, 2, 4) must be AttentionHeads(query=..., kv=..., dim=...)",
@@ -340,7 +343,7 @@ def test_torch_compile_leaves_the_output_projection_to_eager_mode(monkeypatch: p
 
 
 def _differ(rank: int, world: int, what: str) -> str:
-    """The second rank has another layout, or a norm."""
+    """The second rank has another layout, or another norm or rotation."""
     group, x = dist.group.WORLD, torch.ones(8, 1, 8)
     config = OverlapConfig(method="chunked", timeout_s=3.0)
     heads, layout = AttentionHeads(4, 2, 4), SequenceLayout("zigzag")
@@ -349,25 +352,42 @@ def _differ(rank: int, world: int, what: str) -> str:
     if rank and what == "layout":
         layout = SequenceLayout("zigzag", (0, 8, 16))
     norm = QkNorm(torch.ones(4), torch.ones(4), EPS) if what == "norm" and rank else None
+    turn = None
+    if what in ("eps", "zero-centered weights"):
+        norm = QkNorm(torch.ones(4), torch.ones(4), EPS * (1 + (rank and what == "eps")), bool(rank and what != "eps"))
+    if what in ("pairs", "rotated features"):
+        turned = 2 if rank and what != "pairs" else 4
+        turn = Rotary(torch.ones(16, turned), torch.ones(16, turned), interleaved=bool(rank and what == "pairs"))
     try:
         if what == "output layout":
             attention_output_linear(torch.ones(16, 1, 4), torch.ones(8, 8), group=group, layout=layout, config=config)
             other = SequenceLayout() if rank else layout
             attention_output_linear(torch.ones(16, 1, 4), torch.ones(8, 8), group=group, layout=other, config=config)
         else:
-            qkv_all_to_all(x, w, group=group, heads=heads, layout=layout, qk_norm=norm, config=config)
+            qkv_all_to_all(x, w, group=group, heads=heads, layout=layout, qk_norm=norm, rotary=turn, config=config)
     except OverlapMismatchError as error:
         return str(error)
     return "nothing"
 
 
-@pytest.mark.parametrize("what", ["layout", "output layout", "norm"])
-def test_ranks_that_share_the_sequence_otherwise_are_named(what: str) -> None:
-    """The rows would be taken for others, silently."""
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("layout", "zigzag"),
+        ("output layout", "contiguous"),
+        ("norm", "normalised with eps 0.1"),
+        ("eps", "normalised with eps 0.2"),
+        ("zero-centered weights", "normalised with eps 0.1 around one"),
+        ("pairs", "4 features rotated in neighbouring pairs"),
+        ("rotated features", "2 features rotated"),
+    ],
+)
+def test_ranks_that_share_the_sequence_otherwise_are_named(what: str, said: str) -> None:
+    """The rows would be taken for others, or heads computed otherwise, silently."""
     outcomes = run_ranks(2, _differ, what)
     for outcome in outcomes:
         assert "zigzag" in (outcome.value or outcome.error), outcome
-    assert ("normalised" in outcomes[1].value) == (what == "norm"), "each rank names what it is in itself"
+    assert said in outcomes[1].value, "each rank names what it is in itself"
 
 
 def _little_memory(rank: int, world: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,17 @@ def test_the_pictures_are_drawn(model: str, tmp_path: Path) -> None:
     checked = tmp_path / "check.png"
     assert command.main(["--check", str(part_of("h200x2", tmp_path)), "--plot", str(checked)]) == 0
     assert (tmp_path / "plan.png").stat().st_size > 10_000 and checked.stat().st_size > 10_000
+
+
+def test_only_direct_stores_at_the_peers_in_the_picture_which_has_one_unit(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(picture, "draw_lanes", lambda *arguments: drawn.append(arguments))
+    assert run(model, "--plot", str(tmp_path / "plan.png")) == 0
+    assert {title.split()[-1] for _, title, _, inside, _ in drawn if inside} == {"direct:"}
+    assert len({unit for *_, unit in drawn}) == 1
 
 
 def test_ulysses_is_named_and_its_linears_are_drawn(

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.extensions import transformer_engine as megatron_te
 
 from overlap_train import AttentionHeads
@@ -53,3 +54,8 @@ def without_group(packed: PackedSeqParams | None) -> PackedSeqParams | None:
     own = copy.copy(packed)
     own.cp_group = own.local_cp_size = None
     return own
+
+
+def without_rows(x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """x [t, ...] with zeros where `padding` [t] is true, and zeros in the gradients of these rows, whatever comes: also NaN."""
+    return x if padding is None else x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), 0)

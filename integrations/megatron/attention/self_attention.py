@@ -27,10 +27,10 @@ from overlap_train import Rotary, SequenceLayout
 from ..linears.context_parallel import ULYSSES
 from ..linears.exchange import Exchange
 from ..linears.ulysses import exchanges
-from ..packed import Documents, cut_of, documents_of
+from ..packed import ZIGZAG, ZIGZAG_OF_PACK, Documents, cut_of, documents_of
 from .collective import Heads, collective_to_heads, collective_to_rows
 from .conditions import bad_setting, in_full, refuse_call
-from .core import core_of_rank, heads_of, is_transformer_engines, without_group
+from .core import core_of_rank, heads_of, is_transformer_engines, without_group, without_rows
 from .norms import norm_within
 from .whole import WholeSequence
 
@@ -106,10 +106,10 @@ class UlyssesSelfAttention(SelfAttention):
     def _exchange(
         self, group: dist.ProcessGroup | None, rows: int, cut: str, documents: Documents | None, device: torch.device
     ) -> Exchange:
-        """The exchange of this call. cut: contiguous, or zigzag, which is within each document. Raises ValueError."""
+        """The exchange of this call. cut: contiguous, zigzag (within each document), or zigzag_pack. Raises ValueError."""
         heads, ranks = heads_of(self.config), 1 if group is None else group.size()
-        starts = documents.with_rest(rows) if documents is not None and cut == "zigzag" else ()
-        layout = SequenceLayout(cut, starts)
+        starts = documents.with_rest(rows) if documents is not None and cut == ZIGZAG else ()
+        layout = SequenceLayout(ZIGZAG if cut == ZIGZAG_OF_PACK else cut, starts)
         name = f"{'packed_seq_params' if documents else 'sequence'} with cp_partition_mode={cut!r}"
         problem = layout.error(rows, ranks, name) or heads.error(ranks, "cp_group")
         if problem is not None and ranks > 1:
@@ -177,9 +177,11 @@ class UlyssesSelfAttention(SelfAttention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, packed: Any
     ) -> torch.Tensor:
         """[s, b, heads / W * dim]."""
-        is_thd = packed is not None and packed.qkv_format == "thd"
+        is_thd, padding = packed is not None and packed.qkv_format == "thd", None
         if is_thd:
             q, k, v = (x.squeeze(1) for x in (q, k, v))
+            padding = self._padding(packed, q)
+            q, k, v = (without_rows(x, padding) for x in (q, k, v))
         recomputed = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if recomputed else self.core_attention
         context = attend(
@@ -191,7 +193,11 @@ class UlyssesSelfAttention(SelfAttention):
             attention_bias=None,
             packed_seq_params=without_group(packed),
         )
-        return context.reshape(len(context), 1, -1) if is_thd else context
+        return without_rows(context, padding).reshape(len(context), 1, -1) if is_thd else context
+
+    def _padding(self, packed: Any, q: torch.Tensor) -> torch.Tensor | None:
+        """Rows between documents, which TransformerEngine's core attention leaves as they are, in its result and in gradients."""
+        return documents_of(packed).padding(len(q), q.device) if is_transformer_engines(self.core_attention) else None
 
     def _projected(self, context: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         linear = self.linear_proj

@@ -18,10 +18,11 @@ from overlap_train import AttentionHeads, Rotary, SequenceLayout
 from ..linears.exchange import Exchange
 from ..packed import Documents
 
-_MASK = "mask"
-# Of each kind 8, but one mask: [b, 1, s, s] has 1 GiB at 32768 tokens, and each micro-batch brings another. Where micro-batches
-# alternate (recomputation in a pipeline), each change gathers a mask again.
-_MOST_KEPT = {_MASK: 1}
+_MASK, _FREQS, _ROTARY = "mask", "freqs", "rotary"
+# Of each kind 8, but less of what is large and new with each micro-batch: a mask [b, 1, s, s] has 1 GiB at 32768 tokens, the
+# frequencies of a pack, their cosines and their sines 64 MiB each at 131072. Where micro-batches alternate (recomputation in a
+# pipeline), each change makes them again. Two: of q and of k.
+_MOST_KEPT = {_MASK: 1, _FREQS: 2, _ROTARY: 2}
 
 
 class WholeSequence:
@@ -65,7 +66,7 @@ class WholeSequence:
         Raises:
             ValueError: freqs have another number of rows.
         """
-        key = ("freqs", *_identity(freqs), rows, exchange.group, exchange.layout, documents, whole_pack)
+        key = (_FREQS, *_identity(freqs), rows, exchange.group, exchange.layout, documents, whole_pack)
         if documents is not None:
             return self._kept(
                 key, freqs, lambda: freqs[_positions(len(freqs), rows, documents, whole_pack).to(freqs.device)]
@@ -86,7 +87,7 @@ class WholeSequence:
             angles = freqs.float().flatten(1)
             return Rotary(angles.cos() * mscale, angles.sin() * mscale, interleaved)
 
-        return self._kept(("rotary", *_identity(freqs), mscale, interleaved), freqs, answer)
+        return self._kept((_ROTARY, *_identity(freqs), mscale, interleaved), freqs, answer)
 
     def _kept(self, key: Any, holds: Any, answer: Callable[[], Any]) -> Any:
         """`holds`: the tensor whose address is in the key; while it is held, no other has that address.

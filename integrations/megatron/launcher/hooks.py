@@ -141,6 +141,7 @@ class ScriptHooks:
 
         enable.enable(chunks, self._overlap)
         self._chunks.extend(chunks)
+        _note_how_packs_are_cut(chunks)
         advice.say_what_masks_cost()
 
     def _counting(self, log: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,6 +174,21 @@ def _bracketing(wrapper: type[Any]) -> type[Any]:
     from ..enabling.graphing import bracketing
 
     return bracketing(wrapper)
+
+
+def _note_how_packs_are_cut(chunks: list[torch.nn.Module]) -> None:
+    """Megatron-LM's scripts cut the packs of --dataloader-inter-document-masking as if they were sequences of one document."""
+    from megatron.training.global_vars import get_args
+
+    from ..packed import cuts_packs_as_sequences
+
+    try:
+        args = get_args()
+    except AssertionError:  # a script that has a configuration of its own, and perhaps other batches
+        return
+    if getattr(args, "dataloader_inter_document_masking", False) and not getattr(args, "sft", False):
+        for module in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "config")):
+            cuts_packs_as_sequences(module.config)
 
 
 def _chunks_of_this_stage() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -33,34 +32,31 @@ def packed_attention(
     attend = (
         _at_once if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not softmax.dropout else _one_by_one
     )
-    rows = documents.row_numbers
-    if rows is None:
-        context = attend(q[: documents.end], k[: documents.end], v[: documents.end], documents.lengths, softmax)
+    places = documents.places(q.device)
+    if places is None:
+        context = attend(q[: documents.end], k[: documents.end], v[: documents.end], documents, softmax)
         return F.pad(context, (0, 0, 0, 0, 0, len(q) - documents.end))
-    places = rows.to(q.device)
     q_rows, k_rows, v_rows = (x.index_select(0, places) for x in (q, k, v))
-    context = attend(q_rows, k_rows, v_rows, documents.lengths, softmax)
+    context = attend(q_rows, k_rows, v_rows, documents, softmax)
     return torch.zeros_like(q).index_copy(0, places, context)
 
 
-def _at_once(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], softmax: Softmax
-) -> torch.Tensor:
+def _at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, softmax: Softmax) -> torch.Tensor:
     """Rows beyond the last document would give it NaN gradients (pytorch #176793), therefore there are none."""
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=q.device)
+    offsets, longest = documents.offsets(q.device), max(documents.lengths)
     options: dict[str, object] = {"scale": softmax.scale, "window_size": (-1, 0 if softmax.is_causal else -1)}
     if q.size(1) != k.size(1):
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-    return varlen_attn(q, k, v, ends, ends, max(lengths), max(lengths), **options)  # type: ignore[arg-type,return-value]
+    return varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)  # type: ignore[arg-type,return-value]
 
 
 def _one_by_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], softmax: Softmax
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, softmax: Softmax
 ) -> torch.Tensor:
-    parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
+    parts = zip(*(x.transpose(0, 1).split(documents.lengths, dim=1) for x in (q, k, v)), strict=True)
     contexts = [
         F.scaled_dot_product_attention(
             q_rows, k_rows, v_rows, dropout_p=softmax.dropout, is_causal=softmax.is_causal, scale=softmax.scale,

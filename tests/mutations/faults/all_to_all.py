@@ -73,6 +73,9 @@ HEAD_ROWS = In("kernels/attention_layout.py", (f"{PROTOCOL}/test_attention_layou
 SHARDED = f"{PROTOCOL}/test_tp_ulysses.py"
 EXACT = f"{SHARDED}::test_values_and_gradients_are_those_of_one_process"
 FLIGHT = f"{PROTOCOL}/test_tp_ulysses_order.py::test_a_product_and_the_exchange_of_another_part_are_under_way_together"
+SHARE = (f"{PROTOCOL}/test_ulysses_attention.py::test_ranks_that_share_the_sequence_otherwise_are_named",)
+SHARE_NORM = In("overlap_train/operators/qk_norm.py", SHARE)
+SHARE_ANGLES = In("overlap_train/operators/attention_layout.py", SHARE)
 NAMED = f"{PROTOCOL}/test_tp_ulysses_order.py::test_ranks_that_share_the_sequence_otherwise_are_named"
 TWO_GROUPS = In("overlap_train/ulysses/tensor_parallel.py", (f"{EXACT}[regather-2-True]",))
 TURNS = In("overlap_train/ulysses/rows_backward.py", (f"{EXACT}[regather-4-True]",))
@@ -155,7 +158,10 @@ FAULTS = [
     STEPS("A2A: a product begins before blocks are taken out of the slot", "isinstance(reader, ProductStep) and reader.is_pulled",
           "True", f"{PULLS}::test_which_parts_are_pulled"),
     PROJECTIONS("A2A: heads are split as if one rank had all", "heads.of_rank(shards.ranks), s", "heads, s"),
-    ARGUMENTS("A2A: rotation is not checked", "if rotary is not None and (", "if False and ("),
+    ARGUMENTS("A2A: rotation is not checked", "rotary is not None and (rotary.cos.shape !=",
+              "False and (rotary.cos.shape !="),
+    ARGUMENTS("A2A: angles may lie elsewhere", "rotary is not None and (rotary.cos.device !=",
+              "False and (rotary.cos.device !="),
     LAYOUT("A2A: cos and sin are rounded", "[rows].float().view(", "[rows].to(x.dtype).float().view("),
     LAYOUT("A2A: rows are turned by the angles of the first ones", "t.view(-1, r)[rows].float()",
            "t.view(-1, r)[: len(x)].float()"),
@@ -171,8 +177,9 @@ FAULTS = [
     INDICES("A2A: indices of inference are kept for training", "torch.inference_mode(False)(make)", "make"),
     INDICES("A2A: a graph reads indices that may be forgotten", "torch.cuda.is_current_stream_capturing()", "False"),
     SEQUENCE("A2A: late chunks lie as early ones", "chunks[world_size:].flip(0)", "chunks[world_size:]"),
-    SEQUENCE("A2A: documents lie rank after rank", "torch.cat(parts, dim=1).contiguous()",
-             "torch.cat(parts).view(world_size, -1)"),
+    SEQUENCE("A2A: the late chunk of a document is that of the next rank", "(2 * world_size - 1 - ranks) * length",
+             "(2 * world_size - ranks - (ranks > 0)) * length"),
+    SEQUENCE("A2A: chunks of all documents begin as the first one's do", "lengths.cumsum(0) - lengths", "lengths.cumsum(0) * 0"),
     SEQUENCE("A2A: half as many chunks fit", "length % (2 * world_size)", "length % world_size"),
     LEGS("A2A: all chunks of a peer are sent before the next one's", "== NVLINK, piece[1]))", "== NVLINK, 0))"),
     LEGS("A2A: every peer gets the first block", "0 if kind == GATHER else target, chunk",
@@ -253,6 +260,10 @@ FAULTS = [
           f"{FLIGHT}[row_backward]"),
     BOTH("two groups: every rank adds the first columns' bias", "[groups.ulysses.rank()]", "[0]"),
     BOTH("two groups: slots have room for one of two", "carries=2 if", "carries=1 if"),
+    BOTH("two groups: parts are cut by the product's settings", "domain_of(groups.ulysses, None", "domain_of(groups.tensor, None",
+         f"{PROTOCOL}/test_tp_ulysses.py::test_without_a_config_the_exchange_goes_by_its_own_groups"),
+    SHARE_NORM("ranks with another eps pair up", ' with eps {self.eps:g}"', '"'),
+    SHARE_ANGLES("ranks that rotate other features pair up", "{self.cos.shape[-1]} features rotated", "rotated"),
     BOTH("two groups: parts of other lengths may pair up", "if len(places) == 1 else terms.in_parts(sizes.positions)", "",
          f"{PROTOCOL}/test_tp_ulysses_order.py::test_ranks_with_other_numbers_of_rows_are_named"),
     BOTH("two groups: the product's ranks do not compare layouts", "multiplies.linear(name, meaning)", "multiplies.linear(name)",

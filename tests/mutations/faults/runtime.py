@@ -15,6 +15,7 @@ ROOM = In(
 )
 DOCTOR = In("overlap_train/tools/doctor/job.py", (f"{UNIT}/test_doctor_installation.py",))
 GUARD = In(DOMAIN_FILE, (f"{UNIT}/test_graph_guard.py",))
+ROOM_LIMIT = In("overlap_train/runtime/room.py", (f"{UNIT}/test_room.py",))
 FIRST_CALL = In("overlap_train/runtime/first_call.py", (f"{UNIT}/test_first_call.py",))
 REFUSED = f"{PROTOCOL}/test_ulysses_attention.py::test_what_does_not_fit"
 REFUSE = In(
@@ -65,9 +66,9 @@ FAULTS = [
     ),
     ROOM(
         "room for longer rows counts against symmetric_mib",
-        "return roomy if self._fits(roomy) else needed",
-        "return roomy",
-        "tests/protocol/test_new_lengths.py::test_room_for_longer_rows_is_not_taken_beyond_the_limit",
+        "return roomy if self._fits(roomy) and not",
+        "return roomy if not",
+        f"{UNIT}/test_room.py::test_room_does_not_pass_symmetric_mib",
     ),
     GUARD("an operator runs after shutdown", "if self.closed or (slots", "if (slots"),
     GUARD("a foreign graph is not noticed", "if slots and not self.graphed and self.is_capturing():", "if False:"),
@@ -140,6 +141,12 @@ FAULTS = [
         "before = copy.deepcopy(workspace.use)",
         "before = workspace.use",
         f"{PROTOCOL}/test_interleaving_graph.py::test_capturing_leaves_the_use_of_slots_as_it_was",
+    ),
+    ROOM_LIMIT("room passes what exchanges may have", " and not self._passes_limit(needed, roomy)", ""),
+    ROOM_LIMIT(
+        "large linears have no room",
+        "slots <= self.exchange_mib * _MIB < roomy_slots",
+        "self.exchange_mib * _MIB < roomy_slots",
     ),
     FIRST_CALL("a problem that nobody heard becomes a time-out", "if mine.problem is None:", "if True:"),
     FIRST_CALL("nobody compares the first call", "    compare(agreement.rank, said)\n", ""),
