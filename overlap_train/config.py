@@ -92,12 +92,13 @@ class OverlapConfig:
     )
     exchange_mib: int = _setting(
         512,
-        "most symmetric memory of a rank in one group for Ulysses' all-to-alls, in MiB; longer sequences pass through it in parts",
+        "most symmetric memory of a rank in one group for Ulysses' all-to-alls, in MiB; longer sequences pass in parts",
         rule=_MIB,
     )
     timeout_s: float = _setting(
         600.0,
-        "longest wait for a peer before OverlapTimeoutError, in seconds; after a tenth of it a warning names the late rank",
+        "longest wait for a peer before OverlapTimeoutError, in seconds (while a library connects ranks, at least 120); after a "
+        "tenth of it a warning names the late rank",
         rule=_SECONDS,
     )
     node_ranks: int = _setting(

@@ -37,7 +37,7 @@ CUDA_USERS: dict[str, str] = {
     "megatron.core.optimizer.optimizer": "the loss scale of FP32Optimizer",
     "megatron.core.optimizer.clip_grads": "gradient norms and counts of zeros",
     "megatron.core.pipeline_parallel.schedules": "the token count of each step",
-    "megatron.core.pipeline_parallel.p2p_communication": "what a pipeline stage receives, and synchronize() behind it",
+    "megatron.core.pipeline_parallel.p2p_communication": "what a pipeline stage receives, and synchronize() after it",
     "megatron.core.timers": "synchronize() around a timer, and the gathered times",
     "megatron.core.dist_checkpointing.strategies.filesystem_async": "synchronize() before tensors are written",
     "megatron.core.dist_checkpointing.strategies.fully_parallel": "synchronize() after the exchange of tensors",

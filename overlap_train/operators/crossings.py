@@ -130,7 +130,7 @@ class ResultCrossings(Crossings):
     """The exchanges of a result. Each chunk leaves after its product.
 
     Beside a weight gradient some of them wait until that is enqueued (EnginePlan.beside_wgrad): with one hardware queue it would
-    stand behind them all.
+    come after them all.
     """
 
     def __init__(self, engine: NodeStreamEngine, call: NodeCall, plan: EnginePlan, most: int = _MOST) -> None:
@@ -138,7 +138,7 @@ class ResultCrossings(Crossings):
         self._plan, self._later = plan, deque[Callable[[], None]]()
 
     def send(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
-        """The same as `start`, now or in `finish`, behind the weight gradient that the caller enqueues in between."""
+        """The same as `start`, now or in `finish`, after the weight gradient that the caller enqueues in between."""
         self._begin()
         if not self._plan.beside_wgrad or self.started < exchanges_before_wgrad(self._count, self._follows):
             self.start(source, make)

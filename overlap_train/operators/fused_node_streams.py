@@ -7,7 +7,7 @@
                   on that far
     GEMM + RS, GEMM + A2A
                   the kernel; then, in the order of its tiles, what leaves: each chunk after its tiles are counted. A chunk for a
-                  far node is added up first (GEMM + RS). Some exchanges leave behind a weight gradient, where there is one
+                  far node is added up first (GEMM + RS). Some exchanges leave after a weight gradient, where there is one
 
 No product's kernel waits for the network (kernels/arrivals.py): waits of one warp do. What runs beside the kernel finds room on
 the SMs that it leaves (EnginePlan.spared_sms). Nothing that waits for the kernel's tiles stands before it in a hardware queue.

@@ -3,7 +3,7 @@
     A2A + GEMM    exchange 1, the own node's products, then for each chunk: let its exchange arrive, multiply it; with the blocks
                   before it where they are shallow. Further exchanges are enqueued in between
     GEMM + A2A    for each chunk of a far rank: multiply, let the exchange before the last arrive, start its own; the own node's
-                  products in between. Some exchanges start behind a weight gradient, where there is one
+                  products in between. Some exchanges start after a weight gradient, where there is one
 
 A rank exchanges with its twins. What it receives for another rank of its node it passes on (protocol/node_streams.py), so each
 block waits for the steps of two ranks. All ranks enqueue the same steps in the same order (planning/schedule/turns.py): whatever

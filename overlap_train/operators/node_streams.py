@@ -3,7 +3,7 @@
     gather     exchange 1, own node's products, then for each chunk: let its exchange arrive, multiply it; further exchanges are
                enqueued in between
     scatter    for each chunk of a far twin: multiply, add what the node's ranks have for it, start its exchange; the own node's
-               products in between. The sums of the other nodes arrive last. Some exchanges start behind a weight gradient,
+               products in between. The sums of the other nodes arrive last. Some exchanges start after a weight gradient,
                where there is one
 
 All ranks enqueue the same steps in the same order (planning/schedule/turns.py), so that twins start their exchanges alike and

@@ -101,10 +101,10 @@ class Planned:
         return self._beside.get(sms) or self._beside.setdefault(sms, self._new_beside(sms))
 
     def _new_beside(self, sms: int) -> Planned:
-        fprop, dgrad, wgrad = self.plan.fprop, self.plan.dgrad, self.plan.wgrad
-        wgrad = None if wgrad is None else wgrad.beside(sms)
-        plan = replace(self.plan, fprop=fprop.beside(sms), dgrad=dgrad.beside(sms), wgrad=wgrad)
-        return Planned(self.domain, plan, self.trains)
+        plan = self.plan
+        engines = {part: getattr(plan, part) for part in ("fprop", "dgrad", "dgrad_alone", "wgrad")}
+        spared = {part: engine.beside(sms) for part, engine in engines.items() if engine is not None}
+        return Planned(self.domain, replace(plan, **spared), self.trains)
 
     def _new_linear(self, name: str, meaning: str) -> PlannedLinear:
         keeps = self.plan.wgrad is None and self.trains

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
 from ..config import OverlapConfig
 from .arguments import Request, shapes_of
-from .choice import Choice, choose
+from .choice import Choice, alone, choose
 from .engine_plan import EnginePlan, NodeNetwork, engine_plan, sent_again
 from .low_latency import LOW_LATENCY, flagged_bytes
 from .passes import Pass
@@ -24,19 +23,19 @@ _WHOLE = Variant(chunks=1)  # across nodes; nothing multiplies a chunk while the
 
 @dataclass(frozen=True)
 class Plan:
-    """The passes of one operator. wgrad: how the weight gradient's operand is sent again; None where it need not be."""
+    """The passes of one operator.
+
+    dgrad_alone: the input gradient where no weight gradient is wanted: nothing of it is held back. wgrad: how the weight
+    gradient's operand is sent again; None where it need not be.
+    """
 
     spec: OperatorSpec
     config: OverlapConfig
     fprop: EnginePlan
     dgrad: EnginePlan
+    dgrad_alone: EnginePlan
     wgrad: EnginePlan | None
     request: Request
-
-    @cached_property
-    def dgrad_alone(self) -> EnginePlan:
-        """The input gradient where no weight gradient is wanted: nothing of it is held back."""
-        return replace(self.dgrad, beside_wgrad=False)
 
 
 def make_plan(
@@ -50,10 +49,14 @@ def make_plan(
     first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
     network = network_of(config, network_gbs)
     if spec.multiplies:
-        fprop, dgrad = (_engine(p, config, table, topology, device, w, network) for p in (first, first.dgrad))
+        last = first.dgrad
+        forward, backward = (choose(config.method, p, device, table, topology.nodes) for p in (first, last))
+        fprop = engine_plan(forward, first, topology, device, w, network)
+        dgrad = engine_plan(backward, last, topology, device, w, network)
         dgrad = replace(dgrad, beside_wgrad=dgrad.kind not in INBOUND)
+        dgrad_alone = engine_plan(alone(backward, last, device), last, topology, device, w, network)
     else:
-        fprop = dgrad = _exchange(first, config, topology, device, w, network)
+        fprop = dgrad = dgrad_alone = _exchange(first, config, topology, device, w, network)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     wgrad = sent_again(fprop, topology) if sends_again else None
     how = (
@@ -68,15 +71,7 @@ def make_plan(
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,
         flagged_bytes=flagged_bytes(received, topology.world) if LOW_LATENCY in methods else 0,
     )
-    return Plan(spec, config, fprop, dgrad, wgrad, request)
-
-
-def _engine(
-    pass_: Pass, config: OverlapConfig, table: Table, topology: Topology, device: torch.device, w: torch.Tensor,
-    network: NodeNetwork,
-) -> EnginePlan:  # fmt: skip
-    choice = choose(config.method, pass_, device, table, topology.nodes)
-    return engine_plan(choice, pass_, topology, device, w, network)
+    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request)
 
 
 def _exchange(

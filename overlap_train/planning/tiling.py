@@ -52,7 +52,7 @@ class TileConfig:
     parts: int = 1
 
     def count(self, rows: int, cols: int, chunks: int = 1) -> int:
-        """Tiles of `chunks` outputs [rows, cols], one behind the other."""
+        """Tiles of `chunks` outputs [rows, cols], one after the other."""
         return -(-chunks * self.strips(rows) // self.parts) * self.columns(cols)
 
     def strips(self, rows: int) -> int:

@@ -81,7 +81,7 @@ class NodeEngine(HostCopyEngine):
         kernel reports why, and the peers whom they were for."""
         self.later.run(lambda: send() if poll(lambda: counter.item() >= tiles, self._timeout_s) else None)
 
-    def meet(self, call: NodeCall, topology: Topology) -> None:
+    def barrier(self, call: NodeCall, topology: Topology) -> None:
         """Tell all twins that this rank has come: chunk 0 of its block, without data."""
         for node in range(topology.nodes):
             if node != topology.node:

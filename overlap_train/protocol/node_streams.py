@@ -148,7 +148,7 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
             self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))
             self._driver.check(self._driver.copy(route.signal_at, route.epoch_at, 8, stream))
 
-    def meet(self, call: NodeCall, topology: Topology) -> None:
+    def barrier(self, call: NodeCall, topology: Topology) -> None:
         """Tell all twins that this rank has come, and let their words arrive."""
         nothing = call.blocks.flatten()[:0]
         turns = crossings(GATHER, topology, chunks=1)

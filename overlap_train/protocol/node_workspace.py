@@ -40,7 +40,7 @@ class NodeWaits(BoundedWaits):
         assert isinstance(call, NodeCall)
         topology = self.topology
         call.next_epoch()
-        self._engine.meet(call, topology)
+        self._engine.barrier(call, topology)
         for node in range(topology.nodes):
             if node != topology.node:
                 self.wait(call, topology.twin(node), 1)

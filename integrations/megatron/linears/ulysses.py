@@ -3,7 +3,7 @@
     linear_qkv    to_heads    x [s/W, b, K] -> q, k, v of all rows and some heads     GEMM + all-to-all
     linear_proj   to_rows     x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
 
-W: context-parallel ranks. The attention calls these two methods. They run as calls of the module, behind its forward pre-hooks:
+W: context-parallel ranks. The attention calls these two methods. They run as calls of the module, after its forward pre-hooks:
 in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call serves what falls back. It is
 Megatron's forward or, where tensor parallelism divides the weights (two_groups.py), that of the linear that overlaps over it.
 Only the class of a built module changes: parameters and checkpoint keys stay.

@@ -1,10 +1,11 @@
 """In which order a rank enqueues its products, and its exchanges with other nodes.
 
-Megatron-Core wants CUDA_DEVICE_MAX_CONNECTIONS=1 on most GPUs: one hardware queue for all streams, in which nothing starts before
-everything that was enqueued earlier has started. An exchange starts when the one before it has ended. A product behind it waits
-for that, whether it needs the exchange or not; and an exchange behind a product waits until the products before that have ended.
-So each is enqueued where it would start if the network took as long as all products. Then neither holds up the other much,
-whichever is slower. Where each stream has a queue of its own, the order costs nothing.
+Megatron-Core wants CUDA_DEVICE_MAX_CONNECTIONS=1 on most GPUs: one hardware queue for all streams, in which nothing starts
+before everything that was enqueued earlier has started. An exchange starts when the one before it has ended. A product that
+was enqueued after it waits for that, whether it needs the exchange or not; and an exchange that was enqueued after a product
+waits until the products before that have ended. So each is enqueued where it would start if the network took as long as all
+products. Then neither holds up the other much, whichever is slower. Where each stream has a queue of its own, the order costs
+nothing.
 
 Two nodes of one rank, 8 chunks, network and products 13.7 ms each (2 x H200): a gather whose exchanges took turns with its
 products took 17.9 ms, a scatter whose own rows came last 19.6 ms; with a queue for each stream both took 14.9 ms.
@@ -26,7 +27,7 @@ _PRODUCTS_AHEAD = 2
 
 
 def exchanges_ahead(exchanges: int, done: int, parts: int) -> int:
-    """How many exchanges of an operand are enqueued behind `done` of `parts` equal parts of its product: those that would have
+    """How many exchanges of an operand are enqueued after `done` of `parts` equal parts of its product: those that would have
     ended when these parts have, and one more."""
     return min(exchanges, 1 + exchanges * done // parts)
 
@@ -47,7 +48,7 @@ def leaving(kind: str, topology: Topology, chunks: int, between: int) -> tuple[t
 
     between: how many exchanges come between the products, with NEAR evenly between them; the others are not listed, and follow
     all products. Without a weight gradient all come between, with one those that come before it. Behind the exchanges of what is
-    gathered again none does: a product that stood behind one of ours would wait for these, too.
+    gathered again none does: a product that came after one of ours would wait for these, too.
     """
     others, own_node = targets(topology), topology.local - 1
     far, near = others[: topology.world - topology.local], (*others[len(others) - own_node :], topology.rank)

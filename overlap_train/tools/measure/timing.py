@@ -58,8 +58,8 @@ def measure(calls: Mapping[str, Call], pace: Pace, group: dist.ProcessGroup, dev
     names, burst = list(calls), _device_burst if device.type == "cuda" else _host_burst
     for turn in range(pace.rounds):
         dist.barrier(group)
-        # Nobody always follows the same neighbour: at M = 128 `auto`, behind a baseline, took 6 % longer than the same method by
-        # its name, behind `auto`.
+        # Nobody always follows the same neighbour: at M = 128 `auto`, after a baseline, took 6 % longer than the same method by
+        # its name, after `auto`.
         for name in random.Random(turn).sample(names, len(names)):
             samples[name].append(burst(calls[name], pace.burst))
     return worst_over_ranks({name: median(timings) for name, timings in samples.items()}, group, device)

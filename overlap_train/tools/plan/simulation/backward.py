@@ -93,9 +93,9 @@ def _column(work: Work) -> Part:
     wgrad = beside_exchanges(work, partial(wgrad_us, work, work.plan.spared_sms), WGRAD)
     start = [*give(again), *epoch(work, work.world > 1), *ahead.until(1)]
     (kernels, sending), finish = start_dx(replace(work, follows=work.topology.nodes > 1), ahead)
-    before, behind = cut_at_wgrad(work, kernels)
+    before, after = cut_at_wgrad(work, kernels)
     middle = [*before, own_block(work), wait(work, arrivals), wgrad]
-    return [*start, *middle, *behind, *finish], [*inside_node(again), *sending]
+    return [*start, *middle, *after, *finish], [*inside_node(again), *sending]
 
 
 def _column_by_nccl(work: Work) -> Part:

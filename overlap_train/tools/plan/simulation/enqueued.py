@@ -43,7 +43,7 @@ class Exchanges:
         return self._count - len(self._waiting)
 
     def start(self, *before: Kernel) -> Iterator[Item]:
-        """The next one, behind the sum that it sends, if there is one."""
+        """The next one, after the sum that it sends, if there is one."""
         if len(self._under_way) == self._most:
             yield self._under_way.popleft()
         send, arrival = self._waiting.popleft()
@@ -85,7 +85,7 @@ def _arrival(work: Work, crossing: Crossing) -> Arrival:
 def in_turns(
     work: Work, products: Sequence[Kernel], sums: Iterable[Kernel], own: Exchanges, earlier: Exchanges | None
 ) -> Iterator[Item]:
-    """Products by the library of what leaves, each exchange behind its products and its sum (ResultCrossings.enqueue). earlier:
+    """Products by the library of what leaves, each exchange after its products and its sum (ResultCrossings.enqueue). earlier:
     the exchanges of what is gathered again, if there are any."""
     sums, done = iter(sums), 0
     for what, units in turns(work):
@@ -95,11 +95,11 @@ def in_turns(
             yield from earlier.go_ahead(done, len(products)) if earlier else ()
         if what == EXCHANGE:
             yield from own.start(*islice(sums, 1))
-    yield from behind_products(sums, own, earlier)
+    yield from after_products(sums, own, earlier)
 
 
-def behind_products(sums: Iterable[Kernel], own: Exchanges, earlier: Exchanges | None) -> Iterator[Item]:
-    """What follows all products: the exchanges of an earlier call of the operator, then the own ones, each behind its sum."""
+def after_products(sums: Iterable[Kernel], own: Exchanges, earlier: Exchanges | None) -> Iterator[Item]:
+    """What follows all products: the exchanges of an earlier call of the operator, then the own ones, each after its sum."""
     sums = iter(sums)
     yield from earlier.finish() if earlier else ()
     while own.are_left:
@@ -107,7 +107,7 @@ def behind_products(sums: Iterable[Kernel], own: Exchanges, earlier: Exchanges |
 
 
 def cut_at_wgrad(work: Work, items: list[Item]) -> tuple[list[Item], list[Item]]:
-    """What is enqueued before a weight gradient, and behind it: of the own exchanges the first is before, because those of what
+    """What is enqueued before a weight gradient, and after it: of the own exchanges the first is before, because those of what
     is gathered again are (ResultCrossings.send)."""
     own = (at + 1 for at, item in enumerate(items) if isinstance(item, Send) and item.call == work.call)
     cut = next(own, len(items))

@@ -17,7 +17,7 @@ from ....planning.schedule.legs import NETWORK
 from .across_nodes import far_arrivals, node_sums
 from .by_library import gathered, leaving_products, product, received, wait
 from .copies import give, put_together, take
-from .enqueued import Exchanges, Item, Part, behind_products, in_places
+from .enqueued import Exchanges, Item, Part, after_products, in_places
 from .persistent_tiles import gather_tiles, receive_tiles, scatter_tiles
 from .sending import crossings, inside_node, sends_by_copies
 from .timeline import COMMUNICATION, COMPUTE, GEMM, WAITING, Arrival, Kernel, Program, Send, Tile
@@ -59,7 +59,7 @@ def scatter_part(work: Work, earlier: Exchanges | None = None) -> tuple[Part, li
     if method == "chunked":
         return (leaving_products(work, sums, own, earlier), inside_node(work)), [*own.finish(), waits, adds]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
-    items = [kernel, *behind_products(sums, own, earlier)]
+    items = [kernel, *after_products(sums, own, earlier)]
     finish = [waits, adds] if work.plan.reduces_later else []
     return (items, [] if method == "direct" else inside_node(work)), [*own.finish(), *finish]
 
@@ -85,7 +85,7 @@ def exchange_part(work: Work, earlier: Exchanges | None = None) -> tuple[Part, l
     if method == "chunked":
         return (leaving_products(work, [], own, earlier), inside_node(work)), [*own.finish(), *finish]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
-    items = [kernel, *behind_products((), own, earlier)]
+    items = [kernel, *after_products((), own, earlier)]
     return (items, [] if method == "direct" else inside_node(work)), [*own.finish(), *finish]
 
 
@@ -168,7 +168,7 @@ def _reduce_us(work: Work) -> float:
 
 
 def _launches(work: Work, kernel: Kernel) -> Iterator[Item]:
-    """The launches of a kernel that multiplies what arrives: one, or across nodes one behind each wait for something from far."""
+    """The launches of a kernel that multiplies what arrives: one, or across nodes one after each wait for something from far."""
     ahead, chunks, takes_some = crossings(work), work.plan.chunks, replace(kernel, leaves=True)
     yield from ahead.until(1)
     if work.topology.nodes == 1:
