@@ -10,10 +10,21 @@ from typing import Any
 from mfu.layer_timeline import PASSES
 from mfu.names import AGAIN, MEGATRON, OVERLAP, is_graph, loss_baseline, speed_baseline
 from overlap_train.config import METHODS
-from overlap_train.tools.bench.bars import Bar, bars, has_bound
-from overlap_train.tools.bench.lanes import KINDS, NOTE, Span, draw_lanes, label_lanes, stored_inside
+from overlap_train.tools.bench.bars import Bar, Scale, bars, has_bound
+from overlap_train.tools.bench.held_up import remarks
+from overlap_train.tools.bench.lanes import (
+    KINDS,
+    NOTE,
+    Span,
+    draw_lanes,
+    label_lanes,
+    length_of,
+    stored_inside,
+    unit_of,
+)
+from overlap_train.tools.bench.machine import gpus_of
 from overlap_train.tools.bench.style import PERFECT, canvas, in_order, look_of, marks, save
-from overlap_train.tools.measure.results import Row, ranks_of
+from overlap_train.tools.measure.results import Row
 
 AGREE = "The curves should agree: all variants have the same model, global batches and seed."
 GRAPHS = "A CUDA graph is compared with a graph. How much of it is exposed is not known."
@@ -74,12 +85,12 @@ def draw_speed(rows: Sequence[Row], found: Mapping[str, Any], path: Path) -> Pat
     panels = {title_of(some[0]): bars_of(some, key, factor) for some in _by_model(measured).values()}
     perfect = f" {PERFECT.capitalize()}: {look_of(OVERLAP).label}'s step without its exposed communication."
     header = (
-        f"Training on {ranks_of(found, measured[0]['gpus'])}: {what}, and speed-up of a step over {baseline}",
+        f"Training on {gpus_of(found, measured[0]['gpus'])}: {what}, and speed-up of a step over {baseline}",
         "Higher is better." + perfect * has_bound(panels),
         *((f"{', '.join(methods)}: {BY_METHOD}",) if methods else ()),
         *((GRAPHS,) if any(is_graph(row["variant"]) for row in measured) else ()),
     )
-    return bars(panels, header, unit, path)
+    return bars(panels, header, Scale(unit), path)
 
 
 def bars_of(rows: Sequence[Row], key: str, factor: float) -> list[Bar]:
@@ -130,16 +141,23 @@ def draw_losses(losses: dict[str, list[float]], title: str, path: Path) -> Path:
 def draw_timeline(spans: Sequence[Span], title: str, path: Path) -> Path:
     """A line for each variant, forward on the left and backward on the right."""
     variants = in_order({span["variant"] for span in spans})
-    lengths = [max(span["end"] for span in spans if span["pass"] == name) for name in PASSES]
+    calls = {(variant, name): _part(spans, variant, name) for variant in variants for name in PASSES}
+    lengths = [max(length_of(calls[variant, name]) for variant in variants) for name in PASSES]
     widths = [1.03 * max(length, 0.65 * max(lengths)) for length in lengths]  # one scale, and room for the titles
-    header = (title, "Shorter is better. " + NOTE)
-    figure, grid = canvas(2 * len(variants), 2, 1.1, header, KINDS, sharex="col", width_ratios=widths)
+    header, unit = (title, "Shorter is better. " + NOTE, *remarks(calls.values())), unit_of(calls.values())
+    height = 1.1 + 0.4 / len(variants)  # the axis below the last one takes room
+    figure, grid = canvas(2 * len(variants), 2, height, header, KINDS, sharex="col", width_ratios=widths)
     for line, variant in zip(grid, variants, strict=True):
         for axes, name in zip(line, PASSES, strict=True):
-            part = [span for span in spans if (span["variant"], span["pass"]) == (variant, name)]
+            part = calls[variant, name]
             heading = f"{look_of(variant).label}:\n{name}" if name == PASSES[0] else name
-            draw_lanes(axes, heading, part, stored_inside(part, variant == "direct"))
+            draw_lanes(axes, heading, part, stored_inside(part, variant), unit)
     for axes, width in zip(grid[0], widths, strict=True):
         axes.set_xlim(-0.01 * width, width)
-    label_lanes(grid)
+    label_lanes(grid, unit)
     return save(figure, path)
+
+
+def _part(spans: Sequence[Span], variant: str, name: str) -> list[Span]:
+    """What one variant did in one pass."""
+    return [span for span in spans if (span["variant"], span["pass"]) == (variant, name)]

@@ -360,6 +360,44 @@ def test_a_timeline_is_drawn(tmp_path: Path) -> None:
     assert draw_timeline(rows, "a layer", tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_timeline_says_what_hosts_held_up_in_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward here is empty for a sixth of its time at first. The forward takes 10 ms, so all is in milliseconds."""
+    pytest.importorskip("matplotlib")
+    from mfu import pictures
+
+    figures: list[Any] = []
+    monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append(figure) or path)
+    spans = [
+        {
+            "pass": name,
+            "variant": "fused",
+            "name": "hopper_all_gather_gemm_kernel",
+            "kind": "gemm",
+            "start": start,
+            "end": end,
+        }
+        for name, start, end in (("forward", 0.0, 1e4), ("backward", 500.0, 3000.0))
+    ]
+    pictures.draw_timeline(spans, "a layer", tmp_path / "timeline.png")
+    assert "Gaps: the GPU waits for the host." in [text.get_text() for text in figures[0].texts]
+    titles, labels = zip(*((axes.get_title(loc="left"), axes.get_xlabel()) for axes in figures[0].axes), strict=True)
+    assert titles == ("fused:\nforward 10.00 ms, 0.00 exposed", "backward 3.00 ms, 0.00 exposed")
+    assert set(labels) == {"milliseconds"}
+    assert [len(axes.texts) for axes in figures[0].axes] == [0, 0], "fused stores nothing to peers"
+
+
+@pytest.mark.parametrize(("device", "machine"), [("NVIDIA H100 80GB HBM3", "4 x H100"), ("cpu", "4 CPU processes")])
+def test_the_title_names_the_gpus(device: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from mfu import pictures
+
+    headers: list[tuple[str, ...]] = []
+    monkeypatch.setattr(pictures, "bars", lambda panels, header, scale, path: headers.append(header) or path)
+    rows = [{**row, "cp": 1} for row in mfu_rows()]
+    pictures.draw_speed(rows, {"device": device}, tmp_path / "mfu.png")
+    assert headers[0][0] == f"Training on {machine}: MFU, and speed-up of a step over Megatron-Core"
+
+
 def mfu_rows() -> list[dict[str, Any]]:
     """Four variants of one model; a graph's exposed communication is unknown."""
     shape = {

@@ -116,8 +116,20 @@ def test_each_number_of_sms_has_a_domain_of_its_own(
     }  # fmt: skip
     assert {made.told(mine.domain)["probe_sms"] for mine in ours.values()} == {4}
     assert {made.told(mine.domain)["reduce_sms"] for mine in ours.values()} == {0}, "nodes of one rank"
+    assert {made.told(mine.domain)["nodes"] for mine in ours.values()} == {2}
+    assert {made.told(mine.domain)["emulated"] for mine in ours.values()} == {False}
+    monkeypatch.setenv("NCCL_HOSTID", "node0")
+    assert {made.told(mine.domain)["emulated"] for mine in ours.values()} == {True}
     short = made.ours(Case("", "gemm_a2a", "fprop", 64, 64, 4096), here)
     assert "auto, 2 SMs" not in short, "auto takes NCCL there, which is the same"
+
+
+@pytest.mark.parametrize(("topology", "told"), [(Topology(2, 4, 0), {"nodes": 2}), (Topology(1, 4, 0), {})])
+def test_a_row_counts_nodes_where_there_are_several(topology: Topology, told: dict[str, int]) -> None:
+    settled = SimpleNamespace(network_sms=2, reduce_sms=4)
+    own: Any = SimpleNamespace(topology=topology, config=None, settled=lambda config: settled)
+    found = Domains(own, (), None).told(own)
+    assert {name: value for name, value in found.items() if name == "nodes"} == told
 
 
 def test_a_row_has_the_time_of_its_own_domain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +195,7 @@ def test_tables_tell_numbers_of_sms_apart_and_pictures_have_what_was_found(
     assert output.label_of({"method": "auto"}) == "auto", "inside one node"
     drawn: list[Any] = []
     monkeypatch.setattr(plots, "load", lambda: None)
-    monkeypatch.setattr(plots, "_speed_up", lambda rows, record, path: drawn.extend(rows) or path)
+    monkeypatch.setattr(plots, "draw_speed_up", lambda rows, record, path: drawn.extend(rows) or path)
     (tmp_path / "operators.json").write_text(json.dumps({"rows": rows}))
     plots.draw(tmp_path)
     assert drawn == [row]

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from overlap_train.tools.bench import bars, output, plots, style, timeline
+from overlap_train.tools.bench import bars, layer_plots, operator_plots, plots, size_plots, style, timeline
 from overlap_train.tools.measure.results import ranks_of, write_json
 from tests.unit.test_bench_output import layer_row, operator_row
 
@@ -31,7 +31,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
 
     write(folder)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (bars, plots, timeline):
+        for module in (bars, operator_plots, size_plots, timeline):
             patch.setattr(module, "save", keep)
         return plots.draw(folder), figures
 
@@ -105,7 +105,58 @@ def test_nothing_is_cut_or_small_or_unexplained(drawn: Drawn) -> None:
         assert width == style.WIDTH
         assert min(text.get_fontsize() for text in texts(figure)) >= style.SMALL
         words = {text.get_text() for text in texts(figure)}
-        assert style.PERFECT in words and any("is better" in line for line in words)
+        held_against = "GEMMs alone" if figure is drawn[1][2] else style.PERFECT
+        assert held_against in words and any("is better" in line for line in words)
+
+
+def test_titles_of_measurements_name_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    for module in (bars, operator_plots, size_plots):
+        monkeypatch.setattr(module, "save", lambda figure, path: figures.append(figure) or path)
+    write_json(tmp_path / "operators.json", [operator_row(m=m) for m in (256, 8192)], {"device": "NVIDIA H200"})
+    write_json(tmp_path / "layers.json", [layer_row()], {"device": "NVIDIA H200"})
+    plots.draw(tmp_path)
+    assert [figure.texts[0].get_text().rpartition(", ")[2] for figure in figures] == 3 * ["4 x H200"]
+
+
+def test_the_picture_of_operators_across_nodes_says_what_the_nodes_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    for module in (operator_plots, size_plots):
+        monkeypatch.setattr(module, "save", lambda figure, path: figures.append(figure) or path)
+    rows = [operator_row(m=m) | {"network_sms": 2, "probe_sms": 2, "nodes": 2} for m in (256, 8192)]
+    write_json(tmp_path / "operators.json", rows, {"device": "NVIDIA H200"})
+    plots.draw(tmp_path)
+    for figure in figures:
+        title, _, nodes = (text.get_text() for text in figure.texts)
+        assert title.endswith("4 x H200 as 2 nodes") and nodes.startswith("2 nodes of 2 GPUs, emulated on one machine")
+
+
+def test_layers_are_held_against_their_gemms_alone(drawn: Drawn) -> None:
+    """Which nothing reaches where copies take longer than products: it is no perfect overlap."""
+    words = [text.get_text() for text in texts(drawn[1][2])]
+    assert any(line.startswith("Lower is better. 1.00: the GEMMs alone; out of reach where") for line in words)
+    assert style.PERFECT not in " ".join(words)
+
+
+def test_blocks_are_held_against_the_same_without_exchanges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"layer": "llama3-8b-ulysses", "world": 2, "seq": 8192, "method": "auto", "ms": 1.1, "alone_ms": 1.0}
+    figures: list[Any] = []
+    monkeypatch.setattr(bars, "save", lambda figure, path: figures.append(figure))
+    layer_plots.draw_blocks({"rows": [row]}, tmp_path / "layers.png")
+    words = [text.get_text() for text in texts(figures[0])]
+    assert "without exchanges" in words and style.PERFECT not in " ".join(words)
+
+
+def test_auto_by_the_tuners_winners_is_a_bar_beside_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(bars, "save", lambda figure, path: figures.append(figure))
+    row = layer_row() | {"method": "auto", "tuned_ms": 1.5 * layer_row()["gemms_ms"]}
+    layer_plots.draw_layers({"rows": [row]}, tmp_path / "layers.png")
+    (axes,) = figures[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["Megatron-Core", "auto, tuned", "auto"]
+    assert axes.texts[1].get_text().strip() == "1.50"
 
 
 def test_communication_inside_a_kernel_is_named(drawn: Drawn) -> None:
@@ -118,7 +169,7 @@ def test_a_bar_beyond_the_limit_is_broken_and_keeps_its_number(drawn: Drawn) -> 
     axes = drawn[1][2].axes[0]
     numbers = [text.get_text().strip() for text in axes.texts]
     assert numbers[numbers.index("//") + 1] == "9.90"
-    assert max(bar.get_width() for bar in axes.patches) == pytest.approx(plots.LONGEST - 1)
+    assert max(bar.get_width() for bar in axes.patches) == pytest.approx(layer_plots.LAYERS.limit - 1)
 
 
 def test_baselines_come_first_and_ours_last(drawn: Drawn) -> None:
@@ -147,7 +198,8 @@ def test_panels_of_equal_names_share_them_unless_a_title_is_long(
     figures: list[Any] = []
     monkeypatch.setattr(bars, "save", lambda figure, path: figures.append(figure))
     some = [bars.Bar("auto", "auto", 1.1, "1.10", 1.0)]
-    bars.bars({"a": some, "b": some, title: some}, ("title", "Lower is better."), "time", tmp_path / "bars.png")
+    scale = bars.Scale("time")
+    bars.bars({"a": some, "b": some, title: some}, ("title", "Lower is better."), scale, tmp_path / "bars.png")
     names = [[label.get_text() for label in axes.get_yticklabels()] for axes in figures[0].axes[:3]]
     assert names == [["auto"] if place % columns == 0 else [""] for place in range(3)]
 
@@ -159,14 +211,15 @@ def test_perfect_overlap_is_explained_where_it_is_drawn(
     figures: list[Any] = []
     monkeypatch.setattr(bars, "save", lambda figure, path: figures.append(figure))
     panels = {"a layer": [bars.Bar("auto", "auto", 1.1, "1.10", bound), bars.Bar("TE", "te", 1.2, "1.20", None)]}
-    bars.bars(panels, ("title", "Lower is better."), "time", tmp_path / "bars.png")
+    bars.bars(panels, ("title", "Lower is better."), bars.Scale("time"), tmp_path / "bars.png")
     assert (style.PERFECT in [text.get_text() for text in texts(figures[0])]) == (bound is not None)
 
 
 def test_perfect_overlap_is_seen_however_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
     monkeypatch.setattr(bars, "save", lambda figure, path: figures.append(figure))
-    bars.bars({"a": [bars.Bar("auto", "auto", 1.0, "1.0", 3.0)]}, ("title", "Higher is better."), "MFU", tmp_path)
+    far = {"a": [bars.Bar("auto", "auto", 1.0, "1.0", 3.0)]}
+    bars.bars(far, ("title", "Higher is better."), bars.Scale("MFU"), tmp_path)
     assert figures[0].axes[0].get_xlim()[1] > 3.0
 
 
@@ -182,25 +235,28 @@ def test_long_calls_are_in_milliseconds(tmp_path: Path, monkeypatch: pytest.Monk
     assert any(" ms, 0.00 exposed" in line for line in words) and {"0", "4", "16"} <= set(words)
 
 
+def test_one_long_call_makes_the_unit_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader compares 2.73 ms with 5.79 ms, not 2730 µs."""
+    write(tmp_path)
+    recorded = json.loads((tmp_path / "timeline.json").read_text())
+    for span in recorded["calls"]["all_gather_linear fused"]:
+        span |= {"start": 40 * span["start"], "end": 40 * span["end"]}
+    titles = [line for line in words_of(recorded, tmp_path, monkeypatch) if line.startswith("all_gather_linear by")]
+    assert [title.partition(": ")[2] for title in titles] == ["15.56 ms, 0.04 exposed", "0.39 ms, 0.00 exposed"]
+
+
+def test_a_call_that_hosts_held_up_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    recorded = json.loads((tmp_path / "timeline.json").read_text())
+    assert not any("host" in line for line in words_of(recorded, tmp_path, monkeypatch))
+    kernel = recorded["calls"]["all_gather_linear direct"][-1]
+    kernel["start"] = 100  # a quarter of the call is over by then
+    assert "Gaps: the GPU waits for the host." in words_of(recorded, tmp_path, monkeypatch)
+
+
 def test_ranks_without_gpus_are_not_called_gpus() -> None:
     assert ranks_of({"device": "cpu"}, 2) == "2 CPU processes"
     assert ranks_of({"device": "NVIDIA H200"}, 4) == ranks_of({}, 4) == "4 GPUs"
-
-
-def test_every_thing_has_a_colour_of_its_own() -> None:
-    same = {"overlap", "inside"}  # auto beside other programs; hidden communication as an outline
-    colours = [look.colour for name, look in style.LOOKS.items() if name not in same]
-    assert len(set(colours)) == len(colours)
-    assert style.look_of("overlap_graph again").colour == style.look_of("auto").colour
-    assert style.look_of("megatron_graph").label == "Megatron-Core, CUDA graph"
-
-
-def test_curves_join_the_rows_of_one_shape_by_m() -> None:
-    curves = plots.curves([operator_row(m=8192), operator_row(m=256, without="async_tp")])
-    fused = output.speed_up(operator_row())
-    assert curves["fused"] == [(256, fused), (8192, fused)]
-    assert [m for m, _ in curves["async_tp"]] == [8192]
-    assert [m for m, _ in curves["bound"]] == [256, 8192]
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from overlap_train.runtime.registry import domain_of
 from overlap_train.tools.bench import timeline
+from overlap_train.tools.bench.held_up import GAPS, LONG_WAITS, remarks
 from overlap_train.tools.bench.lanes import (
     STAGES,
     Span,
@@ -94,7 +95,8 @@ def test_with_perfect_overlap_only_the_longer_kind_of_work_takes_time() -> None:
     assert perfect([_span("communication", 0, 5), _span("gemm", 5, 9)]) == 5
 
 
-def test_a_kernel_beside_which_nothing_is_sent_stores_itself() -> None:
+def test_kernels_of_direct_store_at_the_peers_and_of_auto_those_beside_which_nothing_is_sent() -> None:
+    """A slow host lets copies of `fused` end before its kernel starts: nothing beside it, and still it stores nothing."""
     kernel, other = _span("gemm", 0, 8, "all_gather_gemm_kernel"), _span("gemm", 20, 30, "gemm_reduce_scatter_kernel")
     spans = [
         kernel,
@@ -103,8 +105,28 @@ def test_a_kernel_beside_which_nothing_is_sent_stores_itself() -> None:
         _span("communication", 30, 31),
         _span("gemm", 40, 50, "nvjet"),
     ]
-    assert stored_inside(spans, is_direct=False) == [(20, 30)]
-    assert stored_inside(spans, is_direct=True) == [(0, 8), (20, 30)]
+    for method in ("auto", "overlap", "te_overlap", "overlap again"):
+        assert stored_inside(spans, method) == [(20, 30)]
+    assert stored_inside(spans, "direct") == [(0, 8), (20, 30)]
+    for method in ("fused", "chunked", "collective", "megatron"):
+        assert stored_inside(spans, method) == []
+
+
+def test_gaps_are_told_where_the_gpu_is_empty_for_more_than_a_tenth() -> None:
+    """Whatever runs or waits on it; and also before the first kernel."""
+    full = [_span("gemm", 5, 50), _span("communication", 48, 70), _span("waiting", 70, 80), _span("compute", 84, 100)]
+    assert remarks([full]) == ()
+    assert remarks([full, full[1:]]) == (GAPS,), "the first 48"
+    assert remarks([[_span("gemm", 0, 40), _span("gemm", 60, 100)]]) == (GAPS,)
+
+
+def test_long_waits_are_told_where_a_peer_was_late() -> None:
+    """Not where this GPU waits for what the wire takes."""
+    late = [_span("gemm", 0, 50), _span("communication", 40, 50), _span("waiting", 50, 90), _span("gemm", 90, 100)]
+    slow_wire = [late[0], _span("communication", 40, 88), *late[2:]]
+    assert remarks([late]) == (LONG_WAITS,) and remarks([slow_wire]) == ()
+    assert remarks([[_span("gemm", 0, 91), _span("waiting", 91, 100)]]) == ()
+    assert remarks([late, [_span("gemm", 50, 100)]]) == (f"{GAPS} {LONG_WAITS}",)
 
 
 def test_last_call_is_what_lies_between_the_last_two_markers() -> None:

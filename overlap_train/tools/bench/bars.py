@@ -15,8 +15,8 @@ LONGEST_OF_THREE = 28  # characters of a title over one of three panels
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a panel. name: of style.look_of. bound: where perfect overlap would end this bar; None where that is not
-    known."""
+    """One bar of a panel. name: of style.look_of. bound: where the line is that this bar is held against; None where that is
+    not known."""
 
     label: str
     name: str
@@ -25,33 +25,37 @@ class Bar:
     bound: float | None
 
 
-def bars(
-    panels: Mapping[str, Sequence[Bar]],
-    header: tuple[str, ...],
-    unit: str,
-    path: Path,
-    start: float = 0.0,
-    limit: float = float("inf"),
-) -> Path:
-    """Panels of bars that lie, each with its number. A bar beyond `limit` is broken: it ends there with a mark."""
+@dataclass(frozen=True)
+class Scale:
+    """The axis of all panels: where bars start, where longer ones are broken, and what the line of the bounds is, as
+    style.look_of knows it."""
+
+    unit: str
+    start: float = 0.0
+    limit: float = float("inf")
+    line: str = "bound"
+
+
+def bars(panels: Mapping[str, Sequence[Bar]], header: tuple[str, ...], scale: Scale, path: Path) -> Path:
+    """Panels of bars that lie, each with its number. A bar beyond the limit is broken: it ends there with a mark."""
     most, columns = max(len(some) for some in panels.values()), _columns(panels)
-    explained = ("bound",) if has_bound(panels) else ()
+    explained = (scale.line,) if has_bound(panels) else ()
     figure, grid = canvas(len(panels), columns, BAR * most + 0.7, header, explained, sharex=True)
-    ends = [min(bar.value, limit) for some in panels.values() for bar in some]
+    ends = [min(bar.value, scale.limit) for some in panels.values() for bar in some]
     bounds = [bar.bound for some in panels.values() for bar in some if bar.bound is not None]
-    length, farthest = max(ends) - start, max(bounds, default=start) - start
-    grid[0][0].set_xlim(min(start, *ends) - 0.01 * length, start + max(1.3 * length, 1.15 * farthest))
+    length, farthest = max(ends) - scale.start, max(bounds, default=scale.start) - scale.start
+    grid[0][0].set_xlim(min(scale.start, *ends) - 0.01 * length, scale.start + max(1.3 * length, 1.15 * farthest))
     alike = _named_alike(panels)
     for number, (axes, (title, some)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
         for place, bar in enumerate(some):
-            _draw_bar(axes, place, bar, start, limit)
+            _draw_bar(axes, place, bar, scale)
         names = [bar.label for bar in some]
         is_told = number % columns > 0 and alike  # by the panel on the left
         axes.set(title=title, ylim=(most - 0.4, -0.6))
         axes.set_yticks(range(len(some)), [""] * len(some) if is_told else names)
         axes.tick_params(left=False, labelbottom=True)
     for axes in grid[-1]:
-        axes.set_xlabel(unit)
+        axes.set_xlabel(scale.unit)
     return save(figure, path)
 
 
@@ -66,12 +70,12 @@ def _named_alike(panels: Mapping[str, Sequence[Bar]]) -> bool:
 
 
 def has_bound(panels: Mapping[str, Sequence[Bar]]) -> bool:
-    """Whether it is known of any bar where perfect overlap would end it."""
+    """Whether it is known of any bar where its bound is."""
     return any(bar.bound is not None for some in panels.values() for bar in some)
 
 
-def _draw_bar(axes: Any, place: int, bar: Bar, start: float, limit: float) -> None:
-    end = min(bar.value, limit)
+def _draw_bar(axes: Any, place: int, bar: Bar, scale: Scale) -> None:
+    start, limit, end = scale.start, scale.limit, min(bar.value, scale.limit)
     strength = 0.6 if GRAPH in bar.name else 1.0
     axes.barh(place, end - start, 0.78, left=start, color=look_of(bar.name).colour, alpha=strength)
     if bar.value > limit:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .style import SMALL, look_of, outline
+from .style import SMALL, look_of, outline, plain
 
 Span = dict[str, Any]  # name, stream, start and end in microseconds, and kind where it is known
 Interval = tuple[float, float]  # start and end
@@ -18,7 +18,8 @@ COMPUTATION, COMMUNICATION = ("gemm", "compute"), ("communication", "waiting")
 WAITS = " Waits are not drawn, but count as exposed."  # where lanes are STAGES
 KINDS = ("gemm", "compute", "hidden", "exposed", "inside")  # what a legend explains
 STORING = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")  # kernels that may store at the peers
-LONG = 5000.0  # microseconds: what takes longer is named in milliseconds
+CHOOSING = ("auto", "overlap", "te_overlap")  # may have taken `direct`, whose kernels are called as those of `fused`
+LONG = 5000.0  # microseconds: where a call takes longer, its picture is in milliseconds
 NOTE = "Exposed: the GPU computes nothing meanwhile. What a kernel waits inside itself counts as GEMM."
 
 
@@ -69,16 +70,14 @@ def perfect(spans: Sequence[Span]) -> float:
     return max(sum(end - start for start, end in union(spans, kinds)) for kinds in (COMPUTATION, COMMUNICATION))
 
 
-def stored_inside(spans: Sequence[Span], is_direct: bool) -> list[Interval]:
-    """Kernels of operators inside one node that store at the peers themselves: all of `direct`, else those beside which nothing
-    is sent."""
-    sent = union(spans, COMMUNICATION)
-    own = [span for span in spans if any(name in span["name"] for name in STORING)]
-    return [
-        (span["start"], span["end"])
-        for span in own
-        if is_direct or all(end <= span["start"] or start >= span["end"] for start, end in sent)
-    ]
+def stored_inside(spans: Sequence[Span], method: str) -> list[Interval]:
+    """Kernels of operators inside one node that store at the peers themselves: all of `direct`, none of the other methods. What
+    `auto` took is not recorded: there those beside which nothing is sent."""
+    own = [(span["start"], span["end"]) for span in spans if any(name in span["name"] for name in STORING)]
+    if plain(method) in CHOOSING:
+        sent = union(spans, COMMUNICATION)
+        return [kernel for kernel in own if not common([kernel], sent)]
+    return own if plain(method) == "direct" else []
 
 
 def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
@@ -123,14 +122,41 @@ def stages_of(calls: Iterable[Sequence[Span]]) -> tuple[Lane, ...]:
     return tuple(lane for lane in STAGES if any(lane.holds(span) for span in spans))
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Of all times of a picture. name: on axes. sign: in titles, with so many digits after the point."""
+
+    name: str
+    sign: str
+    microseconds: float
+    digits: int
+
+    def shown(self, length: float) -> str:
+        """A time in microseconds as a number of this unit."""
+        return f"{length / self.microseconds:.{self.digits}f}"
+
+
+MICROSECONDS, MILLISECONDS = Unit("microseconds", "µs", 1.0, 0), Unit("milliseconds", "ms", 1000.0, 2)
+
+
+def length_of(spans: Sequence[Span]) -> float:
+    """How long a call took, in microseconds."""
+    return max((span["end"] for span in spans), default=0.0)
+
+
+def unit_of(calls: Iterable[Sequence[Span]]) -> Unit:
+    """The unit of a picture of these calls. All panels have the same: a reader compares them."""
+    return MILLISECONDS if max(map(length_of, calls)) >= LONG else MICROSECONDS
+
+
 def draw_lanes(
-    axes: Any, title: str, spans: Sequence[Span], inside: list[Interval], lanes: Sequence[Lane] = LANES
+    axes: Any, title: str, spans: Sequence[Span], inside: list[Interval], unit: Unit, lanes: Sequence[Lane] = LANES
 ) -> None:
     """Lane above lane; the title says how long it took and how much of that was exposed.
 
     inside: when kernels store at the peers (stored_inside).
     """
-    bare, length = exposed(spans), max((span["end"] for span in spans), default=0.0)
+    bare, length = exposed(spans), length_of(spans)
     for height, lane in enumerate(lanes):
         here = [span for span in spans if lane.holds(span)]
         sent = union(here, COMMUNICATION)
@@ -143,22 +169,16 @@ def draw_lanes(
         place = {"ha": "center", "va": "center", "fontsize": SMALL, "zorder": 4}
         blank = {"facecolor": "white", "linewidth": 0, "pad": 1}
         axes.text(sum(inside[0]) / 2, 0.4, "inside the kernel: stores to peers", bbox=blank, **place)
-    axes.set_title(f"{title} {took(length, sum(end - start for start, end in bare))} exposed", fontsize=SMALL)
+    part = unit.shown(sum(end - start for start, end in bare))
+    axes.set_title(f"{title} {unit.shown(length)} {unit.sign}, {part} exposed", fontsize=SMALL)
     axes.set_ylim(-0.1, len(lanes) - 0.1)
 
 
-def took(length: float, part: float) -> str:
-    """How long a call took, in microseconds, and a part of it: `767 µs, 150`, or `15.52 ms, 10.24` of a long one."""
-    return f"{length:.0f} µs, {part:.0f}" if length < LONG else f"{length / 1e3:.2f} ms, {part / 1e3:.2f}"
-
-
-def label_lanes(grid: Any, lanes: Sequence[Lane] = LANES) -> None:
-    """Names of the lanes on the left, of the unit below: milliseconds where the axis is long."""
+def label_lanes(grid: Any, unit: Unit, lanes: Sequence[Lane] = LANES) -> None:
+    """Names of the lanes on the left, of the unit below."""
     for axes in grid.flat:
         axes.set_yticks([height + 0.4 for height in range(len(lanes))], [lane.label for lane in lanes])
         axes.tick_params(left=False, labelleft=axes in grid[:, 0])
     for axes in grid[-1]:
-        is_long = axes.get_xlim()[1] >= LONG
-        axes.set_xlabel("milliseconds" if is_long else "microseconds")
-        if is_long:
-            axes.xaxis.set_major_formatter(lambda tick, _: f"{tick / 1e3:g}")
+        axes.set_xlabel(unit.name)
+        axes.xaxis.set_major_formatter(lambda tick, _: f"{tick / unit.microseconds:g}")

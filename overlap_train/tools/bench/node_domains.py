@@ -16,6 +16,7 @@ from ...planning.choice import Choice, choose
 from ...planning.low_latency import serving
 from ...runtime.domain import OverlapDomain
 from ..measure.cases import Case
+from ..measure.pretended import pretends
 from ..measure.runs import Session
 from .node_baselines import NodeGroups
 
@@ -72,7 +73,8 @@ class Domains:
         if self.own.topology.nodes == 1:
             return {}
         sums = domain.settled(domain.config).reduce_sms if domain.topology.local > 1 else 0
-        return {"network_sms": sms_of(domain), "probe_sms": sms_of(self.own), "reduce_sms": sums}
+        sms = {"network_sms": sms_of(domain), "probe_sms": sms_of(self.own), "reduce_sms": sums}
+        return sms | {"nodes": self.own.topology.nodes, "emulated": pretends()}
 
 
 def sms_of(domain: OverlapDomain) -> int:

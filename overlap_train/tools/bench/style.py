@@ -25,17 +25,20 @@ SETTINGS: Any = {
 }  # fmt: skip
 
 PERFECT = "perfect overlap"  # the name of the bound in every picture, drawn in black
+BOUND = "|"  # the marker of what times are held against
 GRAPH = "_graph"  # ends the name of what runs as a CUDA graph
 AGAIN = " again"  # ends the name of what was trained a second time
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a thing is named and drawn. The marker tells apart what a colour-blind reader or a grey print does not."""
+    """How a thing is named and drawn. The marker, and the dash of a line, tell apart what a colour-blind reader or a grey print
+    does not."""
 
     label: str
     colour: str
     marker: str = ""
+    dash: str = "-"
 
 
 # In the order of every picture: baselines first, ours last, the default last of all.
@@ -45,7 +48,7 @@ LOOKS = {
     "megatron": Look("Megatron-Core", "#444444", "P"),
     "async_tp": Look("async-TP", "#999933", "X"),
     "by_nodes": Look("NCCL node by node + cuBLAS", "#8C564B", "d"),
-    "three_gemms": Look("three GEMMs, asynchronous", "#DDAA33", "p"),
+    "three_gemms": Look("three GEMMs, asynchronous", "#56B4E9", "p", "--"),
     "data_parallel": Look("data parallel, CP 1", "#332288", "d"),
     "nccl": Look("NCCL, then cuBLAS", "#777777", "H"),
     "te": Look("TransformerEngine", "#AA4466", "p"),
@@ -57,6 +60,7 @@ LOOKS = {
     "fused": Look("fused", "#009E73", "s"),
     "direct": Look("direct", "#E69F00", "D"),
     "low_latency": Look("low_latency", "#AA4499", "8"),
+    "tuned": Look("auto, tuned", "#004488"),  # beside `auto` without measurements
     "auto": Look("auto", "#0072B2", "o"),
     "overlap": Look("overlap_train", "#0072B2", "o"),  # what `auto` is called beside other programs
     "gemm": Look("GEMM", "#53687E"),
@@ -64,20 +68,27 @@ LOOKS = {
     "hidden": Look("communication, hidden", "#88CCEE"),
     "exposed": Look("communication, exposed", "#D55E00"),
     "inside": Look("inside the GEMM kernel: stores to peers", "#88CCEE"),
-    "bound": Look(PERFECT, "black", "|"),
+    "bound": Look(PERFECT, "black", BOUND),
+    "alone": Look("GEMMs alone", "black", BOUND),
+    "no_exchange": Look("without exchanges", "black", BOUND),
 }
+
+
+def plain(name: str) -> str:
+    """The name of a variant without what says that it is a CUDA graph or was trained again."""
+    return name.removesuffix(AGAIN).removesuffix(GRAPH)
 
 
 def look_of(name: str) -> Look:
     """The Look of a method, a baseline, or a variant of training; one as a CUDA graph or trained again has the same colour."""
-    look = LOOKS[name.removesuffix(AGAIN).removesuffix(GRAPH)]
+    look = LOOKS[plain(name)]
     return replace(look, label=f"{look.label}, CUDA graph") if name.endswith(GRAPH) else look
 
 
 def in_order(names: Iterable[str]) -> list[str]:
     """The names as every picture has them: in the order of LOOKS, a CUDA graph after the same without one."""
     places = list(LOOKS)
-    return sorted(names, key=lambda name: (places.index(name.removesuffix(AGAIN).removesuffix(GRAPH)), len(name)))
+    return sorted(names, key=lambda name: (places.index(plain(name)), len(name)))
 
 
 def load() -> Any:
@@ -154,9 +165,10 @@ def _handle(name: str, line: Any) -> Any:
     if not look.marker:
         return Patch(label=look.label, **(outline() if name == "inside" else {"color": look.colour}))
     style: dict[str, Any] = {**marks(name), "markersize": 7, "linewidth": 1.5}
-    if name == "bound":
+    if look.marker == BOUND:
         style = {"linewidth": 2.5} if line else {"marker": look.marker, "markersize": 13, "markeredgewidth": 2.5}
-    return Line2D([], [], linestyle=line, color=look.colour, label=look.label, **style)
+    dash: Any = line and look.dash
+    return Line2D([], [], linestyle=dash, color=look.colour, label=look.label, **style)
 
 
 def marks(name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ overlap-train bench plot runs/h200x4                                            
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,21 @@ from ..measure.models import MODELS
 from ..measure.world import World
 from .attention_blocks import overlapped
 from .attention_data import Data
-from .lanes import KINDS, LANES, NOTE, WAITS, Span, between, draw_lanes, label_lanes, perfect, stages_of, stored_inside
+from .held_up import remarks
+from .lanes import (
+    KINDS,
+    LANES,
+    NOTE,
+    WAITS,
+    Span,
+    between,
+    draw_lanes,
+    label_lanes,
+    perfect,
+    stages_of,
+    stored_inside,
+    unit_of,
+)
 from .style import canvas, in_order, save
 
 METHODS = ("collective", "chunked", "fused", "direct")
@@ -151,12 +165,7 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
     calls = {tuple(title.split()): last_call(spans) for title, spans in recording["calls"].items()}
     methods, operators = in_order({method for _, method in calls}), list(dict.fromkeys(name for name, _ in calls))
     lanes = stages_of(calls.values()) if "nodes" in recording["shape"] else LANES
-    header = (
-        f"One forward call by each method, {recording['shape']['world']} x {recording['hardware']}",
-        f"Shorter is better. {_sizes(recording['shape'])}, bf16.{'' if lanes is LANES else WAITS}",
-        NOTE,
-    )
-    height = 0.55 + 0.25 * len(lanes)
+    height, header, unit = 0.55 + 0.25 * len(lanes), _header(recording, calls.values()), unit_of(calls.values())
     figure, grid = canvas(len(methods) * len(operators), len(operators), height, header, (*KINDS, "bound"), sharex=True)
     for line, method in zip(grid, methods, strict=True):
         for axes, operator in zip(line, operators, strict=True):
@@ -164,12 +173,23 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
                 axes.set_axis_off()
                 continue
             spans = calls[operator, method]
-            inside = [] if "nodes" in recording["shape"] else stored_inside(spans, method == "direct")
-            draw_lanes(axes, f"{operator} by {method}:", spans, inside, lanes)
+            inside = [] if "nodes" in recording["shape"] else stored_inside(spans, method)
+            draw_lanes(axes, f"{operator} by {method}:", spans, inside, unit, lanes)
             if one_after_the_other := calls.get((operator, "collective")):
                 axes.axvline(perfect(one_after_the_other), color="black", linewidth=2)
-    label_lanes(grid, lanes)
+    label_lanes(grid, unit, lanes)
     return save(figure, path)
+
+
+def _header(recording: dict[str, Any], calls: Iterable[Sequence[Span]]) -> tuple[str, ...]:
+    """The title; what was called; what the colours leave out; where hosts held a call up."""
+    shape = recording["shape"]
+    return (
+        f"One forward call by each method, {shape['world']} x {recording['hardware']}",
+        f"Shorter is better. {_sizes(shape)}, bf16.{WAITS if 'nodes' in shape else ''}",
+        NOTE,
+        *remarks(calls),
+    )
 
 
 def _sizes(shape: dict[str, Any]) -> str:

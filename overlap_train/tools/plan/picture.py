@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...planning.machines import System
-from ..bench.lanes import KINDS, draw_lanes, label_lanes, stored_inside
+from ..bench.lanes import KINDS, draw_lanes, label_lanes, stored_inside, unit_of
 from ..bench.style import LOOKS, canvas, in_order, look_of, save
 from .check import WORST, Compared, mean_error
 from .inputs import EXCHANGED, Strategy
@@ -32,12 +32,18 @@ def draw_timeline(predictions: Sequence[Prediction], system: System, strategy: S
         NOTE,
     )
     figure, grid = canvas(len(order) * len(shown), len(shown), 1.05, header, (*KINDS, "bound"), sharex="col")
+    calls = {
+        (p.linear, method): as_recorded(p.by_method[method].timeline, without_copies=method == "direct")
+        for p in shown
+        for method in order
+    }
+    unit = unit_of(calls.values())
     for line, method in zip(grid, order, strict=True):
         for axes, p in zip(line, shown, strict=True):
-            spans = as_recorded(p.by_method[method].timeline, without_copies=method == "direct")
-            draw_lanes(axes, f"{p.linear} by {method}:", spans, stored_inside(spans, method == "direct"))
+            spans = calls[p.linear, method]
+            draw_lanes(axes, f"{p.linear} by {method}:", spans, stored_inside(spans, method), unit)
             axes.axvline(p.bound_us, color="black", linewidth=2)
-    label_lanes(grid)
+    label_lanes(grid, unit)
     return save(figure, path)
 
 

@@ -30,7 +30,7 @@ FAULTS = [
              "self.exchange.domain, None)"),
     PLANS("two groups: kernels take the SMs of an exchange", ".beside(exchanges.plan.fprop.spared_sms)", ".beside(0)"),
     PLANS("two groups: both may span nodes", "        if refused is not None:\n", "        if False:\n"),
-    PLANNED("two groups: kernels of dx take the SMs of an exchange", '("fprop", "dgrad", ', '("fprop", '),
+    PLANNED("two groups: kernels of dx take the SMs of an exchange", '"dgrad", "dgrad_alone"', '"dgrad_alone"'),
     PLANNED("two groups: kernels of dx alone take the SMs of an exchange", '"dgrad_alone", "wgrad")', '"wgrad")',
             "tests/unit/test_frozen_weight.py"),
     PLANNED("two groups: what sends x again takes the SMs of an exchange", '"dgrad_alone", "wgrad")', '"dgrad_alone")'),
