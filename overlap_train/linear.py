@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from .config import OverlapConfig
-from .operators.applied import applied
+from .operators.autograd import applied, once_differentiable
 from .operators.column_row import column_backward, column_forward, row_backward, row_forward
-from .operators.once import once_differentiable
 from .operators.plan_book import plan_of
 from .operators.planned import PlannedLinear
 from .operators.weight_gradient import WeightGradient

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
-from ..operators.applied import applied
 from ..operators.attention_layout import Rotary
-from ..operators.once import once_differentiable
+from ..operators.autograd import applied, once_differentiable
 from ..operators.plan_book import refuse
 from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads

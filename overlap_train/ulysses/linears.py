@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
-from ..operators.applied import applied
-from ..operators.once import once_differentiable
+from ..operators.autograd import applied, once_differentiable
 from ..planning.heads import AttentionHeads
 from .calls import Terms, heads_linear, rows_linear
 from .exchange import Linear, Rows

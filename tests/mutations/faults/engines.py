@@ -25,10 +25,10 @@ LENGTHS = In(f"{OPERATORS}/plan_book.py", ("tests/protocol/test_new_lengths.py",
 BOOK = In(f"{OPERATORS}/plan_book.py", (f"{UNIT}/test_plan_book.py",))
 PLANNED = In(f"{OPERATORS}/planned.py", BOOK.tests)
 COLLECTIVES = In(f"{OPERATORS}/collectives.py", (f"{PROTOCOL}/test_processes.py::test_every_shape[collective-2]",))
-APPLIED = In(f"{OPERATORS}/applied.py", (f"{UNIT}/test_applied.py",))
+APPLIED = In(f"{OPERATORS}/autograd.py", (f"{UNIT}/test_autograd.py",))
 KEEPS = In(f"{OPERATORS}/planned.py", (FOOTPRINT,))
 LINEAR = In("overlap_train/linear.py", (FOOTPRINT,))
-ONCE = In(f"{OPERATORS}/once.py", (MODES,))
+ONCE = In(f"{OPERATORS}/autograd.py", (MODES,))
 LAUNCH = In(
     "overlap_train/gpu/launch.py",
     (f"{UNIT}/test_packed_launch.py::test_addresses_and_the_stream_are_those_of_the_launch",),

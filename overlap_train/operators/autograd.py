@@ -1,11 +1,13 @@
-"""An autograd function's `apply`, at no cost where no transform of torch.func is under way."""
+"""torch.autograd.Function at less host time: what torch does on each call for transforms that nobody uses is left out."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable as refusing
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -17,3 +19,15 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         return (function.apply if torch._C._are_functorch_transforms_active() else in_c)(*arguments)
 
     return apply
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator for a backward that cannot be differentiated. It switches gradients off and on again, 2.5 microseconds:
+    here only where they are on (create_graph=True)."""
+    refused = refusing(backward)
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Any) -> Any:
+        return (refused if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return once
