@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import cycle
 
 import torch
 
 from ..planning.engine_plan import EnginePlan
 from ..planning.schedule.crossings import Crossing
+from ..planning.schedule.in_flight import START, InFlight, Step, most_in_flight
 from ..planning.schedule.legs import Leg
 from ..planning.schedule.topology import Topology
-from ..planning.schedule.turns import EXCHANGE, FAR, exchanges_ahead, exchanges_before_wgrad, leaving
+from ..planning.schedule.turns import EXCHANGE, FAR, exchanges_before_wgrad, leaving
 from ..protocol.node_slot import NodeCall
 from ..protocol.node_streams import NodeStreamEngine
 from ..symmetric.inter_node import Exchange
 
-_MOST = 2  # under way: one crosses the network while the one before it is passed on
 # What an exchange sends, and what enqueues something that fills it.
 Sent = tuple[torch.Tensor, Callable[[], None] | None]
 
 
-class Crossings:
-    """The exchanges of one call, in order. `most` are under way at most: `start` lets the oldest one arrive first.
+class Crossings(ABC):
+    """The exchanges of one call, in order; how many are under way, schedule/in_flight.py says.
 
     What is for another rank of this node lands in two places in turn. The exchange after the next writes into the same place; the
     engine holds it until this one has arrived and is passed on. Made before the engine is told `send_after_this`: until then the
@@ -34,13 +34,12 @@ class Crossings:
     gradient waits while dx crosses. Exchange by exchange in turns, x would be complete only with the last of dx.
     """
 
-    def __init__(
-        self, engine: NodeStreamEngine, call: NodeCall, crossings: Sequence[Crossing], most: int = _MOST
-    ) -> None:
-        self._engine, self._call, self._waiting, self._most = engine, call, deque(crossings), most
-        self._under_way: deque[tuple[Crossing, Exchange, torch.Tensor | None]] = deque()
-        self._count = len(crossings)
-        places = most if any(map(self._lands, crossings)) else 0
+    def __init__(self, engine: NodeStreamEngine, call: NodeCall, plan: EnginePlan) -> None:
+        self._engine, self._call, self._crossings = engine, call, plan.crossings
+        most = most_in_flight(plan.kind, len(plan.crossings))
+        self._flight = InFlight(len(plan.crossings), most)
+        self._under_way: deque[tuple[Exchange, torch.Tensor | None]] = deque()
+        places = most if any(map(self._lands, plan.crossings)) else 0
         chunk = call.chunk_of(call.rank, 0)
         self._places = cycle(chunk.new_empty(places, *chunk.shape))
         self._has_begun = self._follows = False
@@ -48,25 +47,20 @@ class Crossings:
     def _lands(self, crossing: Crossing) -> bool:
         return crossing.lands and self._engine.lands
 
-    @property
-    def next(self) -> Crossing | None:
-        """The exchange that `start` starts next; None after the last one."""
-        return self._waiting[0] if self._waiting else None
+    def _take(self, steps: Iterator[Step], sent: Callable[[Crossing], Sent]) -> None:
+        """Enqueue what is due. sent: what an exchange sends."""
+        for what, number in steps:
+            crossing = self._crossings[number]
+            if what == START:
+                self._start(crossing, *sent(crossing))
+            else:
+                self._engine.arrive(self._call, crossing, *self._under_way.popleft())
 
-    @property
-    def started(self) -> int:
-        """How many have started."""
-        return self._count - len(self._waiting)
-
-    def start(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
-        """Send `source` in the next exchange. make: see NodeStreamEngine.cross."""
+    def _start(self, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None) -> None:
         self._begin()
-        if len(self._under_way) == self._most:
-            self.arrive()
-        crossing = self._waiting.popleft()
         landing = next(self._places) if self._lands(crossing) else None
         exchange = self._engine.cross(self._call, crossing, source, make, landing)
-        self._under_way.append((crossing, exchange, landing))
+        self._under_way.append((exchange, landing))
 
     def _begin(self) -> None:
         if not self._has_begun:
@@ -74,18 +68,13 @@ class Crossings:
             self._follows = self._engine.finish_started()
             self._engine.at_end(self)
 
-    def arrive(self) -> None:
-        """Let the oldest exchange under way arrive."""
-        crossing, exchange, landing = self._under_way.popleft()
-        self._engine.arrive(self._call, crossing, exchange, landing)
-
+    @abstractmethod
     def go_ahead(self, done: int, parts: int) -> None:
-        """See NodeStreamEngine.go_ahead. Of a result nothing is enqueued: it leaves after its own products."""
+        """Enqueue what may cross while `done` of `parts` equal parts of a product, which are enqueued, run."""
 
+    @abstractmethod
     def finish(self) -> None:
-        """Let all arrive."""
-        while self._under_way:
-            self.arrive()
+        """Start what is left, and let all arrive."""
 
 
 class OperandCrossings(Crossings):
@@ -95,35 +84,31 @@ class OperandCrossings(Crossings):
     """
 
     def __init__(
-        self, engine: NodeStreamEngine, call: NodeCall, crossings: Sequence[Crossing],
-        source: Callable[[Crossing], torch.Tensor],
-    ) -> None:  # fmt: skip
-        super().__init__(engine, call, crossings)
+        self, engine: NodeStreamEngine, call: NodeCall, plan: EnginePlan, source: Callable[[Crossing], torch.Tensor]
+    ) -> None:
+        super().__init__(engine, call, plan)
         self._source = source
         # Once, for all exchanges. If each waited for the product before it, the network would stand still whenever a product
         # takes longer than an exchange: the second of four, of 1.7 ms each, began 1.2 ms late (2 x H200, sockets).
         engine.send_after_this()
-        self._start_until(1)
+        self._take(self._flight.start_until(1), self._sent)
+
+    def _sent(self, crossing: Crossing) -> Sent:
+        return self._source(crossing), None
 
     def go_ahead(self, done: int, parts: int) -> None:
-        """Enqueue the exchanges that may cross while `done` of `parts` equal parts of the product, which are enqueued, run."""
-        self._start_until(exchanges_ahead(self._count, done, parts))
+        self._take(self._flight.go_ahead(done, parts), self._sent)
 
     def bring(self, count: int) -> None:
-        """Let the first `count` exchanges arrive. One more is enqueued before: what is owed goes before what is waited for."""
-        assert count <= self._count, f"exchange {count} of {self._count}"
-        self._start_until(count + 1)
-        while self.started - len(self._under_way) < count:
-            self.arrive()
+        """Let the first `count` exchanges arrive."""
+        self._take(self._flight.bring(count), self._sent)
 
-    def _start_until(self, count: int) -> None:
-        while self.started < count and self.next is not None:
-            self.start(self._source(self.next))
+    def bring_chunk(self, chunk: int) -> None:
+        """Let a chunk from all ranks arrive."""
+        self._take(self._flight.bring_chunk(chunk, self._call.chunks), self._sent)
 
     def finish(self) -> None:
-        """Start what is left, and let all arrive."""
-        self._start_until(self._count)
-        super().finish()
+        self._take(self._flight.finish(), self._sent)
 
 
 class ResultCrossings(Crossings):
@@ -133,17 +118,22 @@ class ResultCrossings(Crossings):
     come after them all.
     """
 
-    def __init__(self, engine: NodeStreamEngine, call: NodeCall, plan: EnginePlan, most: int = _MOST) -> None:
-        super().__init__(engine, call, plan.crossings, most)
-        self._plan, self._later = plan, deque[Callable[[], None]]()
+    def __init__(self, engine: NodeStreamEngine, call: NodeCall, plan: EnginePlan) -> None:
+        super().__init__(engine, call, plan)
+        self._plan, self._later = plan, deque[Sent]()
 
     def send(self, source: torch.Tensor, make: Callable[[], None] | None = None) -> None:
-        """The same as `start`, now or in `finish`, after the weight gradient that the caller enqueues in between."""
+        """Send in the next exchange, now or in `finish`, after the weight gradient that the caller enqueues in between."""
         self._begin()
-        if not self._plan.beside_wgrad or self.started < exchanges_before_wgrad(self._count, self._follows):
-            self.start(source, make)
-        else:
-            self._later.append(partial(self.start, source, make))
+        self._later.append((source, make))
+        if not self._plan.beside_wgrad or self._flight.started < self._before_wgrad(self._follows):
+            self._take(self._flight.start(), self._next)
+
+    def _next(self, crossing: Crossing) -> Sent:
+        return self._later.popleft()
+
+    def go_ahead(self, done: int, parts: int) -> None:
+        """Do nothing: a result leaves after its own products."""
 
     def enqueue(self, topology: Topology, multiply: Callable[[int, int], None], sent: Callable[[Leg], Sent]) -> None:
         """Enqueue products and exchanges in turns (schedule/turns.py).
@@ -161,8 +151,8 @@ class ResultCrossings(Crossings):
                 marks.append(engine.mark())
             elif what == EXCHANGE:
                 engine.send_after(marks.popleft())
-                self.start(*sent(plan.crossings[self.started].sent))
-        if between < self._count:
+                self._take(self._flight.start(), lambda crossing: sent(crossing.sent))
+        if between < len(plan.crossings):
             engine.send_after_this()
         for crossing in plan.crossings[between:]:
             self.send(*sent(crossing.sent))
@@ -170,11 +160,12 @@ class ResultCrossings(Crossings):
     def _between(self) -> int:
         """How many exchanges come between the products."""
         if not self._plan.beside_wgrad:
-            return self._count
-        return 0 if self._engine.has_started else exchanges_before_wgrad(self._count, follows=False)
+            return self._flight.count
+        return 0 if self._engine.has_started else self._before_wgrad(follows=False)
+
+    def _before_wgrad(self, follows: bool) -> int:
+        return exchanges_before_wgrad(self._flight.count, follows)
 
     def finish(self) -> None:
         """Start what `send` has left for now, and let all arrive."""
-        while self._later:
-            self._later.popleft()()
-        super().finish()
+        self._take(self._flight.finish(), self._next)

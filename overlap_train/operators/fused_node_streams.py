@@ -58,7 +58,7 @@ class FusedNodeStreamAllToAllGemm(FusedAllToAllGemm, NodeStreamAllToAllGemm):
     def _multiply(self, operands: GatherOperands) -> None:
         operands, chunks = persistent.readable(self._plan, operands), self._call.chunks
         for chunk in range(chunks):
-            self._crossings.bring(len(self._plan.crossings) // chunks * (chunk + 1))
+            self._crossings.bring_chunk(chunk)
             self._call.wait_chunk(0, chunk, self._domain.world_size)
             super()._multiply(operands if chunk == chunks - 1 else _counted(self, operands))
 

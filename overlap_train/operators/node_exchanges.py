@@ -34,7 +34,7 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         assert isinstance(engine, NodeStreamEngine)
         self._engine = engine
         call.next_epoch()
-        self._crossings = OperandCrossings(engine, call, self._plan.crossings, self._part)
+        self._crossings = OperandCrossings(engine, call, self._plan, self._part)
         self._send(self._plan.legs.inside)
 
     def _part(self, crossing: Crossing) -> torch.Tensor:

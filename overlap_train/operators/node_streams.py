@@ -36,7 +36,7 @@ class NodeStreamGather(NodeGather):
         assert isinstance(engine, NodeStreamEngine)
         self._engine = engine
         call.next_epoch()
-        self._crossings = OperandCrossings(engine, call, self._plan.crossings, self._part)
+        self._crossings = OperandCrossings(engine, call, self._plan, self._part)
         engine.push(self._own, call.routes(self._plan.legs.inside))
 
     def _part(self, crossing: Crossing) -> torch.Tensor:
@@ -90,8 +90,7 @@ class NodeStreamScatter(ChunkedScatter):
         assert isinstance(call, NodeCall)
         self._call = call
         call.next_epoch()
-        # Nothing waits for what comes but `finish`.
-        self._crossings = ResultCrossings(engine, call, plan, most=len(plan.crossings))
+        self._crossings = ResultCrossings(engine, call, plan)
         return engine
 
     def _chunk(self, blocks: torch.Tensor, block: int, chunk: int) -> torch.Tensor:

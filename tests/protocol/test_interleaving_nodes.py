@@ -450,8 +450,8 @@ def test_the_network_does_not_wait_for_products(operator: str) -> None:
     """The second exchange begins while the product before it runs."""
     build = beside_a_long_product(NodeSimulation(2), operator)
     assert_passes(build, range(4))
-    start = "            self.start(self._source("
-    with Fault(CROSSINGS, start, f"            self._engine.send_after_this()\n{start}").planted():
+    sent = "        return self._source(crossing), None"
+    with Fault(CROSSINGS, sent, f"        self._engine.send_after_this()\n{sent}").planted():
         assert isinstance(assert_caught(build, range(4)), Deadlock)
 
 

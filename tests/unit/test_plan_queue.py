@@ -13,6 +13,7 @@ import torch
 
 from overlap_train.planning.machines import SYSTEMS, System
 from overlap_train.planning.passes import Pass
+from overlap_train.planning.schedule import in_flight
 from overlap_train.planning.schedule.crossings import crossings
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.legs import legs
@@ -239,7 +240,7 @@ def test_a_launch_takes_what_has_been_let_arrive(monkeypatch: pytest.MonkeyPatch
     """Chunks that each launch of the gather's kernel took. When the second one began four had crossed; one was not let arrive. At
     that time one exchange more was enqueued ahead."""
     monkeypatch.setattr(
-        enqueued, "exchanges_ahead", lambda count, done, parts: min(count, 1 - (-count * done // parts))
+        in_flight, "exchanges_ahead", lambda count, done, parts: min(count, 1 - (-count * done // parts))
     )
     measured = [one["end"] - one["start"] for one in recorded("all_gather_linear fused") if one["kind"] == "gemm"]
     taken = [round(us / measured[-1]) for us in measured[1:]]

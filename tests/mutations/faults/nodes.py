@@ -36,6 +36,8 @@ SHALLOW = f"{EXCHANGED}::test_shallow_blocks_are_multiplied_together"
 EXCHANGES = In("overlap_train/operators/node_exchanges.py", (PASSES,))
 CROSSINGS = In("overlap_train/operators/crossings.py", (PASSES,))
 TURNS = In("overlap_train/planning/schedule/turns.py", ("tests/unit/test_turns.py",))
+QUEUES = "tests/unit/test_plan_queue.py"
+IN_FLIGHT = In("overlap_train/planning/schedule/in_flight.py", ("tests/unit/test_in_flight.py",))
 STREAMED_SLOT = In("overlap_train/protocol/node_slot.py", (PASSES,))
 NCCL = In("overlap_train/symmetric/nccl.py", ("tests/unit/test_nccl_transport.py",))
 SPARED = tuple(
@@ -206,7 +208,14 @@ FAULTS = [
     ),
     CHUNKS("every operator holds exchanges back", "beside_wgrad: bool = False", "beside_wgrad: bool = True", BESIDE_WGRAD),
     CROSSINGS("exchanges are not enqueued ahead",
-              "        self._start_until(exchanges_ahead(self._count, done, parts))\n", "        pass\n", ORDER_OF_TURNS),
+              "        self._take(self._flight.go_ahead(done, parts), self._sent)\n", "        pass\n", ORDER_OF_TURNS),
+    IN_FLIGHT("three exchanges are under way", "_MOST = 2", "_MOST = 3"),
+    IN_FLIGHT("exchanges of a scatter arrive while it runs", "exchanges if kind == SCATTER else _MOST", "_MOST", QUEUES),
+    IN_FLIGHT("more exchanges start than may be under way", "if self.started - self._arrived == self._most:", "if False:"),
+    IN_FLIGHT("no exchange is enqueued before one is waited for", "self.start_until(count + 1)", "self.start_until(count)"),
+    IN_FLIGHT("what is waited for is not let arrive", "        yield from self._arrive_until(count)\n", ""),
+    IN_FLIGHT("the last exchanges never arrive", "        yield from self._arrive_until(self.count)\n", ""),
+    IN_FLIGHT("a chunk of one rank is brought for that of all", "self.count // chunks * (chunk + 1)", "chunk + 1"),
     PROCESSES("exchanges are enqueued as if the own node's products were not", "self._go_ahead(call.chunks + turn,",
               "self._go_ahead(turn,", ORDER_OF_TURNS),
     EXCHANGES("all-to-alls are not enqueued ahead", "go_ahead(done * call.chunks + chunk * len(blocks),", "go_ahead(0,",

@@ -1,78 +1,64 @@
-"""In which order a rank enqueues kernels, exchanges with other nodes, and their arrivals, as operators/crossings.py has it.
+"""In which order a rank enqueues kernels, exchanges with other nodes, and their arrivals, as operators/crossings.py does.
 
 With one hardware queue (hardware_queue.py) the order counts. What copy engines send inside a node stands in no such queue.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
 from ....planning.machines import System
 from ....planning.schedule.crossings import Crossing
-from ....planning.schedule.kinds import SCATTER
-from ....planning.schedule.turns import EXCHANGE, exchanges_ahead
+from ....planning.schedule.in_flight import START, InFlight, Step, most_in_flight
+from ....planning.schedule.turns import EXCHANGE
 from .across_nodes import turns
 from .timeline import Arrival, Kernel, Send, arrived, landed
 from .work import Work
 
 Item = Kernel | Send | Arrival
 Part = tuple[list[Item], list[Send]]  # what is enqueued, in order; copies inside the node
-_MOST = 2  # exchanges under way, as of operators/crossings.py
 
 
 class Exchanges:
-    """The exchanges of one call, in order. Each method says what is enqueued then."""
+    """The exchanges of one call, in order. Each method says what is enqueued then, by the same steps as the engines'."""
 
     def __init__(self, work: Work, sends: Sequence[Send]) -> None:
-        arrivals = (_arrival(work, crossing) for crossing in work.plan.crossings)
-        self._waiting = deque(zip(sends, arrivals, strict=True))
-        self._under_way = deque[Arrival]()
-        self._count = len(self._waiting)
-        self._most = self._count if work.plan.kind == SCATTER else _MOST  # of a scatter nothing is passed on
+        self._sends, self._arrivals = sends, [_arrival(work, crossing) for crossing in work.plan.crossings]
+        self._flight = InFlight(len(sends), most_in_flight(work.plan.kind, len(sends)))
 
     @property
     def are_left(self) -> bool:
         """Whether there are some that have not started."""
-        return bool(self._waiting)
-
-    @property
-    def _started(self) -> int:
-        return self._count - len(self._waiting)
+        return self._flight.started < self._flight.count
 
     def start(self, *before: Kernel) -> Iterator[Item]:
         """The next one, after the sum that it sends, if there is one."""
-        if len(self._under_way) == self._most:
-            yield self._under_way.popleft()
-        send, arrival = self._waiting.popleft()
-        self._under_way.append(arrival)
-        yield from before
-        yield send
+        return self._enqueued(self._flight.start(), *before)
 
     def until(self, count: int) -> Iterator[Item]:
-        while self._started < min(count, self._count):
-            yield from self.start()
+        return self._enqueued(self._flight.start_until(count))
 
     def go_ahead(self, done: int, parts: int) -> Iterator[Item]:
-        """Those of an operand that may cross while `done` of `parts` equal parts of its product run."""
-        return self.until(exchanges_ahead(self._count, done, parts))
+        return self._enqueued(self._flight.go_ahead(done, parts))
 
     def bring(self, count: int) -> Iterator[Item]:
-        """What lets the first `count` arrive; one more is enqueued before."""
-        yield from self.until(count + 1)
-        while self._started - len(self._under_way) < count:
-            yield self._under_way.popleft()
+        return self._enqueued(self._flight.bring(count))
 
     def bring_chunk(self, chunk: int, chunks: int) -> Iterator[Item]:
-        """The same for a chunk from all ranks."""
-        return self.bring(self._count // chunks * (chunk + 1))
+        return self._enqueued(self._flight.bring_chunk(chunk, chunks))
 
     def finish(self) -> Iterator[Item]:
-        yield from self.until(self._count)
-        while self._under_way:
-            yield self._under_way.popleft()
+        return self._enqueued(self._flight.finish())
+
+    def _enqueued(self, steps: Iterator[Step], *before: Kernel) -> Iterator[Item]:
+        for what, number in steps:
+            if what == START:
+                yield from before
+                yield self._sends[number]
+            else:
+                yield self._arrivals[number]
 
 
 def _arrival(work: Work, crossing: Crossing) -> Arrival:
