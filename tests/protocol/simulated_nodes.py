@@ -106,7 +106,9 @@ class NodeDomain(SimulatedDomain):
         planning, config = core("planning.plan"), core("config").OverlapConfig(method=method, **settings)
         table, spec = core("planning.table").UNTUNED, getattr(core("planning.spec"), spec)
         plan = planning.make_plan(spec, config, table, self.topology, x, w)
-        return replace(plan, **{part: self._in_chunks(getattr(plan, part)) for part in ("fprop", "dgrad", "dgrad_alone")})
+        return replace(
+            plan, **{part: self._in_chunks(getattr(plan, part)) for part in ("fprop", "dgrad", "dgrad_alone")}
+        )
 
     def _in_chunks(self, engine: Any) -> Any:
         """On the CPU plans have numbers of chunks of their own, and nothing holds SMs."""

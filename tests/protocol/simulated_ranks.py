@@ -168,7 +168,8 @@ class SimulatedDomain:
         if variant is None:
             return plan
         return dataclasses.replace(
-            plan, **{part: _varied(getattr(plan, part), topology, variant) for part in ("fprop", "dgrad", "dgrad_alone")}
+            plan,
+            **{part: _varied(getattr(plan, part), topology, variant) for part in ("fprop", "dgrad", "dgrad_alone")},
         )
 
     def is_capturing(self) -> bool:

@@ -1,6 +1,7 @@
 """Who sends which piece to whom, after what, and in which order tiles are computed. Nothing else knows an order.
 
-The engines execute the legs (legs.py; crossings.py pairs those that cross the network). Tests hold the order in which kernels
+The engines execute the legs (legs.py; crossings.py pairs those that cross the network), on several nodes of GPUs in turns with
+products (turns.py), with few under way at once (in_flight.py). Tests hold the order in which kernels
 take tiles to `tile_order`, and to `strip_order` those of Hopper, whose tiles may cross from one chunk into the next (order.py).
 
     gather (AG + GEMM)    rank R sends its shard to R+1, R+2, ...; it multiplies its own shard, then those of R-1, R-2, ...:

@@ -24,7 +24,9 @@ TABLE = In("overlap_train/planning/table.py", (f"{UNIT}/test_tuning_table.py",))
 
 FAULTS = [
     In("overlap_train/planning/plan.py", (f"{UNIT}/test_frozen_weight.py",))(
-        "a reduction is split to let a weight gradient run first that nobody wants", "alone(backward, last, device)", "backward"
+        "a reduction is split to let a weight gradient run first that nobody wants",
+        "alone(backward, last, device)",
+        "backward",
     ),
     TURNS("exchanges are enqueued in turns with products", "1 + exchanges * done // parts", "1"),
     TURNS("exchanges are rounded up", "1 + exchanges * done // parts", "1 - (-exchanges * done // parts)"),
