@@ -35,6 +35,7 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         self._engine = engine
         call.next_epoch()
         self._crossings = OperandCrossings(engine, call, self._plan, self._part)
+        self._crossings.start()
         self._send(self._plan.legs.inside)
 
     def _part(self, crossing: Crossing) -> torch.Tensor:

@@ -37,6 +37,7 @@ class NodeStreamGather(NodeGather):
         self._engine = engine
         call.next_epoch()
         self._crossings = OperandCrossings(engine, call, self._plan, self._part)
+        self._crossings.start()
         engine.push(self._own, call.routes(self._plan.legs.inside))
 
     def _part(self, crossing: Crossing) -> torch.Tensor:

@@ -30,12 +30,8 @@ _CONFIGS = (OverlapConfig, type(None))
 class PlanBook:
     """What one domain has decided so far, and the measurements that `auto` goes by, the same on all ranks."""
 
-    def __init__(self, domain: OverlapDomain, name: str) -> None:
-        self.domain = domain
-        domain.agreement.exchange(None, f"{name}: the group's first call", kind="first call of a group")
-        self.topology = domain.topology
-        what = f"{name}: read the tuning table before the group's first call"
-        self.table = domain.agreement.exchange(self._read_table(), what, kind="tuning table")[0]
+    def __init__(self, domain: OverlapDomain, measured: table.Table) -> None:
+        self.domain, self.topology, self.table = domain, domain.topology, measured
         # By what all ranks have in common; then by how this rank's weight lies in memory, which its peers need not know.
         self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_PLANS)
         # Keys without the rows: of calls that were agreed on with some number of them.
@@ -44,12 +40,15 @@ class PlanBook:
         # By the TP group of calls that exchange in this domain: what ulysses/groups.py found of both.
         self.nodes_with: dict[dist.ProcessGroup, tuple[int, int]] = {}
 
-    def _read_table(self) -> table.Table | None:
-        """The tuning table that rank 0 finds, None on other ranks: home folders differ."""
-        domain = self.domain
-        if domain.rank:
-            return None
-        return table.read(domain.config.tuning_dir, table.key_of(domain.device, domain.world_size, self.topology.nodes))
+    @classmethod
+    def agreed(cls, domain: OverlapDomain, name: str) -> PlanBook:
+        """That of a group's first call, by the tuning table that rank 0 finds: home folders differ. Collective. name: of the
+        linear that asks, for errors."""
+        domain.agreement.exchange(None, f"{name}: the group's first call", kind="first call of a group")
+        key = table.key_of(domain.device, domain.world_size, domain.topology.nodes)
+        found = None if domain.rank else table.read(domain.config.tuning_dir, key)
+        what = f"{name}: read the tuning table before the group's first call"
+        return cls(domain, domain.agreement.exchange(found, what, kind="tuning table")[0])
 
     def look_up(
         self,
@@ -201,7 +200,7 @@ def book_of(domain: OverlapDomain, name: str) -> PlanBook:
     """The plans of a domain. name: of the linear that asks, for errors of the group's first call."""
     if domain.book is None:
         with domain.exclusively(name):
-            domain.book = domain.book or PlanBook(domain, name)  # another thread may have been first
+            domain.book = domain.book or PlanBook.agreed(domain, name)  # another thread may have been first
     return domain.book
 
 

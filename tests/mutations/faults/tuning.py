@@ -37,7 +37,7 @@ FAULTS = [
     COMMAND("what is measured across nodes is stored as of one",
             "key_of(here.device, here.size, nodes)", "key_of(here.device, here.size)"),
     BOOK("a group across nodes reads what one node has measured",
-         "domain.world_size, self.topology.nodes)", "domain.world_size)"),
+         "domain.world_size, domain.topology.nodes)", "domain.world_size)"),
     ENGINES("a chunk of a far block is multiplied before it is there", "                call.wait_chunk(source, chunk)\n", ""),
     ENGINES("every chunk of a far block is the first",
            "torch.mm(call.chunk_of(source, chunk), b_kn", "torch.mm(call.chunk_of(source, 0), b_kn"),
