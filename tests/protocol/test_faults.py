@@ -5,18 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train import OverlapConfig, OverlapTimeoutError, all_gather_linear, check, linear_reduce_scatter
+from overlap_train import (
+    OverlapConfig,
+    OverlapTimeoutError,
+    all_gather_linear,
+    all_to_all_linear,
+    check,
+    linear_all_to_all,
+    linear_reduce_scatter,
+)
 from overlap_train.protocol.copy_engine import HostCopyEngine, Route
 from overlap_train.runtime.registry import domain_of
 from tests.processes import Outcome, run_ranks, values
 
 TIMEOUT_S = 2.0
+OPERATORS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_to_all", "all_to_all_linear")
+Step = Callable[[OverlapConfig], torch.Tensor]
 
 
 def _step(config: OverlapConfig, value: float = 1.0) -> torch.Tensor:
@@ -31,17 +42,27 @@ def _step(config: OverlapConfig, value: float = 1.0) -> torch.Tensor:
     return x.grad
 
 
-def _victim(rank: int, world: int, method: str, how: str, where: str) -> tuple[str, float]:
+def _ulysses_step(config: OverlapConfig) -> torch.Tensor:
+    x = torch.ones(4, 8, requires_grad=True)
+    hidden = linear_all_to_all(x, torch.ones(12, 8, requires_grad=True), group=dist.group.WORLD, config=config)
+    y = all_to_all_linear(hidden, torch.ones(8, 12, requires_grad=True), group=dist.group.WORLD, config=config)
+    y.sum().backward()
+    assert x.grad is not None
+    assert bool((y == 12 * 8).all())
+    return x.grad
+
+
+def _victim(rank: int, world: int, method: str, how: str, where: str, step: Step = _step) -> tuple[str, float]:
     """Rank 1 meets its end while it pushes (`where`) of the third step; the others tell what they saw and when."""
     config = OverlapConfig(method=method, timeout_s=TIMEOUT_S)
     for _ in range(2):
-        _step(config)
+        step(config)
     if rank == 1:
         _end_itself(config, how, where)
     begin = time.monotonic()
     try:
         for _ in range(3):
-            _step(config)
+            step(config)
     except OverlapTimeoutError as error:
         seconds = time.monotonic() - begin
         with pytest.raises(OverlapTimeoutError):
@@ -72,17 +93,19 @@ def _shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize(  # each pair of two of them once
-    ("how", "where", "world"),
+    ("how", "where", "world", "step"),
     [
-        ("SIGKILL", "before the data", 2),
-        ("SIGKILL", "after the data", 3),
-        ("SIGSTOP", "before the data", 3),
-        ("SIGSTOP", "after the data", 2),
+        ("SIGKILL", "before the data", 2, _step),
+        ("SIGKILL", "after the data", 3, _step),
+        ("SIGSTOP", "before the data", 3, _step),
+        ("SIGSTOP", "after the data", 2, _step),
+        ("SIGKILL", "after the data", 2, _ulysses_step),
+        ("SIGSTOP", "before the data", 3, _ulysses_step),
     ],
 )
-def test_a_dead_or_stopped_rank_is_named_by_the_others(how: str, where: str, world: int) -> None:
+def test_a_dead_or_stopped_rank_is_named_by_the_others(how: str, where: str, world: int, step: Step) -> None:
     before = _shared_memory()
-    outcomes = run_ranks(world, _victim, "chunked", how, where, limit_s=40, grace_s=TIMEOUT_S + 3)
+    outcomes = run_ranks(world, _victim, "chunked", how, where, step, limit_s=40, grace_s=TIMEOUT_S + 3)
     _check_survivors(outcomes)
     assert _shared_memory() <= before
 
@@ -98,7 +121,7 @@ def _check_survivors(outcomes: list[Outcome], limit_s: float = TIMEOUT_S + 1.5) 
     for outcome in outcomes:
         assert outcome.value is not None, outcome.error
         message, seconds = outcome.value
-        assert "all_gather_linear/fprop" in message or "linear_reduce_scatter/fprop" in message
+        assert any(f"{operator}/fprop" in message for operator in OPERATORS)
         assert (
             "of rank 1" in message or len(outcomes) > 1
         )  # with three ranks, a survivor may name a survivor that gave up
