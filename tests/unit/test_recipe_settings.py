@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,15 @@ from overlap_train import OverlapConfig
 from overlap_train.flags import Parser, add_options, flag, from_args, option_fields
 
 OPTIONS = option_fields(Settings)
+ROOT = Path(__file__).parents[2]
+# torchrun ... --nproc-per-node RANKS recipes/pretrain_gpt.py FLAGS, in one node
+STARTED = re.compile(r"^torchrun --standalone --nproc-per-node (\d+) recipes/pretrain_gpt\.py(.*)$", re.MULTILINE)
+
+
+def commands_of_pages() -> list[tuple[int, str]]:
+    """Ranks and flags of each command that starts the recipe on a page."""
+    pages = "\n".join(page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+    return [(int(ranks), flags) for ranks, flags in STARTED.findall(pages.replace("\\\n", ""))]
 
 
 def parser() -> Parser:
@@ -41,6 +53,17 @@ def test_help_names_every_flag_and_its_default():
         assert flag(option.name) in text
         assert option.metadata["help"].split()[0] in text
     assert f"(default: {Settings().train_iters})" in text
+
+
+@pytest.mark.parametrize(("ranks", "flags"), commands_of_pages())
+def test_commands_of_the_pages_obey_the_rules(ranks: int, flags: str):
+    settings, overlap, _ = read_flags(shlex.split(flags, comments=True), None, ranks, on_gpu=True)
+    assert overlap is not None and ranks % (settings.tp * settings.cp * settings.pp) == 0
+
+
+def test_long_sequences_have_a_command_for_each_length():
+    lengths = {length for _, flags in commands_of_pages() for length in re.findall(r"--seq-length (\d+)", flags)}
+    assert {"32768", "131072"} <= lengths
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
