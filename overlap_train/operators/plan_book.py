@@ -41,7 +41,7 @@ class PlanBook:
         self.nodes_with: dict[dist.ProcessGroup, tuple[int, int]] = {}
 
     @classmethod
-    def agreed(cls, domain: OverlapDomain, name: str) -> PlanBook:
+    def of_group(cls, domain: OverlapDomain, name: str) -> PlanBook:
         """That of a group's first call, by the tuning table that rank 0 finds: home folders differ. Collective. name: of the
         linear that asks, for errors."""
         domain.agreement.exchange(None, f"{name}: the group's first call", kind="first call of a group")
@@ -200,7 +200,7 @@ def book_of(domain: OverlapDomain, name: str) -> PlanBook:
     """The plans of a domain. name: of the linear that asks, for errors of the group's first call."""
     if domain.book is None:
         with domain.exclusively(name):
-            domain.book = domain.book or PlanBook.agreed(domain, name)  # another thread may have been first
+            domain.book = domain.book or PlanBook.of_group(domain, name)  # another thread may have been first
     return domain.book
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from overlap_train.tools.bench.lanes import Span, between
 from overlap_train.tools.bench.timeline import device_spans
+from overlap_train.tools.pictures.lanes import Span, between
 
 if TYPE_CHECKING:
     from mfu.trained import Trained

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from overlap_train.tools.bench.style import AGAIN
+from overlap_train.tools.pictures.style import AGAIN
 
 MEGATRON, OVERLAP, ASYNC_TP = "megatron", "overlap", "async_tp"
 NCCL = "nccl"  # our modules by NCCL and cuBLAS, one after the other: method collective

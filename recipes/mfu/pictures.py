@@ -10,9 +10,10 @@ from typing import Any
 from mfu.layer_timeline import PASSES
 from mfu.names import AGAIN, MEGATRON, OVERLAP, is_graph, loss_baseline, speed_baseline
 from overlap_train.config import METHODS
-from overlap_train.tools.bench.bars import Bar, Scale, bars, has_bound
-from overlap_train.tools.bench.held_up import remarks
-from overlap_train.tools.bench.lanes import (
+from overlap_train.tools.measure.results import Row
+from overlap_train.tools.pictures.bars import Bar, Scale, bars, has_bound
+from overlap_train.tools.pictures.held_up import remarks
+from overlap_train.tools.pictures.lanes import (
     KINDS,
     NOTE,
     Span,
@@ -22,9 +23,8 @@ from overlap_train.tools.bench.lanes import (
     stored_inside,
     unit_of,
 )
-from overlap_train.tools.bench.machine import gpus_of
-from overlap_train.tools.bench.style import PERFECT, canvas, in_order, look_of, marks, save
-from overlap_train.tools.measure.results import Row
+from overlap_train.tools.pictures.machine import gpus_of
+from overlap_train.tools.pictures.style import PERFECT, canvas, in_order, look_of, marks, save
 
 AGREE = "The curves should agree: all variants have the same model, global batches and seed."
 GRAPHS = "A CUDA graph is compared with a graph. How much of it is exposed is not known."

@@ -14,8 +14,8 @@ from mfu.measured import Measured
 from mfu.names import DATA_PARALLEL, bare, is_graph, is_transformer_engine, loss_baseline
 from mfu.plan import Plan
 from overlap_train.config import METHODS
-from overlap_train.tools.bench.style import look_of
 from overlap_train.tools.measure.results import Column, Columns, Row
+from overlap_train.tools.pictures.style import look_of
 
 
 def label_of(name: str) -> str:

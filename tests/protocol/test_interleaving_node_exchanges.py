@@ -158,7 +158,8 @@ FAULTS = {
         Fault(CROSSINGS, "engine.send_after(marks.popleft())", "marks.popleft()", "wrong|deadlock|Mismatch"), "to_heads 2 1",
     ),
     "rows leave before the caller has written them": (
-        Fault(CROSSINGS, "        self._engine.send_after_this()\n        self._take", "        self._take", "wrong|deadlock|Mismatch"), "to_rows 2 1",
+        Fault(CROSSINGS, "self._engine.send_after_this()\n        self._take", "self._take", "wrong|deadlock|Mismatch"),
+        "to_rows 2 1",
     ),
     "a far block is multiplied before it is here": (
         Fault(EXCHANGES, "                call.wait_chunk(block, chunk)\n", "                pass\n"), "to_rows 4 2",

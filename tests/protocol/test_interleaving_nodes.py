@@ -339,7 +339,8 @@ FAULTS = {
         "scatter 2 1",
     ),
     "a shard is sent before the caller has written it": (
-        Fault(CROSSINGS, "        self._engine.send_after_this()\n        self._take", "        self._take", "wrong|deadlock|Mismatch"), "gather 2 1",
+        Fault(CROSSINGS, "self._engine.send_after_this()\n        self._take", "self._take", "wrong|deadlock|Mismatch"),
+        "gather 2 1",
     ),
     "nothing is passed on": (in_streams(f"            {PASSED}\n", "            break\n", "deadlock"), "gather 4 2"),
     "passed on without the data": (in_streams(PASSED, "pass"), "gather 4 2"),

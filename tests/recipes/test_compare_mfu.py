@@ -19,7 +19,7 @@ from mfu.layer_timeline import MARKER, cut
 from mfu.measured import Measured
 from mfu.plan import read_flags
 from mfu.rows import largest_difference, notes_of, rows_of
-from overlap_train.tools.bench.lanes import exposed, kind_of
+from overlap_train.tools.pictures.lanes import exposed, kind_of
 from tests.megatron.workers import Workers
 
 COMPARE = Path(__file__).parents[2] / "recipes" / "compare_mfu.py"

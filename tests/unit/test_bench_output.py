@@ -11,9 +11,9 @@ import torch
 
 from overlap_train.tools.bench import layers, operators, output
 from overlap_train.tools.bench.output import LAYER_COLUMNS, OPERATOR_COLUMNS
-from overlap_train.tools.bench.shapes import LAYERS
 from overlap_train.tools.measure.cases import Case
 from overlap_train.tools.measure.results import Columns, Results, cells, markdown, screen
+from overlap_train.tools.measure.shapes import LAYERS
 from overlap_train.tools.measure.timing import Timing
 
 OPERATOR_KEYS = (

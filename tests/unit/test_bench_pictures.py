@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from overlap_train.tools.bench import bars, layer_plots, operator_plots, plots, size_plots, style, timeline
+from overlap_train.tools.bench import layer_plots, operator_plots, plots, size_plots, timeline
 from overlap_train.tools.measure.results import ranks_of, write_json
+from overlap_train.tools.pictures import bars, style
 from tests.unit.test_bench_output import layer_row, operator_row
 
 METHODS = ("auto", "fused", "direct", "chunked", "collective")

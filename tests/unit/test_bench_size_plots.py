@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 from overlap_train.tools.bench import operator_plots, output, size_plots
 from overlap_train.tools.bench.size_plots import are_close, curves, draw_against_m
-from overlap_train.tools.bench.style import look_of
+from overlap_train.tools.pictures.style import look_of
 from tests.unit.test_bench_output import operator_row
 
 RAGGED = (1992, 1996, 2048, 4096, 4100)

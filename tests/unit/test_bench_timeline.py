@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 from overlap_train.runtime.registry import domain_of
 from overlap_train.tools.bench import timeline
-from overlap_train.tools.bench.held_up import GAPS, LONG_WAITS, remarks
-from overlap_train.tools.bench.lanes import (
+from overlap_train.tools.bench.timeline import last_call, record
+from overlap_train.tools.measure.models import TINY
+from overlap_train.tools.measure.world import World
+from overlap_train.tools.pictures.held_up import GAPS, LONG_WAITS, remarks
+from overlap_train.tools.pictures.lanes import (
     STAGES,
     Span,
     common,
@@ -23,9 +26,6 @@ from overlap_train.tools.bench.lanes import (
     stored_inside,
     union,
 )
-from overlap_train.tools.bench.timeline import last_call, record
-from overlap_train.tools.measure.models import TINY
-from overlap_train.tools.measure.world import World
 from tests.processes import run_ranks, values
 
 

@@ -16,8 +16,8 @@ from ..measure.cases import EXCHANGES, OPS, PASSES
 from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.models import MODELS, TINY
 from ..measure.runs import Session, Settings
+from ..measure.shapes import LAYERS, PUBLISHED, TABLES_1_2, WEIGHTS, cases, exchange_cases, layer_cases
 from . import attention_blocks, hierarchical, layers, operators, output
-from .shapes import LAYERS, PUBLISHED, TABLES_1_2, WEIGHTS, cases, exchange_cases, layer_cases
 
 
 @dataclass(frozen=True)

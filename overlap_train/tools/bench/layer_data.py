@@ -16,9 +16,9 @@ import torch
 from ...runtime.registry import check as check_timeouts
 from ..measure.check import Reference, check, product_reference, scatter_reference
 from ..measure.operands import gathered
+from ..measure.shapes import Layer
 from ..measure.timing import Call
 from ..measure.world import World
-from .shapes import Layer
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 Outcome = tuple[torch.Tensor, ...]  # y, z, dx, dw1, dh, dw2

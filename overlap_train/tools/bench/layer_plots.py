@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .bars import Bar, Scale, bars
-from .machine import Record, machine_of
+from ..pictures.bars import Bar, Scale, bars
+from ..pictures.machine import Record, machine_of
+from ..pictures.style import in_order, look_of
 from .operator_plots import grouped
 from .output import Row
-from .style import in_order, look_of
 
 # Where bars are broken: one baseline at 3.4 would leave no room to compare the rest. Most blocks differ by some per cent.
 LAYERS = Scale("time / GEMMs alone", start=1.0, limit=2.2, line="alone")

@@ -26,6 +26,7 @@ from ...runtime.graph import forget_graphs, graphed
 from ..measure.check import Reference
 from ..measure.results import Row
 from ..measure.runs import Session, Settings
+from ..measure.shapes import Layer
 from ..measure.timing import Call, Timing
 from ..measure.world import World
 from . import te_linears, transformer_engine
@@ -41,7 +42,6 @@ from .layer_data import (
     references_of,
     six_gemms_alone,
 )
-from .shapes import Layer
 
 AUTO, GRAPH, TUNED = "auto", "auto_graph", "tuned"
 BASELINES = ("megatron", "async_tp", "te")

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .machine import Record, about_nodes, machine_of
+from ..measure.shapes import WEIGHTS, weight_of
+from ..pictures.machine import Record, about_nodes, machine_of
+from ..pictures.style import LOOKS, PERFECT, canvas, in_order, look_of, save
 from .output import Row, speed_up
-from .shapes import WEIGHTS, weight_of
-from .style import LOOKS, PERFECT, canvas, in_order, look_of, save
 
 OPERATORS = {
     "ag_gemm": "all_gather_linear",

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ..pictures.machine import Record
+from ..pictures.style import load
 from . import timeline
 from .layer_plots import draw_blocks, draw_layers
-from .machine import Record
 from .operator_plots import draw_speed_up
 from .output import is_as_found
 from .size_plots import draw_against_m
-from .style import load
 
 
 def draw(folder: Path) -> list[Path]:

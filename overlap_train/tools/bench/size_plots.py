@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .machine import Record, about_nodes, machine_of
+from ..pictures.machine import Record, about_nodes, machine_of
+from ..pictures.style import BOUND, LOOKS, SMALL, canvas, look_of, save
 from .operator_plots import CEILING, OPERATORS, PASSES, by_method, draw_lines, grouped, model_of, names_of
 from .output import Row
-from .style import BOUND, LOOKS, SMALL, canvas, look_of, save
 
 CLOSE = 1.25  # the ratio of two M between which a curve would be all but vertical
 Grid = list[list[Any]]  # axes, and None where there are none

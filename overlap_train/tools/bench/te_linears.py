@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..measure.shapes import Layer
 from ..measure.world import World
 from .layer_data import Data, Linear, Maker
-from .shapes import Layer
 
 Flags = dict[str, Any]
 USERBUFFERS = ("te_default", "te_ring")

@@ -24,10 +24,8 @@ from ...linear import all_gather_linear, linear_reduce_scatter
 from ...runtime.registry import shutdown
 from ..measure.models import MODELS
 from ..measure.world import World
-from .attention_blocks import overlapped
-from .attention_data import Data
-from .held_up import remarks
-from .lanes import (
+from ..pictures.held_up import remarks
+from ..pictures.lanes import (
     KINDS,
     LANES,
     NOTE,
@@ -41,7 +39,9 @@ from .lanes import (
     stored_inside,
     unit_of,
 )
-from .style import canvas, in_order, save
+from ..pictures.style import canvas, in_order, save
+from .attention_blocks import overlapped
+from .attention_data import Data
 
 METHODS = ("collective", "chunked", "fused", "direct")
 # M, features in, features out of the first and the second linear of the MLP; the block has as many tokens in all

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...planning.machines import System
 from ...planning.table import UNTUNED, Table
-from ..bench.shapes import LAYERS
+from ..measure.shapes import LAYERS
 from .estimates import COLLECTIVE, Estimate, estimate, work_of
 from .inputs import Linear
 from .prediction import forward_pass

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...planning.machines import System
-from ..bench.lanes import KINDS, draw_lanes, label_lanes, stored_inside, unit_of
-from ..bench.style import LOOKS, canvas, in_order, look_of, save
+from ..pictures.lanes import KINDS, draw_lanes, label_lanes, stored_inside, unit_of
+from ..pictures.style import LOOKS, canvas, in_order, look_of, save
 from .check import WORST, Compared, mean_error
 from .inputs import EXCHANGED, Strategy
 from .prediction import FORWARD, Prediction

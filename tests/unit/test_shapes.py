@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from overlap_train.tools.bench.shapes import DEFAULT_LAYERS, LAYERS, TABLES_1_2, cases, layer_cases, weight_of
 from overlap_train.tools.measure.cases import OPS, PASSES, Case
 from overlap_train.tools.measure.models import MODELS
+from overlap_train.tools.measure.shapes import DEFAULT_LAYERS, LAYERS, TABLES_1_2, cases, layer_cases, weight_of
 
 
 def test_the_default_models_give_the_ten_shapes_of_the_measurements() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from overlap_train.tools.bench import style
+from overlap_train.tools.pictures import style
 
 
 def test_every_thing_has_a_colour_of_its_own() -> None:

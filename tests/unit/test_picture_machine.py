@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from overlap_train.tools.bench.machine import EMULATED, about_nodes, gpus_of, machine_of
+from overlap_train.tools.pictures.machine import EMULATED, about_nodes, gpus_of, machine_of
 
 H100 = {"device": "NVIDIA H100 80GB HBM3"}
 

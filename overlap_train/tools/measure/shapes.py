@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...planning.schedule.kinds import A2A_GEMM, GEMM_A2A
-from ..measure.cases import Case, cases_of, check_divisible
-from ..measure.models import MODELS, TINY
+from .cases import Case, cases_of, check_divisible
+from .models import MODELS, TINY
 
 # Weights of Tables 1 and 2 (M = 8192) of the Ditron paper; Tables 4 and 5 have the same at M = 32768.
 TABLES_1_2 = ("llama-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2-72b")
