@@ -49,6 +49,13 @@ te_step() {
 }
 
 mfu=recipes/compare_mfu.py
+big="--model llama3-8b,llama3-70b --layers 4,2" variants=megatron,chunked,fused,direct,overlap
+graphs=megatron,overlap,megatron_graph,overlap_graph te=te,te_userbuffers,te_userbuffers_ring,te_overlap
+memory='import torch; print(sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())) >> 30)'
+if [ "$(.venv/bin/python -c "$memory")" -lt 200 ]; then
+  # Variants stand side by side. Of 8B with TP 2 each takes 20 GiB of a GPU: four are too many for 80 GB.
+  big="--model llama3-8b --layers 4" variants=megatron,fused,overlap graphs=megatron_graph,overlap_graph te=te_userbuffers_ring,te_overlap
+fi
 step tune-8b 35 -m overlap_train tune --model llama3-8b --seq 8192 4096 2048
 step tune-70b 25 -m overlap_train tune --model llama3-70b --seq 8192
 mlps="11008,4096 14336,4096 28672,8192 53248,16384 29568,8192" # the weights of the operator benchmark: N,K of the columns
@@ -82,12 +89,13 @@ half=$((gpus / 2))
 with=()
 step timeline 15 -m overlap_train bench timeline --out "$out"
 step timeline_ulysses 20 -m overlap_train bench timeline --what ulysses --out "$out/ulysses"
-step mfu 150 $mfu --model llama3-8b,llama3-70b --layers 4,2 --global-batch-size 4 --quick --variants megatron,chunked,fused,direct,overlap \
-  --out "$out/mfu"
+# shellcheck disable=SC2086
+step mfu 150 $mfu $big --global-batch-size 4 --quick --variants "$variants" --out "$out/mfu"
 step mfu_8_layers 60 $mfu --model llama3-8b --layers 8 --global-batch-size 2 --quick --variants megatron,overlap --out "$out/mfu_8_layers"
-step mfu_one_micro_batch 90 $mfu --model llama3-8b,llama3-70b --layers 4,2 --quick --out "$out/mfu_one_micro_batch"
+# shellcheck disable=SC2086
+step mfu_one_micro_batch 90 $mfu $big --quick --out "$out/mfu_one_micro_batch"
 step mfu_s2048 45 $mfu --model llama3-8b --layers 4 --seq-length 2048 --global-batch-size 8 --quick \
-  --variants megatron,overlap,megatron_graph,overlap_graph --out "$out/mfu_s2048"
+  --variants "$graphs" --out "$out/mfu_s2048"
 step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
   --repeat megatron,overlap --out "$out/loss"
 step bitwise 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
@@ -104,7 +112,7 @@ step loss_ulysses 150 $ulysses --seq-length 4096 --loss-steps 200 --round-steps 
 step bitwise_ulysses 90 $ulysses --seq-length 4096 --loss-steps 100 --round-steps 20 --bitwise \
   --variants chunked,fused,direct --repeat chunked,fused,direct --out "$out/bitwise_ulysses"
 te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick \
-  --variants te,te_userbuffers,te_userbuffers_ring,te_overlap --out "$out/mfu_te"
+  --variants "$te" --out "$out/mfu_te"
 for folder in "$out" "$out/small_m" "$out/ragged" "$out/sweep" "$out/untuned" "$out/ulysses" "$out/hierarchical" "$out/network_sms" "$out/te" "$out/ulysses_te"; do
   [ -z "$(find "$folder" -maxdepth 1 -name '*.json' 2>/dev/null)" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
