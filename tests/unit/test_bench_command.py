@@ -233,6 +233,8 @@ def test_kernels_are_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="--methods: 'direct' is not one of chunked, collective, which run on CPU"):
         bench.settings(torch.device("cpu"))
     assert bench.settings(torch.device("cuda", 0)).methods == ("auto", "direct")
+    possible = ("auto", "chunked", "collective")
+    assert parsed(f"operators --methods {','.join(possible)}").settings(torch.device("cpu")).methods == possible
 
 
 def test_nccl_in_two_steps_is_a_baseline_where_nodes_have_several_ranks(

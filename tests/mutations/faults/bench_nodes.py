@@ -56,7 +56,7 @@ FAULTS = [
           f"{COMMAND}::test_kernels_are_refused_on_the_cpu"),
     METHODS("methods are refused inside a node, too", "for method in asked if nodes > 1 and", "for method in asked if"),
     METHODS("auto is no method that can be asked for", "return method in TRAITS and TRAITS[method].kernels",
-            "return method not in TRAITS or TRAITS[method].kernels"),
+            "return method not in TRAITS or TRAITS[method].kernels", f"{COMMAND}::test_kernels_are_refused_on_the_cpu"),
     TIMELINE("a timeline has one rank a node", "OverlapConfig(method=method, node_ranks=node_ranks)",
              "OverlapConfig(method=method, node_ranks=1)"),
     TIMELINE("a timeline counts ranks as nodes", "here.size // node_ranks}", "here.size}"),
