@@ -46,7 +46,8 @@ class Documents:
         ):
             return None
         spans = zip(self.starts, self.lengths, strict=False)
-        return torch.cat([torch.arange(start, start + length, device="cpu") for start, length in spans])
+        with torch.inference_mode(False):  # training may ask next
+            return torch.cat([torch.arange(start, start + length, device="cpu") for start, length in spans])
 
     def places(self, device: torch.device) -> torch.Tensor | None:
         """row_numbers on a device."""
@@ -74,7 +75,7 @@ class Documents:
         """What is made on the CPU, on a device: sent once for all layers, because the host waits for the device then."""
         key = (name, device)
         if key not in self._there:
-            with torch.inference_mode(False):  # training may ask next
+            with torch.inference_mode(False):  # as above
                 self._there[key] = make().to(device)
         return self._there[key]
 

@@ -167,5 +167,6 @@ class ResultCrossings(Crossings):
         return exchanges_before_wgrad(self._flight.count, follows)
 
     def finish(self) -> None:
-        """Start what `send` has left for now, and let all arrive."""
-        self._take(self._flight.finish(), self._next)
+        """Start what `send` has left for now, and let all arrive. After an error there may be fewer than the plan has."""
+        self._take(self._flight.start_until(self._flight.started + len(self._later)), self._next)
+        self._take(self._flight.arrive(), self._next)

@@ -85,7 +85,7 @@ class FusedNodeStreamScatter(NodeStreamScatter):
         self._a = persistent.operand(self._plan, self._a)
         engine, call, plan = self._open(), self._call, self._plan
         # What an earlier call of the operator still sends and receives is enqueued after the kernel: with one hardware queue the
-        # kernel would stand behind its waits for the network. Nothing is lost by sending it after this, because between the calls
+        # kernel would come after its waits for the network. Nothing is lost by sending it after this, because between the calls
         # the caller's stream has no product.
         engine.send_after_this()
         own = self._partials[self._domain.rank]

@@ -133,7 +133,8 @@ def _is_late(pass_: Pass, method: str) -> bool:
 def alone(choice: Choice, pass_: Pass, device: torch.device) -> Choice:
     """The choice for a pass that nothing comes after: a reduction that is split to let a weight gradient run first is not."""
     splits = choice.variant.split_reduction and saves_a_wave(pass_, device)
-    return replace(choice, variant=replace(choice.variant, split_reduction=splits))
+    variant = replace(choice.variant, split_reduction=splits)
+    return replace(choice, reason=f"{choice.reason.removesuffix(str(choice.variant))}{variant}", variant=variant)
 
 
 def _collides(pass_: Pass, method: str) -> bool:

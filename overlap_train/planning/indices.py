@@ -23,7 +23,11 @@ def kept(make: Make) -> Make:
 
     @functools.wraps(make)
     def answer(device: torch.device, *numbers: Any) -> torch.Tensor:
-        is_captured = device.type != "cpu" and torch.cuda.is_current_stream_capturing()
-        return (make_ordinary if is_captured else known)(device, *numbers)
+        return (make_ordinary if is_captured(device) else known)(device, *numbers)
 
     return answer
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what is enqueued on a device now becomes part of a CUDA graph, in which nothing can come from the CPU."""
+    return device.type != "cpu" and torch.cuda.is_current_stream_capturing()

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from .indices import kept
+from .indices import is_captured, kept
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -98,16 +98,17 @@ class SequenceLayout:
 
 @kept
 def _rows_of_ranks(device: torch.device, layout: SequenceLayout, rows: int, world_size: int) -> torch.Tensor:
-    """Made on the device, so that nobody waits for it; that of documents on the CPU, where thousands of launches would take
-    longer."""
+    """Made on the device, so that nobody waits for it. That of documents is made on the CPU: the host waits for the device once,
+    but a thousand documents would be four thousand launches. A captured graph has these launches."""
     if layout.lengths:
         return _one_after_another(layout.lengths, device)
     if layout.kind == "contiguous" or world_size == 1:
         return torch.arange(rows, device=device).view(world_size, -1)
-    if layout.document_starts:
-        return _zigzag_of_documents(layout.document_starts, world_size).to(device)
-    chunks = torch.arange(rows, device=device).view(2 * world_size, -1)
-    return torch.cat((chunks[:world_size], chunks[world_size:].flip(0)), dim=1).contiguous()
+    starts = layout.document_starts or (0, rows)
+    if len(starts) > 2 and not is_captured(device):
+        return _zigzag_of_documents(starts, world_size).to(device)
+    parts = [_zigzag(first, end, world_size, device) for first, end in pairwise(starts)]
+    return torch.cat(parts, dim=1).contiguous()
 
 
 def _one_after_another(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -118,8 +119,14 @@ def _one_after_another(lengths: tuple[int, ...], device: torch.device) -> torch.
     return rows
 
 
+def _zigzag(first: int, end: int, world_size: int, device: torch.device) -> torch.Tensor:
+    """The rows [W, rows / W] of each rank in one sequence or document: those of chunk r, then those of chunk 2 W - 1 - r."""
+    chunks = torch.arange(first, end, device=device).view(2 * world_size, -1)
+    return torch.cat((chunks[:world_size], chunks[world_size:].flip(0)), dim=1)
+
+
 def _zigzag_of_documents(starts: tuple[int, ...], world_size: int) -> torch.Tensor:
-    """The rows [W, rows / W] of each rank: of each document those of chunk r, then those of chunk 2 W - 1 - r."""
+    """The same for all documents, in as many operations as for two."""
     bounds, ranks = torch.tensor(starts, device="cpu"), torch.arange(world_size, device="cpu")[:, None]
     first, length = bounds[:-1], bounds.diff() // (2 * world_size)  # of a document; of one of its chunks
     chunks = torch.stack((first + ranks * length, first + (2 * world_size - 1 - ranks) * length), dim=-1).flatten(1)

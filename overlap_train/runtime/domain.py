@@ -92,7 +92,10 @@ class OverlapDomain:
 
     def _terms(self, request: Request) -> tuple[str, str | None]:
         """(the settings in which all ranks must agree, in words; why this rank cannot have symmetric memory, or None)."""
-        limits = f"symmetric_mib={self.config.symmetric_mib}, timeout_s={self.config.timeout_s:g}"
+        config = self.config  # exchange_mib: of all calls, because room for longer rows depends on it (room.py)
+        limits = (
+            f"symmetric_mib={config.symmetric_mib}, exchange_mib={config.exchange_mib}, timeout_s={config.timeout_s:g}"
+        )
         limits += ", a captured CUDA graph" * self.captured
         if not request.shares_memory:
             return limits, None

@@ -296,7 +296,7 @@ def test_a_version_that_nobody_has_tried_is_named() -> None:
         assert enabling._untested(version) is None
     for version in ("0.2.0", "0.9.0", "0.15.3", "0.21.0", "1.0.0"):
         assert enabling._untested(version) == (
-            f"Megatron-Core {version} was not tested, 0.16 to 0.19 were; if anything fails, try one of these"
+            f"Megatron-Core {version} was not tested, 0.16 and 0.19 were; if anything fails, try one of these"
         )
 
 

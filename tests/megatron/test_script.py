@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 import overlap_train.integrations.megatron as integration
 from overlap_train import OverlapConfig, flags
+from overlap_train.integrations.megatron.attention.self_attention import UlyssesSelfAttention
 from overlap_train.integrations.megatron.enabling import enable, first_table
 from overlap_train.integrations.megatron.launcher import script
 from overlap_train.integrations.megatron.launcher.after_import import after_import
@@ -262,6 +264,20 @@ def test_a_model_config_gets_one_pre_wrap_hook(enabled: list[Any], arguments: Si
     assert len(enabled) == 1
 
 
+def attention_of_script(arguments: SimpleNamespace, masks_documents: bool | None, is_sft: bool | None = False) -> Any:
+    """A Ulysses attention within the model that a script builds. None: Megatron-Core 0.16 has neither argument."""
+    if masks_documents is not None:
+        arguments.dataloader_inter_document_masking, arguments.sft = masks_documents, is_sft
+    attention: Any = UlyssesSelfAttention.__new__(UlyssesSelfAttention)
+    torch.nn.Module.__init__(attention)
+    attention.config, other = SimpleNamespace(), torch.nn.Identity()
+    other.config = None  # type: ignore[assignment] # whatever a module calls so
+    module = layout_of(setup_of_016)
+    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+    module.setup_model_and_optimizer(lambda **stage: torch.nn.Sequential(other, attention), "gpt")
+    return attention
+
+
 @pytest.mark.parametrize(
     ("masks_documents", "is_sft", "cut"),
     [(True, False, "zigzag_pack"), (True, True, "zigzag"), (False, False, "zigzag"), (None, None, "zigzag")],
@@ -269,16 +285,21 @@ def test_a_model_config_gets_one_pre_wrap_hook(enabled: list[Any], arguments: Si
 def test_packs_are_taken_as_the_scripts_loader_cuts_them(
     enabled: list[Any], arguments: SimpleNamespace, masks_documents: bool | None, is_sft: bool | None, cut: str
 ):
-    if masks_documents is not None:  # Megatron-Core 0.16 has neither
-        arguments.dataloader_inter_document_masking, arguments.sft = masks_documents, is_sft
-    module, inner = layout_of(setup_of_016), torch.nn.Identity()
-    inner.config = SimpleNamespace()  # type: ignore[assignment]
-    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
-    module.setup_model_and_optimizer(lambda **stage: torch.nn.Sequential(inner), "gpt")
+    config = attention_of_script(arguments, masks_documents, is_sft).config
     pack: Any = SimpleNamespace()
-    assert cut_of(pack, inner.config) == cut and cut_of(None, inner.config) == "zigzag"
+    assert cut_of(pack, config) == cut and cut_of(None, config) == "zigzag"
     pack.cp_partition_mode = "contiguous"
-    assert cut_of(pack, inner.config) == "contiguous", "what a pack says counts"
+    assert cut_of(pack, config) == "contiguous", "what a pack says counts"
+
+
+def test_packs_that_say_how_they_are_cut_are_refused_with_a_loader_that_cuts_otherwise(
+    enabled: list[Any], arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    """Newer copies of Megatron-LM have the field, "zigzag" by default, and differ in what this loader does then."""
+    monkeypatch.setattr(PackedSeqParams, "cp_partition_mode", "zigzag", raising=False)
+    attention_of_script(arguments, masks_documents=False)
+    with pytest.raises(RuntimeError, match="--dataloader-inter-document-masking: how this Megatron cuts such packs"):
+        attention_of_script(arguments, masks_documents=True)
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,10 @@ def test_what_layers_need_of_documents_is_sent_to_a_device_once() -> None:
     assert without.places(cpu) is None and without.padding(10, cpu) is None, (
         "the core attention itself leaves out what follows"
     )
+
+
+def test_documents_that_inference_has_asked_for_serve_training() -> None:
+    documents, cpu = Documents((0, 4, 8), (3, 4)), torch.device("cpu")
+    with torch.inference_mode():
+        found = documents.places(cpu), documents.padding(10, cpu), documents.offsets(cpu)
+    assert not any(tensor is not None and tensor.is_inference() for tensor in found)

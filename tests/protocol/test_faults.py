@@ -172,18 +172,21 @@ def test_the_heap_is_shared_memory_without_a_name() -> None:
         assert len(lines) >= 2 and all("memfd:overlap_train (deleted)" in line for line in lines)
 
 
-def _other_terms(rank: int, world: int) -> str:
+def _other_terms(rank: int, world: int, setting: str) -> str:
     x, w = torch.ones(4, 8), torch.ones(8, 8)
+    config = OverlapConfig(**{setting: 64 + rank})
     with pytest.raises(ValueError) as caught:
-        all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(symmetric_mib=64 + rank))
+        all_gather_linear(x, w, group=dist.group.WORLD, config=config)
     return str(caught.value)
 
 
-def test_ranks_with_other_limits_are_refused_before_memory_is_allocated() -> None:
-    """One rank alone would find its heap too small, and the others would wait for it."""
-    first, second = values(run_ranks(2, _other_terms, limit_s=30))
-    assert "this rank has provider=host, symmetric_mib=64" in first and "symmetric_mib=65" in first
-    assert "this rank has provider=host, symmetric_mib=65" in second
+@pytest.mark.parametrize("setting", ["symmetric_mib", "exchange_mib"])
+def test_ranks_with_other_limits_are_refused_before_memory_is_allocated(setting: str) -> None:
+    """One rank alone would find its heap too small, or make it larger than the others' (exchange_mib)."""
+    first, second = values(run_ranks(2, _other_terms, setting, limit_s=30))
+    assert "this rank has provider=host, symmetric_mib=" in first
+    assert f"{setting}=64" in first.partition("rank 1")[0] and f"{setting}=65" in first.partition("rank 1")[2]
+    assert f"{setting}=65" in second.partition("rank 0")[0]
 
 
 def _wrong_on_one_rank(rank: int, world: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -280,24 +281,41 @@ def test_calls_that_do_not_fit_say_why() -> None:
             assert expected in text
 
 
-def _refused_on_one(rank: int, world: int, first: bool) -> str:
-    """One rank's input does not fit; at the operator's first call, or later."""
+def _refused_on_one(rank: int, world: int, what: str, first: bool) -> str:
+    """One rank's argument does not fit; at the operator's first call, or later."""
     heads, group, x = AttentionHeads(4, 2, 4), dist.group.WORLD, torch.ones(4, 1, 8)
     w, config = torch.ones(heads.features, 8), OverlapConfig(method="chunked", timeout_s=5.0)
     if not first:
         qkv_all_to_all(x, w, group=group, heads=heads, config=config)
+    wrong, rest = x[:, 0] if rank else x, dict(group=group, config=config)
+    calls: dict[str, Callable[[], object]] = {
+        "x": lambda: qkv_all_to_all(wrong, w, heads=heads, **rest),  # type: ignore[arg-type]
+        "w": lambda: qkv_all_to_all(x, w[rank:], heads=heads, **rest),  # type: ignore[arg-type]
+        "context": lambda: attention_output_linear(wrong, torch.ones(8, 16), **rest),  # type: ignore[arg-type]
+    }
     with pytest.raises((ValueError, OverlapTimeoutError)) as raised:
-        qkv_all_to_all(x[:, 0] if rank else x, w, group=group, heads=heads, config=config)
+        calls[what]()
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_what_does_not_fit_on_one_rank_is_an_error_on_all_at_the_first_call() -> None:
-    wrong = "ValueError: linear_qkv: the input has shape (4, 8); it must be [sequence, batch, features]"
-    assert values(run_ranks(2, _refused_on_one, True)) == [f"{wrong} (on rank 1 of the group)", wrong]
+@pytest.mark.parametrize(
+    ("what", "wrong"),
+    [
+        ("x", "linear_qkv: the input has shape (4, 8); it must be [sequence, batch, features]"),
+        (
+            "w",
+            "linear_qkv: w has 31 rows (shape (31, 8)), AttentionHeads(query=4, kv=2, dim=4) needs 32; they must be equal",
+        ),
+        ("context", "linear_proj: the input has shape (4, 8); it must be [sequence, batch, features]"),
+    ],
+)
+def test_what_does_not_fit_on_one_rank_is_an_error_on_all_at_the_first_call(what: str, wrong: str) -> None:
+    said = values(run_ranks(2, _refused_on_one, what, True))
+    assert said == [f"ValueError: {wrong} (on rank 1 of the group)", f"ValueError: {wrong}"]
 
 
 def test_what_does_not_fit_in_a_known_call_is_an_error_at_once_and_peers_name_the_rank() -> None:
-    peer, one = values(run_ranks(2, _refused_on_one, False))
+    peer, one = values(run_ranks(2, _refused_on_one, "x", False))
     assert one == "ValueError: linear_qkv: the input has shape (4, 8); it must be [sequence, batch, features]"
     assert peer.startswith("OverlapTimeoutError") and "rank 1" in peer.lower()
 

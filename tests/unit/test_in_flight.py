@@ -50,3 +50,12 @@ def test_the_end_starts_what_is_left_and_lets_all_arrive() -> None:
     assert short(InFlight(3, 2).finish()) == "+0 +1 -0 +2 -1 -2"
     assert short(InFlight(3, 3).finish()) == "+0 +1 +2 -0 -1 -2"
     assert short(InFlight(0, 0).finish()) == ""
+
+
+def test_a_step_counts_as_taken_when_the_next_is_asked_for() -> None:
+    """What raises while a step is taken leaves it undone: it is not waited for."""
+    flight = InFlight(4, 2)
+    steps = flight.start_until(3)
+    assert next(steps) == (START, 0) and flight.started == 0
+    assert next(steps) == (START, 1) and flight.started == 1
+    assert short(flight.arrive()) == "-0", "only what has started"

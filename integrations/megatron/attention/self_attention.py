@@ -110,7 +110,8 @@ class UlyssesSelfAttention(SelfAttention):
         heads, ranks = heads_of(self.config), 1 if group is None else group.size()
         starts = documents.with_rest(rows) if documents is not None and cut == ZIGZAG else ()
         layout = SequenceLayout(ZIGZAG if cut == ZIGZAG_OF_PACK else cut, starts)
-        name = f"{'packed_seq_params' if documents else 'sequence'} with cp_partition_mode={cut!r}"
+        how = "cut as one sequence" if cut == ZIGZAG_OF_PACK else f"with cp_partition_mode={cut!r}"
+        name = f"{'packed_seq_params' if documents else 'sequence'} {how}"
         problem = layout.error(rows, ranks, name) or heads.error(ranks, "cp_group")
         if problem is not None and ranks > 1:
             raise ValueError(f"{problem} (Ulysses, context parallelism {ranks})")

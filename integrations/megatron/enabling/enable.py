@@ -115,7 +115,7 @@ def _untested(version: str) -> str | None:
     """A note on a version of Megatron-Core that nobody has tried, for whoever reads the error that may come of it; else None."""
     if OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= NEWEST:
         return None
-    return f"Megatron-Core {version} was not tested, 0.16 to 0.19 were; if anything fails, try one of these"
+    return f"Megatron-Core {version} was not tested, 0.16 and 0.19 were; if anything fails, try one of these"
 
 
 def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> str | None:

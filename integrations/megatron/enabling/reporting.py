@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from overlap_train.planning.choice import GATHER, SCATTER, Choice, Pass, choose
+from overlap_train.planning.choice import GATHER, SCATTER, Choice, Pass, alone, choose
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
 from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.runtime.registry import made_domain
@@ -110,7 +110,7 @@ def _choices(linear: Any, fprop: Pass, domain: OverlapDomain) -> tuple[Choice, C
     """How fprop and dgrad run. Plans are made by the same function, table and nodes."""
     method, table, nodes = linear.overlap.config.method, domain.book.table, domain.book.topology.nodes
     forward, backward = (choose(method, pass_, domain.device, table, nodes) for pass_ in (fprop, fprop.dgrad))
-    return forward, backward
+    return forward, backward if linear.weight.requires_grad else alone(backward, fprop.dgrad, domain.device)
 
 
 def _rows_of_part(m: int, features: int, linear: Any, world_size: int) -> int:

@@ -177,18 +177,32 @@ def _bracketing(wrapper: type[Any]) -> type[Any]:
 
 
 def _note_how_packs_are_cut(chunks: list[torch.nn.Module]) -> None:
-    """Megatron-LM's scripts cut the packs of --dataloader-inter-document-masking as if they were sequences of one document."""
+    """Megatron-LM's scripts cut the packs of --dataloader-inter-document-masking as if they were sequences of one document.
+
+    Raises:
+        RuntimeError: this Megatron's packs say themselves how they are cut, and how they do with this flag is not known here.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.training.global_vars import get_args
 
+    from ..attention.self_attention import UlyssesSelfAttention
     from ..packed import cuts_packs_as_sequences
 
     try:
         args = get_args()
     except AssertionError:  # a script that has a configuration of its own, and perhaps other batches
         return
-    if getattr(args, "dataloader_inter_document_masking", False) and not getattr(args, "sft", False):
-        for module in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "config")):
-            cuts_packs_as_sequences(module.config)
+    if not getattr(args, "dataloader_inter_document_masking", False) or getattr(args, "sft", False):
+        return
+    ours = [module for chunk in chunks for module in chunk.modules() if isinstance(module, UlyssesSelfAttention)]
+    if ours and hasattr(PackedSeqParams, "cp_partition_mode"):
+        raise RuntimeError(
+            "--dataloader-inter-document-masking: how this Megatron cuts such packs over context-parallel ranks is not known to "
+            "overlap_train, and a wrong guess would give wrong results; leave out the flag, or --cp-comm-type a2a, or take "
+            f"{SUPPORTED}"
+        )
+    for module in ours:
+        cuts_packs_as_sequences(module.config)
 
 
 def _chunks_of_this_stage() -> int:

@@ -35,8 +35,8 @@ class InFlight:
         """Start the next one."""
         if self.started - self._arrived == self._most:
             yield from self._arrive_until(self._arrived + 1)
+        yield START, self.started
         self.started += 1
-        yield START, self.started - 1
 
     def start_until(self, count: int) -> Iterator[Step]:
         """Start the first `count`, or as many as there are."""
@@ -62,7 +62,11 @@ class InFlight:
         yield from self.start_until(self.count)
         yield from self._arrive_until(self.count)
 
+    def arrive(self) -> Iterator[Step]:
+        """Let all arrive that have started."""
+        return self._arrive_until(self.started)
+
     def _arrive_until(self, count: int) -> Iterator[Step]:
         while self._arrived < count:
+            yield ARRIVE, self._arrived
             self._arrived += 1
-            yield ARRIVE, self._arrived - 1

@@ -47,8 +47,8 @@ def leaving(kind: str, topology: Topology, chunks: int, between: int) -> tuple[t
     rank adds up and sends the last of them. NEAR is the product of a chunk of what stays in the node, the own block last.
 
     between: how many exchanges come between the products, with NEAR evenly between them; the others are not listed, and follow
-    all products. Without a weight gradient all come between, with one those that come before it. Behind the exchanges of what is
-    gathered again none does: a product that came after one of ours would wait for these, too.
+    all products. Without a weight gradient all come between, with one those that come before it. None does after the exchanges of
+    what is gathered again: a product that came after one of ours would wait for these, too.
     """
     others, own_node = targets(topology), topology.local - 1
     far, near = others[: topology.world - topology.local], (*others[len(others) - own_node :], topology.rank)

@@ -188,7 +188,7 @@ def _header(recording: dict[str, Any], calls: Iterable[Sequence[Span]]) -> tuple
         f"One forward call by each method, {shape['world']} x {recording['hardware']}",
         f"Shorter is better. {_sizes(shape)}, bf16.{WAITS if 'nodes' in shape else ''}",
         NOTE,
-        *remarks(calls),
+        *remarks(calls, draws_waits="nodes" not in shape),
     )
 
 

@@ -14,10 +14,11 @@ GAPS = "Gaps: the GPU waits for the host."
 LONG_WAITS = "Long orange bars: this GPU waits for another one, and that one for its host."
 
 
-def remarks(calls: Iterable[Sequence[Span]]) -> tuple[str, ...]:
-    """The lines of a header that say where hosts held up any of these calls; none where they did not."""
+def remarks(calls: Iterable[Sequence[Span]], draws_waits: bool = True) -> tuple[str, ...]:
+    """The lines of a header that say where hosts held up any of these calls; none where they did not. draws_waits: whether the
+    picture has bars for them."""
     every = list(calls)
-    told = [GAPS] * any(map(has_gaps, every)) + [LONG_WAITS] * any(map(has_long_waits, every))
+    told = [GAPS] * any(map(has_gaps, every)) + [LONG_WAITS] * (draws_waits and any(map(has_long_waits, every)))
     return (" ".join(told),) if told else ()
 
 

@@ -10,6 +10,9 @@ REFUSALS, TE = "tests/megatron/test_ulysses_refusals.py", "tests/megatron/test_u
 GATHERED = TRAINING + "::test_weights_that_are_gathered_in_forward_hooks_are_waited_for"
 
 KEPT = "tests/megatron/test_whole_sequence.py"
+SAYS = (
+    "tests/megatron/test_script.py::test_packs_that_say_how_they_are_cut_are_refused_with_a_loader_that_cuts_otherwise"
+)
 
 collective = In(M + "attention/collective.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
 whole = In(M + "attention/whole.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
@@ -31,6 +34,11 @@ FAULTS = [
           TRAINING + "::test_training_goes_on_after_inference"),
     whole("all masks are kept", "{_MASK: 1, ", "{", KEPT),
     whole("frequencies of all packs are kept", "_FREQS: 2, ", "", KEPT),
+    whole("angles of all packs are kept", ", _ROTARY: 2", "", KEPT),
+    packed("row numbers of inference are kept for training",
+           "with torch.inference_mode(False):  # training may ask next", "with torch.no_grad():", KEPT),
+    In(M + "launcher/hooks.py", (SAYS,))(
+        "a loader whose cut nobody knows is trusted", 'if ours and hasattr(PackedSeqParams, "cp_partition_mode"):', "if False:"),
     whole("masks displace what stays the same", "self._answers[key[0]]", "self._answers[_MASK]", KEPT),
     linears("calls that exchange nothing leave no word", "or self.overlap.has_told_nothing", "", FOUR),
     linears("validation decides what the table says", "reason is None or self.overlap.has_told_nothing", "True", FOUR),

@@ -148,6 +148,20 @@ FAULTS = [
         "slots <= self.exchange_mib * _MIB < roomy_slots",
         "self.exchange_mib * _MIB < roomy_slots",
     ),
+    In(
+        DOMAIN_FILE,
+        (f"{PROTOCOL}/test_faults.py::test_ranks_with_other_limits_are_refused_before_memory_is_allocated",),
+    )("ranks may have other limits of exchanges", ", exchange_mib={config.exchange_mib}", ""),
+    In("overlap_train/ulysses/calls.py", (f"{REFUSED}_on_one_rank_is_an_error_on_all_at_the_first_call",))(
+        "peers do not hear of a weight that does not fit",
+        "        refuse(wrong, LINEAR_ALL_TO_ALL, group, terms.config, x.device, terms.name)\n",
+        "        raise ValueError(wrong)\n",
+    ),
+    In("overlap_train/ulysses/attention.py", (f"{REFUSED}_on_one_rank_is_an_error_on_all_at_the_first_call",))(
+        "peers do not hear of a context that does not fit",
+        "        _refuse(wrong, ALL_TO_ALL_LINEAR, both or group, x, Terms(config, name))\n",
+        "        raise ValueError(wrong)\n",
+    ),
     FIRST_CALL("a problem that nobody heard becomes a time-out", "if mine.problem is None:", "if True:"),
     FIRST_CALL("nobody compares the first call", "    compare(agreement.rank, said)\n", ""),
     REFUSE(
