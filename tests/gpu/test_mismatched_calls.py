@@ -14,13 +14,16 @@ from overlap_train import (
     OverlapMismatchError,
     OverlapTimeoutError,
     all_gather_linear,
+    all_to_all_linear,
     check,
+    linear_all_to_all,
     linear_reduce_scatter,
 )
 from tests.linear_cases import Case
 
 TIMEOUT_S = 4.0
-MISTAKES = {"skips a layer": "layers.", "swaps": "fc", "has another length": "fc1"}
+# What the names of both calls have in common.
+MISTAKES = {"skips a layer": "layers.", "swaps": "fc", "swaps exchanges": "a2a.", "has another length": "fc1"}
 
 
 def gather(case: Case, rows: int = 256, name: str = "fc1") -> None:
@@ -31,6 +34,17 @@ def gather(case: Case, rows: int = 256, name: str = "fc1") -> None:
 def scatter(case: Case, name: str = "fc2") -> None:
     x, w = (torch.ones(rows, 512, device=case.device, dtype=case.dtype) for rows in (256 * case.world, 256))
     linear_reduce_scatter(x, w, group=case.group, config=case.config, name=name)
+
+
+def to_heads(case: Case) -> None:
+    x, w = (torch.ones(rows, 512, device=case.device, dtype=case.dtype) for rows in (256, 256))
+    linear_all_to_all(x, w, group=case.group, config=case.config, name="a2a.qkv")
+
+
+def to_rows(case: Case) -> None:
+    x = torch.ones(256 * case.world, 512 // case.world, device=case.device, dtype=case.dtype)
+    w = torch.ones(256, 512, device=case.device, dtype=case.dtype)
+    all_to_all_linear(x, w, group=case.group, config=case.config, name="a2a.proj")
 
 
 def layers(case: Case, skipped: int | None = None) -> None:
@@ -44,10 +58,10 @@ def run_mistake(case: Case, mistake: str) -> None:
     wrong = case.rank == case.world - 1
     if mistake == "skips a layer":
         layers(case, skipped=1 if wrong else None)
-    elif mistake == "swaps":
-        first, second = (scatter, gather) if wrong else (gather, scatter)
-        first(case)
-        second(case)
+    elif mistake.startswith("swaps"):
+        calls = (gather, scatter) if mistake == "swaps" else (to_heads, to_rows)
+        for call in reversed(calls) if wrong else calls:
+            call(case)
     else:
         gather(case, rows=512 if wrong else 256)
     for _ in range(3):
@@ -66,7 +80,8 @@ def test_every_rank_raises_and_one_names_both_calls(case: Case, mistake: str) ->
     layers(case)
     for rows in (256, 512):
         gather(case, rows)
-    scatter(case)
+    for call in (scatter, to_heads, to_rows):
+        call(case)
     torch.cuda.synchronize()
     dist.barrier(case.group)
     begin = time.monotonic()
