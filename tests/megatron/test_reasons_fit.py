@@ -24,12 +24,13 @@ from overlap_train.integrations.megatron.attention import in_model as attentions
 from overlap_train.integrations.megatron.enabling import reporting
 from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from overlap_train.integrations.megatron.linears import conditions, in_model, transformer_engine, two_groups, ulysses
-from overlap_train.planning.choice import choose
+from overlap_train.planning import choice
+from overlap_train.planning.choice import Choice, choose
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.table import UNTUNED, Table, Winner
 from overlap_train.planning.trial import methods_to_try
-from overlap_train.planning.variants import IN_CHUNKS, PLAIN, VARIANTS
+from overlap_train.planning.variants import IN_CHUNKS, PLAIN, VARIANTS, Variant
 
 BF16, GPU, CPU = torch.bfloat16, torch.device("cuda", 0), torch.device("cpu")
 # 1 Mi tokens; Qwen's vocabulary; Llama-3 405B's feed-forward layer. 1024 ranks, and a class with a long name.
@@ -214,3 +215,28 @@ def test_what_is_raised_says_what_the_table_says_and_the_way_out(monkeypatch: py
         assert told.startswith("cp_comm_type='a2a' in the model's config, but ") and "on_unsupported='fallback'" in told
     assert of_attention.in_full(None) is None
     assert OverlapConfig().on_unsupported == "error", "who asks for nothing is told in full"
+
+
+SPLIT = Variant(split_reduction=True)
+
+
+@pytest.mark.parametrize(
+    ("weight", "variant"),
+    [
+        (None, SPLIT),  # of an output layer that is given the embedding's
+        (torch.nn.Parameter(torch.ones(1)), SPLIT),
+        (torch.nn.Parameter(torch.ones(1), requires_grad=False), PLAIN),
+    ],
+)
+def test_the_reason_of_a_frozen_weight_says_what_runs(
+    weight: torch.nn.Parameter | None, variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reduction is not split: no weight gradient would run first."""
+    monkeypatch.setattr(reporting, "choose", lambda *_: Choice("fused", f"asked for{SPLIT}", SPLIT))
+    monkeypatch.setattr(choice, "saves_a_wave", lambda *_: False)
+    linear = SimpleNamespace(weight=weight, overlap=SimpleNamespace(config=OverlapConfig(method="fused")))
+    book = SimpleNamespace(table=UNTUNED, topology=SimpleNamespace(nodes=1))
+    domain: Any = SimpleNamespace(device=GPU, book=book)
+    forward, backward = reporting._choices(linear, Pass(GATHER, 256, 4096, 4096, BF16, 8), domain)
+    assert forward.variant == SPLIT
+    assert (backward.variant, backward.reason) == (variant, f"asked for{variant}")

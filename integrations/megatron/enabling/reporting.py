@@ -89,7 +89,7 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
 def _tries(linear: Any) -> bool:
     """Whether a linear takes part in trials of its sizes."""
     is_wanted = linear.overlap.config.method == "auto" and linear.overlap.config.tune_steps
-    return bool(is_wanted) and linear.weight.requires_grad and not in_two_groups(linear)
+    return bool(is_wanted) and not _is_frozen(linear) and not in_two_groups(linear)
 
 
 def _forward_pass(linear: Any, domain: OverlapDomain) -> Pass:
@@ -110,7 +110,12 @@ def _choices(linear: Any, fprop: Pass, domain: OverlapDomain) -> tuple[Choice, C
     """How fprop and dgrad run. Plans are made by the same function, table and nodes."""
     method, table, nodes = linear.overlap.config.method, domain.book.table, domain.book.topology.nodes
     forward, backward = (choose(method, pass_, domain.device, table, nodes) for pass_ in (fprop, fprop.dgrad))
-    return forward, backward if linear.weight.requires_grad else alone(backward, fprop.dgrad, domain.device)
+    return forward, alone(backward, fprop.dgrad, domain.device) if _is_frozen(linear) else backward
+
+
+def _is_frozen(linear: Any) -> bool:
+    """Whether a linear's weight is not trained. One that has none is given the embedding's at each call."""
+    return linear.weight is not None and not linear.weight.requires_grad
 
 
 def _rows_of_part(m: int, features: int, linear: Any, world_size: int) -> int:
