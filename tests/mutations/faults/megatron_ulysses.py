@@ -28,7 +28,7 @@ within = In(M + "spec/packed.py", (TRAINING + "::test_rows_of_no_document_stay_o
 table = In(M + "enabling/reporting.py", ("tests/megatron/test_reasons_fit.py",))
 
 FAULTS = [
-    table("the table tells of a split that a frozen weight lacks", "if _is_frozen(linear) else backward", "if False else backward"),
+    table("the table tells of a split that a frozen weight lacks", "if _is_frozen(linear) else", "if False else"),
     table("a linear that is given its weight has no row", "linear.weight is not None and ", ""),
     collective("q, k and v stay in the order of the ranks", "exchange.places)", "exchange.order)"),
     collective("the context is sent in the order of the sequence", "context.index_select(0, exchange.order)", "context"),
