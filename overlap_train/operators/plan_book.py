@@ -42,13 +42,10 @@ class PlanBook:
 
     @classmethod
     def of_group(cls, domain: OverlapDomain, name: str) -> PlanBook:
-        """That of a group's first call, by the tuning table that rank 0 finds: home folders differ. Collective. name: of the
-        linear that asks, for errors."""
+        """That of a group's first call. Collective. name: of the linear that asks, for errors."""
         domain.agreement.exchange(None, f"{name}: the group's first call", kind="first call of a group")
-        key = table.key_of(domain.device, domain.world_size, domain.topology.nodes)
-        found = None if domain.rank else table.read(domain.config.tuning_dir, key)
         what = f"{name}: read the tuning table before the group's first call"
-        return cls(domain, domain.agreement.exchange(found, what, kind="tuning table")[0])
+        return cls(domain, domain.agreement.exchange(_read_table(domain), what, kind="tuning table")[0])
 
     def look_up(
         self,
@@ -202,6 +199,12 @@ def book_of(domain: OverlapDomain, name: str) -> PlanBook:
         with domain.exclusively(name):
             domain.book = domain.book or PlanBook.of_group(domain, name)  # another thread may have been first
     return domain.book
+
+
+def _read_table(domain: OverlapDomain) -> table.Table | None:
+    """The tuning table that rank 0 finds, None on other ranks: home folders differ."""
+    key = table.key_of(domain.device, domain.world_size, domain.topology.nodes)
+    return None if domain.rank else table.read(domain.config.tuning_dir, key)
 
 
 def _trained(x: torch.Tensor, w: torch.Tensor) -> str:

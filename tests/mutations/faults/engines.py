@@ -188,8 +188,8 @@ FAULTS = [
     PLANNED("a backward without dx takes the slot of its scatter", "wants_dx * plan.dgrad.slots", "plan.dgrad.slots"),
     BOOK(
         "ranks read tables of their own",
-        "found = None if domain.rank else table.read(",
-        "found = table.read(",
+        "return None if domain.rank else table.read(",
+        "return table.read(",
         survives="what rank 0 has found is taken by all; the others only read for nothing",
     ),
     KEEPS(
