@@ -152,7 +152,7 @@ class ResultCrossings(Crossings):
             elif what == EXCHANGE:
                 engine.send_after(marks.popleft())
                 self._take(self._flight.start(), lambda crossing: sent(crossing.sent))
-        if between < len(plan.crossings):
+        if between < self._flight.count:
             engine.send_after_this()
         for crossing in plan.crossings[between:]:
             self.send(*sent(crossing.sent))

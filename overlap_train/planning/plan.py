@@ -49,12 +49,13 @@ def make_plan(
     first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
     network = network_of(config, network_gbs)
     if spec.multiplies:
-        last = first.dgrad
-        forward, backward = (choose(config.method, p, device, table, topology.nodes) for p in (first, last))
+        second = first.dgrad
+        forward, backward = (choose(config.method, p, device, table, topology.nodes) for p in (first, second))
         fprop = engine_plan(forward, first, topology, device, w, network)
-        dgrad = engine_plan(backward, last, topology, device, w, network)
+        dgrad = dgrad_alone = engine_plan(backward, second, topology, device, w, network)
+        if (by_itself := alone(backward, second, device)) != backward:
+            dgrad_alone = engine_plan(by_itself, second, topology, device, w, network)
         dgrad = replace(dgrad, beside_wgrad=dgrad.kind not in INBOUND)
-        dgrad_alone = engine_plan(alone(backward, last, device), last, topology, device, w, network)
     else:
         fprop = dgrad = dgrad_alone = _exchange(first, config, topology, device, w, network)
     sends_again = spec.sends_input and config.gathered_input == "regather"

@@ -127,6 +127,7 @@ def test_long_waits_are_told_where_a_peer_was_late() -> None:
     assert remarks([late]) == (LONG_WAITS,) and remarks([slow_wire]) == ()
     assert remarks([[_span("gemm", 0, 91), _span("waiting", 91, 100)]]) == ()
     assert remarks([late, [_span("gemm", 50, 100)]]) == (f"{GAPS} {LONG_WAITS}",)
+    assert remarks([late, [_span("gemm", 50, 100)]], draws_waits=False) == (GAPS,), "no bar to speak of"
 
 
 def test_last_call_is_what_lies_between_the_last_two_markers() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 OUR_SPEC = "--spec overlap_train.integrations.megatron.spec gpt_block_spec"
@@ -11,14 +13,19 @@ OUR_SPEC = "--spec overlap_train.integrations.megatron.spec gpt_block_spec"
 _LARGE_MASK_BYTES = 1 << 28
 
 
-def say_what_masks_cost() -> None:
-    """Print, on rank 0, how to leave out masks that the data loader makes for long causal sequences."""
+def arguments_of_script() -> Any:
+    """Megatron-LM's arguments; None of a script that has a configuration of its own, and perhaps other data."""
     from megatron.training.global_vars import get_args
 
     try:
-        args = get_args()
-    except AssertionError:  # a script that has a configuration of its own, and perhaps other data
-        return
+        return get_args()
+    except AssertionError:
+        return None
+
+
+def say_what_masks_cost() -> None:
+    """Print, on rank 0, how to leave out masks that the data loader makes for long causal sequences."""
+    args = arguments_of_script()
     tokens = getattr(args, "seq_length", None) or 0
     makes_masks = getattr(args, "create_attention_mask_in_dataloader", False)
     separates_documents = getattr(args, "reset_attention_mask", False)  # by its mask, which is not the causal one then

@@ -183,15 +183,11 @@ def _note_how_packs_are_cut(chunks: list[torch.nn.Module]) -> None:
         RuntimeError: this Megatron's packs say themselves how they are cut, and how they do with this flag is not known here.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.training.global_vars import get_args
 
     from ..attention.self_attention import UlyssesSelfAttention
     from ..packed import cuts_packs_as_sequences
 
-    try:
-        args = get_args()
-    except AssertionError:  # a script that has a configuration of its own, and perhaps other batches
-        return
+    args = advice.arguments_of_script()
     if not getattr(args, "dataloader_inter_document_masking", False) or getattr(args, "sft", False):
         return
     ours = [module for chunk in chunks for module in chunk.modules() if isinstance(module, UlyssesSelfAttention)]

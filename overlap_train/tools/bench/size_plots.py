@@ -62,7 +62,8 @@ def _draw_curves(rows: list[Row], header: tuple[str, ...], path: Path) -> Path:
 def _draw_panel(axes: Any, rows: list[Row]) -> Any:
     """A curve for each method, against M; without rows the panel is taken away. Returns the axes, or None."""
     if not rows:
-        return axes.remove()
+        axes.remove()
+        return None
     for name, points in curves(rows).items():
         # auto is one of the others: it is larger, and still seen under that one's marker
         look, size = look_of(name), {"bound": 0, "auto": 7}.get(name, 4)
@@ -80,10 +81,10 @@ def _name_panels(panels: Grid, weights: Sequence[str], titles: Sequence[str]) ->
         first.set_ylabel(weight)
         first.tick_params(labelleft=True)
     for column, title in zip(zip(*panels, strict=True), titles, strict=True):
-        first, *_, last = (*(axes for axes in column if axes), *(axes for axes in column if axes))
-        first.set_title(title, fontsize=SMALL)
-        last.set_xlabel("M (rows)")
-        last.tick_params(labelbottom=True)
+        there = [axes for axes in column if axes]
+        there[0].set_title(title, fontsize=SMALL)
+        there[-1].set_xlabel("M (rows)")
+        there[-1].tick_params(labelbottom=True)
 
 
 def _label_sizes(axes: Any, sizes: Sequence[int]) -> None:

@@ -197,8 +197,8 @@ FAULTS = [
     TURNS("a weight gradient waits for all of dx", "(exchanges + 1) // 2", "exchanges", BESIDE_WGRAD),
     TURNS("a weight gradient waits for half of dx behind x", "min(exchanges, 1) if follows else ", "", BESIDE_WGRAD),
     TURNS("some products are not listed", "    yield from ((FAR, units) for units in leaves[gone:])\n", ""),
-    SMS_OF("dx without a weight gradient holds exchanges back", "        dgrad_alone = engine_plan(alone(",
-           "        dgrad_alone = dgrad if dgrad else engine_plan(alone(", BESIDE_WGRAD),
+    SMS_OF("dx without a weight gradient holds exchanges back", "        dgrad = replace(dgrad, beside_wgrad=",
+           "        dgrad = dgrad_alone = replace(dgrad, beside_wgrad=", BESIDE_WGRAD),
     In("overlap_train/operators/column_row.py", (BESIDE_WGRAD,))(
         "dx of a frozen column linear holds exchanges back", "plan.dgrad_alone if dw is None else plan.dgrad", "plan.dgrad",
     ),

@@ -25,7 +25,7 @@ TABLE = In("overlap_train/planning/table.py", (f"{UNIT}/test_tuning_table.py",))
 FAULTS = [
     In("overlap_train/planning/plan.py", (f"{UNIT}/test_frozen_weight.py",))(
         "a reduction is split to let a weight gradient run first that nobody wants",
-        "alone(backward, last, device)",
+        "alone(backward, second, device)",
         "backward",
     ),
     TURNS("exchanges are enqueued in turns with products", "1 + exchanges * done // parts", "1"),
