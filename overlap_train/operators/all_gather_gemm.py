@@ -47,7 +47,7 @@ class CollectiveGather:
         self._x = x_shard_m.new_empty(x_shard_m.shape[0] * domain.world_size, x_shard_m.shape[1])
 
     def start(self) -> None:
-        self._domain.before_collective(self._tag)
+        self._domain.collective_calls.enter(self._tag)
         aside = should_run_async(self._x)
         self._work = collectives.all_gather(self._x, self._own, self._domain.group, aside)
 

@@ -49,7 +49,7 @@ class CollectiveAllToAllGemm:
         self._domain, self._tag, self._sent = domain, tag, sent
 
     def start(self) -> None:
-        self._domain.before_collective(self._tag)
+        self._domain.collective_calls.enter(self._tag)
         self._received = self._sent.new_empty(self._sent.shape[:2].numel(), self._sent.shape[2])
         aside = should_run_async(self._sent)
         self._work = dist.all_to_all_single(

@@ -48,7 +48,7 @@ class CollectiveGemmAllToAll:
         self._domain, self._tag, self._a, self._b, self._into = domain, tag, a_shard_m, b_kn, into
 
     def start(self) -> None:
-        self._domain.before_collective(self._tag)
+        self._domain.collective_calls.enter(self._tag)
         self._sent, ranks = new_blocks(self._domain, self._a, self._b), self._domain.world_size
         torch.bmm(self._a.expand(ranks, -1, -1), self._b.unflatten(1, (ranks, -1)).movedim(1, 0), out=self._sent)
         into = self._into if self._into is not None and self._into.is_contiguous() else None

@@ -44,7 +44,7 @@ class CollectiveScatter:
         self._domain, self._tag, self._a, self._b = domain, tag, a_mk, b_kn
 
     def start(self) -> None:
-        self._domain.before_collective(self._tag)
+        self._domain.collective_calls.enter(self._tag)
         self._partial = torch.mm(self._a, self._b)
         self._y = self._partial.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])
         aside = should_run_async(self._partial)

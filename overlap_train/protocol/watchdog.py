@@ -75,9 +75,10 @@ class FaultRecord:
         self._words: np.ndarray = self.record.numpy()
         self._tags: OrderedDict[int, Tag] = OrderedDict()  # by fingerprint
         self._error: OverlapTimeoutError | OverlapMismatchError | None = None
+        self.looks: list[Callable[[], None]] = []  # for faults that no wait finds; called twice a second, by a thread
         self.link_of: Callable[[int], str] = lambda peer: ""  # how a rank's chunks come here, where not all come alike
         if on_gpu:
-            threading.Thread(target=_warn_when_late, args=(weakref.ref(self),), daemon=True).start()
+            threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
 
     def know(self, tag: Tag) -> None:
         """Let errors name this call. The oldest are forgotten: with ever new lengths there is no end of them."""
@@ -92,6 +93,12 @@ class FaultRecord:
         """Raise OverlapTimeoutError, or OverlapMismatchError, for a wait that failed. expected, seen: words as of a signal."""
         self._error = self._error_of(peer, chunk, expected, seen)
         raise self._error
+
+    def note(self, peer: int, chunk: int, expected: int, seen: int) -> None:
+        """Say what `fail` would raise, once, and let `check` raise it: the host may be blocked, and never come to raise it."""
+        if self._error is None:
+            self._error = self._error_of(peer, chunk, expected, seen)
+            warnings.warn(str(self._error), stacklevel=2)
 
     @property
     def failed(self) -> bool:
@@ -149,8 +156,8 @@ class FaultRecord:
         return "an operator" if tag is None else tag.op
 
 
-def _warn_when_late(reference: weakref.ref[FaultRecord]) -> None:
-    """A thread: the host may be blocked in a synchronisation while a kernel waits, so nobody else would say it."""
+def _watch(reference: weakref.ref[FaultRecord]) -> None:
+    """A thread: the host may be blocked in a synchronisation while a kernel waits, so nobody else would say what is wrong."""
     told = None
     while True:
         time.sleep(0.5)
@@ -161,4 +168,6 @@ def _warn_when_late(reference: weakref.ref[FaultRecord]) -> None:
         if late is not None and late != told:
             told = late
             fault.warn_late(*late)
+        for look in fault.looks:
+            look()
         del fault

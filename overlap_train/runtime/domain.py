@@ -20,6 +20,7 @@ from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
 from ..planning.arguments import Request
 from ..planning.schedule.topology import Topology
+from ..protocol.collective_calls import CollectiveCalls, collective_calls
 from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from ..protocol.layout import Layout
 from ..protocol.node_engine import NodeEngine
@@ -27,7 +28,7 @@ from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.node_workspace import link_of
 from ..protocol.tags import Tag
 from ..protocol.waits import BoundedWaits
-from ..protocol.watchdog import FaultRecord, OverlapMismatchError
+from ..protocol.watchdog import FaultRecord
 from ..protocol.workspace import Workspace
 from ..symmetric import SymmetricHeap, open_heap
 from ..symmetric.agreement import Agreement
@@ -159,24 +160,10 @@ class OverlapDomain:
         self.engine.begin_ahead()
         self.workspace.begin_ahead()
 
-    def before_collective(self, tag: Tag) -> None:
-        """Check, between CPU processes, that all ranks are in this call of a collective.
-
-        gloo would wait as long as its group says, and name nobody. NCCL has a watchdog of its own.
-
-        Raises:
-            OverlapMismatchError: a rank is in another call.
-            OverlapTimeoutError: a rank did not come.
-        """
-        if self._on_gpu:
-            return
-        for rank, theirs in enumerate(self.agreement.exchange(tag, str(tag), kind="collective call")):
-            if theirs != tag:
-                raise OverlapMismatchError(
-                    f"{tag.op}: rank {self.rank} is in {tag}, but rank {rank} is in {theirs} here; all ranks of a group "
-                    "must make the "
-                    f"same calls, with the same shapes, in the same order"
-                )
+    @cached_property
+    def collective_calls(self) -> CollectiveCalls:
+        """What each call of a collective enters. Collective at its first use."""
+        return collective_calls(self.agreement, self.fault, self.device)
 
     def is_capturing(self) -> bool:
         """Whether the caller's stream is being captured into a CUDA graph."""

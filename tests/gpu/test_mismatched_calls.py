@@ -1,7 +1,15 @@
-"""Known calls that meet by mistake, on GPUs: every rank raises within its time-out, and somebody names both calls."""
+"""Known calls that meet by mistake, on GPUs: every rank raises within its time-out, and somebody names both calls.
+
+Of a collective a rank may be stuck in NCCL, which only the end of its process ends. So those run in processes of their own, and
+there each rank says by name what is wrong.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -11,6 +19,7 @@ import torch.distributed as dist
 
 import overlap_train
 from overlap_train import (
+    OverlapConfig,
     OverlapMismatchError,
     OverlapTimeoutError,
     all_gather_linear,
@@ -19,7 +28,9 @@ from overlap_train import (
     linear_all_to_all,
     linear_reduce_scatter,
 )
+from tests.gpu.conftest import share_gpus
 from tests.linear_cases import Case
+from tests.ports import free_ports
 
 TIMEOUT_S = 4.0
 # What the names of both calls have in common.
@@ -70,13 +81,8 @@ def run_mistake(case: Case, mistake: str) -> None:
         check()
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_every_rank_raises_and_one_names_both_calls(case: Case, mistake: str) -> None:
-    if case.config.method == "collective":
-        pytest.skip("of NCCL's collectives NCCL's own watchdog takes care")
-    dist.barrier(case.group)
-    overlap_train.shutdown()  # a domain with a time-out of its own
-    case = replace(case, config=replace(case.config, timeout_s=TIMEOUT_S))
+def run_each_call(case: Case) -> None:
+    """So that all of them are known."""
     layers(case)
     for rows in (256, 512):
         gather(case, rows)
@@ -84,6 +90,15 @@ def test_every_rank_raises_and_one_names_both_calls(case: Case, mistake: str) ->
         call(case)
     torch.cuda.synchronize()
     dist.barrier(case.group)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("method", ["fused", "direct", "chunked"])
+def test_every_rank_raises_and_one_names_both_calls(case: Case, mistake: str) -> None:
+    dist.barrier(case.group)
+    overlap_train.shutdown()  # a domain with a time-out of its own
+    case = replace(case, config=replace(case.config, timeout_s=TIMEOUT_S))
+    run_each_call(case)
     begin = time.monotonic()
     with pytest.raises((OverlapMismatchError, OverlapTimeoutError)) as caught:
         run_mistake(case, mistake)
@@ -95,3 +110,44 @@ def test_every_rank_raises_and_one_names_both_calls(case: Case, mistake: str) ->
     assert seconds <= TIMEOUT_S + 2, found
     named = [text for kind, text in found if kind == "OverlapMismatchError"]
     assert named and all(text.count(MISTAKES[mistake]) >= 2 for text in named), found
+
+
+@pytest.mark.parametrize("method", ["collective"])
+def test_every_rank_names_the_collectives_that_differ(case: Case) -> None:
+    """All mistakes at once: a process takes 15 s to start."""
+    if share_gpus() or case.world < dist.get_world_size():
+        pytest.skip("NCCL wants a GPU for each of the ranks")
+    ports = free_ports(len(MISTAKES))
+    dist.broadcast_object_list(ports, src=0)
+    command = [sys.executable, "-m", "tests.gpu.test_mismatched_calls"]
+    environment = os.environ | {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # that store is the one of this suite
+    started = {
+        mistake: subprocess.Popen([*command, mistake, str(port)], stderr=subprocess.PIPE, text=True, env=environment)
+        for mistake, port in zip(MISTAKES, ports, strict=True)
+    }
+    said = {mistake: process.communicate(timeout=90)[1] for mistake, process in started.items()}
+    for mistake, common in MISTAKES.items():
+        named = [line for line in said[mistake].splitlines() if "but rank" in line]
+        assert named and all(line.count(common) >= 2 for line in named), said[mistake]
+
+
+def make_mistake(mistake: str, port: str) -> None:
+    """In a process of its own, which ends when a named error was due, whatever its GPU still waits for."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("nccl", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, device_id=device)
+    config = OverlapConfig(method="collective", timeout_s=TIMEOUT_S)
+    case = Case(dist.group.WORLD, device, config, torch.bfloat16)
+    run_each_call(case)
+    end = threading.Timer(TIMEOUT_S + 2, os._exit, (0,))
+    end.start()
+    try:
+        run_mistake(case, mistake)
+    except OverlapMismatchError as error:
+        print(error, file=sys.stderr, flush=True)
+    end.join()
+
+
+if __name__ == "__main__":
+    make_mistake(*sys.argv[1:])

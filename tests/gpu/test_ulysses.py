@@ -217,9 +217,13 @@ def test_replays_of_parts_are_right(case: Case) -> None:
     forget_graphs(case.group)
 
 
+@pytest.mark.parametrize(
+    "documents", [1, 3]
+)  # several: where their rows lie is found on the GPU, and not sent from the CPU
 @pytest.mark.parametrize("method", ["fused", "direct", "chunked"])
-def test_replays_of_a_block_are_right(case: Case) -> None:
-    block = Block(case, SequenceLayout("zigzag"), 4, 512 * case.world)
+def test_replays_of_a_block_are_right(case: Case, documents: int) -> None:
+    starts = tuple(part * case.world for part in ((0, 128, 160, 512) if documents == 3 else ()))
+    block = Block(case, SequenceLayout("zigzag", document_starts=starts), 4, 512 * case.world)
     expected, x, dy = block.of_one_gpu(), block.mine(block.x).requires_grad_(), block.mine(block.dy)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

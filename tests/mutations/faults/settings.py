@@ -34,7 +34,7 @@ FAULTS = [
     LAUNCH("any module is taken for Megatron's launcher", "job.module == OUR_LAUNCHER", "job.module"),
     LAUNCH("ranks on CPUs are told of GPUs", "OUR_LAUNCHER and job.gpus_per_node and", "OUR_LAUNCHER and"),
     HEAP("a file is closed before all peers have mapped it", "agreement.all_succeed(error, _OPEN)  #", "pass  #"),
-    HEAP("a file stays open", "            if descriptor >= 0:\n                os.close(descriptor)", "            pass"),
+    HEAP("a file stays open", "        if descriptor >= 0:\n            os.close(descriptor)", "        pass"),
     HEAP("memory is never unmapped", "        self._views = []\n", "        pass\n"),
     HEAP("every rank maps the memory of the last",
          "for pid, number, _ in places], None",
