@@ -64,6 +64,16 @@ def test_who_comes_later_raises_and_goes_on_raising() -> None:
     faults[0].check()  # which has not looked yet
 
 
+def test_a_call_is_known_by_name_from_when_it_is_entered() -> None:
+    table = torch.zeros(_NOTED * 2 * 8, dtype=torch.uint8)
+    first, second = (NotedCalls(table, rank, 2, FaultRecord(torch.device("cpu"), rank, 1.0)) for rank in range(2))
+    first.enter(GATHER)
+    with pytest.raises(
+        OverlapMismatchError, match=r"rank 1 is in fc2/fprop.*rank 0 is in a call that this rank has not"
+    ):
+        second.enter(SCATTER)
+
+
 def test_who_came_first_learns_it_once_of_the_earliest_call_that_differs() -> None:
     ranks, faults = ranks_of(2)
     ranks[0].enter(GATHER), ranks[1].enter(GATHER)
@@ -122,8 +132,8 @@ def test_ranks_of_one_machine_find_each_other() -> None:
     assert "rank 0 is in fc1/fprop" in outcomes[1][0] and "rank 2 is in fc1/fprop" in outcomes[3][1]
 
 
-def _has_none(rank: int, world: int) -> str:
-    """Rank 1 cannot have the memory; rank 0 says so, and calls go on."""
+def _has_none(rank: int, world: int) -> tuple[str, int]:
+    """Rank 1 cannot have the memory; rank 0 says so, and calls go on. Also how many looks the thread of faults has."""
     if rank == 1:
         host._make = lambda nbytes: (-1, "", "no memory is left")  # type: ignore[assignment] # of this process
     said: list[str] = []
@@ -131,9 +141,13 @@ def _has_none(rank: int, world: int) -> str:
     fault = FaultRecord(torch.device("cpu"), rank, 20.0)
     calls = collective_calls.collective_calls(Agreement(dist.group.WORLD, 20.0), fault, torch.device("meta"))
     calls.enter(GATHER if rank else SCATTER)
-    return said[0]
+    return said[0], len(fault.looks)
 
 
 def test_without_shared_memory_it_is_said_and_calls_go_on() -> None:
-    for said in values(run_ranks(2, _has_none, limit_s=60)):
-        assert "mismatched calls of the method collective will not be named" in said and "no memory is left" in said
+    for said, looks in values(run_ranks(2, _has_none, limit_s=60)):
+        assert (
+            looks == 1
+            and "mismatched calls of the method collective will not be named" in said
+            and "no memory is left" in said
+        )
