@@ -98,7 +98,8 @@ def test_the_thread_of_a_fault_record_looks(monkeypatch: pytest.MonkeyPatch) -> 
 
     fault = FaultRecord(torch.device("cpu"), 0, timeout_s=1.0)
     fault.looks.append(look)
-    monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: None)
+    naps = iter(range(5))
+    monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: next(naps))
     with pytest.raises(Looked):
         watchdog._watch(weakref.ref(fault))
 
