@@ -84,17 +84,28 @@ def test_rank_zero_prints_one_table_in_the_first_training_step(workers: Workers)
     (before, table, *after), others = workers.call(steps)
     assert [before, *after] == [""] * 3 and others == [""] * 4
     summary, heading, rule, *rows, last_rule, row_linears, column_linears = table.splitlines()
-    assert summary == "overlap_train: 17 of 17 linears run our operators"
+    assert summary == "overlap_train: 17 of 17 linears run our operators, 17 of them not overlapped (collective)"
     assert heading.split() == ["linear", "method", "calls", "reason"]
     assert set(rule) == {"-"} and rule == last_rule and len(rule) == max(map(len, rows)) <= 120
     names = [f"decoder.layers.0-3.{name}" for name in ("self_attention.linear_proj", "self_attention.linear_qkv")]
     names += ["decoder.layers.0-3.mlp.linear_fc1", "decoder.layers.0-3.mlp.linear_fc2", "output_layer"]
-    calls = ["collective", "overlapped 1, evaluation mode 1", "asked for"]
+    calls = ["collective", "not overlapped 1, evaluation mode 1", "asked for"]
     assert [cells(line) for line in rows] == [[name, *calls] for name in names]
     assert row_linears == "proj, fc2: fprop GEMM + RS; dgrad AG(dy) + GEMM; wgrad GEMM with the gathered dy"
     assert column_linears == (
         "qkv, fc1, output: fprop AG(x) + GEMM; dgrad GEMM + RS; wgrad AG(x) under dgrad, then GEMM"
     )
+
+
+def test_linears_of_the_method_collective_are_counted_apart() -> None:
+    rows = [LinearReport("fc1", "fc1", "F", "D", "W", "collective", "", 3, (("evaluation mode", 1),))]
+    assert rows[0].calls == "not overlapped 3, evaluation mode 1"
+    for method in ("fused", "collective / chunked", "in turn", "megatron"):
+        rows.append(replace(rows[0], method=method))
+        assert rows[-1].calls == "overlapped 3, evaluation mode 1", method
+    rows.append(LinearReport("fc2", "fc2", "-", "-", "-", "megatron", ""))
+    summary = first_table.heading(Report(tuple(rows)))
+    assert summary == "overlap_train: 5 of 6 linears run our operators, 1 of them not overlapped (collective)"
 
 
 def first_step() -> str:

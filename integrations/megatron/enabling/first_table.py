@@ -43,8 +43,10 @@ def print_table(model: Model) -> None:
 def heading(found: Report) -> str:
     """A line that is found among the thousands that Megatron prints, and says at once whether overlap acts."""
     ours = sum(linear.overlapped_calls > 0 for linear in found.linears)
+    exposed = sum(linear.is_collective for linear in found.linears)
     where = f"{stage()}, layers counted within it: " if stage() else ""
-    return f"overlap_train: {where}{ours} of {len(found.linears)} linears run our operators"
+    without = f", {exposed} of them not overlapped (collective)" if exposed else ""
+    return f"overlap_train: {where}{ours} of {len(found.linears)} linears run our operators{without}"
 
 
 def _prints() -> bool:

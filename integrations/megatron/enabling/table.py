@@ -19,7 +19,8 @@ class LinearReport:
     method: "fused", or "fused / chunked" where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code;
         "-" before the first call, when sizes are not known yet.
     reason: why that method, of fprop and dgrad where they differ.
-    overlapped_calls, fallback_calls: forward calls since the linear was enabled, recomputed ones included.
+    overlapped_calls, fallback_calls: forward calls by our operators and by Megatron's own code since the linear was enabled,
+        recomputed ones included. Those of the method collective are among our operators'.
     """
 
     name: str
@@ -33,11 +34,17 @@ class LinearReport:
     fallback_calls: tuple[tuple[str, int], ...] = ()  # (reason, calls)
 
     @property
+    def is_collective(self) -> bool:
+        """Whether our operators run this linear with the method collective in both passes, which hides no communication."""
+        return self.method == "collective"
+
+    @property
     def calls(self) -> str:
-        """How often each path has run, in words: for example "overlapped 8" or "overlapped 8, evaluation mode 2"; empty before
-        the first call."""
-        overlapped = [("overlapped", self.overlapped_calls)] if self.overlapped_calls else []
-        return ", ".join(f"{what} {count}" for what, count in (*overlapped, *self.fallback_calls))
+        """How often each path has run, in words: for example "overlapped 8", "not overlapped 8" of the method collective, or
+        "overlapped 8, evaluation mode 2"; empty before the first call. The method is that of the last call."""
+        ours = "not overlapped" if self.is_collective else "overlapped"
+        counts = [(ours, self.overlapped_calls)] if self.overlapped_calls else []
+        return ", ".join(f"{what} {count}" for what, count in (*counts, *self.fallback_calls))
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,27 @@ FAULTS = [
         (T + "table.py::test_every_kind_of_linear_leads_to_the_table",),
     ),
     Mutation(
+        "first_table: linears of the method collective count as overlapped",
+        M + "enabling/first_table.py",
+        "sum(linear.is_collective for linear in found.linears)",
+        "0",
+        (T + "table.py::test_linears_of_the_method_collective_are_counted_apart",),
+    ),
+    Mutation(
+        "table: calls of the method collective are called overlapped",
+        M + "enabling/table.py",
+        'return self.method == "collective"',
+        "return False",
+        (T + "table.py::test_linears_of_the_method_collective_are_counted_apart",),
+    ),
+    Mutation(
+        "table: a linear of which one pass is collective is called not overlapped",
+        M + "enabling/table.py",
+        'return self.method == "collective"',
+        'return "collective" in self.method',
+        (T + "table.py::test_linears_of_the_method_collective_are_counted_apart",),
+    ),
+    Mutation(
         "script: other ranks end before rank 0 has said what is wrong",
         M + "launcher/script.py",
         'tell(f"overlap_train: error: {problem}")',
