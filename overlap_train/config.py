@@ -76,7 +76,7 @@ class OverlapConfig:
     )
     main_grad: str = _setting(
         "accumulate",
-        "accumulate: add the weight gradient into weight.main_grad in fp32 where the weight has one; off: return it",
+        "accumulate: add the weight gradient into weight.main_grad where the weight has one; off: return it",
         ("accumulate", "off"),
     )
     provider: str = _setting(

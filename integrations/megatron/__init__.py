@@ -3,7 +3,7 @@
     enable(model, config)         turn the parallel linears of a built model into overlapped ones, before DDP wraps it
     report(model)                 which linear takes which path, why, and how often each path has run
     print_table(model)            print that now, if no training step has printed it
-    provide_accumulation_fusion() let Megatron's gradient accumulation fusion work without Apex
+    provide_accumulation_fusion() let Megatron's gradient accumulation fusion work without Apex; importing `enable` calls it
     graphed_model(model)          bracket for the capture of its passes into a CUDA graph
     gpt_block_spec(config)        layer specs with a norm and an attention that sequence parallelism works with
     run_without_cuda()            let Megatron-Core run on CPU processes

@@ -27,28 +27,32 @@ def weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mai
 
 
 class WeightGradient:
-    """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several."""
+    """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several.
+
+    Several parts are summed in fp32 for a 16-bit main_grad, too, so that it is rounded once and not by each part.
+    """
 
     def __init__(self, weight: torch.Tensor, main_grad: str, parts: int = 1) -> None:
-        self._weight, self._several = weight, parts > 1
+        self._weight = weight
         self._target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
         self._dw: torch.Tensor | None = None
+        if parts > 1 and (self._target is None or self._target.dtype != torch.float32):
+            self._dw = torch.zeros_like(weight, dtype=torch.float32)
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add the product of one part's rows."""
-        if self._target is None and not self._several:
+        target = self._target if self._dw is None else self._dw
+        if target is None:
             self._dw = _product(dy, x)
-            return
-        if self._target is None and self._dw is None:
-            self._dw = torch.zeros_like(self._weight, dtype=torch.float32)
-        target = self._dw if self._target is None else self._target
-        assert target is not None
-        add_product(target, dy, x)
+        else:
+            add_product(target, dy, x)
 
     def result(self) -> torch.Tensor | None:
         """What autograd gets (weight_gradient)."""
         if self._target is None:
-            return self._dw.to(self._weight.dtype) if self._several and self._dw is not None else self._dw
+            return None if self._dw is None else self._dw.to(self._weight.dtype)
+        if self._dw is not None:
+            self._target.add_(self._dw)
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
         self._weight.grad_added_to_main_grad = True

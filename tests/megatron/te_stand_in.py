@@ -82,12 +82,30 @@ class Linear(torch.nn.Module):
         from megatron.core.tensor_parallel import mappings
 
         added = self.bias if self.use_bias and not self.return_bias else None
+        weight = _Fused.apply(self.weight) if self.fuse_wgrad_accumulation else self.weight
         if self.parallel_mode == "column":
-            y = F.linear(mappings.gather_from_sequence_parallel_region(x), self.weight, added)
+            y = F.linear(mappings.gather_from_sequence_parallel_region(x), weight, added)
         else:
-            y = mappings.reduce_scatter_to_sequence_parallel_region(F.linear(x, self.weight))
+            y = mappings.reduce_scatter_to_sequence_parallel_region(F.linear(x, weight))
             y = y if added is None else y + added
         return (y, self.bias) if self.return_bias else y
+
+
+class _Fused(torch.autograd.Function):
+    """A weight whose gradient is added into main_grad, as TE's backward does with fuse_wgrad_accumulation."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+        ctx.weight.main_grad.add_(grad)
+        if not hasattr(ctx.weight, "grad_added_to_main_grad"):
+            return None
+        ctx.weight.grad_added_to_main_grad = True
+        return torch.full_like(grad, torch.nan)  # nobody may read it
 
 
 class LayerNormLinear(Linear):

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
+from overlap_train.integrations.megatron import provide_accumulation_fusion
 from tests.megatron.linears import Pair, column_pair, integers, row_pair, run
 from tests.megatron.test_path_matrix import column_input, row_input
 from tests.megatron.workers import Workers
 
 KINDS = ("column", "row")
 START = 5.0  # what main_grad holds before: an earlier microbatch
+GRADIENTS = [("accumulate", torch.float32), ("accumulate", torch.bfloat16), ("off", torch.float32)]
 
 
 def make(kind: str, **config: str) -> tuple[Pair, torch.Tensor]:
@@ -119,20 +121,65 @@ def fsdp(kind: str) -> None:
     assert pair.counts == (0, {"Megatron-FSDP owns the weight's gradient": 1})
 
 
-def mixed_paths(kind: str) -> None:
-    """Once DDP's mark is set, DDP ignores weight.grad: a call of the same step that falls back must not rely on it."""
+def as_ddps_hook(weight: torch.nn.Parameter) -> None:
+    if not weight.grad_added_to_main_grad:
+        weight.main_grad.add_(weight.grad)
+    weight.grad = None
+
+
+def mixed_paths(kind: str, fusion: bool, main_grad: str, dtype: torch.dtype) -> None:
+    """Once DDP's mark is set, DDP ignores weight.grad: all calls of a step must add into main_grad, or all return."""
+    provide_accumulation_fusion()
+    added = main_grad == "accumulate" and (fusion or dtype == torch.float32)
     for overlapped_last in (False, True):
-        pair, x = make(kind)
+        pair, x = make(kind, main_grad=main_grad)
         expected = expected_gradient(pair, x)
         linear = pair.overlapped
-        as_in_ddp(linear.weight)
+        linear.gradient_accumulation_fusion = fusion
+        as_in_ddp(linear.weight, dtype)
         outputs = [linear(x)[0], linear.eval()(x)[0]]
         for y in reversed(outputs) if overlapped_last else outputs:
             y.backward(integers(*y.shape, seed=77))
-            linear.weight.grad = None  # as DDP's hook, which has nothing to add: the mark is set
-            assert linear.weight.grad_added_to_main_grad
-        assert torch.equal(linear.weight.main_grad, START + 2 * expected)
+            assert linear.weight.grad_added_to_main_grad == added
+            as_ddps_hook(linear.weight)
+        assert expected.abs().max() < 100, "bf16 holds all sums of it"
+        assert torch.equal(linear.weight.main_grad.float(), START + 2 * expected)
         assert pair.counts == (1, {"evaluation mode": 1})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fusion", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize(("main_grad", "dtype"), GRADIENTS, ids=str)
+def test_calls_that_fall_back_do_as_overlapped_ones(
+    workers: Workers, kind: str, fusion: bool, main_grad: str, dtype: torch.dtype
+) -> None:
+    workers.call(mixed_paths, kind, fusion, main_grad, dtype)
+
+
+def mixed_where_an_embedding_shares_the_weight(kind: str) -> None:
+    """Of a later stage with multi-token prediction: nobody may set the mark, which would drop the embedding's gradient."""
+    provide_accumulation_fusion()
+    pair, x = make(kind)
+    expected, linear = expected_gradient(pair, x), pair.overlapped
+    linear.gradient_accumulation_fusion, linear.config.mtp_num_layers = True, 1
+    as_in_ddp(linear.weight)
+    linear.weight.shared_embedding = True
+    for mode in (True, False):
+        assert torch.equal(run(linear.train(mode), x)["grad of weight"], expected)
+        linear.weight.grad = None
+    assert not linear.weight.grad_added_to_main_grad and (linear.weight.main_grad == START).all()
+
+
+def fused_by_fsdp(kind: str) -> None:
+    """What FSDP owns is Megatron's affair, fusion included: it makes main_grad in backward."""
+    pair, x = make(kind)
+    linear, asked = pair.overlapped, []
+    linear.gradient_accumulation_fusion, linear.weight.__fsdp_param__ = True, True
+    whole = torch.zeros_like(linear.weight)
+    linear.weight.get_main_grad = lambda: asked.append(1) or whole
+    expected = expected_gradient(pair, x)
+    run(linear, x)
+    assert asked and torch.equal(whole, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,7 +195,8 @@ def mixed_paths(kind: str) -> None:
         not_ddp,
         fusion_without_ddp,
         fsdp,
-        mixed_paths,
+        mixed_where_an_embedding_shares_the_weight,
+        fused_by_fsdp,
     ],
     ids=lambda case: case.__name__,
 )

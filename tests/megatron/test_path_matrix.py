@@ -303,10 +303,10 @@ def test_indivisible_sequence_is_megatrons_error(workers: Workers) -> None:
     workers.call(indivisible)
 
 
-def deferred_weight_gradient() -> None:
+def deferred_weight_gradient(main_grad: str) -> None:
     """With defer_embedding_wgrad_compute the output layer puts dy aside, and Megatron computes dW after the
     pipeline."""
-    pair, buffers = column_pair(bias=False), []
+    pair, buffers = column_pair(OverlapConfig(main_grad=main_grad), bias=False), []
     for linear in (pair.own, pair.overlapped):
         linear.config = copy.copy(linear.config)
         linear.config.defer_embedding_wgrad_compute, linear.config.wgrad_deferral_limit = True, 0
@@ -320,8 +320,9 @@ def deferred_weight_gradient() -> None:
     assert len(buffers[0]) == 1
 
 
-def test_deferred_weight_gradient_falls_back(workers: Workers) -> None:
-    workers.call(deferred_weight_gradient)
+@pytest.mark.parametrize("main_grad", ["accumulate", "off"])
+def test_deferred_weight_gradient_falls_back(workers: Workers, main_grad: str) -> None:
+    workers.call(deferred_weight_gradient, main_grad)
 
 
 def not_contiguous() -> None:

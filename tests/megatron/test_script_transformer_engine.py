@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +49,16 @@ def test_the_weight_gradient_goes_into_main_grad_only_where_transformer_engine_a
         assert facts == {"unfused": (False, True), "fused": (True, False), "same": True}
 
 
+def test_calls_that_fall_back_do_as_overlapped_ones(ranks: list[dict[str, Any]]):
+    for facts in (rank["mixed"] for rank in ranks):
+        assert facts == {
+            (False, "accumulate", "float32"): pytest.approx(0, abs=1e-6),
+            (True, "accumulate", "float32"): pytest.approx(0, abs=1e-6),
+            (True, "accumulate", "bfloat16"): pytest.approx(0, abs=2**-7),
+            (True, "off", "float32"): pytest.approx(0, abs=1e-6),
+        }
+
+
 def test_what_cannot_overlap_stays_transformer_engines(ranks: list[dict[str, Any]]):
     for facts in (rank["refusals"] for rank in ranks):
         assert facts["delayed"] == {"output_layer"}
@@ -58,7 +69,9 @@ def everything(rank: int, world: int) -> dict[str, Any]:
     """Called in each process: all the facts by name."""
     te_stand_in.install()
     facts: dict[str, Any] = {name: compare(architecture) for name, architecture in ARCHITECTURES.items()}
-    return {**facts, "evaluate": evaluate(), "main_grad": main_grad(), "refusals": refusals()}
+    return {
+        **facts, "evaluate": evaluate(), "main_grad": main_grad(), "mixed": mixed(), "refusals": refusals(),
+    }  # fmt: skip
 
 
 def _model(architecture: dict[str, Any]) -> Any:
@@ -166,6 +179,48 @@ def main_grad() -> dict[str, Any]:
         facts[name] = (bool(weight.main_grad.any()), weight.grad is not None)
         gradients.append(weight.main_grad if fused else weight.grad)
     return {**facts, "same": torch.allclose(*gradients, rtol=1e-5)}
+
+
+def mixed() -> dict[tuple[bool, str, str], float]:
+    """Of (fusion, OverlapConfig.main_grad, dtype of main_grad): how far the gradient of a step in which an overlapped call and
+    one of TE's follow each other is from the sum of both alone."""
+    from tests.megatron.test_main_grad import GRADIENTS
+
+    cases = ((False, *GRADIENTS[0]), *((True, *gradient) for gradient in GRADIENTS))
+    return {
+        (fusion, main_grad, str(dtype).removeprefix("torch.")): max(_errors(fusion, main_grad, dtype))
+        for fusion, main_grad, dtype in cases
+    }
+
+
+def _errors(fusion: bool, main_grad: str, dtype: Any) -> Iterator[float]:
+    model = _model(RMS).to(dtype)
+    import torch
+
+    from overlap_train import OverlapConfig
+    from tests.megatron.models import quietly_enable
+    from tests.megatron.test_main_grad import as_ddps_hook, as_in_ddp
+
+    quietly_enable(model, OverlapConfig(main_grad=main_grad))
+    mlp = model.decoder.layers[0].mlp
+    for linear in (mlp.linear_fc1, mlp.linear_fc2):
+        linear.fuse_wgrad_accumulation, weight = fusion, linear.weight
+        x = torch.randn(8, 2, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+
+        def added(*modes: bool, linear: Any = linear, weight: Any = weight, x: Any = x) -> torch.Tensor:
+            as_in_ddp(weight, dtype)
+            weight.main_grad.zero_()
+            for mode in modes:
+                linear.train(mode)(x)[0].square().sum().backward()
+                as_ddps_hook(weight)
+            return weight.main_grad.clone()
+
+        expected = added(True) + added(False)
+        assert linear.fuse_wgrad_accumulation == fusion, "as before"
+        yield from (
+            float((added(*order) - expected).abs().max() / expected.abs().max())
+            for order in ((True, False), (False, True))
+        )
 
 
 def refusals() -> dict[str, Any]:

@@ -18,12 +18,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from overlap_train import OverlapConfig, shutdown
-from overlap_train.integrations.megatron import report
+from overlap_train.integrations.megatron import provide_accumulation_fusion, report
 from overlap_train.integrations.megatron.attention.norms import norm_within
 from overlap_train.integrations.megatron.linears.ulysses import exchanges
 from overlap_train.integrations.megatron.packed import documents_of
 from tests.megatron import ulysses
 from tests.megatron.models import GPT2, LLAMA
+from tests.megatron.test_main_grad import GRADIENTS
 from tests.megatron.ulysses import Run
 from tests.megatron.workers import Workers
 
@@ -288,28 +289,22 @@ def test_projections_whose_methods_take_turns_say_so(workers: Workers, tmp_path:
         assert all(method != "in turn" and reason.startswith("auto: tuned for ") for method, reason in tuned)
 
 
-def two_kinds_of_call() -> float:
-    """Gradients of a step in which one micro-batch exchanges within the products and another does not exchange at all."""
-    model = ulysses.wrapped(ulysses.gpt(Run(context_parallel=2, overlap=CHUNKED)))
-    attention = model.module.decoder.layers[0].self_attention
-    weights = attention.linear_qkv.weight, attention.linear_proj.weight
+def two_kinds_of_call(fusion: bool, main_grad: str, dtype: torch.dtype) -> float:
+    provide_accumulation_fusion()
+    overlap, architecture = replace(CHUNKED, main_grad=main_grad), {**LLAMA, "gradient_accumulation_fusion": fusion}
+    model = ulysses.gpt(Run(context_parallel=2, overlap=overlap, architecture=architecture)).to(dtype)
     ends = torch.tensor([0, 16], dtype=torch.int32)
-    x = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(1))
-    kinds = (None, PackedSeqParams("thd", ends, ends, max_seqlen_q=16, max_seqlen_kv=16, local_cp_size=1))
-
-    def added(*which: PackedSeqParams | None) -> list[torch.Tensor]:
-        model.zero_grad_buffer()
-        for packed in which:
-            attention(x, None, packed_seq_params=packed)[0].square().sum().backward()
-        return [weight.main_grad.clone() for weight in weights]
-
-    alone = [a + b for a, b in zip(*(added(kind) for kind in kinds), strict=True)]
-    both = added(*kinds)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(both, alone, strict=True))
+    alone = PackedSeqParams("thd", ends, ends, max_seqlen_q=16, max_seqlen_kv=16, local_cp_size=1)
+    return ulysses.error_of_two_kinds_of_call(model, alone)
 
 
-def test_calls_that_fall_back_add_to_the_same_gradient(workers: Workers) -> None:
-    assert max(workers.call(two_kinds_of_call)) < 1e-6
+@pytest.mark.parametrize("fusion", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize(("main_grad", "dtype"), GRADIENTS, ids=str)
+def test_calls_that_fall_back_add_to_the_same_gradient(
+    workers: Workers, fusion: bool, main_grad: str, dtype: torch.dtype
+) -> None:
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7  # each sum is rounded
+    assert max(workers.call(two_kinds_of_call, fusion, main_grad, dtype)) < tolerance
 
 
 def padded_documents() -> float:

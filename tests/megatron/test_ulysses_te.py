@@ -57,9 +57,26 @@ def test_what_transformer_engine_would_have_to_do_is_refused(ranks: list[dict[st
         assert facts["left alone"] == "SelfAttention"
 
 
+def test_calls_that_fall_back_add_to_the_same_gradient(ranks: list[dict[str, Any]]):
+    for facts in ranks:
+        assert facts["two kinds of call"] == {
+            (False, "accumulate", "float32"): pytest.approx(0, abs=1e-6),
+            (True, "accumulate", "float32"): pytest.approx(0, abs=1e-6),
+            (True, "accumulate", "bfloat16"): pytest.approx(0, abs=2**-7),
+            (True, "off", "float32"): pytest.approx(0, abs=1e-6),
+        }
+
+
 def everything(rank: int, world: int) -> dict[str, Any]:
     te_stand_in.install()
-    return {**compare(), **with_norms(), **padded(), **per_layer(), **refusals()}
+    return {
+        **compare(),
+        **with_norms(),
+        **padded(),
+        **per_layer(),
+        **refusals(),
+        "two kinds of call": two_kinds_of_call(),
+    }
 
 
 def model_of(context_parallel: int, **architecture: Any) -> Any:
@@ -162,6 +179,24 @@ def padded() -> dict[str, Any]:
     are_right = [bool(row.any()) == counted for row, counted in zip(y.detach()[:, 0], counts, strict=True)]
     gradients = (x.grad, *(parameter.grad for parameter in attention.parameters() if parameter.grad is not None))
     return {"padding": (bool(y.isfinite().all()) and all(are_right), all(bool(g.isfinite().all()) for g in gradients))}
+
+
+def two_kinds_of_call() -> dict[tuple[bool, str, str], float]:
+    """Of (fusion, OverlapConfig.main_grad, dtype of main_grad)."""
+
+    from overlap_train import OverlapConfig
+    from overlap_train.integrations.megatron import provide_accumulation_fusion
+    from tests.megatron import ulysses
+    from tests.megatron.models import quietly_enable
+    from tests.megatron.test_main_grad import GRADIENTS
+
+    provide_accumulation_fusion()  # the output layer is Megatron's own
+    errors = {}
+    for fusion, main_grad, dtype in ((False, *GRADIENTS[0]), *((True, *gradient) for gradient in GRADIENTS)):
+        model = model_of(2, gradient_accumulation_fusion=fusion).to(dtype)
+        quietly_enable(model, OverlapConfig(method="chunked", main_grad=main_grad))
+        errors[fusion, main_grad, str(dtype).removeprefix("torch.")] = ulysses.error_of_two_kinds_of_call(model)
+    return errors
 
 
 def names(model: Any) -> dict[str, str]:

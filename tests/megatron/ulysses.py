@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -141,6 +141,34 @@ def gradients(run: Run) -> dict[str, torch.Tensor]:
     model = wrapped(gpt(run))
     forward_backward(model, batches(run))
     return {name: whole(p, p.main_grad) for name, p in model.module.named_parameters()}
+
+
+def error_of_two_kinds_of_call(model: GPTModel, alone: PackedSeqParams | None = None) -> float:
+    """Of the gradients of a step in which one micro-batch exchanges within the products and another does not: how far they are
+    from the sum of both by themselves. main_grad is of the model's dtype.
+
+    alone: the other's, whose rows stay on their rank; None: its linears are in evaluation mode.
+    """
+    attention = model.decoder.layers[0].self_attention
+    linears = attention.linear_qkv, attention.linear_proj
+    dtype = linears[0].weight.dtype
+    wrapper = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), model)
+    x = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def added(*calls: bool) -> list[torch.Tensor]:
+        wrapper.zero_grad_buffer()
+        for exchanges in calls:
+            for linear in linears:
+                linear.train(exchanges or alone is not None)
+            attention(x, None, packed_seq_params=None if exchanges else alone)[0].square().sum().backward()
+        assert all(linear.weight.main_grad.dtype == dtype for linear in linears)
+        return [linear.weight.main_grad.clone() for linear in linears]
+
+    sums = [a + b for a, b in zip(added(True), added(False), strict=True)]
+    both = [pair for calls in ((True, False), (False, True)) for pair in zip(added(*calls), sums, strict=True)]
+    calls = [linear.overlap.overlapped_calls for linear in linears]
+    assert calls == [3, 3] and all(sum(linear.overlap.fallback_calls.values()) == 3 for linear in linears)
+    return max(float((got - wanted).abs().max() / wanted.abs().max()) for got, wanted in both)
 
 
 def weights(model: DistributedDataParallel) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap_train.operators.weight_gradient import weight_gradient
+from overlap_train.operators.weight_gradient import WeightGradient, weight_gradient
 
 N, K, ROWS = 3, 5, 6
 # Exact in fp32, and halfway between two values of the dtype.
@@ -45,6 +45,17 @@ def test_main_grad_of_any_dtype_is_added_to(dtype: torch.dtype, of_main_grad: to
     assert weight_gradient(dy, x, weight, "accumulate") is None
     assert torch.equal(weight.main_grad.double(), 2 + dy.double().t() @ x.double())
     assert weight.main_grad.dtype == of_main_grad
+
+
+@pytest.mark.parametrize("dtype", HALFWAY, ids=str)
+def test_parts_are_summed_before_a_main_grad_of_16_bits_is_rounded(dtype: torch.dtype) -> None:
+    """Each part alone is half of what the last digit of main_grad stands for."""
+    weight = _weight(dtype, torch.full((N, K), HALFWAY[dtype] - 1, dtype=dtype))
+    gradient = WeightGradient(weight, "accumulate", parts=2)
+    for _ in range(2):
+        gradient.add(*_operands(dtype, 1.0))
+    assert gradient.result() is None
+    assert torch.equal(weight.main_grad, torch.full((N, K), HALFWAY[dtype] + 1, dtype=dtype))
 
 
 def test_it_is_returned_without_a_main_grad_and_where_that_is_off() -> None:

@@ -3,6 +3,9 @@
 Only the class of a linear changes: parameters, their attributes, hooks and checkpoint keys are the same objects as before. Under
 Ulysses (context parallelism with cp_comm_type "a2a") the class of the self-attention changes, too, and its core attention, which
 has no parameters, is built anew.
+
+Importing this module lets gradient accumulation fusion work without Apex. Megatron refuses it while the model is built, so
+enable() itself would come too late.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from overlap_train import OverlapConfig
 from overlap_train.config import check_type
 
+from ..linears.accumulation_fusion import provide_accumulation_fusion
 from ..linears.conditions import WAY_TO_FALL_BACK, bad_combination
 from ..linears.in_model import (
     Model,
@@ -37,6 +41,8 @@ from .ulysses import find_attentions
 
 OLDEST, NEWEST = (0, 16), (0, 20)  # no note on these: 0.16 and 0.19 are tested, and our hooks fit 0.20-dev
 
+provide_accumulation_fusion()
+
 
 def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     """Overlap the linears of `config.slots` in a model, or in the chunks of a virtual pipeline; before DDP wraps it.
@@ -46,6 +52,9 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     for a Megatron-Core that was not tested. The table of linears follows in the first training step, when sizes are known: rank 0
     prints it and, in a pipeline, the first rank of each other stage. A second call with the same config changes and prints
     nothing, also after DDP has wrapped the model.
+
+    A model with gradient_accumulation_fusion=True needs no Apex if `enable` is imported before the model is built. Its linears
+    then add weight gradients into main_grad; with config.main_grad="off" those that were enabled return them, fusion or not.
 
     Returns:
         Report: which linear takes which path and why; `report(model)` returns it again, with the calls counted so far.

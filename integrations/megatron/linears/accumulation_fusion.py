@@ -3,13 +3,15 @@
 With `gradient_accumulation_fusion` Megatron adds weight gradients into `weight.main_grad` by the extension
 `fused_weight_gradient_mlp_cuda`. Apex compiles it, no wheel brings it, and without it Megatron refuses to build linears with that
 setting. torch multiplies 16-bit matrices into an fp32 sum itself (`addmm` with `out_dtype`): a module of that name that calls it
-serves Megatron's own linears, the output layer among them. Overlapped linears do not need it.
+serves Megatron's own linears, the output layer among them, and overlapped ones where a call falls back.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
@@ -21,22 +23,32 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def provide_accumulation_fusion() -> bool:
-    """Let `gradient_accumulation_fusion=True` work in this process. Call it before the model is built.
+    """Let `gradient_accumulation_fusion=True` work in this process, for models that are built from now on.
+
+    The launcher calls it, and so does the import of `enable`.
 
     Returns:
-        Whether our module serves; False where the extension itself is installed.
+        Whether our module serves; False where the extension itself loads.
     """
-    if EXTENSION not in sys.modules and importlib.util.find_spec(EXTENSION) is None:
-        sys.modules[EXTENSION] = _stand_in()
-    extension, layers = sys.modules.get(EXTENSION), sys.modules.get(_LAYERS)
+    extension, layers = _extension(), sys.modules.get(_LAYERS)
     if layers is not None and not getattr(layers, "_grad_accum_fusion_available", True):  # imported before
         layers.fused_weight_gradient_mlp_cuda = extension  # type: ignore[attr-defined]
         layers._grad_accum_fusion_available = True  # type: ignore[attr-defined]
-    return getattr(extension, "__doc__", None) == __doc__
+    return getattr(extension.__spec__, "origin", None) == __name__
+
+
+def _extension() -> ModuleType:
+    """The extension. Where it is missing or does not load, as one that was built for another torch: our module, in its place."""
+    try:
+        return importlib.import_module(EXTENSION)
+    except ImportError:
+        sys.modules[EXTENSION] = stand_in = _stand_in()
+        return stand_in
 
 
 def _stand_in() -> ModuleType:
-    module = ModuleType(EXTENSION, __doc__)
+    # With a spec: without one importlib.util.find_spec, by which libraries look for the extension, raises ValueError.
+    module = importlib.util.module_from_spec(ModuleSpec(EXTENSION, None, origin=__name__))
     for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
         setattr(module, name, _add_weight_gradient)
     return module

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from overlap_train import all_gather_linear, linear_reduce_scatter
 
 from .conditions import fallback_reason
-from .main_grad import through_main_grad
+from .main_grad import fused_alike, through_main_grad
 from .state import LinearOverlap
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class OverlappedColumnParallelLinear(ColumnParallelLinear):
         reason = fallback_reason(self, input, weight, kwargs)
         overlap.count(reason, input, weight)
         if reason is not None:
-            return overlap.watched(super()._forward_impl(input, through_main_grad(self, weight), *args, **kwargs))
+            call = fused_alike(self, weight, kwargs)
+            return overlap.watched(super()._forward_impl(input, through_main_grad(self, weight), *args, **call))
         settings = overlap.settings(self, weight)
         y = all_gather_linear(input, weight, kwargs["bias"], group=self.tp_group, config=settings, name=overlap.name)
         return overlap.watched(y)
@@ -64,7 +65,8 @@ class OverlappedRowParallelLinear(RowParallelLinear):
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Megatron's forward calls it, that is: calls that fall back do."""
-        return super()._forward_impl(input, through_main_grad(self, weight), *args, **kwargs)
+        call = fused_alike(self, weight, kwargs)
+        return super()._forward_impl(input, through_main_grad(self, weight), *args, **call)
 
 
 OVERLAPPED: dict[type, type] = {

@@ -1,13 +1,14 @@
 """Which weight gradients go straight into `weight.main_grad`, and how calls that fall back join in.
 
-Megatron's DDP gives every parameter an fp32 buffer `main_grad` and a mark `grad_added_to_main_grad`. A backward that has added
-its gradient there sets the mark, and DDP's hook then ignores `weight.grad` until the next zero_grad_buffer(). If an overlapped
-call has set the mark, a later call of the same step that falls back and returns its gradient the ordinary way would lose it.
-Calls that fall back therefore add into main_grad as well.
+Megatron's DDP gives every parameter a buffer `main_grad`, fp32 or 16-bit, and a mark `grad_added_to_main_grad`. A backward that
+has added its gradient there sets the mark, and DDP's hook then ignores `weight.grad` until the next zero_grad_buffer(). So one
+call of a step that adds loses the gradients of all later calls that return theirs. Overlapped calls of a weight and those that
+fall back therefore all add (`accumulates`), or all return.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +21,18 @@ if TYPE_CHECKING:
 def accumulates(linear: Any, weight: torch.Tensor, config: OverlapConfig) -> bool:
     """Whether overlapped calls of `linear` add their weight gradient into weight.main_grad.
 
-    True where config.main_grad asks for it, main_grad is fp32, and somebody looks for the gradient there: DDP (it marks the
-    parameter) or gradient accumulation fusion. A 16-bit main_grad is left to DDP's hook, and FSDP's to FSDP.
+    True where config.main_grad asks for it and somebody looks for the gradient there. With gradient accumulation fusion that is
+    so for every dtype of main_grad, as in Megatron. Without it DDP looks there, which marks the parameter; a 16-bit main_grad is
+    left to DDP's hook. FSDP's is left to FSDP.
     """
     main_grad = getattr(weight, "main_grad", None)
-    if config.main_grad != "accumulate" or main_grad is None or main_grad.dtype != torch.float32:
+    if config.main_grad != "accumulate" or main_grad is None:
         return False
     if getattr(weight, "__fsdp_param__", False) or _is_used_twice(linear, weight):
         return False
-    return hasattr(weight, "grad_added_to_main_grad") or linear.gradient_accumulation_fusion
+    if linear.gradient_accumulation_fusion:
+        return True
+    return main_grad.dtype == torch.float32 and hasattr(weight, "grad_added_to_main_grad")
 
 
 def _is_used_twice(linear: Any, weight: torch.Tensor) -> bool:
@@ -51,6 +55,24 @@ def through_main_grad(linear: Any, weight: torch.Tensor) -> torch.Tensor:
     if not accumulates(linear, weight, linear.overlap.config):
         return weight
     return _IntoMainGrad.apply(weight)
+
+
+def is_fused(linear: Any, weight: torch.Tensor) -> bool:
+    """Whether a call that falls back may add into main_grad by Megatron's gradient accumulation fusion: where overlapped calls
+    add there, too. No call of FSDP's weights overlaps."""
+    if not linear.gradient_accumulation_fusion or getattr(weight, "__fsdp_param__", False):
+        return linear.gradient_accumulation_fusion
+    return accumulates(linear, weight, linear.overlap.config)
+
+
+def fused_alike(linear: Any, weight: torch.Tensor, call: Mapping[str, Any]) -> dict[str, Any]:
+    """`call`, the keyword arguments of Megatron's product in a call that falls back, with the fusion only where `is_fused`.
+
+    Not where the gradient is deferred: Megatron does that with the fusion only, and then in every call.
+    """
+    if call.get("grad_output_buffer") is not None:
+        return dict(call)
+    return {**call, "gradient_accumulation_fusion": is_fused(linear, weight)}
 
 
 class _IntoMainGrad(torch.autograd.Function):

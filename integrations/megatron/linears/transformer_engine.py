@@ -22,6 +22,7 @@ from megatron.core.extensions import transformer_engine as megatron_te
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
 
 from .conditions import fallback_reason, standing_reason
+from .main_grad import is_fused
 from .state import LinearOverlap
 
 
@@ -36,15 +37,27 @@ class TELinearOverlap(LinearOverlap):
         return super().settings(linear, weight) if linear.fuse_wgrad_accumulation else self._returning
 
 
-class _OverlappedTEColumn:
-    """x [s/W, b, K] -> y [s, b, N/W]. Mixed in before one of Megatron's TE classes, which has the attributes used here."""
-
-    operator: Callable[..., torch.Tensor] = staticmethod(all_gather_linear)
+class TEFallback:
+    """TE's own forward, for calls that fall back. Mixed in before one of Megatron's TE classes."""
 
     @property
     def gradient_accumulation_fusion(self: Any) -> bool:
         """TransformerEngine's fuse_wgrad_accumulation, under the name that Megatron's own linears have for it."""
         return self.fuse_wgrad_accumulation
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """TE's forward notes for its backward whether to fuse (main_grad.py: is_fused)."""
+        fuses, self.fuse_wgrad_accumulation = self.fuse_wgrad_accumulation, is_fused(self, self.weight)
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.fuse_wgrad_accumulation = fuses
+
+
+class _OverlappedTEColumn(TEFallback):
+    """x [s/W, b, K] -> y [s, b, N/W]. Mixed in before one of Megatron's TE classes, which has the attributes used here."""
+
+    operator: Callable[..., torch.Tensor] = staticmethod(all_gather_linear)
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(y, None), or (y without b, b) where the caller adds the bias itself."""
@@ -52,7 +65,7 @@ class _OverlappedTEColumn:
         reason = te_feature(self) or fallback_reason(self, x, self.weight)
         overlap.count(reason, x, self.weight)
         if reason is not None:
-            y, bias = super().forward(x)  # type: ignore[misc]
+            y, bias = super().forward(x)
             return overlap.watched(y), bias
         bias, settings = self.bias if self.use_bias else None, overlap.settings(self, self.weight)
         added, returned = (None, bias) if self.te_return_bias else (bias, None)

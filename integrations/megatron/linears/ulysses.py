@@ -25,8 +25,8 @@ from overlap_train import OverlapConfig, QkNorm, Rotary, attention_output_linear
 from .column_row import OverlappedColumnParallelLinear, OverlappedRowParallelLinear, attach
 from .conditions import divides_weights, exchange_reason, standing_exchange_reason
 from .exchange import Exchange, UlyssesOverlap
-from .main_grad import through_main_grad
-from .transformer_engine import TELinearOverlap, normed, te_feature, te_forms
+from .main_grad import fused_alike, through_main_grad
+from .transformer_engine import TEFallback, TELinearOverlap, normed, te_feature, te_forms
 from .two_groups import parts_of_call, why_apart
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -108,8 +108,9 @@ class _OwnExchanging(_Exchanging):
     """Makes Megatron's own linears exchange."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The product of a call that falls back, by Megatron's own code (see main_grad.py: through_main_grad)."""
-        y = super()._forward_impl(input, through_main_grad(self, weight), *args, **kwargs)  # type: ignore[misc]
+        """The product of a call that falls back, by Megatron's own code (see main_grad.py)."""
+        call = fused_alike(self, weight, kwargs)
+        y = super()._forward_impl(input, through_main_grad(self, weight), *args, **call)  # type: ignore[misc]
         return self.overlap.watched(y)
 
 
@@ -138,13 +139,8 @@ class TEUlyssesOverlap(UlyssesOverlap, TELinearOverlap):
     """The attribute `overlap` of a TransformerEngine linear that exchanges within its product."""
 
 
-class _TEExchanging(_Exchanging):
+class _TEExchanging(_Exchanging, TEFallback):
     """Makes TransformerEngine's linears, as Megatron wraps them, exchange within their product."""
-
-    @property
-    def gradient_accumulation_fusion(self: Any) -> bool:
-        """TransformerEngine's fuse_wgrad_accumulation, under the name that Megatron's own linears have for it."""
-        return self.fuse_wgrad_accumulation
 
 
 class _TEExchangingRow(_TEExchanging):

@@ -84,6 +84,7 @@ FAULTS = [
          "pass"),
     core("the core attention exchanges, too", "own.context_parallel_size, own.cp_comm_type = 1, None", "pass"),
     linears("a call that falls back loses its weight gradient", "through_main_grad(self, weight)", "weight"),
+    linears("calls that fall back fuse as Megatron says", "call = fused_alike(self, weight, kwargs)", "call = kwargs"),
     state("the table forgets the group", "self.groups[group] = None", "pass",
           TRAINING + "::test_the_table_says_what_is_exchanged_and_names_are_megatrons"),
     two_groups("two groups: products as Megatron cuts them are taken for whole ones",
