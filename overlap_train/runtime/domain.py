@@ -225,6 +225,10 @@ class OverlapDomain:
 
         The new heap is opened first. If that fails, it fails on all ranks alike, and calls that fit the old heap go on.
         """
+        if self.heap is not None and self.topology.nodes > 1:
+            # Nobody has waited for what an operator that raised has sent. It comes before the words of this barrier; else it
+            # could come into the new heap, as if a call there had sent it.
+            barrier(self, Tag("overlap_train/grow", "barrier"))
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
         self.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
