@@ -137,14 +137,21 @@ class OverlapDomain:
         """Check that an operator can run here now.
 
         Raises:
-            RuntimeError: the symmetric memory is gone; or the operator is captured into a CUDA graph outside `graphed`, so that
-                no barriers would be around its replays.
+            RuntimeError: the symmetric memory is gone; or the operator is captured into a CUDA graph, across nodes or outside
+                `graphed`, so that no barriers would be around its replays.
         """
         if self.closed or (slots and self.heap is None):
             raise RuntimeError(
                 f"{tag.op}: the symmetric memory of its group is gone, by shutdown(); a backward belongs before shutdown()"
             )
-        if slots and not self.graphed and self.is_capturing():
+        if not slots or not self.is_capturing():
+            return
+        if self.topology.nodes > 1:
+            raise RuntimeError(
+                "a CUDA graph is being captured in a group that spans nodes, whose exchanges the host has to watch; train "
+                "without CUDA graphs, or use method='collective'"
+            )
+        if not self.graphed:
             raise RuntimeError(
                 "an operator was called while a CUDA graph is captured, but not inside overlap_train.graphed(group), without "
                 "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "

@@ -38,6 +38,9 @@ CROSSINGS = In("overlap_train/operators/crossings.py", (PASSES,))
 TURNS = In("overlap_train/planning/schedule/turns.py", ("tests/unit/test_turns.py",))
 QUEUES = "tests/unit/test_plan_queue.py"
 IN_FLIGHT = In("overlap_train/planning/schedule/in_flight.py", ("tests/unit/test_in_flight.py",))
+GUARD, GRAPH = (
+    In(f"overlap_train/runtime/{file}.py", ("tests/unit/test_graph_guard.py",)) for file in ("domain", "graph")
+)
 STREAMED_SLOT = In("overlap_train/protocol/node_slot.py", (PASSES,))
 NCCL = In("overlap_train/symmetric/nccl.py", ("tests/unit/test_nccl_transport.py",))
 SPARED = tuple(
@@ -146,10 +149,12 @@ FAULTS = [
         "what lands tells of the call of who passes it on", "signal, self.crossed(leg), None)", "signal, self.slot.epoch, None)",
         f"{EXCHANGED}::test_what_lands_names_the_call_that_it_is_of",
     ),
-    STREAMS(
-        "a graph is captured across nodes", "        if self._driver.is_capturing():", "        if False:",
-        f"{STREAMED}::test_a_graph_is_refused_by_name",
-    ),
+    GUARD("a graph is captured across nodes",
+          "        if self.topology.nodes > 1:\n            raise", "        if False:\n            raise"),
+    GUARD("collectives are not captured across nodes",
+          "if not slots or not self.is_capturing():", "if not self.is_capturing():"),
+    GRAPH("a graph across nodes begins with a barrier", " and domain.topology.nodes == 1", ""),
+    GRAPH("a graph of collectives holds memory", "domain.is_capturing() and uses_slots", "domain.is_capturing()"),
     NETWORKS("what came is told before it is here", "            exchange.arrive()\n", ""),
     NETWORKS(
         "a place is used again before what landed there is passed on",

@@ -71,11 +71,11 @@ FAULTS = [
         f"{UNIT}/test_room.py::test_room_does_not_pass_symmetric_mib",
     ),
     GUARD("an operator runs after shutdown", "if self.closed or (slots", "if (slots"),
-    GUARD("a foreign graph is not noticed", "if slots and not self.graphed and self.is_capturing():", "if False:"),
+    GUARD("a foreign graph is not noticed", "        if not self.graphed:\n", "        if False:\n"),
     GUARD(
         "operators inside graphed are refused",
-        "if slots and not self.graphed and self.is_capturing():",
-        "if slots and self.is_capturing():",
+        "        if not self.graphed:\n",
+        "        if True:\n",
     ),
     GUARD(
         "new shapes are let into a capture",
