@@ -99,6 +99,12 @@ FAULTS = [
     ENGINES_MADE("nodes stay connected where the engine cannot be made",
                  "            opened.callback(nccl.close, orderly=False)\n", ""),
     ENGINES_MADE("nodes are disconnected where the engine is made", "            opened.pop_all()\n", ""),
+    In("overlap_train/protocol/node_engine.py", ("tests/unit/test_node_engine.py",))(
+        "a send that has failed is raised once", "            self._fault.keep(error)\n", "            raise\n",
+    ),
+    In("overlap_train/protocol/node_engine.py", ("tests/unit/test_node_engine.py",))(
+        "what is under way is waited for after a failure", "            if not self._fault.failed:", "            if True:",
+    ),
     GLOO("twins meet where they could not be connected before", "agreement.name_of(f\"network/", "str(f\"network/"),
     GLOO("a second attempt has the name of the first", "        agreement.barrier(CONNECT)  #", "        #"),
     GLOO("a group that not all have connected stays", "            self._group = None  #", "            #"),
