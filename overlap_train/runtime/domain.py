@@ -113,7 +113,7 @@ class OverlapDomain:
     def _room(self) -> Room:
         layout = None if self.heap is None else self.layout
         limits = self.config.symmetric_mib, self.config.exchange_limit_mib
-        return Room(layout, self.world_size, *limits, self.captured)
+        return Room(layout, self.world_size, *limits, self.captured, self._across_nodes.staged_blocks)
 
     def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Operator:
         """The bracket of one autograd pass of an operator. It may be kept, and entered again and again.

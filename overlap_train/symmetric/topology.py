@@ -18,8 +18,8 @@ from .reach import new_sample
 _REMEDIES = {
     "cpu": "let them share one PID namespace and one user",
     "cuda": (
-        f"NVLink's fabric joins some of their hosts only, or one way; look at its state and at IMEX on their hosts (nvidia-smi -q, Fabric; "
-        f"nvidia-imex-ctl -N), say how many ranks a host has ({flag_name('node_ranks')})"
+        f"NVLink's fabric joins some of their hosts only, or one way; look at its state and at IMEX on these hosts "
+        f"(nvidia-smi -q, Fabric; nvidia-imex-ctl -N), say how many ranks a host has ({flag_name('node_ranks')})"
     ),
 }
 _FIND, _COMPARE = "overlap_train: find the nodes of the group", "overlap_train: compare the nodes of the group"

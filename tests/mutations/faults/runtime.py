@@ -142,6 +142,13 @@ FAULTS = [
         "before = workspace.use",
         f"{PROTOCOL}/test_interleaving_graph.py::test_capturing_leaves_the_use_of_slots_as_it_was",
     ),
+    ROOM_LIMIT(
+        "a block to send from is held beyond symmetric_mib", "return self._nbytes(layout) <=", "return layout.nbytes <="
+    ),
+    ROOM_LIMIT("a block to send from is not said", " if self.staged_blocks else", " if False else"),
+    In(DOMAIN_FILE, (f"{UNIT}/test_room.py",))(
+        "room does not know of a block to send from", ", self._across_nodes.staged_blocks)", ")"
+    ),
     ROOM_LIMIT("room passes what exchanges may have", " and not self._passes_limit(needed, roomy)", ""),
     ROOM_LIMIT(
         "large linears have no room",
