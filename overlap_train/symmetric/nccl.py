@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..gpu.driver import leave_captures_alone
 from ..planning.schedule.crossings import Crossing
 from ..planning.schedule.topology import Topology
 from .agreement import Agreement, OverlapTimeoutError
@@ -127,6 +128,7 @@ class NcclTransport:
         return found
 
     def _watch(self) -> None:
+        leave_captures_alone()
         while not self._ended.wait(_LOOK_S):
             with contextlib.suppress(RuntimeError):  # CUDA's own errors are reported to whoever synchronises
                 while self._under_way and self._under_way[0].done:

@@ -40,6 +40,7 @@ class Event:
         return self.reached
 
 
+LEFT_ALONE: list[threading.Thread] = []  # who has promised it
 EVENTS: list[Event] = []  # in the order in which they were recorded
 
 
@@ -49,6 +50,7 @@ class Work:
     done, asked = False, 0
 
     def is_completed(self) -> bool:
+        assert threading.current_thread() in LEFT_ALONE, "or the capture of a graph would end"
         self.asked += 1
         return self.done
 
@@ -98,6 +100,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Any]]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", group)
     monkeypatch.setattr(nccl, "_LOOK_S", 0.01)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(nccl, "leave_captures_alone", lambda: LEFT_ALONE.append(threading.current_thread()))
     EVENTS.clear()
     rounds = count()
     agreement: Any = SimpleNamespace(

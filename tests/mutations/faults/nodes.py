@@ -289,6 +289,7 @@ FAULTS = [
     NCCL("an exchange of a GPU that has failed has no limit",
          "the time-out holds all the same\n            return True", "the time-out holds all the same\n            return False"),
     NCCL("exchanges that ended are late", "while self._under_way and self._under_way[0].done:", "while False:"),
+    NCCL("who watches exchanges ends the capture of a graph", "        leave_captures_alone()\n", ""),
     NCCL("a failed wait leaves NCCL running", "            if self._failures.failed:\n", "            if False:\n"),
     NCCL("a word crosses alone", "((sent.data, received.data), (sent.word, received.word))", "((sent.word, received.word),)"),
     NCCL("a transport ends twice", "        if self._ended.is_set():\n            return\n", ""),
