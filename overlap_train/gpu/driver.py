@@ -26,6 +26,14 @@ _SIGNATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "replace_address": ("cuTensorMapReplaceAddress", (_HANDLE, _HANDLE)),
 }
 _NO_TIMING = 2
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def leave_captures_alone() -> None:
+    """Let this thread ask how far streams are, whatever graph another thread captures meanwhile. Else CUDA would refuse the
+    question, and end the capture: torch's mode is the global one."""
+    mode = ctypes.c_int(_RELAXED)
+    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 class CudaDriver:

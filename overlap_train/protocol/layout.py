@@ -27,6 +27,11 @@ class Layout:
     def nbytes(self) -> int:
         return self.flagged_offset(BARRIER)
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of a slot."""
+        return self.slot_bytes // self.world_size
+
     def offset(self, slot: int) -> int:
         """Byte offset of a slot's blocks."""
         return _aligned((BARRIER + 1) * self.signals_bytes) + slot * _aligned(self.slot_bytes)

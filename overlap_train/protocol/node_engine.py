@@ -89,14 +89,13 @@ class NodeEngine(HostCopyEngine):
 
     def join(self) -> None:
         try:
-            super().join()
-        finally:
-            self.later.join()
-        if self._fault.failed:  # what is under way may never arrive
-            return
-        try:
-            self.network.join()
-        except OverlapTimeoutError as error:
+            try:
+                super().join()
+            finally:
+                self.later.join()
+            if not self._fault.failed:  # else what is under way may never arrive
+                self.network.join()
+        except OverlapTimeoutError as error:  # of a send: by `later`, or under way
             self._fault.keep(error)
 
     def close(self) -> None:

@@ -65,14 +65,6 @@ class NodeStreamEngine(StreamCopyEngine, ABC):
         self._products = cycle([driver.new_event() for _ in range(MOST_MARKED)])
         self._unfinished: list[Started] = []
 
-    def begin(self) -> None:
-        if self._driver.is_capturing():
-            raise RuntimeError(
-                "a CUDA graph is being captured in a group that spans nodes, whose exchanges the host has to watch; train "
-                "without CUDA graphs, or use method='collective'"
-            )
-        super().begin()
-
     def products(self, spared_sms: int) -> AbstractContextManager[None]:
         """Bracket of library products that run beside the network's kernels."""
         return nullcontext() if self._blas is None else self._blas.sparing(spared_sms)

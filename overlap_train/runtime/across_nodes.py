@@ -44,6 +44,11 @@ class AcrossNodes:
         """Whether NVSHMEM carries data between the nodes."""
         return self.launcher is not None and self.topology.nodes > 1 and self.config.network == "nvshmem"
 
+    @property
+    def staged_blocks(self) -> int:
+        """How many blocks of symmetric memory a rank holds beside its slots, to send from."""
+        return int(self.by_nvshmem)
+
     def provider(self) -> str:
         """The name of the provider of the domain's symmetric memory.
 
@@ -86,8 +91,7 @@ class AcrossNodes:
         """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""
         topology, device = self.topology, self.device
         node = topology.ranks_of(topology.node)
-        staging = layout.slot_bytes // topology.world if self.by_nvshmem else 0  # a block, which NVSHMEM sends from
-        nbytes = layout.nbytes + staging
+        nbytes = layout.nbytes + self.staged_blocks * layout.block_bytes
         heap = open_heap(self.agreement, nbytes, self.config.provider, device, node, carries=self.by_nvshmem)
         if isinstance(engine, NodeEngine):
             engine.network.attach({rank: heap.view(rank) for rank in node})

@@ -113,7 +113,7 @@ class OverlapDomain:
     def _room(self) -> Room:
         layout = None if self.heap is None else self.layout
         limits = self.config.symmetric_mib, self.config.exchange_limit_mib
-        return Room(layout, self.world_size, *limits, self.captured)
+        return Room(layout, self.world_size, *limits, self.captured, self._across_nodes.staged_blocks)
 
     def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Operator:
         """The bracket of one autograd pass of an operator. It may be kept, and entered again and again.
@@ -137,14 +137,21 @@ class OverlapDomain:
         """Check that an operator can run here now.
 
         Raises:
-            RuntimeError: the symmetric memory is gone; or the operator is captured into a CUDA graph outside `graphed`, so that
-                no barriers would be around its replays.
+            RuntimeError: the symmetric memory is gone; or the operator is captured into a CUDA graph, across nodes or outside
+                `graphed`, so that no barriers would be around its replays.
         """
         if self.closed or (slots and self.heap is None):
             raise RuntimeError(
                 f"{tag.op}: the symmetric memory of its group is gone, by shutdown(); a backward belongs before shutdown()"
             )
-        if slots and not self.graphed and self.is_capturing():
+        if not slots or not self.is_capturing():
+            return
+        if self.topology.nodes > 1:
+            raise RuntimeError(
+                "a CUDA graph is being captured in a group that spans nodes, whose exchanges the host has to watch; train "
+                "without CUDA graphs, or use method='collective'"
+            )
+        if not self.graphed:
             raise RuntimeError(
                 "an operator was called while a CUDA graph is captured, but not inside overlap_train.graphed(group), without "
                 "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
@@ -225,6 +232,10 @@ class OverlapDomain:
 
         The new heap is opened first. If that fails, it fails on all ranks alike, and calls that fit the old heap go on.
         """
+        if self.heap is not None and self.topology.nodes > 1:
+            # Nobody has waited for what an operator that raised has sent. It comes before the words of this barrier; else it
+            # could come into the new heap, as if a call there had sent it.
+            barrier(self, Tag("overlap_train/grow", "barrier"))
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
         self.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap

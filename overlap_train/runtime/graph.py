@@ -41,12 +41,12 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
         )
     domain.graphed = True
     try:
-        with (
-            nullcontext() if domain.heap is None else _between_barriers(domain)
-        ):  # without a heap all calls are collectives
+        # Without a heap all calls are collectives, and so are all that can be captured across nodes.
+        uses_slots = domain.heap is not None and domain.topology.nodes == 1
+        with _between_barriers(domain) if uses_slots else nullcontext():
             yield
-        # Not before: a capture that failed leaves no graph. One without a heap holds no address of it.
-        domain.captured |= domain.is_capturing() and domain.heap is not None
+        # Not before: a capture that failed leaves no graph. One of collectives holds no address of the heap.
+        domain.captured |= domain.is_capturing() and uses_slots
     finally:
         domain.graphed = False
 

@@ -16,7 +16,8 @@ class Room:
     """The symmetric memory that a domain has, and may have.
 
     layout: of what is there; None: nothing. world_size: ranks of the group. most_mib: OverlapConfig.symmetric_mib. exchange_mib:
-    OverlapConfig.exchange_limit_mib. is_captured: a CUDA graph holds addresses of it.
+    OverlapConfig.exchange_limit_mib. is_captured: a CUDA graph holds addresses of it. staged_blocks: blocks that a rank holds
+    beside the slots, to send from.
     """
 
     layout: Layout | None
@@ -24,6 +25,7 @@ class Room:
     most_mib: int
     exchange_mib: int
     is_captured: bool
+    staged_blocks: int = 0
 
     def holds(self, request: Request) -> bool:
         """Whether what is there is enough."""
@@ -49,13 +51,17 @@ class Room:
         if not self._fits(needed):
             raise ValueError(
                 f"symmetric_mib={self.most_mib} is too small: {name} with {request.what} needs "
-                f"{-(-needed.nbytes // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
-                f"{(needed.slot_bytes + needed.flagged_bytes) / _MIB:.1f} MiB); raise OverlapConfig.symmetric_mib "
-                f"({flag_name('symmetric_mib')})"
+                f"{-(-self._nbytes(needed) // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
+                f"{(needed.slot_bytes + needed.flagged_bytes) / _MIB:.1f} MiB{self._staging(needed)}); raise "
+                f"OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
             )
         # With more room than is needed, longer rows cost no agreement.
         roomy = needed.covering(with_room(request.slot_bytes), with_room(request.flagged_bytes))
         return roomy if self._fits(roomy) and not self._passes_limit(needed, roomy) else needed
+
+    def _staging(self, layout: Layout) -> str:
+        """What is held beside the slots, in words."""
+        return f", and {layout.block_bytes / _MIB:.1f} MiB to send from" if self.staged_blocks else ""
 
     def _passes_limit(self, needed: Layout, roomy: Layout) -> bool:
         """Whether exchanges, whose parts were cut to fit into exchange_mib, would have more than that for the sake of room."""
@@ -67,4 +73,7 @@ class Room:
         return there.covering(request.slot_bytes, request.flagged_bytes)
 
     def _fits(self, layout: Layout) -> bool:
-        return layout.nbytes <= self.most_mib * _MIB
+        return self._nbytes(layout) <= self.most_mib * _MIB
+
+    def _nbytes(self, layout: Layout) -> int:
+        return layout.nbytes + self.staged_blocks * layout.block_bytes

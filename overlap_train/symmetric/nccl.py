@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..gpu.driver import leave_captures_alone
 from ..planning.schedule.crossings import Crossing
 from ..planning.schedule.topology import Topology
 from .agreement import Agreement, OverlapTimeoutError
@@ -24,13 +25,15 @@ from .bounded import bounded
 from .inter_node import CONNECT, Failures, Piece
 
 _LOOK_S = 0.5
+_QUEUED_S = 3600.0  # that an exchange may stand behind other work: torch's watchdog counts from when the host enqueues
 
 
 class NcclExchange:
-    """One group under way."""
+    """One group under way. ready: an event in the stream that sends, after which it may start."""
 
-    def __init__(self, work: Any, crossing: Crossing) -> None:
-        self._work, self.crossing, self.began = work, crossing, time.monotonic()
+    def __init__(self, work: Any, crossing: Crossing, ready: torch.cuda.Event) -> None:
+        self._work, self.crossing, self._ready = work, crossing, ready
+        self._began: float | None = None
 
     def arrive(self) -> None:
         """Hold the current stream until the data are there, and until what was sent may be written over."""
@@ -39,6 +42,19 @@ class NcclExchange:
     @property
     def done(self) -> bool:
         return self._work.is_completed()
+
+    def is_late(self, timeout_s: float) -> bool:
+        """Whether so many seconds have passed since it could start. Asked of the oldest exchange alone: before, the one in front
+        of it ran. What the stream had to do before takes as long as it takes, and no twin is late for it."""
+        if self._began is None and self._may_start():
+            self._began = time.monotonic()
+        return self._began is not None and time.monotonic() - self._began > timeout_s
+
+    def _may_start(self) -> bool:
+        try:
+            return self._ready.query()
+        except RuntimeError:  # of CUDA, which is reported to whoever synchronises; the time-out holds all the same
+            return True
 
 
 class NcclTransport:
@@ -83,9 +99,8 @@ class NcclTransport:
         # In clusters of four, as NCCL's kernels come by themselves, they would wait for four free SMs of one GPC. A kernel that
         # waits for them leaves some anywhere.
         options.config.cga_cluster_size = 1
-        options._timeout = timedelta(
-            seconds=2 * self._timeout_s + 60
-        )  # torch's watchdog ends the process: ours comes first
+        # torch's watchdog ends the process: ours comes first
+        options._timeout = timedelta(seconds=2 * self._timeout_s + _QUEUED_S)
         try:
             with bounded(CONNECT, self._callers):  # NCCL's rendezvous has no limit
                 self._group = dist.ProcessGroupNCCL(store, topology.node, topology.nodes, options)
@@ -101,22 +116,24 @@ class NcclTransport:
         exchanges."""
         if self._ended.is_set():
             self._failures.check()
-        local, group = self._topology.local, self._group
+        local, group, ready = self._topology.local, self._group, torch.cuda.Event()
+        ready.record()
         group._start_coalescing()
         for out, into in ((sent.data, received.data), (sent.word, received.word)):
             if out.numel():
                 group.send([out], crossing.sent.target // local, 0)
                 group.recv([into], crossing.received.source // local, 0)
-        found = NcclExchange(group._end_coalescing(), crossing)
+        found = NcclExchange(group._end_coalescing(), crossing, ready)
         self._under_way.append(found)
         return found
 
     def _watch(self) -> None:
+        leave_captures_alone()
         while not self._ended.wait(_LOOK_S):
             with contextlib.suppress(RuntimeError):  # CUDA's own errors are reported to whoever synchronises
                 while self._under_way and self._under_way[0].done:
                     self._under_way.popleft()
-            if self._under_way and time.monotonic() - self._under_way[0].began > self._timeout_s:
+            if self._under_way and self._under_way[0].is_late(self._timeout_s):
                 with contextlib.suppress(RuntimeError):  # this failure, or an earlier one
                     self._failures.keep(self._late(self._under_way[0].crossing))
             if self._failures.failed:

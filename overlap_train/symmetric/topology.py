@@ -14,6 +14,14 @@ from ..planning.schedule.topology import Topology
 from .agreement import Agreement, say_on_rank_0
 from .reach import new_sample
 
+# What to do where ranks do not map each other: CPU processes see each other's files, GPUs of several hosts share a fabric.
+_REMEDIES = {
+    "cpu": "let them share one PID namespace and one user",
+    "cuda": (
+        f"NVLink's fabric joins some of their hosts only, or one way; look at its state and at IMEX on these hosts "
+        f"(nvidia-smi -q, Fabric; nvidia-imex-ctl -N), say how many ranks a host has ({flag_name('node_ranks')})"
+    ),
+}
 _FIND, _COMPARE = "overlap_train: find the nodes of the group", "overlap_train: compare the nodes of the group"
 
 
@@ -45,7 +53,7 @@ def find_nodes(agreement: Agreement, device: torch.device, settings: NodeSetting
     if world == 1:
         return Nodes(Topology(1, world, rank))
     told, reached = _look(agreement, device, settings)
-    problem = _setting_error(told) or nodes_error(_as_told(world, node_ranks) if node_ranks else reached)
+    problem = _setting_error(told) or nodes_error(_as_told(world, node_ranks) if node_ranks else reached, device.type)
     if problem is not None:
         return Nodes(Topology(1, world, rank), problem)
     local = node_ranks or len(reached[0])
@@ -57,7 +65,7 @@ def find_nodes(agreement: Agreement, device: torch.device, settings: NodeSetting
     return Nodes(topology)
 
 
-def nodes_error(reached: Sequence[tuple[int, ...]]) -> str | None:
+def nodes_error(reached: Sequence[tuple[int, ...]], device_type: str) -> str | None:
     """What is wrong with the nodes of a group, or None. reached: of each rank the ranks whose memory it can map, itself too."""
     for rank, ranks in enumerate(reached):
         other = next((peer for peer in ranks if reached[peer] != ranks), None)
@@ -65,7 +73,7 @@ def nodes_error(reached: Sequence[tuple[int, ...]]) -> str | None:
             return (
                 f"rank {rank} of the group can map the memory of ranks {_listed(ranks)}, but rank "
                 f"{rank if other is None else other} that of {_listed(reached[rank if other is None else other])}; in a node "
-                f"every rank maps every other: let them share one PID namespace and one user, or use method='collective'"
+                f"every rank maps every other: {_REMEDIES[device_type]}, or use method='collective'"
             )
     nodes = list(dict.fromkeys(reached))
     if len({len(ranks) for ranks in nodes}) > 1:

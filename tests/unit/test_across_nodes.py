@@ -36,7 +36,7 @@ def across(topology: Topology = TWO_BY_TWO, on_gpu: bool = True, **settings: Any
     ],
 )
 def test_nvshmem_carries_where_it_is_asked_for_between_nodes_of_gpus(where: AcrossNodes, by_nvshmem: bool) -> None:
-    assert where.by_nvshmem == by_nvshmem
+    assert where.by_nvshmem == by_nvshmem and where.staged_blocks == int(by_nvshmem)
 
 
 def asked(where: AcrossNodes, provider: str = "nvshmem") -> Any:

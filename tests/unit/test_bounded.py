@@ -218,6 +218,7 @@ def test_nccl_connects_and_leaves_within_bounds(calls: Calls, monkeypatch: pytes
 
     group.Options = dist.ProcessGroupNCCL.Options  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", group)
+    monkeypatch.setattr(nccl, "leave_captures_alone", lambda: None)
     agreement, failures = Ranks(), SimpleNamespace(failed=False)
     transport = nccl.NcclTransport(agreement, Topology(2, 2, 1), CPU, 9.0, failures, 4)  # type: ignore[arg-type]
     transport.close(orderly=True)

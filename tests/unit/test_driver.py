@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_train.gpu import driver as module
-from overlap_train.gpu.driver import _SIGNATURES, CudaDriver
+from overlap_train.gpu.driver import _SIGNATURES, CudaDriver, leave_captures_alone
 
 
 class Function:
@@ -62,6 +62,15 @@ def test_an_event_is_a_plain_number(driver: CudaDriver) -> None:
 def test_entering_makes_the_context_of_the_beginning_current(driver: CudaDriver, library: SimpleNamespace) -> None:
     driver.enter()
     assert driver._context == 5 and library.cuCtxSetCurrent.calls == 1
+
+
+def test_a_thread_that_leaves_captures_alone_has_the_relaxed_mode() -> None:
+    exchange = mock.Mock()
+    with mock.patch.object(
+        module.ctypes, "CDLL", return_value=SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    ):
+        leave_captures_alone()
+    assert exchange.call_args.args[0]._obj.value == 2, "CU_STREAM_CAPTURE_MODE_RELAXED"
 
 
 def test_a_refusal_has_the_drivers_own_name(driver: CudaDriver) -> None:

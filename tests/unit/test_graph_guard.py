@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from overlap_train.planning.arguments import Request
+from overlap_train.planning.schedule.topology import Topology
 from overlap_train.protocol.tags import Tag
 from overlap_train.runtime import graph
 from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.symmetric.topology import Nodes
 
 FC1 = Tag("fc1", "")
 
@@ -23,6 +25,7 @@ def domain_on_gpu(monkeypatch: pytest.MonkeyPatch, capturing: bool, graphed: boo
     domain._on_gpu, domain.graphed, domain.closed = True, graphed, False
     domain.engine = domain.fault = None  # type: ignore[assignment]
     domain.heap = object()  # type: ignore[assignment]
+    domain.nodes = Nodes(Topology(1, 2, 0))
     return domain
 
 
@@ -36,6 +39,16 @@ def test_operators_run_eagerly_and_inside_graphed(
 def test_an_operator_in_a_foreign_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"not inside overlap_train.graphed\(group\)"):
         domain_on_gpu(monkeypatch, capturing=True, graphed=False).check_usable(FC1, slots=1)
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_across_nodes_collectives_alone_are_captured(monkeypatch: pytest.MonkeyPatch, graphed: bool) -> None:
+    """The way out that the error names."""
+    domain = domain_on_gpu(monkeypatch, capturing=True, graphed=graphed)
+    domain.nodes = Nodes(Topology(2, 1, 0))
+    with pytest.raises(RuntimeError, match=r"a group that spans nodes.* or use method='collective'"):
+        domain.check_usable(FC1, slots=1)
+    domain.check_usable(FC1, slots=0)
 
 
 @pytest.mark.parametrize("graphed", [False, True])
@@ -65,7 +78,7 @@ def graphable(monkeypatch: pytest.MonkeyPatch) -> Any:
     events: list[str] = []
     domain = SimpleNamespace(
         heap=object(), book=object(), workspace=SimpleNamespace(use=SimpleNamespace(invalidate=lambda: None)),
-        graphed=False, captured=False, is_capturing=lambda: True, events=events,
+        topology=Topology(1, 2, 0), graphed=False, captured=False, is_capturing=lambda: True, events=events,
     )  # fmt: skip
     monkeypatch.setattr(graph, "made_domain", lambda group: domain)
     monkeypatch.setattr(graph, "barrier", lambda domain, tag: events.append(tag.op))
@@ -78,6 +91,14 @@ def test_a_graph_begins_and_ends_with_a_barrier(graphable: Any) -> None:
         graphable.events.append("operators")
     assert graphable.events == ["graph/begin", "operators", "graph/end"]
     assert graphable.captured and not graphable.graphed
+
+
+def test_a_graph_across_nodes_has_no_barriers_and_holds_no_memory(graphable: Any) -> None:
+    """Only collectives are captured there."""
+    graphable.topology = Topology(2, 1, 0)
+    with graph.graphed(None):  # type: ignore[arg-type]
+        assert graphable.graphed
+    assert graphable.events == [] and not graphable.captured
 
 
 def test_a_capture_that_failed_leaves_no_graph(graphable: Any) -> None:

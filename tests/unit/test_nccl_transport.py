@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,12 +28,30 @@ TOPOLOGY = Topology(3, 2, 3)  # rank 1 of node 1: its twins are 1 and 5
 pytestmark = pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL"), reason="torch without NCCL")
 
 
-class Work:
-    """Of NCCL. done: whether its kernel has ended."""
+class Event:
+    """Of CUDA. reached: whether its stream has come so far."""
 
-    done = False
+    reached = True
+
+    def record(self) -> None:
+        EVENTS.append(self)
+
+    def query(self) -> bool:
+        return self.reached
+
+
+LEFT_ALONE: list[threading.Thread] = []  # who has promised it
+EVENTS: list[Event] = []  # in the order in which they were recorded
+
+
+class Work:
+    """Of NCCL. done: whether its kernel has ended. asked: how often somebody wanted to know."""
+
+    done, asked = False, 0
 
     def is_completed(self) -> bool:
+        assert threading.current_thread() in LEFT_ALONE, "or the capture of a graph would end"
+        self.asked += 1
         return self.done
 
     def wait(self) -> None:
@@ -80,6 +99,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Any]]:
     group.Options = dist.ProcessGroupNCCL.Options  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", group)
     monkeypatch.setattr(nccl, "_LOOK_S", 0.01)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(nccl, "leave_captures_alone", lambda: LEFT_ALONE.append(threading.current_thread()))
+    EVENTS.clear()
     rounds = count()
     agreement: Any = SimpleNamespace(
         barrier=lambda what: None,
@@ -124,7 +146,7 @@ def test_it_may_take_few_sms_and_its_own_watchdog_comes_last(opened: Callable[[f
     rank, size, options = opened(60.0)[0]._group.made
     assert (rank, size, options.config.max_ctas, options.is_high_priority_stream) == (1, 3, 6, True)
     assert options.config.cga_cluster_size == 1, "any free SM is as good as another"
-    assert options._timeout.total_seconds() > 60.0
+    assert options._timeout.total_seconds() > 60.0 + 600, "it counts from when the host enqueues"
 
 
 def test_a_communicator_meets_in_a_place_of_its_own(opened: Callable[..., Any]) -> None:
@@ -179,6 +201,71 @@ def test_an_exchange_that_does_not_end_is_named_and_ended(opened: Callable[[floa
         fault.check()
     with pytest.raises(OverlapTimeoutError):
         exchange(transport)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in seconds, as the transport sees it."""
+    seconds = [0.0]
+    monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    return seconds
+
+
+def looked(work: Work) -> None:
+    """Return when a transport has looked at this exchange, and done what it then does."""
+    before = work.asked
+    wait_until(lambda: work.asked > before + 1)
+
+
+def test_time_behind_other_work_of_the_stream_does_not_count(
+    opened: Callable[[float], Any], now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "reached", False)
+    transport, fault = opened(60.0)
+    exchange(transport)
+    looked(transport._group.works[0])
+    now[0] = 1000.0
+    looked(transport._group.works[0])
+    fault.check()
+    EVENTS[0].reached = True
+    looked(transport._group.works[0])
+    now[0] = 1059.0
+    looked(transport._group.works[0])
+    fault.check()
+    now[0] = 1061.0
+    assert_given_up(transport, fault)
+
+
+def test_time_behind_another_exchange_does_not_count(opened: Callable[[float], Any], now: list[float]) -> None:
+    transport, fault = opened(60.0)
+    exchange(transport)
+    exchange(transport)
+    first, second = transport._group.works
+    looked(first)
+    now[0], first.done = 50.0, True
+    looked(second)
+    now[0] = 100.0
+    looked(second)
+    fault.check()
+    now[0] = 111.0
+    assert_given_up(transport, fault)
+
+
+def test_an_exchange_of_a_gpu_that_has_failed_has_a_limit_too(
+    opened: Callable[[float], Any], now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "query", mock.Mock(side_effect=RuntimeError("an illegal memory access")))
+    transport, fault = opened(60.0)
+    exchange(transport)
+    looked(transport._group.works[0])
+    now[0] = 61.0
+    assert_given_up(transport, fault)
+
+
+def assert_given_up(transport: nccl.NcclTransport, fault: FaultRecord) -> None:
+    wait_until(lambda: "abort" in transport._group.told)
+    with pytest.raises(OverlapTimeoutError, match=r"waited 60 s to send to rank 5"):
+        fault.check()
 
 
 def test_exchanges_that_have_ended_are_forgotten(opened: Callable[[float], Any]) -> None:

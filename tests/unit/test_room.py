@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from overlap_train import OverlapConfig
 from overlap_train.planning.arguments import Request
 from overlap_train.protocol.layout import SLOTS, Layout, with_room
+from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.runtime.room import Room
 
 MIB = 1 << 20
@@ -34,3 +39,28 @@ def test_a_linear_that_is_larger_than_any_exchange_has_room() -> None:
 
 def test_room_does_not_pass_symmetric_mib() -> None:
     assert grown(exchange_mib=64, most_mib=13).slot_bytes == NEEDED
+
+
+def test_a_domain_knows_of_a_block_to_send_from() -> None:
+    domain: Any = object.__new__(OverlapDomain)
+    domain.heap, domain.captured, domain.world_size, domain.config = None, False, 2, OverlapConfig()
+    domain._across_nodes = SimpleNamespace(staged_blocks=1)
+    assert domain._room.staged_blocks == 1
+
+
+SEVEN = (
+    7 * MIB - 64 * 1024
+)  # of a slot: three, with signals, take less than 21 MiB, and with a block of two less than 25
+
+
+@pytest.mark.parametrize(("staged_blocks", "most_mib"), [(0, 21), (1, 25)])
+def test_a_block_to_send_from_counts(staged_blocks: int, most_mib: int) -> None:
+    """NVSHMEM's, between nodes."""
+    request = Request("all_gather_linear", "x", SEVEN)
+    enough, short = (Room(None, 2, most, 64, False, staged_blocks) for most in (most_mib, most_mib - 1))
+    layout = enough.grown(request, "fc1")
+    assert enough.may_hold(request) and layout.nbytes + staged_blocks * layout.block_bytes <= most_mib * MIB
+    assert not short.may_hold(request)
+    with pytest.raises(ValueError, match=f"needs {most_mib} MiB") as raised:
+        short.grown(request, "fc1")
+    assert ("3.5 MiB to send from" in str(raised.value)) == bool(staged_blocks)

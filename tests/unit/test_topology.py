@@ -30,7 +30,7 @@ def settings(node_ranks: int, network: str = "auto") -> NodeSettings:
 
 @pytest.mark.parametrize("reached", [[(0, 1), (0, 1)], [(0, 1), (0, 1), (2, 3), (2, 3)], [(0,), (1,), (2,)]])
 def test_equal_nodes_of_ranks_that_follow_each_other_will_do(reached: Reached) -> None:
-    assert nodes_error(reached) is None
+    assert nodes_error(reached, "cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,17 @@ def test_equal_nodes_of_ranks_that_follow_each_other_will_do(reached: Reached) -
     ],
 )
 def test_other_nodes_are_refused_by_name(reached: Reached, error: str) -> None:
-    assert error in (nodes_error(reached) or "") and "method='collective'" in (nodes_error(reached) or "")
+    for device in ("cpu", "cuda"):
+        said = nodes_error(reached, device) or ""
+        assert error in said and "method='collective'" in said
+
+
+def test_ranks_that_do_not_map_each_other_are_told_what_helps_there() -> None:
+    """GPUs are of one node by their host or by the fabric between hosts, whatever processes see of each other."""
+    on_cpu, on_gpu = (nodes_error([(0, 1), (1,)], device) or "" for device in ("cpu", "cuda"))
+    assert "PID namespace" in on_cpu and "nvidia-smi" not in on_cpu
+    assert all(word in on_gpu for word in ("nvidia-smi -q", "IMEX", "--overlap-train-node-ranks"))
+    assert "PID namespace" not in on_gpu
 
 
 class Told:
@@ -148,6 +158,7 @@ def test_gpus_of_one_operating_system_or_one_fabric_form_a_node(
     with mock.patch.object(topology, "new_sample", return_value=sample_of(hosts[0])):
         agreement: Any = Hosts(*hosts)
         found = find_nodes(agreement, GPU, settings(0))
+    assert "PID namespace" not in (found.problem or "")
     assert (found.topology.nodes if found.problem is None else 0) == nodes
     ranks = {
         2: "2 nodes of 2, found by operating system and NVLink fabric: ranks 0-1, 2-3",

@@ -71,11 +71,11 @@ FAULTS = [
         f"{UNIT}/test_room.py::test_room_does_not_pass_symmetric_mib",
     ),
     GUARD("an operator runs after shutdown", "if self.closed or (slots", "if (slots"),
-    GUARD("a foreign graph is not noticed", "if slots and not self.graphed and self.is_capturing():", "if False:"),
+    GUARD("a foreign graph is not noticed", "        if not self.graphed:\n", "        if False:\n"),
     GUARD(
         "operators inside graphed are refused",
-        "if slots and not self.graphed and self.is_capturing():",
-        "if slots and self.is_capturing():",
+        "        if not self.graphed:\n",
+        "        if True:\n",
     ),
     GUARD(
         "new shapes are let into a capture",
@@ -141,6 +141,13 @@ FAULTS = [
         "before = copy.deepcopy(workspace.use)",
         "before = workspace.use",
         f"{PROTOCOL}/test_interleaving_graph.py::test_capturing_leaves_the_use_of_slots_as_it_was",
+    ),
+    ROOM_LIMIT(
+        "a block to send from is held beyond symmetric_mib", "return self._nbytes(layout) <=", "return layout.nbytes <="
+    ),
+    ROOM_LIMIT("a block to send from is not said", " if self.staged_blocks else", " if False else"),
+    In(DOMAIN_FILE, (f"{UNIT}/test_room.py",))(
+        "room does not know of a block to send from", ", self._across_nodes.staged_blocks)", ")"
     ),
     ROOM_LIMIT("room passes what exchanges may have", " and not self._passes_limit(needed, roomy)", ""),
     ROOM_LIMIT(
