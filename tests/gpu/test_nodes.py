@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import overlap_train
 from overlap_train import (
+    OverlapConfig,
     OverlapMismatchError,
     OverlapTimeoutError,
     all_gather_linear,
@@ -174,6 +175,28 @@ def test_a_captured_graph_is_refused(nodes: Case) -> None:
         with torch.cuda.graph(graph), overlap_train.graphed(nodes.group):
             all_gather_linear(x, w, group=nodes.group, config=nodes.config)
     assert torch.equal(all_gather_linear(x, w, group=nodes.group, config=nodes.config), y)
+
+
+@once
+def test_collectives_are_captured_beside_calls_that_cross_nodes(nodes: Case) -> None:
+    """The thread that watches the network leaves the capture alone, which torch's default mode would end otherwise."""
+    x, w = (torch.ones(64, 128, device=nodes.device, dtype=nodes.dtype) for _ in range(2))
+    config = replace(nodes.config, method="collective")
+
+    def whole(config: OverlapConfig) -> torch.Tensor:
+        return all_gather_linear(x, w, group=nodes.group, config=config)
+
+    expected = [whole(each).clone() for each in (config, config, nodes.config)][-1]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), overlap_train.graphed(nodes.group):
+        y = whole(config)
+        time.sleep(1.2)  # the thread looks twice
+    for _ in range(3):
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected) and torch.equal(whole(nodes.config), expected)
+    overlap_train.forget_graphs(nodes.group)
 
 
 def three_calls(case: Case, operator: Callable[..., torch.Tensor], name: str) -> None:
