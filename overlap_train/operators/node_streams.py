@@ -85,8 +85,8 @@ class NodeStreamScatter(ChunkedScatter):
         self._engine = engine
         self._rows = self._a.unflatten(0, (world, -1))
         self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
-        # A node of one rank sends its partials as they are.
-        self._sums = self._partials if domain.topology.local == 1 else self._partials.new_empty(self._partials.shape)
+        far = domain.topology.nodes - 1 if domain.topology.local > 1 else 0  # a node of one rank sends its partials
+        self._sums = self._partials.new_empty(far, *self._partials.shape[1:])
         call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, plan.chunks)
         assert isinstance(call, NodeCall)
         self._call = call
@@ -99,7 +99,12 @@ class NodeStreamScatter(ChunkedScatter):
 
     def _sum_for(self, leg: Leg) -> Sent:
         """Memory for what the ranks of this node have for the twin's chunk that leaves, and what adds it up there."""
-        total = self._chunk(self._sums, leg.block, leg.chunk)
+        topology = self._domain.topology
+        if topology.local == 1:
+            total = self._chunk(self._partials, leg.block, leg.chunk)
+        else:  # a block for each far node, the following one first
+            far = (leg.block // topology.local - topology.node) % topology.nodes - 1
+            total = self._chunk(self._sums, far, leg.chunk)
         return total, partial(self._make_sum, leg.block, leg.chunk, total)
 
     def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
