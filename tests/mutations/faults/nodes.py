@@ -50,6 +50,10 @@ BESIDE, COLUMN, ULYSSES, STREAM_PRODUCTS, EXCHANGE_PRODUCTS = (
         "operators/start", "operators/column_row", "ulysses/exchange", "operators/node_streams", "operators/node_exchanges"
     )
 )  # fmt: skip
+LARGE, LARGE_LAUNCHES, LARGE_ROUTES = (
+    In(f"overlap_train/{file}.py", ("tests/protocol/test_large_groups.py",))
+    for file in ("operators/node_streams", "gpu/launch", "protocol/slot")
+)
 SUM = In("kernels/add_blocks.py", ("tests/protocol/test_add_blocks.py",))
 SAYS = In("overlap_train/symmetric/agreement.py", ("tests/unit/test_wire.py",))
 GLOO = In("overlap_train/symmetric/gloo.py", ("tests/unit/test_gloo_transport.py",))
@@ -239,7 +243,12 @@ FAULTS = [
                    "self._own.chunk(self._call.chunks)[0]"),
     STREAM_ENGINES("sums are those of the first chunk", "received = self._call.blocks[:, self._call.chunk_rows(chunk)]",
                    "received = self._call.blocks[:, self._call.chunk_rows(0)]"),
-    STREAM_ENGINES("the own node's partials are left out", "order = self._others(topology.rank)", "order = []"),
+    STREAM_ENGINES("the own node's partials are left out", "call.blocks, beside + twins, y)", "call.blocks, twins, y)"),
+    LARGE("sums take memory for all ranks", "new_empty(far, *self._partials", "new_empty(8 * far, *self._partials"),
+    LARGE("sums for all nodes lie in one place", "(leg.block // topology.local - topology.node) % topology.nodes - 1", "0"),
+    LARGE_LAUNCHES("a large group packs its launches in every call",
+                   "_FOR_ALL, _FOR_A_CHUNK = 256, 4", "_FOR_ALL, _FOR_A_CHUNK = 256, 0"),
+    LARGE_ROUTES("a large group works its routes out in every call", "_PLANS_OF_A_CALL = 8", "_PLANS_OF_A_CALL = 0"),
     PROCESSES("chunks of the second far node are those of the first", "near + turn // call.chunks * local", "near", PASSES),
     PUTS("a signal goes to the twin", "self._set, place.rank, stream)", "self._set, place.receiver, stream)"),
     PUTS("words are signed to NVSHMEM", "word % _WORD", "word"),
