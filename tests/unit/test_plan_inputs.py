@@ -34,7 +34,7 @@ from overlap_train.tools.plan.inputs import (
     read_strategy,
     read_system,
 )
-from overlap_train.tools.plan.tables import not_measured
+from overlap_train.tools.plan.tables import not_measured, notes
 
 H200, LLAMA = SYSTEMS["h200"], PLANNED_MODELS["llama3-8b"]
 
@@ -231,7 +231,26 @@ def test_the_measured_network_is_what_plans_reckon_with(
     planned = capsys.readouterr().out
     assert ("- across nodes: nic_us, sum_sm_gbs of h200" in planned) != plays_nodes
     assert json.loads(results.read_text())["system"]["nic_gbs"] == pytest.approx(gbs)
-    assert f"Reckons with {cost.network_sms(gbs)} SMs for the network" in planned
+    assert f"Reckons with {cost.communication_sms(system, 1)[0]} SMs for the network" in planned
+
+
+@pytest.mark.parametrize(
+    ("gbs", "strategy", "reckons", "needs"),
+    [
+        (100.0, Strategy(16, nodes=2), "8 SMs for the network, and 7 for", "10 and 15"),
+        (60.0, Strategy(16, nodes=2), "6 SMs for the network, and 9 for", ""),
+        (66.0, Strategy(16, nodes=2), "8 SMs for the network, and 7 for", "8 and 10"),
+        (70.0, Strategy(1, cp=16, nodes=2), "8 SMs for the network, and 0 for", ""),
+        (1000.0, Strategy(2, nodes=2), "14 SMs for the network, and 0 for", "100 and 0"),
+    ],
+)
+def test_it_says_where_communication_has_fewer_sms_than_the_nic_needs(
+    gbs: float, strategy: Strategy, reckons: str, needs: str
+) -> None:
+    said = notes(replace(H200, nic_gbs=gbs), strategy, [])
+    assert any(reckons in line for line in said)
+    lines = [f"The NIC needs {needs}; communication holds 16 SMs at most."] if needs else []
+    assert [line for line in said if "at most" in line] == lines
 
 
 @pytest.mark.parametrize(("word", "connections"), [("8", 8), ("1", 1), (None, 1), ("0", 1), ("all", 1)])
