@@ -119,6 +119,8 @@ def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, Sp
     found = []
     if system.not_measured:
         found.append(f"{system.name}: scaled from the H200 by data sheets: {', '.join(system.not_measured)}")
+    if system.assumed:
+        found.append(f"{system.name}: assumed from another card of its family: {', '.join(system.assumed)}")
     others = map(str, sorted({span.ranks for span in spans}.difference(MEASURED_RANKS)))
     if names := ", ".join(others):
         found.append(f"{names} ranks: links and NCCL were measured with 2 and 4 GPUs")
