@@ -12,7 +12,7 @@ from .methods import TRAITS
 
 SLOTS = ("qkv", "proj", "fc1", "fc2", "output")  # of linears; those of memory are protocol/slot.py's
 METHODS = ("auto", *TRAITS)
-MOST_CTAS = 32  # of one of NCCL's communicators; no sum between nodes takes more either
+MOST_CTAS = 32  # of one of NCCL's communicators; a sum between nodes may be given no more either
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,14 @@ class OverlapConfig:
     network_sms: int = _setting(
         0,
         "SMs that NCCL may hold to send between nodes, of GPUs only; products that run meanwhile leave them alone. 0: as many as "
-        "the network needs, which is measured when the nodes are connected",
+        "the network needs, which is measured when the nodes are connected; all communication then holds 16 at most",
         rule=_SMS,
     )
     reduce_sms: int = _setting(
         0,
         "SMs that the sum of a node's partial products may hold between nodes, of GPUs only; products that run meanwhile leave "
-        "them alone. 0: the fewest with which it is as fast as the network, which is measured when the nodes are connected",
+        "them alone. 0: the fewest with which it is as fast as the network, which is measured when the nodes are connected; all "
+        "communication then holds 16 at most",
         rule=_SMS,
     )
     tuning_dir: str = _setting(

@@ -22,7 +22,9 @@ from .entry import Entry
 from .parameters import PackedArguments, address_is_first_word
 from .ptx_check import Verifier
 
-_MOST_LAUNCHES = 256  # that a call remembers; across nodes it waits for chunk after chunk of each rank
+# Launches that a call remembers. Some serve all ranks at once. Across nodes others are for one chunk of one rank: a gather waits
+# for it; a scatter waits for those before and behind it, and adds them up.
+_FOR_ALL, _FOR_A_CHUNK = 256, 4
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,12 @@ class Launcher:
 class LaunchCache:
     """The packed launches of one call's kernels. A key says what distinguishes one launch from another."""
 
-    def __init__(self, launcher: Launcher | None) -> None:
+    def __init__(self, launcher: Launcher | None, chunks: int) -> None:
         """Start without launches. launcher None: there is no driver to launch with (the interpreter), and every launch goes
-        through Triton."""
+        through Triton. chunks: of all ranks' blocks together. In a large group a number for all groups would be too small, and
+        every launch would be packed again in every call."""
         self._launcher = launcher
-        self._packed: BoundedCache[Hashable, PackedLaunch] = BoundedCache(_MOST_LAUNCHES)
+        self._packed: BoundedCache[Hashable, PackedLaunch] = BoundedCache(_FOR_ALL + _FOR_A_CHUNK * chunks)
         self._refused: set[Hashable] = set()
 
     def run(self, key: Hashable, values: tuple[int, ...], describe: Callable[[], Launch]) -> None:

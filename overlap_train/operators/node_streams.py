@@ -85,8 +85,8 @@ class NodeStreamScatter(ChunkedScatter):
         self._engine = engine
         self._rows = self._a.unflatten(0, (world, -1))
         self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
-        # A node of one rank sends its partials as they are.
-        self._sums = self._partials if domain.topology.local == 1 else self._partials.new_empty(self._partials.shape)
+        far = domain.topology.nodes - 1 if domain.topology.local > 1 else 0  # a node of one rank sends its partials
+        self._sums = self._partials.new_empty(far, *self._partials.shape[1:])
         call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, plan.chunks)
         assert isinstance(call, NodeCall)
         self._call = call
@@ -99,7 +99,12 @@ class NodeStreamScatter(ChunkedScatter):
 
     def _sum_for(self, leg: Leg) -> Sent:
         """Memory for what the ranks of this node have for the twin's chunk that leaves, and what adds it up there."""
-        total = self._chunk(self._sums, leg.block, leg.chunk)
+        topology = self._domain.topology
+        if topology.local == 1:
+            total = self._chunk(self._partials, leg.block, leg.chunk)
+        else:  # a block for each far node, the following one first
+            far = (leg.block // topology.local - topology.node) % topology.nodes - 1
+            total = self._chunk(self._sums, far, leg.chunk)
         return total, partial(self._make_sum, leg.block, leg.chunk, total)
 
     def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
@@ -107,11 +112,21 @@ class NodeStreamScatter(ChunkedScatter):
         others = self._others(twin)
         if not others:
             return  # a node of one rank: `total` is the own one
-        for block in others:
-            self._call.wait_chunk(block, chunk)
+        self._wait_for_node(twin, chunk)
         received = self._call.blocks[:, self._call.chunk_rows(chunk)]
         own = self._chunk(self._partials, twin, chunk)
         add_blocks(self._call, own, received, others, total, self._plan.reduce_sms)
+
+    def _wait_for_node(self, twin: int, chunk: int) -> None:
+        """Hold the stream until this node's other ranks have put here what they have for a chunk of `twin`.
+
+        They are the ranks before and after `twin` in its node: one wait each. Its own block is not theirs, and comes last of all:
+        who waited for it here would wait for a sum that needs this one.
+        """
+        node = self._domain.topology.ranks_of(twin // self._domain.topology.local)
+        for ranks in (range(node.start, twin), range(twin + 1, node.stop)):
+            if ranks:
+                self._call.wait_chunk(ranks.start, chunk, len(ranks))
 
     def _others(self, twin: int) -> list[int]:
         """The blocks in which this node's other ranks put what they have for `twin`."""
@@ -122,13 +137,15 @@ class NodeStreamScatter(ChunkedScatter):
         """The sum y [M/W, N]: the own node's partials first, then the sums of the other nodes, in order of nodes."""
         topology, call = self._domain.topology, self._call
         self._crossings.finish()
-        order = self._others(topology.rank)
-        order += [topology.twin(node) for node in range(topology.nodes) if node != topology.node]
-        for block in order:
+        beside, node = self._others(topology.rank), topology.ranks_of(topology.node)
+        if beside:
+            call.wait(node.start, len(node))
+        twins = [topology.twin(far) for far in range(topology.nodes) if far != topology.node]
+        for block in twins:
             call.wait(block)
         own = self._partials[topology.rank]
         y = torch.empty_like(own)
-        add_blocks(call, own, call.blocks, order, y)
+        add_blocks(call, own, call.blocks, beside + twins, y)
         return y
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from ..config import MOST_CTAS
 from .hardware import NETWORK_CTA_GBS
 from .machines import System
+from .sm_budget import SmBudget
 
 # Output tiles that a library chooses from: 128 x 256 and the like, and 128 x 128 where larger ones leave SMs idle.
 LARGE_TILES, SMALL_TILE = ((128, 256), (256, 128)), (128, 128)
@@ -37,23 +37,27 @@ def tile_at_full_clock_us(system: System, rows: int, cols: int, k: int) -> float
     return 2 * rows * cols * k * system.sms / (system.tile_tflops * 1e6)
 
 
-def network_sms(nic_gbs: float) -> int:
-    """SMs that NCCL needs for a NIC of so many GB/s in each direction: per NETWORK_CTA_GBS one that sends, one that receives."""
-    return min(2 * math.ceil(nic_gbs / NETWORK_CTA_GBS), MOST_CTAS)
+def needed_sms(system: System, local: int) -> tuple[int, int]:
+    """SMs that are as fast as the NIC in nodes of `local` ranks: (NCCL's, those of the sum of a node).
+
+    NCCL's are, per NETWORK_CTA_GBS, one that sends and one that receives. Groups measure both where they connect their nodes
+    (symmetric/wire.py, node_sums.py).
+    """
+    sums = 0 if local == 1 else math.ceil(node_sum_gbs(local, system.nic_gbs) / system.sum_sm_gbs)
+    return 2 * math.ceil(system.nic_gbs / NETWORK_CTA_GBS), sums
+
+
+def communication_sms(system: System, local: int) -> tuple[int, int]:
+    """Those that they get (sm_budget.py)."""
+    (network, sums), budget = needed_sms(system, local), SmBudget(local)
+    network = min(network, budget.for_network)
+    return network, min(sums, budget.for_sums(network))
 
 
 def node_sum_gbs(local: int, wire_gbs: float) -> float:
     """GB/s that the sum of a node of `local` ranks has to read and write to be as fast as a network of wire_gbs: all partials,
     and the total, for each byte that crosses."""
     return (local + 1) * wire_gbs
-
-
-def reduce_sms(system: System, local: int) -> int:
-    """SMs that the sum of a node of `local` ranks needs to be as fast as the NIC; 0 where there is nothing to add. Groups measure
-    it where they connect their nodes (symmetric/node_sums.py)."""
-    if local == 1:
-        return 0
-    return min(math.ceil(node_sum_gbs(local, system.nic_gbs) / system.sum_sm_gbs), MOST_CTAS)
 
 
 def library_gemm_us(

@@ -40,6 +40,7 @@ HARDWARE = {
     "H100 NVL": Hardware(835.5),
     "H100": Hardware(989.4),
     "H20": Hardware(148.0, nvlink_lanes=18),
+    "GB200": Hardware(2500.0, nvlink_lanes=18),
     "B200": Hardware(2250.0, nvlink_lanes=18),
     "A100-SXM": Hardware(312.0, nvlink_lanes=12),
     "A100": Hardware(312.0),

@@ -39,6 +39,7 @@ class System:
     nccl_beside: by which part of its time a product beside it is longer.
     gap_us: between two kernels of a stream. wait_us: a kernel that waits for a signal that is there.
     ramp_us: until a persistent kernel's SMs are busy, and at its end. host_call_us: of a driver call.
+    measured: which of these were measured on this machine. assumed: facts that are those of another card.
     """
 
     name: str
@@ -74,6 +75,7 @@ class System:
     ramp_us: float
     host_call_us: float
     measured: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     @property
     def not_measured(self) -> tuple[str, ...]:
@@ -88,7 +90,7 @@ class System:
 
 _FIRST_SPEED = "tile_tflops"  # of the fields; before it are facts
 _NAMES = [field.name for field in fields(System)]
-SPEEDS = tuple(_NAMES[_NAMES.index(_FIRST_SPEED) : -1])
+SPEEDS = tuple(_NAMES[_NAMES.index(_FIRST_SPEED) : _NAMES.index("measured")])
 NETWORK_SPEEDS = ("nic_gbs", "nic_us", "sum_sm_gbs")
 
 H200 = System(
@@ -150,3 +152,14 @@ def scaled(name: str, sheet: Sheet) -> System:
 
 
 SYSTEMS: Mapping[str, System] = {"h200": H200, **{name: scaled(name, sheet) for name, sheet in SHEETS.items()}}
+
+# The cards whose facts these are, by the names that CUDA reports. Others of the same family have other SMs, clocks and links.
+CARDS: Mapping[str, str] = {
+    "NVIDIA A100-SXM4-40GB": "a100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H800": "h800",
+    "NVIDIA H20": "h20",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+}

@@ -25,6 +25,7 @@ from .layout import Layout
 from .tags import Tag
 
 _MOST_CALLS = 256  # kinds of calls that a slot remembers
+_PLANS_OF_A_CALL = 8  # gathers of one shape: forwards, input gradients, and what is gathered again
 
 
 def _addresses(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -128,8 +129,11 @@ class Call:
         self.rank, self.world_size = waits.rank, waits.world_size
         self._shape, self._dtype = shape, dtype
         self.peers = targets(Topology(1, self.world_size, self.rank))
-        self.launches = LaunchCache(waits.launcher)
-        self._routes: BoundedCache[tuple[Legs, int, int], list[Route]] = BoundedCache(_MOST_CALLS)
+        pieces = self.world_size * chunks
+        self.launches = LaunchCache(waits.launcher, pieces)
+        # A plan has one entry for what it sends, and across nodes one for each chunk that it passes on.
+        most = _MOST_CALLS + _PLANS_OF_A_CALL * pieces
+        self._routes: BoundedCache[tuple[Legs, int, int], list[Route]] = BoundedCache(most)
 
     @cached_property
     def blocks(self) -> torch.Tensor:
@@ -190,9 +194,10 @@ class Call:
         """Reset the slot's counters, before a kernel that claims tiles and where the epoch advances after it (barrier)."""
         self.slot.counted.zero_()
 
-    def wait(self, source: int) -> None:
-        """Hold the caller's stream (on the CPU: the caller) until the block of rank `source` is here."""
-        self._waits.wait(self, source, 1)
+    def wait(self, first: int, count: int = 1) -> None:
+        """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks, from rank `first` on, are here.
+        The own block counts as here."""
+        self._waits.wait(self, first, count)
 
     def wait_chunk(self, first: int, chunk: int, count: int = 1) -> None:
         """Hold the caller's stream (on the CPU: the caller) until one chunk of the blocks of `count` ranks, from rank `first` on,

@@ -12,6 +12,7 @@ from ..config import OverlapConfig, flag_name
 from ..gpu.blas import Blas
 from ..gpu.launch import Launcher
 from ..planning.schedule.topology import Topology
+from ..planning.sm_budget import SmBudget, in_words
 from ..protocol.layout import Layout
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_networks import NodeExchangeEngine, NodePutEngine
@@ -20,7 +21,7 @@ from ..protocol.node_workspace import NodeWaits, NodeWorkspace
 from ..protocol.watchdog import FaultRecord
 from ..protocol.workspace import Workspace
 from ..symmetric import SymmetricHeap, open_heap, resolve_provider
-from ..symmetric.agreement import Agreement
+from ..symmetric.agreement import Agreement, say_on_rank_0
 from ..symmetric.gloo import GlooTransport
 from ..symmetric.nccl import NcclTransport
 from ..symmetric.node_sums import settle
@@ -72,20 +73,31 @@ class AcrossNodes:
             return NodeEngine(timeout_s, GlooTransport(agreement, topology, timeout_s), self.fault)
         if self.by_nvshmem:
             device, driver = self.device, launcher.driver
-            sms = settle(agreement, topology, device, PUT_GBS, self.config.reduce_sms)
+            sms = self._settled(PUT_GBS, 0)
             return NodePutEngine(device, driver, NvshmemPuts(driver), self.fault, Blas(device), sms)
         return self._new_exchanges(launcher)
 
     def _new_exchanges(self, launcher: Launcher) -> NodeExchangeEngine:
         agreement, topology, device, config, fault = self.agreement, self.topology, self.device, self.config, self.fault
         by = partial(NcclTransport, agreement, topology, device, config.timeout_s, fault)
-        nccl, gbs = connect(agreement, topology, device, config.network_sms, by, fault)
+        nccl, gbs = connect(agreement, topology, device, self._budget, by, fault)
         with ExitStack() as opened:  # what fails leaves no communicator open, and no thread that watches it
             opened.callback(nccl.close, orderly=False)
-            sms = settle(agreement, topology, device, gbs, config.reduce_sms)
+            sms = self._settled(gbs, nccl.sms)
             engine = NodeExchangeEngine(device, launcher.driver, nccl, fault, Blas(device), sms, gbs)
             opened.pop_all()
         return engine
+
+    @property
+    def _budget(self) -> SmBudget:
+        return SmBudget(self.topology.local, self.config.network_sms, self.config.reduce_sms)
+
+    def _settled(self, wire_gbs: float, network: int) -> int:
+        """The SMs of the sum of a node, beside NCCL's `network`. Collective. Rank 0 prints what all communication holds."""
+        asked, most = self.config.reduce_sms, self._budget.for_sums(network)
+        sms = settle(self.agreement, self.topology, self.device, wire_gbs, asked, most)
+        say_on_rank_0(self.agreement.rank, in_words(network, sms if self.topology.local > 1 else 0))
+        return sms
 
     def new_memory(self, layout: Layout, engine: NodeEngine | NodeStreamEngine) -> tuple[SymmetricHeap, Workspace]:
         """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""

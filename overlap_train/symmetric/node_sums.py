@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from ..config import MOST_CTAS
 from ..planning.cost import node_sum_gbs
 from ..planning.schedule.topology import Topology
 from .agreement import Agreement, say_on_rank_0
@@ -32,12 +31,12 @@ def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
     return min(sms or tiles, tiles), block
 
 
-def settle(agreement: Agreement, topology: Topology, device: torch.device, wire_gbs: float, sms: int) -> int:
+def settle(agreement: Agreement, topology: Topology, device: torch.device, wire_gbs: float, sms: int, most: int) -> int:
     """Decide how many SMs the sum of a node may hold. Collective. Rank 0 prints what was found.
 
     Args:
         wire_gbs: what the network carries in each direction, the same on all ranks.
-        sms: what the sum gets; 0: the fewest with which it is as fast as the network.
+        sms: what the sum gets; 0: the fewest with which it is as fast as the network, and at most `most`.
 
     Raises:
         OverlapTimeoutError: a rank did not come.
@@ -45,21 +44,22 @@ def settle(agreement: Agreement, topology: Topology, device: torch.device, wire_
     if sms or topology.local == 1:
         return sms
     needed, probe = node_sum_gbs(topology.local, wire_gbs), SumProbe(device, topology.local)
-    sms, gbs = fewest_sms(needed, lambda count: min(agreement.exchange(probe.gbs(count), _MEASURE)))
-    found = f"read and write {gbs:.1f} GB/s on {sms} SMs; the network takes {needed:.1f} (see reduce_sms)"
+    sms, gbs = fewest_sms(needed, lambda count: min(agreement.exchange(probe.gbs(count), _MEASURE)), most)
+    limited = ", the most that they may have" if gbs < needed else ""
+    found = f"read and write {gbs:.1f} GB/s on {sms} SMs{limited}; the network takes {needed:.1f} (see reduce_sms)"
     say_on_rank_0(agreement.rank, f"sums of a node {found}")
     return sms
 
 
-def fewest_sms(needed: float, measure: Callable[[int], float]) -> tuple[int, float]:
-    """Find the fewest SMs that reach `needed` GB/s, or as many as communication may have. Returns them, and what they reach.
+def fewest_sms(needed: float, measure: Callable[[int], float], most: int) -> tuple[int, float]:
+    """Find the fewest SMs that reach `needed` GB/s, or `most` (planning/sm_budget.py). Returns them, and what they reach.
 
     measure: returns the GB/s of so many SMs, the same on all ranks. Each SM more brings less than the one before it. Therefore
     the number worked out from the last figure is never too many.
     """
     sms, gbs = 1, measure(1)
-    while gbs < needed and sms < MOST_CTAS:
-        sms = min(MOST_CTAS, max(sms + 1, math.ceil(sms * needed / gbs)))
+    while gbs < needed and sms < most:
+        sms = min(most, max(sms + 1, math.ceil(sms * needed / gbs)))
         gbs = measure(sms)
     return sms, gbs
 

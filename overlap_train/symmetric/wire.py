@@ -15,6 +15,7 @@ import torch
 from ..planning.schedule.crossings import crossings
 from ..planning.schedule.kinds import GATHER
 from ..planning.schedule.topology import Topology
+from ..planning.sm_budget import SmBudget
 from .agreement import Agreement, say_on_rank_0
 from .bursts import fastest_s, seconds
 from .inter_node import Failures, Piece
@@ -22,7 +23,7 @@ from .nccl import NcclTransport
 
 Connect: TypeAlias = Callable[[int], NcclTransport]  # connects the twins with so many SMs, by all ranks together
 
-COUNTS = (2, 4, 8, 16)  # half of them send while the others receive; without 16 of 132 SMs a product takes 7 % longer
+COUNTS = (2, 4, 8)  # and as many as NCCL may have; half of them send while the others receive
 # For twice the SMs the wire must carry so much more: a product loses about that without the next 4 SMs (benchmarks/notes.md).
 WORTH = 1.05
 _NBYTES, _EXCHANGES = 32 << 20, 4  # of one exchange; of one burst
@@ -30,14 +31,14 @@ _MEASURE = "overlap_train: measure the network between the nodes of the group"
 
 
 def connect(
-    agreement: Agreement, topology: Topology, device: torch.device, sms: int, by: Connect, failures: Failures
+    agreement: Agreement, topology: Topology, device: torch.device, budget: SmBudget, by: Connect, failures: Failures
 ) -> tuple[NcclTransport, float]:
     """Connect the nodes. Returns the transport, and the GB/s that it carries in each direction on the slowest rank.
 
     Collective. Rank 0 prints what was found.
 
     Args:
-        sms: what NCCL gets; 0: the fewest with which the wire carries what it can.
+        budget: what NCCL gets, or up to how many. Then it gets the fewest with which the wire carries what it can.
 
     Raises:
         OverlapTimeoutError: a rank did not come, or an exchange did not end.
@@ -49,11 +50,18 @@ def connect(
         return min(agreement.exchange(gbs, _MEASURE))
 
     with ExitStack() as opened:  # what fails leaves none of them open
-        network, gbs = connect_with_fewest_sms(partial(_opened, by, opened), measure, (sms,) if sms else COUNTS)
+        network, gbs = connect_with_fewest_sms(partial(_opened, by, opened), measure, counts_of(budget))
         opened.pop_all()
-    found = f"carries {gbs:.1f} GB/s in each direction, and takes {network.sms} SMs for it (see network_sms)"
+    limited = ", the most that it may have" if network.sms == budget.for_network and not budget.network_sms else ""
+    found = f"carries {gbs:.1f} GB/s in each direction, and takes {network.sms} SMs for it{limited} (see network_sms)"
     say_on_rank_0(agreement.rank, f"NCCL between nodes {found}")
     return network, gbs
+
+
+def counts_of(budget: SmBudget) -> tuple[int, ...]:
+    """The numbers of SMs to try."""
+    most = budget.for_network
+    return (most,) if budget.network_sms else (*(count for count in COUNTS if count < most), most)
 
 
 def _opened(by: Connect, opened: ExitStack, sms: int) -> NcclTransport:
@@ -64,7 +72,7 @@ def _opened(by: Connect, opened: ExitStack, sms: int) -> NcclTransport:
 
 
 def connect_with_fewest_sms(
-    by: Connect, measure: Callable[[NcclTransport], float], counts: Sequence[int] = COUNTS
+    by: Connect, measure: Callable[[NcclTransport], float], counts: Sequence[int]
 ) -> tuple[NcclTransport, float]:
     """Connect with more and more SMs, as `counts` says, until more carry no more. Returns the transport to use, and its GB/s; the
     others are closed.

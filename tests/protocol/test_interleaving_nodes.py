@@ -305,6 +305,7 @@ OWN = "            if landing is None:\n"
 SIGNAL = f"{OWN}                self._tell(call, received)\n"
 PASSED = "self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))"
 FORKED = "        self._driver.check(self._driver.wait_event(self._sending.cuda_stream, mark, 0))\n"
+WAITED = "self._call.wait_chunk(ranks.start, chunk, len(ranks))"
 LEFT = "self._order(stream.cuda_stream, current)"
 
 
@@ -345,7 +346,14 @@ FAULTS = {
     "nothing is passed on": (in_streams(f"            {PASSED}\n", "            break\n", "deadlock"), "gather 4 2"),
     "passed on without the data": (in_streams(PASSED, "pass"), "gather 4 2"),
     "partial sums are added before they are here": (
-        Fault(STREAMS, "            self._call.wait_chunk(block, chunk)\n", "            pass\n"), "scatter 4 2",
+        Fault(STREAMS, f"                {WAITED}\n", "                pass\n"), "scatter 4 2",
+    ),
+    "a sum waits for the one that its twin sends in exchange": (
+        Fault(STREAMS, "(range(node.start, twin), range(twin + 1, node.stop))", "(node,)", "deadlock"), "scatter 6 3",
+    ),
+    "a sum waits for one of the ranks beside it": (Fault(STREAMS, WAITED, WAITED.replace("len(ranks)", "1")), "scatter 6 3"),
+    "the own node's partials are not waited for": (
+        Fault(STREAMS, "            call.wait(node.start, len(node))\n", "            pass\n"), "scatter 4 2",
     ),
     "a node's sum is sent before it is made": (in_networks(SENT, SENT_FIRST), "scatter 4 2"),
     "a chunk is multiplied before it is here": (

@@ -19,7 +19,7 @@ GPU, TWO_BY_TWO = torch.device("cuda", 0), Topology(2, 2, 3)
 
 
 def across(topology: Topology = TWO_BY_TWO, on_gpu: bool = True, **settings: Any) -> AcrossNodes:
-    agreement: Any = SimpleNamespace(group="group", barrier=lambda what: None)
+    agreement: Any = SimpleNamespace(rank=0, group="group", barrier=lambda what: None)
     launcher: Any = object() if on_gpu else None
     fault: Any = object()
     return AcrossNodes(OverlapConfig(**settings), GPU, topology, agreement, fault, launcher)
@@ -82,12 +82,13 @@ def test_a_rank_without_nvshmem_is_not_stopped_before_the_others_know() -> None:
 
 
 def made_engine(name: str, **settings: Any) -> tuple[Any, Any]:
-    """The class of the engine that is made, and what settled the SMs of sums: 5 of them. NCCL carries 30 GB/s."""
+    """The class of the engine that is made, and what settled the SMs of sums: 5 of them. NCCL carries 30 GB/s on
+    six."""
     where = across(**settings)
     object.__setattr__(where, "launcher", mock.Mock())
     with (
         mock.patch.object(across_nodes, name) as engine,
-        mock.patch.object(across_nodes, "connect", return_value=(mock.Mock(), 30.0)),
+        mock.patch.object(across_nodes, "connect", return_value=(mock.Mock(sms=6), 30.0)),
         mock.patch.object(across_nodes, "Blas"),
         mock.patch.object(across_nodes, "settle", return_value=5) as settle,
     ):
@@ -96,25 +97,30 @@ def made_engine(name: str, **settings: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "gbs", "asked"),
+    ("name", "settings", "gbs", "asked", "most"),
     [
-        ("NodeExchangeEngine", {}, 30.0, 0), ("NodeExchangeEngine", {"reduce_sms": 7}, 30.0, 7),
-        ("NodePutEngine", {"network": "nvshmem"}, 50.0, 0),
+        ("NodeExchangeEngine", {}, 30.0, 0, 9), ("NodeExchangeEngine", {"reduce_sms": 7}, 30.0, 7, 7),
+        ("NodePutEngine", {"network": "nvshmem"}, 50.0, 0, 15),
     ],
 )  # fmt: skip
 def test_sums_get_the_sms_that_keep_up_with_the_network(
-    name: str, settings: dict[str, Any], gbs: float, asked: int
+    name: str, settings: dict[str, Any], gbs: float, asked: int, most: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And what NCCL leaves of what communication may hold, which is printed."""
     engine, settle = made_engine(name, **settings)
     found = (5, gbs) if name == "NodeExchangeEngine" else (5,)  # NVSHMEM's network is not measured
-    assert engine.call_args.args[5:] == found and settle.call_args.args[1:] == (TWO_BY_TWO, GPU, gbs, asked)
+    assert engine.call_args.args[5:] == found and settle.call_args.args[1:] == (TWO_BY_TWO, GPU, gbs, asked, most)
+    nccl = 6 if name == "NodeExchangeEngine" else 0
+    said = f"holds {nccl + 5 + 1} SMs (at most 16): NCCL {nccl}, sums of a node 5, waits 1\n"
+    assert capsys.readouterr().err == f"overlap_train: communication between nodes {said}"
 
 
 @pytest.mark.parametrize("step", ["settle", "Blas", "NodeExchangeEngine"])
 def test_nodes_are_disconnected_where_the_engine_cannot_be_made(step: str) -> None:
-    where, nccl = across(), mock.Mock()
+    where, nccl = across(), mock.Mock(sms=6)
     object.__setattr__(where, "launcher", mock.Mock())
     steps = {name: mock.Mock() for name in ("settle", "Blas", "NodeExchangeEngine")}
+    steps["settle"].return_value = 5
     steps[step].side_effect = RuntimeError("rank 1")
     with (
         mock.patch.multiple(across_nodes, connect=mock.Mock(return_value=(nccl, 30.0)), **steps),

@@ -157,7 +157,8 @@ def test_a_gpu_below_the_model_is_a_warning() -> None:
     ("name", "peak", "is_judged"),
     [
         ("NVIDIA H200", 989.4, True), ("NVIDIA H100 80GB HBM3", 989.4, True), ("NVIDIA H100 PCIe", 756.0, False),
-        ("NVIDIA H200 NVL", 835.5, False), ("NVIDIA H20", 148.0, False), ("NVIDIA A100-SXM4-80GB", 312.0, False),
+        ("NVIDIA H200 NVL", 835.5, False),  ("NVIDIA H20", 148.0, False), ("NVIDIA A100-SXM4-80GB", 312.0, False),
+        ("NVIDIA GB200", 2500.0, False),
     ],
 )  # fmt: skip
 def test_only_what_was_measured_is_judged(name: str, peak: float, is_judged: bool) -> None:

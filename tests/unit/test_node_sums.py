@@ -25,16 +25,16 @@ def reached(sms: int) -> float:
 
 @pytest.mark.parametrize("needed", [1.0, 61.0, 62.0, 225.0, 446.0, 450.0, 900.0, 1341.0])
 def test_the_fewest_that_are_as_fast_as_the_network(needed: float) -> None:
-    sms, gbs = node_sums.fewest_sms(needed, reached)
+    sms, gbs = node_sums.fewest_sms(needed, reached, 32)
     assert gbs == reached(sms) >= needed
     assert sms == 1 or reached(sms - 1) < needed
 
 
 def test_sums_never_take_more_than_communication_may_have() -> None:
     tried: list[int] = []
-    assert node_sums.fewest_sms(5000.0, lambda sms: tried.append(sms) or reached(sms)) == (32, 1341.0)
-    assert tried == [1, 32]
-    assert node_sums.fewest_sms(100.0, lambda sms: 10.0) == (32, 10.0), "more that bring nothing end, too"
+    assert node_sums.fewest_sms(5000.0, lambda sms: tried.append(sms) or reached(sms), 16) == (16, 818.0)
+    assert tried == [1, 16]
+    assert node_sums.fewest_sms(100.0, lambda sms: 10.0, 16) == (16, 10.0), "more that bring nothing end, too"
 
 
 class Probe:
@@ -47,11 +47,11 @@ class Probe:
         return reached(sms)
 
 
-def settle(rank: int = 0, slower: float = 1.0, topology: Topology = EIGHT, sms: int = 0) -> int:
+def settle(rank: int = 0, slower: float = 1.0, topology: Topology = EIGHT, sms: int = 0, most: int = 20) -> int:
     """With a peer that reaches `slower` times as much. The network carries 50 GB/s."""
     agreement: Any = SimpleNamespace(rank=rank, exchange=lambda mine, what: [mine, slower * mine])
     with mock.patch.object(node_sums, "SumProbe", Probe):
-        return node_sums.settle(agreement, topology, CPU, 50.0, sms)
+        return node_sums.settle(agreement, topology, CPU, 50.0, sms, most)
 
 
 def test_all_ranks_take_what_the_slowest_needs_and_one_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,12 +61,14 @@ def test_all_ranks_take_what_the_slowest_needs_and_one_says_so(capsys: pytest.Ca
     )
     assert settle(rank=1, slower=0.5) == 19, "of which the slower one reaches 458"
     assert capsys.readouterr().err == ""
+    assert settle(most=7) == 7
+    assert "on 7 SMs, the most that they may have; the network takes 450.0 (see reduce_sms)" in capsys.readouterr().err
 
 
 def test_a_setting_is_taken_and_nothing_is_measured_where_nothing_is_added(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(node_sums, "SumProbe", side_effect=AssertionError("measured")):
-        assert node_sums.settle(mock.Mock(), EIGHT, CPU, 50.0, 6) == 6
-        assert node_sums.settle(mock.Mock(), Topology(4, 1, 0), CPU, 50.0, 0) == 0
+        assert node_sums.settle(mock.Mock(), EIGHT, CPU, 50.0, 6, 3) == 6
+        assert node_sums.settle(mock.Mock(), Topology(4, 1, 0), CPU, 50.0, 0, 9) == 0
     assert capsys.readouterr().err == ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from overlap_train.flags import Parser, add_options, from_args
-from overlap_train.planning.cost import network_sms, reduce_sms
+from overlap_train.planning.cost import communication_sms
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.estimates import COLLECTIVE, METHODS
@@ -210,7 +210,7 @@ def test_short_sequences_and_nodes_hide_no_all_to_all(wide: str, capsys: pytest.
     spans = [line.split()[:3] for line in across.partition("Spans")[2].splitlines()]
     assert spans[12:15] == [["8", "1", "2"], ["4", "2", "2"], ["2", "4", "2"]]
     assert plan_of_grid(wide, "--tp", "4", "--nodes", "4", "--seq", "4096") == 0
-    filled, sums = capsys.readouterr().out, reduce_sms(SYSTEMS["h200"], 2)
+    filled, sums = capsys.readouterr().out, communication_sms(SYSTEMS["h200"], 2)[1]
     assert "not estimated" in filled and f"6 SMs for the network, and {sums} for sums of a node." in filled
 
 
@@ -229,7 +229,7 @@ def test_across_nodes_it_says_what_is_not_estimated_and_which_span_pays(
     assert "across nodes: nic_gbs, nic_us, sum_sm_gbs of h20" in said
     assert said.splitlines()[1].startswith("Note: 8 query heads and 8 KV heads cannot be divided among 16 ranks.")
     document = json.loads(results.read_text())
-    sms, sums = network_sms(SYSTEMS["h20"].nic_gbs), reduce_sms(SYSTEMS["h20"], 8)
+    sms, sums = communication_sms(SYSTEMS["h20"], 8)
     assert f"Reckons with {sms} SMs for the network, and {sums} for sums of a node." in said.splitlines()
     assert (document["network_sms"], document["reduce_sms"]) == (sms, sums) == (4, 4)
     assert [(span["tp"], span["nodes"]) for span in document["spans"]][-2:] == [(8, 1), (16, 2)]

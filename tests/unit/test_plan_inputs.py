@@ -34,7 +34,7 @@ from overlap_train.tools.plan.inputs import (
     read_strategy,
     read_system,
 )
-from overlap_train.tools.plan.tables import not_measured
+from overlap_train.tools.plan.tables import not_measured, notes
 
 H200, LLAMA = SYSTEMS["h200"], PLANNED_MODELS["llama3-8b"]
 
@@ -204,6 +204,54 @@ def test_what_the_doctor_measured_becomes_a_system(tmp_path: Path) -> None:
     assert probed("NVIDIA H200", []) is None and probed("Some GPU", found) is None
 
 
+def a_device(monkeypatch: pytest.MonkeyPatch, name: str, sms: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda: SimpleNamespace(name=name, multi_processor_count=sms)
+    )
+
+
+LINKS = ("nvlink_gbs", "gpus_per_node")
+
+
+@pytest.mark.parametrize(
+    ("name", "sms", "called", "peak", "assumed"),
+    [
+        ("NVIDIA H100 80GB HBM3", 132, "h100", 989.4, ()), ("NVIDIA H200", 132, "h200", 989.4, ()),
+        ("NVIDIA H20", 78, "h20", 148.0, ()), ("NVIDIA H800", 132, "h800", 989.4, ()),
+        ("NVIDIA A100-SXM4-80GB", 108, "a100", 312.0, ()), ("NVIDIA B200", 148, "b200", 2250.0, ()),
+        ("NVIDIA H100 PCIe", 114, "h100 pcie", 756.0, LINKS), ("NVIDIA A100-PCIE-40GB", 108, "a100-pcie-40gb", 312.0, LINKS),
+        ("NVIDIA H200 NVL", 132, "h200 nvl", 835.5, LINKS), ("NVIDIA GB200", 152, "gb200", 2500.0, LINKS),
+        ("NVIDIA H800 PCIe", 114, "h800 pcie", 989.4, ("peak_tflops", *LINKS)),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 60, "h100 80gb hbm3 mig 3g.40gb", 989.4, LINKS),
+    ],
+)  # fmt: skip
+def test_other_cards_are_not_taken_for_those_whose_facts_are_known(
+    name: str,
+    sms: int,
+    called: str,
+    peak: float,
+    assumed: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device says how many SMs it has. What is not known of it a plan lists."""
+    a_device(monkeypatch, name, sms)
+    said = write_system(tmp_path / "here.json", measured_by_ranks([430.0] * 2, 20.0), plays_nodes=True)
+    system = read_system(str(tmp_path / "here.json"))
+    assert (system.name, system.sms, system.peak_tflops, system.assumed) == (called, sms, peak, assumed)
+    assert ("are those of another card" in said) == bool(assumed)
+    listed = [line for line in not_measured(system, Strategy(2), {}) if "another card" in line]
+    expected = f"{called}: assumed from another card of its family: {', '.join(assumed)}"
+    assert listed == ([expected] if assumed else [])
+
+
+def test_without_the_device_its_sms_are_assumed_too() -> None:
+    system = probed("NVIDIA H100 PCIe", measured_by_ranks([430.0] * 2, 20.0))
+    assert system is not None and system.assumed == ("sms", *LINKS)
+
+
 def crossed(gbs: float, ranks: int = 4) -> list[Finding]:
     """What ranks of two nodes find who have sent 32 MiB at gbs, as JSON."""
     topology = Topology(2, ranks // 2, 0)
@@ -220,8 +268,7 @@ def test_the_measured_network_is_what_plans_reckon_with(
 ) -> None:
     """Not what went between ranks of one machine that were told to be nodes."""
     here, results = tmp_path / "here.json", tmp_path / "plan.json"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    a_device(monkeypatch, "NVIDIA H200", 132)
     said = write_system(here, [*measured_by_ranks([640.0] * 4, 380.0), *crossed(23.5)], plays_nodes)
     monkeypatch.undo()
     assert ("nic_gbs" in said) != plays_nodes
@@ -231,7 +278,26 @@ def test_the_measured_network_is_what_plans_reckon_with(
     planned = capsys.readouterr().out
     assert ("- across nodes: nic_us, sum_sm_gbs of h200" in planned) != plays_nodes
     assert json.loads(results.read_text())["system"]["nic_gbs"] == pytest.approx(gbs)
-    assert f"Reckons with {cost.network_sms(gbs)} SMs for the network" in planned
+    assert f"Reckons with {cost.communication_sms(system, 1)[0]} SMs for the network" in planned
+
+
+@pytest.mark.parametrize(
+    ("gbs", "strategy", "reckons", "needs"),
+    [
+        (100.0, Strategy(16, nodes=2), "8 SMs for the network, and 7 for", "10 and 15"),
+        (60.0, Strategy(16, nodes=2), "6 SMs for the network, and 9 for", ""),
+        (66.0, Strategy(16, nodes=2), "8 SMs for the network, and 7 for", "8 and 10"),
+        (70.0, Strategy(1, cp=16, nodes=2), "8 SMs for the network, and 0 for", ""),
+        (1000.0, Strategy(2, nodes=2), "14 SMs for the network, and 0 for", "100 and 0"),
+    ],
+)
+def test_it_says_where_communication_has_fewer_sms_than_the_nic_needs(
+    gbs: float, strategy: Strategy, reckons: str, needs: str
+) -> None:
+    said = notes(replace(H200, nic_gbs=gbs), strategy, [])
+    assert any(reckons in line for line in said)
+    lines = [f"The NIC needs {needs}; communication holds 16 SMs at most."] if needs else []
+    assert [line for line in said if "at most" in line] == lines
 
 
 @pytest.mark.parametrize(("word", "connections"), [("8", 8), ("1", 1), (None, 1), ("0", 1), ("all", 1)])
@@ -242,8 +308,7 @@ def test_streams_share_queues_as_in_training(
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if word is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", word)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    a_device(monkeypatch, "NVIDIA H200", 132)
     write_system(tmp_path / "here.json", measured_by_ranks([640.0] * 4, 380.0), plays_nodes=False)
     assert read_system(str(tmp_path / "here.json")).connections == connections
 

@@ -323,9 +323,11 @@ def test_nccl_is_as_fast_as_its_slowest_link() -> None:
     assert cost.collective_us(fast, nbytes, 2, 2) == pytest.approx(20 + 10 + 1e6 / 400e3), "nor its limit"
 
 
-def test_the_network_has_the_sms_that_its_nic_needs() -> None:
-    """Two for each 20 GB/s, one of which sends while the other receives; never more than NCCL has."""
-    assert [cost.network_sms(gbs) for gbs in (3.0, 20.0, 25.0, 50.0, 1000.0)] == [2, 2, 4, 6, 32]
+@pytest.mark.parametrize(("local", "most"), [(1, 14), (8, 8)])
+def test_the_network_has_the_sms_that_its_nic_needs(local: int, most: int) -> None:
+    """Two for each 20 GB/s, one of which sends while the other receives; never more than groups give it."""
+    systems = [replace(H200, nic_gbs=gbs) for gbs in (3.0, 20.0, 25.0, 50.0, 1000.0)]
+    assert [cost.communication_sms(system, local)[0] for system in systems] == [2, 2, 4, 6, most]
 
 
 def test_an_all_to_all_crosses_by_every_ranks_own_nic() -> None:
@@ -344,12 +346,13 @@ def test_sums_have_the_fewest_sms_that_keep_up_with_the_network(local: int, nic_
     def adds(sms: int) -> float:
         return cost.sum_us(system, (local + 1) * SHARD, sms)
 
-    sms = cost.reduce_sms(system, local)
+    sms = cost.needed_sms(system, local)[1]
     assert (sms == 0) == (local == 1)
     if sms:
         assert adds(sms) <= crosses * (1 + 1e-9) and (sms == 1 or adds(sms - 1) > crosses)
         assert adds(132) == adds(0) == (local + 1) * SHARD / (H200.memory_gbs * 1e3), "never more than the memory gives"
-    assert cost.reduce_sms(replace(H200, nic_gbs=1000.0), 8) == 32, "nor more than communication may have"
+    network, given = cost.communication_sms(system, local)
+    assert given == min(sms, 15 - network), "nor more than communication may have"
 
 
 def test_products_spare_the_sms_of_sums_and_of_nccl() -> None:

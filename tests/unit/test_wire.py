@@ -12,6 +12,7 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.planning.schedule.topology import Topology
+from overlap_train.planning.sm_budget import SmBudget
 from overlap_train.protocol.node_streams import NodeStreamEngine
 from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.symmetric import bursts, wire
@@ -52,15 +53,15 @@ class Made:
     [
         ((2.0, 2.0), (2, 4), 2),  # sockets
         ((20.0, 40.0, 41.9), (2, 4, 8), 4),
-        ((20.0, 40.0, 42.0, 43.0), (2, 4, 8, 16), 8),
-        ((20.0, 40.0, 80.0, 160.0), (2, 4, 8, 16), 16),
+        ((20.0, 40.0, 42.0, 43.0), (2, 4, 8, 14), 8),
+        ((20.0, 40.0, 80.0, 160.0), (2, 4, 8, 14), 14),
     ],
 )
 def test_the_fewest_sms_with_which_the_wire_carries_what_it_can(
     gbs: Sequence[float], tried: Sequence[int], taken: int
 ) -> None:
     by, rates = Made(), iter(gbs)
-    network, carried = wire.connect_with_fewest_sms(by, lambda network: next(rates))
+    network, carried = wire.connect_with_fewest_sms(by, lambda network: next(rates), wire.counts_of(SmBudget(1)))
     assert tuple(one.sms for one in by.networks) == tried
     assert network.sms == taken and carried == gbs[tried.index(taken)]
     assert [one.sms for one in by.networks if one.open] == [taken]
@@ -80,7 +81,7 @@ def connect(
     by, failure = made or Made(), OverlapTimeoutError("rank 3 does not come") if fails else None
     failures: Any = SimpleNamespace(check=mock.Mock(side_effect=failure))
     with mock.patch.object(wire, "_gbs", side_effect=list(own)):
-        network, carried = wire.connect(agreement(rank, others), TOPOLOGY, CPU, sms, by, failures)
+        network, carried = wire.connect(agreement(rank, others), TOPOLOGY, CPU, SmBudget(2, sms), by, failures)
     assert [one for one in by.networks if one.open] == [network] and carried == (gbs or carried)
     return by
 
@@ -99,6 +100,15 @@ def test_a_setting_is_taken_as_it_is_and_what_it_carries_measured(capsys: pytest
     """Sums go by it."""
     assert [one.sms for one in connect(0, 6, own=(20.0,), others=(18.0,), gbs=18.0).networks] == [6]
     assert "carries 18.0 GB/s in each direction, and takes 6 SMs for it" in capsys.readouterr().err
+
+
+def test_it_says_that_more_might_carry_more(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nodes of two ranks keep SMs for their sums."""
+    rates = (20.0, 40.0, 80.0, 160.0)
+    assert [one.sms for one in connect(0, 0, own=rates, others=rates, gbs=80.0).networks] == [2, 4, 8]
+    assert "and takes 8 SMs for it, the most that it may have (see network_sms)" in capsys.readouterr().err
+    connect(0, 8, own=rates, others=rates)
+    assert "takes 8 SMs for it (see network_sms)" in capsys.readouterr().err, "which a setting is not"
 
 
 @pytest.mark.parametrize("sms", [0, 6])

@@ -13,26 +13,31 @@ from typing import Any
 import torch
 
 from ...planning.cost import power_us
-from ...planning.machines import SYSTEMS, System
+from ...planning.hardware import hardware_of
+from ...planning.machines import CARDS, SYSTEMS, System
 from .network import NCCL, NVSHMEM, name_of
 from .report import Finding
 
 # Operators send blocks of 8 to 64 MiB. On H200 these go at 360 GB/s where the doctor's 128 MiB go at 380.
 _OF_PROBE = 360 / 380
 _FLOPS = 2.0 * 8192**3  # of the doctor's product
+_ASSUMED = ("nvlink_gbs", "gpus_per_node")  # of another card of the same family
 _RATES = ("tile_tflops", "burst_tflops", "sustained_tflops")
 
 
 def write_system(path: Path, findings: Sequence[Finding], plays_nodes: bool) -> str:
     """Write the file. Returns a line that says what became of it. plays_nodes: ranks of one machine play several nodes, so no
     network was measured."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    system = probed(name, findings, crossed=not plays_nodes)
+    here = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if here else "no GPU"
+    sms = torch.cuda.get_device_properties().multi_processor_count if here else 0
+    system = probed(name, findings, crossed=not plays_nodes, sms=sms)
     if system is None:
         return f"{path} not written: {name} is none of {', '.join(SYSTEMS)}, or its product was not measured"
     system = replace(system, connections=_connections(system))
     path.write_text(json.dumps(asdict(system), indent=1) + "\n")
-    return f"{path}: {system.name} with what was measured: {', '.join(system.measured)}"
+    other = f"; {', '.join(system.assumed)} are those of another card" if system.assumed else ""
+    return f"{path}: {system.name} with what was measured: {', '.join(system.measured)}{other}"
 
 
 def _connections(system: System) -> int:
@@ -41,10 +46,10 @@ def _connections(system: System) -> int:
     return int(word) if word.isdecimal() and int(word) else system.connections
 
 
-def probed(device_name: str, findings: Sequence[Finding], crossed: bool = True) -> System | None:
+def probed(device_name: str, findings: Sequence[Finding], crossed: bool = True, sms: int = 0) -> System | None:
     """The named system with this machine's speed of products, of copies over each rank's slowest link, and (crossed) of gathers
-    between nodes: medians over ranks. Other figures are of the H200, or scaled from it."""
-    base = next((system for name, system in SYSTEMS.items() if name.upper() in device_name.upper()), None)
+    between nodes: medians over ranks. Other figures are of the H200, or scaled from it. sms: of the device; 0: there is none."""
+    base = _card(device_name, sms)
     products = _figures(findings, "gemm")
     if base is None or not products:
         return None
@@ -55,6 +60,24 @@ def probed(device_name: str, findings: Sequence[Finding], crossed: bool = True) 
     probes = (("copy_gbs", _OF_PROBE, _figures(findings, "link")), ("nic_gbs", 1.0, network))
     links: dict[str, Any] = {name: round(part * statistics.median(gbs), 1) for name, part, gbs in probes if gbs}
     return replace(made, **links, measured=(*_RATES, *links))
+
+
+def _card(device_name: str, sms: int) -> System | None:
+    """The facts of a card. One that is not in the table has those of its family, as far as nothing else is known: the device
+    knows its SMs, and hardware.py the products of variants."""
+    family = CARDS.get(device_name) or next((name for name in SYSTEMS if name.upper() in device_name.upper()), "")
+    if not family:
+        return None
+    base = SYSTEMS[family]
+    card = replace(base, sms=sms or base.sms)
+    if device_name in CARDS:
+        return card
+    known, assumed = hardware_of(device_name), _ASSUMED if sms else ("sms", *_ASSUMED)
+    if known is None:
+        assumed = ("peak_tflops", *assumed)
+    else:
+        card = replace(card, peak_tflops=known.peak_tflops)
+    return replace(card, name=device_name.removeprefix("NVIDIA ").lower(), assumed=assumed)
 
 
 def _of_network(findings: Sequence[Finding]) -> list[float]:

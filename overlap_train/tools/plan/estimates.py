@@ -9,7 +9,7 @@ import torch
 
 from ...methods import TRAITS
 from ...planning.choice import alone, choose
-from ...planning.cost import network_sms, reduce_sms
+from ...planning.cost import communication_sms
 from ...planning.engine_plan import NodeNetwork, engine_plan
 from ...planning.machines import System
 from ...planning.passes import Pass
@@ -63,7 +63,7 @@ def work_of(
     if is_alone:
         choice = alone(choice, pass_, target)  # type: ignore[arg-type]
     weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")
-    network = NodeNetwork(network_sms(system.nic_gbs), reduce_sms(system, topology.local), system.nic_gbs)
+    network = NodeNetwork(*communication_sms(system, topology.local), system.nic_gbs)
     plan = engine_plan(choice, pass_, topology, target, weight, network)  # type: ignore[arg-type]
     return Work(system, plan, pass_, topology, side=side)
 

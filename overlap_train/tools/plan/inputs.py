@@ -64,6 +64,11 @@ class Strategy:
         """Nodes that the group spans in which linears overlap."""
         return self.tp_nodes if self.tp > 1 else self.cp_nodes
 
+    @property
+    def overlap_local(self) -> int:
+        """Ranks of that group in one node."""
+        return (self.tp if self.tp > 1 else self.cp) // self.overlap_nodes
+
 
 STRATEGIES = {f"tp{tp}": Strategy(tp) for tp in (1, 2, 4, 8)} | {f"cp{cp}": Strategy(1, cp=cp) for cp in (2, 4, 8)}
 PLANNED_MODELS = {name: model for name, model in MODELS.items() if name != TINY}

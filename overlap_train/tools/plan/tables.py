@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...planning.cost import network_sms, reduce_sms
+from ...planning.cost import communication_sms, needed_sms
 from ...planning.machines import System
+from ...planning.sm_budget import MOST_SMS
 from ..measure.models import Model
 from ..measure.results import aligned, cell
 from .estimates import COLLECTIVE, METHODS
@@ -95,6 +96,7 @@ def notes(system: System, strategy: Strategy, predictions: Sequence[Prediction])
         found += [
             ACROSS_NODES,
             f"Reckons with {sms['network_sms']} SMs for the network, and {sms['reduce_sms']} for sums of a node.",
+            *_clamped(system, strategy, sms),
             f"{ONE_QUEUE if system.connections == 1 else MANY_QUEUES} (CUDA_DEVICE_MAX_CONNECTIONS={system.connections}).",
         ]
     return found
@@ -117,6 +119,8 @@ def not_measured(system: System, strategy: Strategy, spans: Mapping[Strategy, Sp
     found = []
     if system.not_measured:
         found.append(f"{system.name}: scaled from the H200 by data sheets: {', '.join(system.not_measured)}")
+    if system.assumed:
+        found.append(f"{system.name}: assumed from another card of its family: {', '.join(system.assumed)}")
     others = map(str, sorted({span.ranks for span in spans}.difference(MEASURED_RANKS)))
     if names := ", ".join(others):
         found.append(f"{names} ranks: links and NCCL were measured with 2 and 4 GPUs")
@@ -158,8 +162,16 @@ def _not_measured_across_nodes(system: System) -> list[str]:
 
 def node_sms(system: System, strategy: Strategy) -> dict[str, int]:
     """SMs that products leave to NCCL, and a scatter's also to sums of a node."""
-    sums = reduce_sms(system, strategy.tp // strategy.tp_nodes) if strategy.tp > 1 else 0
-    return {"network_sms": network_sms(system.nic_gbs), "reduce_sms": sums}
+    network, sums = communication_sms(system, strategy.overlap_local)
+    return {"network_sms": network, "reduce_sms": sums if strategy.tp > 1 else 0}
+
+
+def _clamped(system: System, strategy: Strategy, sms: dict[str, int]) -> list[str]:
+    """A line where these are fewer than the NIC needs."""
+    network, sums = needed_sms(system, strategy.overlap_local)
+    if sms["network_sms"] >= network and (sms["reduce_sms"] >= sums or strategy.tp == 1):
+        return []
+    return [f"The NIC needs {network} and {sums}; communication holds {MOST_SMS} SMs at most."]
 
 
 def document(

@@ -9,6 +9,7 @@ HARDWARE = "tests/unit/test_doctor_hardware.py"
 OPERATOR = In("overlap_train/tools/doctor/operator.py", (f"{PROCESSES}::test_every_method_that_auto_takes_is_tried",))
 LINKS = In("overlap_train/tools/doctor/links.py", ("tests/unit/test_plan_inputs.py",))
 NETWORK = In("overlap_train/tools/doctor/network.py", ("tests/unit/test_plan_inputs.py",))
+LISTED = In("overlap_train/tools/plan/tables.py", ("tests/unit/test_plan_inputs.py",))
 SYSTEM = In("overlap_train/tools/doctor/system.py", ("tests/unit/test_plan_inputs.py",))
 REPORT = In("overlap_train/tools/doctor/report.py", ("tests/unit/test_doctor.py",))
 TOOLCHAIN = In("overlap_train/tools/doctor/toolchain.py", ("tests/unit/test_doctor_installation.py",))
@@ -33,6 +34,17 @@ FAULTS = [
     LINKS("every slow link counts as a rank", "*others]", "*(replace(other, figure=min(mine.values())) for other in others)]"),
     LINKS("products leave no figure", "return replace(found, figure=tflops)", "return found"),
     NETWORK("the network leaves no figure", "return [replace(found, figure=gbs)]", "return [found]"),
+    SYSTEM("a card of the family is taken for the one whose facts are known", "    if device_name in CARDS:\n", "    if True:\n"),
+    SYSTEM("the device is not asked for its SMs", "crossed=not plays_nodes, sms=sms)", "crossed=not plays_nodes)"),
+    SYSTEM("the device's SMs are not taken", "sms=sms or base.sms)", "sms=base.sms)"),
+    SYSTEM("SMs that no device has told are known", '_ASSUMED if sms else ("sms", *_ASSUMED)', "_ASSUMED"),
+    SYSTEM("the peak of a variant is its family's", "peak_tflops=known.peak_tflops)", "peak_tflops=card.peak_tflops)"),
+    SYSTEM("a peak that nobody knows is known", 'assumed = ("peak_tflops", *assumed)', "pass"),
+    SYSTEM("another card has the name of the one that is known",
+           'name=device_name.removeprefix("NVIDIA ").lower(), assumed', "assumed"),
+    SYSTEM("the doctor does not say what is assumed",
+           'another card" if system.assumed else ""', 'another card" if False else ""'),
+    LISTED("a plan does not list what is assumed", "    if system.assumed:\n", "    if False:\n"),
     SYSTEM("plans do not reckon with the measured network", '"nic_gbs", 1.0, network)', '"nic_gbs", 1.0, [])'),
     SYSTEM("what goes between ranks of one machine is a network", "if crossed else []", "if True else []"),
     TOOLCHAIN("any compiler does where CC names one", '[asked] if asked else ["gcc", "clang"]', '[asked or "", "gcc", "clang"]'),

@@ -53,10 +53,15 @@ BESIDE, COLUMN, ULYSSES, STREAM_PRODUCTS, EXCHANGE_PRODUCTS = (
         "operators/start", "operators/column_row", "ulysses/exchange", "operators/node_streams", "operators/node_exchanges"
     )
 )  # fmt: skip
+LARGE, LARGE_LAUNCHES, LARGE_ROUTES = (
+    In(f"overlap_train/{file}.py", ("tests/protocol/test_large_groups.py",))
+    for file in ("operators/node_streams", "gpu/launch", "protocol/slot")
+)
 SUM = In("kernels/add_blocks.py", ("tests/protocol/test_add_blocks.py",))
 SAYS = In("overlap_train/symmetric/agreement.py", ("tests/unit/test_wire.py",))
 GLOO = In("overlap_train/symmetric/gloo.py", ("tests/unit/test_gloo_transport.py",))
 SUMS = In("overlap_train/symmetric/node_sums.py", ("tests/unit/test_node_sums.py",))
+BUDGET = In("overlap_train/planning/sm_budget.py", ("tests/unit/test_sm_budget.py",))
 SUM_PROBE = In("overlap_train/symmetric/node_sums.py", ("tests/protocol/test_add_blocks.py",))
 ENGINES_MADE = In("overlap_train/runtime/across_nodes.py", ("tests/unit/test_across_nodes.py",))
 SUM_SMS = In("overlap_train/operators/node_streams.py", (f"{STREAMED}::test_a_sum_holds_as_many_sms_as_its_plan_says",))
@@ -93,7 +98,11 @@ FAULTS = [
     WIRE("connections stay where others are taken", "        best.close(orderly=True)\n", ""),
     WIRE("an exchange that failed is a measurement", "        failures.check()\n", ""),
     WIRE("the time to connect counts", "    seconds(exchange, device)  # NCCL", "    # NCCL"),
-    WIRE("a setting is measured, too", "(sms,) if sms else COUNTS", "COUNTS"),
+    WIRE("a setting is measured, too", "return (most,) if budget.network_sms else (*", "return (*"),
+    WIRE("more SMs are tried than NCCL may have", "for count in COUNTS if count < most), most)", "for count in COUNTS), 16)"),
+    WIRE("nobody says that NCCL may have no more", "network.sms == budget.for_network and not", "False and not"),
+    WIRE("a setting is said to be a limit",
+         "network.sms == budget.for_network and not budget.network_sms", "network.sms == budget.for_network"),
     WIRE("networks stay open where one fails", "    opened.callback(network.close, orderly=False)\n", ""),
     WIRE("the network that is taken is closed", "        opened.pop_all()\n", ""),
     ENGINES_MADE("nodes stay connected where the engine cannot be made",
@@ -257,7 +266,12 @@ FAULTS = [
                    "self._own.chunk(self._call.chunks)[0]"),
     STREAM_ENGINES("sums are those of the first chunk", "received = self._call.blocks[:, self._call.chunk_rows(chunk)]",
                    "received = self._call.blocks[:, self._call.chunk_rows(0)]"),
-    STREAM_ENGINES("the own node's partials are left out", "order = self._others(topology.rank)", "order = []"),
+    STREAM_ENGINES("the own node's partials are left out", "call.blocks, beside + twins, y)", "call.blocks, twins, y)"),
+    LARGE("sums take memory for all ranks", "new_empty(far, *self._partials", "new_empty(8 * far, *self._partials"),
+    LARGE("sums for all nodes lie in one place", "(leg.block // topology.local - topology.node) % topology.nodes - 1", "0"),
+    LARGE_LAUNCHES("a large group packs its launches in every call",
+                   "_FOR_ALL, _FOR_A_CHUNK = 256, 4", "_FOR_ALL, _FOR_A_CHUNK = 256, 0"),
+    LARGE_ROUTES("a large group works its routes out in every call", "_PLANS_OF_A_CALL = 8", "_PLANS_OF_A_CALL = 0"),
     PROCESSES("chunks of the second far node are those of the first", "near + turn // call.chunks * local", "near", PASSES),
     PUTS("a signal goes to the twin", "self._set, place.rank, stream)", "self._set, place.receiver, stream)"),
     PUTS("words are signed to NVSHMEM", "word % _WORD", "word"),
@@ -303,9 +317,13 @@ FAULTS = [
         "total = (total + tl.load(part_ptr + offsets, mask=mask, other=0.0)).to(y_ptr.dtype.element_ty).to(tl.float32)"),
     SUMS("ranks take different numbers of SMs for sums", "min(agreement.exchange(probe.gbs(count), _MEASURE))",
          "agreement.exchange(probe.gbs(count), _MEASURE)[0]"),
-    SUMS("a sum need not keep up", "while gbs < needed and sms < MOST_CTAS:", "while False:"),
-    SUMS("sums take more SMs than communication may have", "sms = min(MOST_CTAS, max", "sms = min(999, max"),
+    SUMS("a sum need not keep up", "while gbs < needed and sms < most:", "while False:"),
+    SUMS("sums take more SMs than communication may have", "sms = min(most, max", "sms = min(999, max"),
     SUMS("sums take SMs that they do not need", "math.ceil(sms * needed / gbs)))", "math.ceil(2 * sms * needed / gbs)))"),
+    SUMS("nobody says that sums may have no more", ", the most that they may have", ""),
+    ENGINES_MADE("sums take what NCCL has", "self._budget.for_sums(network)", "self._budget.for_sums(0)"),
+    ENGINES_MADE("sums take what NCCL may leave at least",
+                 "self._settled(gbs, nccl.sms)", "self._settled(gbs, self._budget.for_network)"),
     SAYS("every rank says what was found", "    if rank == 0:\n", "    if True:\n"),
     SUMS("nodes of one rank measure sums", "if sms or topology.local == 1:", "if sms:"),
     SUMS("the setting of sums is measured, too", "if sms or topology.local == 1:", "if topology.local == 1:"),
@@ -316,8 +334,17 @@ FAULTS = [
               "        seconds(burst, self._device)  # it", "        # it"),
     SUM_PROBE("what a sum writes is not counted", "(local + 1) * self._own.nbytes", "local * self._own.nbytes"),
     SUM_PROBE("the probe adds fewer blocks", "COUNT=len(received)", "COUNT=1"),
-    ENGINES_MADE("sums keep up with the slowest network", "settle(agreement, topology, device, gbs,",
-                 "settle(agreement, topology, device, 1.0,"),
+    ENGINES_MADE("sums keep up with the slowest network", "self._settled(gbs, nccl.sms)", "self._settled(1.0, nccl.sms)"),
+    ENGINES_MADE("nobody says what communication holds",
+                 "        say_on_rank_0(self.agreement.rank, in_words(", "        str(in_words("),
+    BUDGET("communication holds more SMs", "MOST_SMS = 16", "MOST_SMS = 17"),
+    BUDGET("waits do not count", "max(1, MOST_SMS - WAIT_SMS - network)", "max(1, MOST_SMS - network)"),
+    BUDGET("NCCL leaves nothing to sums", "if self.local > 1 and not self.reduce_sms:", "if False:"),
+    BUDGET("NCCL leaves SMs to sums that nobody makes", "(self.reduce_sms if self.local > 1 else 0)", "self.reduce_sms"),
+    BUDGET("what sums are given is not taken from NCCL", "(self.reduce_sms if self.local > 1 else 0)", "0"),
+    BUDGET("NCCL gets a CTA without a partner", "left - left % 2", "left"),
+    BUDGET("a setting of sums is cut", "return self.reduce_sms or max(", "return max("),
+    BUDGET("a setting of NCCL is cut", "        if self.network_sms:\n", "        if False:\n"),
     SUM_SMS("a sum takes all SMs", "others, total, self._plan.reduce_sms)", "others, total)"),
     SUM_SMS("a scatter's products leave no SM to sums", "engine.products(plan.spared_sms)", "engine.products(plan.send_sms)"),
     SUM("sums between nodes begin at another block's chunk", "* pitch", "* size"),

@@ -7,6 +7,10 @@ from tests.mutations.mutation import In
 NODES, ONE_NODE, COMMAND = (f"tests/unit/test_plan_{name}.py" for name in ("nodes", "simulation", "command"))
 ACROSS = In("overlap_train/tools/plan/simulation/across_nodes.py", (NODES,))
 BACKWARD = In("overlap_train/tools/plan/simulation/backward.py", (NODES,))
+LIMITED = In(
+    "overlap_train/tools/plan/tables.py",
+    ("tests/unit/test_plan_inputs.py::test_it_says_where_communication_has_fewer_sms_than_the_nic_needs",),
+)
 COST = In("overlap_train/planning/cost.py", (NODES,))
 PROGRAMS = In("overlap_train/tools/plan/simulation/programs.py", (NODES,))
 LIBRARY = In("overlap_train/tools/plan/simulation/by_library.py", (NODES,))
@@ -64,7 +68,11 @@ FAULTS = [
     ACROSS("plan: a node of one rank adds", "if local > 1 else 0.0", "if True else 0.0"),
     COST("plan: sums need not write", "return (local + 1) * wire_gbs", "return local * wire_gbs"),
     COST("plan: sums have one SM too few", "math.ceil(node_sum_gbs", "math.floor(node_sum_gbs"),
-    COST("plan: sums take as many SMs as there are", "/ system.sum_sm_gbs), MOST_CTAS)", "/ system.sum_sm_gbs), 999)"),
+    COST("plan: sums take as many SMs as there are", "min(sums, budget.for_sums(network))", "sums"),
+    COST("plan: NCCL has as many SMs as its NIC could use", "min(network, budget.for_network)", "network"),
+    LIMITED("plan: it reckons with fewer SMs than the NIC needs, and says nothing", "*_clamped(system, strategy, sms),", ""),
+    LIMITED("plan: a NIC that has its SMs is said to have too few", 'if sms["network_sms"] >= network and (', "if False and ("),
+    LIMITED("plan: Ulysses has too few SMs for sums that it does not make", "or strategy.tp == 1)", "or False)"),
     COST("plan: few SMs read faster than the memory", "min(system.memory_gbs, sms", "max(0.0, sms"),
     WORK("plan: a kernel has the SMs that it leaves", "return self.system.sms - self.plan.spared_sms", "return self.system.sms"),
     ACROSS("plan: what a kernel multiplies is never there", "stored(work.call, block, chunk) if in_tiles else", ""),

@@ -82,7 +82,8 @@ FAULTS = [
     TABLES("grid: spans are named by ranks", 'axes = ("tp", "cp") if strategy.is_grid else', "axes ="),
     TABLES("grid: nobody says what is hidden", "if hidden else []", "if False else []"),
     TABLES("grid: kernels in a node are not estimated", "if strategy.overlap_nodes > 1:", "if strategy.nodes > 1:"),
-    TABLES("grid: sums of nodes that Ulysses spans", "strategy.tp // strategy.tp_nodes)", "strategy.local // 2)"),
+    TABLES("grid: sums of nodes that Ulysses spans",
+           "communication_sms(system, strategy.overlap_local)", "communication_sms(system, 1)"),
     AHEAD("grid: the plan sends ahead itself", "return self.plan.sends_ahead and reader.plan.sends_ahead", "return False"),
     TURNS("grid: the plan sends x beside dx itself", "in (self._made, again) if blocks", "in (self._made,) if blocks"),
 ]  # fmt: skip

@@ -1,0 +1,130 @@
+"""What a rank of sixteen nodes of eight remembers from call to call, how often it waits, and what memory it takes.
+
+Nothing runs: the rank enqueues its calls, in which nothing arrives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet")
+
+from overlap_train.gpu.launch import Launch, LaunchCache
+from overlap_train.operators import start
+from overlap_train.operators.node_streams import NodeStreamScatter
+from overlap_train.protocol.layout import Layout
+from overlap_train.protocol.node_slot import NodeCall
+from tests.protocol.interleaving import Scheduler
+from tests.protocol.operator_problems import tag_of
+from tests.protocol.simulated_nodes import NodeSimulation
+from tests.protocol.simulated_ranks import Memory, SimulatedDomain, SimulatedHeap
+
+NODES, LOCAL, CHUNKS, SLOTS = 16, 8, 4, 3
+WORLD, RANK = NODES * LOCAL, 11  # a rank in the middle of its node
+ROWS, TAG = 16, tag_of("call")
+METHODS = ("chunked", "fused")
+# What the caller has, [rows, columns], and the specification whose forward is the operator.
+OPERATORS = {
+    "gather": ((ROWS, ROWS), "ALL_GATHER_LINEAR"),
+    "scatter": ((WORLD * ROWS, ROWS), "LINEAR_REDUCE_SCATTER"),
+    "to_heads": ((ROWS, ROWS), "LINEAR_ALL_TO_ALL"),
+    "to_rows": ((WORLD * ROWS, ROWS), "ALL_TO_ALL_LINEAR"),
+}
+Run = Callable[[], object]
+
+
+@pytest.fixture
+def domain() -> SimulatedDomain:
+    machine = NodeSimulation(WORLD, node_ranks=LOCAL, chunks=CHUNKS)
+    layout = Layout(WORLD, WORLD * ROWS * ROWS * 4)
+    machine.memory[RANK] = Memory()
+    domain = machine.domain(Scheduler(0), SimulatedHeap(WORLD, layout), layout, RANK)
+    domain.engine._blas = None  # there is none to ask
+    return domain
+
+
+def a_call(domain: SimulatedDomain, operator: str, method: str) -> Run:
+    """Enqueues a call, of one plan."""
+    (rows, columns), spec = OPERATORS[operator]
+    x = torch.zeros(rows, columns)
+    wide = operator == "to_heads", operator == "to_rows"
+    b = torch.zeros(WORLD * ROWS if wide[1] else ROWS, WORLD * ROWS if wide[0] else ROWS)
+    plan = domain.plan(method, x, b.t(), spec).fprop
+
+    def run() -> None:
+        with domain.operator(TAG, slots=1):
+            if operator == "gather":
+                start.start_gather(domain, plan, TAG, x).matmul(b)
+            elif operator == "scatter":
+                start.start_scatter(domain, plan, TAG, x, b).finish()
+            elif operator == "to_heads":
+                start.start_gemm_all_to_all(domain, plan, TAG, x, b).received()
+            else:
+                blocks, y = x.unflatten(0, (WORLD, ROWS)), torch.empty(ROWS, ROWS)
+                start.start_all_to_all_gemm(domain, plan, TAG, blocks).matmul(b, y)
+
+    return run
+
+
+@pytest.fixture
+def made(domain: SimulatedDomain, monkeypatch: pytest.MonkeyPatch) -> Counter[Hashable]:
+    """What was packed, and the legs whose way was worked out: how often."""
+    times, route = Counter[Hashable](), NodeCall._route
+
+    def pack(cache: Any, launcher: Any, key: Hashable, values: tuple[int, ...], launch: Launch) -> None:
+        times[key] += 1
+        cache._packed.put(key, lambda values: None)
+
+    def counted(call: Any, leg: Any, tiles: int, pitch: int) -> Any:
+        times[leg] += 1
+        return route(call, leg, tiles, pitch)
+
+    monkeypatch.setattr(LaunchCache, "_run_and_pack", pack)
+    monkeypatch.setattr(NodeCall, "_route", counted)
+    domain.workspace._waits.launcher = object()
+    return times
+
+
+def test_later_calls_pack_nothing_again(domain: SimulatedDomain, made: Counter[Hashable]) -> None:
+    """Operators of all kinds, which share the calls of a slot: what the slots remember serves all of them."""
+    calls = [a_call(domain, operator, method) for operator in OPERATORS for method in METHODS]
+    for _ in range(SLOTS):
+        for call in calls:
+            call()
+    assert made.total() > 2 * 256, "more than a small group needs"
+    made.clear()
+    for _ in range(2 * SLOTS):
+        for call in calls:
+            call()
+    assert not made, made.most_common(3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_scatter_waits_twice_for_each_chunk_of_a_far_node(
+    method: str, domain: SimulatedDomain, made: Counter[Hashable]
+) -> None:
+    """For the ranks before this one and behind it; in the end once for its node, and for each twin."""
+    a_call(domain, "scatter", method)()
+    waits = [key for key in made if isinstance(key, tuple) and str(key[0]).startswith("wait")]
+    assert len(waits) == 2 * CHUNKS * (NODES - 1) + 1 + (NODES - 1)
+
+
+def test_sums_take_a_block_for_each_far_node(
+    domain: SimulatedDomain, made: Counter[Hashable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no two sums lie in one place: all may be under way."""
+    found, make = set[tuple[int, int]](), NodeStreamScatter._make_sum
+
+    def kept(scatter: Any, twin: int, chunk: int, total: torch.Tensor) -> None:
+        found.add((total.data_ptr(), total.untyped_storage().nbytes()))
+        make(scatter, twin, chunk, total)
+
+    monkeypatch.setattr(NodeStreamScatter, "_make_sum", kept)
+    a_call(domain, "scatter", "chunked")()
+    assert len(found) == (NODES - 1) * CHUNKS
+    assert {nbytes for _, nbytes in found} == {(NODES - 1) * ROWS * ROWS * 4}
