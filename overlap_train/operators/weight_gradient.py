@@ -36,11 +36,12 @@ class WeightGradient:
         self._weight = weight
         self._target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
         self._dw: torch.Tensor | None = None
-        if parts > 1 and (self._target is None or self._target.dtype != torch.float32):
-            self._dw = torch.zeros_like(weight, dtype=torch.float32)
+        self._sums_apart = parts > 1 and (self._target is None or self._target.dtype != torch.float32)
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add the product of one part's rows."""
+        if self._sums_apart and self._dw is None:  # not before: it would run ahead of what is sent first
+            self._dw = torch.zeros_like(self._weight, dtype=torch.float32)
         target = self._target if self._dw is None else self._dw
         if target is None:
             self._dw = _product(dy, x)

@@ -69,11 +69,14 @@ LONG_COPY_US = 150.0
 # Between nodes of GPUs each block is an exchange of its own, which takes the host and the network's latency: a shorter one
 # goes by NCCL. Else `fused`, whose kernel multiplies all blocks; `chunked` has a product for each rank, which may leave SMs idle.
 # A2A + GEMM is the other way round where a tile waits for several exchanges: `chunked` multiplies several blocks side by side.
-# The planner says of 6140 passes (Llama-3 8B to 405B and Qwen3 32B on 2 to 8 nodes of 4 and 8 H200, H800 and H20, NICs of 25 to
-# 100 GB/s): by this rule 20 % take more than 3 % longer than by the best of the three, and the mean loss is 6.6 %. With `chunked`
-# where a rank's product fills the SMs it was 40 and 26 %. On two H200 that play two nodes `fused` took 0.91 of the time of
-# `chunked` in the mean, for blocks of 32 MiB; shorter ones were not measured.
-LEAST_BLOCK = 4 << 20
+# An exchange keeps the host for 0.2 to 0.4 ms (machines.py: host_exchange_us), in which a NIC of 25 to 50 GB/s carries 5 to 20
+# MB. 2877 planned passes (Llama-3 8B to 405B and Qwen3 32B on 2 and 4 nodes of 1, 4 and 8 H200, H800 and H20): those with
+# blocks of 4 to 8 MiB would take 1.33 times as long as NCCL + cuBLAS with 0.34 ms an exchange, and 1.04 times with 0.2; those
+# with 8 to 16 MiB are 1.09 and 1.21 times as fast. From 8 MiB on 22 % of all passes take more than 3 % longer than by the best
+# of the three, and the mean loss is 4.8 %; from 4 MiB on 27 and 10 %, from 16 on 28 and 6.5 %. With 0.2 ms the mean loss is
+# least with 8 MiB, too. On two H200 that play two nodes `fused` took 0.91 of the time of `chunked` in the mean, for blocks of
+# 32 MiB; shorter ones were not measured.
+LEAST_BLOCK = 8 << 20
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,9 @@ def test_the_doctor_finds_a_signal_that_overtakes_its_data(nodes: Case, monkeypa
 @once
 @pytest.mark.parametrize("operator", ["column", "to_heads", "to_rows"])
 def test_what_auto_takes_and_kept_inputs_work(nodes: Case, operator: str) -> None:
-    """By `auto` blocks of 4 MiB go by `fused` or `chunked`, shorter ones by `collective`."""
+    """By `auto` blocks of 8 MiB go by `fused` or `chunked`, shorter ones by `collective`."""
     for settings in ({"method": "auto"}, {"gathered_input": "keep"}):
-        for rows in (256, 2048):
+        for rows in (256, 4096):
             OPERATORS[operator](replace(nodes, config=replace(nodes.config, **settings)), (rows, 1), 1024, 1024)
 
 

@@ -67,9 +67,9 @@ def test_whose_kernels_multiply_and_in_which_chunks() -> None:
 
 def test_across_nodes_they_overlap() -> None:
     pass_ = Pass(A2A_GEMM, 32768, 4096, 4096, BF16, 4)
-    short = Pass(A2A_GEMM, 8192 - 4, 4096, 4096, BF16, 4).dgrad
+    short = Pass(A2A_GEMM, 16384 - 4, 4096, 4096, BF16, 4).dgrad
     assert choose("auto", short, GPU, UNTUNED, nodes=2) == Choice(
-        "collective", "auto: not tuned: blocks of 4 MiB are too short to cross nodes one by one"
+        "collective", "auto: not tuned: blocks of 8 MiB are too short to cross nodes one by one"
     )
     assert choose("auto", short, torch.device("cpu"), UNTUNED, nodes=2).method == "chunked"
     for one in (pass_, replace(pass_, dtype=torch.float32).dgrad):
@@ -168,8 +168,8 @@ def test_an_exchange_beside_a_product_is_by_copies_in_whole_blocks(method: str, 
 @pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize("kind", [GATHER, SCATTER, SCATTER_AND_WGRAD, GEMM_A2A, A2A_GEMM])
 def test_across_nodes_one_kernel_multiplies_blocks_that_are_long_enough(kind: str) -> None:
-    """Of 16 ranks, 1024 rows each: a block of 2048 features is 4 MiB."""
-    features = 2048 * (16 if kind in (GEMM_A2A, A2A_GEMM) else 1)
+    """Of 16 ranks, 1024 rows each: a block of 4096 features is 8 MiB."""
+    features = 4096 * (16 if kind in (GEMM_A2A, A2A_GEMM) else 1)
     for less, expected in ((0, "chunked" if kind == A2A_GEMM else "fused"), (256, "collective")):
         pass_ = Pass(kind, 16 * 1024, features - less, features - less, BF16, 16)
         assert untuned(pass_, GPU, 2).method == expected, less

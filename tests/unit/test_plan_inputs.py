@@ -34,7 +34,7 @@ from overlap_train.tools.plan.inputs import (
     read_strategy,
     read_system,
 )
-from overlap_train.tools.plan.tables import not_measured, notes
+from overlap_train.tools.plan.tables import HOST_IS_FITTED, not_measured, notes
 
 H200, LLAMA = SYSTEMS["h200"], PLANNED_MODELS["llama3-8b"]
 
@@ -276,7 +276,7 @@ def test_the_measured_network_is_what_plans_reckon_with(
     assert system.nic_gbs == pytest.approx(gbs) and ("nic_gbs" in system.measured) != plays_nodes
     assert command.main(["--system", str(here), "--nodes", "2", "--tp", "2", "--json", str(results)]) == 0
     planned = capsys.readouterr().out
-    assert ("- across nodes: nic_us, sum_sm_gbs of h200" in planned) != plays_nodes
+    assert ("- across nodes: nic_us, host_exchange_us, sum_sm_gbs of h200" in planned) != plays_nodes
     assert json.loads(results.read_text())["system"]["nic_gbs"] == pytest.approx(gbs)
     assert f"Reckons with {cost.communication_sms(system, 1)[0]} SMs for the network" in planned
 
@@ -323,8 +323,13 @@ def test_what_node_ranks_plays_is_no_network(node_ranks: int, monkeypatch: pytes
 
 def test_a_network_of_which_all_was_measured_is_not_listed() -> None:
     strategy, known = Strategy(2, nodes=2), replace(H200, measured=(*SPEEDS, *NETWORK_SPEEDS))
-    assert any(line == "across nodes: nic_gbs, nic_us, sum_sm_gbs of h200" for line in not_measured(H200, strategy, {}))
-    assert not any(line.startswith("across nodes") for line in not_measured(known, strategy, {}))
+    assert any(
+        line == "across nodes: nic_gbs, nic_us, host_exchange_us, sum_sm_gbs of h200"
+        for line in not_measured(H200, strategy, {})
+    )
+    assert HOST_IS_FITTED in not_measured(H200, strategy, {})
+    said = not_measured(known, strategy, {})
+    assert HOST_IS_FITTED not in said and not any(line.startswith("across nodes") for line in said)
 
 
 def measured_by_ranks(tflops: list[float], gbs: float) -> list[Finding]:

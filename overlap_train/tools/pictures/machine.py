@@ -26,14 +26,14 @@ def _model(device: str) -> str:
 def machine_of(record: Record) -> str:
     """The GPUs of a record, and as how many nodes they were measured where these are several."""
     row = record["rows"][0]
-    nodes = _nodes(row)
+    nodes = nodes_of(row)
     return gpus_of(record.get("hardware", {}), row["world"]) + (f" as {nodes} nodes" if nodes > 1 else "")
 
 
 def about_nodes(record: Record) -> tuple[str, ...]:
     """The line of a header that says what the nodes were; none where there is one."""
     row: Row = record["rows"][0]
-    nodes = _nodes(row)
+    nodes = nodes_of(row)
     if nodes == 1:
         return ()
     each = row["world"] // nodes
@@ -42,7 +42,7 @@ def about_nodes(record: Record) -> tuple[str, ...]:
     return (f"{nodes} nodes of {ranks if each > 1 else 'one rank'}{how}.",)
 
 
-def _nodes(row: Row) -> int:
+def nodes_of(row: Row) -> int:
     """How many nodes the ranks of an operator's row were. Older rows do not say it; if they name SMs of a network, two emulated
     ones."""
     return row.get("nodes", 2 if "network_sms" in row else 1)

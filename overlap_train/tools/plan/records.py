@@ -43,6 +43,13 @@ def machine_of(folder: Path, names: Iterable[str]) -> str | None:
     return next((name for name in names if name in words), None)
 
 
+def connections_of(folder: Path) -> int | None:
+    """CUDA_DEVICE_MAX_CONNECTIONS of the folder's operators.json. None: it does not say."""
+    _, hardware = _record(folder / "operators.json")
+    said = str(hardware.get("cuda_device_max_connections"))
+    return int(said) if said.isdecimal() else None
+
+
 def pass_of(row: Row) -> Pass:
     """What one rank multiplied."""
     return Case("", row["op"], row["pass"], row["m"], row["n"], row["k"]).planned(

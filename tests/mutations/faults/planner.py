@@ -28,6 +28,17 @@ COMMANDS = In("overlap_train/tools/plan/command.py", (ACROSS_SPANS,))
 PREDICTION = In(
     "overlap_train/tools/plan/prediction.py", (f"{COMMAND}::test_as_many_ranks_cost_more_across_nodes_than_inside_one",)
 )
+HOSTS = In(
+    PROGRAMS.file,
+    ("tests/unit/test_plan_check.py::test_exchanges_between_nodes_keep_the_host_as_long_as_was_measured",),
+)
+NODE_RECORDS = In(
+    "overlap_train/tools/plan/check_nodes.py",
+    (
+        "tests/unit/test_plan_check.py::test_two_nodes_of_two_gpus_are_predicted",
+        "tests/unit/test_plan_check.py::test_nodes_whose_network_no_row_tells_are_refused",
+    ),
+)
 PICTURE = In(
     "overlap_train/tools/plan/picture.py", ("tests/unit/test_plan_check.py::test_the_picture_cuts_nothing_off",)
 )
@@ -45,6 +56,11 @@ FAULTS = [
     FOLDERS("a record's machine counts more than the flag", "read_system(asked.system or machine", "read_system(machine"),
     PICTURE("plan: rows that are far off are cut from the picture", "min(1 - 2 * WORST, min(ratios) - 0.05)", "0.8"),
     PICTURE("plan: long rows are cut from the picture", "max(ms) * math.sqrt(2)", "15"),
+    HOSTS("plan: exchanges keep no host", "system.host_exchange_us * exchanges + ", ""),
+    HOSTS("plan: what stays in a node keeps the host as an exchange", "sum(send.leg.link == NETWORK for", "sum(True for"),
+    NODE_RECORDS("plan: a record's network is as fast as its slowest row", "return max(map(_gbs", "return min(map(_gbs"),
+    NODE_RECORDS("plan: rings of several ranks tell what a NIC does",
+                 'if pass_of(row).kind in EXCHANGES or nodes_of(row) == row["world"]', "if True"),
     ACROSS(
         "plan: a sum is sent before it is added",
         "return summed(work, leg.block, leg.chunk)",

@@ -26,7 +26,7 @@ from .work import STARTED, Work
 BARRIER_US = 10.0  # what a barrier of signals takes (docs/design.md)
 # Host work in driver calls: a kernel launch with its preparation, a library product, a collective, what each call has besides.
 LAUNCH_CALLS, PRODUCT_CALLS, COLLECTIVE_CALLS, OTHER_CALLS = 2, 5, 9, 4
-PUSH_CALLS, PUSH_AFTER_TILES_CALLS, NETWORK_CALLS = 2, 3, COLLECTIVE_CALLS + 2  # send and receive are one call of NCCL
+PUSH_CALLS, PUSH_AFTER_TILES_CALLS = 2, 3
 
 
 def gather_part(work: Work) -> Part:
@@ -125,16 +125,17 @@ def assemble(work: Work, items: Sequence[Item], sent: Sequence[Send]) -> Program
 
 
 def host_us(system: System, kernels: Sequence[Kernel], sending: Sequence[Send], operators: int = 1) -> float:
-    """Microseconds of host time until a call returns: driver calls for kernels and pushes, and what each operator has besides."""
+    """Microseconds of host time until a call returns: exchanges between nodes, driver calls for kernels and pushes, and what each
+    operator has besides."""
+    exchanges = sum(send.leg.link == NETWORK for send in sending)
     calls = sum(map(_push_calls, sending)) + sum(map(_calls, kernels))
-    return system.host_call_us * (OTHER_CALLS * operators + calls)
+    return system.host_exchange_us * exchanges + system.host_call_us * (OTHER_CALLS * operators + calls)
 
 
 def _push_calls(send: Send) -> int:
-    if send.ready is not None and send.ready[0] == STARTED:  # the kernel stores
+    stores = send.ready is not None and send.ready[0] == STARTED
+    if stores or send.leg.link == NETWORK:  # by the kernel, or an exchange, which is not counted in calls
         return 0
-    if send.leg.link == NETWORK:
-        return NETWORK_CALLS
     return PUSH_AFTER_TILES_CALLS if send.leg.after_tiles else PUSH_CALLS
 
 
