@@ -79,9 +79,9 @@ def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
     ran: list[str] = []
     next_turn = trials.Trial.next_turn
 
-    def turn(trial: trials.Trial, name: str) -> int:
+    def turn(trial: trials.Trial, name: str) -> int | None:
         number = next_turn(trial, name)
-        ran.append(f"{name} {trial.methods[number]}")
+        ran.append(f"{name} {'untuned' if number is None else trial.methods[number]}")
         return number
 
     facts: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_methods_take_turns_in_each_linear(ranks: list[dict[str, Any]]) -> None:
-    both = ["chunked", "collective", "collective", "chunked"] * (STEPS // 4)
+    both = ["untuned", *["chunked", "collective", "collective", "chunked"] * (STEPS // 4)]
     for facts in ranks:
         for name, calls in (("layers.0.fc1", STEPS), ("layers.1.fc1", STEPS // 2)):
             own = [said.split()[1] for said in facts["still tries"] if said.startswith(name)]
@@ -196,7 +196,7 @@ def test_ranks_that_measured_other_times_agree(tmp_path: Path) -> None:
 
 
 def _every_method(rank: int, world: int) -> tuple[int, list[str]]:
-    """Exact in each turn, which _step looks at. Of each method two calls count, so its linear makes 15."""
+    """Exact in each turn, which _step looks at. Of each method two calls count, so its linear makes 16."""
     config, tried = OverlapConfig(tune_steps=STEPS, tuning_dir="/dev/null/none"), set()
     candidate = in_trial.Candidate.linear
 

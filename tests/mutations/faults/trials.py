@@ -18,15 +18,23 @@ WINS = In("overlap_train/planning/trial.py", (UNIT,))
 BOOK = In("overlap_train/operators/plan_book.py", (TRIALS,))
 HOLDS = In("overlap_train/runtime/room.py", (REFUSED,))
 CALLS = In("overlap_train/linear.py", (TRIALS,))
+GRAPHS = "tests/unit/test_trial_plans.py"
+IN_GRAPHS = In("overlap_train/operators/in_trial.py", (GRAPHS,))
 ULYSSES = "tests/protocol/test_ulysses_trials.py"
 ONE_TURN = f"{ULYSSES}::test_all_parts_of_a_call_have_one_turn_and_one_time"
 PARTS, TIMED = (In(f"overlap_train/ulysses/{file}.py", (ONE_TURN,)) for file in ("calls", "turns"))
 CALLS_MADE = "return calls >= self.steps and"
 
 FAULTS = [
-    TURNS("all linears share their turns", "calls, count = self._calls[name],", 'calls, count = self._calls[name := ""],'),
-    TURNS("one method has every turn", "return (calls + calls // count) % count", "return 0"),
-    TURNS("rounds begin alike", "(calls + calls // count) % count", "calls % count"),
+    TURNS("all linears share their turns", "turns, count = self._calls[name]", 'turns, count = self._calls[name := ""]'),
+    TURNS("one method has every turn", "else (turns + turns // count) % count", "else 0"),
+    TURNS("rounds begin alike", "(turns + turns // count) % count", "turns % count"),
+    TURNS("the untuned plan has no turn", "return None if turns < 0 else ", "return "),
+    IN_GRAPHS("a graph gets one of the methods", "            self._note_capture(name)\n            return self\n",
+              "            self._note_capture(name)\n            return self.candidates[0]\n"),
+    IN_GRAPHS("a graph that ends no trial is not spoken of", "            self._note_capture(name)\n", ""),
+    IN_GRAPHS("each linear in a graph is spoken of", "if not trial.captured and", "if"),
+    IN_GRAPHS("each rank speaks of a graph", "if not trial.captured and self.domain.rank == 0:", "if not trial.captured:"),
     TURNS("a trial never ends", CALLS_MADE, "return False and"),
     TURNS("a trial ends a call early", CALLS_MADE, "return calls >= self.steps - 1 and"),
     TURNS("a trial does not wait for backward", "(self._is_enough() or calls", "(True or calls"),
@@ -39,7 +47,7 @@ FAULTS = [
     TURNS("a graph's events are timed", "torch.cuda.is_current_stream_capturing()", "False"),
     PLANS("backward is timed as forward", "self._timed(bracket, self.trial.fprop.dgrad.kind)",
           "self._timed(bracket, self.trial.fprop.kind)"),
-    PLANS("some methods have no turn", "return self.candidates[turn]", "return self.candidates[min(turn, 1)]", EVERY_METHOD),
+    PLANS("some methods have no turn", "else self.candidates[turn]", "else self.candidates[min(turn, 1)]", EVERY_METHOD),
     PLANS("memory is that of the default", "max(request.flagged_bytes for request in requests)", "asked.flagged_bytes",
           EVERY_METHOD),
     PLANS("ranks do not compare their steps", " in {trial.steps} calls", "", f"{TRIALS}::test_ranks_compare_their_steps"),

@@ -1,0 +1,89 @@
+"""The plans that take turns, on GPUs that a test pretends to have: which ones, and what a CUDA graph gets of them."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train import OverlapConfig
+from overlap_train.operators import plan_book, trial_book
+from overlap_train.operators.in_trial import InTrial
+from overlap_train.operators.plan_book import PlanBook
+from overlap_train.planning.plan import make_plan
+from overlap_train.planning.schedule.topology import Topology
+from overlap_train.planning.spec import ALL_GATHER_LINEAR
+from overlap_train.planning.table import Table
+
+GPU = torch.device("cuda", 0)
+CONFIG = OverlapConfig(tune_steps=20)
+
+
+@pytest.fixture(autouse=True)
+def _plans_for_a_gpu(hopper_gpu: pytest.MonkeyPatch) -> None:
+    def for_a_gpu(*args: Any, **kwargs: Any) -> Any:
+        return make_plan(*args, **kwargs, device=GPU)
+
+    for module in (plan_book, trial_book):
+        hopper_gpu.setattr(module, "make_plan", for_a_gpu)
+
+
+def domain_of(topology: Topology, **facts: Any) -> Any:
+    """A domain as far as plans ask it."""
+    known = dict(device=GPU, topology=topology, world_size=topology.world, rank=0, network_gbs=0.0)
+    answers = dict(may_hold=lambda request: True, operator=lambda *args: args, is_capturing=lambda: False)
+    return SimpleNamespace(**known | answers | facts)
+
+
+def in_trial(domain: Any, rows: int, features: int, config: OverlapConfig = CONFIG) -> InTrial:
+    """A column linear [features, 4096] of so many global rows, at its first call."""
+    x, w = (
+        torch.empty(count, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for count in (rows // domain.world_size, features)
+    )
+    book = PlanBook(domain, Table({}, domain.topology.nodes))
+    planned = book._planned(ALL_GATHER_LINEAR, config, x, w, tries=True)
+    assert isinstance(planned, InTrial)
+    return planned
+
+
+QKV = Topology(1, 2, 0), 4096, 3072  # Llama-3 8B on two GPUs: direct forward, fused backward
+
+
+def _methods(linear: Any) -> tuple[str, str]:
+    return linear.plan.fprop.method, linear.plan.dgrad.method
+
+
+def _captured(rank: int = 0, calls: int = 12) -> tuple[InTrial, list[tuple[str, str]], list[str]]:
+    """A trial, the methods of what a graph captures of two linears after so many calls of one, and what was said."""
+    topology, *sizes = QKV
+    domain = domain_of(topology, rank=rank)
+    planned = in_trial(domain, *sizes)
+    for _ in range(calls):
+        planned.next_call("layers.0.qkv")
+    domain.is_capturing = lambda: True
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        captured = [_methods(planned.next_call(f"layers.{layer}.qkv")) for layer in (0, 0, 1)]
+    return planned, captured, [str(warning.message) for warning in said]
+
+
+def test_a_graph_captures_the_untuned_plan_and_its_first_call_has_run_that() -> None:
+    planned, captured, _ = _captured()
+    assert captured == [("direct", "fused")] * 3
+    eager = in_trial(domain_of(QKV[0]), *QKV[1:])
+    calls = [_methods(eager.next_call("layers.0.qkv")) for _ in range(6)]
+    assert calls == [("direct", "fused"), *((method, method) for method in eager.in_trial.methods)]
+    assert planned.in_trial.calls("layers.0.qkv") == 12, "captures are no calls"
+
+
+def test_a_capture_during_a_trial_is_said_once() -> None:
+    planned, _, said = _captured()
+    (warning,) = said
+    assert warning.startswith("tune_steps=20: a CUDA graph captures layers.0.qkv after 12 calls")
+    assert "--cuda-graph-warmup-steps" in warning and "--overlap-train-tune-steps" in warning
+    assert planned.in_trial.captured == {"layers.0.qkv", "layers.1.qkv"}
+    assert _captured(rank=1)[2] == [], "by rank 0 of the group"
