@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 
 from ..config import flag_name
 from ..planning.arguments import Request
@@ -64,15 +64,10 @@ class InTrial(Planned):
 
     @property
     def request(self) -> Request:
-        """The Request that covers all candidates: it names the methods, and asks for the largest slots of any."""
-        asked, trial = self.plan.request, self.in_trial
-        requests = (asked, *(candidate.plan.request for candidate in self.candidates))
-        return Request(
-            asked.operator,
-            f"{asked.what}; tries {', '.join(trial.methods)} in {trial.steps} calls",
-            max(request.slot_bytes for request in requests),
-            max(request.flagged_bytes for request in requests),
-        )
+        """The Request that covers all candidates. It names the methods."""
+        trial, requests = self.in_trial, (candidate.plan.request for candidate in self.candidates)
+        needed = reduce(Request.covering, requests, self.plan.request)
+        return replace(needed, what=f"{needed.what}; tries {', '.join(trial.methods)} in {trial.steps} calls")
 
     @property
     def compares(self) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..planning import table
+from ..planning.arguments import Request
 from ..planning.passes import Pass
 from ..planning.plan import Plan, make_plan
 from ..planning.refusals import why_not
@@ -46,7 +47,7 @@ class TrialBook:
             method: make_plan(spec, config.by(method), known, topology, x, w, network_gbs=domain.network_gbs)
             for method in methods_to_try(fprop, domain.device, topology.nodes)
         }
-        runs = {method: plan for method, plan in plans.items() if not self._refused(plan)}
+        runs = self._admitted(plans, planned.request)
         trial = self._trial_of(fprop, tuple(runs), config, known)
         return planned if trial is None else _in_trial(planned, trial, runs, work_of(fprop))
 
@@ -54,11 +55,17 @@ class TrialBook:
         key = key_of(fprop, self._domain.device)
         return key in self._trials and self._trials[key] is None
 
-    def _refused(self, plan: Plan) -> bool:
-        """Whether a plan cannot run here, or not in the memory that there may be. The same on all ranks."""
+    def _admitted(self, plans: dict[str, Plan], untuned: Request) -> dict[str, Plan]:
+        """The plans that can run here, each if the memory that there may be holds it beside those before it and the untuned one:
+        blocks and flagged words have memory of their own, so that their needs add up. The same on all ranks."""
         domain = self._domain
         interpreted = domain.device.type != "cuda" and portable.is_interpreted()
-        return why_not(plan, domain.device, interpreted) is not None or not domain.may_hold(plan.request)
+        admitted, needed = {}, untuned
+        for method, plan in plans.items():
+            together = needed.covering(plan.request)
+            if why_not(plan, domain.device, interpreted) is None and domain.may_hold(together):
+                admitted[method], needed = plan, together
+        return admitted
 
     def _trial_of(self, fprop: Pass, methods: tuple[str, ...], config: OverlapConfig, known: Table) -> Trial | None:
         domain, key = self._domain, key_of(fprop, self._domain.device)

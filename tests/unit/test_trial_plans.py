@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
+from overlap_train.methods import TRAITS
 from overlap_train.operators import plan_book, trial_book
 from overlap_train.operators.in_trial import InTrial
 from overlap_train.operators.plan_book import PlanBook
@@ -17,6 +18,7 @@ from overlap_train.planning.plan import make_plan
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import Table
+from overlap_train.runtime.room import Room
 
 GPU = torch.device("cuda", 0)
 CONFIG = OverlapConfig(tune_steps=20)
@@ -38,14 +40,14 @@ def domain_of(topology: Topology, **facts: Any) -> Any:
     return SimpleNamespace(**known | answers | facts)
 
 
-def in_trial(domain: Any, rows: int, features: int, config: OverlapConfig = CONFIG) -> InTrial:
+def in_trial(domain: Any, rows: int, features: int, dtype: torch.dtype = torch.bfloat16) -> InTrial:
     """A column linear [features, 4096] of so many global rows, at its first call."""
     x, w = (
-        torch.empty(count, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        torch.empty(count, 4096, dtype=dtype, device="meta", requires_grad=True)
         for count in (rows // domain.world_size, features)
     )
     book = PlanBook(domain, Table({}, domain.topology.nodes))
-    planned = book._planned(ALL_GATHER_LINEAR, config, x, w, tries=True)
+    planned = book._planned(ALL_GATHER_LINEAR, CONFIG, x, w, tries=True)
     assert isinstance(planned, InTrial)
     return planned
 
@@ -87,3 +89,13 @@ def test_a_capture_during_a_trial_is_said_once() -> None:
     assert "--cuda-graph-warmup-steps" in warning and "--overlap-train-tune-steps" in warning
     assert planned.in_trial.captured == {"layers.0.qkv", "layers.1.qkv"}
     assert _captured(rank=1)[2] == [], "by rank 0 of the group"
+
+
+@pytest.mark.parametrize(("mib", "missing"), [(50, {"low_latency"}), (80, set())])
+def test_methods_share_the_memory_that_there_may_be(mib: int, missing: set[str]) -> None:
+    """The untuned plan is collective, which needs none. Three blocks take 24 MiB, their flagged words 48."""
+    room = Room(None, 2, mib, 512, is_captured=False)
+    domain = domain_of(Topology(1, 2, 0), may_hold=lambda request: not request.shares_memory or room.may_hold(request))
+    planned = in_trial(domain, 512, 2048, torch.float32)
+    assert set(planned.in_trial.methods) == set(TRAITS) - missing
+    assert room.may_hold(planned.request)

@@ -11,14 +11,16 @@ LENGTHS = f"{TRIALS}::test_every_length_takes_part_and_the_trial_ends"
 LAYOUT = f"{TRIALS}::test_a_weight_that_lies_otherwise_when_the_trial_ends"
 AFTER = f"{TRIALS}::test_the_winners_are_for_calls_without_gradients_too"
 REFUSED = f"{TRIALS}::test_what_does_not_fit_takes_no_part"
+GRAPHS = "tests/unit/test_trial_plans.py"
+ROOM = f"{GRAPHS}::test_methods_share_the_memory_that_there_may_be"
 TURNS = In("overlap_train/operators/trials.py", ("tests/unit/test_trial_times.py",))
 PLANS = In("overlap_train/operators/in_trial.py", (TRIALS,))
 ENDS = In("overlap_train/operators/trial_book.py", (TRIALS,))
 WINS = In("overlap_train/planning/trial.py", (UNIT,))
 BOOK = In("overlap_train/operators/plan_book.py", (TRIALS,))
+NEEDS = In("overlap_train/planning/arguments.py", (ROOM,))
 HOLDS = In("overlap_train/runtime/room.py", (REFUSED,))
 CALLS = In("overlap_train/linear.py", (TRIALS,))
-GRAPHS = "tests/unit/test_trial_plans.py"
 IN_GRAPHS = In("overlap_train/operators/in_trial.py", (GRAPHS,))
 ULYSSES = "tests/protocol/test_ulysses_trials.py"
 ONE_TURN = f"{ULYSSES}::test_all_parts_of_a_call_have_one_turn_and_one_time"
@@ -48,7 +50,7 @@ FAULTS = [
     PLANS("backward is timed as forward", "self._timed(bracket, self.trial.fprop.dgrad.kind)",
           "self._timed(bracket, self.trial.fprop.kind)"),
     PLANS("some methods have no turn", "else self.candidates[turn]", "else self.candidates[min(turn, 1)]", EVERY_METHOD),
-    PLANS("memory is that of the default", "max(request.flagged_bytes for request in requests)", "asked.flagged_bytes",
+    PLANS("memory is that of the default", "reduce(Request.covering, requests, self.plan.request)", "self.plan.request",
           EVERY_METHOD),
     PLANS("ranks do not compare their steps", " in {trial.steps} calls", "", f"{TRIALS}::test_ranks_compare_their_steps"),
     ENDS("a trial is begun again", "        self._trials[key_of(trial.fprop, domain.device)] = None\n",
@@ -59,8 +61,13 @@ FAULTS = [
     ENDS("every rank prints", "if dist.get_rank() == 0:", "if True:"),
     ENDS("every rank keeps", "if self._domain.rank == 0 else", "if True else"),
     ENDS("what was measured is tried again", "len(methods) < 2 or is_known(", "len(methods) < 2 or False and is_known("),
-    ENDS("what the kernels refuse is tried", "why_not(plan, domain.device, interpreted) is not None or", "", REFUSED),
-    ENDS("what memory does not hold is tried", " or not domain.may_hold(plan.request)", "", REFUSED),
+    ENDS("what the kernels refuse is tried", "why_not(plan, domain.device, interpreted) is None and ", "", REFUSED),
+    ENDS("what memory does not hold is tried", " and domain.may_hold(together)", "", REFUSED),
+    ENDS("memory is for one of the methods", "domain.may_hold(together)", "domain.may_hold(plan.request)", REFUSED),
+    ENDS("a method finds the memory of the others taken", "admitted[method], needed = plan, together", "admitted[method] = plan",
+         ROOM),
+    NEEDS("blocks of one method are those of all", "max(self.slot_bytes, other.slot_bytes)", "self.slot_bytes"),
+    NEEDS("words of one method are those of all", "max(self.flagged_bytes, other.flagged_bytes)", "self.flagged_bytes"),
     HOLDS("memory never ends", "(not self.is_captured and self._fits(self._needed(request)))", "not self.is_captured"),
     BOOK("other winners are forgotten", "{**self.table.winners, **{", "{**{", EVERY_METHOD),
     BOOK("plans outlive their table", "        self.plans.clear()\n", "", AFTER),
