@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,16 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.methods import TRAITS
-from overlap_train.operators import plan_book, trial_book
+from overlap_train.operators import settled
 from overlap_train.operators.in_trial import InTrial
 from overlap_train.operators.plan_book import PlanBook
+from overlap_train.operators.planned import Planned
+from overlap_train.planning.passes import Pass
 from overlap_train.planning.plan import make_plan
+from overlap_train.planning.schedule.kinds import GATHER
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
-from overlap_train.planning.table import Table
+from overlap_train.planning.table import Table, Winner
 from overlap_train.runtime.room import Room
 
 GPU = torch.device("cuda", 0)
@@ -29,25 +33,32 @@ def _plans_for_a_gpu(hopper_gpu: pytest.MonkeyPatch) -> None:
     def for_a_gpu(*args: Any, **kwargs: Any) -> Any:
         return make_plan(*args, **kwargs, device=GPU)
 
-    for module in (plan_book, trial_book):
-        hopper_gpu.setattr(module, "make_plan", for_a_gpu)
+    hopper_gpu.setattr(settled, "make_plan", for_a_gpu)
 
 
 def domain_of(topology: Topology, **facts: Any) -> Any:
     """A domain as far as plans ask it."""
     known = dict(device=GPU, topology=topology, world_size=topology.world, rank=0, network_gbs=0.0)
+    known["nodes"] = SimpleNamespace(problem=None)
     answers = dict(may_hold=lambda request: True, operator=lambda *args: args, is_capturing=lambda: False)
     return SimpleNamespace(**known | answers | facts)
 
 
-def in_trial(domain: Any, rows: int, features: int, dtype: torch.dtype = torch.bfloat16) -> InTrial:
+def planned_by(
+    domain: Any, rows: int, features: int, dtype: torch.dtype = torch.bfloat16, measured: tuple[Winner, ...] = ()
+) -> Planned:
     """A column linear [features, 4096] of so many global rows, at its first call."""
     x, w = (
         torch.empty(count, 4096, dtype=dtype, device="meta", requires_grad=True)
         for count in (rows // domain.world_size, features)
     )
-    book = PlanBook(domain, Table({}, domain.topology.nodes))
-    planned = book._planned(ALL_GATHER_LINEAR, CONFIG, x, w, tries=True)
+    table = Table({winner.measured.bucket: winner for winner in measured}, domain.topology.nodes)
+    return PlanBook(domain, table)._planned(ALL_GATHER_LINEAR, CONFIG, x, w, tries=True)
+
+
+def in_trial(domain: Any, rows: int, features: int, dtype: torch.dtype = torch.bfloat16) -> InTrial:
+    """The same, in a trial."""
+    planned = planned_by(domain, rows, features, dtype)
     assert isinstance(planned, InTrial)
     return planned
 
@@ -99,3 +110,41 @@ def test_methods_share_the_memory_that_there_may_be(mib: int, missing: set[str])
     planned = in_trial(domain, 512, 2048, torch.float32)
     assert set(planned.in_trial.methods) == set(TRAITS) - missing
     assert room.may_hold(planned.request)
+
+
+TWO_NODES = Topology(2, 2, 0)
+SHORT = 512, 3584  # whose blocks are too short to cross nodes one by one: untuned it is collective
+
+
+def _connecting(connected: list[OverlapConfig]) -> Any:
+    """A domain on two nodes, whose network wants 8 SMs, and sums of a node 4."""
+
+    def connect(config: OverlapConfig) -> OverlapConfig:
+        connected.append(config)
+        return replace(config, network_sms=8, reduce_sms=4)
+
+    return domain_of(TWO_NODES, settled=connect)
+
+
+@pytest.mark.parametrize(("rows", "untuned"), [(512, "collective"), (8192, "fused")])
+def test_across_nodes_all_that_is_tried_leaves_sms_to_the_network(rows: int, untuned: str) -> None:
+    planned = in_trial(_connecting([]), rows, 3584)
+    assert planned.plan.fprop.method == untuned
+    left = {candidate.plan.fprop.method: candidate.plan.fprop.send_sms for candidate in planned.candidates}
+    assert left == {"fused": 8, "chunked": 8, "collective": 0}
+    assert {c.plan.dgrad.reduce_sms for c in planned.candidates if c.plan.dgrad.slots} == {4}
+
+
+def test_nodes_are_not_connected_for_what_was_measured() -> None:
+    connected: list[OverlapConfig] = []
+    fprop = Pass(GATHER, *SHORT, 4096, torch.bfloat16, 4)
+    measured = Winner(fprop, "collective", {}), Winner(fprop.dgrad, "collective", {})
+    assert not isinstance(planned_by(_connecting(connected), *SHORT, measured=measured), InTrial)
+    assert connected == []
+
+
+def test_a_group_that_cannot_share_memory_tries_nothing_that_does() -> None:
+    domain = domain_of(Topology(1, 4, 0), nodes=SimpleNamespace(problem="nodes of 1 and 3 ranks"))
+    planned = planned_by(domain, 512, 4096, torch.float32)
+    assert planned.plan.fprop.method == planned.plan.dgrad.method == "collective"
+    assert not isinstance(planned, InTrial)
