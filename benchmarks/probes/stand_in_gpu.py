@@ -22,7 +22,7 @@ import overlap_train
 from overlap_train.gpu.driver import _SIGNATURES, CudaDriver
 from overlap_train.gpu.entry import layout_of
 from overlap_train.gpu.launch import Launcher
-from overlap_train.operators import plan_book
+from overlap_train.operators import settled
 from overlap_train.planning.schedule.crossings import Crossing
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED
@@ -144,7 +144,7 @@ LAUNCHING = ("kernel_args", "portable", "low_latency", "gemm_reduce_scatter")
 def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
     """Bracket in which this process is a rank of a group, and host tensors are taken for a GPU's."""
     stack = ExitStack()
-    make_plan, registry = plan_book.make_plan, "overlap_train.runtime.registry"
+    make_plan, registry = settled.make_plan, "overlap_train.runtime.registry"
 
     def planned(
         spec: Any, config: Any, table: Any, topology: Any, x: torch.Tensor, w: torch.Tensor, **network: Any
@@ -156,7 +156,7 @@ def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
         f"{registry}.OverlapDomain": IdleDomain,
         "overlap_train.runtime.domain.AcrossNodes": IdleAcrossNodes,
         "overlap_train.runtime.domain.Agreement": Echo,
-        "overlap_train.operators.plan_book.make_plan": planned,
+        "overlap_train.operators.settled.make_plan": planned,
         "overlap_train.operators.plan_book.why_not": lambda *arguments: None,
         "overlap_train.operators.plan_book._read_table": lambda domain: UNTUNED,  # only rank 0 would have one
         "overlap_train.operators.hopper.multiprocessors": lambda device: SMS,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 
+from ..config import flag_name
 from ..planning.arguments import Request
 from .planned import Planned, PlannedLinear
 from .trials import Timed, TimedBracket, Trial
@@ -54,23 +56,18 @@ class Candidate(Planned):
 
 @dataclass(frozen=True, kw_only=True)
 class InTrial(Planned):
-    """The plan that `auto` would take, and those that take turns. Where a method does not serve these sizes, the first stands in
-    for it, and is not timed."""
+    """The plan that `auto` would take, and those that take turns. The former runs each linear's first call, CUDA graphs, and the
+    turns of methods that do not serve these sizes. It is not timed."""
 
     in_trial: Trial
     candidates: tuple[Planned, ...]
 
     @property
     def request(self) -> Request:
-        """The Request that covers all candidates: it names the methods, and asks for the largest slots of any."""
-        asked, trial = self.plan.request, self.in_trial
-        requests = (asked, *(candidate.plan.request for candidate in self.candidates))
-        return Request(
-            asked.operator,
-            f"{asked.what}; tries {', '.join(trial.methods)} in {trial.steps} calls",
-            max(request.slot_bytes for request in requests),
-            max(request.flagged_bytes for request in requests),
-        )
+        """The Request that covers all candidates. It names the methods."""
+        trial, requests = self.in_trial, (candidate.plan.request for candidate in self.candidates)
+        needed = reduce(Request.covering, requests, self.plan.request)
+        return replace(needed, what=f"{needed.what}; tries {', '.join(trial.methods)} in {trial.steps} calls")
 
     @property
     def compares(self) -> bool:
@@ -83,16 +80,30 @@ class InTrial(Planned):
         return self.in_trial.is_due(name) and not self.domain.is_capturing()
 
     def next_call(self, name: str) -> PlannedLinear:
-        """The linear `name` by the method whose turn it is. A CUDA graph gets the first one, which has run before and stays in
-        it."""
+        """The linear `name` by the method whose turn it is."""
         return self._candidate(name).linear(name)
 
     def next_method(self, name: str) -> str | None:
         """The method by which the linear `name` is to run in its next call, for callers that make it of several plans; None where
-        the plan that `auto` would take stands in."""
+        the plan that `auto` would take has it."""
         candidate = self._candidate(name)
         return candidate.method if isinstance(candidate, Candidate) else None
 
     def _candidate(self, name: str) -> Planned:
-        turn = 0 if self.domain.is_capturing() else self.in_trial.next_turn(name)
-        return self.candidates[turn]
+        if self.domain.is_capturing():
+            self._note_capture(name)
+            return self
+        turn = self.in_trial.next_turn(name)
+        return self if turn is None else self.candidates[turn]
+
+    def _note_capture(self, name: str) -> None:
+        """Replays are no calls, so they never end a trial: rank 0 of the group says it once."""
+        trial = self.in_trial
+        if not trial.captured and self.domain.rank == 0:
+            warnings.warn(
+                f"tune_steps={trial.steps}: a CUDA graph captures {name} after {trial.calls(name)} calls, before the ranks have "
+                f"compared its methods; the graph keeps the untuned plan; capture later (Megatron: raise "
+                f"--cuda-graph-warmup-steps; a step has a call for each micro-batch), or lower {flag_name('tune_steps')}",
+                stacklevel=2,
+            )
+        trial.captured.add(name)

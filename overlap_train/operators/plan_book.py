@@ -12,7 +12,7 @@ from ..config import OverlapConfig, flag_name
 from ..planning import table
 from ..planning.arguments import Request, autocast_error
 from ..planning.cache import BoundedCache
-from ..planning.plan import Plan, make_plan
+from ..planning.plan import Plan
 from ..planning.refusals import why_not, why_not_across_nodes
 from ..planning.spec import OperatorSpec
 from ..runtime.domain import OverlapDomain
@@ -20,6 +20,7 @@ from ..runtime.registry import domain_of, made_domain
 from . import portable
 from .in_trial import InTrial
 from .planned import Planned
+from .settled import settled_plan
 from .trial_book import TrialBook
 from .trials import Trial
 
@@ -102,10 +103,7 @@ class PlanBook:
         self, spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, *, tries: bool
     ) -> Planned:
         """The plan by what is known now, in a trial where methods may take turns and the sizes were never measured."""
-        plan = make_plan(spec, config, self.table, self.topology, x, w)
-        if any(engine.nodes > 1 and engine.slots for engine in (plan.fprop, plan.dgrad)):
-            config = self.domain.settled(config)
-            plan = make_plan(spec, config, self.table, self.topology, x, w, network_gbs=self.domain.network_gbs)
+        plan = settled_plan(self.domain, spec, config, self.table, x, w)
         trains = torch.is_grad_enabled() and w.requires_grad
         planned = Planned(self.domain, plan, trains)
         if tries and config.tune_steps and trains:

@@ -11,15 +11,17 @@ import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..planning import table
+from ..planning.arguments import Request
 from ..planning.passes import Pass
-from ..planning.plan import Plan, make_plan
-from ..planning.refusals import why_not
+from ..planning.plan import Plan
+from ..planning.refusals import why_not, why_not_across_nodes
 from ..planning.table import Table, Winner
 from ..planning.trial import TrialKey, is_known, key_of, methods_to_try, winners
 from ..runtime.domain import OverlapDomain
 from . import portable
 from .in_trial import Candidate, InTrial
 from .planned import Planned
+from .settled import settled_plan
 from .trials import Trial, work_of
 
 
@@ -39,32 +41,41 @@ class TrialBook:
         spec, domain = planned.plan.spec, self._domain
         n, k = w.shape
         fprop = Pass(spec.fprop, spec.global_rows(x, domain.world_size), n, k, x.dtype, domain.world_size)
-        if self._is_over(fprop):
+        if self._is_over(fprop, known):
             return planned
-        topology = domain.topology
         plans = {
-            method: make_plan(spec, config.by(method), known, topology, x, w, network_gbs=domain.network_gbs)
-            for method in methods_to_try(fprop, domain.device, topology.nodes)
+            method: settled_plan(domain, spec, config.by(method), known, x, w)
+            for method in methods_to_try(fprop, domain.device, domain.topology.nodes)
         }
-        runs = {method: plan for method, plan in plans.items() if not self._refused(plan)}
-        trial = self._trial_of(fprop, tuple(runs), config, known)
+        runs = self._admitted(plans, planned.request)
+        trial = self._trial_of(fprop, tuple(runs), config)
         return planned if trial is None else _in_trial(planned, trial, runs, work_of(fprop))
 
-    def _is_over(self, fprop: Pass) -> bool:
-        key = key_of(fprop, self._domain.device)
+    def _is_over(self, fprop: Pass, known: Table) -> bool:
+        """Whether a trial of these sizes has ended, or is not needed: what is known is said before nodes are connected for it."""
+        domain, key = self._domain, key_of(fprop, self._domain.device)
+        if key not in self._trials and is_known(fprop, known, domain.device, domain.topology.nodes):
+            self._trials[key] = None
         return key in self._trials and self._trials[key] is None
 
-    def _refused(self, plan: Plan) -> bool:
-        """Whether a plan cannot run here, or not in the memory that there may be. The same on all ranks."""
+    def _admitted(self, plans: dict[str, Plan], untuned: Request) -> dict[str, Plan]:
+        """The plans that can run here, each if the memory that there may be holds it beside those before it and the untuned one:
+        blocks and flagged words have memory of their own, so that their needs add up. The same on all ranks."""
         domain = self._domain
         interpreted = domain.device.type != "cuda" and portable.is_interpreted()
-        return why_not(plan, domain.device, interpreted) is not None or not domain.may_hold(plan.request)
+        admitted, needed = {}, untuned
+        for method, plan in plans.items():
+            together = needed.covering(plan.request)
+            problem = why_not(plan, domain.device, interpreted) or why_not_across_nodes(plan, domain.nodes.problem)
+            if problem is None and domain.may_hold(together):
+                admitted[method], needed = plan, together
+        return admitted
 
-    def _trial_of(self, fprop: Pass, methods: tuple[str, ...], config: OverlapConfig, known: Table) -> Trial | None:
-        domain, key = self._domain, key_of(fprop, self._domain.device)
+    def _trial_of(self, fprop: Pass, methods: tuple[str, ...], config: OverlapConfig) -> Trial | None:
+        device = self._domain.device
+        key = key_of(fprop, device)
         if key not in self._trials:
-            needless = len(methods) < 2 or is_known(fprop, known, domain.device, domain.topology.nodes)
-            self._trials[key] = None if needless else Trial(fprop, methods, config.tune_steps, domain.device)
+            self._trials[key] = Trial(fprop, methods, config.tune_steps, device) if len(methods) > 1 else None
         return self._trials[key]
 
     def under_way(self, fprop: Pass) -> Trial | None:

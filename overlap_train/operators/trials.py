@@ -1,7 +1,10 @@
 """What methods take in the first calls of a linear, in turn: which is fastest is measured where it counts, in training itself.
 
-    call of a linear    1        2       3            4       5           ...     tune_steps + 1
-    method              direct   fused   chunked      fused   chunked     ...     the fastest, for all linears of these sizes
+    call of a linear   1         2        3       4           5       6         ...   tune_steps + 1
+    method             untuned   direct   fused   chunked     fused   chunked   ...   the fastest, for all linears of these sizes
+
+The first call runs by the untuned plan, whose backward may have another method than its forward. It is not timed. A CUDA graph
+that is captured during a trial gets that plan: it has run by then, and is what the graph would have without a trial.
 
 The backward of a call runs by the method of its forward; the two are timed apart. All ranks make the same calls, so all try the
 same method at the same time. in_trial.py has the plans that take turns, trial_book.py begins and ends a trial.
@@ -44,21 +47,26 @@ class Trial:
 
     def __init__(self, fprop: Pass, methods: tuple[str, ...], steps: int, device: torch.device) -> None:
         self.fprop, self.methods, self.steps, self.device = fprop, methods, steps, device
+        self.captured: set[str] = set()  # linears that a CUDA graph has captured meanwhile
         self._calls, self._counted = Counter[str](), Counter[tuple[str, str]]()
         self._seen: set[tuple[str, str, str]] = set()
         self._samples: dict[tuple[str, str], deque[tuple[Mark, Mark, int]]] = defaultdict(
             lambda: deque(maxlen=_MOST_SAMPLES)
         )
 
-    def next_turn(self, name: str) -> int:
-        """Whose turn it is in this call of a linear, as an index of `methods`.
+    def next_turn(self, name: str) -> int | None:
+        """Whose turn it is in this call of a linear, as an index of `methods`; None in its first call: the untuned plan's.
 
         Each round begins with the next one. Where a forward runs twice, because it is recomputed, backward would otherwise miss
         every second method.
         """
-        calls, count = self._calls[name], len(self.methods)
+        turns, count = self._calls[name] - 1, len(self.methods)
         self._calls[name] += 1
-        return (calls + calls // count) % count
+        return None if turns < 0 else (turns + turns // count) % count
+
+    def calls(self, name: str) -> int:
+        """How many calls of a linear were counted."""
+        return self._calls[name]
 
     def is_due(self, name: str) -> bool:
         """Whether the trial ends before the next call of this linear. The same on all ranks: it counts calls and samples."""

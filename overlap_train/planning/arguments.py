@@ -5,7 +5,7 @@ A check that fails is reported as text instead of raised: the ranks of a group e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,14 @@ class Request:
     @property
     def shares_memory(self) -> bool:
         return bool(self.slot_bytes or self.flagged_bytes)
+
+    def covering(self, other: Request) -> Request:
+        """This request, of memory that is enough for the other one, too."""
+        return replace(
+            self,
+            slot_bytes=max(self.slot_bytes, other.slot_bytes),
+            flagged_bytes=max(self.flagged_bytes, other.flagged_bytes),
+        )
 
 
 def all_gather_error(

@@ -107,7 +107,9 @@ def _variant(method: str, pass_: Pass, device: torch.device, winner: Winner | No
     if device.type != "cuda":
         return PLAIN
     collides = _collides(pass_, method)
-    is_its_own = winner is not None and winner.measured == pass_  # rows that share a measurement may have other waves
+    # Rows that share a measurement may have other waves. One variant, as a trial times it, says nothing about splitting: what ran
+    # there is what the model takes.
+    is_its_own = winner is not None and measured is not None and winner.measured == pass_
     splits = TRAITS[method].splits and not is_its_own and saves_a_wave(pass_, device)
     if measured is None:
         return Variant(_outweighs(pass_, method), splits or _is_late(pass_, method), collides)

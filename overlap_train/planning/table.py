@@ -97,7 +97,8 @@ SAME = 0.02  # by so much two measurements of one thing differ
 class Winner:
     """The method to take for all passes of a bucket.
 
-    ms: of each method that ran, and of each variant in which it ran (`Variant.named`), for the pass that was measured.
+    ms: of each method that ran, and of each variant in which the tuner ran it (`Variant.named`), for the pass that was measured.
+    A trial has no variants: each method ran in the model's, and has one time, under its own name.
     """
 
     measured: Pass

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from overlap_train.integrations.megatron import print_table, report
 from overlap_train.integrations.megatron.enabling import first_table, reporting
 from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from overlap_train.integrations.megatron.linears.in_model import overlapped_linears
+from overlap_train.operators.trial_book import TrialBook
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.table import Winner, key_of, save
 from tests.megatron.linears import column_pair, run
@@ -300,14 +302,23 @@ def test_each_linear_says_how_its_last_call_ran_and_what_was_measured(workers: W
 
 
 def in_turn(folder: str) -> list[tuple[str, str]]:
-    """Method and reason of fc1 while methods take turns, and after."""
+    """Method and reason of fc1 while methods take turns, then as if a CUDA graph had captured it, and after."""
     shutdown()
+    under_way = TrialBook.under_way
+
+    def captured(book: TrialBook, fprop: Pass) -> Any:
+        trial = under_way(book, fprop)
+        trial.captured.add(FC1)
+        return trial
+
     recipe = replace(OVERLAPPED, overlap=OverlapConfig(tuning_dir=folder, tune_steps=10), microbatches=1)
     model, rows = gpt(recipe), []
     with contextlib.redirect_stderr(io.StringIO()):
         for _ in range(10):
             loss(model).backward()
         rows.append(next(x for x in report(model).linears if x.name == FC1))
+        with mock.patch.object(TrialBook, "under_way", captured):
+            rows.append(next(x for x in report(model).linears if x.name == FC1))
         loss(model).backward()
         rows.append(next(x for x in report(model).linears if x.name == FC1))
     shutdown()
@@ -315,9 +326,12 @@ def in_turn(folder: str) -> list[tuple[str, str]]:
 
 
 def test_a_linear_whose_methods_take_turns_says_so(workers: Workers, tmp_path: Path) -> None:
-    for trying, tuned in workers.call(in_turn, str(tmp_path)):
+    for trying, captured, tuned in workers.call(in_turn, str(tmp_path)):
         assert trying[0] == "in turn" and trying[1].startswith("auto: tries ") and "chunked" in trying[1]
         assert trying[1].endswith(", until a linear has made 10 calls (tune_steps)")
+        assert captured[0] != "in turn" and captured[1].startswith("auto: not tuned: "), (
+            "a graph keeps the untuned plan"
+        )
         assert tuned[0] != "in turn" and tuned[1].startswith("auto: tuned for M=32 ")
 
 

@@ -79,9 +79,9 @@ def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
     ran: list[str] = []
     next_turn = trials.Trial.next_turn
 
-    def turn(trial: trials.Trial, name: str) -> int:
+    def turn(trial: trials.Trial, name: str) -> int | None:
         number = next_turn(trial, name)
-        ran.append(f"{name} {trial.methods[number]}")
+        ran.append(f"{name} {'untuned' if number is None else trial.methods[number]}")
         return number
 
     facts: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_methods_take_turns_in_each_linear(ranks: list[dict[str, Any]]) -> None:
-    both = ["chunked", "collective", "collective", "chunked"] * (STEPS // 4)
+    both = ["untuned", *["chunked", "collective", "collective", "chunked"] * (STEPS // 4)]
     for facts in ranks:
         for name, calls in (("layers.0.fc1", STEPS), ("layers.1.fc1", STEPS // 2)):
             own = [said.split()[1] for said in facts["still tries"] if said.startswith(name)]
@@ -196,7 +196,7 @@ def test_ranks_that_measured_other_times_agree(tmp_path: Path) -> None:
 
 
 def _every_method(rank: int, world: int) -> tuple[int, list[str]]:
-    """Exact in each turn, which _step looks at. Of each method two calls count, so its linear makes 15."""
+    """Exact in each turn, which _step looks at. Of each method two calls count, so its linear makes 16."""
     config, tried = OverlapConfig(tune_steps=STEPS, tuning_dir="/dev/null/none"), set()
     candidate = in_trial.Candidate.linear
 
@@ -309,8 +309,8 @@ def _recomputed(rank: int, world: int, reentrant: bool, folder: str) -> list[str
     return sorted(winner.measured.kind for winner in _domain().book.table.winners.values())
 
 
-def _refused(rank: int, world: int, folder: str) -> list[tuple[str, ...]]:
-    """Which methods are tried where memory is for `chunked` alone, and where low_latency does not serve so many bytes."""
+def _refused(rank: int, world: int, folder: str, mib: int) -> list[tuple[str, ...]]:
+    """Which methods are tried in so much memory, and where the kernels refuse one."""
     tried = []
     begin = trials.Trial.__init__
 
@@ -318,7 +318,7 @@ def _refused(rank: int, world: int, folder: str) -> list[tuple[str, ...]]:
         tried.append(tuple(sorted(methods)))
         begin(trial, fprop, methods, *rest)
 
-    config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder, symmetric_mib=20)
+    config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder, symmetric_mib=mib)
     with mock.patch.object(trials.Trial, "__init__", note):
         x, w = torch.ones(256, 2048, requires_grad=True), torch.ones(8, 2048, requires_grad=True)  # 4 MiB a slot
         all_gather_linear(x, w, group=dist.group.WORLD, config=config, name="fc1").sum().backward()
@@ -327,11 +327,12 @@ def _refused(rank: int, world: int, folder: str) -> list[tuple[str, ...]]:
     return tried
 
 
-def test_what_does_not_fit_takes_no_part(tmp_path: Path) -> None:
-    """Words with flags are twice as large: three slots of 8 MiB are more than 20."""
+@pytest.mark.parametrize(("mib", "fits"), [(20, False), (30, False), (40, True)])
+def test_what_does_not_fit_takes_no_part(mib: int, fits: bool, tmp_path: Path) -> None:
+    """Three slots of 4 MiB, and as many of words with flags, which are twice as large: 12 MiB, and 24 more."""
     every = set(TRAITS)
-    expected = [tuple(sorted(every - {"low_latency"})), tuple(sorted(every - {"fused"}))]
-    assert values(run_ranks(2, _refused, str(tmp_path))) == [expected] * 2
+    expected = [tuple(sorted(every if fits else every - {"low_latency"})), tuple(sorted(every - {"fused"}))]
+    assert values(run_ranks(2, _refused, str(tmp_path), mib)) == [expected] * 2
 
 
 def _other_steps(rank: int, world: int, folder: str) -> str:

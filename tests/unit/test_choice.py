@@ -310,6 +310,16 @@ def test_where_these_rows_were_measured_the_faster_runs(split_ms: float, hopper_
     assert choose("auto", RAGGED, GPU, table).variant.split_reduction == (split_ms < 1)
 
 
+@pytest.mark.parametrize("pass_", [RAGGED, replace(RAGGED, kind=GATHER, n=7168, k=4096).dgrad], ids=lambda p: p.kind)
+@pytest.mark.parametrize("method", ["auto", "fused"])
+def test_what_a_trial_has_timed_runs_as_it_was_timed(pass_: Pass, method: str, hopper_gpu: pytest.MonkeyPatch) -> None:
+    """A trial runs each method in the model's variant, and keeps one time of each."""
+    timed = choose("fused", pass_, GPU, UNTUNED).variant
+    assert timed.split_reduction
+    found = table_of(Winner(pass_, "fused", {"fused": 0.332, "direct": 0.418, "chunked": 0.4}))
+    assert choose(method, pass_, GPU, found).variant == timed
+
+
 def test_the_tiles_that_are_saved_are_those_of_the_schedule(hopper_gpu: pytest.MonkeyPatch) -> None:
     topology, block = Topology(1, 2, 0), HOPPER_TILE.strips(2050)
     counts = []

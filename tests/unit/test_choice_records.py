@@ -1,5 +1,6 @@
-"""What `auto` takes without measurements, against what was measured on 2 and 4 x H200 and 4 x H100: no choice costs more than
-3 %, but those of ABOVE.
+"""What `auto` takes without measurements, against all that was measured on 2 and 4 x H200 and H100: no choice costs more than
+3 %, but those of ABOVE (tuner) and ABOVE_IN_OPERATORS (bench). Folders are found: a new record takes part. test_choice_layers.py
+has layers.
 
 How far two measurements of one thing differ: a gather whose copies take less than a tenth of the product does the same work in
 whole blocks and in chunks. In few rounds (untuned/) these two differ by 1.8 % in the mean of 17, and twice by more than 3 % (3.5,
@@ -30,10 +31,27 @@ from overlap_train.tools.tune.candidates import NOISE
 
 BENCHMARKS, GPU = Path(__file__).parents[2] / "benchmarks", torch.device("cuda")
 MOST = 0.03
-TABLES = {"h200x2": 2, "h200x4": 4, "h100x4": 4, "h200x2/untuned": 2}  # of the tuner
-OPERATORS = (  # of `bench operators`
-    "h200x2", "h200x4", "h100x4", "h200x2/ragged", "h100x4/ragged", "h200x2/small_m", "h100x4/small_m",
-)  # fmt: skip
+
+
+def folders_with(record: str) -> tuple[str, ...]:
+    """The folders of benchmarks/ that hold such a record."""
+    return tuple(sorted(path.parent.relative_to(BENCHMARKS).as_posix() for path in BENCHMARKS.rglob(record)))
+
+
+TABLES = {"h200x2": 2, "h200x4": 4, "h100x4": 4, "h200x2/untuned": 2}  # of the tuner: ranks
+NODES = "between nodes that one machine plays: `auto` has a rule of its own there (choice.py: _across_nodes)"
+AUTO_ALONE = "measured by auto alone: there is nothing to compare it with"
+LEFT_OUT = {
+    "h100x2/hierarchical": NODES,
+    "h100x2/hierarchical/eight_chunks": NODES,
+    "h100x4/hierarchical": NODES,
+    "h200x2/hierarchical": NODES,
+    "h200x2/hierarchical/many_queues": NODES,
+    "h200x2/ulysses/table6": AUTO_ALONE,
+}
+OPERATORS = tuple(folder for folder in folders_with("operators.json") if folder not in LEFT_OUT)  # of `bench operators`
+# Passes whose method of today was not measured: of records of fewer methods, or of older ones.
+NOT_MEASURED = {"h100x4/ulysses": 2, "h200x2/ulysses": 1, "h200x4/small_m": 12, "h200x4/sweep": 6}
 
 # Why a choice that costs more stands; `holds` and `holds_of_operator` have what must be true for it.
 AGAIN = "measured another day, or on another machine, it costs less than 3 %"
@@ -50,6 +68,8 @@ HOST = """few rows by low_latency or direct: both take less than 65 us, about wh
 differs between hosts"""
 ONE_CUBLAS = "low_latency and NCCL wait for one product of cuBLAS that takes 0.39 ms, in those like it 0.21"
 NCCL = "NCCL is ahead of low_latency by less than 5 %, which it must be for the tuner, too: in training it takes SMs"
+NEIGHBOUR = """direct is ahead of low_latency by 19 and 24 us, and behind it in the same gather of half or twice as many rows:
+sizes do not tell"""
 FEW_MORE = "low_latency is ahead of direct by 2 to 5 us in scatters of 4 ranks, and behind it in gathers"
 RAGGED = "fused is ahead of direct by 7 to 14 us of 120 to 420: each rank's last tile is partly empty, which the model leaves out"
 ABOVE: Mapping[str, Mapping[str, tuple[float, str]]] = {
@@ -86,10 +106,24 @@ ABOVE: Mapping[str, Mapping[str, tuple[float, str]]] = {
     },
 }
 ABOVE_IN_OPERATORS: Mapping[str, Mapping[str, tuple[float, str]]] = {
-    "h200x2": {},
-    "h200x4": {},
-    "h100x4": {},
-    "h200x2/ragged": {},
+    "h100x2": {
+        "gather M=8192 N=14336 K=8192": (0.042, AGAIN),
+        "scatter, wgrad M=8192 N=16384 K=26624": (0.031, AGAIN),
+    },
+    "h100x2/small_m": {
+        "gather M=128 N=5504 K=4096": (0.447, NEIGHBOUR),
+        "gather M=256 N=7168 K=4096": (0.309, NEIGHBOUR),
+        "scatter M=128 N=4096 K=5504": (0.117, AGAIN),
+        "scatter M=512 N=16384 K=26624": (0.064, AGAIN),
+        "scatter M=256 N=16384 K=26624": (0.056, AGAIN),
+        "scatter, wgrad M=256 N=16384 K=26624": (0.046, AGAIN),
+    },
+    "h200x2/ulysses": {"gemm_a2a M=262144 N=8192 K=8192": (0.063, AGAIN)},
+    "h200x4/small_m": {
+        "gather M=512 N=13312 K=16384": (0.053, AGAIN),
+        "gather M=1024 N=7168 K=8192": (0.04, AGAIN),
+        "gather M=1024 N=7392 K=8192": (0.036, AGAIN),
+    },
     "h100x4/ragged": {
         "gather M=1996 N=3584 K=4096": (0.084, RAGGED),
         "gather M=1992 N=3584 K=4096": (0.065, RAGGED),
@@ -153,10 +187,10 @@ def measured_operators(folder: str) -> dict[Pass, dict[str, float]]:
 
 
 def costs_of_operators(folder: str) -> dict[str, float]:
-    """The same of `bench operators`."""
+    """The same of `bench operators`, of the passes that were measured by their method of today."""
     measured = measured_operators(folder)
     methods = {pass_: choose("auto", pass_, GPU, UNTUNED).method for pass_ in measured}
-    return {f"{p.kind} {p}": ms[methods[p]] / min(ms.values()) - 1 for p, ms in measured.items()}
+    return {f"{p.kind} {p}": ms[methods[p]] / min(ms.values()) - 1 for p, ms in measured.items() if methods[p] in ms}
 
 
 def above(costs: Mapping[str, float]) -> dict[str, float]:
@@ -178,11 +212,24 @@ def test_an_untuned_choice_costs_little(folder: str, shapes: int, mean: float) -
     assert fmean(costs.values()) < mean
 
 
+def test_every_table_of_the_tuner_is_compared() -> None:
+    assert set(TABLES) == set(ABOVE) == set(folders_with("tune.md"))
+
+
+def test_what_is_left_out_is_there_and_why_is_true_of_it() -> None:
+    for folder, why in LEFT_OUT.items():
+        rows = rows_of(BENCHMARKS / folder, "operators.json")
+        assert all("network_sms" in row if why == NODES else row["method"] == "auto" for row in rows), folder
+    for folder in OPERATORS:
+        assert not any("network_sms" in row for row in rows_of(BENCHMARKS / folder, "operators.json")), folder
+    assert set(OPERATORS) >= ABOVE_IN_OPERATORS.keys() | NOT_MEASURED.keys()
+
+
 @pytest.mark.parametrize("folder", OPERATORS)
 def test_it_costs_little_among_operators(folder: str) -> None:
     costs = costs_of_operators(folder)
-    assert len(costs) >= 15
-    assert above(costs) == listed(ABOVE_IN_OPERATORS[folder])
+    assert costs and len(measured_operators(folder)) - len(costs) == NOT_MEASURED.get(folder, 0)
+    assert above(costs) == listed(ABOVE_IN_OPERATORS.get(folder, {}))
 
 
 def holds(why: str, folder: str, winner: Winner) -> bool:
@@ -212,8 +259,13 @@ def test_why_the_others_stand_is_true_of_them(folder: str) -> None:
     assert not wrong
 
 
-def holds_of_operator(why: str, pass_: Pass, ms: Mapping[str, float]) -> bool:
+def holds_of_operator(why: str, folder: str, pass_: Pass) -> bool:
     """Whether it is true of a pass of `bench operators`."""
+    measured = measured_operators(folder)
+    ms = measured[pass_]
+    if why == AGAIN:
+        others = (costs_of_operators(other) for other in OPERATORS if other != folder)
+        return any(costs.get(f"{pass_.kind} {pass_}", 1.0) <= MOST for costs in others)
     took, best = ms[choose("auto", pass_, GPU, UNTUNED).method], min(ms.values())
     if why == HOST:
         return pass_.m <= 256 and max(ms["low_latency"], ms["direct"]) < 0.065
@@ -222,13 +274,17 @@ def holds_of_operator(why: str, pass_: Pass, ms: Mapping[str, float]) -> bool:
     if why == NCCL:
         return best == ms["collective"] and took < (1 + NOISE) * best
     ahead_us = 1e3 * (took - best)
+    if why == NEIGHBOUR:
+        near = [measured[p] for p in (replace(pass_, m=pass_.m // 2), replace(pass_, m=2 * pass_.m)) if p in measured]
+        is_behind = any(one["direct"] > one["low_latency"] for one in near)
+        return pass_.kind == GATHER and best == ms["direct"] and 18 < ahead_us < 25 and is_behind
     if why == FEW_MORE:
         return pass_.kind != GATHER and pass_.world == 4 and best == ms["low_latency"] and 1 < ahead_us < 5
     return why == RAGGED and best == ms["fused"] and 7 < ahead_us < 14 and pass_.m // pass_.world % 128 != 0
 
 
-@pytest.mark.parametrize("folder", OPERATORS)
+@pytest.mark.parametrize("folder", ABOVE_IN_OPERATORS)
 def test_why_operators_stand_is_true_of_them(folder: str) -> None:
-    measured = {f"{p.kind} {p}": (p, ms) for p, ms in measured_operators(folder).items()}
+    passes = {f"{p.kind} {p}": p for p in measured_operators(folder)}
     listed_there = ABOVE_IN_OPERATORS[folder].items()
-    assert not [name for name, (_, why) in listed_there if not holds_of_operator(why, *measured[name])]
+    assert not [name for name, (_, why) in listed_there if not holds_of_operator(why, folder, passes[name])]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.operators import plan_book
+from overlap_train.operators import settled
 from overlap_train.operators.plan_book import PlanBook, _other_table
 from overlap_train.operators.planned import Planned
 from overlap_train.planning.cache import BoundedCache
@@ -106,14 +106,15 @@ def test_a_backward_has_the_slots_of_what_is_wanted(wants_dx: bool, wants_dw: bo
 )
 def test_nodes_are_connected_only_for_plans_that_send_between_them(nodes: int, method: str, connects: bool) -> None:
     """Connecting measures the network."""
-    settled: list[OverlapConfig] = []
+    connected: list[OverlapConfig] = []
     one, config = book(), OverlapConfig(method=method)
-    one.table, one.topology, one.agreed = UNTUNED, Topology(nodes, 2 // nodes, 0), BoundedCache(8)
+    one.table, one.agreed = UNTUNED, BoundedCache(8)
     one.domain = SimpleNamespace(  # type: ignore[assignment]
-        world_size=2, device=X.device, config=config, nodes=SimpleNamespace(problem=None), book=one,
-        settled=lambda config: settled.append(config) or config, prepare=lambda *arguments: None, network_gbs=2.5,
+        world_size=2, topology=Topology(nodes, 2 // nodes, 0), device=X.device, config=config,
+        nodes=SimpleNamespace(problem=None), book=one,
+        settled=lambda config: connected.append(config) or config, prepare=lambda *arguments: None, network_gbs=2.5,
     )  # fmt: skip
-    with mock.patch.object(plan_book, "make_plan", wraps=make_plan) as plans:
+    with mock.patch.object(settled, "make_plan", wraps=make_plan) as plans:
         one.agree(one.look_up(ALL_GATHER_LINEAR, X, W, None, config)[0], ALL_GATHER_LINEAR, X, W, None, config, "fc1")
-    assert settled == [config] * connects
+    assert connected == [config] * connects
     assert plans.call_args.kwargs == ({"network_gbs": 2.5} if connects else {}), "what was measured counts"

@@ -73,7 +73,7 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
         return "-", "symmetric memory has been freed (overlap_train.shutdown)"
     pass_ = _forward_pass(linear, domain)
     trial = domain.book.trials.under_way(pass_)
-    if trial is not None and _tries(linear):
+    if trial is not None and _tries(linear) and linear.overlap.name not in trial.captured:
         return (
             "in turn",
             f"auto: tries {', '.join(trial.methods)}, until a linear has made {trial.steps} calls (tune_steps)",

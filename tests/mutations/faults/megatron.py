@@ -191,6 +191,13 @@ FAULTS = [
         (T + "table.py::test_each_linear_says_how_its_last_call_ran_and_what_was_measured",),
     ),
     Mutation(
+        "a linear that a graph holds takes turns for ever",
+        M + "enabling/reporting.py",
+        " and linear.overlap.name not in trial.captured:",
+        ":",
+        (T + "table.py::test_a_linear_whose_methods_take_turns_says_so",),
+    ),
+    Mutation(
         "reporting: if reason is None and not overlap.overlap... -> if False:",
         M + "enabling/reporting.py",
         "    if reason is None and not overlap.overlapped_calls and overlap.fallback_calls:",

@@ -18,7 +18,7 @@ NETWORK = In("overlap_train/symmetric/gloo.py", (SHAPES,))
 SLOT = In("overlap_train/protocol/node_slot.py", (SHAPES,))
 WORKSPACE = In("overlap_train/protocol/node_workspace.py", (SHAPES,))
 PROCESSES = In("overlap_train/operators/node_processes.py", (SHAPES,))
-BOOK = In("overlap_train/operators/plan_book.py", ("tests/unit/test_plan_book.py",))
+CONNECTS = In("overlap_train/operators/settled.py", ("tests/unit/test_plan_book.py", "tests/unit/test_trial_plans.py"))
 SETTLED = In("overlap_train/runtime/domain.py", ("tests/unit/test_wire.py",))
 STREAMED = "tests/protocol/test_interleaving_nodes.py"
 PASSES = f"{STREAMED}::test_operators_pass"
@@ -142,8 +142,9 @@ FAULTS = [
         '            barrier(self, Tag("overlap_train/grow", "barrier"))\n', "            pass\n",
     ),
     SETTLED("a group of one node connects", "self.topology.nodes == 1 or self.is_capturing()", "self.is_capturing()"),
-    BOOK("who asks for NCCL alone connects", "if any(engine.nodes > 1 and engine.slots for", "if any(engine.nodes > 1 for"),
-    BOOK("plans keep what was not measured", "            config = self.domain.settled(config)\n", ""),
+    CONNECTS("who asks for NCCL alone connects", "if not any(engine.nodes > 1 and engine.slots for",
+             "if not any(engine.nodes > 1 for"),
+    CONNECTS("plans keep what was not measured", "    config = domain.settled(config)\n", ""),
     SETTLED("nodes are connected while a graph is captured", " or self.is_capturing():", ":"),
     SLOT("every block is for who takes it from the network", "Place(receiver, target,", "Place(receiver, receiver,"),
     RANKS("a rank is connected with all others", "return self.twin(target // self.local)", "return target"),

@@ -247,6 +247,11 @@ FAULTS = [
     ),
     CHOICE("a measured loser is taken", "not is_its_own and saves_a_wave", "saves_a_wave"),
     CHOICE(
+        "a trial's winner runs otherwise than it was timed",
+        "winner is not None and measured is not None and",
+        "winner is not None and",
+    ),
+    CHOICE(
         "tuned passes keep the wave",
         "split_reduction=splits or measured.split_reduction)",
         "split_reduction=measured.split_reduction)",

@@ -11,22 +11,32 @@ LENGTHS = f"{TRIALS}::test_every_length_takes_part_and_the_trial_ends"
 LAYOUT = f"{TRIALS}::test_a_weight_that_lies_otherwise_when_the_trial_ends"
 AFTER = f"{TRIALS}::test_the_winners_are_for_calls_without_gradients_too"
 REFUSED = f"{TRIALS}::test_what_does_not_fit_takes_no_part"
+GRAPHS = "tests/unit/test_trial_plans.py"
+ROOM = f"{GRAPHS}::test_methods_share_the_memory_that_there_may_be"
 TURNS = In("overlap_train/operators/trials.py", ("tests/unit/test_trial_times.py",))
 PLANS = In("overlap_train/operators/in_trial.py", (TRIALS,))
 ENDS = In("overlap_train/operators/trial_book.py", (TRIALS,))
 WINS = In("overlap_train/planning/trial.py", (UNIT,))
 BOOK = In("overlap_train/operators/plan_book.py", (TRIALS,))
+NEEDS = In("overlap_train/planning/arguments.py", (ROOM,))
 HOLDS = In("overlap_train/runtime/room.py", (REFUSED,))
 CALLS = In("overlap_train/linear.py", (TRIALS,))
+IN_GRAPHS = In("overlap_train/operators/in_trial.py", (GRAPHS,))
 ULYSSES = "tests/protocol/test_ulysses_trials.py"
 ONE_TURN = f"{ULYSSES}::test_all_parts_of_a_call_have_one_turn_and_one_time"
 PARTS, TIMED = (In(f"overlap_train/ulysses/{file}.py", (ONE_TURN,)) for file in ("calls", "turns"))
 CALLS_MADE = "return calls >= self.steps and"
 
 FAULTS = [
-    TURNS("all linears share their turns", "calls, count = self._calls[name],", 'calls, count = self._calls[name := ""],'),
-    TURNS("one method has every turn", "return (calls + calls // count) % count", "return 0"),
-    TURNS("rounds begin alike", "(calls + calls // count) % count", "calls % count"),
+    TURNS("all linears share their turns", "turns, count = self._calls[name]", 'turns, count = self._calls[name := ""]'),
+    TURNS("one method has every turn", "else (turns + turns // count) % count", "else 0"),
+    TURNS("rounds begin alike", "(turns + turns // count) % count", "turns % count"),
+    TURNS("the untuned plan has no turn", "return None if turns < 0 else ", "return "),
+    IN_GRAPHS("a graph gets one of the methods", "            self._note_capture(name)\n            return self\n",
+              "            self._note_capture(name)\n            return self.candidates[0]\n"),
+    IN_GRAPHS("a graph that ends no trial is not spoken of", "            self._note_capture(name)\n", ""),
+    IN_GRAPHS("each linear in a graph is spoken of", "if not trial.captured and", "if"),
+    IN_GRAPHS("each rank speaks of a graph", "if not trial.captured and self.domain.rank == 0:", "if not trial.captured:"),
     TURNS("a trial never ends", CALLS_MADE, "return False and"),
     TURNS("a trial ends a call early", CALLS_MADE, "return calls >= self.steps - 1 and"),
     TURNS("a trial does not wait for backward", "(self._is_enough() or calls", "(True or calls"),
@@ -39,8 +49,8 @@ FAULTS = [
     TURNS("a graph's events are timed", "torch.cuda.is_current_stream_capturing()", "False"),
     PLANS("backward is timed as forward", "self._timed(bracket, self.trial.fprop.dgrad.kind)",
           "self._timed(bracket, self.trial.fprop.kind)"),
-    PLANS("some methods have no turn", "return self.candidates[turn]", "return self.candidates[min(turn, 1)]", EVERY_METHOD),
-    PLANS("memory is that of the default", "max(request.flagged_bytes for request in requests)", "asked.flagged_bytes",
+    PLANS("some methods have no turn", "else self.candidates[turn]", "else self.candidates[min(turn, 1)]", EVERY_METHOD),
+    PLANS("memory is that of the default", "reduce(Request.covering, requests, self.plan.request)", "self.plan.request",
           EVERY_METHOD),
     PLANS("ranks do not compare their steps", " in {trial.steps} calls", "", f"{TRIALS}::test_ranks_compare_their_steps"),
     ENDS("a trial is begun again", "        self._trials[key_of(trial.fprop, domain.device)] = None\n",
@@ -50,9 +60,16 @@ FAULTS = [
     ENDS("winners are not kept", "table.save(domain.config.tuning_dir, key, found)", "domain.config.tuning_dir"),
     ENDS("every rank prints", "if dist.get_rank() == 0:", "if True:"),
     ENDS("every rank keeps", "if self._domain.rank == 0 else", "if True else"),
-    ENDS("what was measured is tried again", "len(methods) < 2 or is_known(", "len(methods) < 2 or False and is_known("),
-    ENDS("what the kernels refuse is tried", "why_not(plan, domain.device, interpreted) is not None or", "", REFUSED),
-    ENDS("what memory does not hold is tried", " or not domain.may_hold(plan.request)", "", REFUSED),
+    ENDS("what was measured is tried again", "not in self._trials and is_known(", "not in self._trials and False and is_known("),
+    ENDS("nodes are connected for what was measured", "if self._is_over(fprop, known):", "if False:", GRAPHS),
+    ENDS("who shares no memory tries to", " or why_not_across_nodes(plan, domain.nodes.problem)", "", GRAPHS),
+    ENDS("what the kernels refuse is tried", "why_not(plan, domain.device, interpreted) or ", "", REFUSED),
+    ENDS("what memory does not hold is tried", " and domain.may_hold(together)", "", REFUSED),
+    ENDS("memory is for one of the methods", "domain.may_hold(together)", "domain.may_hold(plan.request)", REFUSED),
+    ENDS("a method finds the memory of the others taken", "admitted[method], needed = plan, together", "admitted[method] = plan",
+         ROOM),
+    NEEDS("blocks of one method are those of all", "max(self.slot_bytes, other.slot_bytes)", "self.slot_bytes"),
+    NEEDS("words of one method are those of all", "max(self.flagged_bytes, other.flagged_bytes)", "self.flagged_bytes"),
     HOLDS("memory never ends", "(not self.is_captured and self._fits(self._needed(request)))", "not self.is_captured"),
     BOOK("other winners are forgotten", "{**self.table.winners, **{", "{**{", EVERY_METHOD),
     BOOK("plans outlive their table", "        self.plans.clear()\n", "", AFTER),
