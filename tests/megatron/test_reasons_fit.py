@@ -76,14 +76,15 @@ def tuned() -> Iterator[str]:
 
 
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> str:
-    trial = SimpleNamespace(methods=methods_to_try(Pass(GATHER, 256, 4096, 4096, BF16, 8), GPU, 1), steps=10**6)
+    methods = methods_to_try(Pass(GATHER, 256, 4096, 4096, BF16, 8), GPU, 1)
+    trial = SimpleNamespace(methods=methods, steps=10**6, captured=set())
     assert len(trial.methods) == 5
     monkeypatch.setattr(reporting, "made_domain", lambda group: SimpleNamespace(book=SimpleNamespace(trials=trials)))
     trials = SimpleNamespace(under_way=lambda fprop: trial)
     monkeypatch.setattr(reporting, "groups_of", lambda linear: [None])
     monkeypatch.setattr(reporting, "_forward_pass", lambda linear, domain: None)
     monkeypatch.setattr(reporting, "_tries", lambda linear: True)
-    return reporting._method_and_reason(SimpleNamespace(overlap=SimpleNamespace(sizes=())))[1]
+    return reporting._method_and_reason(SimpleNamespace(overlap=SimpleNamespace(sizes=(), name="fc1")))[1]
 
 
 def in_two_groups(reason: str, monkeypatch: pytest.MonkeyPatch) -> str:
