@@ -319,7 +319,9 @@ def in_turn(folder: str) -> list[tuple[str, str]]:
         rows.append(next(x for x in report(model).linears if x.name == FC1))
         with mock.patch.object(TrialBook, "under_way", captured):
             rows.append(next(x for x in report(model).linears if x.name == FC1))
-        for _ in range(8):  # of five methods, which there are where the interpreter runs kernels, the trial ends before the 17th
+        for _ in range(
+            8
+        ):  # of five methods, which there are where the interpreter runs kernels, the trial ends before the 17th
             loss(model).backward()
         rows.append(next(x for x in report(model).linears if x.name == FC1))
     shutdown()
