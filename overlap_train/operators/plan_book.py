@@ -37,6 +37,9 @@ class PlanBook:
         self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_PLANS)
         # Keys without the rows: of calls that were agreed on with some number of them.
         self.agreed: BoundedCache[tuple[object, ...], bool] = BoundedCache(_MOST_PLANS)
+        # What ranks agreed on before the last trial ended. A plan that is made again as it was needs no agreement, and a CUDA
+        # graph may take it, because it has run.
+        self.before: BoundedCache[tuple[object, ...], Request] = BoundedCache(_MOST_PLANS)
         self.trials = TrialBook(domain)
         # By the TP group of calls that exchange in this domain: what ulysses/groups.py found of both.
         self.nodes_with: dict[dist.ProcessGroup, tuple[int, int]] = {}
@@ -84,14 +87,15 @@ class PlanBook:
         """
         domain, layout = self.domain, (w.stride(), w.data_ptr() % 16)
         error = spec.error(x, w, bias, domain.world_size, name)
-        planned = self._planned(spec, config, x, w, tries=bool(key[-1]) and error is None)
+        planned = self._planned(spec, config, x, w, name, tries=bool(key[-1]) and error is None)
         known = self.plans.get(key)
         if known is not None:
             return known.setdefault(layout, planned)
         problem = error or self._problem(planned.plan, config)
         operator, _, *rest = key
         any_rows = (operator, x.dim(), x.shape[-1:], *rest)
-        if self.agreed.get(any_rows) and planned.compares and _fits(planned.request, domain):
+        fits = self.agreed.get(any_rows) and planned.compares and _fits(planned.request, domain)
+        if fits or self.before.get(key) == planned.request:
             if problem is not None:
                 raise ValueError(problem)
         else:
@@ -100,13 +104,17 @@ class PlanBook:
         return self.plans.put(key, {layout: planned})[layout]
 
     def _planned(
-        self, spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, *, tries: bool
+        self, spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, name: str, *, tries: bool
     ) -> Planned:
         """The plan by what is known now, in a trial where methods may take turns and the sizes were never measured."""
         plan = settled_plan(self.domain, spec, config, self.table, x, w)
         trains = torch.is_grad_enabled() and w.requires_grad
         planned = Planned(self.domain, plan, trains)
         if tries and config.tune_steps and trains:
+            if self.topology.nodes > 1 and not self.domain.is_connected:
+                # Its methods may need the network where the untuned one does not. A rank that differs would not come to connect.
+                what = f"{plan.request.what}; tries methods in {config.tune_steps} calls"
+                self.domain.prepare(Request(spec.name, what, 0), None, name, _trained(x, w))
             return self.trials.begun(planned, config, self.table, x, w)
         return planned
 
@@ -123,6 +131,8 @@ class PlanBook:
         self.table = replace(
             self.table, winners={**self.table.winners, **{winner.measured.bucket: winner for winner in found}}
         )
+        for key in self.plans:
+            self.before.put(key, next(iter((self.plans.get(key) or {}).values())).request)
         self.plans.clear()
         self.trials.keep(found, trial, name)
 

@@ -160,7 +160,6 @@ SYSTEMS: Mapping[str, System] = {"h200": H200, **{name: scaled(name, sheet) for 
 
 # The cards whose facts these are, by the names that CUDA reports. Others of the same family have other SMs, clocks and links.
 CARDS: Mapping[str, str] = {
-    "NVIDIA A100-SXM4-40GB": "a100",
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H800": "h800",

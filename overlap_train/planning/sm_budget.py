@@ -34,8 +34,8 @@ class SmBudget:
         return max(2, left - left % 2)
 
     def for_sums(self, network: int) -> int:
-        """Those of sums, beside NCCL's `network`."""
-        return self.reduce_sms or max(1, MOST_SMS - WAIT_SMS - network)
+        """Those of sums, beside NCCL's `network`: at least half of all, as if no setting gave NCCL more than its half."""
+        return self.reduce_sms or max(MOST_SMS // 2 - WAIT_SMS, MOST_SMS - WAIT_SMS - network)
 
 
 def in_words(network: int, sums: int) -> str:

@@ -15,7 +15,7 @@ from ..symmetric.host import share_on_machine
 from .tags import Tag, epoch_of, next_word
 from .watchdog import FaultRecord, OverlapMismatchError
 
-_NOTED = 4096  # calls; a host is no further ahead of its GPU than the 1024 launches that a stream queues
+_NOTED = 1024  # calls; a host is no further ahead of its GPU than the 1024 launches that a stream queues
 
 
 class CollectiveCalls(Protocol):

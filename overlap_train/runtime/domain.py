@@ -148,8 +148,8 @@ class OverlapDomain:
             return
         if self.topology.nodes > 1:
             raise RuntimeError(
-                "a CUDA graph is being captured in a group that spans nodes, whose exchanges the host has to watch; train "
-                "without CUDA graphs, or use method='collective'"
+                f"{tag.op}: a CUDA graph is being captured in a group that spans nodes, whose exchanges the host has to watch; "
+                f"train without CUDA graphs, or use method='collective'"
             )
         if not self.graphed:
             raise RuntimeError(
@@ -199,13 +199,19 @@ class OverlapDomain:
     def settled(self, config: OverlapConfig) -> OverlapConfig:
         """`config` with the network_sms and reduce_sms of the connected nodes, which are measured if the config says 0.
 
-        On CPUs, inside one node and during a capture it is `config` itself. Collective at its first use: it connects the nodes.
+        On CPUs, inside one node and, before the nodes are connected, during a capture it is `config` itself. Collective at its
+        first use: it connects the nodes.
         """
-        if not self._on_gpu or self.topology.nodes == 1 or self.is_capturing():
+        if not self._on_gpu or self.topology.nodes == 1 or (self.is_capturing() and not self.is_connected):
             return config
         engine = self._engine_across_nodes()
         assert isinstance(engine, NodeStreamEngine)
         return replace(config, network_sms=engine.network.sms, reduce_sms=engine.reduce_sms)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the nodes of the group are connected."""
+        return isinstance(self.engine, NodeEngine | NodeStreamEngine)
 
     @property
     def network_gbs(self) -> float:
@@ -262,6 +268,7 @@ class OverlapDomain:
     def close(self) -> None:
         """End the engine and give the symmetric memory back. Collective over the group. Nothing runs in this domain any more."""
         self.closed = True
+        self.fault.looks.clear()  # they refer to it: without them its thread ends with it
         self.engine.close()
         self.agreement.forget()
         if self.heap is not None and self._on_gpu:

@@ -19,6 +19,7 @@ from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatte
 from overlap_train.methods import TRAITS
 from overlap_train.operators import in_trial, trial_book, trials
 from overlap_train.operators.plan_book import plan_of
+from overlap_train.planning import choice
 from overlap_train.planning.passes import SCATTER_AND_WGRAD
 from overlap_train.planning.schedule.kinds import GATHER
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
@@ -378,3 +379,30 @@ def test_a_folder_that_cannot_be_written_is_a_warning() -> None:
 def test_too_few_steps_are_refused(steps: Any) -> None:
     with pytest.raises(ValueError, match=r"tune_steps=.* at least 10.*--overlap-train-tune-steps"):
         OverlapConfig(tune_steps=steps)
+
+
+def _differs(rank: int, world: int, folder: str, how: str) -> tuple[str, str]:
+    """Rank 1 has other arguments in a first call whose trial connects the nodes, which the untuned plan would not need."""
+    short = mock.patch.object(choice, "_across_nodes", return_value=choice.Choice("collective", "a short block"))
+    steps = 0 if how == "steps" and rank else 20
+    config = OverlapConfig(node_ranks=1, timeout_s=5.0, tune_steps=steps, tuning_dir=folder)
+    x, w = torch.ones(8, 16, requires_grad=True), torch.ones(8, 16, requires_grad=how != "frozen" or rank == 0)
+    bias = torch.ones(9 if how == "bias" and rank else 8)
+
+    def connect(domain: OverlapDomain, config: OverlapConfig) -> OverlapConfig:
+        domain.agreement.barrier("connect the nodes")
+        return config
+
+    with short, mock.patch.object(OverlapDomain, "settled", connect):
+        try:
+            all_gather_linear(x, w, bias, group=dist.group.WORLD, config=config, name="fc1")
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("how", ["frozen", "steps", "bias"])
+def test_ranks_agree_before_a_trial_connects_their_nodes(how: str, tmp_path: Path) -> None:
+    """Else some would connect, and hear no more than that others do not."""
+    for kind, text in values(run_ranks(2, _differs, str(tmp_path), how, limit_s=60)):
+        assert kind == "ValueError" and text.startswith("fc1"), text

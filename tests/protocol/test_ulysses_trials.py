@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -158,3 +159,25 @@ def _stands_in(rank: int, world: int, folder: str) -> tuple[list[list[str]], lis
 
 def test_what_stands_in_is_not_timed(tmp_path: Path) -> None:
     assert values(run_ranks(2, _stands_in, str(tmp_path))) == [([["chunked"]] * 3, ["chunked"] * 2)] * 2
+
+
+def _captured(rank: int, world: int, folder: str) -> list[str]:
+    """The trial of one linear ends while that of another goes on, which a CUDA graph then captures. Its methods."""
+    case = _case(folder)
+    with _two_methods(), _seen() as seen, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the graph keeps the untuned plan
+        for operator, count in (("to_rows", 6), ("to_heads", STEPS + 1), ("to_rows", 2)):
+            for number in range(count):
+                _call(case, operator, number)
+        domain = made_domain(dist.group.WORLD)
+        captures = mock.patch.object(type(domain), "is_capturing", return_value=True)
+        with captures, mock.patch.object(domain, "graphed", True):
+            _call(case, "to_rows", 9)
+    return seen.methods[-1]
+
+
+def test_a_linear_that_a_graph_captures_in_its_trial_keeps_its_plan_when_another_trial_has_ended(
+    tmp_path: Path,
+) -> None:
+    for methods in values(run_ranks(2, _captured, str(tmp_path), limit_s=60)):
+        assert set(methods) == {"chunked"}

@@ -108,7 +108,7 @@ def test_nodes_are_connected_only_for_plans_that_send_between_them(nodes: int, m
     """Connecting measures the network."""
     connected: list[OverlapConfig] = []
     one, config = book(), OverlapConfig(method=method)
-    one.table, one.agreed = UNTUNED, BoundedCache(8)
+    one.table, one.agreed, one.before = UNTUNED, BoundedCache(8), BoundedCache(8)
     one.domain = SimpleNamespace(  # type: ignore[assignment]
         world_size=2, topology=Topology(nodes, 2 // nodes, 0), device=X.device, config=config,
         nodes=SimpleNamespace(problem=None), book=one,

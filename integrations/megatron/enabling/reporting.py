@@ -82,7 +82,8 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
     method = fprop.method if fprop.method == dgrad.method else f"{fprop.method} / {dgrad.method}"
     reason = _both(fprop.reason, dgrad.reason)
     if in_two_groups(linear):
-        reason = f"{linear.overlap.parts[0]} parts that hide exchanges; {reason}"
+        hides = "" if method == "collective" else " that hide exchanges"
+        reason = f"{linear.overlap.parts[0]} parts{hides}; {reason}"
     return method, reason
 
 

@@ -34,14 +34,14 @@ def provide_accumulation_fusion() -> bool:
     if layers is not None and not getattr(layers, "_grad_accum_fusion_available", True):  # imported before
         layers.fused_weight_gradient_mlp_cuda = extension  # type: ignore[attr-defined]
         layers._grad_accum_fusion_available = True  # type: ignore[attr-defined]
-    return getattr(extension.__spec__, "origin", None) == __name__
+    return getattr(getattr(extension, "__spec__", None), "origin", None) == __name__
 
 
 def _extension() -> ModuleType:
     """The extension. Where it is missing or does not load, as one that was built for another torch: our module, in its place."""
     try:
         return importlib.import_module(EXTENSION)
-    except ImportError:
+    except (ImportError, OSError):  # OSError: of the loader, for a library that the extension needs
         sys.modules[EXTENSION] = stand_in = _stand_in()
         return stand_in
 

@@ -21,7 +21,7 @@ from .report import Finding
 # Operators send blocks of 8 to 64 MiB. On H200 these go at 360 GB/s where the doctor's 128 MiB go at 380.
 _OF_PROBE = 360 / 380
 _FLOPS = 2.0 * 8192**3  # of the doctor's product
-_ASSUMED = ("nvlink_gbs", "gpus_per_node")  # of another card of the same family
+_ASSUMED = ("memory_gbs", "nvlink_gbs", "gpus_per_node")  # of another card of the same family
 _RATES = ("tile_tflops", "burst_tflops", "sustained_tflops")
 
 

@@ -72,6 +72,12 @@ FAULTS = [
     NEEDS("words of one method are those of all", "max(self.flagged_bytes, other.flagged_bytes)", "self.flagged_bytes"),
     HOLDS("memory never ends", "(not self.is_captured and self._fits(self._needed(request)))", "not self.is_captured"),
     BOOK("other winners are forgotten", "{**self.table.winners, **{", "{**{", EVERY_METHOD),
+    BOOK(
+        "a graph cannot take a plan that is made again",
+        " or self.before.get(key) == planned.request",
+        "",
+        "tests/protocol/test_ulysses_trials.py",
+    ),
     BOOK("plans outlive their table", "        self.plans.clear()\n", "", AFTER),
     BOOK("a plan that is new does not end a trial", "planned = planned or book.agree(",
          "if planned is None:\n            return book.agree(", LENGTHS, LAYOUT),
