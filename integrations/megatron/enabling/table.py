@@ -35,8 +35,8 @@ class LinearReport:
 
     @property
     def is_collective(self) -> bool:
-        """Whether our operators run this linear with the method collective in both passes: it hides no communication, but for NCCL
-        beside GEMMs where a column linear's backward has two, as in Megatron-Core."""
+        """Whether our operators run this linear with the method collective in both passes: it hides no communication, but for
+        NCCL beside GEMMs where a column linear's backward has two, as in Megatron-Core."""
         return self.method == "collective"
 
     @property

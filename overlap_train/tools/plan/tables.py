@@ -24,7 +24,10 @@ ACROSS_NODES = "-: not estimated. The kernels of direct send inside one node onl
 ONE_QUEUE, MANY_QUEUES = "All streams share one hardware queue", "Each stream has a hardware queue of its own"
 IN_PARTS = "The product of one part hides the all-to-all of another:"
 APART = "so only TP is overlapped, and the all-to-all is NCCL's:"
-HOST_IS_FITTED = "host_exchange_us, the host's time across nodes: of calls over sockets, which took 0.6 to 2.2 times as long in three records"
+HOST_IS_FITTED = (
+    "host_exchange_us, the host's time across nodes: of calls over sockets, which took 0.6 to 2.2 times as long in three "
+    "records"
+)
 MEASURED_RANKS = (1, 2, 4)
 FEW_ROWS = 1024
 # A tile takes the simulation about 15 microseconds. With twice as many, by two methods, three spans inside a node would take

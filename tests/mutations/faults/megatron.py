@@ -116,7 +116,7 @@ FAULTS = [
     Mutation(
         "accumulation_fusion: an extension that does not load is none",
         M + "linears/accumulation_fusion.py",
-        "    except ImportError:",
+        "    except (ImportError, OSError):",
         "    except ModuleNotFoundError:",
         (T + "accumulation_fusion.py::test_an_extension_that_does_not_load_is_replaced",),
     ),
