@@ -212,7 +212,7 @@ def a_device(monkeypatch: pytest.MonkeyPatch, name: str, sms: int) -> None:
     )
 
 
-LINKS = ("nvlink_gbs", "gpus_per_node")
+FACTS = ("memory_gbs", "nvlink_gbs", "gpus_per_node")
 
 
 @pytest.mark.parametrize(
@@ -221,10 +221,11 @@ LINKS = ("nvlink_gbs", "gpus_per_node")
         ("NVIDIA H100 80GB HBM3", 132, "h100", 989.4, ()), ("NVIDIA H200", 132, "h200", 989.4, ()),
         ("NVIDIA H20", 78, "h20", 148.0, ()), ("NVIDIA H800", 132, "h800", 989.4, ()),
         ("NVIDIA A100-SXM4-80GB", 108, "a100", 312.0, ()), ("NVIDIA B200", 148, "b200", 2250.0, ()),
-        ("NVIDIA H100 PCIe", 114, "h100 pcie", 756.0, LINKS), ("NVIDIA A100-PCIE-40GB", 108, "a100-pcie-40gb", 312.0, LINKS),
-        ("NVIDIA H200 NVL", 132, "h200 nvl", 835.5, LINKS), ("NVIDIA GB200", 152, "gb200", 2500.0, LINKS),
-        ("NVIDIA H800 PCIe", 114, "h800 pcie", 989.4, ("peak_tflops", *LINKS)),
-        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 60, "h100 80gb hbm3 mig 3g.40gb", 989.4, LINKS),
+        ("NVIDIA H100 PCIe", 114, "h100 pcie", 756.0, FACTS), ("NVIDIA A100-PCIE-40GB", 108, "a100-pcie-40gb", 312.0, FACTS),
+        ("NVIDIA H200 NVL", 132, "h200 nvl", 835.5, FACTS), ("NVIDIA GB200", 152, "gb200", 2500.0, FACTS),
+        ("NVIDIA A100-SXM4-40GB", 108, "a100-sxm4-40gb", 312.0, FACTS),
+        ("NVIDIA H800 PCIe", 114, "h800 pcie", 989.4, ("peak_tflops", *FACTS)),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 60, "h100 80gb hbm3 mig 3g.40gb", 989.4, FACTS),
     ],
 )  # fmt: skip
 def test_other_cards_are_not_taken_for_those_whose_facts_are_known(
@@ -249,7 +250,7 @@ def test_other_cards_are_not_taken_for_those_whose_facts_are_known(
 
 def test_without_the_device_its_sms_are_assumed_too() -> None:
     system = probed("NVIDIA H100 PCIe", measured_by_ranks([430.0] * 2, 20.0))
-    assert system is not None and system.assumed == ("sms", *LINKS)
+    assert system is not None and system.assumed == ("sms", *FACTS)
 
 
 def crossed(gbs: float, ranks: int = 4) -> list[Finding]:
