@@ -39,7 +39,7 @@ def _plans_for_a_gpu(hopper_gpu: pytest.MonkeyPatch) -> None:
 def domain_of(topology: Topology, **facts: Any) -> Any:
     """A domain as far as plans ask it."""
     known = dict(device=GPU, topology=topology, world_size=topology.world, rank=0, network_gbs=0.0)
-    known["nodes"] = SimpleNamespace(problem=None)
+    known |= dict(nodes=SimpleNamespace(problem=None), is_connected=True)
     answers = dict(may_hold=lambda request: True, operator=lambda *args: args, is_capturing=lambda: False)
     return SimpleNamespace(**known | answers | facts)
 
@@ -53,7 +53,7 @@ def planned_by(
         for count in (rows // domain.world_size, features)
     )
     table = Table({winner.measured.bucket: winner for winner in measured}, domain.topology.nodes)
-    return PlanBook(domain, table)._planned(ALL_GATHER_LINEAR, CONFIG, x, w, tries=True)
+    return PlanBook(domain, table)._planned(ALL_GATHER_LINEAR, CONFIG, x, w, "fc1", tries=True)
 
 
 def in_trial(domain: Any, rows: int, features: int, dtype: torch.dtype = torch.bfloat16) -> InTrial:
