@@ -164,6 +164,12 @@ def test_ulysses_products_by_the_library_are_predicted() -> None:
     assert len(errors) == 48 and sum(errors) / 48 <= MEAN and sum(error > WORST for error in errors) == 1
 
 
+@cache
+def compared(path: Path, system: System) -> list[Compared]:
+    """What several tests look at: a record of nodes takes 7 seconds."""
+    return compare(path, system)
+
+
 @pytest.mark.parametrize(
     ("folder", "method", "mean", "worst", "above"),
     [
@@ -176,21 +182,21 @@ def test_two_nodes_are_predicted(folder: str, method: str, mean: float, worst: f
     waits for the network. CUDA_DEVICE_MAX_CONNECTIONS is the record's."""
     path = BENCHMARKS / "h200x2" / "hierarchical" / folder
     assert connections_of(path) == (1 if folder == "." else 8)
-    errors = [one.error for one in compare(path, H200) if one.what == method]
+    errors = [one.error for one in compared(path, H200) if one.what == method]
     assert len(errors) == 24 and sum(map(abs, errors)) / 24 <= mean and max(errors) <= worst
     assert sum(abs(error) > WORST for error in errors) == above
 
 
 def test_two_nodes_of_two_gpus_are_predicted() -> None:
     """On 4 x H100, a machine that nothing was fitted to; the wire is as fast as NCCL's fastest all-to-all."""
-    found = compare(BENCHMARKS / "h100x4" / "hierarchical", SYSTEMS["h100"])
+    found = compared(BENCHMARKS / "h100x4" / "hierarchical", SYSTEMS["h100"])
     errors = [abs(one.error) for one in found if one.is_method]
     assert len(errors) == 16 and sum(errors) / 16 <= 0.041 and max(errors) <= 0.09
 
 
 def hosts(record: str, system: System) -> list[float]:
     """Planned over measured host time of every call that crosses nodes, less 1."""
-    return [one.error for one in compare(BENCHMARKS / record / "hierarchical", system) if one.what == HOST]
+    return [one.error for one in compared(BENCHMARKS / record / "hierarchical", system) if one.what == HOST]
 
 
 def test_exchanges_between_nodes_keep_the_host_as_long_as_was_measured() -> None:
