@@ -132,7 +132,8 @@ class PlanBook:
             self.table, winners={**self.table.winners, **{winner.measured.bucket: winner for winner in found}}
         )
         for key in self.plans:
-            self.before.put(key, next(iter((self.plans.get(key) or {}).values())).request)
+            for planned in (self.plans.get(key) or {}).values():  # the same request, however a rank's weight lies
+                self.before.put(key, planned.request)
         self.plans.clear()
         self.trials.keep(found, trial, name)
 

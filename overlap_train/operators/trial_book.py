@@ -52,7 +52,7 @@ class TrialBook:
         return planned if trial is None else _in_trial(planned, trial, runs, work_of(fprop))
 
     def _is_over(self, fprop: Pass, known: Table) -> bool:
-        """Whether a trial of these sizes has ended, or is not needed: what is known is said before nodes are connected for it."""
+        """Whether a trial of these sizes has ended, or is not needed. Asked before nodes are connected for it."""
         domain, key = self._domain, key_of(fprop, self._domain.device)
         if key not in self._trials and is_known(fprop, known, domain.device, domain.topology.nodes):
             self._trials[key] = None
