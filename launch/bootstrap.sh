@@ -2,7 +2,7 @@
 # Makes the virtual environment that the Makefile's commands run in.
 #
 #   launch/bootstrap.sh main    .venv: the torch that already sees this machine's GPUs; without one, the first tested set
-#                               whose Python is here (3.12, else 3.11)
+#                               whose Python and disk space are here (3.12, else 3.11)
 #   launch/bootstrap.sh other   .venv-other: the other tested set; does nothing when its Python is not here
 #
 # Does nothing if pyproject.toml and the constraints have not changed. An interrupted set-up starts again.
@@ -52,7 +52,7 @@ is_complete() { "$env/bin/python" -V >/dev/null 2>&1 && [ "$(cat "$env/complete"
 choose_main() {
     if python=$(gpu_python); then
         tested=system
-    elif python=$(find_python 3.12); then
+    elif python=$(find_python 3.12) && ! prefers_small_set; then
         tested=py312
     elif python=$(find_python 3.11); then
         tested=py311
@@ -61,12 +61,25 @@ choose_main() {
     fi
 }
 
+# Whether .venv gets the Python 3.11 set although there is a Python 3.12. The Python 3.12 set takes 5 GB, and its downloads 2 GB until
+# it is installed. The other one takes 2.2 GB in all where pip finds a CPU build of torch 2.13.
+prefers_small_set() {
+    local free
+    if [ -e "$env/complete" ] && [ "$(set_of "$env")" = py312 ]; then return 1; fi # an update takes little
+    free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
+    if ((free >= 8)) || ! find_python 3.11 >/dev/null; then return 1; fi
+    say "$free GB of disk are free, the Python 3.12 set needs 8: taking the Python 3.11 set"
+}
+
+# set_of ENVIRONMENT: prints the tested set that it was made with; nothing if there is no such environment.
+set_of() { cut -d ' ' -f 1 "$1/kind" 2>/dev/null || true; }
+
 choose_other() {
-    tested=py311 # .venv has the Python 3.12 set where there is a 3.12
+    tested=py311 # .venv has the Python 3.12 set where there are a 3.12 and the disk space
     if gpu_python >/dev/null; then
         say "no second environment: this machine's commands use the torch that is already there"
-    elif ! find_python 3.12 >/dev/null; then
-        say "no second environment: without Python 3.12, .venv already has the Python 3.11 set"
+    elif [ "$(set_of .venv)" = py311 ] || ! find_python 3.12 >/dev/null; then
+        say "no second environment: .venv already has the Python 3.11 set"
     elif ! python=$(find_python 3.11); then
         say "no second environment: no Python 3.11 on this machine"
     else
@@ -90,7 +103,7 @@ create() {
         die "$env was not made by this script, which would delete it: rename it, or run $env/bin/python yourself"
     fi
     if [ -e "$env" ]; then say "$env is unfinished or of another kind: starting again"; fi
-    [ ! -d "$env" ] || find "$env" -mindepth 1 -maxdepth 1 ! -name kind -exec rm -rf {} + # kind last: it says whose this is
+    if [ -d "$env" ]; then empty; fi
     rm -rf "$env"
     say "making $env with $python ($("$python" -V 2>&1))"
     mkdir "$env"
@@ -101,16 +114,25 @@ create() {
     }
 }
 
+# Deletes what was installed, but for kind, which says whose this environment is, and the log.
+empty() { find "$env" -mindepth 1 -maxdepth 1 ! -name kind ! -name install.log -exec rm -rf {} +; }
+
+# Nothing goes on from an unfinished set-up, and another environment may need its gigabytes.
+give_up() {
+    empty
+    die "$*; deleted what there was of it, $(df -Ph . | awk 'NR == 2 { print $4 }') of disk are free now; the whole log: $log"
+}
+
 install_tested() {
     local constraints=constraints/$tested.txt extras=megatron,dev,plot size="0.2 to 2 GB to download, one to two minutes"
     [ "$tested" = py312 ] && size="2 GB to download, 5 GB on disk, one to three minutes"
     if compgen -G "$env/lib/*/site-packages/torch" >/dev/null; then size="what has changed"; fi
     if has_gpu; then extras=$extras,nvshmem; fi
     step "installing $(pinned torch) and $(pinned megatron-core) ($size)" \
-        pip_install -c "$constraints" torch megatron-core setuptools || die "could not install torch and megatron-core"
+        pip_install -c "$constraints" torch megatron-core setuptools || give_up "could not install torch and megatron-core"
     start_compiling
     step "installing overlap-train and its test and lint tools (100 MB)" \
-        pip_install -c "$constraints" --no-build-isolation -e ".[$extras]" || die "could not install overlap-train"
+        pip_install -c "$constraints" --no-build-isolation -e ".[$extras]" || { stop_compiling; give_up "could not install overlap-train"; }
     stop_compiling
     step "compiling Python files (half a minute)" compile_python_files
 }

@@ -29,11 +29,18 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
+def set_up(checkout: Path, which: str = "main", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [checkout / "launch/bootstrap.sh", "main"], capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PIP_NO_INDEX": "1"},
+        [checkout / "launch/bootstrap.sh", which], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PIP_NO_INDEX": "1", **environment},
     )  # fmt: skip
+
+
+def has_python(version: str) -> bool:
+    found = subprocess.run(
+        ["/bin/bash", "-c", f". launch/python.sh; find_python {version}"], cwd=ROOT, capture_output=True
+    )
+    return found.returncode == 0
 
 
 @pytest.mark.parametrize("activated", ["{checkout}/.venv/bin", ".venv/bin", "{checkout}/../link/.venv/bin"])
@@ -71,3 +78,22 @@ def test_a_set_up_that_has_failed_starts_again(checkout: Path) -> None:
         ended = set_up(checkout)
         assert ended.returncode == 1 and "could not install torch" in ended.stderr
         assert (".venv is unfinished or of another kind: starting again" in ended.stdout) is again
+        assert {path.name for path in (checkout / ".venv").iterdir()} == {"kind", "install.log"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the torch of this machine is kept")
+@pytest.mark.parametrize(("free_gb", "chosen"), [(7, "py311"), (8, "py312")])
+def test_a_small_disk_gets_the_small_set_and_one_environment(checkout: Path, free_gb: int, chosen: str) -> None:
+    if not (has_python("3.11") and has_python("3.12")):
+        pytest.skip("needs Python 3.11 and 3.12")
+    df = checkout / "bin" / "df"
+    df.parent.mkdir()
+    df.write_text(f"#!/bin/sh\necho header\necho disk 0 0 {free_gb * 1024 * 1024}\n")
+    df.chmod(0o755)
+    path = {"PATH": f"{df.parent}:{os.environ['PATH']}"}
+    said = set_up(checkout, "main", **path).stdout
+    assert (checkout / ".venv" / "kind").read_text().split()[0] == chosen
+    assert (f"{free_gb} GB of disk are free, the Python 3.12 set needs 8" in said) is (chosen == "py311")
+    if chosen == "py311":
+        assert ".venv already has the Python 3.11 set" in set_up(checkout, "other", **path).stdout
