@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import Protocol
 
+from ..protocol.copy_engine import CopyEngine
 from ..protocol.tags import Tag
+from ..protocol.watchdog import FaultRecord
+from ..protocol.workspace import Workspace
 from .profiling import OUTSIDE, is_profiling, profiled
 
-if TYPE_CHECKING:
-    from .domain import OverlapDomain
+
+class Domain(Protocol):
+    """What brackets need of an OverlapDomain. They look it up each time: the engine is replaced when nodes are connected, the
+    workspace when memory grows."""
+
+    engine: CopyEngine
+    workspace: Workspace
+    fault: FaultRecord
+    in_use: threading.RLock
+
+    def check_usable(self, tag: Tag, slots: int) -> None:
+        """Raise RuntimeError where an operator cannot run now."""
 
 
 def _another_thread(name: str) -> RuntimeError:
@@ -21,7 +35,7 @@ def _another_thread(name: str) -> RuntimeError:
 class Exclusively:
     """The bracket that OverlapDomain.exclusively returns. Raises RuntimeError while another thread is in an operator."""
 
-    def __init__(self, lock: Any, name: str) -> None:
+    def __init__(self, lock: threading.RLock, name: str) -> None:
         self._lock, self._name = lock, name
 
     def __enter__(self) -> None:
@@ -36,7 +50,7 @@ class Operator:
     """The bracket that OverlapDomain.operator returns. As a generator it would take 2 microseconds more. A linear keeps its
     bracket, which saves another one."""
 
-    def __init__(self, domain: OverlapDomain, tag: Tag, slots: int, barrier_first: bool, shown_as: str) -> None:
+    def __init__(self, domain: Domain, tag: Tag, slots: int, barrier_first: bool, shown_as: str) -> None:
         self._domain, self._tag, self._slots, self._barrier_first = domain, tag, slots, barrier_first
         self._shown_as, self._range = shown_as, OUTSIDE
 
