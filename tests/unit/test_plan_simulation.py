@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from overlap_train.planning.table import UNTUNED
 from overlap_train.tools.plan.estimates import METHODS, work_of
 from overlap_train.tools.plan.simulation import simulated_rank as simulator
 from overlap_train.tools.plan.simulation.backward import backward
+from overlap_train.tools.plan.simulation.clock import Clock
 from overlap_train.tools.plan.simulation.programs import program
 from overlap_train.tools.plan.simulation.simulate import simulate
 from overlap_train.tools.plan.simulation.timeline import COPIES, Program, Send, Span, Timeline, Token, arrived
@@ -248,7 +249,7 @@ def test_what_has_happened_is_not_looked_at_again() -> None:
             return super().__contains__(token)
 
     blocks = tuple(("arrived", "x", block, 0) for block in range(100))
-    rank, done = simulator.SimulatedRank(SimpleNamespace(now=0.0, tokens=[]), Program(0, 1, ())), []  # type: ignore[arg-type]
+    rank, done = simulator.SimulatedRank(Clock(), Program(0, 1, ()), carry=Mock(), deliver=Mock()), []
     rank._reached = seen = Counted()
     rank._when(blocks, lambda: done.append(True))
     for block in blocks:

@@ -9,6 +9,7 @@
     persistent_tiles.py         the tiles of a persistent kernel, and what each waits for
     timeline.py                 programs, and what happened when
     hardware_queue.py           that queue, and who comes first to the SMs
+    clock.py                    what happens next, and what has happened
     simulated_rank.py           one rank's SMs, copy engine and links
     simulate.py                 all ranks, until everything has ended
 

@@ -1,13 +1,12 @@
 """Runs programs of ranks on resources: SMs that take tiles in order, senders, both ends of links, streams of kernels.
 
-An event is a time and what happens then; what waits for a token is kept with it. With one program for a group of several ranks
+clock.py lets events happen in order; what waits for a token is kept by its rank. With one program for a group of several ranks
 that rank stands for all: all do the same at the same time, so what it sends to the rank that is so many nodes, and places in its
 node, further arrives when the same from the rank that is as many before arrives here. A thousand ranks cost as much as one.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,10 @@ from functools import partial
 
 from ....planning.schedule.legs import NETWORK, NVLINK, Leg
 from ....planning.schedule.topology import Topology
+from .clock import Clock
 from .hardware_queue import Action
 from .simulated_rank import SimulatedRank
-from .timeline import Program, Send, Span, Timeline, Token, arrived, landed
+from .timeline import Program, Send, Timeline, arrived, landed
 
 
 def simulate(programs: Sequence[Program], nvlink_gbs: float, nic_gbs: float = math.inf) -> Timeline:
@@ -28,34 +28,26 @@ def simulate(programs: Sequence[Program], nvlink_gbs: float, nic_gbs: float = ma
     """
     world = World(programs, {NVLINK: nvlink_gbs, NETWORK: nic_gbs})
     world.run()
-    return Timeline(tuple(world.spans), tuple(world.tiles), tuple(world.tokens))
+    clock = world.clock
+    return Timeline(tuple(clock.spans), tuple(clock.tiles), tuple(clock.tokens))
 
 
 class World:
-    """The clock, what happens next, and what has happened."""
+    """The ranks, and what is between them: links, and who takes what has come over one."""
 
     def __init__(self, programs: Sequence[Program], gbs: dict[str, float]) -> None:
-        self.now = 0.0
-        self.spans: list[Span] = []
-        self.tiles: list[Span] = []
-        self.tokens: list[tuple[int, Token, float]] = []
-        self._events: list[tuple[float, int, Action]] = []
-        self._count = 0
+        self.clock = Clock()
         self.stands_for_all = len(programs) < programs[0].world
-        self.ranks = {program.rank: SimulatedRank(self, program) for program in programs}
+        self.ranks = {
+            program.rank: SimulatedRank(self.clock, program, self.carry, self.deliver) for program in programs
+        }
         self._sends_to = {(link, rank): _End(gbs[link]) for link in gbs for rank in self.ranks}
         self._receives = {(link, rank): _End(gbs[link]) for link in gbs for rank in self.ranks}
 
-    def at(self, time: float, action: Action) -> None:
-        self._count += 1  # of two events at one time the one that was planned first happens first
-        heapq.heappush(self._events, (time, self._count, action))
-
     def run(self) -> None:
         for rank in self.ranks.values():
-            self.at(rank.program.start_us, rank.start)
-        while self._events:
-            self.now, _, action = heapq.heappop(self._events)
-            action()
+            self.clock.at(rank.program.start_us, rank.start)
+        self.clock.run()
         for rank in self.ranks.values():
             rank.check_done()
 
@@ -65,18 +57,19 @@ class World:
         link, ranks = send.leg.link, self.ranks[source].program.group_of(send.call).ranks
         target = source if self.stands_for_all else ranks[send.leg.target]
         ends = (self._sends_to[link, source], self._receives[link, target])
-        flow = _Flow(send.nbytes, send.gbs, done, ends, since=self.now)
+        flow = _Flow(send.nbytes, send.gbs, done, ends, since=self.clock.now)
         for end in ends:
             end.flows.append(flow)
         self._share(ends)
 
     def _share(self, ends: tuple[_End, ...]) -> None:
         """Give all that use one of these ends their part of it."""
+        now = self.clock.now
         for flow in dict.fromkeys(flow for end in ends for flow in end.flows):
-            flow.left -= flow.rate * (self.now - flow.since)
+            flow.left -= flow.rate * (now - flow.since)
             flow.rate = min(flow.gbs, *(end.gbs / len(end.flows) for end in flow.ends)) * 1e3  # bytes a microsecond
-            flow.since, flow.version = self.now, flow.version + 1
-            self.at(self.now + max(0.0, flow.left) / flow.rate, partial(self._finish, flow, flow.version))
+            flow.since, flow.version = now, flow.version + 1
+            self.clock.at(now + max(0.0, flow.left) / flow.rate, partial(self._finish, flow, flow.version))
 
     def _finish(self, flow: _Flow, version: int) -> None:
         if flow.version != version or flow not in flow.ends[0].flows:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
+from ....planning.schedule.legs import Leg
+from .clock import Clock
 from .hardware_queue import Action, HardwareQueue, SharedSms
 from .timeline import COMMUNICATION, WAITING, Kernel, Program, Send, Span, Tile, Token
-
-if TYPE_CHECKING:
-    from .simulate import World
 
 SIGNAL_SHARE = 0.5  # of what a push adds: half before the copy, half for the signal after it
 
@@ -33,10 +32,18 @@ class Grid:
 
 
 class SimulatedRank:
-    """One rank's streams, SMs and senders."""
+    """One rank's streams, SMs and senders. carry: starts a copy of what this rank sends, and tells when it has arrived. deliver:
+    what a leg of a call carries has arrived from this rank."""
 
-    def __init__(self, world: World, program: Program) -> None:
-        self._world, self.program = world, program
+    def __init__(
+        self,
+        clock: Clock,
+        program: Program,
+        carry: Callable[[Send, int, Action], None],
+        deliver: Callable[[str, Leg, int], None],
+    ) -> None:
+        self._clock, self.program = clock, program
+        self._carry, self._deliver = carry, deliver
         self._reached: set[Token] = set()
         self._waiting: dict[Token, list[Action]] = {}
         self._parts = Counter(fills for k in program.kernels for t in k.tiles for fills in t.fills)
@@ -74,7 +81,7 @@ class SimulatedRank:
         if token is None:
             return
         self._reached.add(token)
-        self._world.tokens.append((self.program.rank, token, self._world.now))
+        self._clock.tokens.append((self.program.rank, token, self._clock.now))
         for action in self._waiting.pop(token, ()):
             action()
 
@@ -93,27 +100,27 @@ class SimulatedRank:
             return
         kernel = stream[index]
         self._sms.comes(kernel)
-        self._world.at(self._world.now + kernel.gap_us, partial(self._open, kernel, stream, index))
+        self._clock.at(self._clock.now + kernel.gap_us, partial(self._open, kernel, stream, index))
 
     def _open(self, kernel: Kernel, stream: list[Kernel], index: int) -> None:
         run = partial(self._run, kernel, stream, index)
         if kernel.kind == WAITING:
-            self._queue.start(kernel, lambda: self._when(kernel.needs, partial(run, self._world.now)))
+            self._queue.start(kernel, lambda: self._when(kernel.needs, partial(run, self._clock.now)))
         else:
             self._when(kernel.needs, partial(self._queue.start, kernel, run))
 
     def _run(self, kernel: Kernel, stream: list[Kernel], index: int, since: float | None = None) -> None:
-        start = self._world.now if since is None else since
+        start = self._clock.now if since is None else since
         done = partial(self._close, kernel, stream, index, start)
         if kernel.starts not in self._tiles:  # its first launch
             self.reach(kernel.starts)
         tiles, late_us = self._tiles_of(kernel), self._sms.starts(kernel)
         if not tiles:
-            self._world.at(self._world.now + kernel.us + late_us, done)
+            self._clock.at(self._clock.now + kernel.us + late_us, done)
             return
         grid = Grid(kernel, start, done, tiles, min(kernel.sms, len(tiles)))
         for sm in range(grid.sms):
-            self._world.at(start + kernel.us / 2, partial(self._claim, grid, sm))
+            self._clock.at(start + kernel.us / 2, partial(self._claim, grid, sm))
 
     def _tiles_of(self, kernel: Kernel) -> deque[Tile]:
         """The tiles that a launch takes: what is left, but those that lack something from another node if it leaves."""
@@ -126,8 +133,8 @@ class SimulatedRank:
         return here
 
     def _close(self, kernel: Kernel, stream: list[Kernel], index: int, start: float) -> None:
-        now = self._world.now
-        self._world.spans.append(
+        now = self._clock.now
+        self._clock.spans.append(
             Span(self.program.rank, f"stream {kernel.stream}", kernel.name, kernel.kind, start, now)
         )
         self._left -= 1
@@ -147,13 +154,13 @@ class SimulatedRank:
     def _leave(self, grid: Grid) -> None:
         grid.sms -= 1
         if not grid.sms:
-            self._world.at(max(self._world.now, self._wire_free) + grid.kernel.us / 2, grid.done)
+            self._clock.at(max(self._clock.now, self._wire_free) + grid.kernel.us / 2, grid.done)
 
     def _multiply(self, grid: Grid, sm: int, tile: Tile) -> None:
-        now = self._world.now
+        now = self._clock.now
         # the buffer of the tile before must have left
         end = max(now + tile.us, self._stored_at.get(sm, 0.0))
-        self._world.at(end, partial(self._end_product, grid, sm, tile, now))
+        self._clock.at(end, partial(self._end_product, grid, sm, tile, now))
 
     def _end_product(self, grid: Grid, sm: int, tile: Tile, start: float) -> None:
         if tile.fills:
@@ -163,22 +170,22 @@ class SimulatedRank:
     def _add(self, grid: Grid, sm: int, tile: Tile, start: float) -> None:
         finish = partial(self._finish_tile, grid, sm, tile, start)
         if tile.adds:
-            self._when(tile.adds, lambda: self._world.at(self._world.now + tile.adds_us, finish))
+            self._when(tile.adds, lambda: self._clock.at(self._clock.now + tile.adds_us, finish))
         else:
             finish()
 
     def _finish_tile(self, grid: Grid, sm: int, tile: Tile, start: float) -> None:
-        now = self._world.now
-        self._world.tiles.append(
+        now = self._clock.now
+        self._clock.tiles.append(
             Span(self.program.rank, f"SM {sm}", grid.kernel.name, grid.kernel.kind, start, now, tile.place)
         )
         self._claim(grid, sm)
 
     def _store(self, sm: int, tile: Tile) -> None:
         if tile.legs:
-            self._wire_free = max(self._wire_free, self._world.now) + tile.nbytes / (self.program.store_gbs * 1e3)
+            self._wire_free = max(self._wire_free, self._clock.now) + tile.nbytes / (self.program.store_gbs * 1e3)
             self._stored_at[sm] = self._wire_free
-            self._world.at(self._wire_free, partial(self._count, tile))
+            self._clock.at(self._wire_free, partial(self._count, tile))
         else:
             self._count(tile)
 
@@ -189,7 +196,7 @@ class SimulatedRank:
             if not self._parts[fills]:
                 self.reach(fills)
                 if tile.legs:
-                    self._world.deliver(str(fills[1]), tile.legs[place], self.program.rank)
+                    self._deliver(str(fills[1]), tile.legs[place], self.program.rank)
 
     # senders
 
@@ -199,26 +206,26 @@ class SimulatedRank:
             self._when(() if send.ready is None else (send.ready,), partial(self._queue.start, send, begin))
 
     def _begin(self, lane: list[Send], index: int) -> None:
-        start = self._world.now
+        start = self._clock.now
         self._sms.exchange_starts(lane[index])
         copy = partial(self._copy, lane, index, start)
-        self._world.at(start + (1 - SIGNAL_SHARE) * lane[index].overhead_us, copy)
+        self._clock.at(start + (1 - SIGNAL_SHARE) * lane[index].overhead_us, copy)
 
     def _copy(self, lane: list[Send], index: int, start: float) -> None:
-        self._world.carry(lane[index], self.program.rank, partial(self._signal, lane, index, start))
+        self._carry(lane[index], self.program.rank, partial(self._signal, lane, index, start))
 
     def _signal(self, lane: list[Send], index: int, start: float) -> None:
         done = partial(self._sent, lane, index, start)
-        self._world.at(self._world.now + SIGNAL_SHARE * lane[index].overhead_us, done)
+        self._clock.at(self._clock.now + SIGNAL_SHARE * lane[index].overhead_us, done)
 
     def _sent(self, lane: list[Send], index: int, start: float) -> None:
-        send, now = lane[index], self._world.now
+        send, now = lane[index], self._clock.now
         leg = send.leg
         place = (leg.target, leg.block, leg.chunk)
-        self._world.spans.append(
+        self._clock.spans.append(
             Span(self.program.rank, send.lane, f"{send.call} to {leg.target}", COMMUNICATION, start, now, place)
         )
         self._left -= 1
         self._sms.exchange_ends(send)
-        self._world.deliver(send.call, leg, self.program.rank)
+        self._deliver(send.call, leg, self.program.rank)
         self._next_send(lane, index + 1)
