@@ -112,7 +112,7 @@ def counts() -> tuple[int, int]:
     """How often ranks have agreed, and how many kernels have been loaded."""
     domain = made_domain(dist.group.WORLD)
     assert domain is not None
-    return domain.agreement._number, 0 if domain._launcher is None else len(domain._launcher.entries)
+    return domain.agreement._number, 0 if domain.launcher is None else len(domain.launcher.entries)
 
 
 def main() -> None:

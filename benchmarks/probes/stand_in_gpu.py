@@ -105,9 +105,9 @@ class IdleDomain(domain.OverlapDomain):
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         self.engine.close()
-        self._on_gpu, self._launcher = True, Launcher(IdleDriver())
-        self._launcher.verifier = Unchecked(self._launcher)  # type: ignore[assignment]
-        self.engine = StreamCopyEngine(self.device, self._launcher.driver)
+        self.on_gpu, self.launcher = True, Launcher(IdleDriver())
+        self.launcher.verifier = Unchecked(self.launcher)  # type: ignore[assignment]
+        self.engine = StreamCopyEngine(self.device, self.launcher.driver)
         local = self.config.node_ranks or self.world_size
         self.nodes = Nodes(Topology(self.world_size // local, local, self.rank))
 

@@ -16,6 +16,7 @@ from ..planning.plan import Plan
 from ..planning.refusals import why_not, why_not_across_nodes
 from ..planning.spec import OperatorSpec
 from ..runtime.domain import OverlapDomain
+from ..runtime.prepare import prepare
 from ..runtime.registry import domain_of, made_domain
 from . import portable
 from .in_trial import InTrial
@@ -99,7 +100,7 @@ class PlanBook:
             if problem is not None:
                 raise ValueError(problem)
         else:
-            domain.prepare(planned.request, problem, name, _trained(x, w))
+            prepare(domain, planned.request, problem, name, _trained(x, w))
             self.agreed.put(any_rows, True)
         return self.plans.put(key, {layout: planned})[layout]
 
@@ -114,7 +115,7 @@ class PlanBook:
             if self.topology.nodes > 1 and not self.domain.is_connected:
                 # Its methods may need the network where the untuned one does not. A rank that differs would not come to connect.
                 what = f"{plan.request.what}; tries methods in {config.tune_steps} calls"
-                self.domain.prepare(Request(spec.name, what, 0), None, name, _trained(x, w))
+                prepare(self.domain, Request(spec.name, what, 0), None, name, _trained(x, w))
             return self.trials.begun(planned, config, self.table, x, w)
         return planned
 
@@ -159,7 +160,7 @@ def plan_of(
     Raises:
         ValueError: something is wrong with the arguments or settings, the ranks differ, or the memory does not suffice.
         OverlapTimeoutError: a rank did not come.
-        RuntimeError: see OverlapDomain.prepare, or another thread is in an operator of the same group.
+        RuntimeError: see runtime/prepare.py, or another thread is in an operator of the same group.
     """
     wrong = autocast_error(name, x)
     if wrong is not None:
@@ -198,7 +199,7 @@ def refuse(
     book = book_of(domain, name)
     if not any(operator == spec.name for operator, *_ in book.agreed):
         with domain.exclusively(name):
-            domain.prepare(Request(spec.name, "arguments that do not fit", 0), problem, name)
+            prepare(domain, Request(spec.name, "arguments that do not fit", 0), problem, name)
     raise ValueError(problem)
 
 

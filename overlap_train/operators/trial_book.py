@@ -18,6 +18,7 @@ from ..planning.refusals import why_not, why_not_across_nodes
 from ..planning.table import Table, Winner
 from ..planning.trial import TrialKey, is_known, key_of, methods_to_try, winners
 from ..runtime.domain import OverlapDomain
+from ..runtime.prepare import may_hold
 from . import portable
 from .in_trial import Candidate, InTrial
 from .planned import Planned
@@ -67,7 +68,7 @@ class TrialBook:
         for method, plan in plans.items():
             together = needed.covering(plan.request)
             problem = why_not(plan, domain.device, interpreted) or why_not_across_nodes(plan, domain.nodes.problem)
-            if problem is None and domain.may_hold(together):
+            if problem is None and may_hold(domain, together):
                 admitted[method], needed = plan, together
         return admitted
 

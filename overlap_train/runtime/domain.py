@@ -1,6 +1,6 @@
 """The overlap domain of a process group: its heap, slots and copy engine. All state that outlives a call hangs here.
 
-registry.py knows the domains of this process.
+registry.py knows the domains of this process. bracket.py is around each operator. prepare.py makes room for what is new.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ..config import OverlapConfig
 from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
-from ..planning.arguments import Request
 from ..planning.schedule.topology import Topology
 from ..protocol.collective_calls import CollectiveCalls, collective_calls
 from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
@@ -27,16 +26,13 @@ from ..protocol.node_engine import NodeEngine
 from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.node_workspace import link_of
 from ..protocol.tags import Tag
-from ..protocol.waits import BoundedWaits
 from ..protocol.watchdog import FaultRecord
 from ..protocol.workspace import Workspace
-from ..symmetric import SymmetricHeap, open_heap
+from ..symmetric import SymmetricHeap
 from ..symmetric.agreement import Agreement
 from ..symmetric.topology import Nodes, NodeSettings, find_nodes
 from .across_nodes import AcrossNodes
 from .bracket import Exclusively, Operator
-from .first_call import FirstCall, ask
-from .room import Room
 
 
 class OverlapDomain:
@@ -48,12 +44,12 @@ class OverlapDomain:
     def __init__(self, group: dist.ProcessGroup, config: OverlapConfig, device: torch.device) -> None:
         self.group, self.config, self.device = group, config, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._on_gpu = device.type == "cuda"
-        self._launcher = Launcher(CudaDriver(device)) if self._on_gpu else None
+        self.on_gpu = device.type == "cuda"
+        self.launcher = Launcher(CudaDriver(device)) if self.on_gpu else None
         self.engine: CopyEngine = (
             HostCopyEngine(config.timeout_s)
-            if self._launcher is None
-            else StreamCopyEngine(device, self._launcher.driver)
+            if self.launcher is None
+            else StreamCopyEngine(device, self.launcher.driver)
         )
         self.fault = FaultRecord(device, self.rank, config.timeout_s)
         self.layout = Layout(self.world_size, 0)
@@ -65,73 +61,26 @@ class OverlapDomain:
         self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
         self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
 
-    def prepare(self, request: Request, problem: str | None, name: str, trains: str = "") -> None:
-        """Make sure that every rank asks for the same, and that the heap holds it. Collective, and for new requests only.
-
-        Args:
-            problem: what is wrong with this rank's arguments, or None.
-            name: what errors call the operator.
-            trains: which operands get gradients, in words; ranks must agree on it, too.
-
-        Raises:
-            ValueError: on every rank, if any rank has a problem, the ranks ask for different things, or it does not fit.
-            OverlapTimeoutError: a rank did not come.
-            RuntimeError: a CUDA graph is being captured; or the symmetric memory could not be had, on every rank.
-        """
-        if self.is_capturing():
-            raise RuntimeError(
-                f"{name} with {request.what} is new to its group, and a CUDA graph is being captured, in which ranks can "
-                f"neither agree nor compile; run what is captured twice before capturing it"
-            )
-        terms, unmet = self._terms(request)
-        mine = FirstCall(problem or unmet, request, f"{terms}; {trains}", name)
-        what = f"{name}: agree on its first call with {request.what}"
-        ask(self.agreement, mine, what)
-        room = self._room
-        if request.shares_memory and not room.holds(request):
-            self._reallocate(room.grown(request, name))
-
-    def _terms(self, request: Request) -> tuple[str, str | None]:
-        """(the settings in which all ranks must agree, in words; why this rank cannot have symmetric memory, or None)."""
-        config = self.config  # exchange_mib: of all calls, because room for longer rows depends on it (room.py)
-        limits = (
-            f"symmetric_mib={config.symmetric_mib}, exchange_mib={config.exchange_mib}, timeout_s={config.timeout_s:g}"
-        )
-        limits += ", a captured CUDA graph" * self.captured
-        if not request.shares_memory:
-            return limits, None
-        try:
-            return f"provider={self._across_nodes.provider()}, {limits}", None
-        except ValueError as error:
-            return limits, str(error)
-
-    def may_hold(self, request: Request) -> bool:
-        """Whether the heap holds what a request needs, or may grow until it does."""
-        return not request.shares_memory or self._room.may_hold(request)
+    @cached_property
+    def nodes(self) -> Nodes:
+        """The nodes of the group. Collective at its first use: where the group's plans begin, before any memory is shared."""
+        config = self.config
+        settings = NodeSettings(config.node_ranks, config.network, config.network_sms, config.reduce_sms)
+        return find_nodes(self.agreement, self.device, settings)
 
     @property
-    def _room(self) -> Room:
-        layout = None if self.heap is None else self.layout
-        limits = self.config.symmetric_mib, self.config.exchange_limit_mib
-        return Room(layout, self.world_size, *limits, self.captured, self._across_nodes.staged_blocks)
+    def topology(self) -> Topology:
+        """The nodes of the group, as this rank sees them."""
+        return self.nodes.topology
 
-    def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Operator:
-        """The bracket of one autograd pass of an operator. It may be kept, and entered again and again.
+    @cached_property
+    def collective_calls(self) -> CollectiveCalls:
+        """What each call of a collective enters. Collective at its first use."""
+        return collective_calls(self.agreement, self.fault, self.device)
 
-        Calls from several streams run in the order of their brackets. At its end the bracket joins all pushes; then their sources
-        may be freed.
-
-        Args:
-            slots: how many gathers and scatters the pass makes by way of symmetric memory, at most. It waits for each of them.
-            barrier_first: whether the pass starts with a barrier.
-            shown_as: the name of its range in profiles.
-
-        Raises:
-            RuntimeError: see check_usable; or another thread is in an operator of the same group.
-            OverlapTimeoutError, OverlapMismatchError: a wait has failed, in an earlier pass or in this one. The bracket does not
-                wait for the device to find that out.
-        """
-        return Operator(self, tag, slots, barrier_first, shown_as)
+    def is_capturing(self) -> bool:
+        """Whether the caller's stream is being captured into a CUDA graph."""
+        return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def check_usable(self, tag: Tag, slots: int) -> None:
         """Check that an operator can run here now.
@@ -158,6 +107,24 @@ class OverlapDomain:
                 "those of the full iteration are), or train without CUDA graphs"
             )
 
+    def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Operator:
+        """The bracket of one autograd pass of an operator. It may be kept, and entered again and again.
+
+        Calls from several streams run in the order of their brackets. At its end the bracket joins all pushes; then their sources
+        may be freed.
+
+        Args:
+            slots: how many gathers and scatters the pass makes by way of symmetric memory, at most. It waits for each of them.
+            barrier_first: whether the pass starts with a barrier.
+            shown_as: the name of its range in profiles.
+
+        Raises:
+            RuntimeError: see check_usable; or another thread is in an operator of the same group.
+            OverlapTimeoutError, OverlapMismatchError: a wait has failed, in an earlier pass or in this one. The bracket does not
+                wait for the device to find that out.
+        """
+        return Operator(self, tag, slots, barrier_first, shown_as)
+
     def begin_ahead(self) -> None:
         """Begin the next operator before the running one has read, or pulled, what it receives. The next one's bracket follows.
 
@@ -167,15 +134,6 @@ class OverlapDomain:
         self.engine.begin_ahead()
         self.workspace.begin_ahead()
 
-    @cached_property
-    def collective_calls(self) -> CollectiveCalls:
-        """What each call of a collective enters. Collective at its first use."""
-        return collective_calls(self.agreement, self.fault, self.device)
-
-    def is_capturing(self) -> bool:
-        """Whether the caller's stream is being captured into a CUDA graph."""
-        return self._on_gpu and torch.cuda.is_current_stream_capturing()
-
     def exclusively(self, name: str) -> AbstractContextManager[None]:
         """A bracket that one thread of this process may be in at a time: the ranks' calls of a group need one order.
 
@@ -183,30 +141,6 @@ class OverlapDomain:
             RuntimeError: another thread is in an operator of this group.
         """
         return Exclusively(self.in_use, name)
-
-    @cached_property
-    def nodes(self) -> Nodes:
-        """The nodes of the group. Collective at its first use: where the group's plans begin, before any memory is shared."""
-        config = self.config
-        settings = NodeSettings(config.node_ranks, config.network, config.network_sms, config.reduce_sms)
-        return find_nodes(self.agreement, self.device, settings)
-
-    @property
-    def topology(self) -> Topology:
-        """The nodes of the group, as this rank sees them."""
-        return self.nodes.topology
-
-    def settled(self, config: OverlapConfig) -> OverlapConfig:
-        """`config` with the network_sms and reduce_sms of the connected nodes, which are measured if the config says 0.
-
-        On CPUs, inside one node and, before the nodes are connected, during a capture it is `config` itself. Collective at its
-        first use: it connects the nodes.
-        """
-        if not self._on_gpu or self.topology.nodes == 1 or (self.is_capturing() and not self.is_connected):
-            return config
-        engine = self._engine_across_nodes()
-        assert isinstance(engine, NodeStreamEngine)
-        return replace(config, network_sms=engine.network.sms, reduce_sms=engine.reduce_sms)
 
     @property
     def is_connected(self) -> bool:
@@ -219,41 +153,36 @@ class OverlapDomain:
         them (`settled`); 0: not measured."""
         return self.engine.gbs if isinstance(self.engine, NodeStreamEngine) else 0.0
 
-    @cached_property
-    def _across_nodes(self) -> AcrossNodes:
-        return AcrossNodes(self.config, self.device, self.topology, self.agreement, self.fault, self._launcher)
+    def settled(self, config: OverlapConfig) -> OverlapConfig:
+        """`config` with the network_sms and reduce_sms of the connected nodes, which are measured if the config says 0.
 
-    def _engine_across_nodes(self) -> NodeEngine | NodeStreamEngine:
+        On CPUs, inside one node and, before the nodes are connected, during a capture it is `config` itself. Collective at its
+        first use: it connects the nodes.
+        """
+        if not self.on_gpu or self.topology.nodes == 1 or (self.is_capturing() and not self.is_connected):
+            return config
+        engine = self.engine_across_nodes()
+        assert isinstance(engine, NodeStreamEngine)
+        return replace(config, network_sms=engine.network.sms, reduce_sms=engine.reduce_sms)
+
+    def engine_across_nodes(self) -> NodeEngine | NodeStreamEngine:
         """The engine that carries data between the nodes. Its first use makes it and connects the nodes; collective."""
         if isinstance(self.engine, NodeEngine | NodeStreamEngine):
             return self.engine
-        engine = self._across_nodes.new_engine()
+        engine = self.across_nodes.new_engine()
         self.engine.close()
         self.engine, self.fault.link_of = engine, partial(link_of, self.topology)
         return engine
 
-    @torch.inference_mode(False)
-    def _reallocate(self, layout: Layout) -> None:
-        """Replace the heap by a larger one, once for each larger shape. Collective.
+    @cached_property
+    def across_nodes(self) -> AcrossNodes:
+        """Makes what the group needs if it spans nodes."""
+        return AcrossNodes(self.config, self.device, self.topology, self.agreement, self.fault, self.launcher)
 
-        The new heap is opened first. If that fails, it fails on all ranks alike, and calls that fit the old heap go on.
-        """
-        if self.heap is not None and self.topology.nodes > 1:
-            # Nobody has waited for what an operator that raised has sent. It comes before the words of this barrier; else it
-            # could come into the new heap, as if a call there had sent it.
-            barrier(self, Tag("overlap_train/grow", "barrier"))
-        if self._on_gpu:
-            torch.cuda.synchronize(self.device)
-        self.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
-        if self.topology.nodes > 1:
-            heap, workspace = self._across_nodes.new_memory(layout, self._engine_across_nodes())
-        else:
-            heap = open_heap(self.agreement, layout.nbytes, self.config.provider, self.device)
-            waits = BoundedWaits(self.rank, self.world_size, self.config.timeout_s, self.fault, self._launcher)
-            workspace = Workspace(heap, layout, self.device, waits)
+    def take_memory(self, heap: SymmetricHeap, workspace: Workspace, layout: Layout) -> None:
+        """Let calls use a new heap and its slots, in place of those before, which are closed."""
         self._close_heap()
         self.heap, self.layout, self.workspace = heap, layout, workspace
-        barrier(self, Tag("overlap_train/open", "barrier"))  # loads its kernel, which a capture of a graph could not
 
     def _close_heap(self) -> None:
         """Unmap the heap at once. torch's heap waits for the device when it is freed. Later that could happen between the launch
@@ -271,7 +200,7 @@ class OverlapDomain:
         self.fault.looks.clear()  # they refer to it: without them its thread ends with it
         self.engine.close()
         self.agreement.forget()
-        if self.heap is not None and self._on_gpu:
+        if self.heap is not None and self.on_gpu:
             torch.cuda.synchronize(self.device)
             self.agreement.barrier("overlap_train: shutdown")  # nobody still pushes into memory that is unmapped next
         self._close_heap()

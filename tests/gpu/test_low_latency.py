@@ -14,6 +14,7 @@ from overlap_train.planning.arguments import Request
 from overlap_train.planning.low_latency import flagged_bytes
 from overlap_train.protocol.tags import Tag
 from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.runtime.prepare import prepare
 from overlap_train.runtime.registry import domain_of
 from tests.gpu import test_mismatched_calls
 from tests.linear_cases import OPERATORS, SHAPES, Case
@@ -41,7 +42,7 @@ def test_every_shape_is_exact(few: Case, operator: str, dtype: torch.dtype, gath
 def memory_for(case: Case, received: int) -> OverlapDomain:
     domain = domain_of(case.group, case.config, case.device)
     request = Request("test", f"{received} bytes", 0, flagged_bytes(received, case.world))
-    domain.prepare(request, None, "test_low_latency")
+    prepare(domain, request, None, "test_low_latency")
     return domain
 
 

@@ -27,6 +27,7 @@ from overlap_train.planning.tiling import HOPPER_TILE, chunk_count, count_waves,
 from overlap_train.planning.variants import VARIANTS, Variant
 from overlap_train.protocol.slot import Call
 from overlap_train.protocol.tags import Tag, epoch_of
+from overlap_train.runtime.prepare import prepare
 from overlap_train.runtime.registry import domain_of
 from tests.linear_cases import OPERATORS, SHAPES, Case, poison, rounding_bound
 
@@ -155,7 +156,7 @@ def test_a_split_reduction_is_exact(case: Case, variant: Variant) -> None:
         pytest.skip("the others have nothing to split, or always do")
     w, domain = case.world, domain_of(case.group, case.config, case.device)
     wgrad_tag, dgrad_tag = (Tag(f"{variant.named('split')}/{part}", "test") for part in ("wgrad", "dgrad"))
-    domain.prepare(Request("test", "dx and x", 2048 * w * 4096 * case.dtype.itemsize), None, "split")
+    prepare(domain, Request("test", "dx and x", 2048 * w * 4096 * case.dtype.itemsize), None, "split")
     chunk_counts = set()
     # the last in two chunks of 8 MiB, twice in the same slots
     for seed, (rows, n) in enumerate(((128, 768), (256, 768), (1024, 768), (2048, 4096), (2048, 4096), (2048, 4096))):

@@ -21,7 +21,7 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
-from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.operators import plan_book
 from overlap_train.runtime.registry import made_domain
 from tests.processes import run_ranks, values
 
@@ -37,7 +37,7 @@ def _column(config: OverlapConfig, rows: int = 4, name: str = "fc1", **kinds: bo
 
 def _layers(rank: int, world: int) -> tuple[int, int]:
     """80 layers of one shape, forward and backward: how often ranks agreed, and how many plans there are."""
-    with mock.patch.object(OverlapDomain, "prepare", autospec=True, side_effect=OverlapDomain.prepare) as prepare:
+    with mock.patch.object(plan_book, "prepare", side_effect=plan_book.prepare) as prepare:
         for layer in range(80):
             _column(OverlapConfig(method="chunked"), name=f"layers.{layer}.fc1", x=True, w=True).sum().backward()
     domain = made_domain(dist.group.WORLD)
@@ -50,7 +50,6 @@ def test_80_layers_of_one_shape_agree_once() -> None:
 
 
 def _many_lengths(rank: int, world: int) -> tuple[int, int]:
-    from overlap_train.operators import plan_book
     from overlap_train.protocol import slot
 
     plan_book._MOST_PLANS = slot._MOST_CALLS = 2  # of this process; at most twice that is kept

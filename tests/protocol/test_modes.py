@@ -20,7 +20,7 @@ from overlap_train import (
 )
 from overlap_train.operators.all_gather_gemm import ChunkedGather
 from overlap_train.operators.all_to_all_gemm import ChunkedAllToAllGemm
-from overlap_train.runtime import domain
+from overlap_train.runtime import prepare
 from overlap_train.symmetric import host
 from overlap_train.symmetric.agreement import Agreement
 from tests.linear_cases import OPERATORS, Case
@@ -52,16 +52,16 @@ def _exact(case: Case, rows: int = 4) -> None:
 
 
 def _after_memory_ran_out(rank: int, world: int) -> None:
-    case, opened = _case(), domain.open_heap
+    case, opened = _case(), prepare.open_heap
     _exact(case)
 
     def refuse(*_: Any) -> None:
         raise MemoryError("none left")
 
-    domain.open_heap = refuse  # type: ignore[attr-defined] # of this process
+    prepare.open_heap = refuse  # type: ignore[attr-defined] # of this process
     with pytest.raises(MemoryError):
         _exact(case, rows=400)
-    domain.open_heap = opened  # type: ignore[attr-defined]
+    prepare.open_heap = opened  # type: ignore[attr-defined]
     _exact(case)
     _exact(case, rows=400)
 

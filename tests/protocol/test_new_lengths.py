@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from overlap_train import OverlapConfig, OverlapMismatchError, OverlapTimeoutError, all_gather_linear, shutdown
 from overlap_train.planning.arguments import Request
+from overlap_train.runtime.prepare import prepare
 from overlap_train.runtime.registry import domain_of
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values
@@ -78,7 +79,7 @@ def _words_of_many_lengths(rank: int, world: int) -> int:
     case = _case()
     domain, heaps = domain_of(case.group, case.config, case.device), set()
     for nbytes in range(48 << 10, 96 << 10, 1 << 10):
-        domain.prepare(Request("test", f"words of {nbytes} bytes", 0, nbytes), None, "test")
+        prepare(domain, Request("test", f"words of {nbytes} bytes", 0, nbytes), None, "test")
         heaps.add(domain.layout.flagged_bytes)
     return len(heaps)
 

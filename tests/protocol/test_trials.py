@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from overlap_train.methods import TRAITS
-from overlap_train.operators import in_trial, trial_book, trials
+from overlap_train.operators import in_trial, plan_book, trial_book, trials
 from overlap_train.operators.plan_book import plan_of
 from overlap_train.planning import choice
 from overlap_train.planning.passes import SCATTER_AND_WGRAD
@@ -93,7 +93,7 @@ def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
         mock.patch.object(trials.Trial, "next_turn", turn),
         _slow((0,), (GATHER, "chunked")),
         _slow((1,), (SCATTER_AND_WGRAD, "collective")),
-        mock.patch.object(OverlapDomain, "prepare", autospec=True, side_effect=OverlapDomain.prepare) as prepare,
+        mock.patch.object(plan_book, "prepare", side_effect=plan_book.prepare) as prepare,
         mock.patch.object(trial_book.table, "save", side_effect=trial_book.table.save) as save,
         contextlib.redirect_stderr(said),
     ):

@@ -13,6 +13,7 @@ from overlap_train.planning.schedule.topology import Topology
 from overlap_train.protocol.tags import Tag
 from overlap_train.runtime import graph
 from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.runtime.prepare import prepare
 from overlap_train.symmetric.topology import Nodes
 
 FC1 = Tag("fc1", "")
@@ -22,7 +23,7 @@ def domain_on_gpu(monkeypatch: pytest.MonkeyPatch, capturing: bool, graphed: boo
     """A domain as far as the guards look at it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     domain = object.__new__(OverlapDomain)
-    domain._on_gpu, domain.graphed, domain.closed = True, graphed, False
+    domain.on_gpu, domain.graphed, domain.closed = True, graphed, False
     domain.engine = domain.fault = None  # type: ignore[assignment]
     domain.heap = object()  # type: ignore[assignment]
     domain.nodes = Nodes(Topology(1, 2, 0))
@@ -56,12 +57,12 @@ def test_new_shapes_are_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch, gr
     """Ranks would have to talk to each other about them."""
     domain = domain_on_gpu(monkeypatch, capturing=True, graphed=graphed)
     with pytest.raises(RuntimeError, match=r"fc1 with x 4 x 8 is new to its group.* twice before capturing"):
-        domain.prepare(Request("all_gather_linear", "x 4 x 8", 0), None, "fc1")
+        prepare(domain, Request("all_gather_linear", "x 4 x 8", 0), None, "fc1")
 
 
 def test_on_the_cpu_nobody_asks_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     domain = domain_on_gpu(monkeypatch, capturing=True, graphed=False)
-    domain._on_gpu = False
+    domain.on_gpu = False
     domain.check_usable(FC1, slots=1)
 
 

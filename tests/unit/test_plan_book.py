@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.operators import settled
+from overlap_train.operators import plan_book, settled
 from overlap_train.operators.plan_book import PlanBook, _other_table
 from overlap_train.operators.planned import Planned
 from overlap_train.planning.cache import BoundedCache
@@ -112,9 +112,10 @@ def test_nodes_are_connected_only_for_plans_that_send_between_them(nodes: int, m
     one.domain = SimpleNamespace(  # type: ignore[assignment]
         world_size=2, topology=Topology(nodes, 2 // nodes, 0), device=X.device, config=config,
         nodes=SimpleNamespace(problem=None), book=one,
-        settled=lambda config: connected.append(config) or config, prepare=lambda *arguments: None, network_gbs=2.5,
+        settled=lambda config: connected.append(config) or config, network_gbs=2.5,
     )  # fmt: skip
-    with mock.patch.object(settled, "make_plan", wraps=make_plan) as plans:
+    agreed = mock.patch.object(plan_book, "prepare")
+    with agreed, mock.patch.object(settled, "make_plan", wraps=make_plan) as plans:
         one.agree(one.look_up(ALL_GATHER_LINEAR, X, W, None, config)[0], ALL_GATHER_LINEAR, X, W, None, config, "fc1")
     assert connected == [config] * connects
     assert plans.call_args.kwargs == ({"network_gbs": 2.5} if connects else {}), "what was measured counts"

@@ -11,6 +11,7 @@ from overlap_train import OverlapConfig
 from overlap_train.planning.arguments import Request
 from overlap_train.protocol.layout import SLOTS, Layout, with_room
 from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.runtime.prepare import room_of
 from overlap_train.runtime.room import Room
 
 MIB = 1 << 20
@@ -44,8 +45,8 @@ def test_room_does_not_pass_symmetric_mib() -> None:
 def test_a_domain_knows_of_a_block_to_send_from() -> None:
     domain: Any = object.__new__(OverlapDomain)
     domain.heap, domain.captured, domain.world_size, domain.config = None, False, 2, OverlapConfig()
-    domain._across_nodes = SimpleNamespace(staged_blocks=1)
-    assert domain._room.staged_blocks == 1
+    domain.across_nodes = SimpleNamespace(staged_blocks=1)
+    assert room_of(domain).staged_blocks == 1
 
 
 SEVEN = (

@@ -22,7 +22,7 @@ from overlap_train.planning.schedule.kinds import GATHER
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import Table, Winner
-from overlap_train.runtime.room import Room
+from overlap_train.runtime.prepare import may_hold
 
 GPU = torch.device("cuda", 0)
 CONFIG = OverlapConfig(tune_steps=20)
@@ -40,7 +40,8 @@ def domain_of(topology: Topology, **facts: Any) -> Any:
     """A domain as far as plans ask it."""
     known = dict(device=GPU, topology=topology, world_size=topology.world, rank=0, network_gbs=0.0)
     known |= dict(nodes=SimpleNamespace(problem=None), is_connected=True)
-    answers = dict(may_hold=lambda request: True, operator=lambda *args: args, is_capturing=lambda: False)
+    known |= dict(config=OverlapConfig(), heap=None, captured=False, across_nodes=SimpleNamespace(staged_blocks=0))
+    answers = dict(operator=lambda *args: args, is_capturing=lambda: False)
     return SimpleNamespace(**known | answers | facts)
 
 
@@ -105,11 +106,10 @@ def test_a_capture_during_a_trial_is_said_once() -> None:
 @pytest.mark.parametrize(("mib", "missing"), [(50, {"low_latency"}), (80, set())])
 def test_methods_share_the_memory_that_there_may_be(mib: int, missing: set[str]) -> None:
     """The untuned plan is collective, which needs none. Three blocks take 24 MiB, their flagged words 48."""
-    room = Room(None, 2, mib, 512, is_captured=False)
-    domain = domain_of(Topology(1, 2, 0), may_hold=lambda request: not request.shares_memory or room.may_hold(request))
+    domain = domain_of(Topology(1, 2, 0), config=OverlapConfig(symmetric_mib=mib))
     planned = in_trial(domain, 512, 2048, torch.float32)
     assert set(planned.in_trial.methods) == set(TRAITS) - missing
-    assert room.may_hold(planned.request)
+    assert may_hold(domain, planned.request)
 
 
 TWO_NODES = Topology(2, 2, 0)

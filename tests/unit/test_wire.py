@@ -141,7 +141,7 @@ def test_no_network_stays_open_where_the_next_one_fails() -> None:
 @pytest.mark.parametrize(
     ("changed", "sms"),
     [
-        ({}, 8), ({"_on_gpu": False}, 0), ({"topology": Topology(1, 4, 0)}, 0), ({"is_capturing": lambda: True}, 0),
+        ({}, 8), ({"on_gpu": False}, 0), ({"topology": Topology(1, 4, 0)}, 0), ({"is_capturing": lambda: True}, 0),
         ({"is_capturing": lambda: True, "is_connected": True}, 8),
     ],
 )  # fmt: skip
@@ -149,8 +149,8 @@ def test_plans_spare_the_sms_that_were_found(changed: dict[str, Any], sms: int) 
     """And nothing is connected where nothing goes over the network, or where it could not be."""
     engine = mock.Mock(spec=NodeStreamEngine, network=Network(8), reduce_sms=5)
     connect = mock.Mock(return_value=engine)
-    own = {"_on_gpu": True, "topology": TOPOLOGY, "is_capturing": lambda: False, "is_connected": False}
-    domain: Any = SimpleNamespace(**(own | changed), _engine_across_nodes=connect)
+    own = {"on_gpu": True, "topology": TOPOLOGY, "is_capturing": lambda: False, "is_connected": False}
+    domain: Any = SimpleNamespace(**(own | changed), engine_across_nodes=connect)
     assert OverlapDomain.settled(domain, OverlapConfig()) == OverlapConfig(network_sms=sms, reduce_sms=5 * bool(sms))
     assert connect.called == bool(sms)
 

@@ -18,6 +18,7 @@ from ...planning.choice import Choice
 from ...planning.variants import CHUNK_COUNTS, Variant
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
+from ...runtime.prepare import prepare
 from ..measure.cases import Case
 from ..measure.operands import Operands
 from ..measure.runs import plan_of
@@ -101,5 +102,5 @@ def connected(domain: OverlapDomain) -> Gathers:
     most = min(_MOST_BYTES[domain.device.type], _MOST_SLOT_BYTES // domain.world_size)
     gathers = Gathers(domain, most, torch.bfloat16 if domain.device.type == "cuda" else torch.float32)
     nbytes = gathers.block_bytes * domain.world_size
-    domain.prepare(Request("network", f"blocks of {gathers.block_bytes} bytes", nbytes), None, "overlap-train doctor")
+    prepare(domain, Request("network", f"blocks of {gathers.block_bytes} bytes", nbytes), None, "overlap-train doctor")
     return gathers

@@ -18,6 +18,7 @@ from ...planning.plan import network_of
 from ...planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
+from ...runtime.prepare import prepare
 from ...runtime.registry import check as check_timeouts
 from ...runtime.registry import domain_of
 from .cases import Case
@@ -58,7 +59,7 @@ class Session:
         request = Request(
             "a measurement", f"the largest shape, {max(received)} bytes", max(received), max(words, default=0)
         )
-        domain.prepare(request, None, "overlap_train.tools")
+        prepare(domain, request, None, "overlap_train.tools")
         return domain
 
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:

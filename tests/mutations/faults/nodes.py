@@ -137,9 +137,9 @@ FAULTS = [
     ACROSS("blocks for the ranks beside this one have no place", "for rank in node})", "for rank in [self.rank]})"),
     SETTLED("plans do not know what NCCL takes", "network_sms=engine.network.sms", "network_sms=0"),
     SETTLED("plans do not know what sums take", "reduce_sms=engine.reduce_sms", "reduce_sms=0"),
-    In("overlap_train/runtime/domain.py", ("tests/protocol/test_growing_nodes.py",))(
+    In("overlap_train/runtime/prepare.py", ("tests/protocol/test_growing_nodes.py",))(
         "what an operator that raised has sent comes into larger memory",
-        '            barrier(self, Tag("overlap_train/grow", "barrier"))\n', "            pass\n",
+        '        barrier(domain, Tag("overlap_train/grow", "barrier"))\n', "        pass\n",
     ),
     SETTLED("a group of one node connects", "self.topology.nodes == 1 or (self.is_capturing()", "(self.is_capturing()"),
     CONNECTS("who asks for NCCL alone connects", "if not any(engine.nodes > 1 and engine.slots for",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import In
 
 UNIT, PROTOCOL = "tests/unit", "tests/protocol"
-DOMAIN_FILE = "overlap_train/runtime/domain.py"
+DOMAIN_FILE, PREPARE_FILE = "overlap_train/runtime/domain.py", "overlap_train/runtime/prepare.py"
 BRACKET = In("overlap_train/runtime/bracket.py", (f"{UNIT}/test_operator_bracket.py",))
 REGISTRY = In("overlap_train/runtime/registry.py", (f"{UNIT}/test_registry.py",))
 GRAPH = In("overlap_train/runtime/graph.py", (f"{UNIT}/test_graph_guard.py",))
@@ -14,7 +14,7 @@ ROOM = In(
     ("tests/protocol/test_new_lengths.py::test_a_thousand_lengths_agree_once_a_bucket",),
 )
 DOCTOR = In("overlap_train/tools/doctor/job.py", (f"{UNIT}/test_doctor_installation.py",))
-GUARD = In(DOMAIN_FILE, (f"{UNIT}/test_graph_guard.py",))
+GUARD, PREPARE_GUARD = (In(file, (f"{UNIT}/test_graph_guard.py",)) for file in (DOMAIN_FILE, PREPARE_FILE))
 ROOM_LIMIT = In("overlap_train/runtime/room.py", (f"{UNIT}/test_room.py",))
 FIRST_CALL = In("overlap_train/runtime/first_call.py", (f"{UNIT}/test_first_call.py",))
 REFUSED = f"{PROTOCOL}/test_ulysses_attention.py::test_what_does_not_fit"
@@ -77,12 +77,12 @@ FAULTS = [
         "        if not self.graphed:\n",
         "        if True:\n",
     ),
-    GUARD(
+    PREPARE_GUARD(
         "new shapes are let into a capture",
-        "        if self.is_capturing():\n            raise",
-        "        if False:\n            raise",
+        "    if domain.is_capturing():\n        raise",
+        "    if False:\n        raise",
     ),
-    GUARD("CUDA is asked on the CPU", "return self._on_gpu and torch", "return torch"),
+    GUARD("CUDA is asked on the CPU", "return self.on_gpu and torch", "return torch"),
     REGISTRY(
         "another timeout_s is accepted",
         '("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms")',
@@ -146,8 +146,8 @@ FAULTS = [
         "a block to send from is held beyond symmetric_mib", "return self._nbytes(layout) <=", "return layout.nbytes <="
     ),
     ROOM_LIMIT("a block to send from is not said", " if self.staged_blocks else", " if False else"),
-    In(DOMAIN_FILE, (f"{UNIT}/test_room.py",))(
-        "room does not know of a block to send from", ", self._across_nodes.staged_blocks)", ")"
+    In(PREPARE_FILE, (f"{UNIT}/test_room.py",))(
+        "room does not know of a block to send from", ", domain.across_nodes.staged_blocks)", ")"
     ),
     ROOM_LIMIT("room passes what exchanges may have", " and not self._passes_limit(needed, roomy)", ""),
     ROOM_LIMIT(
@@ -156,7 +156,7 @@ FAULTS = [
         "self.exchange_mib * _MIB < roomy_slots",
     ),
     In(
-        DOMAIN_FILE,
+        PREPARE_FILE,
         (f"{PROTOCOL}/test_faults.py::test_ranks_with_other_limits_are_refused_before_memory_is_allocated",),
     )("ranks may have other limits of exchanges", ", exchange_mib={config.exchange_mib}", ""),
     In("overlap_train/ulysses/calls.py", (f"{REFUSED}_on_one_rank_is_an_error_on_all_at_the_first_call",))(
@@ -173,8 +173,8 @@ FAULTS = [
     FIRST_CALL("nobody compares the first call", "    compare(agreement.rank, said)\n", ""),
     REFUSE(
         "peers do not hear what does not fit",
-        '            domain.prepare(Request(spec.name, "arguments',
-        '            (lambda *_: None)(Request(spec.name, "arguments',
+        '            prepare(domain, Request(spec.name, "arguments',
+        '            (lambda *_: None)(domain, Request(spec.name, "arguments',
     ),
     REFUSE(
         "peers are asked in calls that they know",
