@@ -166,7 +166,7 @@ def plan_of(
     if wrong is not None:
         raise ValueError(wrong)
     domain = made_domain(group)
-    if domain is not None and domain.book is not None and isinstance(config, _CONFIGS):
+    if domain is not None and isinstance(domain.book, PlanBook) and isinstance(config, _CONFIGS):
         planned = domain.book.look_up(spec, x, w, bias, config, tries)[1]
         if planned is not None and not planned.is_due(name):
             return planned
@@ -205,10 +205,19 @@ def refuse(
 
 def book_of(domain: OverlapDomain, name: str) -> PlanBook:
     """The plans of a domain. name: of the linear that asks, for errors of the group's first call."""
-    if domain.book is None:
+    book = made_book(domain)
+    if book is None:
         with domain.exclusively(name):
-            domain.book = domain.book or PlanBook.of_group(domain, name)  # another thread may have been first
-    return domain.book
+            # Another thread may have been first.
+            book = domain.book = made_book(domain) or PlanBook.of_group(domain, name)
+    return book
+
+
+def made_book(domain: OverlapDomain | None) -> PlanBook | None:
+    """The plans of a domain, if it is made and has had a call. Does not communicate."""
+    book = None if domain is None else domain.book
+    assert book is None or isinstance(book, PlanBook)
+    return book
 
 
 def _read_table(domain: OverlapDomain) -> table.Table | None:

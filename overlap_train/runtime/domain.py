@@ -10,7 +10,6 @@ import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +56,7 @@ class OverlapDomain:
         self.closed = False
         self.graphed = False  # inside graph.graphed
         self.captured = False  # a CUDA graph holds addresses of the heap
-        self.book: Any = None  # the plans that were agreed on (operators/plan_book.py)
+        self.book: object | None = None  # kept for a layer above: a PlanBook (operators/plan_book.py)
         self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
         self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
 

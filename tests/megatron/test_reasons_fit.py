@@ -79,7 +79,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> str:
     methods = methods_to_try(Pass(GATHER, 256, 4096, 4096, BF16, 8), GPU, 1)
     trial = SimpleNamespace(methods=methods, steps=10**6, captured=set())
     assert len(trial.methods) == 5
-    monkeypatch.setattr(reporting, "made_domain", lambda group: SimpleNamespace(book=SimpleNamespace(trials=trials)))
+    monkeypatch.setattr(reporting, "made_book", lambda domain: SimpleNamespace(trials=trials, domain=None))
     trials = SimpleNamespace(under_way=lambda fprop: trial)
     monkeypatch.setattr(reporting, "groups_of", lambda linear: [None])
     monkeypatch.setattr(reporting, "_forward_pass", lambda linear, domain: None)
@@ -89,7 +89,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def in_two_groups(reason: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a linear whose parts hide exchanges."""
-    monkeypatch.setattr(reporting, "made_domain", lambda group: SimpleNamespace(book=SimpleNamespace(trials=trials)))
+    monkeypatch.setattr(reporting, "made_book", lambda domain: SimpleNamespace(trials=trials, domain=None))
     trials = SimpleNamespace(under_way=lambda fprop: None)
     for name in ("_forward_pass", "_tries", "groups_of"):
         monkeypatch.setattr(reporting, name, lambda *args: [None])
@@ -236,8 +236,8 @@ def test_the_reason_of_a_frozen_weight_says_what_runs(
     monkeypatch.setattr(reporting, "choose", lambda *_: Choice("fused", f"asked for{SPLIT}", SPLIT))
     monkeypatch.setattr(choice, "saves_a_wave", lambda *_: False)
     linear = SimpleNamespace(weight=weight, overlap=SimpleNamespace(config=OverlapConfig(method="fused")))
-    book = SimpleNamespace(table=UNTUNED, topology=SimpleNamespace(nodes=1))
-    domain: Any = SimpleNamespace(device=GPU, book=book)
-    forward, backward = reporting._choices(linear, Pass(GATHER, 256, 4096, 4096, BF16, 8), domain)
+    domain, topology = SimpleNamespace(device=GPU), SimpleNamespace(nodes=1)
+    book: Any = SimpleNamespace(table=UNTUNED, domain=domain, topology=topology)
+    forward, backward = reporting._choices(linear, Pass(GATHER, 256, 4096, 4096, BF16, 8), book)
     assert forward.variant == SPLIT
     assert (backward.variant, backward.reason) == (variant, f"asked for{variant}")

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from overlap_train.operators.plan_book import PlanBook, made_book
 from overlap_train.planning.choice import GATHER, SCATTER, Choice, Pass, alone, choose
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
 from overlap_train.runtime.domain import OverlapDomain
@@ -68,17 +69,17 @@ def _report_linear(name: str, linear: Any) -> LinearReport:
 def _method_and_reason(linear: Any) -> tuple[str, str]:
     if linear.overlap.sizes is None:
         return "-", "not called yet"
-    domain = made_domain(groups_of(linear)[-1])
-    if domain is None or domain.book is None:
+    book = made_book(made_domain(groups_of(linear)[-1]))
+    if book is None:
         return "-", "symmetric memory has been freed (overlap_train.shutdown)"
-    pass_ = _forward_pass(linear, domain)
-    trial = domain.book.trials.under_way(pass_)
+    pass_ = _forward_pass(linear, book.domain)
+    trial = book.trials.under_way(pass_)
     if trial is not None and _tries(linear) and linear.overlap.name not in trial.captured:
         return (
             "in turn",
             f"auto: tries {', '.join(trial.methods)}, until a linear has made {trial.steps} calls (tune_steps)",
         )
-    fprop, dgrad = _choices(linear, pass_, domain)
+    fprop, dgrad = _choices(linear, pass_, book)
     method = fprop.method if fprop.method == dgrad.method else f"{fprop.method} / {dgrad.method}"
     reason = _both(fprop.reason, dgrad.reason)
     if in_two_groups(linear):
@@ -107,11 +108,11 @@ def _forward_pass(linear: Any, domain: OverlapDomain) -> Pass:
     return Pass(kind, m, n, k, dtype, domain.world_size)
 
 
-def _choices(linear: Any, fprop: Pass, domain: OverlapDomain) -> tuple[Choice, Choice]:
+def _choices(linear: Any, fprop: Pass, book: PlanBook) -> tuple[Choice, Choice]:
     """How fprop and dgrad run. Plans are made by the same function, table and nodes."""
-    method, table, nodes = linear.overlap.config.method, domain.book.table, domain.book.topology.nodes
-    forward, backward = (choose(method, pass_, domain.device, table, nodes) for pass_ in (fprop, fprop.dgrad))
-    return forward, alone(backward, fprop.dgrad, domain.device) if _is_frozen(linear) else backward
+    method, device, nodes = linear.overlap.config.method, book.domain.device, book.topology.nodes
+    forward, backward = (choose(method, pass_, device, book.table, nodes) for pass_ in (fprop, fprop.dgrad))
+    return forward, alone(backward, fprop.dgrad, device) if _is_frozen(linear) else backward
 
 
 def _is_frozen(linear: Any) -> bool:
