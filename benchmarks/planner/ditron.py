@@ -4,7 +4,7 @@
 
 Nothing is measured here. Published: tables 9 to 11, AG + GEMM over cuBLAS + NCCL with shapes of table 4, on nodes of 8 GPUs.
 Strong scaling keeps 32768 rows; weak scaling has 8192 for each node. For GEMM + RS (shapes of table 5) the paper prints no
-figures. It names no dtype; bf16 is planned. docs/planner.md says how the figures come about, and where they miss.
+figures. It names no dtype; bf16 is planned. docs/planner-model.md says how the figures come about, and where they miss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEAD = """# Planned beside the Ditron paper's scaling tables
 
 Written by `python benchmarks/planner/ditron.py`. **Planned, not measured**: no figure here was taken on an H800 or an H20, and
 overlap across nodes has not run on a network between GPUs yet. [The planner's
-page](../../docs/planner.md#against-published-figures) says how the figures come about.
+page](../../docs/planner-model.md#against-published-figures) says how the figures come about.
 
 Speed-ups are over NCCL and the product, one after the other. **published**: the paper's kernels over cuBLAS + NCCL. **ours**: the
 fastest of our methods; across nodes `direct` is left out, which does not cross nodes. **auto**: what the planner

@@ -1,8 +1,8 @@
 """Machines to plan for: what their GPUs and links do. Each figure is measured, or taken from a data sheet and scaled.
 
-Those of the H200 were measured with the benchmarks of this repository (docs/planner.md says where). For the others, peaks come
-from the makers' data sheets. What no data sheet has is the H200's, in proportion to the peak. `System.measured` names the fields
-that were measured on that machine; a plan lists the rest.
+Those of the H200 were measured with the benchmarks of this repository (docs/planner-model.md says where). For the others, peaks
+come from the makers' data sheets. What no data sheet has is the H200's, in proportion to the peak. `System.measured` names the
+fields that were measured on that machine; a plan lists the rest.
 
 NCCL's ring reaches 285 of 450 GB/s on H200, where copies reach 360: there NCCL is the limit, and not the link. On slower links it
 keeps its speed, up to that of copies. NCCL's own model has it so for the A100: at most 235 of 300 GB/s (src/graph/tuning.cc).

@@ -34,7 +34,8 @@ from overlap_train.tools.plan.simulation.programs import program
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H200 = SYSTEMS["h200"]
-# What the model does not explain (docs/planner.md, "Where it misses"); cuBLAS takes longer for 2048 x 3584 than for its share.
+# What the model does not explain (docs/planner-model.md, "Where it misses"); cuBLAS takes longer for 2048 x 3584 than for its
+# share.
 KNOWN_TO_MISS = {
     ("h200x4", "ag_gemm fprop 8192, 14336, 4096", "chunked"),
     ("h200x4", "gemm_rs dgrad 8192, 4096, 14336", "chunked"),

@@ -21,7 +21,8 @@ ROWS: list[dict[str, Any]] = json.loads((FOLDER / "ditron.json").read_text())["r
 # FILLS_A_GPU). Qwen2: no TMA reads its K of 924, so `chunked` runs, whose products of 1024 rows leave SMs idle. `fused` by our
 # plain kernels is planned at 1.22 there, but with such a K they were not measured across nodes.
 RULE_LOSES = {("AG + GEMM", 10, "LLaMA3.1-405B", 4): 0.962, ("GEMM + RS", 10, "Qwen2-72B", 4): 0.971}
-# One node, 10 % off or more. docs/planner.md explains the first three; the last two are no further off than their neighbours.
+# One node, 10 % off or more. docs/planner-model.md explains the first three; the last two are no further off than their
+# neighbours.
 FAR_FROM_PUBLISHED = {
     (11, "GPT-3-175B"): 0.122, (11, "LLaMA3.1-405B"): 0.159, (11, "LLaMA3-7B"): -0.104,
     (9, "Qwen2-72B"): 0.1, (10, "Seed-OSS-36B"): 0.101,

@@ -182,7 +182,7 @@ def test_what_nccl_adds_to_an_attention_block_is_as_measured() -> None:
 
 
 def test_what_ours_adds_to_a_block_in_parts_is_planned_too_low() -> None:
-    """As docs/planner.md says: such a block is planned whole. Where it no longer is, the figures there are others, too."""
+    """As docs/planner-model.md says: such a block is planned whole. Where it no longer is, the figures there are others, too."""
     errors = {
         (row["layer"], row["seq"]): added_by_ours_us(row, H200) / (1e3 * (row["ms"] - row["alone_ms"])) - 1
         for row in rows_of(RECORD, "layers.json")

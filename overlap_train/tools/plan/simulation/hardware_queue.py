@@ -37,8 +37,8 @@ class SharedSms:
     From Hopper on its CTAs run in clusters of two, each on a pair of SMs, as many as SMs are left beside those of the network
     (EnginePlan.send_sms). A product that comes first leaves whole pairs to the network's kernel. If that kernel comes first, the
     GPU spreads its CTAs over different pairs. A product behind it then has too few whole pairs: its last clusters start when
-    others have ended, one wave of tiles later (Kernel.late_us). The wave was counted in a profile (docs/planner.md); which SMs
-    CTAs were on is inferred.
+    others have ended, one wave of tiles later (Kernel.late_us). The wave was counted in a profile (docs/planner-model.md); which
+    SMs CTAs were on is inferred.
     """
 
     def __init__(self) -> None:
