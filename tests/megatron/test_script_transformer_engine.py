@@ -63,6 +63,7 @@ def test_what_cannot_overlap_stays_transformer_engines(ranks: list[dict[str, Any
     for facts in (rank["refusals"] for rank in ranks):
         assert facts["delayed"] == {"output_layer"}
         assert "use_transformer_engine_op_fuser=True" in facts["fuser"]
+        assert "TEFusedMLPWithGroupedLinear in the model" in facts["fused by its spec"]
 
 
 def everything(rank: int, world: int) -> dict[str, Any]:
@@ -235,11 +236,29 @@ def refusals() -> dict[str, Any]:
     delayed = {linear.name for linear in report(model).linears if linear.method != "megatron"}
     model = _model(RMS)
     model.config.use_transformer_engine_op_fuser = True
+    return {"delayed": delayed, "fuser": _refusal(model), "fused by its spec": _refusal(_fused_by_its_spec())}
+
+
+def _refusal(model: Any) -> str:
+    from overlap_train import OverlapConfig
+    from tests.megatron.models import quietly_enable
+
     try:
         quietly_enable(model, OverlapConfig())
     except ValueError as error:
-        return {"delayed": delayed, "fuser": str(error)}
-    return {"delayed": delayed, "fuser": ""}
+        return str(error)
+    return ""
+
+
+def _fused_by_its_spec() -> Any:
+    """A model whose spec was made with use_te_op_fuser: its settings do not say so. The stand-in is too old to have the class."""
+    from megatron.core.extensions import transformer_engine as megatron_te
+    from megatron.core.transformer.mlp import MLP
+
+    megatron_te.TEFusedMLP = type("TEFusedMLP", (MLP,), {})
+    model = _model(RMS)
+    model.decoder.layers[1].mlp.__class__ = type("TEFusedMLPWithGroupedLinear", (megatron_te.TEFusedMLP,), {})
+    return model
 
 
 def _data_parallel_group() -> Any:

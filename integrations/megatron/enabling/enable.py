@@ -34,6 +34,7 @@ from ..linears.in_model import (
     overlapped_linears,
     slot_of,
 )
+from ..linears.transformer_engine import fused_mlp
 from .first_table import FirstTable, heading, stage
 from .reporting import report
 from .table import Report
@@ -137,6 +138,12 @@ def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> str | None:
             return (
                 f"model is wrapped in {wrapper} already: enable() must come before data parallelism wraps the model, "
                 f"because that fixes how gradients are collected; call it on the bare model, {WAY_TO_FALL_BACK}"
+            )
+        fused = fused_mlp(chunk)
+        if fused is not None:
+            return (
+                f"{fused} in the model: TransformerEngine computes it without calling its linears; build the model without "
+                f"use_te_op_fuser (leave out --use-transformer-engine-op-fuser), {WAY_TO_FALL_BACK}"
             )
     model_config = _config_of(chunks)
     return None if model_config is None else bad_combination(model_config)

@@ -137,6 +137,16 @@ def overlap_te_linear(linear: Any, config: OverlapConfig, slot: str, name: str) 
     linear.overlap = TELinearOverlap(config, slot, name)
 
 
+def fused_mlp(model: torch.nn.Module) -> str | None:
+    """The class of an MLP in a model that TransformerEngine's op fuser computes without calling its linears; None: there is none.
+
+    Asked of the modules: a spec is given `use_te_op_fuser`, and Megatron-Core 0.16 notes it nowhere in the model's settings.
+    """
+    fused = getattr(megatron_te, "TEFusedMLP", None)
+    found = () if fused is None else (type(module).__name__ for module in model.modules() if isinstance(module, fused))
+    return next(iter(found), None)
+
+
 def te_feature(linear: Any) -> str | None:
     """What TE would do in its linears that ours do not."""
     if getattr(linear, "te_quant_params", None) is not None:

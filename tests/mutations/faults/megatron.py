@@ -37,6 +37,13 @@ FAULTS = [
         ("tests/megatron/test_main_grad.py",),
     ),
     Mutation(
+        "enable: MLPs of TransformerEngine's op fuser are taken for others",
+        M + "enabling/enable.py",
+        "fused = fused_mlp(chunk)",
+        "fused = None",
+        (T + "script_transformer_engine.py::test_what_cannot_overlap_stays_transformer_engines",),
+    ),
+    Mutation(
         "main_grad: no weight of an embedding goes into main_grad",
         M + "linears/main_grad.py",
         ' and bool(getattr(linear.config, "mtp_num_layers", None))',
