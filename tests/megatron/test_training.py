@@ -144,3 +144,27 @@ def test_frozen_layers(workers: Workers) -> None:
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def tied_by_hand(overlap: OverlapConfig | None, fusion: bool) -> dict[str, torch.Tensor]:
+    """A weight that two modules have, without Megatron's knowing."""
+    from tests.megatron.models import batches, forward_backward, gpt, quietly_enable, wrap
+
+    recipe = Recipe({**LLAMA, "gradient_accumulation_fusion": fusion}, overlap_grad_reduce=True)
+    model = gpt(recipe)
+    model.output_layer.weight = model.embedding.word_embeddings.weight
+    if overlap is not None:
+        quietly_enable(model, overlap)
+    wrapped = wrap(recipe, model)
+    wrapped.zero_grad_buffer()
+    forward_backward(recipe, wrapped, batches())
+    return {name: p.main_grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fusion", [False, True], ids=["unfused", "fused"])
+def test_a_weight_that_two_modules_share_gets_both_gradients(workers: Workers, fusion: bool) -> None:
+    expected = workers.call(tied_by_hand, None, False)[0]
+    actual = workers.call(tied_by_hand, OverlapConfig(), fusion)[0]
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}")

@@ -1,8 +1,8 @@
 """enable(): turn the parallel linears of a built Megatron-Core model into overlapped ones, in place.
 
-Only the class of a linear changes: parameters, their attributes, hooks and checkpoint keys are the same objects as before. Under
-Ulysses (context parallelism with cp_comm_type "a2a") the class of the self-attention changes, too, and its core attention, which
-has no parameters, is built anew.
+Only the class of a linear changes: parameters, their attributes, hooks and checkpoint keys are the same objects as before. A
+weight that another module has, too, gets Megatron's mark for tied weights. Under Ulysses (context parallelism with cp_comm_type
+"a2a") the class of the self-attention changes, too, and its core attention, which has no parameters, is built anew.
 
 Importing this module lets gradient accumulation fusion work without Apex. Megatron refuses it while the model is built, so
 enable() itself would come too late.
@@ -34,6 +34,7 @@ from ..linears.in_model import (
     overlapped_linears,
     slot_of,
 )
+from ..linears.main_grad import mark_shared_weights
 from ..linears.transformer_engine import fused_mlp
 from .first_table import FirstTable, heading, stage
 from .reporting import report
@@ -84,6 +85,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
         attentions.turn()
         for name, slot, linear in pending:
             attentions.overlap(linear, config, slot, name)
+        mark_shared_weights(chunks, overlapped_linears(chunks))
         FirstTable(chunks)
     _announce(chunks, problem)
     return report(chunks, problem)

@@ -3,12 +3,14 @@
 Megatron's DDP gives every parameter a buffer `main_grad`, fp32 or 16-bit, and a mark `grad_added_to_main_grad`. A backward that
 has added its gradient there sets the mark, and DDP's hook then ignores `weight.grad` until the next zero_grad_buffer(). So one
 call of a step that adds loses the gradients of all later calls that return theirs. Overlapped calls of a weight and those that
-fall back therefore all add (`accumulates`), or all return.
+fall back therefore all add (`accumulates`), or all return. A weight that another module of the model uses, too, is marked
+(`mark_shared_weights`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +45,19 @@ def _is_used_twice(linear: Any, weight: torch.Tensor) -> bool:
     """
     tied = getattr(weight, "shared_embedding", False) and bool(getattr(linear.config, "mtp_num_layers", None))
     return tied and not getattr(weight, "zero_out_wgrad", False)
+
+
+def mark_shared_weights(chunks: Iterable[torch.nn.Module], linears: Iterable[Any]) -> None:
+    """Let DDP add both gradients of a linear's weight that another module of the model has, too.
+
+    The other module returns its gradient, which DDP would drop. Megatron marks its own tied embeddings so (zero_out_wgrad), but
+    knows nothing of weights that a user ties, as in `model.output_layer.weight = model.embedding.word_embeddings.weight`.
+    """
+    modules = (module for chunk in chunks for module in chunk.modules())
+    owners = Counter(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
+    for linear in linears:
+        if linear.weight is not None and owners[id(linear.weight)] > 1:
+            linear.weight.zero_out_wgrad = True
 
 
 def through_main_grad(linear: Any, weight: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,13 @@ FAULTS = [
         ("tests/megatron/test_main_grad.py",),
     ),
     Mutation(
+        "enable: a weight that is tied by hand is not marked",
+        M + "enabling/enable.py",
+        "        mark_shared_weights(chunks, overlapped_linears(chunks))\n",
+        "",
+        (T + "training.py::test_a_weight_that_two_modules_share_gets_both_gradients",),
+    ),
+    Mutation(
         "enable: MLPs of TransformerEngine's op fuser are taken for others",
         M + "enabling/enable.py",
         "fused = fused_mlp(chunk)",
