@@ -113,6 +113,32 @@ def fusion_without_ddp(kind: str) -> None:
     assert torch.equal(pair.overlapped.weight.main_grad, START + expected)
 
 
+def tripled(weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(3)
+
+
+def hooks_of_a_user(kind: str) -> None:
+    """A hook on the weight sees its gradient and may change it, in calls of both kinds."""
+    provide_accumulation_fusion()
+    for fusion in (False, True):
+        pair, x = make(kind)
+        expected, linear = expected_gradient(pair, x), pair.overlapped
+        linear.gradient_accumulation_fusion = fusion
+        as_in_ddp(linear.weight)
+        handle = linear.weight.register_hook(lambda gradient: 2 * gradient)
+        for training in (True, False):
+            assert torch.equal(run(linear.train(training), x)["grad of weight"], 2 * expected)
+            linear.weight.grad = None
+        handle.remove()
+        handle = linear.weight.register_post_accumulate_grad_hook(tripled)
+        assert torch.equal(run(linear.train(), x)["grad of weight"], 3 * expected)
+        assert not linear.weight.grad_added_to_main_grad and (linear.weight.main_grad == START).all()
+        handle.remove()
+        run(linear, x)
+        assert linear.weight.grad_added_to_main_grad, "nobody looks any more"
+
+
 def fsdp(kind: str) -> None:
     pair, x = make(kind)
     pair.overlapped.weight.__fsdp_param__ = True
@@ -194,6 +220,7 @@ def fused_by_fsdp(kind: str) -> None:
         sixteen_bit_main_grad,
         not_ddp,
         fusion_without_ddp,
+        hooks_of_a_user,
         fsdp,
         mixed_where_an_embedding_shares_the_weight,
         fused_by_fsdp,

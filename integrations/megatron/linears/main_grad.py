@@ -25,16 +25,22 @@ def accumulates(linear: Any, weight: torch.Tensor, config: OverlapConfig) -> boo
 
     True where config.main_grad asks for it and somebody looks for the gradient there. With gradient accumulation fusion that is
     so for every dtype of main_grad, as in Megatron. Without it DDP looks there, which marks the parameter; a 16-bit main_grad is
-    left to DDP's hook. FSDP's is left to FSDP.
+    left to DDP's hook. FSDP's is left to FSDP. A user's hook on the weight, a mask of some rows for instance, gets the gradient.
     """
     main_grad = getattr(weight, "main_grad", None)
     if config.main_grad != "accumulate" or main_grad is None:
         return False
-    if getattr(weight, "__fsdp_param__", False) or _is_used_twice(linear, weight):
+    if getattr(weight, "__fsdp_param__", False) or _is_watched(weight) or _is_used_twice(linear, weight):
         return False
     if linear.gradient_accumulation_fusion:
         return True
     return main_grad.dtype == torch.float32 and hasattr(weight, "grad_added_to_main_grad")
+
+
+def _is_watched(weight: torch.Tensor) -> bool:
+    """Whether somebody has a hook on the gradient of this weight, and would get memory that nobody has written. DDP's own hook is
+    not on the weight."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def _is_used_twice(linear: Any, weight: torch.Tensor) -> bool:

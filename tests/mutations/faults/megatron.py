@@ -51,6 +51,20 @@ FAULTS = [
         (T + "script_transformer_engine.py::test_what_cannot_overlap_stays_transformer_engines",),
     ),
     Mutation(
+        "main_grad: a user's hook on the weight gets what nobody has written",
+        M + "linears/main_grad.py",
+        " or _is_watched(weight)",
+        "",
+        ("tests/megatron/test_main_grad.py",),
+    ),
+    Mutation(
+        "main_grad: a hook after the gradient is accumulated counts for nothing",
+        M + "linears/main_grad.py",
+        " or weight._post_accumulate_grad_hooks)",
+        ")",
+        ("tests/megatron/test_main_grad.py",),
+    ),
+    Mutation(
         "main_grad: no weight of an embedding goes into main_grad",
         M + "linears/main_grad.py",
         ' and bool(getattr(linear.config, "mtp_num_layers", None))',
