@@ -1,4 +1,4 @@
-"""Plans the operators of the Ditron paper's scaling tables, and writes ditron.md and ditron.json beside this file.
+"""Plans the operators of the Ditron paper's scaling tables, and writes ditron.md beside this file.
 
     python benchmarks/planner/ditron.py
 
@@ -9,12 +9,10 @@ figures. It names no dtype; bf16 is planned. docs/planner-model.md says how the 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -109,17 +107,6 @@ class Cell:
         """The same of what training takes untuned."""
         return self.planned.by_method[COLLECTIVE].us / self.planned.by_method[self.rule].us
 
-    @property
-    def entry(self) -> dict[str, Any]:
-        p = self.planned
-        times = {"gemm_us": p.gemm_us, "nccl_us": p.nccl_us, **{f"{name}_us": e.us for name, e in p.by_method.items()}}
-        return {
-            "model": self.model, "nodes": self.nodes, "m": p.m, "n": p.n, "k": p.k, "published": self.published,
-            "ours": round(self.ours, 3), "auto": round(self.auto, 3), "chosen": p.chosen.method,
-            "by_rule": round(self.by_rule, 3), "rule": self.rule,
-            **{name: round(us, 1) for name, us in times.items()},
-        }  # fmt: skip
-
 
 def cells(table: Table, kind: str, network: float = 1.0) -> Iterator[Cell]:
     """Model by model, for one node, two, and four. network: what the NICs reach of their data sheet."""
@@ -198,7 +185,6 @@ def _least_by_rule(some: Sequence[Cell]) -> str:
 
 
 def main() -> None:
-    record: list[dict[str, Any]] = []
     means: list[str] = []
     sections: list[str] = []
     for kind in (GATHER, SCATTER):
@@ -206,12 +192,8 @@ def main() -> None:
             some, slower = list(cells(table, kind)), list(cells(table, kind, SLOWER))
             means += [mean_row(table.title(kind), nodes, some, slower) for nodes in NODES]
             sections += section(table.title(kind), some)
-            record += [
-                {"table": table.number, "system": table.system, "operator": WORDS[kind], **c.entry} for c in some
-            ]
     text = "\n".join([HEAD, *MEANS, *means, "", *sections])
     (HERE / "ditron.md").write_text(text.rstrip() + "\n")
-    (HERE / "ditron.json").write_text(json.dumps({"planned": True, "rows": record}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
