@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from ...operators.attention_layout import Heads, Rotary, pack, unpack
 from ...planning.heads import AttentionHeads
 from ...planning.sequence import SequenceLayout
+from ..measure.operands import all_to_all
 from ..measure.world import World
 from .attention_data import Data
 
@@ -68,9 +69,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
         ctx.group = group
-        received = torch.empty_like(blocks)
-        dist.all_to_all_single(received, blocks, group=group)
-        return received
+        return all_to_all(blocks, group)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ...planning.schedule.kinds import GEMM_A2A
 from ..measure.cases import Case
-from ..measure.operands import Operands
+from ..measure.operands import Operands, all_to_all, exchanged
 from ..measure.runs import Run
 from ..measure.world import World
 
@@ -44,38 +44,25 @@ def _gemm_a2a(world: World, sets: Sequence[Operands]) -> dict[str, Run]:
         return tuple(parts)
 
     return {
-        "sequence": lambda o: _exchange(blocks_for(world.size, o.left @ o.right), world),
+        "sequence": lambda o: all_to_all(blocks_for(world.size, o.left @ o.right), world.group),
         "three_gemms": three_gemms,
         "gemm": lambda o: o.left @ o.right,
-        "comm": lambda o: _exchange(blocks, world),
+        "comm": lambda o: all_to_all(blocks, world.group),
     }
 
 
 def _a2a_gemm(world: World) -> dict[str, Run]:
     """y [M/W, F] = what all ranks have of this rank's rows @ right"""
     return {
-        "sequence": lambda o: side_by_side(world.size, _exchange(o.left, world)) @ o.right,
+        "sequence": lambda o: exchanged(o.left, world) @ o.right,
         "gemm": lambda o: o.whole @ o.right,
-        "comm": lambda o: _exchange(o.left, world),
+        "comm": lambda o: all_to_all(o.left, world.group),
     }
 
 
 def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:
     """y [M/W, F] as W blocks of rows [M, F/W], one after the other: block d has the columns for rank d."""
     return y.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous().flatten(0, 1)
-
-
-def side_by_side(ranks: int, blocks: torch.Tensor) -> torch.Tensor:
-    """W blocks of rows [M, C/W], one after the other, side by side: [M/W, C]."""
-    return blocks.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
-
-
-def _exchange(blocks: torch.Tensor, world: World) -> torch.Tensor:
-    """[M, C], W blocks of rows -> the same of all ranks' blocks for this one."""
-    blocks = blocks.contiguous()
-    received = torch.empty_like(blocks)
-    dist.all_to_all_single(received, blocks, group=world.group)
-    return received
 
 
 def three_weights(right: torch.Tensor, ranks: int) -> list[torch.Tensor]:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from ...planning.schedule.kinds import GATHER, GEMM_A2A, SCATTER
 from ...planning.schedule.topology import Topology
 from ..measure.cases import Case
-from ..measure.operands import Operands
+from ..measure.operands import Operands, side_by_side
 from ..measure.runs import Run
-from .exchange_baselines import blocks_for, side_by_side
+from .exchange_baselines import blocks_for
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,19 @@ def _of_exchange(
 
 def exchanged(columns: torch.Tensor, world: World) -> torch.Tensor:
     """[M, C/W] of every rank -> this rank's rows [M/W, C]."""
-    blocks = torch.empty_like(columns)
-    dist.all_to_all_single(blocks, columns, group=world.group)
-    return blocks.unflatten(0, (world.size, -1)).transpose(0, 1).flatten(1)
+    return side_by_side(world.size, all_to_all(columns, world.group))
+
+
+def all_to_all(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[M, C], W blocks of rows -> the same of all ranks' blocks for this one."""
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=group)
+    return received
+
+
+def side_by_side(ranks: int, blocks: torch.Tensor) -> torch.Tensor:
+    """W blocks of rows [M, C/W], one after the other, side by side: [M/W, C]."""
+    return blocks.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
 
 
 def gathered(shard: torch.Tensor, world: World) -> torch.Tensor:
