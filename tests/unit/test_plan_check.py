@@ -19,14 +19,15 @@ from overlap_train.planning.table import UNTUNED
 from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.check import (
     CALIBRATED,
+    HOST,
     MEAN,
     WORST,
+    Compared,
     compare,
     compare_layers,
     mean_error,
     report,
 )
-from overlap_train.tools.plan.compared import HOST, Compared
 from overlap_train.tools.plan.estimates import estimate, work_of
 from overlap_train.tools.plan.records import connections_of, machine_of, pass_of, rows_of, tuned
 from overlap_train.tools.plan.simulation.backward import backward

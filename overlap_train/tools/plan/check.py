@@ -1,33 +1,60 @@
-"""`overlap-train plan --check`: the prediction of every recorded row beside what was measured."""
+"""`overlap-train plan --check`: the prediction of every recorded row beside what was measured.
+
+Of several nodes also for how long calls kept the host.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...planning.machines import System
+from ...planning.schedule.kinds import EXCHANGES
 from ...planning.table import UNTUNED, Table
 from ..measure.shapes import LAYERS
 from ..pictures.machine import nodes_of
-from .check_nodes import compare_nodes
-from .compared import HOST, Compared
 from .estimates import COLLECTIVE, Estimate, estimate, work_of
 from .inputs import Linear
 from .prediction import forward_pass
-from .records import Row, pass_of, rows_of, tuned
+from .records import Row, connections_of, pass_of, rows_of, tuned
 from .simulation.backward import backward
 from .simulation.programs import program
 
 # The weights whose records the H200's figures were fitted to (machines.py). All others are held out.
 CALIBRATED = ({14336, 4096}, {53248, 16384})
 WORST, MEAN = 0.10, 0.05  # what is aimed at
+HOST = "host"  # until the call returned
+WHAT = ("gemm", "comm", "sequence", HOST)  # columns of rows besides the method's
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure of a record, predicted and measured. what: a method, or one of WHAT. is_fitted: it is among those that the
+    figures were fitted to."""
+
+    record: str
+    case: str
+    what: str
+    predicted_us: float
+    measured_us: float
+    is_fitted: bool = False
+
+    @property
+    def error(self) -> float:
+        """+0.1: the prediction is 10 % too long."""
+        return self.predicted_us / self.measured_us - 1
+
+    @property
+    def is_method(self) -> bool:
+        return self.what not in WHAT
 
 
 def compare(folder: Path, system: System) -> list[Compared]:
     """Every row of the folder's operators.json."""
     rows = rows_of(folder, "operators.json")
-    return _in_one_node(folder, rows, system) if nodes_of(rows[0]) == 1 else compare_nodes(folder, rows, system)
+    return (_in_one_node if nodes_of(rows[0]) == 1 else _across_nodes)(folder, rows, system)
 
 
 def _in_one_node(folder: Path, rows: list[Row], system: System) -> list[Compared]:
@@ -48,6 +75,46 @@ def _in_one_node(folder: Path, rows: list[Row], system: System) -> list[Compared
             }
         found += [Compared(folder.name, case, what, us, 1e3 * ms, fitted) for what, (us, ms) in predicted.items()]
     return found
+
+
+def _across_nodes(folder: Path, rows: list[Row], system: System) -> list[Compared]:
+    """Every row by a method that overlaps, with the network and the hardware queues of the record.
+
+    Raises:
+        ValueError: no row tells how fast the network was.
+    """
+    system = replace(
+        system, nic_gbs=_network_gbs(folder, rows), connections=connections_of(folder) or system.connections
+    )
+    found: list[Compared] = []
+    for row in rows:
+        if row["method"] == COLLECTIVE:
+            continue
+        case = f"{row['op']} {row['pass']} {row['m']}, {row['n']}, {row['k']}"
+        work = work_of(system, pass_of(row), row["method"], UNTUNED, nodes=nodes_of(row))
+        planned = estimate(work, program(work))
+        found += [
+            Compared(folder.name, case, row["method"], planned.us, 1e3 * row["ms"]),
+            Compared(folder.name, case, HOST, planned.host_us, row["host_us"]),
+        ]
+    return found
+
+
+def _network_gbs(folder: Path, rows: list[Row]) -> float:
+    """What NCCL alone carried in the fastest row. With several ranks in a node its rings cross once for all of them, so that only
+    all-to-alls tell what one NIC does."""
+    telling = [row for row in rows if pass_of(row).kind in EXCHANGES or nodes_of(row) == row["world"]]
+    if not telling:
+        raise ValueError(
+            f"--check {folder}: its rows are of several nodes (bench hierarchical), and none of an all-to-all tells how fast the "
+            f"network between them was; record gemm_a2a, too, or name folders of one node"
+        )
+    return max(map(_gbs, telling))
+
+
+def _gbs(row: Row) -> float:
+    pass_, far = pass_of(row), row["world"] - row["world"] // nodes_of(row)
+    return pass_.m // row["world"] * far * pass_.row_features * pass_.dtype.itemsize / row["comm_ms"] / 1e6
 
 
 def compare_layers(folder: Path, system: System) -> list[Compared]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from ...planning.machines import System
 from ..pictures.lanes import KINDS, draw_lanes, label_lanes, stored_inside, unit_of
 from ..pictures.style import LOOKS, canvas, in_order, look_of, save
-from .check import WORST, mean_error
-from .compared import Compared
+from .check import WORST, Compared, mean_error
 from .inputs import EXCHANGED, Strategy
 from .prediction import FORWARD, Prediction
 from .trace import as_recorded

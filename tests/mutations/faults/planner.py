@@ -33,7 +33,7 @@ HOSTS = In(
     ("tests/unit/test_plan_check.py::test_exchanges_between_nodes_keep_the_host_as_long_as_was_measured",),
 )
 NODE_RECORDS = In(
-    "overlap_train/tools/plan/check_nodes.py",
+    "overlap_train/tools/plan/check.py",
     (
         "tests/unit/test_plan_check.py::test_two_nodes_of_two_gpus_are_predicted",
         "tests/unit/test_plan_check.py::test_nodes_whose_network_no_row_tells_are_refused",
