@@ -42,14 +42,9 @@ class Estimate:
         return max(self.device_us, self.host_us)
 
 
-def methods_of(nodes: int) -> tuple[str, ...]:
-    """The methods with engines for a group that spans so many nodes (planning/refusals.py: why_not_across_nodes)."""
-    return tuple(method for method in METHODS if nodes == 1 or TRAITS[method].crosses)
-
-
-def served_of(nodes: int, methods: Sequence[str]) -> tuple[str, ...]:
-    """Those of `methods` that serve a group on so many nodes."""
-    return tuple(method for method in methods if method in methods_of(nodes))
+def methods_of(nodes: int, methods: Sequence[str] = METHODS) -> tuple[str, ...]:
+    """Those of `methods` with engines for a group that spans so many nodes (planning/refusals.py: why_not_across_nodes)."""
+    return tuple(method for method in methods if nodes == 1 or TRAITS[method].crosses)
 
 
 def work_of(

@@ -43,9 +43,7 @@ class NotedPart(ShardedPart):
         return self._result(self.dgrad)
 
     def row_forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with self.product.forward:
-            self._note(forward, self.fprop, self.fprop.plan.slots)
-        return self._result(self.fprop)
+        return self.column_forward(x, w)[0]
 
     def row_backward(
         self, dy_shard_m: torch.Tensor, x: Callable[[], torch.Tensor], w: torch.Tensor, dw: WeightGradient | None,

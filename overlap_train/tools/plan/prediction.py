@@ -13,7 +13,7 @@ from ...planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SC
 from ...planning.table import SAME, UNTUNED
 from ...planning.tiling import HOPPER_TILE
 from ..measure.models import Model
-from .estimates import COLLECTIVE, METHODS, Estimate, estimate, served_of, work_of
+from .estimates import COLLECTIVE, METHODS, Estimate, estimate, methods_of, work_of
 from .fits import check
 from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, linears_of
 from .simulation.backward import backward, communication_us, wgrad_us
@@ -109,7 +109,7 @@ def _predict(
         return _in_one_group(system, strategy, model, linear, direction, methods)
     over_tp = _in_one_group(system, strategy, model, linear, direction, (COLLECTIVE,))
     both = projection(system, strategy, model, linear)
-    served = served_of(strategy.tp_nodes, methods)
+    served = methods_of(strategy.tp_nodes, methods)
     by_method = {method: both.estimate(method, direction == BACKWARD) for method in served}
     return replace(over_tp, nccl_us=over_tp.nccl_us + both.exchange_us, by_method=by_method, parts=len(both.parts))
 
@@ -126,7 +126,7 @@ def _in_one_group(
     is_backward = direction == BACKWARD
     pass_ = first.dgrad if is_backward else first
     nodes = strategy.cp_nodes if pass_.kind in EXCHANGES else strategy.tp_nodes
-    served = served_of(nodes, methods)
+    served = methods_of(nodes, methods)
     side = side_of(strategy, model, linear) if pass_.kind in EXCHANGES else None
     works = {method: work_of(system, pass_, method, UNTUNED, nodes=nodes, side=side) for method in served}
     alone = works[COLLECTIVE]

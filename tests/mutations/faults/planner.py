@@ -104,7 +104,7 @@ FAULTS = [
         "for source in sources[first : first + local]:\n"
         "            yield tuple((source, chunk) for chunk in range(work.plan.chunks))",
     ),
-    PROGRAMS("plan: blocks of an all-to-all are multiplied as those of a gather", "[*received(work)]", "[*gathered(work)]"),
+    PROGRAMS("plan: blocks of an all-to-all are multiplied as those of a gather", " if gathers else received", ""),
     LIBRARY("plan: a sum in fp32 is the result as it is", "(FP32 + BF16) * work.m_shard", "0 * work.m_shard"),
     LIBRARY("plan: the first product reads a sum, too", "parts, own in blocks)", "parts, False)"),
     LIBRARY("plan: blocks come to lie side by side by themselves", "        if len(blocks) > 1:\n", "        if False:\n"),

@@ -17,7 +17,7 @@ from ....planning.schedule.kinds import A2A_GEMM, GATHER, INBOUND, SCATTER
 from .by_library import beside_exchanges, wait
 from .copies import copied, give
 from .enqueued import Item, Part, cut_at_wgrad
-from .programs import assemble, epoch, exchange_part, forward, gather_part, leading_barrier, scatter_part
+from .programs import assemble, epoch, forward, inbound_part, leading_barrier, outbound_part
 from .sending import crossings, inside_node
 from .timeline import COMMUNICATION, GEMM, Kernel, Program, Token, arrived
 from .work import Work
@@ -81,18 +81,16 @@ def row_dw(work: Work) -> Kernel:
 
 
 def _column(work: Work) -> Part:
-    scatters = work.plan.kind == SCATTER
-    plan = sent_again(replace(work.plan, kind=GATHER if scatters else A2A_GEMM), work.topology)
+    plan = sent_again(replace(work.plan, kind=GATHER if work.plan.kind == SCATTER else A2A_GEMM), work.topology)
     again = replace(work, plan=plan, what="x")  # its rows have as many columns as dx
-    start_dx = scatter_part if scatters else exchange_part
     if work.plan.method == LOW_LATENCY:
-        (kernels, sending), finish = start_dx(work)
-        first, _ = gather_part(again)
+        (kernels, sending), finish = outbound_part(work)
+        first, _ = inbound_part(again)
         return [first[0], *kernels, _wgrad(work, wgrad_us(work)), *finish], sending
     arrivals, ahead = tuple(arrived(again.call, source, 0) for source in plan.sources), crossings(again)
     wgrad = beside_exchanges(work, partial(wgrad_us, work, work.plan.spared_sms), WGRAD)
     start = [*give(again), *epoch(work, work.world > 1), *ahead.until(1)]
-    (kernels, sending), finish = start_dx(replace(work, follows=work.topology.nodes > 1), ahead)
+    (kernels, sending), finish = outbound_part(replace(work, follows=work.topology.nodes > 1), ahead)
     before, after = cut_at_wgrad(work, kernels)
     middle = [*before, own_block(work), wait(work, arrivals), wgrad]
     return [*start, *middle, *after, *finish], [*inside_node(again), *sending]
@@ -114,7 +112,7 @@ def _column_by_nccl(work: Work) -> Part:
 
 def _exchanged_by_nccl(work: Work) -> Part:
     """A linear's backward in torch, then the exchange of dx. Nothing is sent again: torch's linear keeps what it multiplied."""
-    (kernels, sending), finish = exchange_part(work)
+    (kernels, sending), finish = outbound_part(work)
     return [*kernels, _wgrad(work, wgrad_us(work)), *finish], sending
 
 

@@ -29,64 +29,55 @@ LAUNCH_CALLS, PRODUCT_CALLS, COLLECTIVE_CALLS, OTHER_CALLS = 2, 5, 9, 4
 PUSH_CALLS, PUSH_AFTER_TILES_CALLS = 2, 3
 
 
-def gather_part(work: Work) -> Part:
-    """AG + GEMM, all of it."""
-    method = work.plan.method
+def inbound_part(work: Work) -> Part:
+    """AG + GEMM, or A2A + GEMM, all of it."""
+    method, gathers, multiplies = work.plan.method, work.plan.kind == GATHER, product(work, work.gemm_us)
     if work.world == 1:
-        return [product(work, work.gemm_us)], []
+        return [multiplies], []
     if method == "collective":
-        gather = Kernel("nccl all-gather", COMMUNICATION, work.collective_us, work.system.gap_us)
-        return [gather, product(work, work.gemm_us)], []
+        return [_by_nccl(work), *([] if gathers else [put_together(work)]), multiplies], []
     if method == LOW_LATENCY:
-        return [_low_latency(work, "low_latency_gather_kernel"), product(work, work.gemm_us)], []
+        return [_low_latency(work, "low_latency_gather_kernel"), multiplies], []
     if method == "chunked":
-        return [*gathered(work)], inside_node(work)
-    return [*_launches(work, _persistent(work, "all_gather_gemm_kernel", gather_tiles(work)))], inside_node(work)
+        return [*(gathered if gathers else received)(work)], inside_node(work)
+    name, tiles = ("all_gather_gemm_kernel", gather_tiles) if gathers else ("all_to_all_gemm_kernel", receive_tiles)
+    return [*_launches(work, _persistent(work, name, tiles(work)))], inside_node(work)
 
 
-def scatter_part(work: Work, earlier: Exchanges | None = None) -> tuple[Part, list[Item]]:
-    """GEMM + RS: what starts it, and what finishes it. earlier: exchanges that come before its own."""
-    method, system = work.plan.method, work.system
+def outbound_part(work: Work, earlier: Exchanges | None = None) -> tuple[Part, list[Item]]:
+    """GEMM + RS, or GEMM + A2A: what starts it, and what adds the partial sums or takes the blocks out of symmetric memory.
+    earlier: exchanges that come before its own."""
+    method, scatters, multiplies = work.plan.method, work.plan.kind == SCATTER, product(work, work.gemm_us)
     if work.world == 1:
-        return ([product(work, work.gemm_us)], []), []
+        return ([multiplies], []), []
     if method == "collective":
-        reduce = Kernel("nccl reduce-scatter", COMMUNICATION, work.collective_us, system.gap_us)
-        return ([product(work, work.gemm_us)], []), [reduce]
+        return ([multiplies, *([] if scatters else [put_together(work)])], []), [_by_nccl(work), *_out_of_slot(work)]
     if method == LOW_LATENCY:
-        return ([product(work, work.gemm_us)], []), [_low_latency(work, "low_latency_scatter_kernel")]
-    adds = Kernel("reduce_partials_kernel", COMPUTE, _reduce_us(work), system.gap_us)
-    waits, sums, own = wait(work, work.all_arrivals()), node_sums(work), crossings(work)
+        return ([multiplies], []), [_low_latency(work, "low_latency_scatter_kernel")]
+    own, finish = crossings(work), [wait(work, work.all_arrivals()), *_out_of_slot(work)]
     if method == "chunked":
-        return (leaving_products(work, sums, own, earlier), inside_node(work)), [*own.finish(), waits, adds]
+        return (leaving_products(work, node_sums(work), own, earlier), inside_node(work)), [*own.finish(), *finish]
     kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
-    items = [kernel, *after_products(sums, own, earlier)]
-    finish = [waits, adds] if work.plan.reduces_later else []
+    items = [kernel, *after_products(node_sums(work), own, earlier)]
+    if scatters and not work.plan.reduces_later:
+        finish = []  # the kernel has added everything
     return (items, [] if method == "direct" else inside_node(work)), [*own.finish(), *finish]
 
 
-def receive_part(work: Work) -> Part:
-    """A2A + GEMM, all of it."""
-    method, gap = work.plan.method, work.system.gap_us
+def _out_of_slot(work: Work) -> list[Kernel]:
+    """The sum of the partials, or the pass that takes blocks to the attention. The partials of the node's ranks and the sums of
+    other nodes are read, the total is written. NCCL adds by itself."""
+    if work.plan.kind != SCATTER:
+        return take(work)
     if work.plan.method == "collective":
-        exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, gap)
-        return [exchange, put_together(work), product(work, work.gemm_us)], []
-    if method == "chunked":
-        return [*received(work)], inside_node(work)
-    return [*_launches(work, _persistent(work, "all_to_all_gemm_kernel", receive_tiles(work)))], inside_node(work)
+        return []
+    us = cost.sum_us(work.system, (work.topology.local + work.topology.nodes) * work.shard_bytes)
+    return [Kernel("reduce_partials_kernel", COMPUTE, us, work.system.gap_us)]
 
 
-def exchange_part(work: Work, earlier: Exchanges | None = None) -> tuple[Part, list[Item]]:
-    """GEMM + A2A: what starts it, and what takes the blocks out of symmetric memory. earlier: as for scatter_part."""
-    method = work.plan.method
-    if method == "collective":
-        exchange = Kernel("nccl all-to-all", COMMUNICATION, work.collective_us, work.system.gap_us)
-        return ([product(work, work.gemm_us), put_together(work)], []), [exchange, *take(work)]
-    finish, own = [wait(work, work.all_arrivals()), *take(work)], crossings(work)
-    if method == "chunked":
-        return (leaving_products(work, [], own, earlier), inside_node(work)), [*own.finish(), *finish]
-    kernel = _persistent(work, "gemm_reduce_scatter_kernel", scatter_tiles(work))
-    items = [kernel, *after_products((), own, earlier)]
-    return (items, [] if method == "direct" else inside_node(work)), [*own.finish(), *finish]
+def _by_nccl(work: Work) -> Kernel:
+    name = {GATHER: "all-gather", SCATTER: "reduce-scatter"}.get(work.plan.kind, "all-to-all")
+    return Kernel(f"nccl {name}", COMMUNICATION, work.collective_us, work.system.gap_us)
 
 
 def _low_latency(work: Work, name: str) -> Kernel:
@@ -104,9 +95,9 @@ def forward(work: Work) -> Part:
     """A pass, once its operator has begun."""
     start = epoch(work, sends_by_copies(work))
     if work.plan.kind in INBOUND:
-        kernels, sending = (gather_part if work.plan.kind == GATHER else receive_part)(work)
+        kernels, sending = inbound_part(work)
         return [*give(work), *start, *kernels], sending
-    (kernels, sending), finish = (scatter_part if work.plan.kind == SCATTER else exchange_part)(work)
+    (kernels, sending), finish = outbound_part(work)
     return [*start, *kernels, *finish], sending
 
 
@@ -161,11 +152,6 @@ def epoch(work: Work, pushes: bool) -> Iterator[Kernel]:
     """The kernel that advances the epoch, where copies send it. pushes: whether there are copies."""
     if pushes:
         yield Kernel("next_epoch_kernel", COMPUTE, work.system.wait_us, work.system.gap_us, ends=work.begun)
-
-
-def _reduce_us(work: Work) -> float:
-    """The partials of the node's ranks and the sums of other nodes are read, the total is written."""
-    return cost.sum_us(work.system, (work.topology.local + work.topology.nodes) * work.shard_bytes)
 
 
 def _launches(work: Work, kernel: Kernel) -> Iterator[Item]:
