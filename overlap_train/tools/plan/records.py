@@ -16,7 +16,6 @@ from ...planning.variants import method_of
 from ..measure.cases import Case
 
 Row = dict[str, Any]
-_OLDER_NAMES = {"in step": "barrier first", "deferred": "split"}  # of variants, in tune.md
 
 
 def rows_of(folder: Path, name: str) -> list[Row]:
@@ -87,13 +86,6 @@ def _entries(block: str) -> list[tuple[Row, str]]:
 def _winner(row: Row, winner: str, world: int) -> Winner:
     m, n, k = (int(size) for size in row["M, N, K"].split(","))
     assert row["kind"] in KINDS, row
-    times = {_named(heading.removesuffix(" ms")): cell for heading, cell in row.items() if heading.endswith(" ms")}
-    ms = {name: float(cell) for name, cell in times.items() if cell != "-"}
+    times = {name.removesuffix(" ms"): cell for name, cell in row.items() if name.endswith(" ms") and cell != "-"}
+    ms = {name: float(cell) for name, cell in times.items()}
     return Winner(Pass(row["kind"], m, n, k, torch.bfloat16, world), method_of(winner), ms)
-
-
-def _named(heading: str) -> str:
-    """The variant's name of today."""
-    for older, name in _OLDER_NAMES.items():
-        heading = heading.replace(older, name)
-    return heading
