@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from ..measure.results import Columns, Row
+from ..measure.results import Columns, Row, plain
 
 
 def speed_up(row: Row) -> float:
@@ -26,16 +26,15 @@ def _over(row: Row, baseline: str) -> float | None:
     return None if row[baseline] is None else row[baseline] / row["ms"]
 
 
-_PASS: Columns = (
-    ("op", lambda row: row["op"]),
-    ("pass", lambda row: row["pass"]),
-    ("M, N, K", lambda row: f"{row['m']}, {row['n']}, {row['k']}"),
-    ("method", lambda row: row["method"]),
-    ("ms", lambda row: row["ms"]),
+_TIMES: Columns = (
+    *plain({"method": "method", "ms": "ms"}),
     ("host µs", lambda row: round(row["host_us"])),
-    ("GEMM", lambda row: row["gemm_ms"]),
-    ("comm", lambda row: row["comm_ms"]),
-    ("sequence", lambda row: row["sequence_ms"]),
+)
+_PASS: Columns = (
+    *plain({"op": "op", "pass": "pass"}),
+    ("M, N, K", lambda row: f"{row['m']}, {row['n']}, {row['k']}"),
+    *_TIMES,
+    *plain({"GEMM": "gemm_ms", "comm": "comm_ms", "sequence": "sequence_ms"}),
 )
 _BOUND: Columns = (
     ("speed-up", speed_up),
@@ -44,46 +43,31 @@ _BOUND: Columns = (
 )
 OPERATOR_COLUMNS: Columns = (
     *_PASS,
-    ("async-TP", lambda row: row["async_tp_ms"]),
+    *plain({"async-TP": "async_tp_ms"}),
     *_BOUND,
     ("vs async-TP", lambda row: _over(row, "async_tp_ms")),
 )
+EXCHANGE_COLUMNS: Columns = (*_PASS, *_BOUND, *plain({"three GEMMs": "three_gemms_ms"}))
 HIERARCHICAL_COLUMNS: Columns = (
     *_PASS,
     *_BOUND,
-    ("SMs", lambda row: row.get("network_sms")),
-    ("by the probe", lambda row: row.get("probe_sms")),
-    ("NCCL by nodes", lambda row: row.get("by_nodes_ms")),
-    ("three GEMMs", lambda row: row.get("three_gemms_ms")),
+    *plain({"SMs": "network_sms", "by the probe": "probe_sms"}),
+    *plain({"NCCL by nodes": "by_nodes_ms", "three GEMMs": "three_gemms_ms"}),
     ("GEMM/comm", lambda row: row["gemm_ms"] / row["comm_ms"]),
 )
-EXCHANGE_COLUMNS: Columns = (*_PASS, *_BOUND, ("three GEMMs", lambda row: row["three_gemms_ms"]))
 BLOCK_COLUMNS: Columns = (
-    ("block", lambda row: row["layer"]),
-    ("tokens", lambda row: row["seq"]),
-    ("method", lambda row: row["method"]),
-    ("ms", lambda row: row["ms"]),
-    ("host µs", lambda row: round(row["host_us"])),
-    ("NCCL", lambda row: row["sequence_ms"]),
-    ("no exchange", lambda row: row["alone_ms"]),
-    ("TE", lambda row: row["te_ms"]),
-    ("TE, no exchange", lambda row: row["te_alone_ms"]),
+    *plain({"block": "layer", "tokens": "seq"}),
+    *_TIMES,
+    *plain({"NCCL": "sequence_ms", "no exchange": "alone_ms", "TE": "te_ms", "TE, no exchange": "te_alone_ms"}),
     ("vs NCCL", speed_up),
     ("vs TE", lambda row: _over(row, "te_ms")),
     ("ms/no exchange", lambda row: row["ms"] / row["alone_ms"]),
 )
 LAYER_COLUMNS: Columns = (
-    ("layer", lambda row: row["layer"]),
-    ("s", lambda row: row["seq"]),
-    ("method", lambda row: row["method"]),
-    ("ms", lambda row: row["ms"]),
-    ("host µs", lambda row: round(row["host_us"])),
-    ("tuned", lambda row: row["tuned_ms"]),
-    ("GEMMs", lambda row: row["gemms_ms"]),
-    ("Megatron-Core", lambda row: row["megatron_ms"]),
-    ("async-TP", lambda row: row["async_tp_ms"]),
-    ("TE", lambda row: row["te_ms"]),
-    ("TE userbuffers", lambda row: row["te_userbuffers_ms"]),
+    *plain({"layer": "layer", "s": "seq"}),
+    *_TIMES,
+    *plain({"tuned": "tuned_ms", "GEMMs": "gemms_ms", "Megatron-Core": "megatron_ms"}),
+    *plain({"async-TP": "async_tp_ms", "TE": "te_ms", "TE userbuffers": "te_userbuffers_ms"}),
     ("ms/tuned", lambda row: None if row["tuned_ms"] is None else row["ms"] / row["tuned_ms"]),
     ("ms/GEMMs", lambda row: row["ms"] / row["gemms_ms"]),
     ("Megatron-Core/GEMMs", lambda row: None if row["megatron_ms"] is None else row["megatron_ms"] / row["gemms_ms"]),

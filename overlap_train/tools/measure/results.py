@@ -116,6 +116,11 @@ def versions() -> dict[str, str]:
     return found | {package: version for package in packages if (version := installed(package)) is not None}
 
 
+def plain(keys: Mapping[str, str]) -> Columns:
+    """Columns that show a row's values as they are: key by heading. A key that a row lacks is None."""
+    return tuple((heading, lambda row, key=key: row.get(key)) for heading, key in keys.items())
+
+
 def cells(rows: list[Row], columns: Columns) -> list[list[str]]:
     """The table as text, headings first."""
     return [[heading for heading, _ in columns], *([cell(value(row)) for _, value in columns] for row in rows)]

@@ -10,7 +10,7 @@ from ...methods import TRAITS
 from ...planning.table import Winner
 from ...planning.variants import PLAIN, VARIANTS
 from ..measure.cases import Case
-from ..measure.results import Columns, Row
+from ..measure.results import Columns, Row, plain
 
 
 def shape_row(case: Case, ranks: int) -> Row:
@@ -28,12 +28,7 @@ def figures(winner: Winner) -> Row:
     return {"ms": winner.ms, "winner": name, "gain": gain}
 
 
-SHAPE_COLUMNS: Columns = (
-    ("linear", lambda row: row["linear"]),
-    ("pass", lambda row: row["pass"]),
-    ("kind", lambda row: row["kind"]),
-    ("M, N, K", lambda row: row["sizes"]),
-)
+SHAPE_COLUMNS = plain({"linear": "linear", "pass": "pass", "kind": "kind", "M, N, K": "sizes"})
 
 
 def columns_of(rows: list[Row]) -> Columns:
@@ -41,4 +36,4 @@ def columns_of(rows: list[Row]) -> Columns:
     possible = [variant.named(method) for method in TRAITS for variant in VARIANTS]
     names = [name for name in possible if any(name in row["ms"] for row in rows)]
     times: list[Any] = [(f"{name} ms", lambda row, name=name: row["ms"].get(name)) for name in names]
-    return (*SHAPE_COLUMNS, *times, ("winner", lambda row: row["winner"]), ("over collective", lambda row: row["gain"]))
+    return (*SHAPE_COLUMNS, *times, *plain({"winner": "winner", "over collective": "gain"}))
