@@ -46,6 +46,27 @@ class Exclusively:
         self._lock.release()
 
 
+class Idle:
+    """A bracket in which no operator of a group is under way, and none begins in another thread.
+
+    Raises RuntimeError while one is, also in this thread, where a signal handler runs in the middle of whatever was interrupted:
+    what the operator goes on with would be gone, and its pushes would wait without end for a copy engine that has ended.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if self._lock._is_owned() or not self._lock.acquire(False):  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "shutdown: an operator is under way, in another thread or, where a signal handler calls shutdown, in this one; "
+                "call it when the operator has returned"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class Operator:
     """The bracket that OverlapDomain.operator returns. As a generator it would take 2 microseconds more. A linear keeps its
     bracket, which saves another one."""

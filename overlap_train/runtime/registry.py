@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import ExitStack
+
 import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig, check_type
+from .bracket import Idle
 from .domain import OverlapDomain
 
 # Settings that all calls of a group share.
 DOMAIN_WIDE = ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms")
 
 _domains: dict[dist.ProcessGroup, OverlapDomain] = {}
+_making = (
+    threading.RLock()
+)  # of two threads one makes a group's domain: ranks count how many they have made (Agreement)
 
 
 def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device) -> OverlapDomain:
@@ -35,7 +42,9 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
             raise ValueError(
                 f"input is on {device}, the current device is {torch.cuda.current_device()}; set_device first"
             )
-        domain = _domains[group] = OverlapDomain(group, config or OverlapConfig(), device)
+        with _making:
+            domain = _domains.get(group) or OverlapDomain(group, config or OverlapConfig(), device)
+            _domains[group] = domain
     _check_same(domain, group, config, device)
     return domain
 
@@ -68,15 +77,27 @@ def _check_same(
 def check() -> None:
     """Raise OverlapTimeoutError if a wait of this process has given up. Every operator checks before and after, so this is needed
     after the last operator of a program and after replays of a CUDA graph, which call no operator."""
-    for domain in _domains.values():
+    for domain in list(_domains.values()):  # another thread may make one meanwhile
         domain.fault.check()
 
 
 def shutdown() -> None:
-    """Free all symmetric memory. Collective over every group that was used; call it before destroy_process_group."""
+    """Free all symmetric memory. Collective over every group that was used; call it before destroy_process_group.
+
+    Raises:
+        RuntimeError: an operator is under way, in another thread or in this one, as in a signal handler. Nothing has ended then.
+    """
     # In one order on all ranks, which may have used their groups in different orders.
     domains = sorted(_domains.values(), key=lambda domain: domain.group.group_name)
-    _domains.clear()
+    with ExitStack() as idle:
+        for domain in domains:
+            idle.enter_context(Idle(domain.in_use))
+        _domains.clear()
+        _close(domains)
+
+
+def _close(domains: list[OverlapDomain]) -> None:
+    """Close them all, and then NVSHMEM's world if one of them was in it. Raises the first error."""
     providers = {domain.heap.provider for domain in domains if domain.heap is not None}
     errors: list[Exception] = []
     for domain in domains:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -63,3 +66,21 @@ def test_a_failure_in_any_group_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(registry, "_domains", domains)
     with pytest.raises(OverlapTimeoutError):
         check()
+
+
+def test_two_threads_make_one_domain(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks count the domains of a group: peers that have made one would wait for each other elsewhere."""
+    both, made = threading.Barrier(2), []
+
+    def make(*_: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # for the other one, which may come this far, too
+        made.append(SimpleNamespace(device=CPU, world_size=2, config=FIRST))
+        return made[-1]
+
+    monkeypatch.setattr(registry, "_domains", {})
+    monkeypatch.setattr(registry, "OverlapDomain", make)
+    monkeypatch.setattr(registry.dist, "get_rank", lambda group: 0)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: registry.domain_of(group, FIRST, CPU), range(2))
+    assert first is second and len(made) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ class Domain:
     def __init__(self, provider: str | None, name: str = "", closed: list[str] | None = None, late: str = "") -> None:
         self.heap = None if provider is None else SimpleNamespace(provider=provider)
         self.group = SimpleNamespace(group_name=name)
+        self.in_use = threading.RLock()
         self._closed, self._late = closed, late
 
     def close(self) -> None:
@@ -60,3 +62,29 @@ def test_groups_are_closed_in_one_order_whichever_was_used_first(monkeypatch: py
         shutdown()
         orders.append(closed)
     assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("where", ["in a signal handler", "in another thread"])
+def test_it_is_refused_in_the_middle_of_an_operator(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the operator goes on with would be gone: it would wait without end for a copy engine that has ended."""
+    closed: list[str] = []
+    domains = {name: Domain("host", name, closed) for name in ("first", "in an operator")}
+    monkeypatch.setattr(registry, "_domains", domains)
+    refused: list[str] = []
+
+    def end() -> None:
+        try:
+            shutdown()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    with domains["in an operator"].in_use:
+        if where == "in a signal handler":
+            end()
+        else:
+            (thread := threading.Thread(target=end)).start()
+            thread.join()
+    assert len(refused) == 1 and "an operator is under way" in refused[0]
+    assert closed == [] and len(domains) == 2, "it goes on as before"
+    shutdown()
+    assert closed == ["first", "in an operator"]

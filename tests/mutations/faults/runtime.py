@@ -107,6 +107,23 @@ FAULTS = [
         "list(_domains.values())",
         f"{UNIT}/test_shutdown.py",
     ),
+    REGISTRY(
+        "two threads make two domains",
+        "        with _making:\n            domain = _domains.get(group) or ",
+        "        if True:\n            domain = ",
+    ),
+    REGISTRY(
+        "shutdown ends an operator of another thread",
+        "            idle.enter_context(Idle(domain.in_use))\n",
+        "            pass\n",
+        f"{UNIT}/test_shutdown.py",
+    ),
+    BRACKET(
+        "a signal handler shuts down in the middle of an operator",
+        "self._lock._is_owned() or ",
+        "",
+        f"{UNIT}/test_shutdown.py",
+    ),
     REGISTRY("a domain is found after shutdown", "    _domains.clear()\n", "", f"{UNIT}/test_shutdown.py"),
     REGISTRY(
         "nvshmem never ends",
