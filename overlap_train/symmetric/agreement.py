@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -49,6 +50,9 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, call_s: float | None = None) -> None:
         self.group, self.timeout_s, self.call_s = group, timeout_s, call_s
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._asks = (
+            threading.Lock()
+        )  # a thread of this rank asks the store, perhaps one that nobody waits for any more
         self._group_store = dist.distributed_c10d._world.pg_map[group][1]
         self._generation = self._count_generation(1)  # of this group's domains: after shutdown another one
         self._store = dist.PrefixStore(f"overlap_train/{self._generation}", self._group_store)
@@ -67,7 +71,7 @@ class Agreement:
             OverlapMismatchError: a rank is in an exchange of another kind.
         """
         kind = kind or what
-        found = self._answer(partial(self._values_of_all, (kind, what, value), what), what)
+        found = self._answer(partial(self._values_of_all, self._number, (kind, what, value), what), what)
         self._number += 1  # not before: a rank that gave up comes to the same round again
         for rank, (their_kind, theirs, _) in enumerate(found):
             if their_kind != kind:
@@ -112,38 +116,59 @@ class Agreement:
             self._count_generation(-1)
 
     def _count_generation(self, step: int) -> int:
-        add = partial(self._group_store.add, f"overlap_train/generation/{self.rank}", step)
-        return self._answer(add, "overlap_train: count the domains of the group")
+        return self._answer(partial(self._counted, step), "overlap_train: count the domains of the group")
 
-    def _answer(self, ask: Callable[[], T], what: str) -> T:
+    def _counted(self, step: int, given_up: threading.Event) -> int:
+        key = f"overlap_train/generation/{self.rank}"
+        count = self._group_store.add(key, step)
+        if given_up.is_set():  # the store went on: without a domain here nothing counts
+            self._group_store.add(key, -step)
+        return count
+
+    def _answer(self, ask: Callable[[threading.Event], T], what: str) -> T:
+        """What `ask` returns. It gets an event that is set when nobody waits for it any more: the store does not answer, or
+        Ctrl-C has ended the wait. The thread that asks is left behind then. It takes back what it has told, before another one
+        of this rank asks."""
+        given_up = threading.Event()
+
+        def in_turn() -> T:
+            with self._asks:
+                if given_up.is_set():
+                    raise InterruptedError
+                return ask(given_up)
+
         try:
-            return answer(ask, self.timeout_s + _ANSWER_S + self.world_size * _ANSWER_OF_RANK_S)
+            return answer(in_turn, self.timeout_s + _ANSWER_S + self.world_size * _ANSWER_OF_RANK_S)
         except TimeoutError:
             raise OverlapTimeoutError(
                 f"{what}: rank {self.rank} waited {self.timeout_s:g} s, and the key-value store of the job does not answer; the "
                 f"process that hosts it, usually torchrun or rank 0 of the job, is stopped or cannot be reached"
             ) from None
-
-    def _values_of_all(self, mine: Any, what: str) -> list[Any]:
-        keys = [f"{self._number}/{rank}" for rank in range(self.world_size)]
-        try:
-            self._store.set(keys[self.rank], pickle.dumps(mine))
-            self._wait_for(keys, what)
-            found = [pickle.loads(self._store.get(key)) for key in keys]
-            if self._number:  # everybody has read the previous round, because everybody has come to this one
-                self._store.delete_key(f"{self._number - 1}/{self.rank}")
+        except OverlapTimeoutError:
+            raise
         except (RuntimeError, ConnectionError) as error:
-            if isinstance(error, OverlapTimeoutError):
-                raise
             raise OverlapTimeoutError(
                 f"{what}: rank {self.rank} lost the key-value store of the job ({error}); the process that hosts it, usually "
                 f"rank 0 of the job, has ended: its own log says why"
             ) from error
+        finally:
+            given_up.set()
+
+    def _values_of_all(self, number: int, mine: Any, what: str, given_up: threading.Event) -> list[Any]:
+        keys = [f"{number}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], pickle.dumps(mine))
+        self._wait_for(keys, what, given_up)
+        found = [pickle.loads(self._store.get(key)) for key in keys]
+        if number:  # everybody has read the previous round, because everybody has come to this one
+            self._store.delete_key(f"{number - 1}/{self.rank}")
         return found
 
-    def _wait_for(self, keys: list[str], what: str) -> None:
+    def _wait_for(self, keys: list[str], what: str, given_up: threading.Event) -> None:
         begin, pause, warned = time.monotonic(), 2e-4, False
         while not self._store.check(keys):
+            if given_up.is_set():
+                self._store.delete_key(keys[self.rank])
+                raise InterruptedError
             waited = time.monotonic() - begin
             # The last one may have come just now. Others have seen all keys then, and go on: so does this rank.
             if waited > self.timeout_s and (late := self._missing(keys)):

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError
+from overlap_train.symmetric import agreement
 from overlap_train.symmetric import store as key_value_store
 from overlap_train.symmetric.agreement import Agreement
 from overlap_train.symmetric.bounded import Callers
@@ -27,7 +28,7 @@ def ranks(world: int, timeout_s: float = 30.0) -> list[Agreement]:
     for rank in range(world):
         one = object.__new__(Agreement)
         one.timeout_s, one.rank, one.world_size = timeout_s, rank, world
-        one._store, one._number = store, 0  # type: ignore[assignment]
+        one._store, one._number, one._asks = store, 0, threading.Lock()  # type: ignore[assignment]
         found.append(one)
     return found
 
@@ -134,6 +135,10 @@ def test_a_store_whose_process_is_stopped_is_said_so() -> None:
             one.exchange(None, "fc1")
         with pytest.raises(OverlapTimeoutError, match=f"count the domains of the group: {told}"):
             one._count_generation(1)
+        os.kill(host.pid, signal.SIGCONT)
+        one.timeout_s = 15.0
+        assert one._count_generation(1) == 1, "the one before has come to nothing, so it does not count"
+        assert one.exchange("again", "fc1") == ["again"]
         late.cancel()
         host.kill()
 
@@ -172,7 +177,50 @@ def test_a_store_that_is_gone_is_said_so() -> None:
         def set(self, *_: object) -> None:
             raise dist.DistNetworkError("broken pipe")
 
+        add = set
+
     one = ranks(1)[0]
-    one._store = Gone()  # type: ignore[assignment]
+    one._store = one._group_store = Gone()  # type: ignore[assignment]
     with pytest.raises(OverlapTimeoutError, match="rank 0 lost the key-value store of the job"):
         one.exchange(None, "fc1")
+    with pytest.raises(OverlapTimeoutError, match="domains of the group: rank 0 lost the key-value store of the job"):
+        one._count_generation(1)
+
+
+def test_nobody_is_left_behind_in_a_round_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C, or by an exception of a signal handler. Its thread went on, and at its time limit took the key back, although
+    this rank had come again: then all ranks waited for this one, itself too."""
+    two = ranks(2)
+
+    def interrupted(ask: Callable[[], Any], limit_s: float) -> Any:
+        threads.append(threading.Thread(target=ask, daemon=True))
+        threads[0].start()
+        raise KeyboardInterrupt
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # nobody waits for what it raises
+    with monkeypatch.context() as patched:
+        patched.setattr(agreement, "answer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two[0].exchange("first", "fc1")
+    threads[0].join(20.0)
+    assert not threads[0].is_alive(), "it waits for the others, beside what this rank does next"
+    assert together(two, lambda one: one.exchange(("again", one.rank), "fc1")) == [[("again", 0), ("again", 1)]] * 2
+
+
+def test_what_a_rank_asks_waits_for_a_thread_that_is_left_behind() -> None:
+    """It would take back what this rank tells anew."""
+    (one,) = ranks(1, timeout_s=0.05)
+    with one._asks, pytest.raises(OverlapTimeoutError, match="the key-value store of the job does not answer"):
+        one.exchange("first", "fc1")
+    assert one.exchange("again", "fc1") == ["again"]
+
+
+def test_a_domain_that_was_counted_too_late_does_not_count() -> None:
+    """The store went on when this rank had given up. Its peers count as many domains as have been made."""
+    (one,) = ranks(1)
+    one._group_store, given_up = one._store, threading.Event()
+    assert one._counted(1, given_up) == 1
+    given_up.set()
+    one._counted(1, given_up)
+    assert one._group_store.add("overlap_train/generation/0", 0) == 1

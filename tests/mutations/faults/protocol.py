@@ -264,13 +264,13 @@ FAULTS = [
         f"{STREAMS}::test_a_caller_may_use_two_streams",
     ),
     # before the first call
-    AGREEMENT("rounds share their keys", 'f"{self._number}/{rank}"', 'f"0/{rank}"'),
+    AGREEMENT("rounds share their keys", 'f"{number}/{rank}"', 'f"0/{rank}"'),
     AGREEMENT(
         "a round is deleted before all have read it",
-        'delete_key(f"{self._number - 1}/{self.rank}")',
-        'delete_key(f"{self._number}/{self.rank}")',
+        'delete_key(f"{number - 1}/{self.rank}")',
+        'delete_key(f"{number}/{self.rank}")',
     ),
-    AGREEMENT("keys stay in the store", "if self._number:  #", "if False:  #"),
+    AGREEMENT("keys stay in the store", "if number:  #", "if False:  #"),
     AGREEMENT("those who came are named", "if not self._store.check([key])]", "if self._store.check([key])]"),
     AGREEMENT("ranks wait for ever", "if waited > self.timeout_s and", "if waited > self.timeout_s * 1e9 and"),
     AGREEMENT(
