@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from ..warn import warn_user
 
 
 class Blas:
@@ -23,9 +24,7 @@ class Blas:
             library = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")  # torch has loaded it
             self._get, self._set = library.cublasGetSmCountTarget, library.cublasSetSmCountTarget
         except (OSError, AttributeError) as error:
-            warnings.warn(
-                f"cuBLAS cannot spare SMs for the network ({error}); products beside it may take longer", stacklevel=2
-            )
+            warn_user(f"cuBLAS cannot spare SMs for the network ({error}); products beside it may take longer")
             return
         self._get.argtypes, self._get.restype = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)), ctypes.c_int
         self._set.argtypes, self._set.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int

@@ -11,12 +11,12 @@ every launch of that kernel goes through Triton.
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from ..planning.cache import BoundedCache
+from ..warn import warn_user
 from .driver import CudaDriver
 from .entry import Entry
 from .parameters import PackedArguments, address_is_first_word
@@ -110,7 +110,7 @@ class LaunchCache:
             return self._packed.put(key, PackedLaunch(launcher.driver, entry, launch))
         except Exception as error:
             self._refused.add(key)
-            warnings.warn(f"{error}; launches of this kernel take 50 to 80 microseconds of host time", stacklevel=4)
+            warn_user(f"{error}; launches of this kernel take 50 to 80 microseconds of host time")
             return None
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from ..config import flag_name
 from ..planning.arguments import Request
+from ..warn import warn_user
 from .planned import Planned, PlannedLinear
 from .trials import Timed, TimedBracket, Trial
 
@@ -100,10 +100,9 @@ class InTrial(Planned):
         """Replays are no calls, so they never end a trial: rank 0 of the group says it once."""
         trial = self.in_trial
         if not trial.captured and self.domain.rank == 0:
-            warnings.warn(
+            warn_user(
                 f"tune_steps={trial.steps}: a CUDA graph captures {name} after {trial.calls(name)} calls, before the ranks have "
                 f"compared its methods; the graph keeps the untuned plan; capture later (Megatron: raise "
-                f"--cuda-graph-warmup-steps; a step has a call for each micro-batch), or lower {flag_name('tune_steps')}",
-                stacklevel=2,
+                f"--cuda-graph-warmup-steps; a step has a call for each micro-batch), or lower {flag_name('tune_steps')}"
             )
         trial.captured.add(name)

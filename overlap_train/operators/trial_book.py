@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +18,7 @@ from ..planning.table import Table, Winner
 from ..planning.trial import TrialKey, is_known, key_of, methods_to_try, winners
 from ..runtime.domain import OverlapDomain
 from ..runtime.prepare import may_hold
+from ..warn import warn_user
 from . import portable
 from .in_trial import Candidate, InTrial
 from .planned import Planned
@@ -106,7 +106,7 @@ class TrialBook:
             return f"kept in {table.save(domain.config.tuning_dir, key, found)}"
         except OSError as error:
             folder = domain.config.tuning_dir
-            warnings.warn(f"tuning_dir={folder!r} cannot be written ({error}); name another folder", stacklevel=2)
+            warn_user(f"tuning_dir={folder!r} cannot be written ({error}); name another folder")
             return "for this run only"
 
 

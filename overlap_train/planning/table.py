@@ -16,7 +16,6 @@ import json
 import os
 import re
 import uuid
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 
 from ..config import flag_name
 from ..methods import TRAITS
+from ..warn import warn_user
 from .passes import KINDS, Bucket, Pass, dtype_name
 from .variants import PLAIN, VARIANTS, Variant
 
@@ -143,10 +143,9 @@ def read(folder: str, key: Key) -> Table:
         return Table({}, key.nodes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(
+        warn_user(
             f"{path} cannot be used ({why}), so method=auto takes its defaults: delete the file and run overlap-train tune "
-            f"again, or name another folder ({flag_name('tuning_dir')})",
-            stacklevel=2,
+            f"again, or name another folder ({flag_name('tuning_dir')})"
         )
         return Table({}, key.nodes)
 

@@ -6,10 +6,8 @@ lets the kernel run out (its outputs are NaN); the next operator call of the ran
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from ..kernels.signal_words import (
     MAX_CHUNKS,
 )
 from ..symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
+from ..warn import warn_user
 from .tags import Tag, epoch_of, fingerprint_of, has_arrived
 
 __all__ = ["FaultRecord", "OverlapMismatchError", "OverlapTimeoutError", "poll"]
@@ -99,7 +98,7 @@ class FaultRecord:
         """Say what `fail` would raise, once, and let `check` raise it: the host may be blocked, and never come to raise it."""
         if self._error is None:
             self._error = self._error_of(peer, chunk, expected, seen)
-            warnings.warn(str(self._error), stacklevel=2)
+            warn_user(str(self._error))
 
     @property
     def failed(self) -> bool:
@@ -124,11 +123,10 @@ class FaultRecord:
 
     def warn_late(self, peer: int, chunk: int, expected: int) -> None:
         """Say which rank is late: a tenth of the time has passed."""
-        warnings.warn(
+        warn_user(
             f"{self._name_of(expected)}: rank {self._rank} has waited {self._timeout_s / 10:.3g} s for chunk {chunk} of "
             f"rank {peer}; "
-            f"it gives up after timeout_s={self._timeout_s:g}",
-            stacklevel=2,
+            f"it gives up after timeout_s={self._timeout_s:g}"
         )
 
     def late(self) -> tuple[int, int, int] | None:
@@ -168,9 +166,7 @@ def _watch(reference: weakref.ref[FaultRecord]) -> None:
         late = fault.late()
         if late is not None and late != told:
             told = late
-            with contextlib.suppress(Warning):  # as errors: `check` raises what is wrong all the same
-                fault.warn_late(*late)
+            fault.warn_late(*late)
         for look in fault.looks:
-            with contextlib.suppress(Warning):
-                look()
+            look()
         del fault

@@ -9,13 +9,13 @@ import pickle
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..warn import warn_user
 from .bounded import Callers
 from .store import answer
 
@@ -179,7 +179,7 @@ class Agreement:
                 )
             if not warned and waited > self.timeout_s / 10 and (late := self._missing(keys)):
                 warned = True
-                warnings.warn(f"{what}: rank {self.rank} has waited {waited:.3g} s for {late}", stacklevel=1)
+                warn_user(f"{what}: rank {self.rank} has waited {waited:.3g} s for {late}")
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
 

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -84,10 +83,11 @@ def _started(what: str, watch: Callable[[], Watcher]) -> Watcher:
     try:
         return watch()
     except OSError as failure:  # too many processes, or no Python that could be started
-        warnings.warn(
+        from ..warn import warn_user  # not above: who watches runs this file alone
+
+        warn_user(
             f"{what}: no process could be started to watch this call ({failure}); if another rank dies or stops in it, this one "
-            f"waits without end",
-            stacklevel=2,
+            f"waits without end"
         )
         return contextlib.ExitStack()  # nothing to close
 

@@ -80,7 +80,7 @@ def _texts_in(function: ast.AST) -> Iterator[ast.expr]:
 
 def _is_exception(called: ast.expr) -> bool:
     name = ast.unparse(called)
-    return name in ("WrongResult", "warnings.warn") or (name.endswith("Error") and name not in SILENT)
+    return name in ("WrongResult", "warnings.warn", "warn_user") or (name.endswith("Error") and name not in SILENT)
 
 
 def _assignments(function: ast.AST) -> list[ast.Assign]:

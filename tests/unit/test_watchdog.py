@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -78,6 +80,13 @@ def test_a_late_wait_is_known_by_rank_and_call() -> None:
     assert late == (2, 0, word(4, FC1))
     with pytest.warns(UserWarning, match=r"fc1/fprop: rank 3 has waited 0.15 s for chunk 0 of rank 2"):
         fault.warn_late(*late)
+
+
+def test_where_warnings_are_errors_a_late_wait_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """It raised on one rank, in the middle of a call: the peers' next calls met others of this rank, or nobody."""
+    with warnings.catch_warnings(action="error"):
+        record(FC1).warn_late(2, 0, word(4, FC1))
+    assert "overlap_train: fc1/fprop: rank 3 has waited 0.15 s for chunk 0 of rank 2" in capsys.readouterr().err
 
 
 def test_old_calls_are_forgotten() -> None:

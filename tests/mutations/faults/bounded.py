@@ -11,6 +11,7 @@ TORCH = In("overlap_train/symmetric/torch_symm.py", (f"{TEST}::test_the_rendezvo
 NCCL = In("overlap_train/symmetric/nccl.py", (f"{TEST}::test_nccl_connects_and_leaves_within_bounds",))
 AGREEMENT = In("overlap_train/symmetric/agreement.py", (AGREE,))
 STORE = In("overlap_train/symmetric/store.py", (AGREE,))
+WARN = In("overlap_train/warn.py", ("tests/unit/test_watchdog.py",))
 NETWORK = In("overlap_train/tools/doctor/network.py", (DOCTOR,))
 OPERATOR = In("overlap_train/tools/doctor/operator.py", (DOCTOR,))
 EXAMINATION = In("overlap_train/tools/doctor/examination.py", (DOCTOR,))
@@ -63,6 +64,7 @@ FAULTS = [
               f"{AGREE}::test_nobody_is_left_behind_in_a_round_that_was_interrupted"),
     AGREEMENT("a silent store is named in place of a late rank", "_ANSWER_OF_RANK_S = 1.0,", "_ANSWER_OF_RANK_S = -0.05,",
               f"{AGREE}::test_those_who_do_not_come_are_named_and_those_who_came_are_not"),
+    WARN("a warning that is an error ends the call of one rank", "except Warning:", "except ImportError:"),
     STORE("nobody asks the store while Python ends", "return ask()", "raise",
           f"{AGREE}::test_the_store_answers_while_python_ends"),
     STORE("what the store raises is lost", "future.set_exception(error)", "pass",
