@@ -22,7 +22,7 @@ class SlotUse:
     """The number of the operator that runs, or was begun ahead, and of the last that used each slot.
 
     _sent_after: the last operator that each rank was done with when it sent for that one. _free: the slots of those that, as this
-    rank knows, all are done with.
+    rank knows, all are done with. has_raised: an operator has, and ranks have not met since.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,10 @@ class SlotUse:
     def clear(self) -> None:
         """All ranks have met: every slot is free."""
         self._last_used, self._free = [_LONG_AGO] * SLOTS, list(range(SLOTS))
+        self.has_raised = False
 
     def invalidate(self) -> None:
         """The operator has raised, perhaps before it had received anything: no slot is known to be free before ranks meet."""
         self._last_used, self._free = [self._operator] * SLOTS, []
         self.is_ahead = False
+        self.has_raised = True

@@ -8,7 +8,7 @@ from ..symmetric import SymmetricHeap
 from .layout import BARRIER, SLOTS, Layout
 from .slot import Call, Slot
 from .slot_use import SlotUse
-from .tags import Tag
+from .tags import Tag, epoch_of
 from .waits import BoundedWaits
 
 
@@ -37,7 +37,18 @@ class Workspace:
         goes_on = self.use.is_ahead
         self.use.begin()
         if not goes_on and (barrier_first or len(self.use.free()) < calls):
-            self.barrier(tag.barrier)
+            self.barrier(self._after_error(tag) if self.use.has_raised else tag.barrier)
+
+    def _after_error(self, tag: Tag) -> Tag:
+        """The tag of the barrier after an operator that raised. It says how often each slot was used.
+
+        One rank may have raised before it used its slot, and a peer after that. Then later waits on this slot would take the
+        blocks of an earlier call for their own, or wait for a use that never comes. On a GPU the host does not know: it would
+        have to wait for the device."""
+        if self._waits.launcher is not None:
+            return tag.barrier
+        uses = ", ".join(str(epoch_of(int(slot.epoch))) for slot in self.slots)
+        return Tag(f"{tag.op}/barrier", f"barrier after an error, slots used {uses} times")
 
     def begin_ahead(self) -> None:
         """Start the next operator, of one call, before the last call of this one is waited for."""

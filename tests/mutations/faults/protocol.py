@@ -146,6 +146,12 @@ FAULTS = [
     ),
     USE("slots are taken in turn", "slot, *self._free = self.free()", "*self._free, slot = self.free()"),
     WORKSPACE("a barrier that was asked for is left out", "(barrier_first or len", "(len"),
+    WORKSPACE(
+        "ranks that raised in different places go on",
+        "if self.use.has_raised else",
+        "if False else",
+        f"{PROTOCOL}/test_modes.py::test_ranks_that_raised_in_different_places_do_not_go_on",
+    ),
     WORKSPACE("an operator finds too few slots", "len(self.use.free()) < calls", "len(self.use.free()) < 1"),
     WORKSPACE(
         "after a barrier no slot is free", "            raise\n        self.use.clear()\n", "            raise\n"
