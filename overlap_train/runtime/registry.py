@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import ExitStack
 
@@ -45,8 +46,22 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
         with _making:
             domain = _domains.get(group) or OverlapDomain(group, config or OverlapConfig(), device)
             _domains[group] = domain
+    if domain.closed:
+        raise RuntimeError(
+            "an operator was called in a process that was forked from a rank of its group; the symmetric memory is that rank's: "
+            "call operators there"
+        )
     _check_same(domain, group, config, device)
     return domain
+
+
+def _close_in_child() -> None:
+    """A forked process has no copy engine: what waits for its pushes would wait without end."""
+    for domain in _domains.values():
+        domain.closed, domain.book = True, None  # without plans, each call comes to domain_of
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def made_domain(group: dist.ProcessGroup) -> OverlapDomain | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +93,30 @@ def test_ranks_that_raised_in_different_places_do_not_go_on() -> None:
     first, second = values(run_ranks(2, _raised_in_different_places, limit_s=60))
     assert "rank 0 is in all_gather_linear/fprop/barrier [barrier after an error, slots used 0, 0, 0 times]" in first
     assert "rank 1 is in all_gather_linear/fprop/barrier [barrier after an error, slots used 1, 0, 0 times]" in second
+
+
+def _called_in_a_forked_process(rank: int, world: int) -> str:
+    """It would wait for a copy engine that only its parent has."""
+    x, w, case = torch.ones(4, 8), torch.ones(8, 8), _case()
+    all_gather_linear(x, w, group=case.group, config=case.config)
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        signal.alarm(20)
+        try:
+            all_gather_linear(x, w, group=case.group, config=case.config)
+        except RuntimeError as error:
+            os.write(writes, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    os.waitpid(child, 0)
+    _exact(case)
+    return os.read(reads, 4096).decode()
+
+
+def test_a_forked_process_is_refused() -> None:
+    for said in values(run_ranks(2, _called_in_a_forked_process, limit_s=90)):
+        assert "an operator was called in a process that was forked from a rank of its group" in said
 
 
 def _backward_after_shutdown(rank: int, world: int) -> None:

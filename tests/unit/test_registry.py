@@ -33,7 +33,7 @@ class Group:
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One of two ranks, whose domain was made with FIRST."""
     group = Group(2)
-    domain = SimpleNamespace(device=CPU, world_size=2, config=FIRST)
+    domain = SimpleNamespace(device=CPU, world_size=2, config=FIRST, closed=False)
     monkeypatch.setattr(registry, "_domains", {group: domain})
     return group
 
@@ -75,7 +75,7 @@ def test_two_threads_make_one_domain(group: Any, monkeypatch: pytest.MonkeyPatch
     def make(*_: Any) -> Any:
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(0.5)  # for the other one, which may come this far, too
-        made.append(SimpleNamespace(device=CPU, world_size=2, config=FIRST))
+        made.append(SimpleNamespace(device=CPU, world_size=2, config=FIRST, closed=False))
         return made[-1]
 
     monkeypatch.setattr(registry, "_domains", {})

@@ -108,6 +108,12 @@ FAULTS = [
         f"{UNIT}/test_shutdown.py",
     ),
     REGISTRY(
+        "a forked process waits for its parent's copy engine",
+        "os.register_at_fork(after_in_child=_close_in_child)\n",
+        "",
+        f"{PROTOCOL}/test_modes.py::test_a_forked_process_is_refused",
+    ),
+    REGISTRY(
         "two threads make two domains",
         "        with _making:\n            domain = _domains.get(group) or ",
         "        if True:\n            domain = ",
