@@ -113,9 +113,8 @@ class FaultRecord:
     def check(self) -> None:
         """Raise if any wait of this rank has failed: slots and epochs are undefined from then on."""
         if self._error is not None:
-            raise self._error.with_traceback(
-                None
-            )  # which would keep the frames, and their tensors, of all earlier raises
+            # The traceback would keep the frames, and their tensors, of all earlier raises.
+            raise self._error.with_traceback(None)
         words = self._words
         if words[FAULT_SET]:
             peer, chunk = divmod(int(words[FAULT_WORD]), MAX_CHUNKS)
@@ -125,8 +124,7 @@ class FaultRecord:
         """Say which rank is late: a tenth of the time has passed."""
         warn_user(
             f"{self._name_of(expected)}: rank {self._rank} has waited {self._timeout_s / 10:.3g} s for chunk {chunk} of "
-            f"rank {peer}; "
-            f"it gives up after timeout_s={self._timeout_s:g}"
+            f"rank {peer}; it gives up after timeout_s={self._timeout_s:g}"
         )
 
     def late(self) -> tuple[int, int, int] | None:

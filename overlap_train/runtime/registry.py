@@ -17,9 +17,8 @@ from .domain import OverlapDomain
 DOMAIN_WIDE = ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms")
 
 _domains: dict[dist.ProcessGroup, OverlapDomain] = {}
-_making = (
-    threading.RLock()
-)  # of two threads one makes a group's domain: ranks count how many they have made (Agreement)
+# Of two threads one makes a group's domain: ranks count how many they have made (Agreement).
+_making = threading.RLock()
 
 
 def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device) -> OverlapDomain:

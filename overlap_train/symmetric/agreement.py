@@ -50,9 +50,8 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, call_s: float | None = None) -> None:
         self.group, self.timeout_s, self.call_s = group, timeout_s, call_s
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._asks = (
-            threading.Lock()
-        )  # a thread of this rank asks the store, perhaps one that nobody waits for any more
+        # Held while a thread of this rank asks the store, perhaps one that nobody waits for any more.
+        self._asks = threading.Lock()
         self._group_store = dist.distributed_c10d._world.pg_map[group][1]
         self._generation = self._count_generation(1)  # of this group's domains: after shutdown another one
         self._store = dist.PrefixStore(f"overlap_train/{self._generation}", self._group_store)
