@@ -13,7 +13,7 @@ HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels mul
 
 # A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB. Chunks shorten the end:
 # of a gather the last GEMM, of a scatter what the own rows wait for. AG + GEMM of 8192 x 14336 x 4096 reached 0.95 of its bound
-# with 8 MiB and 0.93 with 16 (4 x H200); where copies outweigh the GEMM 16 are 9 % faster (choice.py: blocks are sent whole).
+# with 8 MiB and 0.93 with 16 (4 x H200); where copies outweigh the GEMM 16 are 9 % faster (untuned_variant.py: sent whole).
 _SHORTEST_COPY = 8 << 20
 # Between nodes of one rank nothing is passed on by such copies, and exchanges in a row cost no more than one: 32 MiB took 13.7 to
 # 14.8 ms in 4, 8, 16 and 32 of them, and 15.1 in one (2 x H200, sockets, 2.5 GB/s). But each keeps the host for 0.2 to 0.4 ms. A

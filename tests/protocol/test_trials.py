@@ -383,7 +383,7 @@ def test_too_few_steps_are_refused(steps: Any) -> None:
 
 def _differs(rank: int, world: int, folder: str, how: str) -> tuple[str, str]:
     """Rank 1 has other arguments in a first call whose trial connects the nodes, which the untuned plan would not need."""
-    short = mock.patch.object(choice, "_across_nodes", return_value=choice.Choice("collective", "a short block"))
+    short = mock.patch.object(choice, "method_across_nodes", return_value=("collective", "a short block"))
     steps = 0 if how == "steps" and rank else 20
     config = OverlapConfig(node_ranks=1, timeout_s=5.0, tune_steps=steps, tuning_dir=folder)
     x, w = torch.ones(8, 16, requires_grad=True), torch.ones(8, 16, requires_grad=how != "frozen" or rank == 0)

@@ -39,7 +39,7 @@ def folders_with(record: str) -> tuple[str, ...]:
 
 
 TABLES = {"h200x2": 2, "h200x4": 4, "h100x4": 4, "h200x2/untuned": 2}  # of the tuner: ranks
-NODES = "between nodes that one machine plays: `auto` has a rule of its own there (choice.py: _across_nodes)"
+NODES = "between nodes that one machine plays: `auto` has a rule of its own there (planning/untuned_nodes.py)"
 AUTO_ALONE = "measured by auto alone: there is nothing to compare it with"
 LEFT_OUT = {
     "h100x2/hierarchical": NODES,

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from overlap_train.operators.plan_book import PlanBook, made_book
-from overlap_train.planning.choice import GATHER, SCATTER, Choice, Pass, alone, choose
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
+from overlap_train.planning.choice import Choice, alone, choose
+from overlap_train.planning.passes import Pass
+from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.runtime.registry import made_domain
 from overlap_train.ulysses.parts import cut_exchange

@@ -34,7 +34,7 @@ from ..measure.timing import Call, Timing
 NOISE = 0.05
 # If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host: 8B attention took 2.6
 # times its GEMMs' time with chunked for qkv and 1.75 with direct, which alone was 2 % slower (4 x H200, a slow host). Long
-# products hide their launches; of output layers the default knows what bursts do not show (choice.py, LONG_GEMM_US).
+# products hide their launches; of output layers the default knows what bursts do not show (planning/untuned.py: LONG_AND_NARROW).
 LAUNCHES_THAT_SHOW = 0.5
 # In that case methods within this part count as equal: chunked won 8B proj's backward by 6 %, but the layer took 1.39 ms with it
 # and 1.28 with fused throughout.

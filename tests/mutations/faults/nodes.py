@@ -71,7 +71,7 @@ SMS_OF = In("overlap_train/planning/plan.py", ("tests/unit/test_plan.py",))
 TOGETHER = In("overlap_train/planning/tiling.py", ("tests/unit/test_exchange_plan.py",))
 EXCHANGE_CHUNKS = In("overlap_train/planning/engine_plan.py", ("tests/unit/test_exchange_plan.py",))
 BARRIERS = In("overlap_train/planning/choice.py", ("tests/unit/test_plan.py",))
-AUTO = In("overlap_train/planning/choice.py", ("tests/unit/test_exchange_plan.py",))
+AUTO = In("overlap_train/planning/untuned_nodes.py", ("tests/unit/test_exchange_plan.py",))
 PRETENDED = In(
     "overlap_train/tools/measure/pretended.py",
     ("tests/unit/test_bench_command.py::test_ranks_of_one_machine_are_told_apart",),
@@ -128,8 +128,8 @@ FAULTS = [
     REFUSALS("any kernel is taken across nodes", "if engine.nodes > 1 and not TRAITS[engine.method].crosses:", "if False:"),
     AUTO("auto sends short blocks across nodes of GPUs one by one", "    if block < LEAST_BLOCK:", "    if block < 0:"),
     AUTO("auto takes collective for short blocks between nodes of CPU processes",
-         'if device.type != "cuda":\n        return Choice("chunked", f"{default} CPU',
-         'if False:\n        return Choice("chunked", f"{default} CPU'),
+         'if device.type != "cuda":\n        return "chunked", "CPU',
+         'if False:\n        return "chunked", "CPU'),
     REFUSALS("nodes that cannot share memory are taken", "if topology_problem is not None:", "if False:"),
     NETWORK("data goes to the start of the heap", "heap[data : data + nbytes]", "heap[:nbytes]"),
     NETWORK("who takes a block from the network keeps it", "heap = self._heaps[rank]",

@@ -17,8 +17,10 @@ ARGUMENTS = In("overlap_train/planning/arguments.py", PLANS)
 CACHE = In("overlap_train/planning/cache.py", PLANS)
 TILING = In("overlap_train/planning/tiling.py", PLANS)
 CHOICE = In("overlap_train/planning/choice.py", (f"{UNIT}/test_choice.py",))
+MODEL = In("overlap_train/planning/untuned.py", CHOICE.tests)
+VARIANT = In("overlap_train/planning/untuned_variant.py", CHOICE.tests)
 WAVES = In("overlap_train/planning/waves.py", (f"{UNIT}/test_choice.py",))
-RECORDS = In("overlap_train/planning/choice.py", (f"{UNIT}/test_choice_records.py",))
+RECORDS = In("overlap_train/planning/untuned.py", (f"{UNIT}/test_choice_records.py",))
 PASSES = In("overlap_train/planning/passes.py", (f"{UNIT}/test_choice.py",))
 TABLE = In("overlap_train/planning/table.py", (f"{UNIT}/test_tuning_table.py",))
 
@@ -186,13 +188,13 @@ FAULTS = [
     ),
     WAVES("however short own tiles wait, direct runs", "> MOST_WAITING * pass_.gemm_us", "> 0"),
     WAVES("own tiles wait although the reduction is split", " or saves_a_wave(pass_, device):", ":"),
-    CHOICE("own tiles wait beside those of peers", "if waits_in_a_wave(pass_, device):", "if False:"),
-    CHOICE("however long a gather's shard is, direct stores it", " and pass_.copy_us < FUSED_HOST_US", ""),
-    CHOICE("however long a gather is, direct runs it", "pass_.gemm_us < SHORT_GATHER_US and ", ""),
-    CHOICE("a backward hides its launches under short copies", "pass_.copy_us > FUSED_BACKWARD_HOST_US", "True"),
-    CHOICE(
+    MODEL("own tiles wait beside those of peers", "if waits_in_a_wave(pass_, device):", "if False:"),
+    MODEL("however long a gather's shard is, direct stores it", " and pass_.copy_us < FUSED_HOST_US", ""),
+    MODEL("however long a gather is, direct runs it", "pass_.gemm_us < SHORT_GATHER_US and ", ""),
+    MODEL("a backward hides its launches under short copies", "pass_.copy_us > FUSED_BACKWARD_HOST_US", "True"),
+    VARIANT(
         "a gather's whole blocks do not collide",
-        "return _outweighs(pass_, method)\n    return pass_.kind",
+        "return outweighs(pass_, method)\n    return pass_.kind",
         "return False\n    return pass_.kind",
     ),
     RECORDS("a short gather is left to fused", "SHORT_GATHER_US = 300.0", "SHORT_GATHER_US = 160.0"),
@@ -201,35 +203,35 @@ FAULTS = [
         "FUSED_BACKWARD_HOST_US = 70.0, 127.0",
         "FUSED_BACKWARD_HOST_US = 70.0, 70.0",
     ),
-    CHOICE("output layers are left to fused", "    if _is_narrow(pass_):\n", "    if False:\n"),
-    CHOICE("short output layers are not", "((6000.0, 4), (3000.0, 6))", "((6000.0, 4), (1500.0, 6))"),
-    CHOICE("output layers of four ranks are left to fused", "((6000.0, 4), (3000.0, 6))", "((6000.0, 4),)"),
-    CHOICE("the longest layers are not left to fused", "((6000.0, 4), (3000.0, 6))", "((6000.0, 1), (3000.0, 6))"),
-    CHOICE(
+    MODEL("output layers are left to fused", "    if _is_narrow(pass_):\n", "    if False:\n"),
+    MODEL("short output layers are not", "((6000.0, 4), (3000.0, 6))", "((6000.0, 4), (1500.0, 6))"),
+    MODEL("output layers of four ranks are left to fused", "((6000.0, 4), (3000.0, 6))", "((6000.0, 4),)"),
+    MODEL("the longest layers are not left to fused", "((6000.0, 4), (3000.0, 6))", "((6000.0, 1), (3000.0, 6))"),
+    MODEL(
         "layers that are not so narrow are not left to fused",
         "((6000.0, 4), (3000.0, 6))",
         "((6000.0, 4), (3000.0, 4))",
     ),
-    CHOICE(
+    MODEL(
         "an output layer has more columns than rows",
         "short, long = sorted((pass_.n, pass_.k))",
         "short, long = pass_.k, pass_.n",
     ),
-    CHOICE("a weight is read again for each rank's few rows", "    if _reads_again(pass_):\n", "    if False:\n"),
-    CHOICE(
+    MODEL("a weight is read again for each rank's few rows", "    if _reads_again(pass_):\n", "    if False:\n"),
+    MODEL(
         "a scatter reads its weight again", "pass_.kind == GATHER and pass_.m <= ROWS_A_READ", "pass_.m <= ROWS_A_READ"
     ),
-    CHOICE("a weight that L2 holds is read again", " and weight > L2_BYTES", ""),
-    CHOICE("few rows of all ranks read a weight again", "ROWS_A_READ * pass_.world", "ROWS_A_READ * 4"),
-    CHOICE("few rows are left to fused", "if pass_.m <= FEW_ROWS:", "if pass_.m < FEW_ROWS:"),
-    CHOICE("two ranks collide", "if pass_.world <= 2 or not TRAITS", "if not TRAITS"),
-    CHOICE("short copies collide", "max(LONG_COPY_US, pass_.gemm_us)", "pass_.gemm_us"),
+    MODEL("a weight that L2 holds is read again", " and weight > L2_BYTES", ""),
+    MODEL("few rows of all ranks read a weight again", "ROWS_A_READ * pass_.world", "ROWS_A_READ * 4"),
+    MODEL("few rows are left to fused", "if pass_.m <= FEW_ROWS:", "if pass_.m < FEW_ROWS:"),
+    VARIANT("two ranks collide", "if pass_.world <= 2 or not TRAITS", "if not TRAITS"),
+    VARIANT("short copies collide", "max(LONG_COPY_US, pass_.gemm_us)", "pass_.gemm_us"),
     CHOICE(
         "the tuner decides on a column's barrier",
-        "return replace(measured, barrier_first=collides) if pass_.kind == SCATTER_AND_WGRAD else measured",
-        "return measured",
+        "if by_rule else measured",
+        "if False else measured",
     ),
-    CHOICE(
+    VARIANT(
         "a plain scatter's reduction is split",
         "pass_.kind == SCATTER_AND_WGRAD and TRAITS[method].splits",
         "TRAITS[method].splits",
@@ -245,15 +247,15 @@ FAULTS = [
         "apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE",
         "apart = peers * HOPPER_TILE.count(rows, pass_.n) + HOPPER_TILE",
     ),
-    CHOICE("a measured loser is taken", "not is_its_own and saves_a_wave", "saves_a_wave"),
+    CHOICE("a measured loser is taken", "winner.measured != pass_ and splits", "splits"),
     CHOICE(
         "a trial's winner runs otherwise than it was timed",
-        "winner is not None and measured is not None and",
-        "winner is not None and",
+        "return untuned_variant(pass_, method, device)",
+        "return untuned_variant(pass_, method, device) if winner is None else PLAIN",
     ),
     CHOICE(
         "tuned passes keep the wave",
-        "split_reduction=splits or measured.split_reduction)",
+        "split_reduction=saves or measured.split_reduction)",
         "split_reduction=measured.split_reduction)",
     ),
     CHOICE(
