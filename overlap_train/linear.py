@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from .config import OverlapConfig
 from .operators.autograd import applied, once_differentiable
+from .operators.call_plan import plan_of
 from .operators.column_row import column_backward, column_forward, row_backward, row_forward
-from .operators.plan_book import plan_of
 from .operators.planned import PlannedLinear
 from .operators.weight_gradient import WeightGradient
 from .planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
-from overlap_train.operators.plan_book import plan_of
+from overlap_train.operators.call_plan import plan_of
 from overlap_train.operators.start import start_gather, start_scatter
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.protocol.tags import Tag

@@ -157,8 +157,8 @@ def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
         "overlap_train.runtime.domain.AcrossNodes": IdleAcrossNodes,
         "overlap_train.runtime.domain.Agreement": Echo,
         "overlap_train.operators.settled.make_plan": planned,
-        "overlap_train.operators.plan_book.why_not": lambda *arguments: None,
-        "overlap_train.operators.plan_book._read_table": lambda domain: UNTUNED,  # only rank 0 would have one
+        "overlap_train.operators.runs_here.why_not": lambda *arguments: None,
+        "overlap_train.operators.plan_book.read": lambda domain: UNTUNED,  # only rank 0 would have one
         "overlap_train.operators.hopper.multiprocessors": lambda device: SMS,
         **{f"overlap_train.operators.{module}.on_a_gpu": lambda domain: True for module in LAUNCHING},
         "torch.cuda.Stream": lambda *arguments, **options: stream,

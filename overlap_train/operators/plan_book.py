@@ -1,38 +1,33 @@
-"""The plans of one domain: looked up on every call, made and agreed on at the first call with some shapes."""
+"""The plans of one domain, made and agreed on at the first call with some shapes. call_plan.py is how calls get theirs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ..config import OverlapConfig, flag_name
-from ..planning import table
-from ..planning.arguments import Request, autocast_error
+from ..config import OverlapConfig
+from ..planning.arguments import Request
 from ..planning.cache import BoundedCache
-from ..planning.plan import Plan
-from ..planning.refusals import why_not, why_not_across_nodes
 from ..planning.spec import OperatorSpec
+from ..planning.table import Table
 from ..runtime.domain import OverlapDomain
 from ..runtime.prepare import prepare
-from ..runtime.registry import domain_of, made_domain
-from . import portable
-from .in_trial import InTrial
 from .planned import Planned
+from .runs_here import other_table, why_not_here
 from .settled import settled_plan
 from .trial_book import TrialBook
 from .trials import Trial
+from .tuning_file import read
 
 _MOST_PLANS = 1024
-_CONFIGS = (OverlapConfig, type(None))
 
 
 class PlanBook:
     """What one domain has decided so far, and the measurements that `auto` goes by, the same on all ranks."""
 
-    def __init__(self, domain: OverlapDomain, measured: table.Table) -> None:
+    def __init__(self, domain: OverlapDomain, measured: Table) -> None:
         self.domain, self.topology, self.table = domain, domain.topology, measured
         # By what all ranks have in common; then by how this rank's weight lies in memory, which its peers need not know.
         self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_PLANS)
@@ -50,7 +45,7 @@ class PlanBook:
         """That of a group's first call. Collective. name: of the linear that asks, for errors."""
         domain.agreement.exchange(None, f"{name}: the group's first call", kind="first call of a group")
         what = f"{name}: read the tuning table before the group's first call"
-        return cls(domain, domain.agreement.exchange(_read_table(domain), what, kind="tuning table")[0])
+        return cls(domain, domain.agreement.exchange(read(domain), what, kind="tuning table")[0])
 
     def look_up(
         self,
@@ -92,7 +87,7 @@ class PlanBook:
         known = self.plans.get(key)
         if known is not None:
             return known.setdefault(layout, planned)
-        problem = error or self._problem(planned.plan, config)
+        problem = error or other_table(domain, config) or why_not_here(planned.plan, domain)
         operator, _, *rest = key
         any_rows = (operator, x.dim(), x.shape[-1:], *rest)
         fits = self.agreed.get(any_rows) and planned.compares and _fits(planned.request, domain)
@@ -119,12 +114,6 @@ class PlanBook:
             return self.trials.begun(planned, config, self.table, x, w)
         return planned
 
-    def _problem(self, plan: Plan, config: OverlapConfig) -> str | None:
-        """Why a plan cannot run on this rank, or None."""
-        domain = self.domain
-        problem = _other_table(domain, config) or why_not(plan, domain.device, _is_interpreted(domain))
-        return problem or why_not_across_nodes(plan, domain.nodes.problem)
-
     def end_trial(self, trial: Trial, name: str) -> None:
         """The linear `name` has made the calls of a trial. Communicates. All plans are made again: the winners are also for calls
         without gradients and for frozen weights, and no two ranks may go by different tables."""
@@ -137,70 +126,6 @@ class PlanBook:
                 self.before.put(key, planned.request)
         self.plans.clear()
         self.trials.keep(found, trial, name)
-
-
-def plan_of(
-    spec: OperatorSpec,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    config: OverlapConfig | None,
-    name: str,
-    *,
-    tries: bool = False,
-) -> Planned:
-    """The plan of a call, the same on all ranks of the group. x, w, bias: the operands of the linear `name`.
-
-    A known plan is a dictionary look-up: only autocast is checked again. A new one checks the arguments and is agreed on by all
-    ranks, which communicates. So does the end of a trial.
-
-    tries: methods may take turns in it (config.tune_steps).
-
-    Raises:
-        ValueError: something is wrong with the arguments or settings, the ranks differ, or the memory does not suffice.
-        OverlapTimeoutError: a rank did not come.
-        RuntimeError: see runtime/prepare.py, or another thread is in an operator of the same group.
-    """
-    wrong = autocast_error(name, x)
-    if wrong is not None:
-        raise ValueError(wrong)
-    domain = made_domain(group)
-    if domain is not None and isinstance(domain.book, PlanBook) and isinstance(config, _CONFIGS):
-        planned = domain.book.look_up(spec, x, w, bias, config, tries)[1]
-        if planned is not None and not planned.is_due(name):
-            return planned
-    domain = domain_of(group, config, x.device)
-    book = book_of(domain, name)
-    key, planned = book.look_up(spec, x, w, bias, config, tries)
-    with domain.exclusively(name):
-        planned = planned or book.agree(key, spec, x, w, bias, config or domain.config, name)
-        if isinstance(planned, InTrial) and planned.is_due(name):  # also of a length, or a weight, that is new
-            book.end_trial(planned.in_trial, name)
-            planned = book.agree(key, spec, x, w, bias, config or domain.config, name)
-        return planned
-
-
-def refuse(
-    problem: str,
-    spec: OperatorSpec,
-    group: dist.ProcessGroup,
-    config: OverlapConfig | None,
-    device: torch.device,
-    name: str,
-) -> NoReturn:
-    """Raise ValueError(problem), for arguments of which no plan can be made: on every rank, at the operator's first call in its
-    group.
-
-    Later on this rank alone, at once: its peers may be in a call that they know, in which nobody asks. They find by their signals
-    that this one does not come.
-    """
-    domain = domain_of(group, config, device)
-    book = book_of(domain, name)
-    if not any(operator == spec.name for operator, *_ in book.agreed):
-        with domain.exclusively(name):
-            prepare(domain, Request(spec.name, "arguments that do not fit", 0), problem, name)
-    raise ValueError(problem)
 
 
 def book_of(domain: OverlapDomain, name: str) -> PlanBook:
@@ -220,12 +145,6 @@ def made_book(domain: OverlapDomain | None) -> PlanBook | None:
     return book
 
 
-def _read_table(domain: OverlapDomain) -> table.Table | None:
-    """The tuning table that rank 0 finds, None on other ranks: home folders differ."""
-    key = table.key_of(domain.device, domain.world_size, domain.topology.nodes)
-    return None if domain.rank else table.read(domain.config.tuning_dir, key)
-
-
 def _trained(x: torch.Tensor, w: torch.Tensor) -> str:
     """Which operands get gradients, in words."""
     if not torch.is_grad_enabled():
@@ -238,17 +157,3 @@ def _fits(request: Request, domain: OverlapDomain) -> bool:
     there = not request.shares_memory or domain.heap is not None
     fits = there and domain.layout.covering(request.slot_bytes, request.flagged_bytes) == domain.layout
     return fits and not domain.is_capturing()
-
-
-def _is_interpreted(domain: OverlapDomain) -> bool:
-    return domain.device.type != "cuda" and portable.is_interpreted()
-
-
-def _other_table(domain: OverlapDomain, config: OverlapConfig) -> str | None:
-    """What is wrong with a call whose measurements are not those that its domain has read, or None."""
-    if config.tuning_dir == domain.config.tuning_dir:
-        return None
-    return (
-        f"tuning_dir={config.tuning_dir!r}, but the group's domain was made with {domain.config.tuning_dir!r} "
-        f"({flag_name('tuning_dir')}); call shutdown() to change it"
-    )

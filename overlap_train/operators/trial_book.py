@@ -9,21 +9,19 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
-from ..planning import table
 from ..planning.arguments import Request
 from ..planning.passes import Pass
 from ..planning.plan import Plan
-from ..planning.refusals import why_not, why_not_across_nodes
 from ..planning.table import Table, Winner
 from ..planning.trial import TrialKey, is_known, key_of, methods_to_try, winners
 from ..runtime.domain import OverlapDomain
 from ..runtime.prepare import may_hold
-from ..warn import warn_user
-from . import portable
 from .in_trial import Candidate, InTrial
 from .planned import Planned
+from .runs_here import why_not_here
 from .settled import settled_plan
 from .trials import Trial, work_of
+from .tuning_file import save
 
 
 class TrialBook:
@@ -63,12 +61,10 @@ class TrialBook:
         """The plans that can run here, each if the memory that there may be holds it beside those before it and the untuned one:
         blocks and flagged words have memory of their own, so that their needs add up. The same on all ranks."""
         domain = self._domain
-        interpreted = domain.device.type != "cuda" and portable.is_interpreted()
         admitted, needed = {}, untuned
         for method, plan in plans.items():
             together = needed.covering(plan.request)
-            problem = why_not(plan, domain.device, interpreted) or why_not_across_nodes(plan, domain.nodes.problem)
-            if problem is None and may_hold(domain, together):
+            if why_not_here(plan, domain) is None and may_hold(domain, together):
                 admitted[method], needed = plan, together
         return admitted
 
@@ -93,21 +89,9 @@ class TrialBook:
 
     def keep(self, found: Sequence[Winner], trial: Trial, name: str) -> None:
         """Rank 0 of the group stores the winners, for the next run. Rank 0 of the job prints them."""
-        where = self._stored(found) if self._domain.rank == 0 else ""
+        where = save(self._domain, found) if self._domain.rank == 0 else ""
         if dist.get_rank() == 0:
             _print(found, trial, name, where)
-
-    def _stored(self, found: Sequence[Winner]) -> str:
-        """Store the winners in the tuning folder. Returns where they are, in words; a folder that cannot be written is a
-        warning."""
-        domain = self._domain
-        key = table.key_of(domain.device, domain.world_size, domain.topology.nodes)
-        try:
-            return f"kept in {table.save(domain.config.tuning_dir, key, found)}"
-        except OSError as error:
-            folder = domain.config.tuning_dir
-            warn_user(f"tuning_dir={folder!r} cannot be written ({error}); name another folder")
-            return "for this run only"
 
 
 def _in_trial(planned: Planned, trial: Trial, plans: dict[str, Plan], work: int) -> InTrial:

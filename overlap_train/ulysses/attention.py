@@ -12,7 +12,7 @@ from ..config import OverlapConfig
 from ..linear import as_rows, run_eagerly
 from ..operators.attention_layout import Rotary
 from ..operators.autograd import applied, once_differentiable
-from ..operators.plan_book import refuse
+from ..operators.call_plan import refuse
 from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
@@ -147,7 +147,7 @@ def attention_output_linear(
 def _refuse(
     wrong: str, spec: OperatorSpec, groups: dist.ProcessGroup | Groups, x: torch.Tensor, terms: Terms
 ) -> NoReturn:
-    """Raise ValueError(wrong): on every rank, see plan_book.refuse. With two groups on this rank alone: each compares a part of
+    """Raise ValueError(wrong): on every rank, see call_plan.refuse. With two groups on this rank alone: each compares a part of
     the call of its own, and neither could tell all ranks of the other."""
     if isinstance(groups, Groups):
         raise ValueError(wrong)

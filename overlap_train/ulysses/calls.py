@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
+from ..operators.call_plan import plan_of, refuse
 from ..operators.in_trial import InTrial
-from ..operators.plan_book import plan_of, refuse
 from ..operators.planned import Planned
 from ..operators.trials import Trial
 from ..planning.heads import AttentionHeads

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import OverlapConfig
-from ..operators.plan_book import plan_of
+from ..operators.call_plan import plan_of
 from ..operators.planned import Planned
 from ..planning.heads import AttentionHeads
 from ..planning.refusals import why_not_together

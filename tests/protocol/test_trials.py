@@ -17,8 +17,8 @@ import torch.utils.checkpoint
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from overlap_train.methods import TRAITS
-from overlap_train.operators import in_trial, plan_book, trial_book, trials
-from overlap_train.operators.plan_book import plan_of
+from overlap_train.operators import in_trial, plan_book, trial_book, trials, tuning_file
+from overlap_train.operators.call_plan import plan_of
 from overlap_train.planning import choice
 from overlap_train.planning.passes import SCATTER_AND_WGRAD
 from overlap_train.planning.schedule.kinds import GATHER
@@ -94,7 +94,7 @@ def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
         _slow((0,), (GATHER, "chunked")),
         _slow((1,), (SCATTER_AND_WGRAD, "collective")),
         mock.patch.object(plan_book, "prepare", side_effect=plan_book.prepare) as prepare,
-        mock.patch.object(trial_book.table, "save", side_effect=trial_book.table.save) as save,
+        mock.patch.object(tuning_file.table, "save", side_effect=tuning_file.table.save) as save,
         contextlib.redirect_stderr(said),
     ):
         for step in range(STEPS):
@@ -323,7 +323,9 @@ def _refused(rank: int, world: int, folder: str, mib: int) -> list[tuple[str, ..
     with mock.patch.object(trials.Trial, "__init__", note):
         x, w = torch.ones(256, 2048, requires_grad=True), torch.ones(8, 2048, requires_grad=True)  # 4 MiB a slot
         all_gather_linear(x, w, group=dist.group.WORLD, config=config, name="fc1").sum().backward()
-        with mock.patch.object(trial_book, "why_not", lambda plan, *_: "no" if plan.fprop.method == "fused" else None):
+        with mock.patch.object(
+            trial_book, "why_not_here", lambda plan, *_: "no" if plan.fprop.method == "fused" else None
+        ):
             _step(config, "fc2")
     return tried
 

@@ -143,7 +143,7 @@ def _stands_in(rank: int, world: int, folder: str) -> tuple[list[list[str]], lis
         _call(case, "to_rows", 0)
         seen.methods.clear(), seen.timed.clear()
         with mock.patch.object(
-            trial_book, "why_not", lambda plan, *_: "no" * (plan.fprop.method == "collective") or None
+            trial_book, "why_not_here", lambda plan, *_: "no" * (plan.fprop.method == "collective") or None
         ):
             for _ in range(3):
                 x, w = (

@@ -11,8 +11,9 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.operators import plan_book, settled
-from overlap_train.operators.plan_book import PlanBook, _other_table
+from overlap_train.operators.plan_book import PlanBook
 from overlap_train.operators.planned import Planned
+from overlap_train.operators.runs_here import other_table
 from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.plan import make_plan
 from overlap_train.planning.schedule.topology import Topology
@@ -81,10 +82,8 @@ def _tags(planned: Planned, name: str) -> list[Any]:
 
 def test_another_folder_of_measurements_is_refused() -> None:
     domain: Any = SimpleNamespace(config=CONFIG)
-    assert _other_table(domain, OverlapConfig(method="fused")) is None
-    assert "'/elsewhere', but the group's domain" in (
-        _other_table(domain, OverlapConfig(tuning_dir="/elsewhere")) or ""
-    )
+    assert other_table(domain, OverlapConfig(method="fused")) is None
+    assert "'/elsewhere', but the group's domain" in (other_table(domain, OverlapConfig(tuning_dir="/elsewhere")) or "")
 
 
 @pytest.mark.parametrize(("wants_dx", "wants_dw", "slots"), [(True, True, 2), (True, False, 1), (False, True, 1)])

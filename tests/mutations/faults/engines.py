@@ -23,7 +23,7 @@ TOLD = In(f"{OPERATORS}/kernel_args.py", (f"{UNIT}/test_launch_limits.py",))
 PERSISTENT = In(f"{OPERATORS}/persistent.py", (f"{UNIT}/test_operands.py",))
 LENGTHS = In(f"{OPERATORS}/plan_book.py", ("tests/protocol/test_new_lengths.py",))
 BOOK = In(f"{OPERATORS}/plan_book.py", (f"{UNIT}/test_plan_book.py",))
-PLANNED = In(f"{OPERATORS}/planned.py", BOOK.tests)
+HERE, FILE, PLANNED = (In(f"{OPERATORS}/{file}.py", BOOK.tests) for file in ("runs_here", "tuning_file", "planned"))
 COLLECTIVES = In(f"{OPERATORS}/collectives.py", (f"{PROTOCOL}/test_processes.py::test_every_shape[collective-2]",))
 APPLIED = In(f"{OPERATORS}/autograd.py", (f"{UNIT}/test_autograd.py",))
 KEEPS = In(f"{OPERATORS}/planned.py", (FOOTPRINT,))
@@ -172,7 +172,7 @@ FAULTS = [
         "next(iter(planned.values()))",
     ),
     BOOK("what is trained does not count", "shape_of_bias, trains, config, tries)", "shape_of_bias, config, tries)"),
-    BOOK("the table of another folder is taken", "if config.tuning_dir == domain.config.tuning_dir:", "if True:"),
+    HERE("the table of another folder is taken", "if config.tuning_dir == domain.config.tuning_dir:", "if True:"),
     PLANNED("every pass has the forward's tag", 'Tag(f"{name}/{part}", what)', 'Tag(f"{name}/fprop", what)'),
     PLANNED(
         "all linears of one shape have the tags of the first",
@@ -186,7 +186,7 @@ FAULTS = [
     ),
     PLANNED("a backward without dw takes the slot of its gather", "plan.wgrad if wants_dw else None", "plan.wgrad"),
     PLANNED("a backward without dx takes the slot of its scatter", "wants_dx * plan.dgrad.slots", "plan.dgrad.slots"),
-    BOOK(
+    FILE(
         "ranks read tables of their own",
         "return None if domain.rank else table.read(",
         "return table.read(",

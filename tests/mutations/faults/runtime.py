@@ -19,7 +19,7 @@ ROOM_LIMIT = In("overlap_train/runtime/room.py", (f"{UNIT}/test_room.py",))
 FIRST_CALL = In("overlap_train/runtime/first_call.py", (f"{UNIT}/test_first_call.py",))
 REFUSED = f"{PROTOCOL}/test_ulysses_attention.py::test_what_does_not_fit"
 REFUSE = In(
-    "overlap_train/operators/plan_book.py",
+    "overlap_train/operators/call_plan.py",
     (f"{REFUSED}_on_one_rank_is_an_error_on_all_at_the_first_call",),
 )
 

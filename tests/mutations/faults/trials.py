@@ -18,6 +18,9 @@ PLANS = In("overlap_train/operators/in_trial.py", (TRIALS,))
 ENDS = In("overlap_train/operators/trial_book.py", (TRIALS,))
 WINS = In("overlap_train/planning/trial.py", (UNIT,))
 BOOK = In("overlap_train/operators/plan_book.py", (TRIALS,))
+HERE, FILE, CALL = (
+    In(f"overlap_train/operators/{file}.py", (TRIALS,)) for file in ("runs_here", "tuning_file", "call_plan")
+)
 NEEDS = In("overlap_train/planning/arguments.py", (ROOM,))
 HOLDS = In("overlap_train/runtime/room.py", (REFUSED,))
 CALLS = In("overlap_train/linear.py", (TRIALS,))
@@ -57,13 +60,13 @@ FAULTS = [
          "        del self._trials[key_of(trial.fprop, domain.device)]\n", TOO_FEW),
     ENDS("each rank takes its own winners", "winners(trial.fprop, of_all_ranks,",
          "winners(trial.fprop, [of_all_ranks[domain.rank]],"),
-    ENDS("winners are not kept", "table.save(domain.config.tuning_dir, key, found)", "domain.config.tuning_dir"),
+    FILE("winners are not kept", "table.save(folder, key_of(domain), found)", "folder"),
     ENDS("every rank prints", "if dist.get_rank() == 0:", "if True:"),
     ENDS("every rank keeps", "if self._domain.rank == 0 else", "if True else"),
     ENDS("what was measured is tried again", "not in self._trials and is_known(", "not in self._trials and False and is_known("),
     ENDS("nodes are connected for what was measured", "if self._is_over(fprop, known):", "if False:", GRAPHS),
-    ENDS("who shares no memory tries to", " or why_not_across_nodes(plan, domain.nodes.problem)", "", GRAPHS),
-    ENDS("what the kernels refuse is tried", "why_not(plan, domain.device, interpreted) or ", "", REFUSED),
+    HERE("who shares no memory tries to", " or why_not_across_nodes(plan, domain.nodes.problem)", "", GRAPHS),
+    ENDS("what the kernels refuse is tried", "why_not_here(plan, domain) is None and ", "", REFUSED),
     ENDS("what memory does not hold is tried", " and may_hold(domain, together)", "", REFUSED),
     ENDS("memory is for one of the methods", "may_hold(domain, together)", "may_hold(domain, plan.request)", REFUSED),
     ENDS("a method finds the memory of the others taken", "admitted[method], needed = plan, together", "admitted[method] = plan",
@@ -79,7 +82,7 @@ FAULTS = [
         "tests/protocol/test_ulysses_trials.py",
     ),
     BOOK("plans outlive their table", "        self.plans.clear()\n", "", AFTER),
-    BOOK("a plan that is new does not end a trial", "planned = planned or book.agree(",
+    CALL("a plan that is new does not end a trial", "planned = planned or book.agree(",
          "if planned is None:\n            return book.agree(", LENGTHS, LAYOUT),
     BOOK("frozen weights are tried", "config.tune_steps and trains:", "config.tune_steps:"),
     BOOK("every caller takes part", "tries=bool(key[-1]) and error is None", "tries=error is None",

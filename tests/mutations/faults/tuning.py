@@ -13,7 +13,7 @@ PLAN = In("overlap_train/planning/engine_plan.py", (UNIT,))
 TILING = In("overlap_train/planning/tiling.py", (UNIT,))
 CANDIDATES = In("overlap_train/tools/tune/candidates.py", (UNIT,))
 COMMAND = In("overlap_train/tools/tune/command.py", (PROCESSES,))
-BOOK = In("overlap_train/operators/plan_book.py", (PROCESSES,))
+FILE = In("overlap_train/operators/tuning_file.py", (PROCESSES,))
 ENGINES = In("overlap_train/operators/node_processes.py", IN_CHUNKS)
 
 FAULTS = [
@@ -36,7 +36,7 @@ FAULTS = [
             "tests/unit/test_tuning_command.py"),
     COMMAND("what is measured across nodes is stored as of one",
             "key_of(here.device, here.size, nodes)", "key_of(here.device, here.size)"),
-    BOOK("a group across nodes reads what one node has measured",
+    FILE("a group across nodes reads what one node has measured",
          "domain.world_size, domain.topology.nodes)", "domain.world_size)"),
     ENGINES("a chunk of a far block is multiplied before it is there", "                call.wait_chunk(source, chunk)\n", ""),
     ENGINES("every chunk of a far block is the first",
