@@ -59,11 +59,15 @@ def may_choose(method: str, nodes: int) -> bool:
     return nodes == 1 or TRAITS[method].crosses
 
 
+def in_variant(choice: Choice, variant: Variant) -> Choice:
+    """The same method in another variant, which the reason then names."""
+    return replace(choice, reason=f"{choice.reason.removesuffix(str(choice.variant))}{variant}", variant=variant)
+
+
 def alone(choice: Choice, pass_: Pass, device: torch.device) -> Choice:
     """The choice for a pass that nothing comes after: a reduction that is split to let a weight gradient run first is not."""
     splits = choice.variant.split_reduction and saves_a_wave(pass_, device)
-    variant = replace(choice.variant, split_reduction=splits)
-    return replace(choice, reason=f"{choice.reason.removesuffix(str(choice.variant))}{variant}", variant=variant)
+    return in_variant(choice, replace(choice.variant, split_reduction=splits))
 
 
 def _method(requested: str, pass_: Pass, device: torch.device, winner: Winner | None, nodes: int) -> Choice:

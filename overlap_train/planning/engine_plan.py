@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from ..methods import TRAITS
-from .choice import Choice
+from .choice import Choice, in_variant
 from .low_latency import LOW_LATENCY
 from .passes import SCATTER_AND_WGRAD, Pass
 from .schedule.crossings import Crossing, crossings
@@ -116,6 +116,8 @@ def engine_plan(
     """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
     kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
     chunks = chunks_of(choice, pass_, device, topology.nodes, network.gbs)
+    if choice.variant.chunks:  # these rows may not divide into as many as were measured
+        choice = in_variant(choice, replace(choice.variant, chunks=chunks))
     kernels = _kernels(kind, choice, pass_, device, w)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
     tiled = choice.method == "fused"

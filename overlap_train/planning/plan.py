@@ -8,7 +8,7 @@ import torch
 
 from ..config import OverlapConfig
 from .arguments import Request, shapes_of
-from .choice import Choice, alone, choose
+from .choice import Choice, alone, choose, in_variant
 from .engine_plan import EnginePlan, NodeNetwork, engine_plan, sent_again
 from .low_latency import LOW_LATENCY, flagged_bytes
 from .passes import Pass
@@ -48,9 +48,13 @@ def make_plan(
     rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
     first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
     network = network_of(config, network_gbs)
+    sends_again = spec.sends_input and config.gathered_input == "regather"
     if spec.multiplies:
         second = first.dgrad
         forward, backward = (choose(config.method, p, device, table, topology.nodes) for p in (first, second))
+        pushes_again = sends_again and forward.method != "collective"
+        if spec.sends_input and not pushes_again:  # it would collide with nothing
+            backward = in_variant(backward, replace(backward.variant, barrier_first=False))
         fprop = engine_plan(forward, first, topology, device, w, network)
         dgrad = dgrad_alone = engine_plan(backward, second, topology, device, w, network)
         if (by_itself := alone(backward, second, device)) != backward:
@@ -58,7 +62,6 @@ def make_plan(
         dgrad = replace(dgrad, beside_wgrad=dgrad.kind not in INBOUND)
     else:
         fprop = dgrad = dgrad_alone = _exchange(first, config, topology, device, w, network)
-    sends_again = spec.sends_input and config.gathered_input == "regather"
     wgrad = sent_again(fprop, topology) if sends_again else None
     how = (
         f"method {fprop.variant.named(fprop.method)} forward and {dgrad.variant.named(dgrad.method)} backward, "
@@ -99,7 +102,4 @@ def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
 
 def barrier_first(plan: Plan, gathers: bool) -> bool:
     """Whether the backward pass starts with a barrier. gathers: x is sent again in it."""
-    if not plan.spec.sends_input:
-        return plan.dgrad.variant.barrier_first
-    pushes = plan.wgrad is not None and plan.wgrad.method != "collective"  # only pushes collide
-    return plan.dgrad.variant.barrier_first and gathers and pushes
+    return plan.dgrad.variant.barrier_first and (gathers or not plan.spec.sends_input)

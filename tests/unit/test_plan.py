@@ -18,12 +18,12 @@ from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.choice import Choice, choose
 from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, chunks_of, engine_plan, sent_again
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.plan import barrier_first, make_plan
+from overlap_train.planning.plan import Plan, barrier_first, make_plan
 from overlap_train.planning.refusals import why_not
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
-from overlap_train.planning.table import UNTUNED
+from overlap_train.planning.table import UNTUNED, Table, Winner
 from overlap_train.planning.tiling import (
     HOPPER,
     LIBRARY,
@@ -282,15 +282,30 @@ def test_how_x_comes_to_the_weight_gradient() -> None:
     assert (again.method, fused.chunks, len(list(fused.legs)), len(list(again.legs))) == ("chunked", 2, 2, 1)
 
 
-def test_when_a_backward_starts_with_a_barrier() -> None:
-    def first(spec: Any, gathers: bool = True, method: str = "chunked", **settings: Any) -> bool:
-        plan = plan_on_cpu(spec, method, **settings)
-        return barrier_first(replace(plan, dgrad=replace(plan.dgrad, variant=Variant(barrier_first=True))), gathers)
+@pytest.mark.usefixtures("_hopper")
+def test_when_a_backward_starts_with_a_barrier_which_its_reason_then_says() -> None:
+    """Llama-3 8B qkv on four GPUs, whose backward gathers and scatters for longer than it multiplies."""
+    x, w = (torch.empty(rows, 4096, dtype=BF16, device="meta") for rows in (2048, 1536))
 
-    assert first(ALL_GATHER_LINEAR) and first(LINEAR_REDUCE_SCATTER)
-    assert not first(ALL_GATHER_LINEAR, gathers=False) and not first(ALL_GATHER_LINEAR, gathered_input="keep")
-    assert not first(ALL_GATHER_LINEAR, method="collective"), "only pushes collide"
-    assert not barrier_first(plan_on_cpu(ALL_GATHER_LINEAR), True)
+    def plan(table: Table = UNTUNED, **settings: Any) -> Plan:
+        config = OverlapConfig(**{"method": "chunked"} | settings)
+        return make_plan(ALL_GATHER_LINEAR, config, table, Topology(1, 4, 0), x, w, device=GPU)
+
+    assert barrier_first(plan(), gathers=True) and plan().dgrad.reason == "asked for; barrier first"
+    assert not barrier_first(plan(), gathers=False), "a frozen weight"
+    fprop = Pass(GATHER, 8192, 1536, 4096, BF16, 4)
+    by_nccl = {
+        won.measured.bucket: won for won in (Winner(fprop, "collective", {}), Winner(fprop.dgrad, "chunked", {}))
+    }
+    for other in (plan(gathered_input="keep"), plan(Table(by_nccl), method="auto")):
+        assert other.dgrad.method == "chunked" and not barrier_first(other, gathers=True), "only pushes collide"
+        assert "barrier" not in other.dgrad.reason and "barrier" not in other.request.what
+
+
+def test_a_backward_that_sends_nothing_again_goes_by_its_own_variant() -> None:
+    plan = plan_on_cpu(LINEAR_REDUCE_SCATTER)
+    assert not barrier_first(plan, gathers=False)
+    assert barrier_first(replace(plan, dgrad=replace(plan.dgrad, variant=Variant(barrier_first=True))), gathers=False)
 
 
 def test_kernels_run_on_cpus_in_the_interpreter_only() -> None:

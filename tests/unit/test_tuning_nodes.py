@@ -107,7 +107,10 @@ def test_blocks_are_cut_into_as_many_chunks_as_were_fastest(chunks: int, device:
         assert plan.chunks == chunks and len(plan.crossings) == chunks, "one far node"
     odd = engine(table, replace(FC1, m=4 * 2001), device)
     assert odd.chunks == 1, "rows of this bucket that cannot be cut"
-    assert engine(table, replace(FC1, m=4 * 2002), device).chunks == min(2, chunks)
+    even = engine(table, replace(FC1, m=4 * 2002), device)
+    assert even.chunks == min(2, chunks)
+    assert odd.reason == f"auto: tuned for {FC1}; whole blocks", "the reason says what runs"
+    assert even.reason == f"auto: tuned for {FC1}; " + ("whole blocks" if chunks == 1 else "blocks in 2 chunks")
 
 
 def test_chunks_are_equal() -> None:

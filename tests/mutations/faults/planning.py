@@ -106,13 +106,24 @@ FAULTS = [
     ),
     WHOLE_PLAN(
         "a backward that gathers nothing starts with a barrier",
-        "barrier_first and gathers and pushes",
-        "barrier_first and pushes",
+        "barrier_first and (gathers or not plan.spec.sends_input)",
+        "barrier_first",
     ),
     WHOLE_PLAN(
         "a backward by NCCL starts with a barrier",
-        'plan.wgrad is not None and plan.wgrad.method != "collective"',
-        "plan.wgrad is not None",
+        'pushes_again = sends_again and forward.method != "collective"',
+        "pushes_again = sends_again",
+    ),
+    WHOLE_PLAN(
+        "a backward that has kept x starts with a barrier",
+        'pushes_again = sends_again and forward.method != "collective"',
+        'pushes_again = forward.method != "collective"',
+    ),
+    PLAN(
+        "a reason names more chunks than there are",
+        "choice = in_variant(choice, replace(choice.variant, chunks=chunks))",
+        "pass",
+        f"{UNIT}/test_tuning_nodes.py",
     ),
     SPEC("a gather has the rows of one rank", "(world_size if self.fprop in (GATHER, GEMM_A2A) else 1)", "1"),
     SPEC(
