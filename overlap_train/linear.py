@@ -23,7 +23,7 @@ from .config import OverlapConfig
 from .operators.autograd import applied, once_differentiable
 from .operators.call_plan import plan_of
 from .operators.column_row import column_backward, column_forward, row_backward, row_forward
-from .operators.planned import PlannedLinear
+from .operators.planned import OnPlan, PlannedLinear
 from .operators.weight_gradient import WeightGradient
 from .planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 
@@ -36,6 +36,7 @@ def all_gather_linear(
     group: dist.ProcessGroup,
     config: OverlapConfig | None = None,
     name: str = "all_gather_linear",
+    on_plan: OnPlan | None = None,
 ) -> torch.Tensor:
     """Column-parallel linear on a sequence-parallel input.
 
@@ -50,6 +51,8 @@ def all_gather_linear(
         group: the overlap domain; all its ranks make the same calls in the same order.
         config: method, policies and limits; None: the settings of the group's first call, else the defaults.
         name: what errors and profiles call this operator; the same on all ranks, which recognise each other's calls by it.
+        on_plan: is called before the call runs, with its plan, which says what runs and why (`plan.fprop.method` and `.reason`,
+            `plan.dgrad`), and with the trial in which it takes part (`tune_steps`), or None.
 
     Returns:
         y_shard_n in the dtype of x_shard_m (fp32, fp16 or bf16); products are accumulated in fp32. Where
@@ -65,8 +68,13 @@ def all_gather_linear(
     Source: Triton-distributed (arXiv 2504.19442) section 3.2; TileLink and Flux describe the same decomposition.
     """
     if torch.compiler.is_compiling():
-        return run_eagerly(all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name)
-    linear = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, tries=True).next_call(name)
+        return run_eagerly(
+            all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
+        )
+    planned = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, tries=True)
+    linear = planned.next_call(name)
+    if on_plan is not None:
+        on_plan(linear.plan, planned.trial)
     y = _apply_all_gather(as_rows(x_shard_m), w_shard_n, linear)
     if x_shard_m.dim() > 2:
         y = y.view(x_shard_m.shape[0] * linear.domain.world_size, *x_shard_m.shape[1:-1], -1)
@@ -81,6 +89,7 @@ def linear_reduce_scatter(
     group: dist.ProcessGroup,
     config: OverlapConfig | None = None,
     name: str = "linear_reduce_scatter",
+    on_plan: OnPlan | None = None,
 ) -> torch.Tensor:
     """Row-parallel linear with a sequence-parallel output.
 
@@ -100,8 +109,13 @@ def linear_reduce_scatter(
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
     if torch.compiler.is_compiling():
-        return run_eagerly(linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name)
-    linear = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, tries=True).next_call(name)
+        return run_eagerly(
+            linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
+        )
+    planned = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, tries=True)
+    linear = planned.next_call(name)
+    if on_plan is not None:
+        on_plan(linear.plan, planned.trial)
     y = _apply_reduce_scatter(as_rows(x_shard_k), w_shard_k, linear)
     if x_shard_k.dim() > 2:
         y = y.view(x_shard_k.shape[0] // linear.domain.world_size, *x_shard_k.shape[1:-1], -1)

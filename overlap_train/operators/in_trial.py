@@ -74,6 +74,11 @@ class InTrial(Planned):
         """False: signals do not find a rank that has another number of rows in `collective`, which always takes its turn."""
         return False
 
+    @property
+    def trial(self) -> Trial | None:
+        """The trial; None in a CUDA graph, which keeps its plan whatever the trial finds."""
+        return None if self.domain.is_capturing() else self.in_trial
+
     def is_due(self, name: str) -> bool:
         """Whether the trial ends before the next call of the linear `name`. Never in a CUDA graph, where ranks cannot tell each
         other anything."""

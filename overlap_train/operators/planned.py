@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,8 +12,11 @@ from ..planning.cache import BoundedCache
 from ..planning.plan import Plan, barrier_first
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
+from .trials import Trial
 
 _MOST_NAMES = 4096  # linears of one shape
+# Is told the plan of a call, and the trial in which the linear takes part by it, or None.
+OnPlan = Callable[[Plan, Trial | None], None]
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,11 @@ class Planned:
         """Whether a rank that has another number of rows is found by its signals. NCCL would not find it."""
         plan = self.plan
         return all(engine.slots or self.domain.device.type != "cuda" for engine in (plan.fprop, plan.dgrad))
+
+    @property
+    def trial(self) -> Trial | None:
+        """The trial in which a linear takes part by its next call."""
+        return None
 
     def is_due(self, name: str) -> bool:
         """Whether a trial ends before the next call of the linear `name`."""

@@ -75,9 +75,9 @@ class TrialBook:
             self._trials[key] = Trial(fprop, methods, config.tune_steps, device) if len(methods) > 1 else None
         return self._trials[key]
 
-    def under_way(self, fprop: Pass) -> Trial | None:
-        """The trial in which a forward pass of these sizes takes part."""
-        return self._trials.get(key_of(fprop, self._domain.device))
+    def is_under_way(self, trial: Trial) -> bool:
+        """Whether a trial has not ended."""
+        return self._trials.get(key_of(trial.fprop, self._domain.device)) is trial
 
     def outcome(self, trial: Trial, known: Table, name: str) -> list[Winner]:
         """The winners, the same on all ranks; the trial is over. Communicates. name: of the linear whose call ends it."""

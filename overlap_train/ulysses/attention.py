@@ -13,6 +13,7 @@ from ..linear import as_rows, run_eagerly
 from ..operators.attention_layout import Rotary
 from ..operators.autograd import applied, once_differentiable
 from ..operators.call_plan import refuse
+from ..operators.planned import OnPlan
 from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
@@ -43,6 +44,7 @@ def qkv_all_to_all(
     tp_group: dist.ProcessGroup | None = None,
     config: OverlapConfig | None = None,
     name: str = "linear_qkv",
+    on_plan: OnPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The QKV projection of a Ulysses attention, ready for any attention over all rows and this rank's heads.
 
@@ -73,6 +75,7 @@ def qkv_all_to_all(
         rotary: cos and sin of the whole sequence, in its order; None: q and k as they are.
         tp_group: the tensor-parallel ranks that share this rank's rows; None: weights are whole.
         heads, group, config, name: see linear_all_to_all.
+        on_plan: see all_gather_linear. Of a sequence in parts it is told the plan of the first, with `tp_group` of its product.
 
     Raises:
         ValueError: as linear_all_to_all; the sequence does not fit the layout.
@@ -80,7 +83,7 @@ def qkv_all_to_all(
     if torch.compiler.is_compiling():
         return run_eagerly(  # type: ignore[return-value]
             qkv_all_to_all, x_shard_m, w, bias, group=group, heads=heads, layout=layout, qk_norm=qk_norm, rotary=rotary,
-            tp_group=tp_group, config=config, name=name,
+            tp_group=tp_group, config=config, name=name, on_plan=on_plan,
         )  # fmt: skip
     both, shards = _both(group, tp_group, name), _shards(layout, group, tp_group)
     rows = x_shard_m.shape[:1].numel() * shards.ranks * shards.tensor
@@ -90,7 +93,7 @@ def qkv_all_to_all(
     if wrong is not None:
         _refuse(wrong, LINEAR_ALL_TO_ALL, both or group, x_shard_m, Terms(config, name))
     x_shard_m, s = shards.padded(x_shard_m), sum(layout.lengths) or rows
-    terms = Terms(config, name, _meaning(layout, qk_norm, rotary))
+    terms = Terms(config, name, _meaning(layout, qk_norm, rotary), on_plan)
     linear: Linear | ShardedLinear
     if both is None:
         linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, terms)
@@ -112,6 +115,7 @@ def attention_output_linear(
     tp_group: dist.ProcessGroup | None = None,
     config: OverlapConfig | None = None,
     name: str = "linear_proj",
+    on_plan: OnPlan | None = None,
 ) -> torch.Tensor:
     """The output projection of a Ulysses attention: all_to_all_linear on the rows of a sequence that ranks share by `layout`.
 
@@ -125,14 +129,23 @@ def attention_output_linear(
     """
     if torch.compiler.is_compiling():
         return run_eagerly(
-            attention_output_linear, x, w, bias, group=group, layout=layout, tp_group=tp_group, config=config, name=name
+            attention_output_linear,
+            x,
+            w,
+            bias,
+            group=group,
+            layout=layout,
+            tp_group=tp_group,
+            config=config,
+            name=name,
+            on_plan=on_plan,
         )
     both, shards = _both(group, tp_group, name), _shards(layout, group, tp_group)
     wrong = sequence_error(x, x.shape[:1].numel(), layout, None, shards.ranks, name)
     wrong = wrong or lengths_error(x, layout, None, shards.tensor, name)
     if wrong is not None:
         _refuse(wrong, ALL_TO_ALL_LINEAR, both or group, x, Terms(config, name))
-    sent, terms = shards.as_sent(x), Terms(config, name, layout.meaning)
+    sent, terms = shards.as_sent(x), Terms(config, name, layout.meaning, on_plan)
     linear: Linear | ShardedLinear
     if both is None:
         linear = rows_linear(sent, w, bias, group, terms)

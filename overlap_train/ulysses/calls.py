@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..config import OverlapConfig
 from ..operators.call_plan import plan_of, refuse
 from ..operators.in_trial import InTrial
-from ..operators.planned import Planned
+from ..operators.planned import OnPlan, Planned
 from ..operators.trials import Trial
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
@@ -27,11 +27,12 @@ from .turns import TimedLinear
 
 class Terms(NamedTuple):
     """What the caller says about a call. config, name: see linear_all_to_all. meaning: in what else ranks must agree, in words;
-    it becomes part of the call's tags."""
+    it becomes part of the call's tags. on_plan: see all_gather_linear; of parts it is told that of the first."""
 
     config: OverlapConfig | None
     name: str
     meaning: str = ""
+    on_plan: OnPlan | None = None
 
     def also(self, meaning: str) -> Terms:
         """These terms, in which ranks must agree on one thing more."""
@@ -46,7 +47,8 @@ class Terms(NamedTuple):
 class Call:
     """One call of a Ulysses linear while it is planned, part by part. w: what is multiplied. bias: of w's rows, or None.
 
-    trial, method: which trial this call belongs to, and whose turn it is; known when the first part is planned.
+    trial, method: which trial this call belongs to, and whose turn it is; known when the first part is planned. takes_part: the
+    same trial, also where the untuned plan has the turn.
     """
 
     spec: OperatorSpec
@@ -57,6 +59,7 @@ class Call:
     terms: Terms
     trial: Trial | None = None
     method: str = ""
+    takes_part: Trial | None = None
     is_begun: bool = False
 
     @property
@@ -71,11 +74,11 @@ class Call:
         places = cut_exchange(positions, batch, row_bytes, self.settings)
         if len(places) == 1:
             return (Part(0, positions, self.plan(x).linear(self.terms.name, self.terms.meaning)),)
-        _, name, meaning = self.terms.in_parts(positions)
+        terms = self.terms.in_parts(positions)
         parts = []
         for first, last in places:
             planned = self.plan(x[: (last - first) * shards])  # as many rows as the part has: any will do
-            parts.append(Part(first, last, planned.linear(name, meaning)))
+            parts.append(Part(first, last, planned.linear(terms.name, terms.meaning)))
         return tuple(parts)
 
     def plan(self, x: torch.Tensor) -> Planned:
@@ -88,14 +91,17 @@ class Call:
 
     def _take_turn(self, x: torch.Tensor) -> None:
         """Agree on a trial with the first part, and find whose turn it is."""
-        config, name, _ = self.terms
+        config, name = self.terms.config, self.terms.name
         planned = plan_of(self.spec, x, self.w, self.bias, self.group, config, name, tries=True)
+        self.takes_part = planned.trial
         method = planned.next_method(name) if isinstance(planned, InTrial) else None
         if isinstance(planned, InTrial) and method is not None:
             self.trial, self.method = planned.in_trial, method
 
     def linear(self, parts: tuple[Part, ...], weight: torch.Tensor, copies: torch.Tensor | None, batch: int) -> Linear:
         """The call of these parts, ready to run. weight, copies, batch: see exchange.Linear."""
+        if self.terms.on_plan is not None:
+            self.terms.on_plan(parts[0].exchange.plan, self.takes_part)
         w = self.w.detach()
         if self.trial is None:
             return Linear(parts, weight, w, copies, batch)

@@ -118,7 +118,8 @@ def _linear(
 ) -> ShardedLinear:  # fmt: skip
     """The call in parts. product: returns the plan of the product of so many positions."""
     parts, places = [], sizes.parts(_settings(x, groups, terms))
-    config, name, meaning = terms if len(places) == 1 else terms.in_parts(sizes.positions)
+    terms = terms if len(places) == 1 else terms.in_parts(sizes.positions)
+    config, name, meaning = terms.config, terms.name, terms.meaning
     nodes = nodes_of_groups(groups, config, x.device, name) if x.is_cuda else (1, 1)  # gloo carries both
     for first, last in places:
         multiplies = product(last - first)
@@ -129,6 +130,8 @@ def _linear(
             raise ValueError(f"{name}: {refused}")
         multiplies = multiplies.beside(exchanges.plan.fprop.spared_sms)
         parts.append(ShardedPart(first, last, exchanges.linear(name, meaning), multiplies.linear(name, meaning)))
+    if terms.on_plan is not None:
+        terms.on_plan(parts[0].product.plan, None)
     return ShardedLinear(tuple(parts), w, w.detach(), copies, rows_of_position(x), groups.shards)
 
 

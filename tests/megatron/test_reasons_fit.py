@@ -24,13 +24,12 @@ from overlap_train.integrations.megatron.attention import in_model as attentions
 from overlap_train.integrations.megatron.enabling import reporting
 from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from overlap_train.integrations.megatron.linears import conditions, in_model, transformer_engine, two_groups, ulysses
-from overlap_train.planning import choice
-from overlap_train.planning.choice import Choice, choose
+from overlap_train.planning.choice import choose
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.table import UNTUNED, Table, Winner
 from overlap_train.planning.trial import methods_to_try
-from overlap_train.planning.variants import IN_CHUNKS, PLAIN, VARIANTS, Variant
+from overlap_train.planning.variants import IN_CHUNKS, PLAIN, VARIANTS
 
 BF16, GPU, CPU = torch.bfloat16, torch.device("cuda", 0), torch.device("cpu")
 # 1 Mi tokens; Qwen's vocabulary; Llama-3 405B's feed-forward layer. 1024 ranks, and a class with a long name.
@@ -75,27 +74,28 @@ def tuned() -> Iterator[str]:
         yield reporting._both(*both)
 
 
-def in_turn(monkeypatch: pytest.MonkeyPatch) -> str:
+def in_turn(monkeypatch: pytest.MonkeyPatch, is_over: bool) -> str:
     methods = methods_to_try(Pass(GATHER, 256, 4096, 4096, BF16, 8), GPU, 1)
-    trial = SimpleNamespace(methods=methods, steps=10**6, captured=set())
-    assert len(trial.methods) == 5
-    monkeypatch.setattr(reporting, "made_book", lambda domain: SimpleNamespace(trials=trials, domain=None))
-    trials = SimpleNamespace(under_way=lambda fprop: trial)
-    monkeypatch.setattr(reporting, "groups_of", lambda linear: [None])
-    monkeypatch.setattr(reporting, "_forward_pass", lambda linear, domain: None)
-    monkeypatch.setattr(reporting, "_tries", lambda linear: True)
-    return reporting._method_and_reason(SimpleNamespace(overlap=SimpleNamespace(sizes=(), name="fc1")))[1]
+    assert len(methods) == 5
+    trial = SimpleNamespace(methods=methods, steps=10**6)
+    return reason_of(monkeypatch, trial=trial, trials=SimpleNamespace(is_under_way=lambda trial: not is_over))
 
 
 def in_two_groups(reason: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a linear whose parts hide exchanges."""
-    monkeypatch.setattr(reporting, "made_book", lambda domain: SimpleNamespace(trials=trials, domain=None))
-    trials = SimpleNamespace(under_way=lambda fprop: None)
-    for name in ("_forward_pass", "_tries", "groups_of"):
-        monkeypatch.setattr(reporting, name, lambda *args: [None])
-    monkeypatch.setattr(reporting, "_choices", lambda *args: [SimpleNamespace(method="", reason=reason)] * 2)
     monkeypatch.setattr(reporting, "in_two_groups", lambda linear: True)
-    return reporting._method_and_reason(SimpleNamespace(overlap=SimpleNamespace(sizes=(), parts=(128, M))))[1]
+    return reason_of(monkeypatch, reason, parts=128)
+
+
+def reason_of(
+    monkeypatch: pytest.MonkeyPatch, reason: str = "", trials: Any = None, trial: Any = None, parts: int = 1
+) -> str:
+    """Of a linear that has run by a plan for this reason."""
+    monkeypatch.setattr(reporting, "made_book", lambda domain: SimpleNamespace(trials=trials))
+    monkeypatch.setattr(reporting, "groups_of", lambda linear: [None])
+    ran = SimpleNamespace(method="", reason=reason)
+    overlap = SimpleNamespace(plan=SimpleNamespace(fprop=ran, dgrad=ran), trial=trial, parts=parts)
+    return reporting._method_and_reason(SimpleNamespace(overlap=overlap))[1]
 
 
 def texts_of(*functions: FunctionType) -> list[str]:
@@ -131,7 +131,7 @@ def test_reasons_not_to_overlap_fit(text: str) -> None:
 
 
 def test_reasons_of_methods_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = {*untuned(), *tuned(), in_turn(monkeypatch)}
+    reasons = {*untuned(), *tuned(), *(in_turn(monkeypatch, is_over) for is_over in (False, True))}
     longest = max(reasons, key=len)
     assert len(reasons) > 100 and len(longest) <= LONGEST, longest
 
@@ -216,28 +216,3 @@ def test_what_is_raised_says_what_the_table_says_and_the_way_out(monkeypatch: py
         assert told.startswith("cp_comm_type='a2a' in the model's config, but ") and "on_unsupported='fallback'" in told
     assert of_attention.in_full(None) is None
     assert OverlapConfig().on_unsupported == "error", "who asks for nothing is told in full"
-
-
-SPLIT = Variant(split_reduction=True)
-
-
-@pytest.mark.parametrize(
-    ("weight", "variant"),
-    [
-        (None, SPLIT),  # of an output layer that is given the embedding's
-        (torch.nn.Parameter(torch.ones(1)), SPLIT),
-        (torch.nn.Parameter(torch.ones(1), requires_grad=False), PLAIN),
-    ],
-)
-def test_the_reason_of_a_frozen_weight_says_what_runs(
-    weight: torch.nn.Parameter | None, variant: Variant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its reduction is not split: no weight gradient would run first."""
-    monkeypatch.setattr(reporting, "choose", lambda *_: Choice("fused", f"asked for{SPLIT}", SPLIT))
-    monkeypatch.setattr(choice, "saves_a_wave", lambda *_: False)
-    linear = SimpleNamespace(weight=weight, overlap=SimpleNamespace(config=OverlapConfig(method="fused")))
-    domain, topology = SimpleNamespace(device=GPU), SimpleNamespace(nodes=1)
-    book: Any = SimpleNamespace(table=UNTUNED, domain=domain, topology=topology)
-    forward, backward = reporting._choices(linear, Pass(GATHER, 256, 4096, 4096, BF16, 8), book)
-    assert forward.variant == SPLIT
-    assert (backward.variant, backward.reason) == (variant, f"asked for{variant}")

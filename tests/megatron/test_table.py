@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,9 @@ from overlap_train.integrations.megatron import print_table, report
 from overlap_train.integrations.megatron.enabling import first_table, reporting
 from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from overlap_train.integrations.megatron.linears.in_model import overlapped_linears
-from overlap_train.operators.trial_book import TrialBook
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.table import Winner, key_of, save
+from overlap_train.runtime.registry import made_domain
 from tests.megatron.linears import column_pair, run
 from tests.megatron.models import (
     BATCH,
@@ -301,41 +302,54 @@ def test_each_linear_says_how_its_last_call_ran_and_what_was_measured(workers: W
         assert rows["freed"] == ("-", "symmetric memory has been freed (overlap_train.shutdown)")
 
 
-def in_turn(folder: str) -> list[tuple[str, str]]:
-    """Method and reason of fc1 while methods take turns, then as if a CUDA graph had captured it, and after."""
+def in_turn(folder: str) -> dict[str, tuple[str, str]]:
+    """Method and reason of fc1 in models that share a trial: of `eager` while methods take turns, of `graph` as if a CUDA graph
+    had captured it meanwhile, and after calls of `eager` have ended the trial."""
     shutdown()
-    under_way = TrialBook.under_way
-
-    def captured(book: TrialBook, fprop: Pass) -> Any:
-        trial = under_way(book, fprop)
-        trial.captured.add(FC1)
-        return trial
-
     recipe = replace(OVERLAPPED, overlap=OverlapConfig(tuning_dir=folder, tune_steps=10), microbatches=1)
-    model, rows = gpt(recipe), []
-    with contextlib.redirect_stderr(io.StringIO()):
-        for _ in range(10):
-            loss(model).backward()
-        rows.append(next(x for x in report(model).linears if x.name == FC1))
-        with mock.patch.object(TrialBook, "under_way", captured):
-            rows.append(next(x for x in report(model).linears if x.name == FC1))
-        for _ in range(
-            8
-        ):  # of five methods, which there are where the interpreter runs kernels, the trial ends before the 17th
-            loss(model).backward()
-        rows.append(next(x for x in report(model).linears if x.name == FC1))
+    models = {name: gpt(recipe) for name in ("eager", "once", "graph")}
+
+    def step(name: str, calls: int = 1) -> None:
+        for _ in range(calls):
+            loss(models[name]).backward()
+
+    def row(name: str) -> tuple[str, str]:
+        return next((x.method, x.reason) for x in report(models[name]).linears if x.name == FC1)
+
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step("eager")
+        rows = {"first": row("eager")}
+        step("eager", 8)
+        step("once")
+        rows["trying"] = row("eager")
+        (domain,) = {made_domain(linear.tp_group) for linear in overlapped_linears(models["graph"])}
+        with mock.patch.multiple(domain, is_capturing=lambda: True, graphed=True):
+            step("graph")
+        rows["captured"] = row("graph")
+        # Of five methods, which there are where the interpreter runs kernels, the trial ends before the 17th.
+        step("eager", 8)
+        rows |= {f"{name} after": row(name) for name in models}
     shutdown()
-    return [(row.method, row.reason) for row in rows]
+    return rows
 
 
 def test_a_linear_whose_methods_take_turns_says_so(workers: Workers, tmp_path: Path) -> None:
-    for trying, captured, tuned in workers.call(in_turn, str(tmp_path)):
-        assert trying[0] == "in turn" and trying[1].startswith("auto: tries ") and "chunked" in trying[1]
-        assert trying[1].endswith(", until a linear has made 10 calls (tune_steps)")
-        assert captured[0] != "in turn" and captured[1].startswith("auto: not tuned: "), (
-            "a graph keeps the untuned plan"
-        )
-        assert tuned[0] != "in turn" and tuned[1].startswith("auto: tuned for M=32 ")
+    for rows in workers.call(in_turn, str(tmp_path)):
+        for name in ("first", "trying"):
+            method, reason = rows[name]
+            assert method == "in turn" and reason.startswith("auto: tries ") and "chunked" in reason
+            assert reason.endswith(", until a linear has made 10 calls (tune_steps)")
+        assert rows["eager after"][0] != "in turn" and rows["eager after"][1].startswith("auto: tuned for M=32 ")
+        assert "trial that has ended" in rows["once after"][1], "it has not been called since"
+
+
+def test_a_linear_in_a_graph_says_what_the_graph_runs_also_after_others_have_ended_its_trial(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """A graph keeps the untuned plan."""
+    for rows in workers.call(in_turn, str(tmp_path)):
+        assert rows["captured"] == ("chunked", "auto: not tuned: CPU tensors") == rows["graph after"]
 
 
 def test_what_two_reasons_have_in_common_is_said_once() -> None:

@@ -6,17 +6,12 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from overlap_train.operators.plan_book import PlanBook, made_book
-from overlap_train.planning.choice import Choice, alone, choose
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.operators.plan_book import made_book
 from overlap_train.runtime.registry import made_domain
-from overlap_train.ulysses.parts import cut_exchange
 
 from ..attention.in_model import is_ulysses, sharing_attentions, why_not_ulysses
-from ..linears.conditions import divides_weights, standing_exchange_reason, standing_reason
-from ..linears.in_model import Model, groups_of, is_overlapped, is_row, named_linears, slot_of, why_not
+from ..linears.conditions import standing_exchange_reason, standing_reason
+from ..linears.in_model import Model, groups_of, is_overlapped, named_linears, slot_of, why_not
 from ..linears.ulysses import exchanges
 from .passes import exchanges_now, in_two_groups, passes
 from .table import LinearReport, Report
@@ -68,66 +63,25 @@ def _report_linear(name: str, linear: Any) -> LinearReport:
 
 
 def _method_and_reason(linear: Any) -> tuple[str, str]:
-    if linear.overlap.sizes is None:
+    """What the last overlapped call ran by, and why: as its plan says, which is what it ran by."""
+    plan, trial = linear.overlap.plan, linear.overlap.trial
+    if plan is None:
         return "-", "not called yet"
     book = made_book(made_domain(groups_of(linear)[-1]))
     if book is None:
         return "-", "symmetric memory has been freed (overlap_train.shutdown)"
-    pass_ = _forward_pass(linear, book.domain)
-    trial = book.trials.under_way(pass_)
-    if trial is not None and _tries(linear) and linear.overlap.name not in trial.captured:
-        return (
-            "in turn",
-            f"auto: tries {', '.join(trial.methods)}, until a linear has made {trial.steps} calls (tune_steps)",
-        )
-    fprop, dgrad = _choices(linear, pass_, book)
+    if trial is not None and book.trials.is_under_way(trial):
+        methods = ", ".join(trial.methods)
+        return "in turn", f"auto: tries {methods}, until a linear has made {trial.steps} calls (tune_steps)"
+    fprop, dgrad = plan.fprop, plan.dgrad
     method = fprop.method if fprop.method == dgrad.method else f"{fprop.method} / {dgrad.method}"
+    if trial is not None:
+        return method, "auto: in its turn, the last of a trial that has ended; the next call takes the fastest"
     reason = _both(fprop.reason, dgrad.reason)
     if in_two_groups(linear):
         hides = "" if method == "collective" else " that hide exchanges"
-        reason = f"{linear.overlap.parts[0]} parts{hides}; {reason}"
+        reason = f"{linear.overlap.parts} parts{hides}; {reason}"
     return method, reason
-
-
-def _tries(linear: Any) -> bool:
-    """Whether a linear takes part in trials of its sizes."""
-    is_wanted = linear.overlap.config.method == "auto" and linear.overlap.config.tune_steps
-    return bool(is_wanted) and not _is_frozen(linear) and not in_two_groups(linear)
-
-
-def _forward_pass(linear: Any, domain: OverlapDomain) -> Pass:
-    """The forward pass of a linear, with the sizes of its last overlapped call."""
-    x_shape, (n, k), dtype = linear.overlap.sizes
-    alone = exchanges(linear) and not divides_weights(linear)
-    row_kind, column_kind = (A2A_GEMM, GEMM_A2A) if alone else (SCATTER, GATHER)
-    kind, ranks = (row_kind, 1) if is_row(linear) else (column_kind, domain.world_size)
-    m = x_shape[:-1].numel() * ranks
-    if in_two_groups(linear):
-        _, m = linear.overlap.parts
-    elif alone:
-        m = _rows_of_part(m, k if is_row(linear) else n, linear, domain.world_size)
-    return Pass(kind, m, n, k, dtype, domain.world_size)
-
-
-def _choices(linear: Any, fprop: Pass, book: PlanBook) -> tuple[Choice, Choice]:
-    """How fprop and dgrad run. Plans are made by the same function, table and nodes."""
-    method, device, nodes = linear.overlap.config.method, book.domain.device, book.topology.nodes
-    forward, backward = (choose(method, pass_, device, book.table, nodes) for pass_ in (fprop, fprop.dgrad))
-    return forward, alone(backward, fprop.dgrad, device) if _is_frozen(linear) else backward
-
-
-def _is_frozen(linear: Any) -> bool:
-    """Whether a linear's weight is not trained. One that has none is given the embedding's at each call."""
-    return linear.weight is not None and not linear.weight.requires_grad
-
-
-def _rows_of_part(m: int, features: int, linear: Any, world_size: int) -> int:
-    """Rows, of all ranks, of the first of the parts in which a long sequence is exchanged; each part is a pass of its own."""
-    x_shape, _, dtype = linear.overlap.sizes
-    batch = x_shape[1:-1].numel()
-    positions = m // (batch * world_size)
-    (_, end), *_ = cut_exchange(positions, batch, features * dtype.itemsize, linear.overlap.config)
-    return end * batch * world_size
 
 
 def _both(fprop: str, dgrad: str) -> str:

@@ -17,7 +17,8 @@ class LinearReport:
     """One parallel linear. fprop, dgrad and wgrad say what each pass does.
 
     method: "fused", or "fused / chunked" where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code;
-        "-" before the first call, when sizes are not known yet.
+        "-" before the first call, when sizes are not known yet. It is that of the last call which the host made: a CUDA graph
+        goes on with what it has captured.
     reason: why that method, of fprop and dgrad where they differ.
     overlapped_calls, fallback_calls: forward calls by our operators and by Megatron's own code since the linear was enabled,
         recomputed ones included. Those of the method collective are among our operators'.
@@ -42,7 +43,7 @@ class LinearReport:
     @property
     def calls(self) -> str:
         """How often each path has run, in words: for example "overlapped 8", "not overlapped 8" of the method collective, or
-        "overlapped 8, evaluation mode 2"; empty before the first call. The method is that of the last call."""
+        "overlapped 8, evaluation mode 2"; empty before the first call."""
         ours = "not overlapped" if self.is_collective else "overlapped"
         counts = [(ours, self.overlapped_calls)] if self.overlapped_calls else []
         return ", ".join(f"{what} {count}" for what, count in (*counts, *self.fallback_calls))

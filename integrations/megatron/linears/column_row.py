@@ -34,12 +34,14 @@ class OverlappedColumnParallelLinear(ColumnParallelLinear):
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         overlap = self.overlap
         reason = fallback_reason(self, input, weight, kwargs)
-        overlap.count(reason, input, weight)
+        overlap.count(reason)
         if reason is not None:
             call = fused_alike(self, weight, kwargs)
             return overlap.watched(super()._forward_impl(input, through_main_grad(self, weight), *args, **call))
         settings = overlap.settings(self, weight)
-        y = all_gather_linear(input, weight, kwargs["bias"], group=self.tp_group, config=settings, name=overlap.name)
+        y = all_gather_linear(
+            input, weight, kwargs["bias"], group=self.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan
+        )  # fmt: skip
         return overlap.watched(y)
 
 
@@ -55,12 +57,14 @@ class OverlappedRowParallelLinear(RowParallelLinear):
         """(y, None), or (y without b, b) where the caller adds the bias itself (skip_bias_add)."""
         overlap = self.overlap
         reason = fallback_reason(self, input_, self.weight)
-        overlap.count(reason, input_, self.weight)
+        overlap.count(reason)
         if reason is not None:
             y, bias = super().forward(input_)
             return overlap.watched(y), bias
         bias, settings = None if self.skip_bias_add else self.bias, overlap.settings(self, self.weight)
-        y = linear_reduce_scatter(input_, self.weight, bias, group=self.tp_group, config=settings, name=overlap.name)
+        y = linear_reduce_scatter(
+            input_, self.weight, bias, group=self.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan
+        )  # fmt: skip
         return overlap.watched(y), self.bias if self.skip_bias_add else None
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -37,32 +37,27 @@ class UlyssesOverlap(LinearOverlap):
     """The attribute `overlap` of a linear that exchanges within its product."""
 
     groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)  # of overlapped calls, the last one's last
-    # Under TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's, and
-    # rows of the first. Before the first such call also why there is none.
+    # Under TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's.
+    # Before the first such call also why there is none.
     apart: str | None = None
-    parts: tuple[int, int] | None = None
+    parts: int | None = None
 
     @property
     def has_told_nothing(self) -> bool:
         """Whether no call has told the table how this linear exchanges under TP."""
         return self.parts is None and self.apart is None
 
-    def count_exchange(self, reason: str | None, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange) -> None:
-        """Count one forward call, as `count`, and note the group over which it exchanged. Of linear_qkv it keeps the shape of the
-        rows that are sent: more than the weight has, where KV heads go to several ranks."""
-        self.count(reason, x, weight)
-        if reason is not None or exchange.group is None:
-            return
-        self._note(exchange.group)
-        if self.slot == "qkv":
-            sent = exchange.heads.of_rank(exchange.ranks).features * exchange.ranks
-            self.sizes = x.shape, torch.Size((sent, weight.shape[1])), x.dtype
+    def count_exchange(self, reason: str | None, exchange: Exchange) -> None:
+        """Count one forward call, as `count`, and note the group over which it exchanged."""
+        self.count(reason)
+        if reason is None and exchange.group is not None:
+            self._note(exchange.group)
 
-    def count_over_tp(self, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange, parts: tuple[int, int]) -> None:
+    def count_over_tp(self, exchange: Exchange, parts: int) -> None:
         """Count one forward call whose product and exchange hide each other, in parts. The linear that overlaps over TP counts
         all others."""
         assert exchange.group is not None
-        self.count(None, x, weight)
+        self.count(None)
         self.parts = parts
         self._note(exchange.group)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from overlap_train import OverlapConfig
+from overlap_train.operators.trials import Trial
+from overlap_train.planning.plan import Plan
 
 from .main_grad import accumulates
-
-Sizes = tuple[torch.Size, torch.Size, torch.dtype]
 
 
 @dataclass
@@ -25,19 +25,24 @@ class LinearOverlap:
     name: str  # where it is in the model, for error messages
     overlapped_calls: int = 0
     fallback_calls: Counter[str] = field(default_factory=Counter)  # reason -> calls
-    sizes: Sizes | None = None  # of the last overlapped call: shapes of input and weight, dtype
+    # Of the last overlapped call: the plan by which it ran (of parts the first one's), and in which trial it took part, if any.
+    plan: Plan | None = None
+    trial: Trial | None = None
     on_gradient: Callable[[torch.Tensor], None] | None = None  # enable() sets it until the table is printed
 
     def __post_init__(self) -> None:
         self._returning = replace(self.config, main_grad="off")
 
-    def count(self, reason: str | None, x: torch.Tensor, weight: torch.Tensor) -> None:
+    def count(self, reason: str | None) -> None:
         """Count one forward call; `reason` None: it overlaps."""
         if reason is None:
             self.overlapped_calls += 1
-            self.sizes = x.shape, weight.shape, x.dtype
         else:
             self.fallback_calls[reason] += 1
+
+    def note_plan(self, plan: Plan, trial: Trial | None) -> None:
+        """Keep by what this call runs: what the table says of it."""
+        self.plan, self.trial = plan, trial
 
     def settings(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
         """The settings of one call: the weight gradient goes into main_grad only where Megatron's own code adds it there, too."""

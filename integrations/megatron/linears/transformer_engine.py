@@ -63,13 +63,16 @@ class _OverlappedTEColumn(TEFallback):
         """(y, None), or (y without b, b) where the caller adds the bias itself."""
         overlap = self.overlap
         reason = te_feature(self) or fallback_reason(self, x, self.weight)
-        overlap.count(reason, x, self.weight)
+        overlap.count(reason)
         if reason is not None:
             y, bias = super().forward(x)
             return overlap.watched(y), bias
         bias, settings = self.bias if self.use_bias else None, overlap.settings(self, self.weight)
         added, returned = (None, bias) if self.te_return_bias else (bias, None)
-        y = self.operator(self._normed(x), self.weight, added, group=self.tp_group, config=settings, name=overlap.name)
+        y = self.operator(
+            self._normed(x), self.weight, added, group=self.tp_group, config=settings, name=overlap.name,
+            on_plan=overlap.note_plan,
+        )  # fmt: skip
         return overlap.watched(y), returned
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:

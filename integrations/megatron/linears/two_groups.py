@@ -28,7 +28,7 @@ def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
     is_qkv = linear.overlap.slot == "qkv"
     if is_qkv and linear.weight.shape[0] != exchange.heads.features:
         return "fewer KV heads than TP ranks: Megatron gathers the product first"
-    if parts_of_call(linear, x, exchange)[0] == 1:
+    if parts_of_call(linear, x, exchange) == 1:
         return "too short to be cut into parts"
     return _why_not_on_gpus(linear, x, exchange) if x.is_cuda else None
 
@@ -45,11 +45,9 @@ def _why_not_on_gpus(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | 
     return None
 
 
-def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> tuple[int, int]:
-    """(how many parts, rows that the product of the first multiplies, of all TP ranks)."""
-    sizes = _sizes(linear, x, exchange)
-    (_, end), *others = sizes.parts(linear.overlap.config)
-    return 1 + len(others), end * sizes.rows
+def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> int:
+    """Into how many parts this call is cut."""
+    return len(_sizes(linear, x, exchange).parts(linear.overlap.config))
 
 
 def _sizes(linear: Any, x: torch.Tensor, exchange: Exchange) -> Sizes:

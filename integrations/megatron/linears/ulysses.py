@@ -47,12 +47,12 @@ class _Exchanging:
         """
         reason = te_feature(self) or exchange_reason(self, x, exchange.group)
         if not divides_weights(self):
-            self.overlap.count_exchange(reason, x, self.weight, exchange)
+            self.overlap.count_exchange(reason, exchange)
             return reason
         if reason is None or self.overlap.has_told_nothing:  # later the table goes on to say what exchanges do
             self.overlap.apart = reason = reason or why_apart(self, x, exchange)
         if reason is None:
-            self.overlap.count_over_tp(x, self.weight, exchange, parts_of_call(self, x, exchange))
+            self.overlap.count_over_tp(exchange, parts_of_call(self, x, exchange))
         return reason
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class _Exchanging:
         q, k, v = qkv_all_to_all(
             normed(self, x), self.weight, bias, group=exchange.group, heads=exchange.heads, layout=exchange.layout,
             qk_norm=None if norm is None else norm(), rotary=rotary, tp_group=self.tp_group,
-            config=overlap.settings(self, self.weight), name=overlap.name,
+            config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
         )  # fmt: skip
         return overlap.watched(q), k, v
 
@@ -99,7 +99,7 @@ class _Exchanging:
         added, returned = (None, bias) if _returns_bias(self) else (bias, None)
         y = attention_output_linear(
             x, self.weight, added, group=exchange.group, layout=exchange.layout, tp_group=self.tp_group,
-            config=overlap.settings(self, self.weight), name=overlap.name,
+            config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
         )  # fmt: skip
         return overlap.watched(y), returned
 

@@ -107,8 +107,8 @@ FAULTS = [
           f"{ULYSSES}::test_what_is_not_timed"),
     PLANS("what stands in for a method is timed as that", "candidate.method if isinstance(candidate, Candidate) else None",
           "self.in_trial.methods[self.candidates.index(candidate)]", f"{ULYSSES}::test_what_stands_in_is_not_timed"),
-    CALLS("a gather takes no turns", "w_shard_n, bias, group, config, name, tries=True).next_call(name)",
-          "w_shard_n, bias, group, config, name, tries=True).linear(name)"),
-    CALLS("a scatter takes no turns", "w_shard_k, bias, group, config, name, tries=True).next_call(name)",
-          "w_shard_k, bias, group, config, name, tries=True).linear(name)"),
+    CALLS("a gather takes no turns", "w_shard_n, bias, group, config, name, tries=True)\n    linear = planned.next_call(name)",
+          "w_shard_n, bias, group, config, name, tries=True)\n    linear = planned.linear(name)"),
+    CALLS("a scatter takes no turns", "w_shard_k, bias, group, config, name, tries=True)\n    linear = planned.next_call(name)",
+          "w_shard_k, bias, group, config, name, tries=True)\n    linear = planned.linear(name)"),
 ]  # fmt: skip
