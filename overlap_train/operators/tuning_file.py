@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..planning import table
-from ..planning.table import Key, Table, Winner
+from ..planning import table, table_key
+from ..planning.table import Table, Winner
+from ..planning.table_key import Key
 from ..runtime.domain import OverlapDomain
 from ..warn import warn_user
 
 
 def key_of(domain: OverlapDomain) -> Key:
     """What measurements in a domain depend on."""
-    return table.key_of(domain.device, domain.world_size, domain.topology.nodes)
+    return table_key.key_of(domain.device, domain.world_size, domain.topology.nodes, domain.config.network)
 
 
 def read(domain: OverlapDomain) -> Table | None:

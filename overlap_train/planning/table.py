@@ -1,7 +1,8 @@
 """Measured winners: in memory, and in one JSON file for each key. Rank 0 of a group reads it for all of its ranks.
 
-A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`; without `nodes` it means one node. Each winner has
-the pass that was measured (kind, dtype, m, n, k), the method that won, and ms: the time of each method and variant that ran.
+A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`, but for those of LEFT_OUT that have the value there.
+Each winner has the pass that was measured (kind, dtype, m, n, k), the method that won, and ms: the time of each method and
+variant that ran.
 
 A file is replaced as a whole (os.replace): a reader sees the old or the new one, never a part. Two tuners that write the
 same file at once both leave a whole file; the later one may leave out what the earlier one has just added.
@@ -9,12 +10,8 @@ same file at once both leave a whole file; the later one may leave out what the 
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.metadata
 import json
 import os
-import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -27,68 +24,8 @@ from ..config import flag_name
 from ..methods import TRAITS
 from ..warn import warn_user
 from .passes import KINDS, Bucket, Pass, dtype_name
+from .table_key import LEFT_OUT, Key
 from .variants import PLAIN, VARIANTS, Variant
-
-_NONE = "not installed"  # of overlap-train: a checkout on the path
-_DRIVER = Path("/proc/driver/nvidia/version")
-
-
-# Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.
-KERNELS = 4
-
-
-@dataclass(frozen=True)
-class Key:
-    """What measurements depend on besides the shape. Under another key nothing of them is used."""
-
-    gpu: str  # "cpu" without one
-    torch: str
-    triton: str
-    driver: str
-    overlap_train: str
-    world: int
-    kernels: int = KERNELS
-    nodes: int = 1  # that the ranks are on, as many on each
-
-    def as_dict(self) -> dict[str, Any]:
-        """The key as a file has it. One node is left out: so it was before groups could span several."""
-        return {name: value for name, value in asdict(self).items() if name != "nodes" or value > 1}
-
-    @property
-    def file_name(self) -> str:
-        """The name of the key's file. It tells people the GPU and the numbers of ranks and nodes; the digest tells versions
-        apart."""
-        digest = hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:12]
-        nodes = f"-{self.nodes}-nodes" if self.nodes > 1 else ""
-        return f"tuned-{re.sub('[^A-Za-z0-9]+', '-', self.gpu)}-{self.world}-ranks{nodes}-{digest}.json"
-
-
-@functools.cache
-def key_of(device: torch.device, world: int, nodes: int = 1) -> Key:
-    """The Key of this machine and installation, for `world` ranks on `nodes` nodes."""
-    on_gpu = device.type == "cuda"
-    gpu = torch.cuda.get_device_name(device) if on_gpu else "cpu"
-    driver = _driver_version() if on_gpu else "none"
-    versions = str(torch.__version__), installed("triton") or _NONE, driver, installed("overlap-train") or _NONE
-    return Key(gpu, *versions, world, nodes=nodes)
-
-
-def installed(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _driver_version() -> str:
-    """ "570.86.15"; the kernel module's own word, which is there in containers too."""
-    try:
-        found = re.search(r"\d+\.\d+(\.\d+)*", _DRIVER.read_text().splitlines()[0])
-    except (OSError, IndexError):
-        found = None
-    return found[0] if found else "unknown"
-
 
 SAME = 0.02  # by so much two measurements of one thing differ
 
@@ -174,7 +111,7 @@ def _to_entry(winner: Winner) -> dict[str, Any]:
 
 def _from_document(document: dict[str, Any], key: Key) -> Table:
     """Raises ValueError, KeyError, TypeError or AttributeError for anything that `save` does not write."""
-    found = {"nodes": 1} | document["key"]
+    found = LEFT_OUT | document["key"]
     if found != asdict(key):
         raise ValueError(f"it was measured with {found}, this is {asdict(key)}")
     winners = [_from_entry(entry, key.world) for entry in document["winners"]]

@@ -21,7 +21,8 @@ from overlap_train.integrations.megatron.enabling import first_table, reporting
 from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from overlap_train.integrations.megatron.linears.in_model import overlapped_linears
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.table import Winner, key_of, save
+from overlap_train.planning.table import Winner, save
+from overlap_train.planning.table_key import key_of
 from overlap_train.runtime.registry import made_domain
 from tests.megatron.linears import column_pair, run
 from tests.megatron.models import (

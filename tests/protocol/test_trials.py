@@ -23,7 +23,8 @@ from overlap_train.planning import choice
 from overlap_train.planning.passes import SCATTER_AND_WGRAD
 from overlap_train.planning.schedule.kinds import GATHER
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
-from overlap_train.planning.table import key_of, read
+from overlap_train.planning.table import read
+from overlap_train.planning.table_key import key_of
 from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.runtime.registry import made_domain
 from tests.processes import run_ranks, values

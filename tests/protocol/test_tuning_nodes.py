@@ -13,7 +13,8 @@ import torch.distributed as dist
 from overlap_train import OverlapConfig, all_gather_linear, linear_all_to_all, linear_reduce_scatter, shutdown
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.schedule.kinds import GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.table import Key, Winner, key_of, read, save
+from overlap_train.planning.table import Winner, read, save
+from overlap_train.planning.table_key import Key, key_of
 from overlap_train.runtime.registry import made_domain
 from tests.processes import run_ranks, values
 from tests.script_server import ScriptServer

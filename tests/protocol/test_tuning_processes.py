@@ -23,7 +23,8 @@ from overlap_train.planning.choice import Choice
 from overlap_train.planning.engine_plan import EnginePlan
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.schedule.kinds import GATHER, SCATTER
-from overlap_train.planning.table import Winner, key_of, path_of, read, save
+from overlap_train.planning.table import Winner, path_of, read, save
+from overlap_train.planning.table_key import key_of
 from overlap_train.protocol.tags import Tag
 from overlap_train.runtime.domain import OverlapDomain
 from overlap_train.runtime.registry import made_domain

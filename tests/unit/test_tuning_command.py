@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from overlap_train import OverlapConfig, cli
 from overlap_train.flags import option_fields
 from overlap_train.planning.passes import Pass
-from overlap_train.planning.table import Winner, key_of
+from overlap_train.planning.table import Winner
+from overlap_train.planning.table_key import key_of
 from overlap_train.tools.measure import methods
 from overlap_train.tools.measure.models import MODELS
 from overlap_train.tools.tune.cases import model_cases, one_a_bucket
@@ -47,6 +50,18 @@ def test_winners_in_another_folder_need_a_flag_in_training() -> None:
     usual = OverlapConfig().tuning_dir
     assert where_kept(usual, key) == f"{usual}/{key.file_name}"
     assert where_kept("/shared", key) == f"/shared/{key.file_name} (train with --overlap-train-tuning-dir /shared)"
+
+
+def test_winners_across_nodes_say_how_to_train_with_them() -> None:
+    folder, key = OverlapConfig().tuning_dir, replace(key_of(torch.device("cpu"), 2, 2), gpu="NVIDIA H200")
+    for how, way in (
+        ({}, "CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        ({"queues": "many"}, "CUDA_DEVICE_MAX_CONNECTIONS unset, or not 1"),
+        ({"network": "nvshmem"}, "CUDA_DEVICE_MAX_CONNECTIONS=1, --overlap-train-network nvshmem"),
+    ):
+        told = replace(key, **how)
+        assert where_kept(folder, told) == f"{folder}/{told.file_name} (train with {way})"
+    assert "train with" not in where_kept(folder, replace(key, gpu="cpu"))
 
 
 @pytest.mark.parametrize("model", MODELS)

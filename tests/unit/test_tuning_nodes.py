@@ -8,16 +8,21 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from overlap_train import OverlapConfig
+from overlap_train.operators import tuning_file
 from overlap_train.planning.choice import Choice, choose, untuned
 from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, engine_plan
 from overlap_train.planning.passes import Pass
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.table import KERNELS, UNTUNED, Key, Table, Winner, key_of, path_of, read, save
+from overlap_train.planning.table import UNTUNED, Table, Winner, path_of, read, save
+from overlap_train.planning.table_key import KERNELS, Key, key_of
 from overlap_train.planning.tiling import equal_chunks
 from overlap_train.planning.variants import PLAIN, Variant
 from overlap_train.tools.tune.candidates import candidates, variants_to_run
@@ -40,6 +45,31 @@ def test_one_node_and_two_have_files_of_their_own(tmp_path: Path) -> None:
     assert read(str(tmp_path), ONE).find(FC1) == IN_ONE and read(str(tmp_path), TWO).find(FC1) == ACROSS
     assert read(str(tmp_path), replace(ONE, nodes=4)).find(FC1) is None
     assert key_of(CPU, 4, 2).nodes == 2 and key_of(CPU, 4).nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "connections", "network", "told"),
+    [
+        (GPU, 2, "1", "auto", {}),
+        (GPU, 2, "1", "nccl", {}),
+        (GPU, 2, "1", "nvshmem", {"network": "nvshmem"}),
+        (GPU, 2, "8", "auto", {"queues": "many"}),
+        (GPU, 2, None, "auto", {"queues": "many"}),
+        (GPU, 1, None, "nvshmem", {}),
+        (CPU, 2, None, "nvshmem", {}),
+    ],
+)
+def test_between_nodes_of_gpus_the_network_and_the_hardware_queues_count(
+    device: torch.device, nodes: int, connections: str | None, network: str, told: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Files that were measured before with NCCL in one queue keep their names."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    written = key_of(device, 4, nodes, network).as_dict()
+    assert {name: written.get(name) for name in ("network", "queues") if name in written} == told
 
 
 @pytest.mark.parametrize(("written", "wanted"), [(ONE, TWO), (TWO, ONE)])
@@ -66,6 +96,22 @@ def test_files_from_before_nodes_were_counted_mean_one(tmp_path: Path) -> None:
         assert not read(str(tmp_path), TWO).winners
     save(str(tmp_path), ONE, [])
     assert json.loads(file.read_text())["key"] == older, "an older installation can still read it"
+
+
+@pytest.mark.parametrize("network", ["auto", "nvshmem"])
+def test_a_domain_has_the_key_of_its_network(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    topology, config = Topology(2, 2, 0), OverlapConfig(network=network)
+    domain: Any = SimpleNamespace(device=GPU, world_size=4, topology=topology, config=config)
+    assert tuning_file.key_of(domain) == key_of(GPU, 4, 2, network)
+
+
+def test_files_from_before_networks_and_queues_were_told_mean_nccl_in_one_queue(tmp_path: Path) -> None:
+    path = save(str(tmp_path), TWO, [ACROSS])
+    assert not {"network", "queues"} & set(json.loads(path.read_text())["key"]), "as such files are"
+    assert read(str(tmp_path), TWO).find(FC1) == ACROSS
+    for other in (replace(TWO, queues="many"), replace(TWO, network="nvshmem")):
+        assert not read(str(tmp_path), other).winners
 
 
 @pytest.mark.usefixtures("hopper_gpu")

@@ -18,9 +18,11 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.planning import table as table_module
+from overlap_train.planning import table_key
 from overlap_train.planning.passes import Pass, rounded_up
 from overlap_train.planning.schedule.kinds import GATHER, SCATTER
-from overlap_train.planning.table import Key, Table, Winner, key_of, path_of, read, save
+from overlap_train.planning.table import Table, Winner, path_of, read, save
+from overlap_train.planning.table_key import Key, key_of
 from overlap_train.planning.variants import PLAIN, VARIANTS, Variant, method_of
 from overlap_train.tools.measure.timing import Timing
 from overlap_train.tools.tune.candidates import NOISE, WORTH_LAUNCHES, candidates, decide, variants_to_run
@@ -68,7 +70,7 @@ def test_others_may_read_what_one_user_has_measured(tmp_path: Path) -> None:
     "other",
     [
         {"gpu": "NVIDIA H100 80GB HBM3"}, {"torch": "2.13.0"}, {"triton": "3.9.0"}, {"driver": "580.65.06"},
-        {"overlap_train": "0.2.0"}, {"world": 2}, {"nodes": 2},
+        {"overlap_train": "0.2.0"}, {"world": 2}, {"nodes": 2}, {"network": "nvshmem"}, {"queues": "many"},
     ],
     ids=lambda other: next(iter(other)),
 )  # fmt: skip
@@ -228,8 +230,8 @@ def test_the_key_of_this_machine_names_what_is_installed() -> None:
 def test_the_driver_version(line: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "version"
     file.write_text(line + "\nGCC version:  gcc 12.3.0\n" if line else "")
-    monkeypatch.setattr(table_module, "_DRIVER", file)
-    assert table_module._driver_version() == version
+    monkeypatch.setattr(table_key, "_DRIVER", file)
+    assert table_key._driver_version() == version
 
 
 def test_a_winner_beats_the_default_by_more_than_noise() -> None:

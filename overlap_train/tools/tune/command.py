@@ -16,7 +16,8 @@ from ... import OverlapConfig, shutdown
 from ...config import flag_name
 from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int, positive_int_or_0
 from ...methods import TRAITS
-from ...planning.table import Key, Winner, key_of, save
+from ...planning.table import Winner, save
+from ...planning.table_key import LEFT_OUT, Key, key_of
 from ..measure import world
 from ..measure.cases import Case
 from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
@@ -84,9 +85,13 @@ class Tune:
     )
     dtype: str | None = option(None, "default bf16; on the CPU fp32", choices=tuple(DTYPES))
     provider: str = option("auto", "what provides symmetric memory", choices=PROVIDERS)
+    network: str = option("auto", "what carries data between nodes of GPUs", choices=("auto", "nccl", "nvshmem"))
     tuning_dir: str = option(OverlapConfig().tuning_dir, "where winners are kept", metavar="DIR")
     connections: int = option(
-        1, "CUDA_DEVICE_MAX_CONNECTIONS while measuring; Megatron-Core trains with 1", parse=positive_int, metavar="N"
+        1,
+        "CUDA_DEVICE_MAX_CONNECTIONS while measuring, as in training; Megatron-Core trains with 1",
+        parse=positive_int,
+        metavar="N",
     )
     quick: bool = option(False, "fewer and shorter rounds")
     dry_run: bool = option(False, "only print the shapes; needs no torchrun")
@@ -147,7 +152,7 @@ def tune(asked: Tune, cases: list[Case]) -> int:
     session = Session(settings_of(asked, here.device), here, Results())
     nodes, results = nodes_of(session), session.results
     refuse_methods_of_one_node(asked.methods, nodes)
-    key = key_of(here.device, here.size, nodes)
+    key = key_of(here.device, here.size, nodes, asked.network)
     measure(asked.tuning_dir, key, cases, session)
     results.share_notes(here.group)
     here.say(screen(results.rows, results.notes, columns_of(results.rows)))
@@ -159,9 +164,14 @@ def tune(asked: Tune, cases: list[Case]) -> int:
 
 
 def where_kept(folder: str, key: Key) -> str:
-    """The file of the winners, and the flag without which training would not look for it there."""
-    way = "" if folder == OverlapConfig().tuning_dir else f" (train with {flag_name('tuning_dir')} {folder})"
-    return f"{folder}/{key.file_name}{way}"
+    """The file of the winners, and how to train so that it is looked for."""
+    ways = [] if folder == OverlapConfig().tuning_dir else [f"{flag_name('tuning_dir')} {folder}"]
+    if key.nodes > 1 and key.gpu != "cpu":
+        ways += [
+            "CUDA_DEVICE_MAX_CONNECTIONS=1" if key.queues == "one" else "CUDA_DEVICE_MAX_CONNECTIONS unset, or not 1"
+        ]
+        ways += [f"{flag_name('network')} {key.network}"] if key.network != LEFT_OUT["network"] else []
+    return f"{folder}/{key.file_name}" + (f" (train with {', '.join(ways)})" if ways else "")
 
 
 def measure(folder: str, key: Key, cases: list[Case], session: Session) -> None:
@@ -186,7 +196,9 @@ def settings_of(asked: Tune, device: torch.device) -> Settings:
     refuse_kernels_on_cpus(asked.methods, device)
     methods = asked.methods or (CANDIDATES if on_gpu else ("chunked", "collective"))
     limits = OverlapConfig(symmetric_mib=8192, timeout_s=30.0, main_grad="off")
-    config = replace(limits, provider=asked.provider, tuning_dir=asked.tuning_dir, node_ranks=asked.node_ranks)
+    config = replace(
+        limits, provider=asked.provider, tuning_dir=asked.tuning_dir, node_ranks=asked.node_ranks, network=asked.network
+    )
     return Settings(methods, dtype, asked.quick, config)
 
 
