@@ -11,6 +11,7 @@ in the same read and write. The copy out of symmetric memory thus costs nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,7 +38,12 @@ class Rotary:
     @property
     def meaning(self) -> str:
         """What ranks must agree on, in words. Angles are not compared."""
-        return f"{self.cos.shape[-1]} features rotated" + " in neighbouring pairs" * self.interleaved
+        return _rotated_features(self.cos.shape[-1], self.interleaved)
+
+
+@lru_cache(maxsize=32)  # calls may have an object each
+def _rotated_features(count: int, interleaved: bool) -> str:
+    return f"{count} features rotated" + " in neighbouring pairs" * interleaved
 
 
 def unpack(

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
-from ..planning.arguments import Request, autocast_error
+from ..planning.arguments import autocast_error
 from ..planning.spec import OperatorSpec
-from ..runtime.prepare import prepare
 from ..runtime.registry import domain_of, made_domain
 from .in_trial import InTrial
 from .plan_book import PlanBook, book_of
@@ -29,13 +28,15 @@ def plan_of(
     name: str,
     *,
     tries: bool = False,
+    problem: str | None = None,
 ) -> Planned:
     """The plan of a call, the same on all ranks of the group. x, w, bias: the operands of the linear `name`.
 
     A known plan is a dictionary look-up: only autocast is checked again. A new one checks the arguments and is agreed on by all
     ranks, which communicates. So does the end of a trial.
 
-    tries: methods may take turns in it (config.tune_steps).
+    tries: methods may take turns in it (config.tune_steps). problem: what else is wrong with the call, or None; it is raised like
+    what is wrong with the operands.
 
     Raises:
         ValueError: something is wrong with the arguments or settings, the ranks differ, or the memory does not suffice.
@@ -48,13 +49,14 @@ def plan_of(
     domain = made_domain(group)
     if domain is not None and isinstance(domain.book, PlanBook) and isinstance(config, _CONFIGS):
         planned = domain.book.look_up(spec, x, w, bias, config, tries)[1]
-        if planned is not None and not planned.is_due(name):
+        if planned is not None and problem is None and not planned.is_due(name):
             return planned
     domain = domain_of(group, config, x.device)
     book = book_of(domain, name)
     key, planned = book.look_up(spec, x, w, bias, config, tries)
+    planned = planned if problem is None else None  # which `agree` raises, also of a plan that is known
     with domain.exclusively(name):
-        planned = planned or book.agree(key, spec, x, w, bias, config or domain.config, name)
+        planned = planned or book.agree(key, spec, x, w, bias, config or domain.config, name, problem)
         if isinstance(planned, InTrial) and planned.is_due(name):  # also of a length, or a weight, that is new
             book.end_trial(planned.in_trial, name)
             planned = book.agree(key, spec, x, w, bias, config or domain.config, name)
@@ -75,9 +77,7 @@ def refuse(
     Later on this rank alone, at once: its peers may be in a call that they know, in which nobody asks. They find by their signals
     that this one does not come.
     """
-    domain = domain_of(group, config, device)
-    book = book_of(domain, name)
-    if not any(operator == spec.name for operator, *_ in book.agreed):
-        with domain.exclusively(name):
-            prepare(domain, Request(spec.name, "arguments that do not fit", 0), problem, name)
+    book = book_of(domain_of(group, config, device), name)
+    if not book.knows(spec):
+        book.refuse(problem, spec, name)
     raise ValueError(problem)

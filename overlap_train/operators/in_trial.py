@@ -40,7 +40,7 @@ class Candidate(Planned):
     method: str
     work: int
 
-    def _new_linear(self, name: str, meaning: str) -> PlannedLinear:
+    def _new_linear(self, name: str, meaning: tuple[str, ...]) -> PlannedLinear:
         like = super()._new_linear(name, meaning)
         return _TriedLinear(
             like.domain,

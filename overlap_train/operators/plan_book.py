@@ -72,19 +72,22 @@ class PlanBook:
         bias: torch.Tensor | None,
         config: OverlapConfig,
         name: str,
+        problem: str | None = None,
     ) -> Planned:
         """A new plan, the same on all ranks. Communicates, unless only the number of rows is new, or how this rank's weight lies.
 
-        key: of look_up.
+        key: of look_up. problem: see plan_of.
 
         Raises:
             ValueError: if they differ or one of them has a problem; on every rank, where it communicates. Else on those with the
                 problem: the others find by their signals that these did not come.
         """
         domain, layout = self.domain, (w.stride(), w.data_ptr() % 16)
-        error = spec.error(x, w, bias, domain.world_size, name)
+        error = problem or spec.error(x, w, bias, domain.world_size, name)
         planned = self._planned(spec, config, x, w, name, tries=bool(key[-1]) and error is None)
         known = self.plans.get(key)
+        if known is not None and problem is not None:
+            raise ValueError(problem)  # of a call that peers know, in which nobody asks
         if known is not None:
             return known.setdefault(layout, planned)
         problem = error or other_table(domain, config) or why_not_here(planned.plan, domain)
@@ -98,6 +101,16 @@ class PlanBook:
             prepare(domain, planned.request, problem, name, _trained(x, w))
             self.agreed.put(any_rows, True)
         return self.plans.put(key, {layout: planned})[layout]
+
+    def knows(self, spec: OperatorSpec) -> bool:
+        """Whether ranks have agreed on some call of an operator."""
+        return any(operator == spec.name for operator, *_ in self.agreed)
+
+    def refuse(self, problem: str, spec: OperatorSpec, name: str) -> NoReturn:
+        """Raise ValueError(problem), for arguments of which no plan can be made, on all ranks: they are at a first call, too."""
+        with self.domain.exclusively(name):
+            prepare(self.domain, Request(spec.name, "arguments that do not fit", 0), problem, name)
+        raise ValueError(problem)
 
     def _planned(
         self, spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, name: str, *, tries: bool

@@ -71,7 +71,9 @@ class Planned:
     domain: OverlapDomain
     plan: Plan
     trains: bool = True
-    _linears: BoundedCache[tuple[str, str], PlannedLinear] = field(default_factory=lambda: BoundedCache(_MOST_NAMES))
+    _linears: BoundedCache[tuple[str, tuple[str, ...]], PlannedLinear] = field(
+        default_factory=lambda: BoundedCache(_MOST_NAMES)
+    )
     _beside: dict[int, Planned] = field(default_factory=dict)  # by SMs
 
     @property
@@ -94,7 +96,7 @@ class Planned:
         """Whether a trial ends before the next call of the linear `name`."""
         return False
 
-    def linear(self, name: str, meaning: str = "") -> PlannedLinear:
+    def linear(self, name: str, meaning: tuple[str, ...] = ()) -> PlannedLinear:
         """The linear `name`. meaning: in what else ranks must agree, beside operator, shapes and dtype."""
         key = (name, meaning)
         return self._linears.get(key) or self._linears.put(key, self._new_linear(name, meaning))
@@ -115,14 +117,14 @@ class Planned:
         spared = {part: engine.beside(sms) for part, engine in engines.items() if engine is not None}
         return Planned(self.domain, replace(plan, **spared), self.trains)
 
-    def _new_linear(self, name: str, meaning: str) -> PlannedLinear:
+    def _new_linear(self, name: str, meaning: tuple[str, ...]) -> PlannedLinear:
         keeps = self.plan.wgrad is None and self.trains
         return PlannedLinear(self.domain, self.plan, tags_of(self.plan, name, meaning), keeps)
 
 
-def tags_of(plan: Plan, name: str, meaning: str) -> PassTags:
+def tags_of(plan: Plan, name: str, meaning: tuple[str, ...]) -> PassTags:
     """The tags of a linear. Methods are not in them: ranks have agreed on these already."""
-    what = f"{plan.spec.name}, {plan.request.what.partition(', method')[0]}" + (meaning and f", {meaning}")
+    what = ", ".join([plan.spec.name, plan.request.what.partition(", method")[0], *meaning])
     short = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
     fprop, dgrad, wgrad = (Tag(f"{name}/{part}", what) for part in ("fprop", "dgrad", "wgrad"))
     return PassTags(fprop, dgrad, wgrad, (f"{short}/fprop", f"{short}/dgrad", f"{short}/wgrad"))

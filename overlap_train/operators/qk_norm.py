@@ -10,6 +10,7 @@ Everything is computed in fp32. x, y, dy and dx are rounded to the dtype of the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -32,7 +33,7 @@ class QkNorm:
     @property
     def meaning(self) -> str:
         """What ranks must agree on, in words. Weights are not compared."""
-        return f"normalised with eps {self.eps:g}" + " around one" * self.zero_centered
+        return _normalised(self.eps, self.zero_centered)
 
     def having(self, q_weight: torch.Tensor, k_weight: torch.Tensor) -> QkNorm:
         """This norm with its weights as autograd has kept them: hooks on saved tensors (checkpointing) give back other
@@ -51,6 +52,11 @@ class QkNorm:
                 f"{name}: qk_norm has weights on {q.device} and {k.device}, the input is on {device}; move them there"
             )
         return None
+
+
+@lru_cache(maxsize=32)  # calls have an object each
+def _normalised(eps: float, zero_centered: bool) -> str:
+    return f"normalised with eps {eps:g}" + " around one" * zero_centered
 
 
 class HeadNorm:

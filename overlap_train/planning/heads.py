@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -24,6 +25,11 @@ class AttentionHeads:
     def features(self) -> int:
         """N of the QKV weight [N, K]."""
         return (self.query + 2 * self.kv) * self.dim
+
+    @cached_property
+    def meaning(self) -> str:
+        """The heads in words, as ranks compare them."""
+        return str(self)
 
     @property
     def per_group(self) -> int:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -40,7 +41,7 @@ class SequenceLayout:
             numbers = given.tolist() if isinstance(given, torch.Tensor) else map(int, given)
             object.__setattr__(self, field, tuple(numbers))
 
-    @property
+    @cached_property
     def meaning(self) -> str:
         """The layout in words, as ranks compare it. The same numbers have the same hash in every process."""
         if self.lengths:

@@ -8,4 +8,18 @@ The same operator has a public name, and a name inside this package (Linear in e
 
 Their engines are GEMM_A2A (operators/gemm_all_to_all.py) and A2A_GEMM (operators/all_to_all_gemm.py). The projections of an
 attention (attention.py) are made of them: qkv_all_to_all of the first, attention_output_linear of the second.
+
+A call goes through these files, from the caller to the engines; backward begins at the autograd function:
+
+                                          weights are whole                  TP divides them (TP x Ulysses)
+    public functions                      linears.py, attention.py           attention.py, with tp_group
+      wrong arguments, on every rank      arguments.py                       arguments.py, groups.py
+      shards padded to equal lengths      shards.py                          shards.py
+    the call as planned, in parts         calls.py                           sharded.py (both cut by parts.py)
+    autograd functions                    linears.py, qkv.py                 linears.py, qkv.py
+    passes, part by part                  exchange.py (in trials turns.py)   tensor_parallel.py, rows_backward.py
+      rows in the caller's tensors        rows.py                            rows.py
+      KV heads that several ranks need    copies.py                          copies.py
+      order in which parts begin          ahead.py                           ahead.py
+    engines                               operators/start.py                 operators/start.py, column_row.py
 """

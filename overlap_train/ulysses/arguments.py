@@ -51,11 +51,34 @@ def heads_error(
     x: torch.Tensor, heads: AttentionHeads, qk_norm: QkNorm | None, rotary: Rotary | None, name: str
 ) -> str | None:
     """What is wrong with what goes with the features of a head, or None."""
-    if not isinstance(heads, AttentionHeads):
-        return f"{name}: heads={heads!r} must be AttentionHeads(query=..., kv=..., dim=...)"
+    wrong = not_heads(heads, name)
+    if wrong is not None:
+        return wrong
     if not isinstance(qk_norm, QkNorm | None):
         return f"{name}: qk_norm is a {type(qk_norm).__name__}; it must be QkNorm(q_weight, k_weight, eps), or None"
     rotated = 0 if rotary is None else rotary.cos.shape[-1]
-    if rotated % 2 or rotated > heads.dim:
+    if rotary is not None and (rotated % 2 or not 0 < rotated <= heads.dim):
         return f"{name}: rotary turns {rotated} features of each head, which has {heads.dim}; it must be an even number of them"
     return None if qk_norm is None else qk_norm.error(heads.dim, x.device, name)
+
+
+def weight_error(
+    heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
+) -> str | None:
+    """Why `heads` do not fit w, bias or the ranks, or None."""
+    wrong = not_heads(heads, name) or heads.error(world_size, name)
+    if wrong is not None:
+        return wrong
+    if w.shape[:1] != (heads.features,):
+        rows = f"{w.shape[:1].numel()} rows (shape {tuple(w.shape)})"
+        return f"{name}: w has {rows}, {heads} needs {heads.features}; they must be equal"
+    if bias is not None and bias.shape != (heads.features,):
+        return f"{name}: bias has shape {tuple(bias.shape)}; it must be [{heads.features}], one per row of w"
+    return None
+
+
+def not_heads(heads: AttentionHeads, name: str) -> str | None:
+    """Why `heads`, of whatever type, are no AttentionHeads, or None."""
+    if isinstance(heads, AttentionHeads):
+        return None
+    return f"{name}: heads={heads!r} must be AttentionHeads(query=..., kv=..., dim=...)"

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
-from ..linear import as_rows, run_eagerly
+from ..linear import run_eagerly
 from ..operators.attention_layout import Rotary
-from ..operators.autograd import applied, once_differentiable
 from ..operators.call_plan import refuse
 from ..operators.planned import OnPlan
-from ..operators.qk_norm import HeadNorm, QkNorm
+from ..operators.qk_norm import QkNorm
 from ..planning.heads import AttentionHeads
 from ..planning.sequence import SequenceLayout
-from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
+from ..planning.spec import (
+    ALL_GATHER_LINEAR,
+    ALL_TO_ALL_LINEAR,
+    LINEAR_ALL_TO_ALL,
+    LINEAR_REDUCE_SCATTER,
+    OperatorSpec,
+)
 from .arguments import heads_error, lengths_error, sequence_error
 from .calls import Terms, heads_linear, rows_linear
 from .exchange import Linear
-from .groups import Groups
+from .groups import Groups, refuse_in_both
 from .linears import apply_to_rows
-from .rows import HeadRows
+from .qkv import Received, apply_qkv
 from .sharded import sharded_heads_linear, sharded_rows_linear
 from .shards import Shards
 from .tensor_parallel import ShardedLinear
@@ -91,7 +95,7 @@ def qkv_all_to_all(
     wrong = wrong or lengths_error(x_shard_m, layout, shards.rank, shards.tensor, name)
     wrong = wrong or heads_error(x_shard_m, heads, qk_norm, rotary, name)
     if wrong is not None:
-        _refuse(wrong, LINEAR_ALL_TO_ALL, both or group, x_shard_m, Terms(config, name))
+        _refuse(wrong, LINEAR_ALL_TO_ALL, ALL_GATHER_LINEAR, both or group, x_shard_m, Terms(config, name))
     x_shard_m, s = shards.padded(x_shard_m), sum(layout.lengths) or rows
     terms = Terms(config, name, _meaning(layout, qk_norm, rotary), on_plan)
     linear: Linear | ShardedLinear
@@ -100,9 +104,9 @@ def qkv_all_to_all(
     else:
         linear, own_bias = sharded_heads_linear(x_shard_m, w, bias, heads, both, terms)
     of_ranks = shards.rows(s, x_shard_m.device)
-    received = _Received(heads.of_rank(shards.ranks), s, of_ranks, qk_norm, rotary, torch.is_grad_enabled())
+    received = Received(heads.of_rank(shards.ranks), s, of_ranks, qk_norm, rotary, torch.is_grad_enabled())
     norm_weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
-    return _apply_qkv(x_shard_m, w, own_bias, *norm_weights, linear, received)
+    return apply_qkv(x_shard_m, w, own_bias, *norm_weights, linear, received)
 
 
 def attention_output_linear(
@@ -144,8 +148,8 @@ def attention_output_linear(
     wrong = sequence_error(x, x.shape[:1].numel(), layout, None, shards.ranks, name)
     wrong = wrong or lengths_error(x, layout, None, shards.tensor, name)
     if wrong is not None:
-        _refuse(wrong, ALL_TO_ALL_LINEAR, both or group, x, Terms(config, name))
-    sent, terms = shards.as_sent(x), Terms(config, name, layout.meaning, on_plan)
+        _refuse(wrong, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER, both or group, x, Terms(config, name))
+    sent, terms = shards.as_sent(x), Terms(config, name, (layout.meaning,), on_plan)
     linear: Linear | ShardedLinear
     if both is None:
         linear = rows_linear(sent, w, bias, group, terms)
@@ -158,18 +162,22 @@ def attention_output_linear(
 
 
 def _refuse(
-    wrong: str, spec: OperatorSpec, groups: dist.ProcessGroup | Groups, x: torch.Tensor, terms: Terms
+    wrong: str,
+    alone: OperatorSpec,
+    product: OperatorSpec,
+    groups: dist.ProcessGroup | Groups,
+    x: torch.Tensor,
+    terms: Terms,
 ) -> NoReturn:
-    """Raise ValueError(wrong): on every rank, see call_plan.refuse. With two groups on this rank alone: each compares a part of
-    the call of its own, and neither could tell all ranks of the other."""
+    """Raise ValueError(wrong); at the first call on every rank. alone: the operator of one group; product: of the TP group."""
     if isinstance(groups, Groups):
-        raise ValueError(wrong)
-    refuse(wrong, spec, groups, terms.config, x.device, terms.name)
+        refuse_in_both(wrong, product, groups, terms.config, x.device, terms.name)
+    refuse(wrong, alone, groups, terms.config, x.device, terms.name)
 
 
-def _meaning(layout: SequenceLayout, qk_norm: QkNorm | None, rotary: Rotary | None) -> str:
+def _meaning(layout: SequenceLayout, qk_norm: QkNorm | None, rotary: Rotary | None) -> tuple[str, ...]:
     """How ranks must understand each other's rows: those that would do something else with them are told apart."""
-    return ", ".join([layout.meaning, *(how.meaning for how in (qk_norm, rotary) if how is not None)])
+    return (layout.meaning, *(how.meaning for how in (qk_norm, rotary) if how is not None))
 
 
 def _both(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None, name: str) -> Groups | None:
@@ -185,67 +193,3 @@ def _both(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None, name: st
 def _shards(layout: SequenceLayout, group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> Shards:
     tensor = 1 if tp_group is None else dist.get_world_size(tp_group)
     return Shards(layout, dist.get_world_size(group), dist.get_rank(group), tensor)
-
-
-@dataclass(frozen=True)
-class _Received:
-    """How what a rank receives becomes q, k and v.
-
-    heads: this rank's. s: rows of the sequence. rows: which of them each rank sends (shards.py). trains: whether gradients are
-    enabled.
-    """
-
-    heads: AttentionHeads
-    s: int
-    rows: torch.Tensor
-    norm: QkNorm | None
-    rotary: Rotary | None
-    trains: bool
-
-    def new_heads(self, x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        """Memory for [s, b, *counts, dim]; x: [*, b, K]."""
-        return x.new_empty(self.s, x.shape[1], *counts, self.heads.dim)
-
-
-class _QkvAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_shard_m: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        linear: Linear | ShardedLinear,
-        received: _Received,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads, x_rows, before, norm = received.heads, as_rows(x_shard_m), None, None
-        q, k, v = (received.new_heads(x_shard_m, (count,)) for count in (heads.query, heads.kv, heads.kv))
-        if received.norm is not None:
-            if received.trains and any(ctx.needs_input_grad):
-                before = received.new_heads(x_shard_m, (heads.kv, heads.per_group + 1))
-            norm = HeadNorm(received.norm, before)
-        saved = linear.to_heads(x_rows, HeadRows((q, k, v), received.rows, received.rotary, bias, norm))
-        ctx.linear, ctx.received = linear, received
-        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, linear.w, before, q_weight, k_weight)
-        return q, k, v
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_rows, w, before, *norm_weights = ctx.saved_tensors
-        received, norm, dbias, of_norm = ctx.received, None, None, (None, None)
-        if received.norm is not None:
-            norm = HeadNorm(received.norm.having(*norm_weights), before)
-        dy = HeadRows((dq, dk, dv), received.rows, received.rotary, None, norm)
-        if ctx.needs_input_grad[2]:
-            dy.bias_gradient = dq.new_zeros(received.heads.features, dtype=torch.float32)
-        dx, dw = ctx.linear.multiplying(w).heads_backward(x_rows, dy, ctx.needs_input_grad[0])
-        if dy.bias_gradient is not None:
-            dbias = dy.bias_gradient.to(dq.dtype)
-        if norm is not None:
-            of_norm = norm.of_weights()
-        return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, *of_norm, None, None
-
-
-_apply_qkv = applied(_QkvAllToAll)

@@ -20,6 +20,7 @@ from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
 from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of
+from .arguments import weight_error
 from .exchange import Linear
 from .parts import Part, cut_exchange
 from .turns import TimedLinear
@@ -27,16 +28,17 @@ from .turns import TimedLinear
 
 class Terms(NamedTuple):
     """What the caller says about a call. config, name: see linear_all_to_all. meaning: in what else ranks must agree, in words;
-    it becomes part of the call's tags. on_plan: see all_gather_linear; of parts it is told that of the first."""
+    it becomes part of the call's tags. The words are those that layout, heads and the like have kept: calls make none. on_plan: see
+    all_gather_linear; of parts it is told that of the first."""
 
     config: OverlapConfig | None
     name: str
-    meaning: str = ""
+    meaning: tuple[str, ...] = ()
     on_plan: OnPlan | None = None
 
     def also(self, meaning: str) -> Terms:
         """These terms, in which ranks must agree on one thing more."""
-        return self._replace(meaning=", ".join(filter(None, (self.meaning, meaning))))
+        return self._replace(meaning=(*self.meaning, meaning))
 
     def in_parts(self, positions: int) -> Terms:
         """The terms of a part. Shards of other lengths may have equal parts, and more of them, which must not pair up."""
@@ -114,16 +116,18 @@ def heads_linear(
 ) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
     """A call of linear_all_to_all as planned, and the bias of this rank's columns."""
     domain = domain_of(group, terms.config, x.device)
-    wrong = None if heads is None else copies_error(heads, w, bias, domain.world_size, terms.name)
+    wrong = None if heads is None else weight_error(heads, w, bias, domain.world_size, terms.name)
     if wrong is not None:
         refuse(wrong, LINEAR_ALL_TO_ALL, group, terms.config, x.device, terms.name)
     copies = None if heads is None else heads.sent_rows(domain.world_size, w.device)
     # Copied at each call: nothing tells when a weight has changed. Optimizers write into buffers that parameters are views of.
     w_sent = w if copies is None else w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
     bias_sent = bias if bias is None or copies is None else bias[copies]
-    call = Call(LINEAR_ALL_TO_ALL, w_sent, bias_sent, group, domain, terms if heads is None else terms.also(str(heads)))
+    call = Call(
+        LINEAR_ALL_TO_ALL, w_sent, bias_sent, group, domain, terms if heads is None else terms.also(heads.meaning)
+    )
     # For one row of all ranks' shards a rank receives W rows of N' / W features.
-    parts = call.parts(x, 1, w_sent.shape[0] * x.element_size())
+    parts = call.parts(x, 1, w_sent.shape[:1].numel() * x.element_size())
     own_bias = None if bias_sent is None else bias_sent.chunk(domain.world_size)[domain.rank]
     return call.linear(parts, w, copies, rows_of_position(x)), own_bias
 
@@ -146,18 +150,6 @@ def rows_of_position(x: torch.Tensor) -> int:
 
 
 def like(x: torch.Tensor, positions: int, features: int) -> torch.Tensor:
-    """A tensor [positions, b, features] for plans, in kind as x [*, b, *], that takes no memory of its own."""
-    one = x.detach()[:1, :1, :1].expand(positions, x.shape[1], features)
+    """A tensor [positions, b, features] for plans, in kind as x [*, b, *], that takes the memory of one element."""
+    one = x.new_empty(1, 1, 1).expand(positions, x.shape[1], features)
     return one.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else one
-
-
-def copies_error(
-    heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
-) -> str | None:
-    """Why `heads` do not fit w, bias or the ranks, or None."""
-    error = heads.error(world_size, name)
-    if error is None and w.dim() == 2 and w.shape[0] != heads.features:
-        error = f"{name}: w has {w.shape[0]} rows (shape {tuple(w.shape)}), {heads} needs {heads.features}; they must be equal"
-    if error is None and bias is not None and bias.shape != (heads.features,):
-        error = f"{name}: bias has shape {tuple(bias.shape)}; it must be [{heads.features}], one per row of w"
-    return error

@@ -5,8 +5,6 @@
 
 `to_rows` and `heads_backward` send the next part before they multiply one. `to_heads` lets the receiving ranks pull a part while
 it multiplies the next one (ahead.py).
-
-`Rows` says where the exchanged rows lie in the caller's tensors: rank after rank, or in the order of the sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -24,24 +22,9 @@ from ..operators.start import products_beside, start_all_to_all_gemm, start_gemm
 from ..operators.weight_gradient import WeightGradient
 from ..runtime.profiling import profiled
 from .ahead import Give, ProductStep, Read, Step, run_steps
+from .copies import summed_copies
 from .parts import Part
-
-
-class Rows(Protocol):
-    """The rows of all ranks in a tensor of the caller, with this rank's part of the features."""
-
-    def place(self, part: Part) -> torch.Tensor | None:
-        """The memory for the blocks [W, rows, C] of a part if they stay as they arrive; None: `take` makes something else of
-        them."""
-        ...
-
-    def take(self, part: Part, received: torch.Tensor) -> None:
-        """Write the blocks [W, rows, C] that have arrived for a part to where they belong, if `place` has not put them there."""
-        ...
-
-    def give(self, part: Part) -> torch.Tensor:
-        """The blocks [W, rows, C] of a part that are sent, each contiguous."""
-        ...
+from .rows import Rows
 
 
 class InParts:
@@ -213,14 +196,3 @@ def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:
     if linear.copies is None:
         return dy_blocks
     return summed_copies(dy_blocks, linear.copies, linear.weight.shape[0])
-
-
-def summed_copies(dy_blocks: torch.Tensor, copies: torch.Tensor, n: int) -> torch.Tensor:
-    """dy [rows, N] from [W, rows, N'/W], column i of which belongs to row copies[i] of the weight.
-
-    Copies are added in fp32 and in the order of ranks.
-    """
-    total = dy_blocks.new_zeros(dy_blocks.shape[1], n, dtype=torch.float32)
-    for block, columns in zip(dy_blocks, copies.chunk(len(dy_blocks)), strict=True):
-        total[:, columns] += block  # within a block each column comes once
-    return total.to(dy_blocks.dtype)

@@ -1,4 +1,6 @@
-"""The two groups of TP x Ulysses, and how many nodes they span, which all ranks of both must answer alike.
+"""The two groups of TP x Ulysses: how many nodes they span, and what is wrong on one rank, which all ranks of both must know.
+
+What a rank says in one of its groups, and those who hear it in their other group, comes to all ranks of both.
 
 Each group has found its own nodes, and other groups of the same job may lie otherwise: a TP group on one node, its neighbour on
 two. A rank that went by its own two groups alone could send what a peer does not wait for.
@@ -6,14 +8,17 @@ two. A rank that went by its own two groups alone could send what a peer does no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
-from ..operators.plan_book import book_of
+from ..operators.plan_book import book_of, made_book
+from ..planning.spec import ALL_TO_ALL, OperatorSpec
 from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of
 
@@ -32,6 +37,30 @@ class Groups:
     @property
     def ranks(self) -> int:
         return self.ulysses.size()
+
+
+def refuse_in_both(
+    wrong: str, product: OperatorSpec, groups: Groups, config: OverlapConfig | None, device: torch.device, name: str
+) -> NoReturn:
+    """Raise ValueError(wrong), for arguments of which no plan can be made: on every rank of both groups, at the first call.
+
+    product: the operator of the TP group. Once both groups know their operators, on this rank alone: see plan_book.refuse.
+    """
+    tensor, ulysses = (domain_of(group, config, device) for group in (groups.tensor, groups.ulysses))
+    known = ((made_book(tensor), product), (made_book(ulysses), ALL_TO_ALL))
+    if all(book is not None and book.knows(spec) for book, spec in known):
+        raise ValueError(wrong)
+    if device.type == "cuda":
+        nodes_of_groups(groups, config, device, name)  # as the ranks do that have nothing wrong
+    try:
+        book_of(tensor, name).refuse(wrong, product, name)
+    except ValueError as refused:
+        book_of(ulysses, name).refuse(of_tensor(refused), ALL_TO_ALL, name)
+
+
+def of_tensor(refused: ValueError) -> str:
+    """What was refused in the TP group, in words for the ranks of the Ulysses group, which is "the group" there."""
+    return re.sub(r"\brank (\d+) of the group", r"rank \1 of tp_group", str(refused))
 
 
 def nodes_of_groups(groups: Groups, config: OverlapConfig | None, device: torch.device, name: str) -> tuple[int, int]:

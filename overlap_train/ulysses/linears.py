@@ -21,8 +21,8 @@ from ..linear import as_rows, run_eagerly
 from ..operators.autograd import applied, once_differentiable
 from ..planning.heads import AttentionHeads
 from .calls import Terms, heads_linear, rows_linear
-from .exchange import Linear, Rows
-from .rows import RankRows
+from .exchange import Linear
+from .rows import RankRows, Rows
 from .tensor_parallel import ShardedLinear
 
 

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from ..operators.attention_layout import Heads, Rotary, pack, unpack
 from ..operators.qk_norm import HeadNorm
 from .parts import Part
+
+
+class Rows(Protocol):
+    """The rows of all ranks in a tensor of the caller, with this rank's part of the features."""
+
+    def place(self, part: Part) -> torch.Tensor | None:
+        """The memory for the blocks [W, rows, C] of a part if they stay as they arrive; None: `take` makes something else of
+        them."""
+        ...
+
+    def take(self, part: Part, received: torch.Tensor) -> None:
+        """Write the blocks [W, rows, C] that have arrived for a part to where they belong, if `place` has not put them there."""
+        ...
+
+    def give(self, part: Part) -> torch.Tensor:
+        """The blocks [W, rows, C] of a part that are sent, each contiguous."""
+        ...
 
 
 class RankRows:

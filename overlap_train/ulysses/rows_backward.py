@@ -19,8 +19,8 @@ import torch
 
 from ..operators.all_to_all_gemm import Receiver
 from .ahead import run_steps
-from .exchange import Rows
 from .parts import Part
+from .rows import Rows
 
 P = TypeVar("P", bound=Part)
 

@@ -17,8 +17,9 @@ from ..planning.heads import AttentionHeads
 from ..planning.refusals import why_not_together
 from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ..runtime.registry import domain_of
-from .calls import Terms, copies_error, like, rows_of_position
-from .groups import Groups, nodes_of_groups
+from .arguments import weight_error
+from .calls import Terms, like, rows_of_position
+from .groups import Groups, nodes_of_groups, of_tensor, refuse_in_both
 from .parts import cut, parts_that_hide
 from .tensor_parallel import ShardedLinear, ShardedPart
 
@@ -71,15 +72,15 @@ def sharded_heads_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads, groups: Groups, terms: Terms
 ) -> tuple[ShardedLinear, torch.Tensor | None]:
     """The QKV projection as planned, and the bias of the columns that this rank receives."""
-    wrong = copies_error(heads, w, bias, groups.ranks, terms.name)
+    wrong = weight_error(heads, w, bias, groups.ranks, terms.name)
     if wrong is not None:
-        raise ValueError(wrong)
+        refuse_in_both(wrong, ALL_GATHER_LINEAR, groups, terms.config, x.device, terms.name)
     copies = heads.sent_rows(groups.ranks, w.device)
 
     def product(positions: int) -> Planned:
         return plan_of(ALL_GATHER_LINEAR, x[:positions], w, bias, groups.tensor, terms.config, terms.name)
 
-    linear = _linear(x, w, copies, groups, sizes_of_heads(x, w, heads, groups), product, terms.also(str(heads)))
+    linear = _linear(x, w, copies, groups, sizes_of_heads(x, w, heads, groups), product, terms.also(heads.meaning))
     sent = bias if bias is None or copies is None else bias[copies]
     own = None if sent is None else sent.chunk(groups.ranks)[groups.ulysses.rank()]
     return linear, own
@@ -89,9 +90,9 @@ def sharded_rows_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, groups: Groups, terms: Terms
 ) -> ShardedLinear:
     """The output projection as planned."""
-    error = _rows_error(x, groups, terms.name)
-    if error is not None:
-        raise ValueError(error)
+    wrong = _rows_error(x, groups, terms.name)
+    if wrong is not None:
+        refuse_in_both(wrong, LINEAR_REDUCE_SCATTER, groups, terms.config, x.device, terms.name)
     sizes = sizes_of_rows(x, w, groups, _settings(x, groups, terms))
 
     def product(positions: int) -> Planned:
@@ -122,12 +123,18 @@ def _linear(
     config, name, meaning = terms.config, terms.name, terms.meaning
     nodes = nodes_of_groups(groups, config, x.device, name) if x.is_cuda else (1, 1)  # gloo carries both
     for first, last in places:
-        multiplies = product(last - first)
         sent = like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
+        try:
+            multiplies = product(last - first)
+        except (
+            ValueError
+        ) as refused:  # on all ranks of tp_group; those of group hear of it where they agree on the exchange
+            plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name, problem=of_tensor(refused))
+            raise
         exchanges = plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name)
-        refused = why_not_together(exchanges.plan, multiplies.plan, nodes)
-        if refused is not None:
-            raise ValueError(f"{name}: {refused}")
+        apart = why_not_together(exchanges.plan, multiplies.plan, nodes)
+        if apart is not None:
+            raise ValueError(f"{name}: {apart}")
         multiplies = multiplies.beside(exchanges.plan.fprop.spared_sms)
         parts.append(ShardedPart(first, last, exchanges.linear(name, meaning), multiplies.linear(name, meaning)))
     if terms.on_plan is not None:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 
 from ..planning.sequence import SequenceLayout
 from .calls import like
-from .exchange import Linear, Rows
+from .exchange import Linear
 from .linears import rank_rows
-from .rows import SequenceRows, UnequalRows
+from .rows import Rows, SequenceRows, UnequalRows
 from .tensor_parallel import ShardedLinear
 
 

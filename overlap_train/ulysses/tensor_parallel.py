@@ -31,8 +31,10 @@ from ..operators.planned import PlannedLinear
 from ..operators.start import products_beside
 from ..operators.weight_gradient import WeightGradient
 from .ahead import run_steps
-from .exchange import InParts, Rows, summed_copies
+from .copies import summed_copies
+from .exchange import InParts
 from .parts import Part
+from .rows import Rows
 from .rows_backward import RowsBackward
 
 

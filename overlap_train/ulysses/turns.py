@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ..operators.trials import Timed, TimedBracket, Trial
-from .exchange import Linear, Rows
+from .exchange import Linear
+from .rows import Rows
 
 
 @dataclass

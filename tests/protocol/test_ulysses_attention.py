@@ -243,6 +243,10 @@ def _refused(rank: int, world: int) -> list[str]:
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, qk_norm=QkNorm(torch.ones(4), torch.ones(2, 4), 1e-6)),
         lambda: qkv_all_to_all(x, w, group=group, heads=heads, tp_group=group),
         lambda: attention_output_linear(x, w[:, :16], group=group, tp_group=group),
+        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=Rotary(torch.ones(8, 0), torch.ones(8, 0))),
+        lambda: qkv_all_to_all(x, w[0, 0], group=group, heads=heads),
+        lambda: linear_all_to_all(x, w[0, 0], group=group),
+        lambda: linear_all_to_all(x, w, group=group, heads=(4, 2, 4)),  # type: ignore[arg-type]
     )
     said = []
     for call in calls:
@@ -275,6 +279,10 @@ def test_calls_that_do_not_fit_say_why() -> None:
                 "linear_qkv: qk_norm has weights (4,) and (2, 4); both must be [4], a head's features",
                 "linear_qkv: tp_group is group; they must be two groups",
                 "linear_proj: tp_group is group; they must be two groups",
+                "linear_qkv: rotary turns 0 features of each head, which has 4",
+                "linear_qkv: w has 1 rows (shape ()), AttentionHeads(query=4, kv=2, dim=4) needs 32; they must be equal",
+                "linear_all_to_all: x_shard_m has shape (4, 1, 8) and w (); they need at least 2, and exactly 2 dimensions",
+                "linear_all_to_all: heads=(4, 2, 4) must be AttentionHeads(query=..., kv=..., dim=...)",
             ),
             strict=True,
         ):

@@ -174,12 +174,12 @@ def _linear(one: Projection, config: OverlapConfig, recording: Recording) -> Sha
 
     exchange = plan(ALL_TO_ALL, grid.ulysses, _meta(sizes.carries * sizes.positions * sizes.rows, sizes.sent))
     tensor, ulysses = Domain(recording, grid.tensor), Domain(recording, grid.ulysses, exchange.fprop)
-    exchanges = PlannedLinear(ulysses, exchange, tags_of(exchange, "exchange", ""), keeps=False)  # type: ignore[arg-type]
+    exchanges = PlannedLinear(ulysses, exchange, tags_of(exchange, "exchange", ()), keeps=False)  # type: ignore[arg-type]
     parts = []
     for first, last in one.parts:
         rows = (last - first) * sizes.rows
         product = plan(spec, grid.tensor, _meta(rows // s.tp if one.is_qkv else rows, one.k))
-        planned = PlannedLinear(tensor, product, tags_of(product, "product", ""), keeps=False)  # type: ignore[arg-type]
+        planned = PlannedLinear(tensor, product, tags_of(product, "product", ()), keeps=False)  # type: ignore[arg-type]
         works = (_work(one, engine, last - first, grid, d) for d, engine in enumerate((product.fprop, product.dgrad)))
         parts.append(NotedPart(first, last, exchanges, planned, *works))
     copies = None if one.heads.kv % s.cp == 0 or not one.is_qkv else _meta(sizes.sent).long()

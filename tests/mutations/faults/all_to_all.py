@@ -37,6 +37,7 @@ PARTS = In("overlap_train/ulysses/parts.py", (f"{UNIT}/test_parts.py",))
 LINEARS = In("overlap_train/ulysses/linears.py", (EVERY_SHAPE,))
 CALLS = In("overlap_train/ulysses/calls.py", (EVERY_SHAPE,))
 EXCHANGE = In("overlap_train/ulysses/exchange.py", (EVERY_SHAPE,))
+COPIES = In("overlap_train/ulysses/copies.py", (f"{UNIT}/test_attention_heads.py",))
 STEPS = In("overlap_train/ulysses/ahead.py", (EVERY_SHAPE,))
 PROJECTIONS = In("overlap_train/ulysses/attention.py", (BETWEEN_RANKS,))
 ARGUMENTS = In("overlap_train/ulysses/arguments.py", (REFUSED,))
@@ -80,6 +81,9 @@ NAMED = f"{PROTOCOL}/test_tp_ulysses_order.py::test_ranks_that_share_the_sequenc
 TWO_GROUPS = In("overlap_train/ulysses/tensor_parallel.py", (f"{EXACT}[regather-2-True]",))
 TURNS = In("overlap_train/ulysses/rows_backward.py", (f"{EXACT}[regather-4-True]",))
 BOTH = In("overlap_train/ulysses/sharded.py", (f"{EXACT}[regather-4-True]",))
+TOLD_OF_ONE = f"{PROTOCOL}/test_tp_ulysses_refusals.py"
+HEARD = f"{TOLD_OF_ONE}::test_what_does_not_fit_on_one_rank_is_an_error_on_all"
+TOLD = In("overlap_train/ulysses/groups.py", (HEARD,))
 IN_PARTS = f"{PROTOCOL}/test_interleaving_parts.py"
 AHEAD_ONLY = f"{UNIT}/test_copy_engine.py::test_a_join_does_not_wait_for_what_was_sent_ahead"
 PLAN = In("overlap_train/planning/engine_plan.py", (IN_PARTS,))
@@ -120,12 +124,13 @@ FAULTS = [
     IN("A2A: NCCL's blocks are read before they have come", "            self._work.wait()\n", "            pass\n", ASIDE),
     IN("A2A: kept x stays in its slot", "self.received_view().flatten(0, 1).clone()", "self.received_view().flatten(0, 1)",
        FOOTPRINT),
-    EXCHANGE("A2A: gradients of copies are added in 16 bits", "n, dtype=torch.float32)", "n)", f"{UNIT}/test_attention_heads.py"),
-    EXCHANGE("A2A: a copy's gradient replaces the others", "total[:, columns] += block", "total[:, columns] = block",
-            f"{UNIT}/test_attention_heads.py"),
+    COPIES("A2A: gradients of copies are added in 16 bits", "n, dtype=torch.float32)", "n)"),
+    COPIES("A2A: a copy's gradient replaces the others", "total[:, columns] += block", "total[:, columns] = block"),
     CALLS("A2A: every rank adds the first columns' bias", ".chunk(domain.world_size)[domain.rank]",
             ".chunk(domain.world_size)[0]"),
-    CALLS("A2A: heads are not checked", "error = heads.error(world_size, name)", "error = None", REFUSED),
+    ARGUMENTS("A2A: heads are not checked", "not_heads(heads, name) or heads.error(world_size, name)", "not_heads(heads, name)"),
+    ARGUMENTS("A2A: anything may be heads", "not_heads(heads, name) or heads.error(", "heads.error("),
+    ARGUMENTS("A2A: no feature at all may be rotated", "not 0 < rotated <= heads.dim", "rotated > heads.dim"),
     LINEARS("A2A: the input of a frozen weight is kept", "x_shard_m if ctx.needs_input_grad[1] else None, linear.w)",
             "x_shard_m, linear.w)", f"{MODES}[frozen_weights]"),
     LINEARS("A2A: x is kept although nothing is trained", "linear.keeps and trains and", "linear.keeps and",
@@ -259,11 +264,21 @@ FAULTS = [
           "            received = cache(receiver.received_view)\n            received()\n",
           f"{FLIGHT}[row_backward]"),
     BOTH("two groups: every rank adds the first columns' bias", "[groups.ulysses.rank()]", "[0]"),
+    BOTH("two groups: peers do not hear of a product that does not fit",
+         "            plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name, problem=of_tensor(refused))\n", "", HEARD),
+    TOLD("two groups: the TP ranks alone hear what does not fit",
+         "book_of(ulysses, name).refuse(of_tensor(refused), ALL_TO_ALL, name)", "raise"),
+    BOTH("two groups: a TP rank is taken for one of the other group", "problem=of_tensor(refused)", "problem=str(refused)",
+         HEARD),
+    TOLD("two groups: peers are asked in calls that they know", "if all(book is not None and", "if all(False and",
+         f"{TOLD_OF_ONE}::test_in_a_known_call_the_rank_raises_at_once"),
+    TOLD("two groups: one projection's calls are taken for the other's", "if all(book is not None and",
+         "if any(book is not None and"),
     BOTH("two groups: slots have room for one of two", "carries=2 if", "carries=1 if"),
     BOTH("two groups: parts are cut by the product's settings", "domain_of(groups.ulysses, None", "domain_of(groups.tensor, None",
          f"{PROTOCOL}/test_tp_ulysses.py::test_without_a_config_the_exchange_goes_by_its_own_groups"),
-    SHARE_NORM("ranks with another eps pair up", ' with eps {self.eps:g}"', '"'),
-    SHARE_ANGLES("ranks that rotate other features pair up", "{self.cos.shape[-1]} features rotated", "rotated"),
+    SHARE_NORM("ranks with another eps pair up", ' with eps {eps:g}"', '"'),
+    SHARE_ANGLES("ranks that rotate other features pair up", "{count} features rotated", "rotated"),
     BOTH("two groups: parts of other lengths may pair up", "if len(places) == 1 else terms.in_parts(sizes.positions)", "",
          f"{PROTOCOL}/test_tp_ulysses_order.py::test_ranks_with_other_numbers_of_rows_are_named"),
     BOTH("two groups: the product's ranks do not compare layouts", "multiplies.linear(name, meaning)", "multiplies.linear(name)",

@@ -15,7 +15,7 @@ ROUNDED = f"{KERNELS}::test_kernels_round_where_torch_rounds"
 NORM = In("overlap_train/operators/qk_norm.py", ("tests/unit/test_qk_norm.py",))
 LAYOUT = In("overlap_train/operators/attention_layout.py", (SAME,))
 KERNEL = In("kernels/attention_norm.py", (SAME,))
-PROJECTION = In("overlap_train/ulysses/attention.py", (BETWEEN_RANKS,))
+PROJECTION, QKV = (In(f"overlap_train/ulysses/{file}.py", (BETWEEN_RANKS,)) for file in ("attention", "qkv"))
 ROWS = In("overlap_train/ulysses/rows.py", (BETWEEN_RANKS,))
 ARGUMENTS = In("overlap_train/ulysses/arguments.py", (f"{ATTENTION}::test_calls_that_do_not_fit_say_why",))
 
@@ -57,11 +57,11 @@ FAULTS = [
     KERNEL("norm: padding is turned by what lies in front of the angles", "    row = tl.maximum(row, 0)  #", "    #", IN_FRONT),
     KERNEL("norm: programs write one sum over another", "(0) * tl.num_programs(1) + tl.program_id(1)", "(0)"),
     KERNEL("norm: k's gradient goes to q's weight, too", "tl.where(part < PER_GROUP, total", "tl.where(part <= PER_GROUP, total"),
-    PROJECTION("norm: nothing is kept for a frozen projection", "if received.trains and any(ctx.needs_input_grad):",
+    QKV("norm: nothing is kept for a frozen projection", "if received.trains and any(ctx.needs_input_grad):",
                "if received.trains and ctx.needs_input_grad[1]:", ALONE),
     PROJECTION("norm: ranks may normalise or not", "for how in (qk_norm, rotary) if", "for how in (rotary,) if",
                f"{ATTENTION}::test_ranks_that_share_the_sequence_otherwise_are_named[norm-normalised with eps 0.1]"),
-    PROJECTION("norm: the weights have no gradient", "of_norm = norm.of_weights()", "pass"),
+    QKV("norm: the weights have no gradient", "of_norm = norm.of_weights()", "pass"),
     ROWS("norm: q and k arrive as they are", "self._rotary, self._norm)\n", "self._rotary)\n"),
     ROWS("norm: gradients leave as if there were no norm", "self._rotary, self._norm).flatten", "self._rotary).flatten"),
     ARGUMENTS("norm: its weights are not checked", "qk_norm.error(heads.dim, x.device, name)", "None"),

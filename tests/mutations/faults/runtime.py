@@ -189,19 +189,19 @@ FAULTS = [
     ),
     In("overlap_train/ulysses/attention.py", (f"{REFUSED}_on_one_rank_is_an_error_on_all_at_the_first_call",))(
         "peers do not hear of a context that does not fit",
-        "        _refuse(wrong, ALL_TO_ALL_LINEAR, both or group, x, Terms(config, name))\n",
+        "        _refuse(wrong, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER, both or group, x, Terms(config, name))\n",
         "        raise ValueError(wrong)\n",
     ),
     FIRST_CALL("a problem that nobody heard becomes a time-out", "if mine.problem is None:", "if True:"),
     FIRST_CALL("nobody compares the first call", "    compare(agreement.rank, said)\n", ""),
     REFUSE(
         "peers do not hear what does not fit",
-        '            prepare(domain, Request(spec.name, "arguments',
-        '            (lambda *_: None)(domain, Request(spec.name, "arguments',
+        '            prepare(self.domain, Request(spec.name, "arguments',
+        '            (lambda *_: None)(self.domain, Request(spec.name, "arguments',
     ),
     REFUSE(
         "peers are asked in calls that they know",
-        "if not any(operator == spec.name for operator, *_ in book.agreed):",
+        "if not book.knows(spec):",
         "if True:",
         survives="a rank that nobody hears says its own problem in the end, too, but timeout_s later",
     ),

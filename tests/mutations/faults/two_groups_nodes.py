@@ -29,7 +29,7 @@ FAULTS = [
     PRODUCTS("two groups: products count on the SMs of an exchange", "self.exchange.domain, self.exchange.plan.fprop)",
              "self.exchange.domain, None)"),
     PLANS("two groups: kernels take the SMs of an exchange", ".beside(exchanges.plan.fprop.spared_sms)", ".beside(0)"),
-    PLANS("two groups: both may span nodes", "        if refused is not None:\n", "        if False:\n"),
+    PLANS("two groups: both may span nodes", "        if apart is not None:\n", "        if False:\n"),
     PLANNED("two groups: kernels of dx take the SMs of an exchange", '"dgrad", "dgrad_alone"', '"dgrad_alone"'),
     PLANNED("two groups: kernels of dx alone take the SMs of an exchange", '"dgrad_alone", "wgrad")', '"wgrad")',
             "tests/unit/test_frozen_weight.py"),
