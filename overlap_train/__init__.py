@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
     from .ulysses.attention import attention_output_linear, qkv_all_to_all
     from .ulysses.linears import all_to_all_linear, linear_all_to_all
+    from .ulysses.shards import SequenceShards
 
 # Loaded at their first use: without torch the command line still starts, and says in one line that it is missing.
 _MODULES = {
@@ -42,6 +43,7 @@ _MODULES = {
     "symmetric.agreement": ("OverlapMismatchError", "OverlapTimeoutError"),
     "ulysses.attention": ("attention_output_linear", "qkv_all_to_all"),
     "ulysses.linears": ("all_to_all_linear", "linear_all_to_all"),
+    "ulysses.shards": ("SequenceShards",),
 }
 
 
@@ -62,6 +64,7 @@ __all__ = [
     "QkNorm",
     "Rotary",
     "SequenceLayout",
+    "SequenceShards",
     "all_gather_linear",
     "all_to_all_linear",
     "attention_output_linear",

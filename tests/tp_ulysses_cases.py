@@ -14,13 +14,15 @@ from overlap_train import (
     AttentionHeads,
     OverlapConfig,
     SequenceLayout,
+    SequenceShards,
     attention_output_linear,
     qkv_all_to_all,
 )
 from overlap_train.runtime.registry import domain_of
 
 B, HIDDEN, DIM = 2, 24, 8
-LAYOUTS = (SequenceLayout(), SequenceLayout("zigzag"), SequenceLayout("zigzag", (0, 16, 48)))
+CONTIGUOUS = SequenceLayout()
+LAYOUTS = (CONTIGUOUS, SequenceLayout("zigzag"), SequenceLayout("zigzag", (0, 16, 48)))
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,8 @@ class Grid:
     def r(self) -> int:
         return self.ulysses.rank()
 
-    @property
-    def groups(self) -> dict[str, dist.ProcessGroup]:
-        return dict(group=self.ulysses, tp_group=self.tensor)
+    def shards(self, layout: SequenceLayout = CONTIGUOUS) -> SequenceShards:
+        return SequenceShards(self.ulysses, layout, self.tensor)
 
     def rows(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         """Of x [s, ...]: this rank's."""
@@ -113,7 +114,7 @@ def divided(g: Grid, problem: Problem, dy: torch.Tensor, config: OverlapConfig |
         w_proj.chunk(tensor, 1)[g.t].clone(), b_proj.clone(),
     ]  # fmt: skip
     own, w_own, b_own, w_out, b_out = (t.requires_grad_() for t in leaves)
-    common = dict(**g.groups, layout=problem.layout, config=config)
+    common = dict(shards=g.shards(problem.layout), config=config)
     q, k, v = qkv_all_to_all(own, w_own, b_own, heads=of_rank, **common)
     y = attention_output_linear(mixed(q, k, v), w_out, b_out, **common)
     gradients = torch.autograd.grad(y, (own, w_own, b_own, w_out, b_out), g.rows(dy, problem.layout))

@@ -12,9 +12,9 @@ attention (attention.py) are made of them: qkv_all_to_all of the first, attentio
 A call goes through these files, from the caller to the engines; backward begins at the autograd function:
 
                                           weights are whole                  TP divides them (TP x Ulysses)
-    public functions                      linears.py, attention.py           attention.py, with tp_group
+    public functions                      linears.py, attention.py           attention.py
       wrong arguments, on every rank      arguments.py                       arguments.py, groups.py
-      shards padded to equal lengths      shards.py                          shards.py
+      who has which rows; padding         shards.py                          shards.py, with tp_group
     the call as planned, in parts         calls.py                           sharded.py (both cut by parts.py)
     autograd functions                    linears.py, qkv.py                 linears.py, qkv.py
     passes, part by part                  exchange.py (in trials turns.py)   tensor_parallel.py, rows_backward.py

@@ -12,30 +12,63 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..planning.sequence import SequenceLayout
 from .calls import like
 from .exchange import Linear
+from .groups import Groups
 from .linears import rank_rows
 from .rows import Rows, SequenceRows, UnequalRows
 from .tensor_parallel import ShardedLinear
 
+CONTIGUOUS = SequenceLayout()
+
 
 @dataclass(frozen=True)
-class Shards:
-    """The shards of a sequence in one call: how `layout` divides it over `ranks` ranks, of which `rank` is this one.
+class SequenceShards:
+    """Who has which rows of a sequence: of both projections of an attention, and mostly of all layers of a model.
 
-    tensor: how many tensor-parallel ranks have equal parts of a rank's rows.
+    group: the W ranks that exchange, each with a shard of the rows. layout: which rows these are. tp_group: T tensor-parallel
+    ranks that divide the weights, and have T equal parts of this rank's shard; None: weights are whole.
+
+    Raises:
+        ValueError: tp_group is group.
     """
 
-    layout: SequenceLayout
-    ranks: int
-    rank: int
-    tensor: int = 1
+    group: dist.ProcessGroup
+    layout: SequenceLayout = CONTIGUOUS
+    tp_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.tp_group is self.group and self.group is not None:
+            raise ValueError(
+                "SequenceShards: tp_group is group; they must be two groups: group exchanges, tp_group divides the weights. "
+                "Leave tp_group out where each rank of group has whole weights"
+            )
+
+    @cached_property
+    def ranks(self) -> int:
+        """W."""
+        return dist.get_world_size(self.group)
+
+    @cached_property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @cached_property
+    def tensor(self) -> int:
+        """T."""
+        return 1 if self.tp_group is None else dist.get_world_size(self.tp_group)
+
+    @cached_property
+    def both(self) -> Groups | None:
+        """Both groups; None if weights are whole, because tp_group is None or has one rank."""
+        return None if self.tp_group is None or self.tensor == 1 else Groups(self.group, self.tp_group)
 
     def padded(self, x_shard_m: torch.Tensor) -> torch.Tensor:
         """x_shard_m [length, b, K], padded with zeros to [longest, b, K]."""
@@ -72,3 +105,10 @@ class Shards:
     def _longest(self) -> int:
         """Rows of the longest shard of a call with lengths; 0 without."""
         return max(self.layout.lengths, default=0) // self.tensor
+
+
+def shards_error(shards: SequenceShards, name: str) -> str | None:
+    """Why `shards`, of whatever type, are no SequenceShards, or None."""
+    if isinstance(shards, SequenceShards):
+        return None
+    return f"{name}: shards={shards!r} must be SequenceShards(group, layout, tp_group)"

@@ -10,6 +10,7 @@ from overlap_train import (
     AttentionHeads,
     OverlapConfig,
     SequenceLayout,
+    SequenceShards,
     attention_output_linear,
     qkv_all_to_all,
     shutdown,
@@ -82,7 +83,7 @@ def _check_exact(
     tensor, ulysses = groups
     t, r = tensor.rank(), ulysses.rank()
     layout = SequenceLayout("zigzag")
-    common = dict(group=ulysses, tp_group=tensor, layout=layout, config=config)
+    common = dict(shards=SequenceShards(ulysses, layout, tensor), config=config)
     rows = layout.rows_of_ranks(S, 2, device)[r].chunk(2)[t]
     x, dy = _integers(device, S, B, HIDDEN, seed=1), _integers(device, 2, S, B, HEADS.features, seed=2)
     w = _integers(device, 2, HEADS.features, HIDDEN, seed=3)
@@ -105,7 +106,7 @@ def _output(t: int, r: int, rows: torch.Tensor, device: torch.device, common: di
     own, w_own = x[t].chunk(2, -1)[r].contiguous().requires_grad_(), w[t].clone().requires_grad_()
     y = attention_output_linear(own, w_own, **common)
     dx, dw = torch.autograd.grad(y, (own, w_own), dy[rows])
-    dist.all_reduce(dw, group=common["group"])
+    dist.all_reduce(dw, group=common["shards"].group)
     assert torch.equal(y, sum(x[u].double() @ w[u].double().t() for u in range(2))[rows].bfloat16())
     assert torch.equal(dx, (dy.double() @ w[t].double()).chunk(2, -1)[r].bfloat16())
     assert torch.equal(dw, (dy.flatten(0, 1).double().t() @ x[t].flatten(0, 1).double()).bfloat16())

@@ -15,6 +15,7 @@ from overlap_train import (
     QkNorm,
     Rotary,
     SequenceLayout,
+    SequenceShards,
     attention_output_linear,
     forget_graphs,
     graphed,
@@ -128,13 +129,13 @@ class Block:
 
     def of_ranks(self, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The same by the group; dw of this rank's rows."""
-        group, config = self.case.group, self.case.config
+        shards, config = SequenceShards(self.case.group, self.layout), self.case.config
         q, k, v = qkv_all_to_all(
-            x, self.w_qkv, group=group, heads=self.heads, layout=self.layout, qk_norm=self.norm, rotary=self.rotary,
+            x, self.w_qkv, shards=shards, heads=self.heads, qk_norm=self.norm, rotary=self.rotary,
             config=config,
         )  # fmt: skip
         out = core_attention(q, k, v)
-        y = attention_output_linear(out, self.w_proj, group=group, layout=self.layout, config=config)
+        y = attention_output_linear(out, self.w_proj, shards=shards, config=config)
         return y.detach(), *torch.autograd.grad(y, [x, *self.weights], dy)
 
     def check(self, outcome: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:

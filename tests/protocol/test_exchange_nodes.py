@@ -23,6 +23,7 @@ from overlap_train import (
     OverlapConfig,
     OverlapMismatchError,
     OverlapTimeoutError,
+    SequenceShards,
     all_gather_linear,
     all_to_all_linear,
     attention_output_linear,
@@ -67,7 +68,7 @@ def _attention(config: OverlapConfig, rank: int, world: int) -> list[torch.Tenso
     x = torch.randint(-2, 3, (4, 3, 16), generator=generator).float().requires_grad_()
     w, w_out = (torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(9)).float().requires_grad_()
                 for shape in ((48, 16), (16, 32)))  # fmt: skip
-    options = dict(group=dist.group.WORLD, layout=layout, config=config)
+    options = dict(shards=SequenceShards(dist.group.WORLD, layout), config=config)
     q, k, v = qkv_all_to_all(x, w, heads=heads, **options)
     y = attention_output_linear((q + k + v).flatten(2), w_out, **options)
     return [y, *torch.autograd.grad(y.sum(), (x, w, w_out))]

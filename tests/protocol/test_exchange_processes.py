@@ -16,6 +16,7 @@ from overlap_train import (
     AttentionHeads,
     OverlapConfig,
     OverlapMismatchError,
+    SequenceShards,
     all_to_all_linear,
     attention_output_linear,
     linear_all_to_all,
@@ -136,12 +137,16 @@ def _other_lengths(rank: int, world: int, in_parts: bool) -> list[str]:
     parts._MIB = 1 << 10
     case, said = _case("chunked", exchange_mib=1 if in_parts else 512), []
     heads = AttentionHeads(query=4, kv=2, dim=8)
-    s, options = 4 + 2 * rank, dict(group=case.group, config=case.config)
+    s, options, shards = 4 + 2 * rank, dict(group=case.group, config=case.config), SequenceShards(case.group)
     calls = {
         "heads": lambda: linear_all_to_all(torch.ones(s, 1, 16), torch.ones(64, 16), **options),
         "rows": lambda: all_to_all_linear(torch.ones(2 * s, 1, 32), torch.ones(16, 64), **options),
-        "qkv": lambda: qkv_all_to_all(torch.ones(s, 1, 16), torch.ones(64, 16), heads=heads, **options),
-        "output": lambda: attention_output_linear(torch.ones(2 * s, 1, 32), torch.ones(16, 64), **options),
+        "qkv": lambda: qkv_all_to_all(
+            torch.ones(s, 1, 16), torch.ones(64, 16), heads=heads, shards=shards, config=case.config
+        ),
+        "output": lambda: attention_output_linear(
+            torch.ones(2 * s, 1, 32), torch.ones(16, 64), shards=shards, config=case.config
+        ),
     }
     for call in calls.values():
         with pytest.raises((ValueError, OverlapMismatchError)) as raised:

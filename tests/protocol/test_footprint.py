@@ -14,6 +14,7 @@ import torch.distributed as dist
 from overlap_train import (
     AttentionHeads,
     OverlapConfig,
+    SequenceShards,
     all_gather_linear,
     all_to_all_linear,
     linear_all_to_all,
@@ -96,7 +97,7 @@ def _takes_out(rank: int, world: int) -> None:
     x, w = torch.ones(1, 1, FEATURES), torch.ones(heads.features, FEATURES)
     for tensor in (
         linear_all_to_all(x, w, group=case.group, config=case.config),
-        *qkv_all_to_all(x, w, group=case.group, heads=heads, config=case.config),
+        *qkv_all_to_all(x, w, shards=SequenceShards(case.group), heads=heads, config=case.config),
     ):
         assert not _lies_in_a_slot(tensor, case)
 

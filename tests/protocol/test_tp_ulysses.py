@@ -17,6 +17,7 @@ from overlap_train import (
     QkNorm,
     Rotary,
     SequenceLayout,
+    SequenceShards,
     attention_output_linear,
     qkv_all_to_all,
     shutdown,
@@ -193,7 +194,7 @@ def _within_rounding(rank: int, world: int) -> list[bytes]:
 
     x, w, dy = random(s, B, HIDDEN), random(2, heads.features, HIDDEN), random(2, s, B, heads.features)
     own, w_own = g.rows(x, layout).requires_grad_(), w[g.t].clone().requires_grad_()
-    found = qkv_all_to_all(own, w_own, heads=heads, layout=layout, config=CONFIG, **g.groups)
+    found = qkv_all_to_all(own, w_own, heads=heads, shards=g.shards(layout), config=CONFIG)
     mine = dy.unflatten(-1, (4, 3, DIM))[g.t].chunk(2, 2)[g.r].unbind(3)
     gradients = torch.autograd.grad(found, (own, w_own), [t.contiguous() for t in mine])
     dist.all_reduce(of_weight := gradients[1].double(), group=g.ulysses)
@@ -212,9 +213,8 @@ def _within_rounding(rank: int, world: int) -> list[bytes]:
     out = attention_output_linear(
         mine[0].flatten(2).contiguous(),
         w_own.detach()[: 4 * DIM].t().contiguous(),
-        layout=layout,
+        shards=g.shards(layout),
         config=CONFIG,
-        **g.groups,
     )
     return [t.detach().float().numpy().tobytes() for t in (*found, *gradients, out)]
 
@@ -236,13 +236,15 @@ def _main_grad(rank: int, world: int, gathered_input: str) -> None:
         return w
 
     w, w_out = weight(heads.features, HIDDEN), weight(HIDDEN, 4 * DIM)
-    q, k, v = qkv_all_to_all(x, w, heads=heads, config=config, **g.groups)
+    q, k, v = qkv_all_to_all(x, w, heads=heads, config=config, shards=g.shards())
     dq = torch.zeros_like(q)
     dq[[0, 24]], dq[[23, 47], -1] = 128.0, 1.0  # first and last rows of each tensor-parallel group
     torch.autograd.backward((q, k, v), (dq, torch.zeros_like(k), torch.zeros_like(v)))
     of_queries = w.main_grad.view(4, 3, DIM, HIDDEN)[:, 0]
     assert w.grad is None and torch.equal(of_queries, torch.full_like(of_queries, 257.0 + 2.0**-10))
-    y = attention_output_linear(torch.ones(48, B, 2 * DIM, dtype=torch.bfloat16), w_out, config=config, **g.groups)
+    y = attention_output_linear(
+        torch.ones(48, B, 2 * DIM, dtype=torch.bfloat16), w_out, config=config, shards=g.shards()
+    )
     dy = torch.zeros_like(y)
     dy[0], dy[-1, -1] = 64.0, 0.5  # of each tensor-parallel rank's rows
     y.backward(dy)
@@ -258,7 +260,7 @@ def _modes(rank: int, world: int, gathered_input: str) -> None:
     """Frozen weights, inputs without gradients, recomputation, two micro-batches in flight, no gradients at all."""
     _cut_small()
     g, config = grid(), replace(CONFIG, gathered_input=gathered_input)
-    heads, common = AttentionHeads(4, 2, DIM), dict(config=config, layout=SequenceLayout("zigzag"), **g.groups)
+    heads, common = AttentionHeads(4, 2, DIM), dict(config=config, shards=g.shards(SequenceLayout("zigzag")))
     x = integers(12, B, HIDDEN, seed=rank).requires_grad_()
     w, w_out = (
         integers(heads.features, HIDDEN, seed=8).requires_grad_(),
@@ -303,15 +305,14 @@ def _normalised_and_rotated(rank: int, world: int) -> None:
     g, s, layout = grid(), 48, SequenceLayout("zigzag")
     angles = torch.randn(s, DIM // 2, generator=torch.Generator().manual_seed(5)).repeat(1, 2)
     norm = QkNorm(torch.full((DIM,), 1.5, requires_grad=True), torch.full((DIM,), 0.5, requires_grad=True), 0.1)
-    common = dict(
-        group=g.ulysses, layout=layout, qk_norm=norm, rotary=Rotary(angles.cos(), angles.sin()), config=CONFIG
-    )
+    common = dict(qk_norm=norm, rotary=Rotary(angles.cos(), angles.sin()), config=CONFIG)
     heads, x = AttentionHeads(4, 4, DIM), torch.randn(s, B, HIDDEN, generator=torch.Generator().manual_seed(6))
     w = torch.randn(heads.features, HIDDEN, generator=torch.Generator().manual_seed(7 + g.t))
     of_rank = layout.rows_of_ranks(s, 2, torch.device("cpu"))[g.r]
     results = []
-    for own, tp_group in ((x[of_rank], None), (g.rows(x, layout), g.tensor)):
-        heads_of_rank = qkv_all_to_all(own, w, heads=heads, tp_group=tp_group, **common)
+    alone, both = SequenceShards(g.ulysses, layout), g.shards(layout)
+    for own, shards in ((x[of_rank], alone), (g.rows(x, layout), both)):
+        heads_of_rank = qkv_all_to_all(own, w, heads=heads, shards=shards, **common)
         q, k, v = heads_of_rank
         loss = (q * k).sum() + (k * v).sum()
         results.append((*heads_of_rank, *torch.autograd.grad(loss, (norm.q_weight, norm.k_weight))))
@@ -337,7 +338,7 @@ def _one_rank_of_ulysses(rank: int, world: int, gathered_input: str) -> None:
     """Several layers: what the first one keeps for its backward, later ones must not write over."""
     g, config = grid(tensor=2), replace(CONFIG, gathered_input=gathered_input)
     assert g.ulysses.size() == 1
-    common = dict(**g.groups, config=config)
+    common = dict(shards=g.shards(), config=config)
     leaves = [(integers(8, B, 8, seed=rank + i), integers(HIDDEN, 8, seed=7 + rank + i)) for i in range(5)]
     leaves = [(x.requires_grad_(), w.requires_grad_()) for x, w in leaves]
     ys = [attention_output_linear(x, w, **common, name=f"layer {i}") for i, (x, w) in enumerate(leaves)]

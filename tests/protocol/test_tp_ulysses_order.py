@@ -104,7 +104,7 @@ def _record(g: Grid, product: str, log: Log) -> None:
 
 def _pass(g: Grid, product: str, log: Log | None) -> None:
     """One pass with that product. log: None for one that makes plans and memory."""
-    common = dict(layout=SequenceLayout("zigzag"), config=CONFIG[product.partition("_")[0]], **g.groups)
+    common = dict(shards=g.shards(SequenceLayout("zigzag")), config=CONFIG[product.partition("_")[0]])
     plain = getattr(tensor_parallel, product), copy_engine.run_push
 
     def begin() -> None:
@@ -144,7 +144,7 @@ def test_a_product_and_the_exchange_of_another_part_are_under_way_together(produ
 
 def _step(g: Grid, positions: int = 12, layout: SequenceLayout | None = None) -> None:
     """Forward and backward of both projections."""
-    common = dict(layout=layout or SequenceLayout("zigzag"), config=OverlapConfig(**SHORT), **g.groups)
+    common = dict(shards=g.shards(layout or SequenceLayout("zigzag")), config=OverlapConfig(**SHORT))
     x, w = torch.ones(positions, B, HIDDEN, requires_grad=True), torch.ones(HEADS.features, HIDDEN, requires_grad=True)
     q, k, v = qkv_all_to_all(x, w, heads=HEADS, **common)
     attention_output_linear((q + k + v).flatten(2), torch.ones(HIDDEN, 4 * DIM), **common).sum().backward()
@@ -223,14 +223,14 @@ def _refused(rank: int, world: int) -> list[str]:
     g, x = grid(), torch.ones(4, 1, 8)
     w = torch.ones(HEADS.features, 8)
     calls = (
-        lambda: qkv_all_to_all(x[:, 0], w, heads=HEADS, **g.groups),
-        lambda: qkv_all_to_all(x, w[1:], heads=HEADS, **g.groups),
-        lambda: qkv_all_to_all(x, w, heads=AttentionHeads(3, 1, DIM), **g.groups),
-        lambda: qkv_all_to_all(x[..., 1:], w, heads=HEADS, **g.groups),
-        lambda: qkv_all_to_all(x, w, w[:2, 0], heads=HEADS, **g.groups),
-        lambda: attention_output_linear(x[:2], w[:, :16], **g.groups),
-        lambda: attention_output_linear(x, w, **g.groups),
-        lambda: attention_output_linear(x, torch.ones(8, 16).double(), **g.groups),
+        lambda: qkv_all_to_all(x[:, 0], w, heads=HEADS, shards=g.shards()),
+        lambda: qkv_all_to_all(x, w[1:], heads=HEADS, shards=g.shards()),
+        lambda: qkv_all_to_all(x, w, heads=AttentionHeads(3, 1, DIM), shards=g.shards()),
+        lambda: qkv_all_to_all(x[..., 1:], w, heads=HEADS, shards=g.shards()),
+        lambda: qkv_all_to_all(x, w, w[:2, 0], heads=HEADS, shards=g.shards()),
+        lambda: attention_output_linear(x[:2], w[:, :16], shards=g.shards()),
+        lambda: attention_output_linear(x, w, shards=g.shards()),
+        lambda: attention_output_linear(x, torch.ones(8, 16).double(), shards=g.shards()),
     )
     said = []
     for call in calls:

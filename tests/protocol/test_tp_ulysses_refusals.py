@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +11,7 @@ from overlap_train import AttentionHeads, OverlapConfig, attention_output_linear
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import grid
 
-CONFIG, TIMEOUT_S = OverlapConfig(method="chunked", timeout_s=20.0), 20.0
+CONFIG = OverlapConfig(method="chunked", timeout_s=20.0)
 WRONG = 2  # of four: tensor-parallel rank 0 of the second rank of Ulysses
 
 
@@ -20,7 +19,7 @@ def _first_calls(rank: int, world: int, whats: tuple[str, ...], is_known: bool) 
     """What each call raises on this rank, of which one rank has a wrong argument; then all make the right calls. is_known: these
     come first instead."""
     g, heads, is_wrong = grid(), AttentionHeads(4, 2, 4), rank == WRONG
-    common = dict(config=CONFIG, **g.groups)
+    common = dict(config=CONFIG, shards=g.shards())
     x, w, bias = torch.ones(4, 1, 8), torch.ones(heads.features, 8), torch.ones(heads.features)
     context, w_out = torch.ones(16, 1, 8), torch.ones(8, 16)
 
@@ -42,10 +41,9 @@ def _first_calls(rank: int, world: int, whats: tuple[str, ...], is_known: bool) 
         right()
     said = []
     for what in whats:
-        begin = time.monotonic()
         with pytest.raises(ValueError) as raised:
             calls[what]()
-        assert time.monotonic() - begin < TIMEOUT_S / 2, "nobody waited in vain"
+        assert raised.value.__cause__ is None, "nobody has waited in vain"
         said.append(str(raised.value))
     if not is_known:
         right()

@@ -18,6 +18,7 @@ from overlap_train import (
     QkNorm,
     Rotary,
     SequenceLayout,
+    SequenceShards,
     attention_output_linear,
     linear_all_to_all,
     qkv_all_to_all,
@@ -124,14 +125,13 @@ def _compare(
         own,
         v.qkv,
         v.bias,
-        group=group,
+        shards=SequenceShards(group, layout),
         heads=heads,
-        layout=layout,
         qk_norm=v.norm(has_norm),
         rotary=turn,
         config=config,
     )
-    y = attention_output_linear(attention(*parts), v.proj, group=group, layout=layout, config=config)
+    y = attention_output_linear(attention(*parts), v.proj, shards=SequenceShards(group, layout), config=config)
     y.backward(mine(dy))
     torch.testing.assert_close(y, mine(expected), rtol=1e-4, atol=1e-4)
     assert whole.grad is not None
@@ -182,11 +182,11 @@ def _unused(rank: int, world: int) -> None:
     """Of q, k and v only k has a gradient; frozen weights and inputs."""
     heads, group = AttentionHeads(2, 2, 4), dist.group.WORLD
     x, w = torch.ones(2, 1, 8, requires_grad=True), torch.ones(heads.features, 8, requires_grad=True)
-    _, k, _ = qkv_all_to_all(x, w, group=group, heads=heads)
+    _, k, _ = qkv_all_to_all(x, w, shards=SequenceShards(group), heads=heads)
     dx, dw = torch.autograd.grad(k.sum(), (x, w))
     assert torch.equal(dw.view(2, 3, 4, 8)[:, 1], torch.full((2, 4, 8), 2.0)) and dw.sum() == 2 * 64
     for of_x, of_w in ((x, w.detach()), (x.detach(), w)):
-        _, k, _ = qkv_all_to_all(of_x, of_w, group=group, heads=heads)
+        _, k, _ = qkv_all_to_all(of_x, of_w, shards=SequenceShards(group), heads=heads)
         (gradient,) = torch.autograd.grad(k.sum(), (of_x if of_x.requires_grad else of_w,))
         assert torch.equal(gradient, dx if of_x.requires_grad else dw)
 
@@ -202,7 +202,9 @@ def _norm_alone(rank: int, world: int) -> list[list[float]]:
     w = torch.randn(heads.features, 16, generator=torch.Generator().manual_seed(9))
     norm, gradients = QkNorm(torch.ones(8, requires_grad=True), torch.full((8,), 2.0, requires_grad=True), EPS), []
     for settings in (config, replace(config, exchange_mib=64)):
-        q, k, _ = qkv_all_to_all(shards[rank], w, group=group, heads=heads, qk_norm=norm, config=settings)
+        q, k, _ = qkv_all_to_all(
+            shards[rank], w, shards=SequenceShards(group), heads=heads, qk_norm=norm, config=settings
+        )
         gradients += torch.autograd.grad((q * k).sum() + k.square().sum(), (norm.q_weight, norm.k_weight))
     own = (torch.cat(shards) @ w.chunk(world)[rank].t()).view(-1, 1, 3, 8)
     q, k = normalised(own[:, :, 0], norm.q_weight), normalised(own[:, :, 1], norm.k_weight)
@@ -210,7 +212,9 @@ def _norm_alone(rank: int, world: int) -> list[list[float]]:
     for ours, expected in zip(gradients, (*right, *right), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-2)
     with torch.no_grad():
-        q, _, _ = qkv_all_to_all(shards[rank], w, group=group, heads=heads, qk_norm=norm, config=config)
+        q, _, _ = qkv_all_to_all(
+            shards[rank], w, shards=SequenceShards(group), heads=heads, qk_norm=norm, config=config
+        )
     assert not q.requires_grad
     return [gradient.tolist() for gradient in gradients]
 
@@ -222,29 +226,32 @@ def test_a_norm_alone_may_be_trained_and_gives_the_same_bits_again() -> None:
 
 def _refused(rank: int, world: int) -> list[str]:
     heads, group, x = AttentionHeads(4, 2, 4), dist.group.WORLD, torch.ones(4, 1, 8)
+    shards = SequenceShards(group)
     w, turn = torch.ones(heads.features, 8), Rotary(torch.ones(4, 4), torch.ones(4, 4))
     elsewhere = Rotary(torch.ones(8, 4), torch.ones(8, 4, device="meta"))
-    calls = (
-        lambda: qkv_all_to_all(x[:, 0], w, group=group, heads=heads),
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=turn),
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=Rotary(torch.ones(8, 3), torch.ones(8, 3))),
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=Rotary(torch.ones(8, 6), torch.ones(8, 6))),
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, layout=SequenceLayout("zigzag", (0, 4))),
-        lambda: qkv_all_to_all(x, w[1:], group=group, heads=heads),
-        lambda: qkv_all_to_all(x, w, group=group, heads=AttentionHeads(3, 1, 4)),
-        lambda: qkv_all_to_all(x, w[:24], torch.ones(32), group=group, heads=AttentionHeads(4, 1, 4)),
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=elsewhere),
-        lambda: attention_output_linear(x[:3], w[:, :16], group=group, layout=SequenceLayout("zigzag")),
-        lambda: attention_output_linear(x[0], w[:, :16], group=group),
-        lambda: qkv_all_to_all(x, w, group=group, heads=(4, 2, 4)),  # type: ignore[arg-type]
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=(turn.cos, turn.sin)),  # type: ignore[arg-type]
-        lambda: attention_output_linear(x, w[:, :16], group=group, layout="zigzag"),  # type: ignore[arg-type]
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, qk_norm=torch.ones(4)),  # type: ignore[arg-type]
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, qk_norm=QkNorm(torch.ones(4), torch.ones(2, 4), 1e-6)),
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, tp_group=group),
-        lambda: attention_output_linear(x, w[:, :16], group=group, tp_group=group),
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, rotary=Rotary(torch.ones(8, 0), torch.ones(8, 0))),
-        lambda: qkv_all_to_all(x, w[0, 0], group=group, heads=heads),
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: qkv_all_to_all(x[:, 0], w, shards=shards, heads=heads),
+        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, rotary=turn),
+        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, rotary=Rotary(torch.ones(8, 3), torch.ones(8, 3))),
+        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, rotary=Rotary(torch.ones(8, 6), torch.ones(8, 6))),
+        lambda: qkv_all_to_all(x, w, shards=SequenceShards(group, SequenceLayout("zigzag", (0, 4))), heads=heads),
+        lambda: qkv_all_to_all(x, w[1:], shards=shards, heads=heads),
+        lambda: qkv_all_to_all(x, w, shards=shards, heads=AttentionHeads(3, 1, 4)),
+        lambda: qkv_all_to_all(x, w[:24], torch.ones(32), shards=shards, heads=AttentionHeads(4, 1, 4)),
+        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, rotary=elsewhere),
+        lambda: attention_output_linear(x[:3], w[:, :16], shards=SequenceShards(group, SequenceLayout("zigzag"))),
+        lambda: attention_output_linear(x[0], w[:, :16], shards=shards),
+        lambda: qkv_all_to_all(x, w, shards=shards, heads=(4, 2, 4)),  # type: ignore[arg-type]
+        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, rotary=(turn.cos, turn.sin)),  # type: ignore[arg-type]
+        lambda: attention_output_linear(x, w[:, :16], shards=SequenceShards(group, "zigzag")),  # type: ignore[arg-type]
+        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, qk_norm=torch.ones(4)),  # type: ignore[arg-type]
+        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, qk_norm=QkNorm(torch.ones(4), torch.ones(2, 4), 1e-6)),
+        lambda: SequenceShards(group, tp_group=group),
+        lambda: qkv_all_to_all(x, w, shards=group, heads=heads),  # type: ignore[arg-type]
+        lambda: attention_output_linear(x, w[:, :16], shards=group),  # type: ignore[arg-type]
+        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, rotary=Rotary(torch.ones(8, 0), torch.ones(8, 0))),
+        lambda: qkv_all_to_all(x, w[0, 0], shards=shards, heads=heads),
+        lambda: qkv_all_to_all(x, w, shards=SequenceShards(None), heads=heads),  # type: ignore[arg-type]
         lambda: linear_all_to_all(x, w[0, 0], group=group),
         lambda: linear_all_to_all(x, w, group=group, heads=(4, 2, 4)),  # type: ignore[arg-type]
     )
@@ -277,10 +284,12 @@ def test_calls_that_do_not_fit_say_why() -> None:
                 "linear_proj: layout='zigzag' must be a SequenceLayout, such as SequenceLayout('zigzag')",
                 "linear_qkv: qk_norm is a Tensor; it must be QkNorm(q_weight, k_weight, eps), or None",
                 "linear_qkv: qk_norm has weights (4,) and (2, 4); both must be [4], a head's features",
-                "linear_qkv: tp_group is group; they must be two groups",
-                "linear_proj: tp_group is group; they must be two groups",
+                "SequenceShards: tp_group is group; they must be two groups",
+                "must be SequenceShards(group, layout, tp_group)",
+                "must be SequenceShards(group, layout, tp_group)",
                 "linear_qkv: rotary turns 0 features of each head, which has 4",
                 "linear_qkv: w has 1 rows (shape ()), AttentionHeads(query=4, kv=2, dim=4) needs 32; they must be equal",
+                "group=None: pass the tensor-parallel group",
                 "linear_all_to_all: x_shard_m has shape (4, 1, 8) and w (); they need at least 2, and exactly 2 dimensions",
                 "linear_all_to_all: heads=(4, 2, 4) must be AttentionHeads(query=..., kv=..., dim=...)",
             ),
@@ -294,8 +303,8 @@ def _refused_on_one(rank: int, world: int, what: str, first: bool) -> str:
     heads, group, x = AttentionHeads(4, 2, 4), dist.group.WORLD, torch.ones(4, 1, 8)
     w, config = torch.ones(heads.features, 8), OverlapConfig(method="chunked", timeout_s=5.0)
     if not first:
-        qkv_all_to_all(x, w, group=group, heads=heads, config=config)
-    wrong, rest = x[:, 0] if rank else x, dict(group=group, config=config)
+        qkv_all_to_all(x, w, shards=SequenceShards(group), heads=heads, config=config)
+    wrong, rest = x[:, 0] if rank else x, dict(shards=SequenceShards(group), config=config)
     calls: dict[str, Callable[[], object]] = {
         "x": lambda: qkv_all_to_all(wrong, w, heads=heads, **rest),  # type: ignore[arg-type]
         "w": lambda: qkv_all_to_all(x, w[rank:], heads=heads, **rest),  # type: ignore[arg-type]
@@ -332,10 +341,10 @@ def _written_into(rank: int, world: int) -> None:
     """Residual connections and dropout write into what a projection returns."""
     group, config = dist.group.WORLD, OverlapConfig(method="chunked")
     heads, x = AttentionHeads(2, 2, 4), torch.ones(2, 1, 8, requires_grad=True)
-    q, k, v = qkv_all_to_all(x, torch.ones(heads.features, 8), group=group, heads=heads, config=config)
+    q, k, v = qkv_all_to_all(x, torch.ones(heads.features, 8), shards=SequenceShards(group), heads=heads, config=config)
     for t in (q, k, v):
         t.mul_(2.0)
-    y = attention_output_linear(attention(q, k, v), torch.ones(8, 8), group=group, config=config)
+    y = attention_output_linear(attention(q, k, v), torch.ones(8, 8), shards=SequenceShards(group), config=config)
     y.add_(x)
     y.sum().backward()
     assert x.grad is not None
@@ -356,7 +365,7 @@ def _compiled(rank: int, world: int) -> int:
     group, config, w = dist.group.WORLD, OverlapConfig(method="chunked"), torch.ones(8, 8 * world)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        return attention_output_linear(x * 2, w, group=group, config=config) + 1
+        return attention_output_linear(x * 2, w, shards=SequenceShards(group), config=config) + 1
 
     y = torch.compile(block, backend=backend)(torch.ones(4, 1, 8))
     assert bool((y == 16 * world + 1).all())
@@ -374,7 +383,7 @@ def _differ(rank: int, world: int, what: str) -> str:
     config = OverlapConfig(method="chunked", timeout_s=3.0)
     heads, layout = AttentionHeads(4, 2, 4), SequenceLayout("zigzag")
     w = torch.ones(heads.features, 8)
-    qkv_all_to_all(x, w, group=group, heads=heads, layout=layout, config=config)
+    qkv_all_to_all(x, w, shards=SequenceShards(group, layout), heads=heads, config=config)
     if rank and what == "layout":
         layout = SequenceLayout("zigzag", (0, 8, 16))
     norm = QkNorm(torch.ones(4), torch.ones(4), EPS) if what == "norm" and rank else None
@@ -386,11 +395,17 @@ def _differ(rank: int, world: int, what: str) -> str:
         turn = Rotary(torch.ones(16, turned), torch.ones(16, turned), interleaved=bool(rank and what == "pairs"))
     try:
         if what == "output layout":
-            attention_output_linear(torch.ones(16, 1, 4), torch.ones(8, 8), group=group, layout=layout, config=config)
+            attention_output_linear(
+                torch.ones(16, 1, 4), torch.ones(8, 8), shards=SequenceShards(group, layout), config=config
+            )
             other = SequenceLayout() if rank else layout
-            attention_output_linear(torch.ones(16, 1, 4), torch.ones(8, 8), group=group, layout=other, config=config)
+            attention_output_linear(
+                torch.ones(16, 1, 4), torch.ones(8, 8), shards=SequenceShards(group, other), config=config
+            )
         else:
-            qkv_all_to_all(x, w, group=group, heads=heads, layout=layout, qk_norm=norm, rotary=turn, config=config)
+            qkv_all_to_all(
+                x, w, shards=SequenceShards(group, layout), heads=heads, qk_norm=norm, rotary=turn, config=config
+            )
     except OverlapMismatchError as error:
         return str(error)
     return "nothing"

@@ -14,6 +14,7 @@ from overlap_train import (
     OverlapConfig,
     OverlapMismatchError,
     SequenceLayout,
+    SequenceShards,
     attention_output_linear,
     qkv_all_to_all,
 )
@@ -86,9 +87,11 @@ def _frozen(rank: int, world: int) -> None:
     w_out = integers(HIDDEN, 4 * DIM, seed=9).requires_grad_()
 
     def block(x: torch.Tensor, w: torch.Tensor, w_out: torch.Tensor) -> torch.Tensor:
-        q, k, v = qkv_all_to_all(x, w, group=group, heads=heads, layout=layout, config=CONFIG)
+        q, k, v = qkv_all_to_all(x, w, shards=SequenceShards(group, layout), heads=heads, config=CONFIG)
         assert q.shape == (7, B, 2, DIM)
-        return attention_output_linear((q + k - v).flatten(2), w_out, group=group, layout=layout, config=CONFIG)
+        return attention_output_linear(
+            (q + k - v).flatten(2), w_out, shards=SequenceShards(group, layout), config=CONFIG
+        )
 
     def gradients(*leaves: torch.Tensor) -> list[torch.Tensor]:
         y = block(*leaves)
@@ -121,13 +124,13 @@ def _refused(rank: int, world: int) -> list[str]:
         return SequenceLayout(kind, lengths=lengths)
 
     calls = (
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, layout=layout(5, 3, 2)),
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, layout=layout(5, 3, 5, -1)),
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, layout=layout(2, 2, 4, 4)),
-        lambda: qkv_all_to_all(x, w, group=group, heads=heads, layout=layout(3, 3, 3, 3, kind="zigzag")),
-        lambda: attention_output_linear(whole, w, group=group, layout=layout(2, 2, 4, 5)),
-        lambda: qkv_all_to_all(x, w, heads=heads, layout=layout(5, 9), **g.groups),
-        lambda: qkv_all_to_all(x, w, heads=heads, layout=layout(8, 4), **g.groups),
+        lambda: qkv_all_to_all(x, w, shards=SequenceShards(group, layout(5, 3, 2)), heads=heads),
+        lambda: qkv_all_to_all(x, w, shards=SequenceShards(group, layout(5, 3, 5, -1)), heads=heads),
+        lambda: qkv_all_to_all(x, w, shards=SequenceShards(group, layout(2, 2, 4, 4)), heads=heads),
+        lambda: qkv_all_to_all(x, w, shards=SequenceShards(group, layout(3, 3, 3, 3, kind="zigzag")), heads=heads),
+        lambda: attention_output_linear(whole, w, shards=SequenceShards(group, layout(2, 2, 4, 5))),
+        lambda: qkv_all_to_all(x, w, heads=heads, shards=g.shards(layout(5, 9))),
+        lambda: qkv_all_to_all(x, w, heads=heads, shards=g.shards(layout(8, 4))),
     )
     said = []
     for call in calls:
@@ -162,9 +165,9 @@ def _differ(rank: int, world: int, output: bool) -> str:
     layout = SequenceLayout(lengths=(3, 5) if rank else (5, 3))
     try:
         if output:
-            attention_output_linear(torch.ones(8, 1, 4), w[:, :8], group=group, layout=layout, config=config)
+            attention_output_linear(torch.ones(8, 1, 4), w[:, :8], shards=SequenceShards(group, layout), config=config)
         else:
-            qkv_all_to_all(torch.ones(5, 1, 8), w, group=group, heads=heads, layout=layout, config=config)
+            qkv_all_to_all(torch.ones(5, 1, 8), w, shards=SequenceShards(group, layout), heads=heads, config=config)
     except OverlapMismatchError as error:
         return str(error)
     return "nothing"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from overlap_train import AttentionHeads, SequenceLayout
+from overlap_train import AttentionHeads, SequenceLayout, SequenceShards
 
 from .state import LinearOverlap
 
@@ -30,6 +30,11 @@ class Exchange:
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
+
+    def shards(self, tp_group: dist.ProcessGroup | None) -> SequenceShards:
+        """Who has which rows, for the operators. tp_group: of the linear that exchanges."""
+        assert self.group is not None
+        return SequenceShards(self.group, self.layout, tp_group)
 
 
 @dataclass

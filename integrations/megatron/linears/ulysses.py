@@ -84,8 +84,8 @@ class _Exchanging:
     ) -> Heads:
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None
         q, k, v = qkv_all_to_all(
-            normed(self, x), self.weight, bias, group=exchange.group, heads=exchange.heads, layout=exchange.layout,
-            qk_norm=None if norm is None else norm(), rotary=rotary, tp_group=self.tp_group,
+            normed(self, x), self.weight, bias, shards=exchange.shards(self.tp_group), heads=exchange.heads,
+            qk_norm=None if norm is None else norm(), rotary=rotary,
             config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
         )  # fmt: skip
         return overlap.watched(q), k, v
@@ -98,7 +98,7 @@ class _Exchanging:
         overlap, bias = self.overlap, self.bias if _has_bias(self) else None
         added, returned = (None, bias) if _returns_bias(self) else (bias, None)
         y = attention_output_linear(
-            x, self.weight, added, group=exchange.group, layout=exchange.layout, tp_group=self.tp_group,
+            x, self.weight, added, shards=exchange.shards(self.tp_group),
             config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
         )  # fmt: skip
         return overlap.watched(y), returned

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from ...config import OverlapConfig
 from ...planning.sequence import SequenceLayout
 from ...ulysses.attention import attention_output_linear, qkv_all_to_all
+from ...ulysses.shards import SequenceShards
 from ..measure.models import Model
 from ..measure.results import Row
 from ..measure.runs import Session
@@ -116,8 +117,9 @@ def expected_of(block: Block, data: Data) -> Outcome:
 
 def overlapped(config: OverlapConfig, group: dist.ProcessGroup, data: Data) -> torch.Tensor:
     """One attention block by our operators."""
-    q, k, v = qkv_all_to_all(data.x, data.w_qkv, group=group, heads=data.heads, rotary=data.rotary, config=config)
-    return attention_output_linear(core_attention(q, k, v), data.w_proj, group=group, config=config)
+    shards = SequenceShards(group)
+    q, k, v = qkv_all_to_all(data.x, data.w_qkv, shards=shards, heads=data.heads, rotary=data.rotary, config=config)
+    return attention_output_linear(core_attention(q, k, v), data.w_proj, shards=shards, config=config)
 
 
 def by_nccl(world: World, data: Data) -> torch.Tensor:

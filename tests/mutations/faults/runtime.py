@@ -189,7 +189,7 @@ FAULTS = [
     ),
     In("overlap_train/ulysses/attention.py", (f"{REFUSED}_on_one_rank_is_an_error_on_all_at_the_first_call",))(
         "peers do not hear of a context that does not fit",
-        "        _refuse(wrong, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER, both or group, x, Terms(config, name))\n",
+        "        _refuse(wrong, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER, shards, x, Terms(config, name))\n",
         "        raise ValueError(wrong)\n",
     ),
     FIRST_CALL("a problem that nobody heard becomes a time-out", "if mine.problem is None:", "if True:"),
