@@ -254,10 +254,9 @@ class StreamCopyEngine:
         of its own. The signal is a copy, not a write-value: a replayed graph sends a new epoch."""
         self._held.append(source)
         start, stream, copy, wait_value = source.data_ptr(), self._handle, self._driver.copy, self._driver.wait_value
-        failed = 0
         for route in routes:
-            if route.counter_at:
-                failed = wait_value(stream, route.counter_at, route.goal, AT_LEAST) or failed
-            failed = copy(route.place, start + route.offset, route.nbytes, stream) or failed
-            failed = copy(route.signal_at, route.epoch_at, 8, stream) or failed
-        self._driver.check(failed)
+            failed = wait_value(stream, route.counter_at, route.goal, AT_LEAST) if route.counter_at else 0
+            failed = failed or copy(route.place, start + route.offset, route.nbytes, stream)
+            failed = failed or copy(route.signal_at, route.epoch_at, 8, stream)  # rule 1: none without its data
+            if failed:
+                self._driver.check(failed)

@@ -72,7 +72,7 @@ def test_ranks_meet_where_asked_and_where_slots_run_out(count: int, barrier_firs
     assert barriers == ["qkv/dgrad/barrier"] * 2 * each
 
 
-BARRIER = "self.barrier(tag.barrier)"
+BARRIER = "self.barrier(self._after_error(tag) if self.use.has_raised else tag.barrier)"
 
 
 @pytest.mark.parametrize("fault", [Fault("protocol.workspace", BARRIER, "self.use.clear()")], ids=["no barrier"])

@@ -74,6 +74,28 @@ def test_a_join_of_the_thread_does_not_wait_for_what_was_sent_ahead() -> None:
     engine.close()
 
 
+def raise_if_refused(status: int) -> None:
+    if status:
+        raise RuntimeError(status)
+
+
+@pytest.mark.parametrize("refused", ["wait_value", "copy"])
+def test_what_the_driver_refuses_is_not_signalled(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """A peer would read what never came. Later pushes are not sent either: this rank raises."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(cuda_stream="copies"))
+    driver = Mock()
+    for name in ("record_event", "wait_event", "wait_value", "copy"):
+        getattr(driver, name).return_value = 0
+    driver.check.side_effect = raise_if_refused
+    getattr(driver, refused).return_value = 700
+    target, signal = torch.zeros(4), torch.zeros(1, dtype=torch.int64)
+    route = Route(0, target, signal, EPOCH, (torch.zeros(1, dtype=torch.int64), 1))
+    with pytest.raises(RuntimeError):
+        StreamCopyEngine(torch.device("cpu"), driver).push(torch.ones(4), [route, route])
+    places = [where.args[0] for where in driver.copy.mock_calls]
+    assert places == ([target.data_ptr()] if refused == "copy" else [])
+
+
 def test_a_join_does_not_wait_for_what_was_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the event of the mark, and holds what is still to be sent; the next join waits for all."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(cuda_stream="copies"))

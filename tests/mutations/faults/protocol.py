@@ -236,6 +236,16 @@ FAULTS = [
     ENGINE("rows are sent when all but one are stored", "counter.item() >= goal", "counter.item() >= goal - 1"),
     ENGINE("a push waits for its count to pass the goal", "counter.item() >= goal", "counter.item() > goal"),
     ENGINE(
+        "what the driver did not copy is signalled",
+        "failed or copy(route.signal_at, route.epoch_at, 8, stream)",
+        "copy(route.signal_at, route.epoch_at, 8, stream) or failed",
+    ),
+    ENGINE(
+        "what the driver does not wait for is copied",
+        "failed or copy(route.place, start + route.offset, route.nbytes, stream)",
+        "copy(route.place, start + route.offset, route.nbytes, stream) or failed",
+    ),
+    ENGINE(
         "every push takes the first rows",
         "source.storage_offset() + self.first,",
         "source.storage_offset(),",

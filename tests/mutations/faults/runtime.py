@@ -194,11 +194,7 @@ FAULTS = [
     ),
     FIRST_CALL("a problem that nobody heard becomes a time-out", "if mine.problem is None:", "if True:"),
     FIRST_CALL("nobody compares the first call", "    compare(agreement.rank, said)\n", ""),
-    REFUSE(
-        "peers do not hear what does not fit",
-        '            prepare(self.domain, Request(spec.name, "arguments',
-        '            (lambda *_: None)(self.domain, Request(spec.name, "arguments',
-    ),
+    REFUSE("peers do not hear what does not fit", "        book.refuse(problem, spec, name)\n", "        pass\n"),
     REFUSE(
         "peers are asked in calls that they know",
         "if not book.knows(spec):",
