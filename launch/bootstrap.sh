@@ -31,7 +31,7 @@ main() {
     fi
     if is_complete; then return; fi
     if ! "choose_$1"; then return; fi
-    started=$SECONDS
+    started=$SECONDS updates=
     create
     if [ "$tested" = system ]; then install_beside_system; else install_tested; fi
     fingerprint >"$env/complete"
@@ -95,6 +95,7 @@ create() {
     log=$env/install.log
     if [ -e "$env/complete" ] && [ "$(cat "$env/kind")" = "$kind" ]; then
         say "updating $env: pyproject.toml or the constraints have changed"
+        updates=yes
         rm "$env/complete"
         return
     fi
@@ -117,10 +118,10 @@ create() {
 # Deletes what was installed, but for kind, which says whose this environment is, and the log.
 empty() { find "$env" -mindepth 1 -maxdepth 1 ! -name kind ! -name install.log -exec rm -rf {} +; }
 
-# Nothing goes on from an unfinished set-up, and another environment may need its gigabytes.
+# Nothing goes on from an unfinished set-up, and another environment may need its gigabytes. What was only to be updated stays.
 give_up() {
-    empty
-    die "$*; deleted what there was of it, $(df -Ph . | awk 'NR == 2 { print $4 }') of disk are free now; the whole log: $log"
+    if [ -z "$updates" ]; then empty; fi
+    die "$*; $(df -Ph . | awk 'NR == 2 { print $4 }') of disk are free now; the whole log: $log"
 }
 
 install_tested() {

@@ -28,8 +28,8 @@ from .turns import TimedLinear
 
 class Terms(NamedTuple):
     """What the caller says about a call. config, name: see linear_all_to_all. meaning: in what else ranks must agree, in words;
-    it becomes part of the call's tags. The words are those that layout, heads and the like have kept: calls make none. on_plan:
-    see all_gather_linear; of parts it is told that of the first."""
+    it becomes part of the call's tags. Layout, heads and the like have kept these words; calls make only that of a part's length.
+    on_plan: see all_gather_linear; of parts it is told that of the first."""
 
     config: OverlapConfig | None
     name: str

@@ -44,21 +44,29 @@ def refuse_in_both(
 ) -> NoReturn:
     """Raise ValueError(wrong), for arguments of which no plan can be made: on every rank of both groups, at the first call.
 
-    product: the operator of the TP group. Once both groups know their operators, on this rank alone: see plan_book.refuse.
+    product: the operator of the TP group. A group that knows its operator is not asked (call_plan.refuse): its ranks may be in a
+    call that they know. Once both do, this rank raises alone.
     """
     tensor, ulysses = (domain_of(group, config, device) for group in (groups.tensor, groups.ulysses))
-    known = ((made_book(tensor), product), (made_book(ulysses), ALL_TO_ALL))
-    if all(book is not None and book.knows(spec) for book, spec in known):
+    tensor_knows, ulysses_knows = _knows(tensor, product), _knows(ulysses, ALL_TO_ALL)
+    if tensor_knows and ulysses_knows:
         raise ValueError(wrong)
     if device.type == "cuda":
         nodes_of_groups(groups, config, device, name)  # as the ranks do that have nothing wrong
-    try:
-        book_of(tensor, name).refuse(wrong, product, name)
-    except ValueError as refused:
-        book_of(ulysses, name).refuse(of_tensor(refused), ALL_TO_ALL, name)
+    if not tensor_knows:
+        try:
+            book_of(tensor, name).refuse(wrong, product, name)
+        except ValueError as refused:
+            wrong = of_tensor(refused)
+    book_of(ulysses, name).refuse(wrong, ALL_TO_ALL, name)
 
 
-def of_tensor(refused: ValueError) -> str:
+def _knows(domain: OverlapDomain, spec: OperatorSpec) -> bool:
+    book = made_book(domain)
+    return book is not None and book.knows(spec)
+
+
+def of_tensor(refused: Exception) -> str:
     """What was refused in the TP group, in words for the ranks of the Ulysses group, which is "the group" there."""
     return re.sub(r"\brank (\d+) of the group", r"rank \1 of tp_group", str(refused))
 

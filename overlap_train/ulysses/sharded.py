@@ -17,6 +17,7 @@ from ..planning.heads import AttentionHeads
 from ..planning.refusals import why_not_together
 from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ..runtime.registry import domain_of
+from ..symmetric.agreement import OverlapMismatchError
 from .arguments import weight_error
 from .calls import Terms, like, rows_of_position
 from .groups import Groups, nodes_of_groups, of_tensor, refuse_in_both
@@ -126,9 +127,8 @@ def _linear(
         sent = like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
         try:
             multiplies = product(last - first)
-        except (
-            ValueError
-        ) as refused:  # on all ranks of tp_group; those of group hear of it where they agree on the exchange
+        except (ValueError, OverlapMismatchError) as refused:
+            # On all ranks of tp_group. Those of group hear of it where they agree on the exchange.
             plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name, problem=of_tensor(refused))
             raise
         exchanges = plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from overlap_train import AttentionHeads, OverlapConfig, attention_output_linear, qkv_all_to_all
+from overlap_train import AttentionHeads, OverlapConfig, OverlapTimeoutError, attention_output_linear, qkv_all_to_all
+from overlap_train.operators.plan_book import PlanBook
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import grid
 
@@ -82,6 +85,33 @@ def test_ranks_of_one_tp_group_that_differ_are_an_error_on_all() -> None:
 
 def _known(rank: int, world: int) -> list[str]:
     return _first_calls(rank, world, ("x",) if rank == WRONG else (), True)
+
+
+def _once_more(rank: int, world: int) -> tuple[str, list[str]]:
+    """What the second call raises, and which groups this rank asks in it. A rank of the other TP group has the wrong argument
+    there, whose peer knows the product."""
+    g, heads, asked = grid(), AttentionHeads(4, 2, 4), []
+    common = dict(config=replace(CONFIG, timeout_s=2.0), shards=g.shards())
+    x, w, said, refuse = torch.ones(4, 1, 8), torch.ones(heads.features, 8), "", PlanBook.refuse
+
+    def noted(book: PlanBook, *problem: Any) -> None:
+        asked.append("tp_group" if book.domain.group is g.tensor else "group")
+        refuse(book, *problem)
+
+    PlanBook.refuse = noted
+    for wrong in (WRONG, 0):
+        asked.clear()
+        with pytest.raises((ValueError, OverlapTimeoutError)) as raised:
+            qkv_all_to_all(x[:, 0] if rank == wrong else x, w, heads=heads, **common)
+        said = f"{type(raised.value).__name__}: {raised.value}"
+    return said, asked
+
+
+def test_a_tp_group_that_knows_its_product_is_not_asked() -> None:
+    """It waits in that product. The Ulysses group is asked: it is in its first call."""
+    (own, asked), _, (peer, _), _ = values(run_ranks(4, _once_more))
+    assert own == f"ValueError: {OF_THE_INPUT}" and asked == ["group"]
+    assert peer == f"ValueError: {OF_THE_INPUT} (on rank 0 of the group)"
 
 
 def test_in_a_known_call_the_rank_raises_at_once() -> None:

@@ -268,7 +268,7 @@ def test_a_schedule_that_cannot_end_is_refused() -> None:
 
 
 def pushes(rank: int, rounds: int, start_us: float) -> Program:
-    """As benchmarks/probes/turns.py pushes: 16 MiB to each peer, one round after the other."""
+    """Pushes of 16 MiB to each peer, one round after the other."""
     sends = [
         Send(str(number), leg, 16 << 20, H200.copy_gbs, H200.push_us)
         for number in range(rounds)
