@@ -133,7 +133,10 @@ install_tested() {
         pip_install -c "$constraints" torch megatron-core setuptools || give_up "could not install torch and megatron-core"
     start_compiling
     step "installing overlap-train and its test and lint tools (100 MB)" \
-        pip_install -c "$constraints" --no-build-isolation -e ".[$extras]" || { stop_compiling; give_up "could not install overlap-train"; }
+        pip_install -c "$constraints" --no-build-isolation -e ".[$extras]" || {
+        stop_compiling
+        give_up "could not install overlap-train"
+    }
     stop_compiling
     step "compiling Python files (half a minute)" compile_python_files
 }

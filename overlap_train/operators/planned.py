@@ -15,7 +15,7 @@ from ..runtime.domain import OverlapDomain
 from .trials import Trial
 
 _MOST_NAMES = 4096  # linears of one shape
-# Is told the plan of a call, and the trial in which the linear takes part by it, or None.
+# Called with the plan of a call, and with the trial in which the linear takes part by it, or None.
 OnPlan = Callable[[Plan, Trial | None], None]
 
 

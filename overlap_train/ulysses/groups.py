@@ -1,6 +1,6 @@
 """The two groups of TP x Ulysses: how many nodes they span, and what is wrong on one rank, which all ranks of both must know.
 
-What a rank says in one of its groups, and those who hear it in their other group, comes to all ranks of both.
+A rank tells one of its groups. Each rank that hears it tells its other group. Then all ranks of both groups know.
 
 Each group has found its own nodes, and other groups of the same job may lie otherwise: a TP group on one node, its neighbour on
 two. A rank that went by its own two groups alone could send what a peer does not wait for.

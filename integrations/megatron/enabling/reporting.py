@@ -63,7 +63,7 @@ def _report_linear(name: str, linear: Any) -> LinearReport:
 
 
 def _method_and_reason(linear: Any) -> tuple[str, str]:
-    """What the last overlapped call ran by, and why: as its plan says, which is what it ran by."""
+    """(method, reason) of the last overlapped call, from the plan by which it ran."""
     plan, trial = linear.overlap.plan, linear.overlap.trial
     if plan is None:
         return "-", "not called yet"

@@ -41,7 +41,7 @@ class LinearOverlap:
             self.fallback_calls[reason] += 1
 
     def note_plan(self, plan: Plan, trial: Trial | None) -> None:
-        """Keep by what this call runs: what the table says of it."""
+        """Keep the plan of this call, and its trial, for the table."""
         self.plan, self.trial = plan, trial
 
     def settings(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
