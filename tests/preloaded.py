@@ -24,7 +24,7 @@ _MODULES = (
     "tests.linear_cases",
     "overlap_train.linear",
     "overlap_train.ulysses.attention",
-    "overlap_train.ulysses.tensor_parallel",
+    "overlap_train.ulysses.two_groups",
     "overlap_train.symmetric.host",
     "overlap_train.kernels.all_gather_gemm",
     "overlap_train.kernels.all_to_all_gemm",

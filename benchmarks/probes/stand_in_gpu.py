@@ -27,7 +27,7 @@ from overlap_train.planning.schedule.crossings import Crossing
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import Target
-from overlap_train.protocol.copy_engine import StreamCopyEngine
+from overlap_train.protocol.copy_stream import StreamCopyEngine
 from overlap_train.protocol.node_networks import NodeExchangeEngine
 from overlap_train.runtime import domain
 from overlap_train.runtime.across_nodes import AcrossNodes

@@ -3,7 +3,7 @@
     column    forward  AG(x) + GEMM    backward  GEMM + RS for dx, beside AG(x) for dw, whose GEMM runs under the end of the RS
     row       forward  GEMM + RS       backward  AG(dy) + GEMM for dx; dw with the dy just gathered
 
-linear.py gives them to autograd. Under Ulysses, parts of a long sequence call them one by one (ulysses/tensor_parallel.py).
+linear.py gives them to autograd. Under Ulysses, parts of a long sequence call them one by one (ulysses/two_groups.py).
 """
 
 from __future__ import annotations

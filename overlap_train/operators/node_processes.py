@@ -8,7 +8,7 @@ import torch
 
 from ..planning.schedule.crossings import Crossing
 from ..planning.schedule.legs import Leg, Legs
-from ..protocol.copy_engine import run_push
+from ..protocol.copy_thread import run_push
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_slot import NodeCall
 from ..symmetric.gloo import GlooTransport

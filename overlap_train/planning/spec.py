@@ -53,5 +53,5 @@ ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", GATHER, all_gather_error)
 LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", SCATTER, reduce_scatter_error)
 LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", GEMM_A2A, linear_all_to_all_error)
 ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", A2A_GEMM, all_to_all_linear_error)
-# Beside a product of another group (ulysses/tensor_parallel.py). x: what one rank sends, the columns of all ranks side by side.
+# Beside a product of another group (ulysses/two_groups.py). x: what one rank sends, the columns of all ranks side by side.
 ALL_TO_ALL = OperatorSpec("all_to_all", A2A_GEMM, all_to_all_error, multiplies=False)

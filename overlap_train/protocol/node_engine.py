@@ -16,7 +16,7 @@ from ..planning.schedule.legs import Leg
 from ..planning.schedule.topology import Topology
 from ..symmetric.agreement import OverlapTimeoutError
 from ..symmetric.gloo import GlooTransport
-from .copy_engine import HostCopyEngine
+from .copy_thread import HostCopyEngine
 from .node_slot import NodeCall
 from .watchdog import FaultRecord, poll
 

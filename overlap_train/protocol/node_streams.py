@@ -27,7 +27,8 @@ from ..planning.schedule.topology import Topology
 from ..symmetric.inter_node import Exchange
 from ..symmetric.nccl import NcclTransport
 from ..symmetric.puts import NvshmemPuts
-from .copy_engine import AT_LEAST, Route, StreamCopyEngine
+from .copy_engine import Route
+from .copy_stream import AT_LEAST, StreamCopyEngine
 from .node_slot import NodeCall
 from .watchdog import FaultRecord
 

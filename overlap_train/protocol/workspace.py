@@ -43,9 +43,9 @@ class Workspace:
         """The tag of the barrier after an operator that raised. It says how often each slot was used.
 
         One rank may have raised before it used its slot, and a peer after that. Then later waits on this slot would take the
-        blocks of an earlier call for their own, or wait for a use that never comes. On a GPU the host does not know: it would
-        have to wait for the device."""
-        if self._waits.launcher is not None:
+        blocks of an earlier call for their own, or wait for a use that never comes. On a GPU the host waits here for what it has
+        enqueued: only the device knows its epochs. A capture forbids that."""
+        if self._waits.launcher is not None and torch.cuda.is_current_stream_capturing():
             return tag.barrier
         uses = ", ".join(str(epoch_of(int(slot.epoch))) for slot in self.slots)
         return Tag(f"{tag.op}/barrier", f"barrier after an error, slots used {uses} times")

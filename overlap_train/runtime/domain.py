@@ -19,7 +19,9 @@ from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
 from ..planning.schedule.topology import Topology
 from ..protocol.collective_calls import CollectiveCalls, collective_calls
-from ..protocol.copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
+from ..protocol.copy_engine import CopyEngine
+from ..protocol.copy_stream import StreamCopyEngine
+from ..protocol.copy_thread import HostCopyEngine
 from ..protocol.layout import Layout
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_streams import NodeStreamEngine
@@ -185,7 +187,7 @@ class OverlapDomain:
 
     def _close_heap(self) -> None:
         """Unmap the heap at once. torch's heap waits for the device when it is freed. Later that could happen between the launch
-        of a kernel and its pushes (copy_engine.py)."""
+        of a kernel and its pushes (copy_stream.py)."""
         if self.heap is None:
             return
         del self.workspace  # it holds views of the heap,

@@ -15,9 +15,9 @@ A call goes through these files, from the caller to the engines; backward begins
     public functions                      linears.py, attention.py           attention.py
       wrong arguments, on every rank      arguments.py                       arguments.py, groups.py
       who has which rows; padding         shards.py                          shards.py, with tp_group
-    the call as planned, in parts         calls.py                           sharded.py (both cut by parts.py)
+    the call as planned, in parts         calls.py                           two_group_calls.py (parts.py cuts both)
     autograd functions                    linears.py, qkv.py                 linears.py, qkv.py
-    passes, part by part                  exchange.py (in trials turns.py)   tensor_parallel.py, rows_backward.py
+    passes, part by part                  exchange.py (in trials turns.py)   two_groups.py, rows_backward.py
       rows in the caller's tensors        rows.py                            rows.py
       KV heads that several ranks need    copies.py                          copies.py
       order in which parts begin          ahead.py                           ahead.py

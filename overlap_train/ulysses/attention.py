@@ -27,9 +27,9 @@ from .exchange import Linear
 from .groups import refuse_in_both
 from .linears import apply_to_rows
 from .qkv import Received, apply_qkv
-from .sharded import sharded_heads_linear, sharded_rows_linear
 from .shards import SequenceShards, shards_error
-from .tensor_parallel import ShardedLinear
+from .two_group_calls import sharded_heads_linear, sharded_rows_linear
+from .two_groups import ShardedLinear
 
 
 def qkv_all_to_all(

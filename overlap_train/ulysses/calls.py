@@ -1,4 +1,4 @@
-"""Calls of Ulysses' linears as planned: in which parts, and with which plan for each (sharded.py: under tensor parallelism).
+"""Calls of Ulysses' linears as planned: in which parts, and with which plan for each (under TP: two_group_calls.py).
 
 All parts of a call run by one method. Where methods take turns, the first part asks which one (operators/trials.py).
 """

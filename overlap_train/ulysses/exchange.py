@@ -28,7 +28,7 @@ from .rows import Rows
 
 
 class InParts:
-    """A call of a Ulysses linear in parts, with tensor parallelism (tensor_parallel.py) or without. batch: rows of a position."""
+    """A call of a Ulysses linear in parts, with tensor parallelism (two_groups.py) or without. batch: rows of a position."""
 
     __slots__ = ()  # Linear has its own
 

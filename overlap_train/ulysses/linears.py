@@ -23,7 +23,7 @@ from ..planning.heads import AttentionHeads
 from .calls import Terms, heads_linear, rows_linear
 from .exchange import Linear
 from .rows import RankRows, Rows
-from .tensor_parallel import ShardedLinear
+from .two_groups import ShardedLinear
 
 
 def linear_all_to_all(

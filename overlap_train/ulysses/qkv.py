@@ -20,7 +20,7 @@ from ..operators.qk_norm import HeadNorm, QkNorm
 from ..planning.heads import AttentionHeads
 from .exchange import Linear
 from .rows import HeadRows
-from .tensor_parallel import ShardedLinear
+from .two_groups import ShardedLinear
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The backward of to_rows under tensor parallelism, turn by turn (tensor_parallel.py).
+"""The backward of to_rows under tensor parallelism, turn by turn (two_groups.py).
 
 Turn i has one all-to-all. It carries dx of part i - 1, and x of part i if x is sent again. Meanwhile the product for dx of part i
 runs. The product for dw reads x when it has come. With an all-to-all of its own, x would have to come before the product: until

@@ -24,7 +24,7 @@ from .exchange import Linear
 from .groups import Groups
 from .linears import rank_rows
 from .rows import Rows, SequenceRows, UnequalRows
-from .tensor_parallel import ShardedLinear
+from .two_groups import ShardedLinear
 
 CONTIGUOUS = SequenceLayout()
 

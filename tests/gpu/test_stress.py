@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, OverlapTimeoutError, all_gather_linear, linear_reduce_scatter
-from overlap_train.protocol.copy_engine import Route, StreamCopyEngine
+from overlap_train.protocol.copy_engine import Route
+from overlap_train.protocol.copy_stream import StreamCopyEngine
 from overlap_train.runtime.registry import domain_of
 from tests.linear_cases import OPERATORS, Case
 

@@ -18,7 +18,7 @@ from overlap_train import (
 from overlap_train.protocol.node_streams import NodeStreamEngine
 from overlap_train.runtime.registry import domain_of
 from overlap_train.symmetric.nvshmem import is_installed
-from overlap_train.ulysses import sharded
+from overlap_train.ulysses import two_group_calls
 from tests.tp_ulysses_cases import ulysses_across_nodes
 
 S, B, HIDDEN, DIM = 2048, 1, 512, 128
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_exact(
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: torch.device, provider: str, method: str,
     gathered_input: str, parts: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(sharded, "parts_that_hide", lambda rows, n, k: parts)
+    monkeypatch.setattr(two_group_calls, "parts_that_hide", lambda rows, n, k: parts)
     own_provider = provider if provider == "torch" else "auto"  # NVSHMEM's one world serves one group
     config = OverlapConfig(method=method, gathered_input=gathered_input, provider=own_provider, timeout_s=20.0)
     _check_exact(groups, device, config)
@@ -65,7 +65,7 @@ def test_ulysses_across_nodes(
     """Each tensor-parallel group is a node, each rank of Ulysses in a node of its own."""
     if network == "nvshmem" and (method == "collective" or not is_installed()):
         pytest.skip("NVSHMEM carries nothing for collectives, or is not there")
-    monkeypatch.setattr(sharded, "parts_that_hide", lambda rows, n, k: 3)
+    monkeypatch.setattr(two_group_calls, "parts_that_hide", lambda rows, n, k: 3)
     config = OverlapConfig(method=method, gathered_input=gathered_input, provider="torch", timeout_s=20.0)
     shutdown()
     between = dict(network="nvshmem", provider="nvshmem") if network == "nvshmem" else {}

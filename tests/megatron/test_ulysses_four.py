@@ -151,10 +151,10 @@ def compare(expected: dict[str, Any], folder: Path, name: str, tensor: int, cont
     """Facts about one layout; `expected` of one rank, which has saved its weights."""
     from overlap_train import OverlapConfig
     from overlap_train.integrations.megatron import report
-    from overlap_train.ulysses import sharded
+    from overlap_train.ulysses import two_group_calls
     from tests.megatron import ulysses
 
-    sharded.parts_that_hide = lambda rows, n, k: 2 if "in parts" in name else 1
+    two_group_calls.parts_that_hide = lambda rows, n, k: 2 if "in parts" in name else 1
     run = ulysses.Run(tensor, context, OverlapConfig(method="chunked"))
     packed = ulysses.Run(tensor, context, OverlapConfig(method="collective"), packed=True)
     facts: dict[str, Any] = {"gradients packed": difference(ulysses.gradients(packed), expected["packed"], True)}

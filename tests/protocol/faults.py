@@ -98,9 +98,9 @@ def host_faults(device_waits: bool = False) -> dict[str, Fault]:
             "epoch forgotten": Fault("kernels.signal", _NEXT_EPOCH, forgotten, "wrong result|deadlock"),
         }
     return epoch | {
-        "flag before data": Fault("protocol.copy_engine", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
-        "dropped signal": Fault("protocol.copy_engine", _SIGNAL, "pass\n", "deadlock"),
-        "dropped data": Fault("protocol.copy_engine", _COPY, "pass\n"),
+        "flag before data": Fault("protocol.copy_thread", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
+        "dropped signal": Fault("protocol.copy_thread", _SIGNAL, "pass\n", "deadlock"),
+        "dropped data": Fault("protocol.copy_thread", _COPY, "pass\n"),
         "slot reused one operator early": SLOT_REUSED_EARLY,
         "always the same slot": Fault("protocol.slot_use", "if user <= self._sent_after", "", reload=_IMPORTERS),
         "wrong block at the peer": in_slot("memory[peer])[self.rank]", "memory[peer])[peer]"),
@@ -146,7 +146,7 @@ def storing_faults(kernel: str, *between: str) -> dict[str, Fault]:
     shared = {
         name: fault
         for name, fault in (host_faults() | fused_faults(kernel)).items()
-        if fault.module != "protocol.copy_engine" and name not in _OF_PUSHES
+        if fault.module != "protocol.copy_thread" and name not in _OF_PUSHES
     }
     return shared | {
         "count does not acquire": in_signal(_COUNT, "acq_rel", "release", "acquires and is released"),

@@ -41,7 +41,7 @@ class _Group(StreamSimulation):
         """A side stream more on the GPU of that member."""
         gpu = _gpu_of(self, scheduler, self.members[rank])
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
-            return core("protocol.copy_engine").StreamCopyEngine(torch.device("cpu"), SimulatedDriver(gpu))
+            return core("protocol.copy_stream").StreamCopyEngine(torch.device("cpu"), SimulatedDriver(gpu))
 
 
 @dataclass(frozen=True)

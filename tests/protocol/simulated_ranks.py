@@ -89,7 +89,7 @@ class Simulation:
         scheduler.patch(core("operators.portable"), "grid_size", lambda *args: (self.ctas,))
         scheduler.patch(core("operators.low_latency"), "grid_size", lambda *args: (self.ctas,))
         scheduler.patch(core("operators.low_latency"), "_PART", WORDS_AT_ONCE)
-        for waiting in ("protocol.waits", "protocol.copy_engine"):
+        for waiting in ("protocol.waits", "protocol.copy_thread"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
         scheduler.patch(
             core("kernels.signal"), "clock", lambda spins, TIMED: spins
@@ -200,7 +200,7 @@ class SimulatedEngine:
         self._queue += [route.push(source) for route in routes]
 
     def pull(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-        pull = core("protocol.copy_engine").Pull
+        pull = core("protocol.copy_thread").Pull
         self._queue += [pull(source, target) for source, target in zip(sources, targets, strict=True)]
 
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Any]) -> None:
@@ -217,7 +217,7 @@ class SimulatedEngine:
         self._closed = True
 
     def _work(self) -> None:
-        copies = core("protocol.copy_engine")
+        copies = core("protocol.copy_thread")
         while True:
             self._scheduler.wait_until(lambda: self._queue or self._closed, "a push or the end")
             if not self._queue:

@@ -45,7 +45,7 @@ FUSED_FAULTS = {
     "announced without barrier": in_signal(BARRIER, BARRIER.replace("tl.debug_barrier()", "pass"), "without a CTA bar"),
     "announced relaxed": Fault("kernels.signal", RELEASE, RELEASE.replace("release", "relaxed"), "released", (KERNEL,)),
     "announced at GPU scope": Fault("kernels.signal", RELEASE, RELEASE.replace("sys", "gpu"), "released", (KERNEL,)),
-    "push does not wait for its rows": Fault("protocol.copy_engine", "counter.item() >= goal", "counter.item() >= 0"),
+    "push does not wait for its rows": Fault("protocol.copy_thread", "counter.item() >= goal", "counter.item() >= 0"),
     "push waits for all tiles but one": in_slot(GOAL, GOAL.replace("tiles", "tiles - 1")),
     "push waits for the tiles of a whole block": Fault(
         "operators.persistent", OF_CHUNK, OF_CHUNK.replace(" // plan.chunks", ""), DEADLOCK

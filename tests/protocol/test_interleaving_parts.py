@@ -114,10 +114,10 @@ FAULTS = {
 }
 ON_STREAMS = {
     "sources are reused before they are sent": Fault(
-        "protocol.copy_engine", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"
+        "protocol.copy_stream", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"
     ),
     "the mark comes too early": Fault(
-        "protocol.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
+        "protocol.copy_stream", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
     ),
 }
 

@@ -192,15 +192,15 @@ FAULTS = {
 FUSED = {"tiles of the call before are taken for claimed": _of_engine("        self._call.reset_counters()\n", "", ".")}
 ON_STREAMS = {
     "pulled before the caller's stream has come": Fault(
-        "protocol.copy_engine",
+        "protocol.copy_stream",
         "        self._fork()\n        self._held += targets\n",
         "        self._held += targets\n",
     ),
     "the operator does not wait for what is pulled": Fault(
-        "protocol.copy_engine", "        self._held += targets\n", ""
+        "protocol.copy_stream", "        self._held += targets\n", ""
     ),
     "the mark comes too early": Fault(
-        "protocol.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
+        "protocol.copy_stream", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
     ),
 }
 

@@ -88,8 +88,8 @@ def _overwriting(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
-    """As sharded.py plans it. method: of the products."""
-    plan_book, sharded = core("operators.plan_book"), core("ulysses.tensor_parallel")
+    """As two_group_calls.py plans it. method: of the products."""
+    plan_book, two_groups = core("operators.plan_book"), core("ulysses.two_groups")
     shard, both = w.new_empty(TILE, TILE), w.new_empty(2 * TILE, TILE)
     of_all = w.new_empty(rank.ulysses.world_size * 2 * TILE, TILE)
     settings: dict[str, Any] = dict(main_grad="off")
@@ -100,10 +100,10 @@ def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
     def linear(planned: Any) -> Any:
         product = planned.beside(exchanged.plan.fprop.spared_sms).linear("linear")
         parts = tuple(
-            sharded.ShardedPart(first, first + TILE, exchanged.linear("linear"), product)
+            two_groups.ShardedPart(first, first + TILE, exchanged.linear("linear"), product)
             for first in range(0, PARTS * TILE, TILE)
         )
-        return sharded.ShardedLinear(parts, w, w, None, 1, 2)
+        return two_groups.ShardedLinear(parts, w, w, None, 1, 2)
 
     return {"column": linear(column), "row": linear(row)}
 
@@ -226,11 +226,11 @@ def test_kernels_that_take_the_sms_of_the_network(which: str, one_queue: bool) -
 FAULTS = {
     "an exchange is read before it has come": Fault(
         "operators.all_to_all_gemm", "self._call.receive(own)", "self._call.keep(own)",
-        reload=tuple(f"ulysses.{name}" for name in ("ahead", "parts", "exchange", "rows_backward", "tensor_parallel"))),
+        reload=tuple(f"ulysses.{name}" for name in ("ahead", "parts", "exchange", "rows_backward", "two_groups"))),
     "what an operator sends ahead is given to others": Fault(
-        "protocol.copy_engine", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"),
+        "protocol.copy_stream", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"),
     "the next operator's mark comes too early": Fault(
-        "protocol.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"),
+        "protocol.copy_stream", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"),
     "sent before it is known that a slot is free": Fault("protocol.workspace", "self._last.wait_for_start()", "pass"),
 }  # fmt: skip
 

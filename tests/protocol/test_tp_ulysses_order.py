@@ -24,9 +24,9 @@ from overlap_train import (
     attention_output_linear,
     qkv_all_to_all,
 )
-from overlap_train.protocol import copy_engine
+from overlap_train.protocol import copy_thread
 from overlap_train.runtime.registry import domain_of
-from overlap_train.ulysses import parts, tensor_parallel
+from overlap_train.ulysses import parts, two_groups
 from tests.processes import Outcome, run_ranks, values
 from tests.tp_ulysses_cases import DIM, HIDDEN, B, Grid, grid
 
@@ -87,7 +87,7 @@ class Log:
 
 def _record(g: Grid, product: str, log: Log) -> None:
     """Of products named `product` and of the exchanges meanwhile; other passes run as ever."""
-    plain_product, plain_push = getattr(tensor_parallel, product), copy_engine.run_push
+    plain_product, plain_push = getattr(two_groups, product), copy_thread.run_push
     engine = domain_of(g.ulysses, None, torch.device("cpu")).engine
 
     def multiplied(*args: Any) -> Any:
@@ -98,14 +98,14 @@ def _record(g: Grid, product: str, log: Log) -> None:
             return plain_push(*args, **settings)
         return log.run("exchange", lambda: plain_push(*args, **settings))
 
-    setattr(tensor_parallel, product, multiplied)
-    copy_engine.run_push = pushed
+    setattr(two_groups, product, multiplied)
+    copy_thread.run_push = pushed
 
 
 def _pass(g: Grid, product: str, log: Log | None) -> None:
     """One pass with that product. log: None for one that makes plans and memory."""
     common = dict(shards=g.shards(SequenceLayout("zigzag")), config=CONFIG[product.partition("_")[0]])
-    plain = getattr(tensor_parallel, product), copy_engine.run_push
+    plain = getattr(two_groups, product), copy_thread.run_push
 
     def begin() -> None:
         if log is not None:
@@ -122,8 +122,8 @@ def _pass(g: Grid, product: str, log: Log | None) -> None:
     if product.endswith("backward"):
         begin()
         y.sum().backward()
-    setattr(tensor_parallel, product, plain[0])
-    copy_engine.run_push = plain[1]
+    setattr(two_groups, product, plain[0])
+    copy_thread.run_push = plain[1]
 
 
 def _flight(rank: int, world: int, product: str) -> tuple[list[Pair], int, int]:
@@ -159,7 +159,7 @@ def _dies(rank: int, world: int) -> str:
     g = grid()
     _step(g)
     if rank == 1:
-        plain, calls = tensor_parallel.column_forward, []
+        plain, calls = two_groups.column_forward, []
 
         def last(*args: Any) -> Any:
             calls.append(None)
@@ -167,7 +167,7 @@ def _dies(rank: int, world: int) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
             return plain(*args)
 
-        tensor_parallel.column_forward = last
+        two_groups.column_forward = last
     try:
         for _ in range(3):
             _step(g)

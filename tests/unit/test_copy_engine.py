@@ -8,7 +8,9 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from overlap_train.protocol.copy_engine import HostCopyEngine, Push, Route, StreamCopyEngine, run_push
+from overlap_train.protocol.copy_engine import Push, Route
+from overlap_train.protocol.copy_stream import StreamCopyEngine
+from overlap_train.protocol.copy_thread import HostCopyEngine, run_push
 
 EPOCH = torch.tensor([7])
 

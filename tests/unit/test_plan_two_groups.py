@@ -23,7 +23,7 @@ from overlap_train.tools.plan.prediction import Prediction, predict
 from overlap_train.tools.plan.simulation.simulate import simulate
 from overlap_train.tools.plan.simulation.timeline import COPIES, EXCHANGES, GEMM, Program, Span, Timeline
 from overlap_train.tools.plan.two_groups import Projection, in_parts, projection
-from overlap_train.ulysses import ahead, sharded
+from overlap_train.ulysses import ahead, two_group_calls
 
 H200 = SYSTEMS["h200"]
 OURS = METHODS[:-1]
@@ -311,10 +311,10 @@ def test_sizes_and_parts_are_those_of_the_runtime(name: str, tp: int, cp: int, s
     weight = torch.empty(one.n, one.k, dtype=torch.bfloat16, device="meta")
     if name == "qkv":
         x = torch.empty(seq // (tp * cp), batch, 8192, dtype=torch.bfloat16, device="meta")
-        expected = sharded.sizes_of_heads(x, weight, AttentionHeads(64 // tp, 8 // tp, 128), groups)
+        expected = two_group_calls.sizes_of_heads(x, weight, AttentionHeads(64 // tp, 8 // tp, 128), groups)
     else:
         x = torch.empty(seq, batch, 8192 // (tp * cp), dtype=torch.bfloat16, device="meta")
-        expected = sharded.sizes_of_rows(x, weight, groups, config)
+        expected = two_group_calls.sizes_of_rows(x, weight, groups, config)
     assert one.sizes == expected
     assert one.parts == expected.parts(config)
 

@@ -3,7 +3,7 @@
     linear_qkv    AG(x) + GEMM over TP, then all-to-all over the context-parallel ranks
     linear_proj   all-to-all, then GEMM + RS over TP
 
-A long sequence passes in parts: the product of one hides the exchange of another (overlap_train/ulysses/tensor_parallel.py).
+A long sequence passes in parts: the product of one hides the exchange of another (overlap_train/ulysses/two_groups.py).
 Where that cannot be, the linear overlaps over TP alone, and the exchange is a collective.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from overlap_train.config import flag_name
 from overlap_train.ulysses.groups import Groups, nodes_of_groups
-from overlap_train.ulysses.sharded import Sizes, sizes_of_heads, sizes_of_rows
+from overlap_train.ulysses.two_group_calls import Sizes, sizes_of_heads, sizes_of_rows
 
 from .exchange import Exchange
 

@@ -13,7 +13,7 @@ import torch
 from ...operators.weight_gradient import WeightGradient
 from ...planning.schedule.kinds import SCATTER
 from ...ulysses.parts import Part as Positions
-from ...ulysses.tensor_parallel import ShardedPart
+from ...ulysses.two_groups import ShardedPart
 from .replay import Domain, Recording
 from .simulation.backward import row_dw, row_dx, whole
 from .simulation.enqueued import Part

@@ -1,6 +1,6 @@
 """What one rank enqueues in a pass of a projection under TP x Ulysses: training's own code runs, on tensors without memory.
 
-Parts, slots and exchanges are ordered by what orders them in training (ulysses/tensor_parallel.py, ahead.py, rows_backward.py,
+Parts, slots and exchanges are ordered by what orders them in training (ulysses/two_groups.py, ahead.py, rows_backward.py,
 protocol/workspace.py), in domains that note what a rank would enqueue. A torch operation that makes a tensor is a kernel that
 reads as much as it writes; those in ONE_BY_ONE are slower. What training hands to that code is noted, too (noted_parts.py).
 """

@@ -26,8 +26,8 @@ from ...planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTE
 from ...planning.table import UNTUNED
 from ...planning.tiling import Target
 from ...ulysses.rows import SequenceRows
-from ...ulysses.sharded import Sizes
-from ...ulysses.tensor_parallel import ShardedLinear
+from ...ulysses.two_group_calls import Sizes
+from ...ulysses.two_groups import ShardedLinear
 from ..measure.models import Model
 from .estimates import COLLECTIVE, Estimate, simulated, work_of
 from .inputs import Linear, Strategy, heads_of
@@ -59,7 +59,7 @@ class Projection:
 
     @property
     def sizes(self) -> Sizes:
-        """As ulysses/sharded.py has them."""
+        """As ulysses/two_group_calls.py has them."""
         s, heads = self.strategy, self.heads
         sent = heads.of_rank(s.cp).features * s.cp if self.is_qkv else self.k
         carries = 1 if self.is_qkv else 2  # backward sends x again
@@ -163,7 +163,7 @@ def _meta(*shape: int) -> torch.Tensor:
 
 
 def _linear(one: Projection, config: OverlapConfig, recording: Recording) -> ShardedLinear:
-    """A call as planned (ulysses/sharded.py), whose parts are noted."""
+    """A call as planned (ulysses/two_group_calls.py), whose parts are noted."""
     s, sizes, grid, weight = one.strategy, one.sizes, recording.grid, _meta(one.n, one.k)
     spec = ALL_GATHER_LINEAR if one.is_qkv else LINEAR_REDUCE_SCATTER
     device = Target(one.system.capability)

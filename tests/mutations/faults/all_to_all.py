@@ -30,7 +30,7 @@ OUT = In("overlap_train/operators/gemm_all_to_all.py", (EVERY_SHAPE,))
 IN = In("overlap_train/operators/all_to_all_gemm.py", (EVERY_SHAPE,))
 PULLS = f"{PROTOCOL}/test_interleaving_pulls.py"
 PULLED_MISMATCH = f"{PROTOCOL}/test_mismatched_calls.py::test_a_call_that_is_pulled_is_told_from_others"
-ENGINE = In("overlap_train/protocol/copy_engine.py", (PULLS,))
+THREAD = In("overlap_train/protocol/copy_thread.py", (PULLS,))
 PULLED = In("overlap_train/operators/pulled_all_to_all.py", (f"{PULLS}::test_parts_pass",))
 ENGINE_PLAN = In("overlap_train/planning/engine_plan.py", (PULLS,))
 PARTS = In("overlap_train/ulysses/parts.py", (f"{UNIT}/test_parts.py",))
@@ -78,9 +78,9 @@ SHARE = (f"{PROTOCOL}/test_ulysses_attention.py::test_ranks_that_share_the_seque
 SHARE_NORM = In("overlap_train/operators/qk_norm.py", SHARE)
 SHARE_ANGLES = In("overlap_train/operators/attention_layout.py", SHARE)
 NAMED = f"{PROTOCOL}/test_tp_ulysses_order.py::test_ranks_that_share_the_sequence_otherwise_are_named"
-TWO_GROUPS = In("overlap_train/ulysses/tensor_parallel.py", (f"{EXACT}[regather-2-True]",))
+TWO_GROUPS = In("overlap_train/ulysses/two_groups.py", (f"{EXACT}[regather-2-True]",))
 TURNS = In("overlap_train/ulysses/rows_backward.py", (f"{EXACT}[regather-4-True]",))
-BOTH = In("overlap_train/ulysses/sharded.py", (f"{EXACT}[regather-4-True]",))
+BOTH = In("overlap_train/ulysses/two_group_calls.py", (f"{EXACT}[regather-4-True]",))
 TOLD_OF_ONE = f"{PROTOCOL}/test_tp_ulysses_refusals.py"
 HEARD = f"{TOLD_OF_ONE}::test_what_does_not_fit_on_one_rank_is_an_error_on_all"
 TOLD = In("overlap_train/ulysses/groups.py", (HEARD,))
@@ -91,7 +91,7 @@ BESIDE_PRODUCT = In("overlap_train/planning/plan.py", (IN_PARTS,))
 AHEAD = In("overlap_train/protocol/slot_use.py", (f"{UNIT}/test_slot_use.py", IN_PARTS))
 ROOM = In("overlap_train/protocol/workspace.py", (IN_PARTS,))
 STARTS = In("overlap_train/protocol/slot.py", (IN_PARTS,))
-STREAM = In("overlap_train/protocol/copy_engine.py", (IN_PARTS,))
+STREAM = In("overlap_train/protocol/copy_stream.py", (IN_PARTS,))
 BRACKET = In("overlap_train/runtime/bracket.py", (IN_PARTS,))
 
 FAULTS = [
@@ -147,7 +147,7 @@ FAULTS = [
     PULLED("A2A: the epoch of a pulled call grows twice", "        self._call.barrier()\n",
            "        self._call.next_epoch()\n        self._call.barrier()\n", f"{PULLED_MISMATCH}[chunked-is in another layer]"),
     PULLED("A2A: tiles of the call before are taken for claimed", "        self._call.reset_counters()\n", ""),
-    ENGINE("A2A: what is pulled into an inference tensor raises", "@torch.inference_mode()  # of this thread",
+    THREAD("A2A: what is pulled into an inference tensor raises", "@torch.inference_mode()  # of this thread",
            "@torch.no_grad()  # of this thread", f"{MODES}[inference_in_parts]"),
     PULLED("A2A: blocks are left for other ranks", "self._multiply(self._call.blocks,",
            "self._multiply(self._call.blocks.flip(0),"),

@@ -19,7 +19,10 @@ USE = In("overlap_train/protocol/slot_use.py", (f"{UNIT}/test_slot_use.py",))
 HOST_WAITS = In("overlap_train/protocol/waits.py", (f"{UNIT}/test_launch_limits.py",))
 WATCHDOG = In("overlap_train/protocol/watchdog.py", (f"{UNIT}/test_watchdog.py",))
 WORKSPACE = In("overlap_train/protocol/workspace.py", (f"{PROTOCOL}/test_interleaving_columns.py",))
-ENGINE = In("overlap_train/protocol/copy_engine.py", (f"{UNIT}/test_copy_engine.py",))
+ENGINES = (f"{UNIT}/test_copy_engine.py",)
+ROUTE = In("overlap_train/protocol/copy_engine.py", ENGINES)
+THREAD = In("overlap_train/protocol/copy_thread.py", ENGINES)
+STREAM = In("overlap_train/protocol/copy_stream.py", ENGINES)
 LAYOUT = In("overlap_train/protocol/layout.py", (f"{UNIT}/test_plan.py",))
 TAGS = In("overlap_train/protocol/tags.py", (f"{UNIT}/test_watchdog.py",))
 AGREEMENT = In("overlap_train/symmetric/agreement.py", (f"{UNIT}/test_agreement.py",))
@@ -232,48 +235,48 @@ FAULTS = [
         survives="after 65,536 kinds of calls an error says 'an operator' for a name",
     ),
     # pushes
-    ENGINE("rows are sent although their kernel gave up", "return  # the kernel", "pass  # the kernel"),
-    ENGINE("rows are sent when all but one are stored", "counter.item() >= goal", "counter.item() >= goal - 1"),
-    ENGINE("a push waits for its count to pass the goal", "counter.item() >= goal", "counter.item() > goal"),
-    ENGINE(
+    THREAD("rows are sent although their kernel gave up", "return  # the kernel", "pass  # the kernel"),
+    THREAD("rows are sent when all but one are stored", "counter.item() >= goal", "counter.item() >= goal - 1"),
+    THREAD("a push waits for its count to pass the goal", "counter.item() >= goal", "counter.item() > goal"),
+    STREAM(
         "what the driver did not copy is signalled",
         "failed or copy(route.signal_at, route.epoch_at, 8, stream)",
         "copy(route.signal_at, route.epoch_at, 8, stream) or failed",
     ),
-    ENGINE(
+    STREAM(
         "what the driver does not wait for is copied",
         "failed or copy(route.place, start + route.offset, route.nbytes, stream)",
         "copy(route.place, start + route.offset, route.nbytes, stream) or failed",
     ),
-    ENGINE(
+    ROUTE(
         "every push takes the first rows",
         "source.storage_offset() + self.first,",
         "source.storage_offset(),",
     ),
-    ENGINE("the driver copies from the first row", "first * target.element_size()", "0 * target.element_size()"),
-    ENGINE("the driver's offset is in elements", "first * target.element_size()", "first"),
-    ENGINE(
+    ROUTE("the driver copies from the first row", "first * target.element_size()", "0 * target.element_size()"),
+    ROUTE("the driver's offset is in elements", "first * target.element_size()", "first"),
+    THREAD(
         "what the thread raised is lost", "        if self._error is not None:\n            raise self._error\n", ""
     ),
-    ENGINE(
+    THREAD(
         "a thread that raised pushes nothing more",
         "                self._error = error\n",
         "                self._error = error\n                return\n",
     ),
-    ENGINE(
+    THREAD(
         "an operator ends before the last push",
         "wait_for(lambda: self._pending <= left)",
         "wait_for(lambda: self._pending <= 1)",
     ),
-    ENGINE("the thread's join waits for what was sent ahead, too", "self._ahead or 0, None", "0, None"),
-    ENGINE("what was sent ahead is never waited for", "self._ahead or 0, None", "self._ahead or 0, self._ahead"),
-    ENGINE(
+    THREAD("the thread's join waits for what was sent ahead, too", "self._ahead or 0, None", "0, None"),
+    THREAD("what was sent ahead is never waited for", "self._ahead or 0, None", "self._ahead or 0, self._ahead"),
+    STREAM(
         "an operator in another stream does not wait",
         "self._driver.check(self._driver.wait_event(current, self._ended, 0))",
         "pass",
         f"{STREAMS}::test_a_caller_may_use_two_streams",
     ),
-    ENGINE(
+    STREAM(
         "the stream of the first operator counts for ever",
         "        self._last_stream = current\n",
         "        self._last_stream = current if last is None else last\n",

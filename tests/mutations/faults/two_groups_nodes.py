@@ -3,10 +3,10 @@
 from ..mutation import In
 
 PASSES = "tests/protocol/test_interleaving_tp_ulysses.py::test_ulysses_across_nodes"
-SHARDED = "tests/unit/test_sharded.py"
+SHARDED = "tests/unit/test_two_group_calls.py"
 BACKWARD = f"{PASSES}[heads_backward-4-1-False-False]"
-PRODUCTS = In("overlap_train/ulysses/tensor_parallel.py", (f"{PASSES}[to_heads-4-1-False-False]",))
-PLANS = In("overlap_train/ulysses/sharded.py", (SHARDED,))
+PRODUCTS = In("overlap_train/ulysses/two_groups.py", (f"{PASSES}[to_heads-4-1-False-False]",))
+PLANS = In("overlap_train/ulysses/two_group_calls.py", (SHARDED,))
 PLANNED = In("overlap_train/operators/planned.py", (SHARDED,))
 ENGINE = In("overlap_train/planning/engine_plan.py", ("tests/unit/test_exchange_plan.py", SHARDED))
 EXCHANGE = In("overlap_train/planning/plan.py", ("tests/unit/test_exchange_plan.py", SHARDED))

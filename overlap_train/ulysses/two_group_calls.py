@@ -22,7 +22,7 @@ from .arguments import weight_error
 from .calls import Terms, like, rows_of_position
 from .groups import Groups, nodes_of_groups, of_tensor, refuse_in_both
 from .parts import cut, parts_that_hide
-from .tensor_parallel import ShardedLinear, ShardedPart
+from .two_groups import ShardedLinear, ShardedPart
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import Target
-from overlap_train.ulysses import sharded
+from overlap_train.ulysses import two_group_calls
 from overlap_train.ulysses.calls import Terms
 
 TERMS = Terms(OverlapConfig(method="fused", network_sms=4), "linear_qkv")
@@ -50,10 +50,14 @@ def planned(ulysses_nodes: int, monkeypatch: pytest.MonkeyPatch, of: type[torch.
         domain: Any = SimpleNamespace(world_size=group.size(), operator=lambda *args, **how: None)
         return Planned(domain, make_plan(spec, config, UNTUNED, group.topology, x, w, Target((9, 0))))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sharded, "plan_of", plan_of)
+    monkeypatch.setattr(two_group_calls, "plan_of", plan_of)
     x, w = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1024, 1, 512), (768, 512)))
-    groups: Any = sharded.Groups(Group(Topology(ulysses_nodes, 2 // ulysses_nodes, 0)), Group(Topology(1, 8, 0)))  # type: ignore[arg-type]
-    linear, _ = sharded.sharded_heads_linear(x.as_subclass(of), w, None, AttentionHeads(4, 2, 96), groups, TERMS)
+    groups: Any = two_group_calls.Groups(
+        Group(Topology(ulysses_nodes, 2 // ulysses_nodes, 0)), Group(Topology(1, 8, 0))
+    )  # type: ignore[arg-type]
+    linear, _ = two_group_calls.sharded_heads_linear(
+        x.as_subclass(of), w, None, AttentionHeads(4, 2, 96), groups, TERMS
+    )
     return linear.parts[0]
 
 
@@ -67,14 +71,14 @@ def test_kernels_leave_the_sms_of_an_exchange(nodes: int, sms: int, monkeypatch:
 
 def test_two_groups_that_cannot_overlap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a rank whose TP group is inside one node: that of a peer is not."""
-    monkeypatch.setattr(sharded, "nodes_of_groups", lambda groups, config, device, name: (2, 4))
+    monkeypatch.setattr(two_group_calls, "nodes_of_groups", lambda groups, config, device, name: (2, 4))
     with pytest.raises(ValueError, match="linear_qkv: group and tp_group span 2 and 4 nodes"):
         planned(2, monkeypatch, OnGpu)
     planned(2, monkeypatch)  # CPU processes do
 
 
 def test_two_groups_that_can_overlap_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "nodes_of_groups", lambda groups, config, device, name: (2, 1))
+    monkeypatch.setattr(two_group_calls, "nodes_of_groups", lambda groups, config, device, name: (2, 1))
     assert planned(2, monkeypatch, OnGpu).exchange.plan.fprop.nodes == 2
 
 
