@@ -29,7 +29,7 @@ from ..measure.runs import Session
 from ..measure.timing import Call, Timing
 from ..measure.world import World
 from . import te_attention, transformer_engine
-from .attention_data import Block, Data, Outcome, check_outcome, forward_backward
+from .attention_data import Block, Data, Outcome, check_block, forward_backward
 from .attention_parts import Unpacked, core_attention, exchange, in_torchs_words
 
 BASELINES = ("sequence", "alone", "te", "te_alone")
@@ -39,18 +39,19 @@ def run(models: Sequence[tuple[str, Model]], tokens: Sequence[int], session: Ses
     """Measure every block; one row for each method that computes what torch's own operations do. Collective."""
     for name, model in models:
         for number in tokens:
-            data = Data.make(model, number, session.world, session.settings.dtype, seed=0)
-            rows = measure_block(Case(name, number, data, session))
+            data, decoy = (Data.make(model, number, session.world, session.settings.dtype, seed) for seed in (0, 99))
+            rows = measure_block(Case(name, number, data, decoy, session))
             session.world.say(f"{name} attention, {number} tokens: {session.results.outcome(rows)}")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One block to measure."""
+    """One block to measure. decoy: data as large, with other numbers."""
 
     name: str
     tokens: int
     data: Data
+    decoy: Data
     session: Session
 
     def note(self, name: str, problem: str, failure: bool) -> None:
@@ -70,13 +71,13 @@ def measure_block(case: Case) -> list[Row]:
     baselines: dict[str, Block] = {"sequence": partial(by_nccl, world), "alone": partial(alone, world)}
     calls = {baseline: forward_backward(block, data) for baseline, block in baselines.items()}
     expected = expected_of(partial(in_torchs_words, world, SequenceLayout()), data)
-    check_outcome(calls["sequence"], expected)
+    check_block(baselines["sequence"], data, case.decoy, expected)
     for method in session.settings.methods:
         config = replace(session.settings.config, method=method)
-        call = forward_backward(partial(overlapped, config, world.group), data)
-        problem = world.attempt(partial(check_outcome, call, expected))
+        block = partial(overlapped, config, world.group)
+        problem = world.attempt(partial(check_block, block, data, case.decoy, expected))
         if problem is None:
-            calls[method] = call
+            calls[method] = forward_backward(block, data)
         else:
             case.note(method, problem, failure=True)
     began = time.monotonic()
@@ -95,7 +96,7 @@ def with_te(te: Any, calls: Mapping[str, Call], case: Case) -> list[Row]:
     in_zigzag = partial(in_torchs_words, world, te_attention.LAYOUT)
     baselines = {"te": (te_attention.exchanging, in_zigzag), "te_alone": (te_attention.alone, partial(alone, world))}
     for name, (make, same) in baselines.items():
-        problem = world.attempt(partial(_add, found, name, partial(make, te, world), same, case.data))
+        problem = world.attempt(partial(_add, found, name, partial(make, te, world), same, case))
         if problem is not None:
             found.pop(name, None)  # on some ranks it may have worked
             case.note(name, problem, failure=False)
@@ -104,11 +105,11 @@ def with_te(te: Any, calls: Mapping[str, Call], case: Case) -> list[Row]:
     return rows
 
 
-def _add(calls: dict[str, Call], name: str, make: Callable[[Data], Block], same: Block, data: Data) -> None:
+def _add(calls: dict[str, Call], name: str, make: Callable[[Data], Block], same: Block, case: Case) -> None:
     """A block's call, after a check against another that computes the same."""
-    call = forward_backward(make(data), data)
-    check_outcome(call, expected_of(same, data))
-    calls[name] = call
+    block = make(case.data)
+    check_block(block, case.data, case.decoy, expected_of(same, case.data))
+    calls[name] = forward_backward(block, case.data)
 
 
 def expected_of(block: Block, data: Data) -> Outcome:

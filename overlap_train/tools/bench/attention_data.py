@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 
 from ...operators.attention_layout import Rotary
 from ...planning.heads import AttentionHeads
@@ -20,6 +21,8 @@ from ..measure.world import World
 
 Block = Callable[["Data"], torch.Tensor]
 Outcome = tuple[torch.Tensor, ...]  # y, dx, dw_qkv, dw_proj
+NAMES = ("y", "dx", "dw_qkv", "dw_proj")
+TILE = 128  # rows and columns; no kernel of ours has larger tiles in both
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,38 @@ def forward_backward(block: Block, data: Data) -> Call:
     return call
 
 
-def check_outcome(call: Call, expected: Outcome) -> None:
-    """Run twice, then compare with the baseline's: both round at other places, so by norms."""
-    call(0)
-    outcome = cast(Outcome, call(1))
+def check_block(block: Block, data: Data, decoy: Data, expected: Outcome) -> None:
+    """Run twice on other inputs, so that whatever is left in slots and freed memory is wrong, then compare all results with the
+    baseline's. Raises RuntimeError."""
+    other = forward_backward(block, decoy)
+    for index in range(2):
+        other(index)
+    check_outcome(cast(Outcome, forward_backward(block, data)(0)), expected)
+
+
+def check_outcome(outcome: Outcome, expected: Outcome) -> None:
+    """Both round at other places: of 2048 and 4096 tokens of two CPU ranks in bf16 no tile differs by more than 0.01."""
     check_timeouts()
     tolerance = 8 * torch.finfo(expected[0].dtype).eps
-    for name, ours, theirs in zip(("y", "dx", "dw_qkv", "dw_proj"), outcome, expected, strict=True):
-        error = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+    for name, ours, theirs in zip(NAMES, outcome, expected, strict=True):
+        error = worst_tile(ours, theirs)
         if not error <= tolerance:
             raise RuntimeError(
-                f"{name} differs from torch's block by {error:.3g} of its norm; rounding explains {tolerance:.3g}"
+                f"{name} differs from torch's block by {error:.3g} of the norm of a tile; rounding explains {tolerance:.3g}"
             )
+
+
+def worst_tile(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference in a tile of TILE x TILE elements, over the norm that theirs has there, or has in an average tile
+    where that is more. Over the norm of the whole, a missing tile of 4096 x 4096 elements would be 0.03."""
+    errors, norms = [], []
+    for mine, other in zip(*(x.flatten(0, -2).split(32 * TILE) for x in (ours, theirs)), strict=True):
+        errors.append(_norms_of_tiles(mine.double() - other.double()))
+        norms.append(_norms_of_tiles(other.double()))
+    error, norm = torch.cat(errors), torch.cat(norms)
+    return float((error / norm.clamp_min(norm.square().mean().sqrt())).max())
+
+
+def _norms_of_tiles(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, columns] -> [tiles, tiles]."""
+    return F.avg_pool2d(x.square()[None, None], TILE, ceil_mode=True, divisor_override=1)[0, 0].sqrt()

@@ -6,6 +6,7 @@ from tests.mutations.mutation import In
 
 CHECK = In("overlap_train/tools/measure/check.py", ("tests/unit/test_bench_check.py",))
 INPUTS = In("overlap_train/tools/bench/operators.py", ("tests/unit/test_bench_hierarchical.py",))
+BLOCKS = In("overlap_train/tools/bench/attention_data.py", ("tests/unit/test_bench_blocks.py",))
 SAID = In("overlap_train/tools/measure/results.py", ("tests/unit/test_bench_output.py",))
 
 FAULTS = [
@@ -20,6 +21,12 @@ FAULTS = [
     CHECK("rows beyond the last block are left out", "range(0, rows, most)", "range(0, rows - most, most)"),
     CHECK("norms of b's rows", "vector_norm(b[:, columns].double(), dim=0)", "vector_norm(b[:, columns].double(), dim=1)"),
     CHECK("norms in one block after the other, each of the first", "vector_norm(a[rows]", "vector_norm(a[: len(a[rows])]"),
+    BLOCKS("blocks are compared as a whole", "TILE = 128", "TILE = 1 << 20"),
+    BLOCKS("only the tiles of the last rows count", "error, norm = torch.cat(errors), torch.cat(norms)",
+           "error, norm = errors[-1], norms[-1]"),
+    BLOCKS("a tile in which results cancel is held to its own norm", ".clamp_min(norm.square().mean().sqrt())", ""),
+    BLOCKS("a block may leave what it has left before", "other = forward_backward(block, decoy)",
+           "other = forward_backward(block, data)"),
     INPUTS("what does not fit into memory is forgotten",
            '    session.results.note(f"{case.name}: inputs: {problem}", failure=True)\n', ""),
     INPUTS("what does not fit into memory ends the run", "session.world.attempt(lambda: made.append(Inputs(case, session)))",
