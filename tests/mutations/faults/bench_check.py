@@ -7,6 +7,7 @@ from tests.mutations.mutation import In
 CHECK = In("overlap_train/tools/measure/check.py", ("tests/unit/test_bench_check.py",))
 INPUTS = In("overlap_train/tools/bench/operators.py", ("tests/unit/test_bench_hierarchical.py",))
 BLOCKS = In("overlap_train/tools/bench/attention_data.py", ("tests/unit/test_bench_blocks.py",))
+THREE = In("overlap_train/tools/bench/exchange_baselines.py", ("tests/unit/test_exchange_baselines.py",))
 SAID = In("overlap_train/tools/measure/results.py", ("tests/unit/test_bench_output.py",))
 
 FAULTS = [
@@ -27,6 +28,8 @@ FAULTS = [
     BLOCKS("a tile in which results cancel is held to its own norm", ".clamp_min(norm.square().mean().sqrt())", ""),
     BLOCKS("a block may leave what it has left before", "other = forward_backward(block, decoy)",
            "other = forward_backward(block, data)"),
+    THREE("what is no QKV projection is cut like one", "if case.op == GEMM_A2A else None", "if True else None"),
+    THREE("a QKV projection is cut into equal parts", "return (1, 1, 1) if model is None else", "return (1, 1, 1) if True else"),
     INPUTS("what does not fit into memory is forgotten",
            '    session.results.note(f"{case.name}: inputs: {problem}", failure=True)\n', ""),
     INPUTS("what does not fit into memory ends the run", "session.world.attempt(lambda: made.append(Inputs(case, session)))",
