@@ -169,6 +169,10 @@ NOTES: Sequence[tuple[Callable[[str], bool], str]] = (
 )  # fmt: skip
 
 
+# Only the step that leaves NCCL's all-to-all out makes its copies, too, where ours needs none.
+BELOW_0 = "exposed below 0: noise, or under TP x Ulysses the copies around NCCL's all-to-all, which ours does not make"
+
+
 def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
     """What a reader of the table must know, and what it does not show."""
     peak = next((row["peak_tflops"] for row in rows if row["peak_tflops"]), None)
@@ -181,6 +185,7 @@ def notes_of(plan: Plan, rows: list[Row]) -> list[str]:
         "exposed: forward and backward, less the same with the linears' communication left out and all products by cuBLAS",
         f"loss difference: the largest of {plan.trained_steps} steps, in nats; --repeat shows how far two equal runs differ",
         *(f"{_title(row)} did not run: {row['status']}" for row in rows if row["status"] != "ran"),
+        *[BELOW_0] * any((row["exposed_ms"] or 0) < 0 for row in rows),
         *(_repeated(row) for row in rows if row["same_bits"] is not None),
         *(text for applies, text in NOTES if any(map(applies, names))),
         *["deterministic kernels: these times are not those of ordinary training"] * plan.bitwise,

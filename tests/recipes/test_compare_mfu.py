@@ -18,7 +18,7 @@ from gpt.settings import Settings
 from mfu.layer_timeline import MARKER, cut
 from mfu.measured import Measured
 from mfu.plan import read_flags
-from mfu.rows import largest_difference, notes_of, rows_of
+from mfu.rows import BELOW_0, largest_difference, notes_of, rows_of
 from overlap_train.tools.pictures.lanes import exposed, kind_of
 from tests.megatron.workers import Workers
 
@@ -77,6 +77,15 @@ def test_what_did_not_run_has_a_row_with_the_reason() -> None:
     notes = notes_of(plan, [row])
     assert any(note.endswith("async-TP did not run: " + row["status"]) for note in notes)
     assert any(note.startswith(f"loss difference: the largest of {plan.trained_steps} steps") for note in notes)
+
+
+@pytest.mark.parametrize(("alone", "is_below"), [(12.0, True), (8.0, False)])
+def test_exposed_communication_below_0_is_explained(alone: float, is_below: bool) -> None:
+    measured = Measured(Settings(tp=2, cp=2), passes_ms={"overlap": 10.0}, alone_ms={"overlap": alone})
+    plan = read_flags(["--variants", "overlap"])[0]
+    (row,) = rows_of(plan, measured, 4, None, "FP32")
+    assert row["exposed_ms"] == 10.0 - alone
+    assert (BELOW_0 in notes_of(plan, [row])) == is_below
 
 
 def test_figures_follow_from_times_and_sizes(ended: Ended) -> None:
