@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gpt.settings import Settings
 from mfu.layer_timeline import Span
-from mfu.names import OVERLAP, speed_baseline
+from mfu.names import OVERLAP, is_graph, speed_baseline
 from overlap_train.tools.measure.world import World
 
 
@@ -30,8 +30,13 @@ class Measured:
 
     @property
     def baseline(self) -> str:
-        """The variant that the times of others are compared with."""
+        """The variant that the times of others are compared with, but for steps of graphs."""
         return speed_baseline(self.step_ms) or next(iter(self.step_ms), OVERLAP)
+
+    def speed_up(self, name: str) -> float | None:
+        """Of a step over the baseline's; of a graph over a graph, and None where no graph of a baseline ran."""
+        baseline = speed_baseline(self.step_ms, name) if is_graph(name) else self.baseline
+        return None if baseline is None else self.median_ms(baseline) / self.median_ms(name)
 
     def exposed_ms(self, name: str) -> float | None:
         """How much shorter forward and backward are without the linears' communication; None where that is unknown."""

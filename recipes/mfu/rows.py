@@ -64,7 +64,7 @@ def _speed(name: str, measured: Measured, world_size: int, peak: float | None) -
         "tokens_per_s_per_gpu": settings.global_batch_size * settings.seq_length / gpu_seconds,
         "tflops_per_gpu": tflops,
         "mfu": None if peak is None else tflops / peak,
-        "speed_up": measured.median_ms(measured.baseline) / milliseconds,
+        "speed_up": measured.speed_up(name),
     }
 
 

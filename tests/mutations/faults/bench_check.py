@@ -1,4 +1,4 @@
-"""Faults of the check before timing: what it lets pass, and what it says."""
+"""Faults of the check before timing, of baselines and of ratios: what passes, what is compared, and what is said."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ CHECK = In("overlap_train/tools/measure/check.py", ("tests/unit/test_bench_check
 INPUTS = In("overlap_train/tools/bench/operators.py", ("tests/unit/test_bench_hierarchical.py",))
 BLOCKS = In("overlap_train/tools/bench/attention_data.py", ("tests/unit/test_bench_blocks.py",))
 THREE = In("overlap_train/tools/bench/exchange_baselines.py", ("tests/unit/test_exchange_baselines.py",))
+OF_GRAPHS = "tests/recipes/test_compare_mfu_graph.py::test_the_step_of_a_graph_is_compared_with_that_of_a_graph"
+STEPS = In("recipes/mfu/measured.py", (OF_GRAPHS,))
+NOTES = In(
+    "recipes/mfu/rows.py", ("tests/recipes/test_compare_mfu.py::test_exposed_communication_below_0_is_explained",)
+)
 SAID = In("overlap_train/tools/measure/results.py", ("tests/unit/test_bench_output.py",))
 
 FAULTS = [
@@ -28,6 +33,9 @@ FAULTS = [
     BLOCKS("a tile in which results cancel is held to its own norm", ".clamp_min(norm.square().mean().sqrt())", ""),
     BLOCKS("a block may leave what it has left before", "other = forward_backward(block, decoy)",
            "other = forward_backward(block, data)"),
+    STEPS("the step of a graph is compared with one that the host holds up", "if is_graph(name) else", "if False else"),
+    NOTES("exposed communication below 0 is not explained", '(row["exposed_ms"] or 0) < 0', "False"),
+    NOTES("exposed communication above 0 is explained away", '(row["exposed_ms"] or 0) < 0', '(row["exposed_ms"] or 0) != 0'),
     THREE("what is no QKV projection is cut like one", "if case.op == GEMM_A2A else None", "if True else None"),
     THREE("a QKV projection is cut into equal parts", "return (1, 1, 1) if model is None else", "return (1, 1, 1) if True else"),
     INPUTS("what does not fit into memory is forgotten",
