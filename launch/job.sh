@@ -14,7 +14,7 @@ run_job() {
     prepare
     trap 'interrupted=1; stop_ranks' USR1 # Slurm sends it before the time limit: #SBATCH --signal
     until start_and_wait "$@"; do
-        if [ -n "$time_is_up" ]; then requeue; fi
+        if [ -n "$time_is_up" ] || is_preempted; then requeue; fi
         if ((restarts >= MAX_RESTARTS)); then
             say "failed with $status; each rank's output is under $logs"
             exit "$status"
@@ -28,10 +28,14 @@ run_job() {
 prepare() {
     mkdir -p "$RUN_DIR" || die "RUN_DIR=$RUN_DIR cannot be made"
     RUN_DIR=$(cd "$RUN_DIR" && pwd)
-    [ -z "$CHECKPOINT_DIR" ] || mkdir -p "$CHECKPOINT_DIR" || die "CHECKPOINT_DIR=$CHECKPOINT_DIR cannot be made"
+    if [ -n "$CHECKPOINT_DIR" ]; then
+        mkdir -p "$CHECKPOINT_DIR" || die "CHECKPOINT_DIR=$CHECKPOINT_DIR cannot be made"
+        CHECKPOINT_DIR=$(cd "$CHECKPOINT_DIR" && pwd)
+    fi
     first_save=$(last_save)
     if [ -n "$MODULE" ]; then
         program=(-m "$MODULE")
+        check_tracker
     else
         [ -n "$CONTAINER_IMAGE" ] || [ -f "$RECIPE" ] || die "RECIPE=$RECIPE: no such file in $PWD"
         program=("$RECIPE")
@@ -39,6 +43,13 @@ prepare() {
     choose_container
     say "$SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), $PROCS_PER_NODE ranks each: ${program[*]}"
     say "variables in force: $(env | grep -E '^(NCCL|NVSHMEM|GLOO|CUDA|TORCH|TRITON|OMP)_' | sort | paste -s -d ' ')"
+}
+
+# A full disk leaves Megatron's file empty: without --load it would train from its first step and write over what is there.
+check_tracker() {
+    local file=$CHECKPOINT_DIR/$tracker
+    [ -z "$CHECKPOINT_DIR" ] || [ ! -e "$file" ] || [ -s "$file" ] ||
+        die "$file is empty: write into it the step of the newest whole checkpoint there, or take another folder"
 }
 
 choose_container() {
@@ -51,9 +62,17 @@ choose_container() {
     fi
 }
 
-# Megatron writes the step of the newest checkpoint into this file, and so do the recipes.
+# Megatron writes the step of the newest checkpoint into this file, and so do the recipes. Where a recipe did not come to it, or the
+# file is empty, the newest folder says that there is something to resume from: the recipe then looks for the newest good one.
 tracker=latest_checkpointed_iteration.txt
-newest_checkpoint() { cat "${CHECKPOINT_DIR:-/nonexistent}/$tracker" 2>/dev/null || true; }
+newest_checkpoint() {
+    local step
+    step=$(cat "${CHECKPOINT_DIR:-/nonexistent}/$tracker" 2>/dev/null) || true
+    if [ -z "$step$MODULE" ] && [ -n "$CHECKPOINT_DIR" ]; then
+        step=$(find "$CHECKPOINT_DIR" -maxdepth 1 -regex '.*/iter_[0-9]+' -printf '%f\n' 2>/dev/null | sort | tail -n 1) || true
+    fi
+    echo "$step"
+}
 
 # When the newest checkpoint was saved. Its step alone is not enough: a recipe that skips a damaged checkpoint resumes from the one
 # before it and later saves the same step again.
@@ -86,14 +105,16 @@ start_nodes() {
     read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST") || die "scontrol names no node of $SLURM_JOB_NODELIST"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[rank \${rank}] "
-    exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
+    # --export=ALL: after sbatch --export=NONE (or SBATCH_EXPORT, as some sites set it) tasks would have no PATH.
+    exec srun --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
         --kill-on-bad-exit=1 "${container[@]}" bash -c "$(declare -f start_node check_address); start_node \"\$@\"" node \
         "$first:$port" "$logs" "$PROCS_PER_NODE" "$PYTHON" "${program[@]}" "$@"
 }
 
 # start_node ENDPOINT LOGS RANKS PYTHON PROGRAM...: torchrun on this node. Every rank writes to its own files. The job's output
 # shows the first and the last rank of each node; Megatron prints its losses on the last one. torchrun restarts nothing itself:
-# after ranks of two nodes had failed at once, its second rendezvous failed too (torch 2.13).
+# after ranks of two nodes had failed at once, its second rendezvous failed too (torch 2.13). -u: it would keep back 8 KiB of what
+# ranks print, minutes of training, and take them with it if it is killed.
 start_node() {
     local endpoint=$1 logs=$2/node-$SLURM_NODEID-$SLURMD_NODENAME ranks=$3 interpreter=$4 is_host=0
     shift 4
@@ -101,7 +122,7 @@ start_node() {
     if ((SLURM_NODEID == 0)); then is_host=1; fi
     mkdir -p "$logs"
     if ((SLURM_JOB_NUM_NODES > 1)) && [ -z "${GLOO_SOCKET_IFNAME:-}" ]; then check_address; fi
-    exec "$interpreter" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
+    exec "$interpreter" -u -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
         --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$SLURM_JOB_ID" --rdzv-conf="is_host=$is_host" \
         --local-addr="$SLURMD_NODENAME" --max-restarts=0 \
         --log-dir="$logs" --redirects=3 --tee="0:3,$((ranks - 1)):3" "$@"
@@ -123,19 +144,33 @@ check_address() {
 stop_ranks() {
     [ -z "$time_is_up" ] || return 0
     time_is_up=1
-    say "the time limit is near: stopping the ranks"
+    if is_preempted; then say "preempted: stopping the ranks"; else say "the time limit is near: stopping the ranks"; fi
     scancel --signal=TERM "$SLURM_JOB_ID" || true # to the tasks; srun would kill its tasks if it got the signal itself
     (sleep "$STOP_SECONDS" && kill -KILL "$step") 2>/dev/null &
 }
 
-# Requeues only if this start saved a checkpoint: a job that never reaches one would otherwise be requeued for ever.
+# Whether Slurm has preempted this start of the job. Where the partition or QOS has a GraceTime, Slurm then ends only the ranks, and
+# requeues nothing by itself if this script ends before that time. An earlier start's PreemptTime does not count.
+is_preempted() {
+    local job preempted started
+    job=$(SLURM_TIME_FORMAT=standard scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null) || return 1
+    preempted=${job#* PreemptTime=} started=${job#* StartTime=}
+    preempted=${preempted%% *} started=${started%% *}
+    [[ $preempted == [0-9]* && ! $preempted < $started ]]
+}
+
+# Requeues only if this start saved a checkpoint: a job that never reaches one would otherwise be requeued for ever. A preempted job
+# is requeued in any case, as Slurm itself does it.
 requeue() {
+    local newest next="begins anew: there is no checkpoint"
+    newest=$(newest_checkpoint)
+    [ -z "$newest" ] || next="resumes from checkpoint $newest"
     if [ -z "$CHECKPOINT_DIR" ]; then
         say "not requeued: there are no checkpoints to resume from"
-    elif [ "$(last_save)" = "$first_save" ]; then
+    elif ! is_preempted && [ "$(last_save)" = "$first_save" ]; then
         say "not requeued: no checkpoint was written since the start; save more often (--save-interval) or raise --time"
     else
-        say "requeued: the next start resumes from checkpoint $(newest_checkpoint)"
+        say "requeued: the next start $next"
         scontrol requeue "$SLURM_JOB_ID" && exit 0
         say "scontrol did not requeue the job; submit it again and it resumes"
     fi

@@ -52,7 +52,10 @@ KillWait=3
 MessageTimeout=5
 MailProg=/bin/true
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=60 State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -156,7 +159,7 @@ class Cluster:
 
     def _is_idle(self) -> bool:
         with contextlib.suppress(AssertionError):  # slurmctld does not answer yet
-            return self.command("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(self.nodes)
+            return self.command("sinfo", "-h", "-p", "main", "-N", "-o", "%T").split() == ["idle"] * len(self.nodes)
         return False
 
     def _cancel_all(self) -> None:

@@ -12,8 +12,8 @@ import pytest
 JOB = Path(__file__).parents[2] / "launch" / "job.sh"
 # Takes what the job's first lines do, then a save by rename as the recipes do it, then the end of the time.
 SCRIPT = """
-. "$1"; CHECKPOINT_DIR=$2 SLURM_JOB_ID=7
-scontrol() { echo "scontrol $*"; }
+. "$1"; CHECKPOINT_DIR=$2 SLURM_JOB_ID=7 MODULE=
+scontrol() { if [ "$2" = show ]; then echo "${SHOWN-}"; else echo "scontrol $*"; fi; }
 first_save=$(last_save)
 if [ -n "$3" ]; then echo "$3" >"$2/new"; mv "$2/new" "$2/latest_checkpointed_iteration.txt"; fi
 requeue
@@ -33,6 +33,28 @@ def test_a_job_is_requeued_if_it_has_saved(tmp_path: Path, before: str, saved: s
     assert ("scontrol requeue 7" in result.stdout) == is_requeued, result.stdout + result.stderr
     assert result.returncode == (0 if is_requeued else 1)
     assert ("not requeued: no checkpoint was written" in result.stdout) == (not is_requeued)
+
+
+@pytest.mark.parametrize(
+    ("shown", "is_requeued"),
+    [
+        ("StartTime=2026-11-27T02:53:10 PreemptEligibleTime=2026-11-27T02:53:10 PreemptTime=2026-11-27T02:53:14", True),
+        ("StartTime=2026-11-27T02:53:10 PreemptEligibleTime=2026-11-27T02:53:10 PreemptTime=None", False),
+        (
+            "StartTime=2026-11-27T02:53:10 PreemptEligibleTime=2026-11-27T02:53:10 PreemptTime=2026-11-26T14:00:00",
+            False,
+        ),
+    ],
+    ids=["now", "never", "in an earlier start"],
+)
+def test_a_job_that_is_preempted_is_requeued_although_it_has_not_saved(
+    tmp_path: Path, shown: str, is_requeued: bool
+) -> None:
+    command = ["bash", "-euo", "pipefail", "-c", SCRIPT, "job", str(JOB), str(tmp_path), ""]
+    environment = os.environ | {"SHOWN": f"JobId=7 {shown} SuspendTime=None"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ("scontrol requeue 7" in result.stdout) == is_requeued, result.stdout + result.stderr
+    assert ("the next start begins anew" in result.stdout) == is_requeued
 
 
 @pytest.mark.parametrize(("address", "is_named"), [("127.0.1.1", True), ("10.77.0.2", False), ("", False)])

@@ -98,7 +98,7 @@ def test_arguments_reach_srun_as_they_were_given(tmp_path: Path, commands: Comma
     assert given[at - 1] == sys.executable
     assert given[at + 1 :] == [*DIFFICULT, *(["--save", job.checkpoints] if kind == "train" else [])]
     assert "--nodes=2" in given
-    assert "--ntasks-per-node=1" in given
+    assert {"--ntasks-per-node=1", "--export=ALL"} <= set(given)
     assert "n07:24567" in given  # the first node, and 20000 + the last four digits of the job's id
     assert not [word for word in given if word.startswith("--container")]
 
@@ -139,6 +139,52 @@ def test_a_container_sees_the_folders_of_the_job(tmp_path: Path, commands: Comma
     assert f"--container-mounts={here}:{here},{run}:{run},{checkpoints}:{checkpoints},{mounts}" in given
 
 
+@pytest.mark.parametrize(
+    ("tracker", "folders", "is_resumed"),
+    [
+        ("6", (), True),  # the recipe names what is missing
+        (None, (), False),
+        (None, ("iter_0000002.tmp", "iter_0000002.old", "iter_notes"), False),
+        (None, ("iter_0000002",), True),
+        ("", ("iter_0000002", "iter_0000010"), True),
+    ],
+)
+def test_a_checkpoint_is_resumed_from_although_its_name_is_lost(
+    tmp_path: Path, commands: Commands, tracker: str | None, folders: tuple[str, ...], is_resumed: bool
+) -> None:
+    """Else the job would train from its first step, or, beside an empty tracker, would be refused for want of --load."""
+    job = a_job(tmp_path)
+    for name in folders:
+        Path(job.checkpoints, name).mkdir(parents=True)
+    if tracker is not None:
+        Path(job.checkpoints).mkdir(parents=True, exist_ok=True)
+        Path(job.checkpoints, TRACKER).write_text(tracker)
+    given = srun_of(written(tmp_path, job), commands)
+    assert ("--load" in given) == is_resumed
+
+
+def test_a_script_of_megatron_is_not_started_beside_an_empty_tracker(tmp_path: Path, commands: Commands) -> None:
+    job = a_job(tmp_path, recipe="", module="overlap_train.integrations.megatron")
+    Path(job.checkpoints, "iter_0000002").mkdir(parents=True)
+    Path(job.checkpoints, TRACKER).touch()
+    commands.add("srun")
+    command = ["bash", str(written(tmp_path, job))]
+    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert f"error: {job.checkpoints}/{TRACKER} is empty" in result.stderr
+
+
+def test_relative_folders_are_mounted_at_their_own_paths(
+    tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"RUN_DIR": "run", "PYTHON": sys.executable, "RECIPE": "r.py", "CONTAINER_IMAGE": "image"}
+    given = srun_of(ROOT / "launch" / "train.sbatch", commands, **settings)
+    run = f"{tmp_path}/run"
+    assert f"--container-mounts={tmp_path}:{tmp_path},{run}:{run},{run}/checkpoints:{run}/checkpoints" in given
+    assert given[-2:] == ["--save", f"{run}/checkpoints"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_itself_takes_ranks_from_slurm_and_arguments_from_its_line(
     tmp_path: Path, commands: Commands, kind: str
@@ -161,6 +207,14 @@ def test_options_are_written_once_and_the_templates_own_are_kept(tmp_path: Path)
     assert {"#SBATCH --account=team", "#SBATCH --partition=h200", "#SBATCH --exclusive"} <= set(lines)
     assert {"#SBATCH --signal=B:USR1@300", "#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(lines)
     assert "#SBATCH '--constraint=a&b'" in lines
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sbatch_is_told_each_option_on_its_command_line_too(tmp_path: Path, kind: str) -> None:
+    """Variables such as SBATCH_NO_REQUEUE and SBATCH_OPEN_MODE override lines of a script."""
+    job = a_job(tmp_path, kind)
+    lines = [line.removeprefix("#SBATCH ") for line in render(job).splitlines() if line.startswith("#SBATCH ")]
+    assert sorted(shlex.split(" ".join(lines))) == sorted(sbatch_options(job))
 
 
 def test_a_comparison_is_neither_requeued_nor_signalled(tmp_path: Path) -> None:

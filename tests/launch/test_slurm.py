@@ -34,6 +34,7 @@ def launch(
 ) -> Launch:
     monkeypatch.setenv("SLURM_CONF", str(cluster.configuration))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # which a user has not set
     return Launch(cluster, tmp_path / "run", capsys)
 
 
@@ -128,11 +129,31 @@ def test_a_job_skips_a_damaged_checkpoint(launch: Launch) -> None:
 def test_a_job_without_progress_is_not_requeued_and_its_ranks_are_told_to_end(launch: Launch) -> None:
     number = launch("train", "--procs-per-node", 2, "--recipe", STANDIN, "--", launch.run_dir, "wait")
     until(lambda: len(list(launch.run_dir.glob("*-waits"))) == 2, 120, "both ranks")
+    until(lambda: "[rank 1] rank 1 on stdout" in launch.output(number), 20, "what ranks print while they run")
     launch.cluster.command("scancel", "--batch", "--signal=USR1", number)
     assert launch.cluster.wait(number) == "FAILED"
     assert "not requeued: no checkpoint was written" in launch.output(number)
     assert len(list(launch.run_dir.glob("*-told"))) == 2
     assert launch.cluster.job(number)["Restarts"] == "0"
+
+
+def test_a_preempted_job_is_requeued_although_it_saved_nothing(launch: Launch) -> None:
+    """The partition gives it a minute, in which Slurm ends its ranks and requeues nothing."""
+    words = ("--nodes", 2, "--procs-per-node", 1, "--max-restarts", 1, "--sbatch=--exclusive", "--recipe", STANDIN)
+    number = launch("train", *words, "--", launch.run_dir, "wait")
+    until(lambda: len(list(launch.run_dir.glob("*-waits"))) == 2, 120, "both ranks")
+    urgent = ("--partition=urgent", "--nodes=2", "--exclusive", "--mem=0", "--time=5", "--output=/dev/null")
+    other = launch.cluster.command("sbatch", "--parsable", *urgent, "--wrap", "sleep 1").strip()
+    assert launch.cluster.wait(other) == "COMPLETED"
+    assert "requeued: the next start begins anew: there is no checkpoint" in launch.output(number)
+    assert len(list(launch.run_dir.glob("*-told"))) == 2
+    until(lambda: launch.cluster.job(number)["JobState"] == "RUNNING", 100, "a second start")
+    assert launch.cluster.job(number)["Restarts"] == "1"
+    assert not (launch.run_dir / "logs" / number / "start-0.1").exists(), (
+        "ranks were started again in the time of grace"
+    )
+    launch.cluster.command("scancel", number)
+    assert launch.cluster.wait(number) == "CANCELLED"
 
 
 def test_ranks_that_are_restarted_resume_too(launch: Launch) -> None:
@@ -161,7 +182,9 @@ def test_a_failed_recipe_fails_the_job_and_says_where_to_look(launch: Launch) ->
 
 
 def test_a_comparison_gets_its_arguments_and_no_checkpoints(launch: Launch) -> None:
-    number = launch("compare", "--procs-per-node", 1, "--recipe", STANDIN, "--", launch.run_dir, "ok", "--steps", "3")
+    """Also where sbatch passes on no variable: its tasks still need those of the script, such as PATH."""
+    words = ("--procs-per-node", 1, "--sbatch=--export=NONE", "--recipe", STANDIN)
+    number = launch("compare", *words, "--", launch.run_dir, "ok", "--steps", "3")
     assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
     said = launch.said()["rank0-restart0"]
     assert said["arguments"] == ["--steps", "3"]

@@ -59,7 +59,7 @@ def notes(job: Job) -> Iterator[str]:
 
 
 def _newest(checkpoints: Path) -> str:
-    """The newest checkpoint of a folder as launch/job.sh finds it; empty: there is none, or it cannot be read here."""
+    """The step that a folder's tracker names, as launch/job.sh reads it; empty: there is none, or it cannot be read here."""
     try:
         return (checkpoints / TRACKER).read_text().strip()
     except (OSError, UnicodeDecodeError):

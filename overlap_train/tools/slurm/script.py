@@ -20,7 +20,9 @@ def sbatch_options(job: Job) -> tuple[str, ...]:
     if job.gpus_per_node:
         options.append(f"--gpus-per-node={job.gpus_per_node}")
     if job.kind == "train":
-        options.append(f"--signal=B:USR1@{job.stop_early_s}")
+        options += ["--open-mode=append", "--requeue", f"--signal=B:USR1@{job.stop_early_s}"]
+    else:
+        options.append("--no-requeue")
     return (*options, *job.sbatch)
 
 
