@@ -10,6 +10,7 @@ same file at once both leave a whole file; the later one may leave out what the 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -67,31 +68,53 @@ UNTUNED = Table({})
 
 
 def path_of(folder: str, key: Key) -> Path:
-    """The file that holds the winners of a key."""
-    return Path(os.path.expanduser(folder), key.file_name)
+    """The file that holds the winners of a key. Raises FileNotFoundError for a user without a home folder."""
+    found = os.path.expanduser(folder)
+    if found.startswith("~"):
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder", folder)
+    return Path(found, key.file_name)
 
 
 def read(folder: str, key: Key) -> Table:
     """The table in a folder; without winners where there is no file, or none that can be used, which is a warning."""
-    path = path_of(folder, key)
     try:
-        return _from_document(json.loads(path.read_text()), key)
+        return _read(path_of(folder, key), key)
     except FileNotFoundError:
         return Table({}, key.nodes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        warn_user(
-            f"{path} cannot be used ({why}), so method=auto takes its defaults: delete the file and run overlap-train tune "
-            f"again, or name another folder ({flag_name('tuning_dir')})"
-        )
+    except OSError as error:
+        _warn(path_of(folder, key), error)
         return Table({}, key.nodes)
+
+
+def _read(path: Path, key: Key) -> Table:
+    """The table in a file; without winners where it is damaged, which is a warning. Raises OSError."""
+    try:
+        return _from_document(json.loads(path.read_text()), key)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        _warn(path, error)
+        return Table({}, key.nodes)
+
+
+def _warn(path: Path, error: Exception) -> None:
+    why = f"{type(error).__name__}: {error}".splitlines()[0]
+    warn_user(
+        f"{path} cannot be used ({why}), so method=auto takes its defaults: delete the file and run overlap-train tune "
+        f"again, or name another folder ({flag_name('tuning_dir')})"
+    )
 
 
 def save(folder: str, key: Key, winners: Iterable[Winner]) -> Path:
-    """Add winners to those in the folder, in place of older ones of the same bucket. Raises OSError."""
+    """Add winners to those in the folder, in place of older ones of the same bucket.
+
+    A damaged file is replaced. One that cannot be read is kept: what others have measured would be lost. Raises OSError.
+    """
     path = path_of(folder, key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    merged = {**read(folder, key).winners, **{winner.measured.bucket: winner for winner in winners}}
+    try:
+        there = _read(path, key).winners
+    except FileNotFoundError:
+        there = {}
+    merged = {**there, **{winner.measured.bucket: winner for winner in winners}}
     document = {"key": key.as_dict(), "winners": [_to_entry(winner) for winner in merged.values()]}
     # On the same file system; unique over the hosts that share it; not of tempfile, whose files only their owner may read.
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
+import pwd
 import shutil
 import threading
 import warnings
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +114,8 @@ BROKEN = {
     "no dtype": entry(dtype="nn"),
     "size": entry(m=0),
     "times": entry(ms=[1.0]),
+    "no number": entry(m=float("inf")),
+    "nested": "[" * 100_000,
 }
 
 
@@ -127,6 +132,31 @@ def test_a_file_that_cannot_be_used_is_one_warning_with_its_name_and_the_fix(fau
     with pytest.warns(UserWarning, match="cannot be used"):
         save(str(tmp_path), KEY, [WON])
     assert read(str(tmp_path), KEY).find(FC1) == WON, "tuning again repairs it"
+
+
+def test_what_cannot_be_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's file, or a network file system that does not answer: what is in it would be lost."""
+    save(str(tmp_path), KEY, [WON])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", mock.Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+        with pytest.warns(UserWarning, match="cannot be used .*Stale"):
+            assert read(str(tmp_path), KEY) == Table({})
+        with pytest.raises(OSError, match="Stale"):
+            save(str(tmp_path), KEY, [Winner(FC2, "direct", {"direct": 0.5})])
+    assert read(str(tmp_path), KEY).find(FC1) == WON
+
+
+def test_without_a_home_folder_nothing_is_written_below_the_working_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder called ~ would be left there. The user is one that the container does not know."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError))
+    monkeypatch.chdir(tmp_path)
+    assert read("~/a", KEY) == Table({})
+    with pytest.raises(OSError, match="this user has no home folder: '~/a'"):
+        save("~/a", KEY, [WON])
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_entry_of_these_cases_is_a_good_one(tmp_path: Path) -> None:

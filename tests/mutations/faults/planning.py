@@ -288,8 +288,8 @@ FAULTS = [
     ),
     TABLE(
         "an older winner overrules a newer one",
-        "{**read(folder, key).winners, **{winner.measured.bucket: winner for winner in winners}}",
-        "{**{winner.measured.bucket: winner for winner in winners}, **read(folder, key).winners}",
+        "{**there, **{winner.measured.bucket: winner for winner in winners}}",
+        "{**{winner.measured.bucket: winner for winner in winners}, **there}",
     ),
     TABLE("a file of another version is used", "if found != asdict(key):", "if False:"),
     TABLE(
