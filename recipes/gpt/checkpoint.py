@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from torch.distributed.checkpoint import CheckpointException
 
 import overlap_train
 from gpt.adam_state import load_optimizer, make_describable
@@ -42,7 +43,7 @@ def save(trainer: Trainer, iteration: int, text_key: str) -> None:
     flagged = f"--save {target}"
     run = json.dumps({"iteration": iteration, "text": text_key, "settings": asdict(trainer.settings)}, indent=1)
     on_rank_0(lambda: _make_anew(draft), flagged)
-    dist_checkpointing.save(_state(trainer, is_loading=False), str(draft))
+    _write(trainer, draft, flagged)
     overlap_train.check()  # a wait that gave up has left NaN in what was written
     dist.barrier()  # nor does rank 0 publish what another rank knows to be wrong
     on_rank_0(lambda: write_atomically(draft / RUN, run), flagged)
@@ -52,6 +53,19 @@ def save(trainer: Trainer, iteration: int, text_key: str) -> None:
     on_rank_0(lambda: write_atomically(target / TRACKER, str(iteration)), flagged)
     say(f"  saved checkpoint {folder}")
     on_rank_0(lambda: _prune(folder, trainer.settings.keep_checkpoints), flagged)
+
+
+def _write(trainer: Trainer, draft: Path, flagged: str) -> None:
+    """Megatron's own save; collective. Where a rank cannot write, all raise RecipeError: Megatron tells them."""
+    state = _state(trainer, is_loading=False)
+    try:
+        dist_checkpointing.save(state, str(draft))
+    except CheckpointException as error:
+        free = shutil.disk_usage(draft).free / 2**30
+        raise RecipeError(
+            f"{flagged} cannot be written: Megatron's writer failed, and {free:.1f} GiB of disk are free; make room (look at the "
+            f"quota, too) and resume from the checkpoint before"
+        ) from error
 
 
 def _make_anew(draft: Path) -> None:

@@ -141,6 +141,20 @@ def test_a_save_killed_half_way_leaves_the_one_before_it(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000006"]
 
 
+FULL_DISK = f"""
+import resource, runpy, sys
+sys.path.insert(0, {str(RECIPE.parent)!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+runpy.run_path({str(RECIPE)!r}, run_name="__main__")
+"""
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path):
+    ranks = run_recipe(2, "--save", tmp_path, "--save-interval", 3, program=("-c", FULL_DISK))
+    assert_refused(*ranks, f"--save {tmp_path} cannot be written", "GiB of disk are free")
+    assert not list(tmp_path.glob("latest*"))
+
+
 def test_the_newest_checkpoints_are_kept(tmp_path: Path):
     flags = ("--save", tmp_path, "--save-interval", 1, "--keep-checkpoints", 2)
     first = run_recipe(1, *flags, "--train-iters", 4)[0]
