@@ -7,6 +7,7 @@ import threading
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -176,6 +177,31 @@ def test_multicast_is_off_in_the_doctors_process_whatever_was_set(monkeypatch: p
     monkeypatch.setattr(command, "open_job", no_store)
     assert command.main([]) == 1
     assert seen == {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+@pytest.mark.parametrize("flagged", ["--json", "--system-json"])
+def test_a_file_that_cannot_be_written_is_one_line(
+    flagged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the table, which has taken minutes; all ranks end in order."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command, "write_system", lambda path, *_, **__: path.write_text(""))
+    named = str(tmp_path / "file" / "out.json")
+    asked = Doctor(json=named) if flagged == "--json" else Doctor(system_json=named)
+    assert not command.report(asked, [ok("store", "answers", "")], ["here"])
+    said = capsys.readouterr()
+    assert said.err.startswith(f"overlap-train doctor: error: {flagged} {named} cannot be written: ")
+    assert said.err.count("\n") == 1 and "store" in said.out
+    assert command.report(Doctor(json=str(tmp_path / "out.json")), [ok("store", "answers", "")], ["here"])
+
+
+@pytest.mark.parametrize(("name", "status"), [("/proc/out.json", 2), ("", 0)])
+def test_a_file_that_cannot_be_written_is_no_success(monkeypatch: pytest.MonkeyPatch, name: str, status: int) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # what the doctor sets is of this test
+    monkeypatch.setattr(command, "Examination", lambda asked, variables, job: mock.Mock())
+    assert command.main(["--json", name] if name else []) == status
 
 
 def test_the_rank_that_prints_leaves_when_all_others_know() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from .system import write_system
 
 
 def main(arguments: list[str]) -> int:
-    """Examine and report. Exit status: 0, or 1 if any line says FAIL.
+    """Examine and report. Exit status: 0; 1 if any line says FAIL; else 2 if a file cannot be written.
 
     If a check hangs, this ends the process with status 1 and does not return: a thread that waits for a dead peer cannot be
     joined.
@@ -42,25 +43,40 @@ def main(arguments: list[str]) -> int:
         report(asked, [no_store(error)], [socket.gethostname()])
         return 1
     Examination(asked, variables, job).run()
-    speaker = min(job.answering)
+    speaker, is_written = min(job.answering), True
     if job.rank == speaker:
-        report(asked, job.findings, job.hosts)
+        is_written = report(asked, job.findings, job.hosts)
         job.post("reported", True)
     job.wait_for_report(speaker)  # a rank that ends with 1 makes torchrun end the others
-    status = 1 if verdict(job.findings) == FAIL else 0
+    status = 1 if verdict(job.findings) == FAIL else 0 if is_written else 2
     if job.broken:
         sys.stdout.flush()
         os._exit(status)
     return status
 
 
-def report(asked: Doctor, findings: list[Finding], hosts: list[str]) -> None:
-    """Print, and write what was asked for."""
+def report(asked: Doctor, findings: list[Finding], hosts: list[str]) -> bool:
+    """Print, and write what was asked for. Whether all could be written; a line says what not."""
     render(findings, len(hosts))
-    if asked.json:
-        write(Path(asked.json), findings, hosts)
-    if asked.system_json:
-        print(write_system(Path(asked.system_json), findings, plays_nodes=asked.node_ranks > 0))
+
+    def system(path: Path) -> str:
+        return write_system(path, findings, plays_nodes=asked.node_ranks > 0)
+
+    is_written = _write("--json", asked.json, lambda path: write(path, findings, hosts))
+    return _write("--system-json", asked.system_json, system) and is_written
+
+
+def _write(flagged: str, name: str, work: Callable[[Path], str | None]) -> bool:
+    """Call `work` with the file `name`, if there is one, and print what it says. Whether the file could be written."""
+    try:
+        said = work(Path(name)) if name else None
+    except OSError as error:
+        problem = f"{flagged} {name} cannot be written: {error.strerror or error}; name another file"
+        print(f"overlap-train doctor: error: {problem}", file=sys.stderr, flush=True)
+        return False
+    if said:
+        print(said)
+    return True
 
 
 def no_store(error: Exception) -> Finding:
