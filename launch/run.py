@@ -26,7 +26,9 @@ def main() -> int:
         how = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with {failure.exitcode}"
         print(f"torchrun: rank {rank} {how}; the other ranks were stopped", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except (SignalException, KeyboardInterrupt):
+    except SignalException as error:
+        return 128 + error.sigval
+    except KeyboardInterrupt:
         return 130
     return 0
 

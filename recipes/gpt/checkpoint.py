@@ -100,9 +100,12 @@ def load(trainer: Trainer, text_key: str) -> int:
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder))
     trainer.model.bare.load_state_dict(state["model"])
     load_optimizer(trainer.optimizer, state["optimizer"])
-    trainer.schedule.load_state_dict(state["opt_param_scheduler"])
+    iteration = int(run["iteration"])
+    # Megatron's schedule counts samples, of which this run may have another number in a step.
+    samples = {"num_steps": iteration * trainer.settings.global_batch_size}
+    trainer.schedule.load_state_dict(state["opt_param_scheduler"] | samples)
     say(f"  resumed from checkpoint {folder}")
-    return int(run["iteration"])
+    return iteration
 
 
 def check_target(settings: Settings) -> None:

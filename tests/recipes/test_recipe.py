@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -73,6 +74,15 @@ def damaged_copy(saved: Path, folder: Path, *names: str) -> list[Path]:
     for victim in victims:
         victim.write_bytes(victim.read_bytes()[:-100])
     return victims
+
+
+def test_the_learning_rate_follows_the_steps_of_a_run_with_another_batch(saved: tuple[Path, Ended]):
+    """As its note says: else it would lag behind for the rest of the run."""
+    rate = re.compile(r"^ iteration +5/.* learning rate: (\S+) ", re.MULTILINE)
+    flags = ("--load", saved[0] / "iter_0000003", "--global-batch-size", 16)
+    resumed = run_recipe(1, *flags)[0]
+    assert "note: --tp, --global-batch-size changed" in resumed.output
+    assert rate.findall(resumed.output) == rate.findall(saved[1].output) != []
 
 
 def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_loaded(saved: tuple[Path, Ended], tmp_path: Path):
