@@ -31,6 +31,7 @@ prepare() {
     if [ -n "$CHECKPOINT_DIR" ]; then
         mkdir -p "$CHECKPOINT_DIR" || die "CHECKPOINT_DIR=$CHECKPOINT_DIR cannot be made"
         CHECKPOINT_DIR=$(cd "$CHECKPOINT_DIR" && pwd)
+        claim_checkpoints
     fi
     first_save=$(last_save)
     if [ -n "$MODULE" ]; then
@@ -43,6 +44,17 @@ prepare() {
     choose_container
     say "$SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), $PROCS_PER_NODE ranks each: ${program[*]}"
     say "variables in force: $(env | grep -E '^(NCCL|NVSHMEM|GLOO|CUDA|TORCH|TRITON|OMP)_' | sort | paste -s -d ' ')"
+}
+
+# Two jobs that save into one folder would write over each other's checkpoints, and resume from them.
+claim_checkpoints() {
+    local other claim=$CHECKPOINT_DIR/slurm_job
+    other=$(cat "$claim" 2>/dev/null) || true
+    if [ -n "$other" ] && [ "$other" != "$SLURM_JOB_ID" ] &&
+        [ -n "$(squeue --noheader --states=RUNNING,SUSPENDED --jobs="$other" --format=%i 2>/dev/null)" ]; then
+        die "job $other is running and saves into $CHECKPOINT_DIR, too: take another folder, or sbatch --dependency=singleton"
+    fi
+    echo "$SLURM_JOB_ID" >"$claim"
 }
 
 # A full disk leaves Megatron's file empty: without --load it would train from its first step and write over what is there.

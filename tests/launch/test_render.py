@@ -174,6 +174,28 @@ def test_a_script_of_megatron_is_not_started_beside_an_empty_tracker(tmp_path: P
     assert f"error: {job.checkpoints}/{TRACKER} is empty" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("claimed", "running", "is_refused"),
+    [("12", "12", True), ("12", "", False), (SLURM["SLURM_JOB_ID"], SLURM["SLURM_JOB_ID"], False), ("", "12", False)],
+    ids=["another job that runs", "one that has ended", "this job, requeued", "no job"],
+)
+def test_two_jobs_do_not_save_into_one_folder(
+    tmp_path: Path, commands: Commands, claimed: str, running: str, is_refused: bool
+) -> None:
+    job = a_job(tmp_path)
+    claim = Path(job.checkpoints, "slurm_job")
+    claim.parent.mkdir(parents=True)
+    claim.write_text(claimed)
+    commands.add("squeue", f'#!/bin/bash\n[[ " $* " = *" --jobs={claimed} "* ]] && echo "{running}"\n')
+    commands.add("srun")
+    commands.add("scontrol", SCONTROL)
+    command = ["bash", str(written(tmp_path, job))]
+    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
+    assert result.returncode == (2 if is_refused else 0), result.stderr
+    assert ("error: job 12 is running and saves into" in result.stderr) == is_refused
+    assert claim.read_text().strip() == (claimed if is_refused else SLURM["SLURM_JOB_ID"])
+
+
 def test_relative_folders_are_mounted_at_their_own_paths(
     tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
