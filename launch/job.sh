@@ -27,10 +27,10 @@ run_job() {
 
 prepare() {
     mkdir -p "$RUN_DIR" || die "RUN_DIR=$RUN_DIR cannot be made"
-    RUN_DIR=$(cd "$RUN_DIR" && pwd)
+    RUN_DIR=$(CDPATH='' cd "$RUN_DIR" && pwd)
     if [ -n "$CHECKPOINT_DIR" ]; then
         mkdir -p "$CHECKPOINT_DIR" || die "CHECKPOINT_DIR=$CHECKPOINT_DIR cannot be made"
-        CHECKPOINT_DIR=$(cd "$CHECKPOINT_DIR" && pwd)
+        CHECKPOINT_DIR=$(CDPATH='' cd "$CHECKPOINT_DIR" && pwd)
         claim_checkpoints
     fi
     first_save=$(last_save)

@@ -201,6 +201,7 @@ def test_relative_folders_are_mounted_at_their_own_paths(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {"RUN_DIR": "run", "PYTHON": sys.executable, "RECIPE": "r.py", "CONTAINER_IMAGE": "image"}
+    settings["CDPATH"] = ".:/elsewhere"  # with which `cd run` prints the folder
     given = srun_of(ROOT / "launch" / "train.sbatch", commands, **settings)
     run = f"{tmp_path}/run"
     assert f"--container-mounts={tmp_path}:{tmp_path},{run}:{run},{run}/checkpoints:{run}/checkpoints" in given
