@@ -72,8 +72,8 @@ step untuned 120 -m overlap_train bench layers --quick --methods auto --seq 2048
   --tuned "$out/winners" --out "$out/untuned"
 te_step layers_te 150 -m overlap_train bench layers --methods auto,direct --out "$out/te"
 step small_m 30 -m overlap_train bench operators --rows 128 256 512 1024 --methods auto,low_latency,direct,collective --out "$out/small_m"
-step ragged 50 -m overlap_train bench operators --rows 1992 "$((1992 + gpus))" 2048 4096 "$((gpus > 4 ? 4096 + gpus : 4100))" 8192 8200 --shapes llama3-8b --methods auto,fused,direct \
-  --out "$out/ragged"
+step ragged 50 -m overlap_train bench operators --rows 1992 "$((1992 + gpus))" 2048 4096 "$((gpus > 4 ? 4096 + gpus : 4100))" 8192 8200 \
+  --shapes llama3-8b --methods auto,fused,direct --out "$out/ragged"
 step sweep 60 -m overlap_train bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
   --methods auto,fused,chunked --quick --out "$out/sweep"
 step ulysses 200 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
