@@ -36,7 +36,6 @@ prepare() {
     first_save=$(last_save)
     if [ -n "$MODULE" ]; then
         program=(-m "$MODULE")
-        check_tracker
     else
         [ -n "$CONTAINER_IMAGE" ] || [ -f "$RECIPE" ] || die "RECIPE=$RECIPE: no such file in $PWD"
         program=("$RECIPE")
@@ -60,7 +59,7 @@ claim_checkpoints() {
 # A full disk leaves Megatron's file empty: without --load it would train from its first step and write over what is there.
 check_tracker() {
     local file=$CHECKPOINT_DIR/$tracker
-    [ -z "$CHECKPOINT_DIR" ] || [ ! -e "$file" ] || [ -s "$file" ] ||
+    [ -z "$MODULE" ] || [ -z "$CHECKPOINT_DIR" ] || [ ! -e "$file" ] || [ -s "$file" ] ||
         die "$file is empty: write into it the step of the newest whole checkpoint there, or take another folder"
 }
 
@@ -94,6 +93,7 @@ last_save() { stat --format='%i %y' "${CHECKPOINT_DIR:-/nonexistent}/$tracker" 2
 # for all ranks: on a network file system two nodes may see different files.
 start_and_wait() {
     local resumed_from checkpoints=() interrupted
+    check_tracker # before each start: the disk may have been full in the one before
     resumed_from=$(newest_checkpoint)
     if [ -n "$CHECKPOINT_DIR" ]; then checkpoints=(--save "$CHECKPOINT_DIR"); fi
     if [ -n "$resumed_from" ]; then checkpoints+=(--load "$CHECKPOINT_DIR"); fi

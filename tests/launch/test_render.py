@@ -174,6 +174,17 @@ def test_a_script_of_megatron_is_not_started_beside_an_empty_tracker(tmp_path: P
     assert f"error: {job.checkpoints}/{TRACKER} is empty" in result.stderr
 
 
+def test_nor_is_it_restarted_when_its_ranks_have_left_the_tracker_empty(tmp_path: Path, commands: Commands) -> None:
+    job = a_job(tmp_path, recipe="", module="overlap_train.integrations.megatron", max_restarts=1)
+    tracker = Path(job.checkpoints, TRACKER)
+    commands.add("srun", f'#!/bin/bash\necho ranks\n: >"{tracker}"\nexit 1\n')  # as on a full disk
+    commands.add("scontrol", SCONTROL)
+    command = ["bash", str(written(tmp_path, job))]
+    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
+    assert result.stdout.count("ranks\n") == 1, result.stdout
+    assert f"error: {tracker} is empty" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("claimed", "running", "is_refused"),
     [("12", "12", True), ("12", "", False), (SLURM["SLURM_JOB_ID"], SLURM["SLURM_JOB_ID"], False), ("", "12", False)],
