@@ -187,8 +187,14 @@ def test_nor_is_it_restarted_when_its_ranks_have_left_the_tracker_empty(tmp_path
 
 @pytest.mark.parametrize(
     ("claimed", "running", "is_refused"),
-    [("12", "12", True), ("12", "", False), (SLURM["SLURM_JOB_ID"], SLURM["SLURM_JOB_ID"], False), ("", "12", False)],
-    ids=["another job that runs", "one that has ended", "this job, requeued", "no job"],
+    [
+        ("12", "11\n12", True),
+        ("12", "", False),
+        ("12", SLURM["SLURM_JOB_ID"], False),
+        (SLURM["SLURM_JOB_ID"], SLURM["SLURM_JOB_ID"], False),
+        ("", "12", False),
+    ],
+    ids=["another job that runs", "one that has ended", "another task of this array", "this job, requeued", "no job"],
 )
 def test_two_jobs_do_not_save_into_one_folder(
     tmp_path: Path, commands: Commands, claimed: str, running: str, is_refused: bool
@@ -205,6 +211,16 @@ def test_two_jobs_do_not_save_into_one_folder(
     assert result.returncode == (2 if is_refused else 0), result.stderr
     assert ("error: job 12 is running and saves into" in result.stderr) == is_refused
     assert claim.read_text().strip() == (claimed if is_refused else SLURM["SLURM_JOB_ID"])
+
+
+def test_a_folder_that_cannot_be_claimed_is_named(tmp_path: Path, commands: Commands) -> None:
+    job = a_job(tmp_path)
+    Path(job.checkpoints, "slurm_job").mkdir(parents=True)  # root may write everywhere
+    commands.add("srun")
+    command = ["bash", str(written(tmp_path, job))]
+    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert f"error: CHECKPOINT_DIR={job.checkpoints} cannot be written" in result.stderr
 
 
 def test_relative_folders_are_mounted_at_their_own_paths(
