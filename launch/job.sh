@@ -153,12 +153,17 @@ check_address() {
     esac
 }
 
+# This job for Slurm's commands, which take the number of an array's last task for all of its tasks.
+this_job() {
+    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"; else echo "$SLURM_JOB_ID"; fi
+}
+
 # A rank that saves on SIGTERM (Megatron: --exit-signal-handler) has the 30 seconds that torchrun waits.
 stop_ranks() {
     [ -z "$time_is_up" ] || return 0
     time_is_up=1
     if is_preempted; then say "preempted: stopping the ranks"; else say "the time limit is near: stopping the ranks"; fi
-    scancel --signal=TERM "$SLURM_JOB_ID" || true # to the tasks; srun would kill its tasks if it got the signal itself
+    scancel --signal=TERM "$(this_job)" || true # to the tasks; srun would kill its tasks if it got the signal itself
     (sleep "$STOP_SECONDS" && kill -KILL "$step") 2>/dev/null &
 }
 
@@ -166,7 +171,7 @@ stop_ranks() {
 # requeues nothing by itself if this script ends before that time. An earlier start's PreemptTime does not count.
 is_preempted() {
     local job preempted started
-    job=$(SLURM_TIME_FORMAT=standard scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null) || return 1
+    job=$(SLURM_TIME_FORMAT=standard scontrol --oneliner show job "$(this_job)" 2>/dev/null) || return 1
     preempted=${job#* PreemptTime=} started=${job#* StartTime=}
     preempted=${preempted%% *} started=${started%% *}
     [[ $preempted == [0-9]* && ! $preempted < $started ]]
@@ -184,7 +189,7 @@ requeue() {
         say "not requeued: no checkpoint was written since the start; save more often (--save-interval) or raise --time"
     else
         say "requeued: the next start $next"
-        scontrol requeue "$SLURM_JOB_ID" && exit 0
+        scontrol requeue "$(this_job)" && exit 0
         say "scontrol did not requeue the job; submit it again and it resumes"
     fi
     exit 1

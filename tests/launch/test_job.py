@@ -57,6 +57,20 @@ def test_a_job_that_is_preempted_is_requeued_although_it_has_not_saved(
     assert ("the next start begins anew" in result.stdout) == is_requeued
 
 
+def test_the_last_task_of_an_array_acts_for_itself_alone(tmp_path: Path) -> None:
+    """Its number stands for all tasks in Slurm's commands: the others would be stopped and requeued with it."""
+    script = """
+    . "$1"; CHECKPOINT_DIR= RUN_DIR=$2 SLURM_JOB_ID=7 MODULE= STOP_SECONDS=0 step=1000000000 time_is_up=
+    for name in scontrol scancel; do eval "$name() { echo $name \\$* >>$RUN_DIR/said; }"; done
+    is_preempted || true; stop_ranks; CHECKPOINT_DIR=$2 first_save=none; requeue
+    """
+    command = ["bash", "-euo", "pipefail", "-c", script, "job", str(JOB), str(tmp_path)]
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    subprocess.run(command, env=os.environ | array, capture_output=True, text=True, timeout=60, check=True)
+    said = (tmp_path / "said").read_text().splitlines()
+    assert {"scancel --signal=TERM 7_3", "scontrol requeue 7_3", "scontrol --oneliner show job 7_3"} == set(said)
+
+
 @pytest.mark.parametrize(("address", "is_named"), [("127.0.1.1", True), ("10.77.0.2", False), ("", False)])
 def test_a_node_that_resolves_its_own_name_to_itself_is_named(address: str, is_named: bool) -> None:
     script = (
