@@ -60,7 +60,9 @@ def _mistake(rank: int, world: int, method: str, mistake: str) -> tuple[str, str
     _layers(config)
     for rows in (4, 8):
         _gather(config, rows)
-    _scatter(config), _to_heads(config), _to_rows(config)
+    _scatter(config)
+    if method != "low_latency":  # it serves no all-to-all
+        _to_heads(config), _to_rows(config)
     begin = time.monotonic()
     try:
         if mistake == "skips a layer":
@@ -142,11 +144,21 @@ def test_every_rank_raises_by_name(method: str, mistake: str, world: int) -> Non
     _check(method, mistake, world)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("method", ["fused", "direct"])
-def test_so_does_every_rank_from_inside_a_kernel(method: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+KERNELS = [
+    (method, world, mistake)
+    for method in ("fused", "direct", "low_latency")
+    for world, mistakes in ((2, tuple(MISTAKES)), (4, ("swaps", "has another length")))
+    for mistake in mistakes
+    if (method, mistake) != ("low_latency", "calls the other all-to-all")
+]
+
+
+@pytest.mark.parametrize(("method", "world", "mistake"), KERNELS)
+def test_so_does_every_rank_from_inside_a_kernel(
+    method: str, world: int, mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    outcomes = values(run_ranks(2, _mistake, method, mistake, limit_s=100))
+    outcomes = values(run_ranks(world, _mistake, method, mistake, limit_s=100))
     assert all(kind for kind, _, _ in outcomes), outcomes
     named = [text for kind, text, _ in outcomes if kind == "OverlapMismatchError"]
     assert named and all(re.search(MISTAKES[mistake], text) for text in named), outcomes

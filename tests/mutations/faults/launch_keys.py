@@ -1,4 +1,4 @@
-"""Faults of what a call remembers its launches by: pointers on 16 bytes and others are told apart."""
+"""Faults of what a call remembers its launches by: pointers on 16 bytes are told from others, linears of one shape are not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ PERSISTENT, SCATTER, NODES, LOW_LATENCY = (
     for file in ("persistent", "gemm_reduce_scatter", "node_streams", "low_latency")
 )
 WAITS = In("overlap_train/protocol/waits.py", KEYS)
+LAYERS = ("tests/protocol/test_launch_keys.py::test_80_layers_of_one_shape_share_a_launch",)
+CALLS = In(
+    "overlap_train/protocol/workspace.py",
+    ("tests/protocol/test_first_calls.py::test_80_layers_of_one_shape_agree_once",),
+)
 
 FAULTS = [
     PERSISTENT(
@@ -35,5 +40,28 @@ FAULTS = [
     ),
     LOW_LATENCY(
         "half words are scattered by a launch for words", '("low latency scatter", unit', '("low latency scatter"'
+    ),
+    CALLS(
+        "each linear of a shape has calls of its own",
+        "key = (block_shape, dtype, chunks)",
+        "key = (block_shape, dtype, chunks, tag)",
+    ),
+    PERSISTENT(
+        "each linear of a shape has its own launch of what arrives",
+        "key = (plan.kind, how, plan.spared_sms, b_kn.shape,",
+        "key = (call.tag, plan.kind, how, plan.spared_sms, b_kn.shape,",
+        *LAYERS,
+    ),
+    PERSISTENT(
+        "each linear of a shape has its own launch of what leaves",
+        "key = (plan.kind, how, plan.spared_sms, layout,",
+        "key = (call.tag, plan.kind, how, plan.spared_sms, layout,",
+        *LAYERS,
+    ),
+    SCATTER(
+        "each linear of a shape has its own launch of the reduction",
+        '("reduce", aligned(*values))',
+        '("reduce", call.tag, aligned(*values))',
+        *LAYERS,
     ),
 ]
