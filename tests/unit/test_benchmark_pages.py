@@ -106,7 +106,7 @@ SUMMARY = {
     "of Llama-3 8B, s = 8192, on TransformerEngine's modules, over TransformerEngine; over its userbuffers": [
         te("h100x4/mfu_te"), "", te("h200x2/mfu_te"), "",
     ],
-    "of Llama-3 8B with 2 layers, 32768 tokens, TP 2 and Ulysses 2, over our modules with NCCL + cuBLAS (`collective`)": [
+    "a training step of 8B with 2 layers, 32768 tokens, TP 2 and Ulysses 2, over our modules with NCCL + cuBLAS (`collective`)": [
         step("h100x4/mfu_tp_ulysses", ("nccl",)), "", "", "",
     ],
     "six layers, forward and backward, over TransformerEngine's userbuffers": [
@@ -129,6 +129,12 @@ SUMMARY = {
 @pytest.mark.parametrize("what", SUMMARY)
 def test_the_summary_of_the_benchmarks(what: str) -> None:
     assert line(what, *SUMMARY[what]) in BENCHMARKS.read_text().splitlines()
+
+
+def test_the_summary_fits_a_glance() -> None:
+    """Who wants more reads on; rows of one kind of work belong to its own part of the page."""
+    _, _, first = BENCHMARKS.read_text().partition("| --- |")
+    assert first.partition("\n\n")[0].count("\n") <= 8
 
 
 @pytest.mark.parametrize("page", [README, INDEX], ids=["README", "index"])
