@@ -63,19 +63,28 @@ def make_plan(
     else:
         fprop = dgrad = dgrad_alone = _exchange(first, config, topology, device, w, network)
     wgrad = sent_again(fprop, topology) if sends_again else None
+    request = _request(spec, config, x, w, topology.world, (fprop, dgrad, wgrad))
+    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request)
+
+
+def _request(
+    spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, world: int,
+    engines: tuple[EnginePlan, EnginePlan, EnginePlan | None],
+) -> Request:  # fmt: skip
+    """What ranks compare, and the memory that a slot needs. engines: of forward, backward, and of what is sent again."""
+    fprop, dgrad, _ = engines
     how = (
         f"method {fprop.variant.named(fprop.method)} forward and {dgrad.variant.named(dgrad.method)} backward, "
         f"gathered_input={config.gathered_input}"
     )
-    received = spec.slot_bytes(x, w, topology.world)
-    methods = {engine.method for engine in (fprop, dgrad, wgrad) if engine is not None}
-    request = Request(
+    received = spec.slot_bytes(x, w, world)
+    methods = {engine.method for engine in engines if engine is not None}
+    return Request(
         spec.name,
         f"{shapes_of(x, w)}, {how}",
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,
-        flagged_bytes=flagged_bytes(received, topology.world) if LOW_LATENCY in methods else 0,
+        flagged_bytes=flagged_bytes(received, world) if LOW_LATENCY in methods else 0,
     )
-    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request)
 
 
 def _exchange(
