@@ -1,6 +1,6 @@
 """Proof that a compiled kernel still waits and signals, before it runs for the first time.
 
-Compilers are known to drop polls and to move stores past the count that announces them, which shows as a wrong result once in a
+Compilers are known to drop polls and to move stores past the count that signals them, which shows as a wrong result once in a
 thousand steps. Triton compiles on the user's machine, in whatever version is there: its PTX is checked there.
 """
 

@@ -1,9 +1,8 @@
 """Copies and signals that cost no SM: by the copy engine on GPUs (copy_stream.py), by a thread on the CPU (copy_thread.py).
 
-A push is a copy into a peer's memory followed by the signal that announces it (rule 1: data first, then the signal). A pull is
-a copy out of a peer's memory, after a barrier that has announced what lies there. Both engines work through these in the order
-in which they were enqueued. Where pushes go does not change from call to call: a `Route` is worked out once, and a call only
-adds the source.
+A push is a copy into a peer's memory followed by its signal (rule 1: data first, then the signal). A pull is a copy out of a
+peer's memory, after a barrier: the peer has put there what is copied. Both engines work through these in the order in which they
+were enqueued. Where pushes go does not change from call to call: a `Route` is worked out once, and a call only adds the source.
 """
 
 from __future__ import annotations

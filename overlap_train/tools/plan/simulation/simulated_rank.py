@@ -190,7 +190,7 @@ class SimulatedRank:
             self._count(tile)
 
     def _count(self, tile: Tile) -> None:
-        """The last tile of a chunk announces it."""
+        """The last tile of a chunk notifies who waits for it."""
         for place, fills in enumerate(tile.fills):
             self._parts[fills] -= 1
             if not self._parts[fills]:
