@@ -1,4 +1,6 @@
-"""A long sequence passes through symmetric memory in parts, so that 256 k tokens need no more of it than 32 k.
+"""A long sequence passes through symmetric memory in parts, whose size is bounded.
+
+Llama-3 8B takes 384 MiB of it for 32 k tokens on two ranks, and 480 for 256 k.
 
 Each part is a call of its own: the same positions of every rank's shard. A slot has to hold what one call receives, and there are
 three of them (protocol/workspace.py).
