@@ -22,7 +22,7 @@ from mfu.trained import Shared, Trained, start
 from mfu.variants import obstacle
 from overlap_train import OverlapConfig
 from overlap_train.runtime.graph import forget_graphs
-from overlap_train.tools.measure.timing import Pace, measure
+from overlap_train.tools.measure.timing import Pace, measure, order_of
 from overlap_train.tools.measure.world import World, heat
 
 
@@ -98,7 +98,7 @@ def capture_all(trained: dict[str, Trained], measured: Measured, world: World) -
 
 
 def train_in_turns(plan: Plan, trained: dict[str, Trained], measured: Measured, world: World) -> None:
-    """Rounds of timed steps; another variant begins each round. One that fails has no more turns.
+    """Rounds of timed steps, each in another order. A variant that fails has no more turns.
 
     Raises:
         RecipeError: all have failed.
@@ -106,8 +106,7 @@ def train_in_turns(plan: Plan, trained: dict[str, Trained], measured: Measured, 
     names = list(trained)
     measured.step_ms |= {name: [] for name in names}
     for turn in range(plan.rounds):
-        first = turn % len(names)
-        for name in [name for name in names[first:] + names[:first] if name in trained]:
+        for name in [name for name in order_of(names, turn) if name in trained]:
             problem = world.attempt(lambda name=name: _take_turn(plan, trained[name], measured, world))
             if problem is not None:
                 measured.step_ms.pop(name)

@@ -30,6 +30,13 @@ def test_rounds_that_are_asked_for_change_no_burst(quick: bool) -> None:
     assert pace(2.4e11, quick, rounds=25) == Pace(25, pace(2.4e11, quick).burst)
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_bursts_are_as_long_as_asked_for(quick: bool) -> None:
+    """At 650 TFLOP/s 6.5e11 take 1 ms."""
+    assert pace(6.5e11, quick, burst_ms=500) == Pace(3 if quick else 5, 500)
+    assert pace(6.5e13, quick, rounds=2, burst_ms=100) == Pace(2, 3)
+
+
 @pytest.mark.parametrize(("mib", "sets"), [(30, 4), (60, 2), (121, 1), (1, 8)])
 def test_small_inputs_rotate_until_they_exceed_the_cache(mib: int, sets: int) -> None:
     assert input_sets(mib << 20) == sets

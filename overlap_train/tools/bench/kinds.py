@@ -48,6 +48,13 @@ class Bench(ABC):
     rounds: int | None = option(
         None, "rounds in which all take turns; default 5, with --quick 3", parse=positive_int, metavar="N"
     )
+    burst_ms: float | None = option(
+        None,
+        "length of a turn, in milliseconds of matrix products; default 4, in which all calls share one clock. With 500 the "
+        "clock is each one's own, as in training",
+        parse=positive_float,
+        metavar="MS",
+    )
     tiny: bool = option(False, "one tiny shape in fp32, to try the code on CPU processes")
     connections: int | None = option(
         None, "CUDA_DEVICE_MAX_CONNECTIONS; default: left as it is", parse=positive_int, metavar="N"
@@ -69,7 +76,7 @@ class Bench(ABC):
             provider=self.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=self.node_ranks,
             tuning_dir=self.tuning_dir,
         )  # fmt: skip
-        return Settings(methods, dtype, self.quick, config, self.rounds)
+        return Settings(methods, dtype, self.quick, config, self.rounds, self.burst_ms)
 
 
 @dataclass(frozen=True)

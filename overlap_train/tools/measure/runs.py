@@ -34,13 +34,14 @@ Run = Callable[[Operands], torch.Tensor | tuple[torch.Tensor, ...]]  # a tuple: 
 @dataclass(frozen=True)
 class Settings:
     """What all measurements of a run share. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
-    rounds; rounds: how many, if not as many as usual."""
+    rounds; rounds, burst_ms: how many, and how long a burst in them is, if not as usual."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype
     quick: bool
     config: OverlapConfig
     rounds: int | None = None
+    burst_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Session:
 
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
-        turns = pace(flops, self.settings.quick, self.settings.rounds)
+        turns = pace(flops, self.settings.quick, self.settings.rounds, self.settings.burst_ms)
         return measure(calls, turns, self.world.group, self.world.device)
 
 

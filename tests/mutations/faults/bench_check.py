@@ -13,6 +13,11 @@ STEPS = In("recipes/mfu/measured.py", (OF_GRAPHS,))
 NOTES = In(
     "recipes/mfu/rows.py", ("tests/recipes/test_compare_mfu.py::test_exposed_communication_below_0_is_explained",)
 )
+TURNS = In("overlap_train/tools/measure/timing.py", ("tests/unit/test_bench_timing.py",))
+STEPS_IN_TURNS = In(
+    "recipes/mfu/measuring.py",
+    ("tests/recipes/test_compare_mfu_graph.py::test_a_variant_that_fails_in_its_turn_loses_only_its_own_results",),
+)
 SAID = In("overlap_train/tools/measure/results.py", ("tests/unit/test_bench_output.py",))
 
 FAULTS = [
@@ -42,6 +47,9 @@ FAULTS = [
            '    session.results.note(f"{case.name}: inputs: {problem}", failure=True)\n', ""),
     INPUTS("what does not fit into memory ends the run", "session.world.attempt(lambda: made.append(Inputs(case, session)))",
            "made.append(Inputs(case, session))"),
+    TURNS("calls take turns in one order", "return random.Random(turn).sample(names, len(names))", "return list(names)"),
+    TURNS("bursts are as long as ever", "if burst_ms else usual.burst", "if False else usual.burst"),
+    STEPS_IN_TURNS("variants train in one order", "in order_of(names, turn) if", "in names if"),
     SAID("what has failed is said again beside each case", "new, self.told = self.notes[self.told :], len(self.notes)",
          "new = self.notes"),
     SAID("all notes are said beside each case", "if note.startswith(_FAILED)", ""),
