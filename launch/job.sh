@@ -48,10 +48,11 @@ prepare() {
 # Two jobs that save into one folder would write over each other's checkpoints, and resume from them. squeue names all tasks of an
 # array by the number of its last one: the others are not that job. An old claim is removed first, because it may be another user's.
 claim_checkpoints() {
-    local other claim=$CHECKPOINT_DIR/slurm_job
+    local other running claim=$CHECKPOINT_DIR/slurm_job
     other=$(cat "$claim" 2>/dev/null) || true
     if [ -n "$other" ] && [ "$other" != "$SLURM_JOB_ID" ] &&
-        [ -n "$(squeue --noheader --states=RUNNING,SUSPENDED --jobs="$other" --format=%A 2>/dev/null | grep -x "$other")" ]; then
+        running=$(squeue --noheader --states=RUNNING,SUSPENDED --jobs="$other" --format=%A 2>/dev/null) &&
+        grep -qx "$other" <<<"$running"; then
         die "job $other is running and saves into $CHECKPOINT_DIR, too: take another folder, or sbatch --dependency=singleton"
     fi
     { rm -f "$claim" && echo "$SLURM_JOB_ID" >"$claim"; } || die "CHECKPOINT_DIR=$CHECKPOINT_DIR cannot be written"

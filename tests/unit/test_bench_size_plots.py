@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,18 @@ pytest.importorskip("matplotlib")
 
 from overlap_train.tools.bench import operator_plots, output, size_plots
 from overlap_train.tools.bench.size_plots import are_close, curves, draw_against_m
-from overlap_train.tools.pictures.style import look_of
+from overlap_train.tools.pictures.style import load, look_of
 from tests.unit.test_bench_output import operator_row
 
 RAGGED = (1992, 1996, 2048, 4096, 4100)
 LONG = (8192, 32768, 131072, 262144, 491520)
+
+
+@pytest.fixture(autouse=True)
+def _closes_figures() -> Iterator[None]:
+    """As `save` does, which the tests replace."""
+    yield
+    load().close("all")
 
 
 def figure_of(rows: list[dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
