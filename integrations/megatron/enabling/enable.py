@@ -87,7 +87,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
             attentions.overlap(linear, config, slot, name)
         mark_shared_weights(chunks, overlapped_linears(chunks))
         FirstTable(chunks)
-    _notify(chunks, problem)
+    _tell_user(chunks, problem)
     return report(chunks, problem)
 
 
@@ -99,7 +99,7 @@ def _wanted(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Iterato
             yield name, slot, linear
 
 
-def _notify(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
+def _tell_user(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
     """What global rank 0 prints: how much is prepared, and what the user should know. Where no linear overlaps, the table at
     once, because no step would print it."""
     if dist.is_initialized() and dist.get_rank() != 0:

@@ -50,8 +50,8 @@ class Bench(ABC):
     )
     burst_ms: float | None = option(
         None,
-        "length of a turn, in milliseconds of matrix products; default 4, in which all calls share one clock. With 500 the "
-        "clock is each one's own, as in training",
+        "length of a turn, in milliseconds of matrix products; default 4. Turns of 500 are as long as those of training, in "
+        "which we suppose that a call that takes more power than others has a lower clock",
         parse=positive_float,
         metavar="MS",
     )

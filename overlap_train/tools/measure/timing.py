@@ -41,8 +41,8 @@ def pace(flops: float, quick: bool = False, rounds: int | None = None, burst_ms:
     """Bursts of about 4 ms of matrix products, 3 to 16 runs; flops: of one run. Every rank comes to the same answer.
 
     We suppose that a GPU at its power limit changes its clock more slowly than such bursts take turns. Then all calls share one
-    clock, and one that takes more power than others does not look slower. In 4 x H200's training of 70B, whose turns take 600
-    ms, `chunked` was 1 % ahead of `fused` in each round; in bursts it was 1 % behind.
+    clock, and one that takes more power than others does not look slower. In training of 70B on 4 x H200, where a turn takes
+    600 ms, `chunked` was 1 % ahead of `fused`; in bursts of its MLP it was 0.7 % behind.
 
     rounds: how many; by default 5, with `quick` 3. burst_ms: how long a burst is, with as many runs as it takes.
     """
