@@ -30,6 +30,7 @@ from .tiling import (
     pays_in_short_chunks,
     portable_tile,
     products_that_fill,
+    strips_to_spare,
     tma_reads,
     tma_reads_weight,
 )
@@ -184,11 +185,11 @@ def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs
     if not TRAITS[choice.method].multiplies or choice.variant.whole:
         return 1
     if choice.method == "direct":
-        return direct_chunk_count(m_shard, on_gpu)
+        return direct_chunk_count(m_shard, on_gpu, strips_to_spare(pass_.kind))
     # Of A2A + GEMM every tile waits for a chunk, and the first one counts: 65536 x 2048 x 2048 took 423 us with 4 of them (2 x
     # H200). The simulator says 429, with 8 chunks 406; the GEMM alone takes 379.
     most = 8 if pass_.kind == A2A_GEMM else 4
-    return chunk_count(m_shard, row_bytes, on_gpu, most)
+    return chunk_count(m_shard, row_bytes, on_gpu, most, may_cost=strips_to_spare(pass_.kind))
 
 
 def _network_products(method: str, pass_: Pass, local: int) -> int:

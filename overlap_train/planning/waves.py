@@ -14,7 +14,7 @@ import torch
 from .hardware import SUM_GBS
 from .passes import SCATTER_AND_WGRAD, Pass
 from .schedule.kinds import SCATTER
-from .tiling import FILLS_A_GPU, HOPPER_TILE, chunk_count, count_waves, tma_reads
+from .tiling import FILLS_A_GPU, HOPPER_TILE, chunk_count, count_waves, strips_to_spare, tma_reads
 
 # A scatter whose tiles are one wave that leaves at most this part of the SMs idle: direct sends it under its product. 256 x 16384
 # x 26624, 128 tiles on 132 SMs, took 350 and 363 us in two passes, by low_latency 367 and 374, by NCCL and cuBLAS 365 and 373. On
@@ -79,7 +79,7 @@ def waits_in_a_wave(pass_: Pass, device: torch.device) -> bool:
     multiplied, at all ranks alike. The partials for them leave when it ends, if blocks are too short to be cut. Not where a split
     reduction, which waits nowhere, saves a wave."""
     rows, peers = pass_.m // pass_.world, pass_.world - 1
-    is_whole = chunk_count(rows, pass_.n * pass_.dtype.itemsize, True) == 1
+    is_whole = chunk_count(rows, pass_.n * pass_.dtype.itemsize, True, may_cost=strips_to_spare(pass_.kind)) == 1
     if not is_whole or not peers or not scatters_on_hopper(pass_, device) or saves_a_wave(pass_, device):
         return False
     last = HOPPER_TILE.count(rows, pass_.n, peers) % FILLS_A_GPU

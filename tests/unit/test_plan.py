@@ -128,25 +128,31 @@ def test_a_persistent_kernel_sends_chunks_of_less_than_a_gpu_of_tiles() -> None:
 
 def test_chunks_cost_no_tile_and_are_not_too_short() -> None:
     assert [chunk_count(rows, 8192, True) for rows in (1024, 2047, 2048, 4096, 4096 + 128)] == [1, 1, 2, 4, 1]
-    ends_within_a_tile = (
-        8100,
-        8090,
-        4100,
-    )  # into 4 times 16 tiles, 2 times 32, 33 for which 2 times 17 would be needed
+    # Into 4 times 16 tiles, 2 times 32, and 33 for which 2 times 17 would be needed.
+    ends_within_a_tile = (8100, 8090, 4100)
     assert [chunk_count(rows, 8192, True) for rows in ends_within_a_tile] == [4, 2, 1]
     assert [direct_chunk_count(rows, True) for rows in ends_within_a_tile] == [4, 2, 1]
-    assert [direct_chunk_count(rows, True) for rows in (1024, 2048, 4096, 8192, 8192 + 128, 16384)] == [
-        1,
-        2,
-        4,
-        8,
-        1,
-        8,
-    ]
+    longer = (1024, 2048, 4096, 8192, 8192 + 128, 16384)
+    assert [direct_chunk_count(rows, True) for rows in longer] == [1, 2, 4, 8, 1, 8]
     assert [
         count(rows, *size, False) for count, size in ((chunk_count, (8,)), (direct_chunk_count, ())) for rows in (2, 3)
     ] == [2, 1] * 2
     assert TileConfig(128, 256, 64).count(129, 256) == 2 and TileConfig(128, 256, 64).count(128, 257) == 2
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_chunks_may_cost_a_strip_but_those_of_a_gather() -> None:
+    """Blocks of 4100 rows: 65 strips whole, 66 in two chunks, 68 in four. Of 2176: 34, 34 and 36."""
+    counts = [
+        count(4100, *size, may_cost=1) for count, size in ((chunk_count, (8192, True)), (direct_chunk_count, (True,)))
+    ]
+    assert counts == [2, 2]
+    for method, rows in product(("fused", "direct"), (4100, 2176)):
+        found = {
+            kind: engine(method, 2 * rows, kind, 2, n=8192, k=8192).chunks
+            for kind in (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)
+        }
+        assert found == {GATHER: 1, SCATTER: 2, A2A_GEMM: 2, GEMM_A2A: 2}, (method, rows)
 
 
 def test_weights_that_tma_reads() -> None:

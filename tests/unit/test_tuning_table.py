@@ -342,6 +342,9 @@ GPU = torch.device("cuda", 0)
 BARRIER_FIRST, WHOLE, SPLIT = Variant(barrier_first=True), Variant(whole=True), Variant(split_reduction=True)
 
 
+WHOLE_AND_SPLIT = Variant(whole=True, split_reduction=True)
+
+
 @pytest.mark.parametrize(
     ("pass_", "method", "variants"),
     [
@@ -349,13 +352,13 @@ BARRIER_FIRST, WHOLE, SPLIT = Variant(barrier_first=True), Variant(whole=True), 
         (FC1, "chunked", [PLAIN, BARRIER_FIRST]),
         (FC1, "collective", [PLAIN]),
         (FC2, "direct", [PLAIN]),
-        (FC1.dgrad, "fused", [PLAIN, SPLIT, WHOLE, Variant(whole=True, split_reduction=True)]),
+        (FC1.dgrad, "fused", [PLAIN, SPLIT, WHOLE, WHOLE_AND_SPLIT]),
         (replace(FC1.dgrad, m=512), "fused", [PLAIN, SPLIT]),
         (FC1.dgrad, "chunked", [PLAIN]),
         (replace(FC1, world=2), "fused", [PLAIN, WHOLE]),
         (replace(FC1, m=4096), "fused", [PLAIN, BARRIER_FIRST]),
         (replace(FC1, m=512), "fused", [PLAIN]),
-        (Pass(SCATTER, 4100, 4096, 7168, torch.bfloat16, 2), "fused", [PLAIN, SPLIT]),
+        (Pass(SCATTER, 4100, 4096, 7168, torch.bfloat16, 2), "fused", [PLAIN, SPLIT, WHOLE, WHOLE_AND_SPLIT]),
     ],
 )
 def test_the_variants_that_are_tried(

@@ -19,7 +19,7 @@ from ...planning.low_latency import serving
 from ...planning.passes import SCATTER_AND_WGRAD, Pass
 from ...planning.schedule.kinds import EXCHANGES, GATHER, SCATTER
 from ...planning.table import Winner
-from ...planning.tiling import chunk_count, equal_chunks
+from ...planning.tiling import equal_chunks
 from ...planning.variants import IN_CHUNKS, PLAIN, VARIANTS, Variant, method_of
 from ...planning.waves import saves_a_wave
 from ...protocol.tags import Tag
@@ -62,9 +62,8 @@ def variants_to_run(pass_: Pass, method: str, device: torch.device, nodes: int =
     """
     if nodes > 1:
         return _in_chunks(pass_, method, device, nodes, gbs)
-    row_bytes = pass_.row_features * pass_.dtype.itemsize
     traits = TRAITS[method]
-    cuts = traits.cuts and chunk_count(pass_.m // pass_.world, row_bytes, device.type == "cuda") > 1
+    cuts = traits.cuts and chunks_of(Choice(method, ""), pass_, device, nodes=1) > 1
     # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots. Ulysses' never
     # starts with one.
     is_free = pass_.kind in (GATHER, SCATTER)

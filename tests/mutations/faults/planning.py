@@ -152,10 +152,19 @@ FAULTS = [
     CACHE("what is put again is there twice", "        self._old.pop(key, None)\n", ""),
     TILING(
         "chunks cost tiles",
-        "_costs_no_tile(m_shard, c) and m_shard * row_bytes",
+        "_is_cheap(m_shard, c, may_cost) and m_shard * row_bytes",
         "m_shard % c == 0 and m_shard * row_bytes",
     ),
-    TILING("chunks are not equal", "return m_shard % chunks == 0 and chunks", "return chunks"),
+    TILING("chunks are not equal", "    if m_shard % chunks:\n        return False\n", ""),
+    TILING("a gather's chunks cost strips", "return 0 if kind == GATHER else 1", "return 1"),
+    TILING("a scatter's chunks cost nothing", "return 0 if kind == GATHER else 1", "return 0"),
+    TILING(
+        "kernels' chunks cost strips",
+        "_is_cheap(m_shard, c, may_cost) and m_shard >=",
+        "_is_cheap(m_shard, c, 1) and m_shard >=",
+    ),
+    PLAN("a scatter's chunks cost no strip", "on_gpu, most, may_cost=strips_to_spare(pass_.kind))", "on_gpu, most)"),
+    PLAN("a scatter's chunks that kernels store cost no strip", "on_gpu, strips_to_spare(pass_.kind))", "on_gpu)"),
     TILING(
         "chunks are too short for the copy engine",
         "m_shard * row_bytes >= c * shortest",
