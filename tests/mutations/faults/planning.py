@@ -217,6 +217,10 @@ FAULTS = [
         "return outweighs(pass_, method)\n    return pass_.kind",
         "return False\n    return pass_.kind",
     ),
+    RECORDS("A2A + GEMM is left to fused", "SHORT_RECEIVE_US = 700.0", "SHORT_RECEIVE_US = 300.0"),
+    RECORDS("A2A + GEMM that fused hides is left to direct", "SHORT_RECEIVE_US = 700.0", "SHORT_RECEIVE_US = 900.0"),
+    RECORDS("GEMM + A2A is left to fused", "SHORT_SEND_US = 160.0", "SHORT_SEND_US = 100.0"),
+    RECORDS("GEMM + A2A that fused hides is left to direct", "SHORT_SEND_US = 160.0", "SHORT_SEND_US = 320.0"),
     RECORDS("a short gather is left to fused", "SHORT_GATHER_US = 300.0", "SHORT_GATHER_US = 160.0"),
     RECORDS(
         "launches of a backward count as one",
