@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prepares a session on a GPU machine that is lent by the minute and has no network: wheels that it lacks (in .whl, where
 # launch/bootstrap.sh looks), and kernels compiled here (in FOLDER-triton, packed into FOLDER).
-#   benchmarks/lent/prepare.sh [FOLDER] [JOBS]        FOLDER: default runs/lent; about 25 minutes on two cores
+#   benchmarks/lent/prepare.sh [FOLDER] [JOBS]        FOLDER: default runs/lent; about 35 minutes on two cores
 # Take .whl and FOLDER there with the tree, and run session.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -20,6 +20,7 @@ platforms=$(printf -- '--platform manylinux_2_%s_x86_64 ' 17 24 26 27 28 31 34 3
 
 export PYTHONPATH=$PWD:$PWD/benchmarks/lent TRITON_CACHE_DIR=$PWD/$folder-triton
 "$python" benchmarks/probes/compile_tests.py --world 2 4 8 --jobs "$jobs" >"$folder/tests.log"
+"$python" benchmarks/probes/compile_tests.py --tests nodes --world 2 4 --jobs "$jobs" >>"$folder/tests.log"
 "$python" benchmarks/probes/compile_ahead.py --rows 128 1024 2048 4100 8192 --cache "$TRITON_CACHE_DIR" >"$folder/shapes.log"
 if grep failed "$folder"/*.log; then exit 1; fi
 # Without what lies between source and PTX, which nothing reads again, and with kernels of one name side by side: 6 instead of 52 MB.

@@ -42,6 +42,7 @@ TABLES = {"h200x2": 2, "h200x4": 4, "h100x4": 4, "h200x2/untuned": 2}  # of the 
 NODES = "between nodes that one machine plays: `auto` has a rule of its own there (planning/untuned_nodes.py)"
 AUTO_ALONE = "measured by auto alone: there is nothing to compare it with"
 LEFT_OUT = {
+    "h100x2/ragged/rounds20": AUTO_ALONE,
     "h100x2/hierarchical": NODES,
     "h100x2/hierarchical/eight_chunks": NODES,
     "h100x4/hierarchical": NODES,
