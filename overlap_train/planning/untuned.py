@@ -47,14 +47,15 @@ ROWS_A_READ, L2_BYTES = 128, 50 << 20
 # `chunked` takes 2 to 3 % longer than `fused` on one host, 5 to 9 % on another (bursts). fc1 of Qwen3 32B, five times as long
 # as wide, takes as long by either with 16384 rows, and by `chunked` 3 % longer with 8192.
 LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
-# Up to here A2A + GEMM runs by direct: rows, N, K, ms by direct and by fused, and the product's by this model.
-#     2 x H200    4096 of a rank, 4096, 4096    0.192   0.193   211 us       4 x H200    8192, 4096, 4096    0.391   0.462   423 us
-#                 8192, 4096, 6144              0.284   0.283   317                      2048, 8192, 10240   0.483   0.507   529
-#                 16384, 4096, 4096             0.821   0.789   846                      8192, 4096, 6144    0.599   0.678   634
+# Up to here A2A + GEMM runs by direct. Rows of a rank, N, K, us of the product by this model, ms by direct and by fused:
+#     2 x H200   4096, 4096, 4096    211   0.192   0.193        4 x H200   8192, 4096, 4096     423   0.391   0.462
+#                4096, 4096, 6144    317   0.284   0.283                   2048, 8192, 10240    529   0.483   0.507
+#                16384, 4096, 4096   846   0.821   0.789                   8192, 4096, 6144     634   0.599   0.678
 # Long sequences come in parts whose blocks lie apart (ulysses/parts.py), and direct would have to copy them first.
 SHORT_RECEIVE_US = 700.0
-# Up to here GEMM + A2A does: 2048 rows of a rank, 6144, 4096 take 0.218 ms, by fused 0.322, which is its host time (4 x H200, a
-# slow host; 159 us). It stores its result at NVLink's pace: twice as many rows take 0.339 ms, by fused 0.307 (2 x H200; 317 us).
+# Up to here GEMM + A2A does: 2048, 6144, 4096 (159 us) takes 0.218 ms by direct and 0.322 by fused, each as long as its host
+# needs (4 x H200, a slow one). direct stores its result at NVLink's pace: with twice the rows it takes 0.339 ms, fused 0.307 (2 x
+# H200).
 SHORT_SEND_US = 160.0
 
 
