@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import provide_accumulation_fusion, report
 from overlap_train.integrations.megatron.attention.norms import norm_within
+from overlap_train.integrations.megatron.attention.self_attention import UlyssesSelfAttention
 from overlap_train.integrations.megatron.linears.ulysses import exchanges
 from overlap_train.integrations.megatron.packed import documents_of
 from tests.megatron import ulysses
@@ -266,6 +267,17 @@ def trained_after_inference(overlap: OverlapConfig | None) -> bool:
 @pytest.mark.parametrize("overlap", [None, CHUNKED], ids=["without overlap", "overlapped"])
 def test_training_goes_on_after_inference(workers: Workers, overlap: OverlapConfig | None) -> None:
     assert all(workers.call(trained_after_inference, overlap))
+
+
+def patience(overlap: OverlapConfig) -> list[float]:
+    """How long the ranks of each attention wait for each other's parts."""
+    model = ulysses.gpt(Run(context_parallel=2, overlap=overlap))
+    return [module.whole.timeout_s for module in model.modules() if isinstance(module, UlyssesSelfAttention)]
+
+
+def test_ranks_wait_for_parts_as_long_as_the_settings_say(workers: Workers) -> None:
+    for waits in workers.call(patience, replace(CHUNKED, timeout_s=7.5)):
+        assert waits and set(waits) == {7.5}
 
 
 def in_turn(folder: str) -> list[tuple[str, str]]:

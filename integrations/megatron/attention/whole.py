@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap_train import AttentionHeads, Rotary, SequenceLayout
+from overlap_train import AttentionHeads, OverlapConfig, Rotary, SequenceLayout
 
 from ..linears.exchange import Exchange
 from ..packed import Documents
+from .gather import gathered
 
 _MASK, _FREQS, _ROTARY = "mask", "freqs", "rotary"
 # Of each kind 8, but less of what is large and new with each micro-batch: a mask [b, 1, s, s] has 1 GiB at 32768 tokens, the
@@ -26,9 +27,13 @@ _MOST_KEPT = {_MASK: 1, _FREQS: 2, _ROTARY: 2}
 
 
 class WholeSequence:
-    """One for the layers of a model: keeps the last few answers of each kind, which a key begins with."""
+    """One for the layers of a model: keeps the last few answers of each kind, which a key begins with.
 
-    def __init__(self) -> None:
+    timeout_s: how long ranks wait for each other's parts.
+    """
+
+    def __init__(self, timeout_s: float = OverlapConfig.timeout_s) -> None:
+        self.timeout_s = timeout_s
         self._answers: defaultdict[str, OrderedDict[Any, tuple[Any, Any]]] = defaultdict(OrderedDict)
 
     def exchange(
@@ -52,7 +57,7 @@ class WholeSequence:
         if mask.dim() < 3 or mask.size(-2) * exchange.ranks != rows or exchange.ranks == 1:
             return mask
         key = (_MASK, *_identity(mask), exchange.group, exchange.layout)
-        return self._kept(key, mask, lambda: _gathered(mask, mask.dim() - 2, exchange))
+        return self._kept(key, mask, lambda: gathered(mask, mask.dim() - 2, exchange, self.timeout_s))
 
     def frequencies(
         self, freqs: torch.Tensor, rows: int, exchange: Exchange, documents: Documents | None, whole_pack: bool
@@ -65,6 +70,7 @@ class WholeSequence:
 
         Raises:
             ValueError: freqs have another number of rows.
+            OverlapTimeoutError: the parts of the other ranks did not come.
         """
         key = (_FREQS, *_identity(freqs), rows, exchange.group, exchange.layout, documents, whole_pack)
         if documents is not None:
@@ -78,7 +84,7 @@ class WholeSequence:
                 f"rotary_pos_emb has {len(freqs)} rows: this rank has {rows // exchange.ranks} of the {rows} rows of the "
                 f"sequence; pass frequencies of these or of all"
             )
-        return self._kept(key, freqs, lambda: _gathered(freqs, 0, exchange))
+        return self._kept(key, freqs, lambda: gathered(freqs, 0, exchange, self.timeout_s))
 
     def rotary(self, freqs: torch.Tensor, mscale: float, interleaved: bool) -> Rotary:
         """The Rotary, cos and sin [s, r] times mscale, of frequencies [s, 1, 1, r]."""
@@ -112,16 +118,6 @@ def _identity(x: torch.Tensor) -> tuple[Any, ...]:
     """A key for what a tensor holds: address, shape, strides and version. It is the same for a tensor and for what checkpointing
     detaches from it."""
     return x.data_ptr(), x.shape, x.stride(), 0 if x.is_inference() else x._version
-
-
-@torch.no_grad()
-def _gathered(x: torch.Tensor, dim: int, exchange: Exchange) -> torch.Tensor:
-    """The parts of all ranks along `dim`, in the order of the sequence."""
-    part = x.movedim(dim, 0).contiguous()
-    sent = part.view(torch.uint8) if part.dtype == torch.bool else part
-    whole = torch.empty(exchange.ranks * len(sent), *sent.shape[1:], dtype=sent.dtype, device=sent.device)
-    dist.all_gather_into_tensor(whole, sent, group=exchange.group)
-    return whole.index_select(0, exchange.places).view(part.dtype).movedim(0, dim)
 
 
 def _positions(count: int, rows: int, documents: Documents, whole_pack: bool) -> torch.Tensor:

@@ -82,7 +82,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
         raise ValueError(problem)
     problem = problem and problem.removesuffix(f", {WAY_TO_FALL_BACK}")
     if hopeless is None:
-        attentions.turn()
+        attentions.turn(config.timeout_s)
         for name, slot, linear in pending:
             attentions.overlap(linear, config, slot, name)
         mark_shared_weights(chunks, overlapped_linears(chunks))

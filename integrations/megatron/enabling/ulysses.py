@@ -40,10 +40,12 @@ class Attentions:
         """Overlap a linear in place, of which `why_not` is None."""
         (exchange_in if self.exchanges(linear) else overlap_linear)(linear, config, slot, name)
 
-    def turn(self) -> None:
+    def turn(self, timeout_s: float) -> None:
+        """timeout_s: how long their ranks wait for each other's rotary frequencies and masks."""
         whole = WholeSequence()
         for attention in self.ours:
             turn(attention, whole)
+            attention.whole.timeout_s = timeout_s
 
 
 def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Attentions:

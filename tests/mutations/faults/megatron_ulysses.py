@@ -10,12 +10,16 @@ REFUSALS, TE = "tests/megatron/test_ulysses_refusals.py", "tests/megatron/test_u
 GATHERED = TRAINING + "::test_weights_that_are_gathered_in_forward_hooks_are_waited_for"
 
 KEPT = "tests/megatron/test_whole_sequence.py"
+ALONE = TRAINING + "::test_gradients_are_those_of_one_rank"
+PATIENCE = TRAINING + "::test_ranks_wait_for_parts_as_long_as_the_settings_say"
 SAYS = (
     "tests/megatron/test_script.py::test_packs_that_say_how_they_are_cut_are_refused_with_a_loader_that_cuts_otherwise"
 )
 
 collective = In(M + "attention/collective.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
 whole = In(M + "attention/whole.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
+gather = In(M + "attention/gather.py", (KEPT,))
+turned = In(M + "enabling/ulysses.py", (TRAINING,))
 attention = In(M + "attention/self_attention.py", (TRAINING + "::test_gradients_are_those_of_one_rank",))
 norms = In(M + "attention/norms.py", (TRAINING + "::test_norms_are_within_the_pass_where_both_can_be",))
 core = In(M + "attention/core.py", (TE,))
@@ -26,10 +30,15 @@ packed = In(M + "packed.py", (TRAINING + "::test_rows_of_no_document_stay_out",)
 within = In(M + "spec/packed.py", (TRAINING + "::test_rows_of_no_document_stay_out",))
 
 FAULTS = [
+    gather("the ranks wait for parts as long as torch does", "if not poll(work.is_completed, timeout_s, late=late):", "if 0:"),
+    gather("nobody says that a part is late", "timeout_s, late=late):", "timeout_s):"),
+    whole("masks have a time-out of their own", "- 2, exchange, self.timeout_s", "- 2, exchange, 5.0", KEPT),
+    whole("frequencies have a time-out of their own", "(freqs, 0, exchange, self.timeout_s)", "(freqs, 0, exchange, 5.0)", KEPT),
+    turned("no setting says how long parts are waited for", "attention.whole.timeout_s = timeout_s", "pass", PATIENCE),
     collective("q, k and v stay in the order of the ranks", "exchange.places)", "exchange.order)"),
     collective("the context is sent in the order of the sequence", "context.index_select(0, exchange.order)", "context"),
     collective("k and v of one head go to one rank only", "max(1, ranks // k.size(2))", "1"),
-    whole("rotary frequencies in the order of the ranks", "whole.index_select(0, exchange.places)", "whole"),
+    gather("rotary frequencies in the order of the ranks", "whole.index_select(0, exchange.places)", "whole", ALONE),
     whole("what inference has made is kept for training", "with torch.inference_mode(False):", "with torch.no_grad():",
           TRAINING + "::test_training_goes_on_after_inference"),
     whole("all masks are kept", "{_MASK: 1, ", "{", KEPT),
