@@ -51,8 +51,13 @@ LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
 #     2 x H200   4096, 4096, 4096    211   0.192   0.193        4 x H200   8192, 4096, 4096     423   0.391   0.462
 #                4096, 4096, 6144    317   0.284   0.283                   2048, 8192, 10240    529   0.483   0.507
 #                16384, 4096, 4096   846   0.821   0.789                   8192, 4096, 6144     634   0.599   0.678
-# Long sequences come in parts whose blocks lie apart (ulysses/parts.py), and direct would have to copy them first.
+# Long sequences come in parts whose blocks lie apart (ulysses/parts.py), and direct would have to copy them first: 131072, 2048,
+# 2048, four parts of 423 us, takes 2.296 ms by direct and 1.580 by fused (2 x H200). A pass does not know whether it is a part.
+# But parts receive 85 to 170 MiB by default, and only the last one less. What receives more than MOST_RECEIVED goes by fused:
+# 16384, 4096, 6144 in two parts (96 MiB each) takes 1.385 ms by direct and 1.212 by fused (2 x H200). For 8192, 4096, 6144, a
+# whole call of 96 MiB, fused is not the faster one (above).
 SHORT_RECEIVE_US = 700.0
+MOST_RECEIVED = 80 << 20
 # Up to here GEMM + A2A does: 2048, 6144, 4096 (159 us) takes 0.218 ms by direct and 0.322 by fused, each as long as its host
 # needs (4 x H200, a slow one). direct stores its result at NVLink's pace: with twice the rows it takes 0.339 ms, fused 0.307 (2 x
 # H200).
@@ -92,9 +97,15 @@ def method_in_node(pass_: Pass, device: torch.device) -> tuple[str, str]:
 
 def _of_exchange(pass_: Pass) -> tuple[str, str]:
     """(method, why) for an all-to-all that the Hopper kernels serve."""
-    if pass_.gemm_us < (SHORT_RECEIVE_US if pass_.kind == A2A_GEMM else SHORT_SEND_US):
+    if pass_.gemm_us < SHORT_SEND_US or (pass_.kind == A2A_GEMM and _is_short_receive(pass_)):
         return "direct", "a short GEMM"
     return "fused", "the Hopper kernels serve it"
+
+
+def _is_short_receive(pass_: Pass) -> bool:
+    """Whether an A2A + GEMM is short, and no part of a long sequence."""
+    received = pass_.m * pass_.row_features * pass_.dtype.itemsize
+    return pass_.gemm_us < SHORT_RECEIVE_US and received <= MOST_RECEIVED
 
 
 def _hides_long_copies(pass_: Pass) -> bool:

@@ -219,6 +219,7 @@ FAULTS = [
     ),
     RECORDS("A2A + GEMM is left to fused", "SHORT_RECEIVE_US = 700.0", "SHORT_RECEIVE_US = 300.0"),
     RECORDS("A2A + GEMM that fused hides is left to direct", "SHORT_RECEIVE_US = 700.0", "SHORT_RECEIVE_US = 900.0"),
+    RECORDS("parts of a long sequence are left to direct", "MOST_RECEIVED = 80 << 20", "MOST_RECEIVED = 160 << 20"),
     RECORDS("GEMM + A2A is left to fused", "SHORT_SEND_US = 160.0", "SHORT_SEND_US = 100.0"),
     RECORDS("GEMM + A2A that fused hides is left to direct", "SHORT_SEND_US = 160.0", "SHORT_SEND_US = 320.0"),
     RECORDS("a short gather is left to fused", "SHORT_GATHER_US = 300.0", "SHORT_GATHER_US = 160.0"),
