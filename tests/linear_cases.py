@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,15 @@ def poison(case: Case) -> None:
     if case.device.type == "cuda":
         torch.cuda.synchronize(case.device)
     dist.barrier(case.group)
+
+
+def cut_into(chunks_of: Callable[[int], int]) -> dict[str, Callable[..., int]]:
+    """Names, and what takes their place where plans shall cut blocks of m_shard rows into chunks_of(m_shard) chunks."""
+
+    def count(m_shard: int, *_: Any, **__: Any) -> int:
+        return chunks_of(m_shard)
+
+    return {f"overlap_train.planning.engine_plan.{name}": count for name in ("chunk_count", "direct_chunk_count")}
 
 
 def check_exact(name: str, actual: torch.Tensor | None, full: torch.Tensor, dim: int | None, case: Case) -> None:

@@ -17,7 +17,6 @@ import argparse
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,13 +68,10 @@ def patches(task: Task) -> dict[str, Any]:
     if task.chunks and task.node_ranks:
         instead["overlap_train.planning.choice.PLAIN"] = Variant(chunks=task.chunks)
     elif task.chunks:
-        for name in ("chunk_count", "direct_chunk_count"):
-            instead[f"overlap_train.planning.engine_plan.{name}"] = partial(_always, task.chunks)
+        from tests.linear_cases import cut_into
+
+        instead |= cut_into(lambda m_shard: task.chunks)
     return instead
-
-
-def _always(chunks: int, *sizes: Any) -> int:
-    return chunks
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from overlap_train.protocol.slot import Call
 from overlap_train.protocol.tags import Tag, epoch_of
 from overlap_train.runtime.prepare import prepare
 from overlap_train.runtime.registry import domain_of
-from tests.linear_cases import OPERATORS, SHAPES, Case, poison, rounding_bound
+from tests.linear_cases import OPERATORS, SHAPES, Case, cut_into, poison, rounding_bound
 
 SHAPES_OF_TILES = {
     **SHAPES,
@@ -75,8 +75,8 @@ def test_tiles_that_cross_from_one_chunk_into_the_next(
     case: Case, operator: str, rows: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of one to four strips of 64 rows, in two columns of tiles and more; features of each, so that plans are its own."""
-    for name in ("chunk_count", "direct_chunk_count"):
-        monkeypatch.setattr(f"overlap_train.planning.engine_plan.{name}", lambda m_shard, *_: math.gcd(m_shard, chunks))
+    for name, count in cut_into(lambda m_shard: math.gcd(m_shard, chunks)).items():
+        monkeypatch.setattr(name, count)
     OPERATORS[operator](case, (rows, 1), 272 + 8 * chunks, 528 + 8 * chunks, seed=rows)
 
 

@@ -25,7 +25,7 @@ from overlap_train import (
 from overlap_train.operators.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
 from overlap_train.operators.qk_norm import HeadNorm
 from overlap_train.tools.bench.attention_parts import core_attention, rotated, split
-from tests.linear_cases import OPERATORS, Case
+from tests.linear_cases import OPERATORS, Case, cut_into
 
 HIDDEN, QUERY, DIM = 1024, 8, 128
 
@@ -182,8 +182,8 @@ def in_parts(case: Case) -> Case:
 @pytest.mark.parametrize("operator", ["to_heads", "to_rows"])
 def test_long_sequences_pass_in_parts(case: Case, operator: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of to_heads are pulled, but for the last. Features of each number of chunks, so that plans are its own."""
-    for name in ("chunk_count", "direct_chunk_count"):
-        monkeypatch.setattr(f"overlap_train.planning.engine_plan.{name}", lambda m_shard, *_: chunks)
+    for name, count in cut_into(lambda m_shard: chunks).items():
+        monkeypatch.setattr(name, count)
     for seed in range(3):
         OPERATORS[operator](
             in_parts(case), (4096, 1), 256 + 8 * chunks if operator == "to_heads" else 512, 512, seed=seed

@@ -37,6 +37,7 @@ from overlap_train.planning.tiling import (
 )
 from overlap_train.planning.variants import Variant
 from overlap_train.protocol.layout import BARRIER, SLOTS, Layout
+from tests.linear_cases import cut_into
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BF16 = torch.bfloat16
@@ -153,6 +154,14 @@ def test_chunks_may_cost_a_strip_but_those_of_a_gather() -> None:
             for kind in (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)
         }
         assert found == {GATHER: 1, SCATTER: 2, A2A_GEMM: 2, GEMM_A2A: 2}, (method, rows)
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_tests_on_gpus_cut_blocks_as_they_want(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, count in cut_into(lambda m_shard: m_shard // 64).items():
+        monkeypatch.setattr(name, count)
+    for method, kind in product(("fused", "direct"), (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)):
+        assert engine(method, 2 * 256, kind, world=2).chunks == 4, (method, kind)
 
 
 def test_weights_that_tma_reads() -> None:
