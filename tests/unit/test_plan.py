@@ -157,6 +157,15 @@ def test_chunks_may_cost_a_strip_but_those_of_a_gather() -> None:
 
 
 @pytest.mark.usefixtures("_hopper")
+def test_chunks_cost_no_wave_that_a_split_reduction_saves() -> None:
+    """Blocks of 2050 rows: 66 strips of two ranks are four waves, 68 four and a half."""
+    for splits, chunks in ((True, 1), (False, 2)):
+        assert engine("fused", 4100, SCATTER, world=2, split_reduction=splits).chunks == chunks
+    # Of 2176 rows a split reduction saves none.
+    assert engine("fused", 4352, SCATTER_AND_WGRAD, world=2, split_reduction=True).chunks == 2
+
+
+@pytest.mark.usefixtures("_hopper")
 def test_tests_on_gpus_cut_blocks_as_they_want(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, count in cut_into(lambda m_shard: m_shard // 64).items():
         monkeypatch.setattr(name, count)

@@ -163,8 +163,9 @@ FAULTS = [
         "_is_cheap(m_shard, c, may_cost) and m_shard >=",
         "_is_cheap(m_shard, c, 1) and m_shard >=",
     ),
-    PLAN("a scatter's chunks cost no strip", "on_gpu, most, may_cost=strips_to_spare(pass_.kind))", "on_gpu, most)"),
-    PLAN("a scatter's chunks that kernels store cost no strip", "on_gpu, strips_to_spare(pass_.kind))", "on_gpu)"),
+    PLAN("a scatter's chunks cost no strip", "on_gpu, most, may_cost=spare)", "on_gpu, most)"),
+    PLAN("a scatter's chunks that kernels store cost no strip", "on_gpu, spare)", "on_gpu)"),
+    PLAN("a strip costs the wave that a split reduction saves", "spare = 0 if keeps_a_wave else ", "spare = "),
     TILING(
         "chunks are too short for the copy engine",
         "m_shard * row_bytes >= c * shortest",
