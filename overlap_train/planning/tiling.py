@@ -159,9 +159,10 @@ def strips_to_spare(kind: str) -> int:
     """How many strips of rows a block may take more in chunks than whole: the `may_cost` of chunk_count.
 
     One, which shares a tile with a strip of another chunk. Own tiles of a scatter wait for a peer's first chunk: blocks of 4100
-    rows, not cut because of one strip in 66, took 0.703 ms, and blocks of 4096, in four chunks, 0.649 (N = 4096, K = 14336, two
-    of 4 x H100, 20 rounds). The simulator says 710 and 693 us, in two chunks 694; A2A + GEMM gains more. None in a gather:
-    strips of all ranks are in one row of tiles, and 4100 rows on two GPUs would take 4.5 waves instead of 4.
+    rows, not cut because of one strip in 66, took 0.708 and 0.698 ms in two passes, and blocks of 4096, in four chunks, 0.651 and
+    0.647 (N = 4096, K = 14336, two of 4 x H100, 20 rounds). The simulator says 710 and 693 us, in two chunks 694; A2A + GEMM
+    gains more. None in a gather: strips of all ranks are in one row of tiles, and 4100 rows on two GPUs would take 4.5 waves
+    instead of 4.
     """
     return 0 if kind == GATHER else 1
 

@@ -156,6 +156,16 @@ def test_chunks_may_cost_a_strip_but_those_of_a_gather() -> None:
         assert found == {GATHER: 1, SCATTER: 2, A2A_GEMM: 2, GEMM_A2A: 2}, (method, rows)
 
 
+def test_chunks_of_portable_kernels_cost_no_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose tiles are of 128 rows and of one chunk: 4352 rows are 34, in two chunks, too, and in four 36."""
+    for capability, chunks in (((8, 0), 2), ((9, 0), 4)):
+        tiling.tma_reads.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert {engine("fused", 2 * 4352, kind, 2, n=8192, k=8192).chunks for kind in (SCATTER, A2A_GEMM)} == {chunks}
+        assert engine("direct", 2 * 4352, world=2).chunks == chunks
+    tiling.tma_reads.cache_clear()
+
+
 @pytest.mark.usefixtures("_hopper")
 def test_chunks_cost_no_wave_that_a_split_reduction_saves() -> None:
     """Blocks of 2050 rows: 66 strips of two ranks are four waves, 68 four and a half."""

@@ -165,7 +165,8 @@ FAULTS = [
     ),
     PLAN("a scatter's chunks cost no strip", "on_gpu, most, may_cost=spare)", "on_gpu, most)"),
     PLAN("a scatter's chunks that kernels store cost no strip", "on_gpu, spare)", "on_gpu)"),
-    PLAN("a strip costs the wave that a split reduction saves", "spare = 0 if keeps_a_wave else ", "spare = "),
+    PLAN("a strip costs the wave that a split reduction saves", " and not keeps_a_wave else", " else"),
+    PLAN("portable kernels' chunks cost tiles", "if on_hopper(pass_, device) and not keeps", "if not keeps"),
     TILING(
         "chunks are too short for the copy engine",
         "m_shard * row_bytes >= c * shortest",
