@@ -113,4 +113,5 @@ def _alone(rank: int, world: int, what: str) -> tuple[str, list[str]] | None:
 def test_a_rank_that_does_not_bring_its_part_is_a_named_error_in_time(what: str) -> None:
     (error, told), _ = values(run_ranks(2, _alone, what))
     assert "rank 0 waited 1 s for the rotary frequencies or the mask of ranks 0, 1 of the job" in error
-    assert len(told) == 1 and "rank 0 has waited 0.1 s" in told[0]
+    ours = [text for text in told if text.startswith("Ulysses attention: ")]  # torch 2.13 warns of a new name
+    assert len(ours) == 1 and "rank 0 has waited 0.1 s" in ours[0]
