@@ -304,6 +304,14 @@ def test_where_these_rows_were_measured_the_faster_runs(split_ms: float, hopper_
     assert choose("auto", RAGGED, GPU, table).variant.split_reduction == (split_ms < 1)
 
 
+def test_own_tiles_do_not_wait_where_a_split_reduction_saves_a_wave(hopper_gpu: pytest.MonkeyPatch) -> None:
+    """1156 rows a rank of 5120 columns, in blocks too short to be cut: with 1024 rows nothing is split, and own tiles wait."""
+    pass_ = replace(RAGGED, m=2312, n=5120, k=3072)
+    choice = choose("auto", pass_, GPU, UNTUNED)
+    assert choice.method == "fused" and choice.variant.split_reduction
+    assert choose("auto", replace(pass_, m=2048), GPU, UNTUNED).method == "direct"
+
+
 @pytest.mark.parametrize("pass_", [RAGGED, replace(RAGGED, kind=GATHER, n=7168, k=4096).dgrad], ids=lambda p: p.kind)
 @pytest.mark.parametrize("method", ["auto", "fused"])
 def test_what_a_trial_has_timed_runs_as_it_was_timed(pass_: Pass, method: str, hopper_gpu: pytest.MonkeyPatch) -> None:
