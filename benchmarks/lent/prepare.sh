@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Prepares a session on a GPU machine that is lent by the minute and has no network: wheels that it lacks (in .whl, where
 # launch/bootstrap.sh looks), and kernels compiled here (in FOLDER-triton, packed into FOLDER).
-#   benchmarks/lent/prepare.sh [FOLDER] [JOBS]        FOLDER: default runs/lent; about 35 minutes on two cores
+#   benchmarks/lent/prepare.sh [FOLDER] [JOBS]        FOLDER: default runs/lent
+# It takes 25 minutes on two cores, and longer since it compiles for test_nodes.py, too (not timed).
 # Take .whl and FOLDER there with the tree, and run session.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

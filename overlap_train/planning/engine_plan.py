@@ -30,12 +30,11 @@ from .tiling import (
     pays_in_short_chunks,
     portable_tile,
     products_that_fill,
-    strips_to_spare,
     tma_reads,
     tma_reads_weight,
 )
 from .variants import CHUNK_COUNTS, PLAIN, Variant
-from .waves import on_hopper, saves_a_wave
+from .waves import strips_to_spare
 
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 
@@ -185,24 +184,13 @@ def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs
         return network_chunk_count(m_shard, row_bytes, most, pays_in_short_chunks(local, gbs))
     if not TRAITS[choice.method].multiplies or choice.variant.whole:
         return 1
-    spare = _spare_strips(choice, pass_, device)
+    spare = strips_to_spare(pass_, device, choice.variant.split_reduction)
     if choice.method == "direct":
         return direct_chunk_count(m_shard, on_gpu, spare)
     # Of A2A + GEMM every tile waits for a chunk, and the first one counts: 65536 x 2048 x 2048 took 423 us with 4 of them (2 x
     # H200). The simulator says 429, with 8 chunks 406; the GEMM alone takes 379.
     most = 8 if pass_.kind == A2A_GEMM else 4
     return chunk_count(m_shard, row_bytes, on_gpu, most, may_cost=spare)
-
-
-def _spare_strips(choice: Choice, pass_: Pass, device: torch.device) -> int:
-    """How many strips of rows a block may take more in chunks than whole.
-
-    None by portable kernels, whose tiles do not cross from one chunk into the next: four chunks of 1088 rows are 36 tiles of 128,
-    the block 34. None where it may cost the wave that a split reduction saves: 4100 rows of 4096 columns on two GPUs are 528
-    tiles, four waves, and 544 if their blocks are cut in two.
-    """
-    keeps_a_wave = choice.variant.split_reduction and saves_a_wave(pass_, device)
-    return strips_to_spare(pass_.kind) if on_hopper(pass_, device) and not keeps_a_wave else 0
 
 
 def _network_products(method: str, pass_: Pass, local: int) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .schedule.kinds import GATHER
 from .variants import CHUNK_COUNTS
 
 HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'
@@ -101,8 +100,8 @@ def chunk_count(
 ) -> int:
     """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
 
-    On GPUs the largest of 1, 2, 4 and 8, up to `most`, that costs no tile, or no more than `may_cost` strips, and leaves no
-    chunk of less than `shortest` bytes; on the CPU 2 where the rows are even.
+    On GPUs the largest of 1, 2, 4 and 8, up to `most`, that costs no tile, or no more than `may_cost` strips (waves.py:
+    strips_to_spare), and leaves no chunk of less than `shortest` bytes; on the CPU 2 where the rows are even.
     """
     if not on_gpu:
         return 2 if m_shard % 2 == 0 else 1
@@ -153,18 +152,6 @@ def direct_chunk_count(m_shard: int, on_gpu: bool, may_cost: int = 0) -> int:
         return 2 if m_shard % 2 == 0 else 1
     fits = [c for c in (1, 2, 4, 8) if _is_cheap(m_shard, c, may_cost) and m_shard >= c * _SHORTEST_DIRECT]
     return max(fits, default=1)
-
-
-def strips_to_spare(kind: str) -> int:
-    """How many strips of rows a block may take more in chunks than whole: the `may_cost` of chunk_count.
-
-    One, which shares a tile with a strip of another chunk. Own tiles of a scatter wait for a peer's first chunk: blocks of 4100
-    rows, not cut because of one strip in 66, took 0.708 and 0.698 ms in two passes, and blocks of 4096, in four chunks, 0.651 and
-    0.647 (N = 4096, K = 14336, two of 4 x H100, 20 rounds). The simulator says 710 and 693 us, in two chunks 694; A2A + GEMM
-    gains more. None in a gather: strips of all ranks are in one row of tiles, and 4100 rows on two GPUs would take 4.5 waves
-    instead of 4.
-    """
-    return 0 if kind == GATHER else 1
 
 
 def _is_cheap(m_shard: int, chunks: int, may_cost: int) -> bool:

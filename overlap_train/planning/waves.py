@@ -13,8 +13,8 @@ import torch
 
 from .hardware import SUM_GBS
 from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule.kinds import SCATTER
-from .tiling import FILLS_A_GPU, HOPPER_TILE, chunk_count, count_waves, strips_to_spare, tma_reads
+from .schedule.kinds import GATHER, SCATTER
+from .tiling import FILLS_A_GPU, HOPPER_TILE, chunk_count, count_waves, tma_reads
 
 # A scatter whose tiles are one wave that leaves at most this part of the SMs idle: direct sends it under its product. 256 x 16384
 # x 26624, 128 tiles on 132 SMs, took 350 and 363 us in two passes, by low_latency 367 and 374, by NCCL and cuBLAS 365 and 373. On
@@ -74,12 +74,29 @@ def saves_a_wave(pass_: Pass, device: torch.device) -> bool:
     return (before - after) / before * pass_.gemm_us > SUM_LAUNCH_US + nbytes / (SUM_GBS * 1e3)
 
 
+def strips_to_spare(pass_: Pass, device: torch.device, splits: bool = False) -> int:
+    """How many strips of rows a block may take more in chunks than whole. splits: the reduction.
+
+    One, which shares a tile with a strip of another chunk. Own tiles of a scatter wait for a peer's first chunk: blocks of 4100
+    rows, not cut because of one strip in 66, took 0.708 and 0.698 ms in two passes, and blocks of 4096, in four chunks, 0.651 and
+    0.647 (N = 4096, K = 14336, two of 4 x H100, 20 rounds). The simulator says 710 and 693 us, in two chunks 694; A2A + GEMM
+    gains more.
+
+    None in a gather: strips of all ranks are in one row of tiles, and 4100 rows on two GPUs would take 4.5 waves instead of 4.
+    None where it may cost the wave that a split reduction saves: 4100 rows of 4096 columns on two GPUs are 528 tiles, four waves,
+    and 544 if their blocks are cut in two. None by portable kernels, whose tiles do not cross from one chunk into the next: four
+    chunks of 1088 rows are 36 tiles of 128, the block 34.
+    """
+    keeps_a_wave = splits and saves_a_wave(pass_, device)
+    return int(pass_.kind != GATHER and on_hopper(pass_, device) and not keeps_a_wave)
+
+
 def waits_in_a_wave(pass_: Pass, device: torch.device) -> bool:
     """Whether own tiles of a scatter by fused keep SMs waiting for long: those in the wave in which the peers' last tiles are
     multiplied, at all ranks alike. The partials for them leave when it ends, if blocks are too short to be cut. Not where a split
     reduction, which waits nowhere, saves a wave."""
     rows, peers = pass_.m // pass_.world, pass_.world - 1
-    is_whole = chunk_count(rows, pass_.n * pass_.dtype.itemsize, True, may_cost=strips_to_spare(pass_.kind)) == 1
+    is_whole = chunk_count(rows, pass_.n * pass_.dtype.itemsize, True, may_cost=strips_to_spare(pass_, device)) == 1
     if not is_whole or not peers or not scatters_on_hopper(pass_, device) or saves_a_wave(pass_, device):
         return False
     last = HOPPER_TILE.count(rows, pass_.n, peers) % FILLS_A_GPU

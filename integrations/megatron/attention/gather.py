@@ -1,4 +1,4 @@
-"""The parts of all ranks put together by torch.distributed: it waits without naming anybody, but here the wait is bounded."""
+"""Puts together what each rank has a part of. torch.distributed would wait without naming anybody; here the wait is bounded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def gathered(x: torch.Tensor, dim: int, exchange: Exchange, timeout_s: float) ->
 
 
 def _gather_in_time(whole: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
-    """The host waits, once for each new length: it is all that can give up on a collective of torch's."""
+    """Gather, or give up. The host waits, because nothing else can give up on a collective of torch's: for frequencies once for
+    each new length, for a mask in each micro-batch that brings one."""
     if sent.is_cuda:
         torch.cuda.current_stream().synchronize()  # what comes before is not this wait's
     work = dist.all_gather_into_tensor(whole, sent, group=group, async_op=True)

@@ -41,7 +41,7 @@ class Attentions:
         (exchange_in if self.exchanges(linear) else overlap_linear)(linear, config, slot, name)
 
     def turn(self, timeout_s: float) -> None:
-        """timeout_s: how long their ranks wait for each other's rotary frequencies and masks."""
+        """Make them Ulysses'. timeout_s: how long their ranks wait for each other's rotary frequencies and masks."""
         whole = WholeSequence()
         for attention in self.ours:
             turn(attention, whole)

@@ -19,6 +19,7 @@ TILING = In("overlap_train/planning/tiling.py", PLANS)
 CHOICE = In("overlap_train/planning/choice.py", (f"{UNIT}/test_choice.py",))
 MODEL = In("overlap_train/planning/untuned.py", CHOICE.tests)
 VARIANT = In("overlap_train/planning/untuned_variant.py", CHOICE.tests)
+SPARE = In("overlap_train/planning/waves.py", PLANS)
 WAVES = In("overlap_train/planning/waves.py", (f"{UNIT}/test_choice.py",))
 RECORDS = In("overlap_train/planning/untuned.py", (f"{UNIT}/test_choice_records.py",))
 PASSES = In("overlap_train/planning/passes.py", (f"{UNIT}/test_choice.py",))
@@ -156,8 +157,12 @@ FAULTS = [
         "m_shard % c == 0 and m_shard * row_bytes",
     ),
     TILING("chunks are not equal", "    if m_shard % chunks:\n        return False\n", ""),
-    TILING("a gather's chunks cost strips", "return 0 if kind == GATHER else 1", "return 1"),
-    TILING("a scatter's chunks cost nothing", "return 0 if kind == GATHER else 1", "return 0"),
+    SPARE("a gather's chunks cost strips", "int(pass_.kind != GATHER and on_hopper", "int(on_hopper"),
+    SPARE(
+        "a scatter's chunks cost nothing",
+        "int(pass_.kind != GATHER and on_hopper",
+        "int(pass_.kind == GATHER and on_hopper",
+    ),
     TILING(
         "kernels' chunks cost strips",
         "_is_cheap(m_shard, c, may_cost) and m_shard >=",
@@ -165,8 +170,8 @@ FAULTS = [
     ),
     PLAN("a scatter's chunks cost no strip", "on_gpu, most, may_cost=spare)", "on_gpu, most)"),
     PLAN("a scatter's chunks that kernels store cost no strip", "on_gpu, spare)", "on_gpu)"),
-    PLAN("a strip costs the wave that a split reduction saves", " and not keeps_a_wave else", " else"),
-    PLAN("portable kernels' chunks cost tiles", "if on_hopper(pass_, device) and not keeps", "if not keeps"),
+    SPARE("a strip costs the wave that a split reduction saves", " and not keeps_a_wave)", ")"),
+    SPARE("portable kernels' chunks cost tiles", " and on_hopper(pass_, device) and not keeps", " and not keeps"),
     TILING(
         "chunks are too short for the copy engine",
         "m_shard * row_bytes >= c * shortest",
