@@ -30,6 +30,11 @@ class Gather(Protocol):
         """x [M, K] @ b_kn [K, N] -> [M, N]; may be called again, with another b."""
         ...
 
+    def keep_own(self, beside: EnginePlan) -> None:
+        """Copy this rank's shard beside the others for gathered_view, if the product launched last, of the plan `beside`, hides
+        that."""
+        ...
+
     def gathered_view(self) -> torch.Tensor:
         """x [M, K], complete; valid until the operator ends (the slot is then free for others)."""
         ...
@@ -54,6 +59,9 @@ class CollectiveGather:
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         return torch.mm(self.gathered_view(), b_kn)
 
+    def keep_own(self, beside: EnginePlan) -> None:
+        """NCCL does."""
+
     def gathered_view(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
@@ -69,6 +77,7 @@ class ChunkedGather:
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
         self._domain, self._plan, self._tag, self._own = domain, plan, tag, x_shard_m
         self._arrived = False  # whether all blocks have been waited for
+        self._keeps = False  # whether the own shard is on its way into the slot
 
     def start(self) -> None:
         self._open()
@@ -94,9 +103,17 @@ class ChunkedGather:
         self._arrived = True
         return y
 
+    def keep_own(self, beside: EnginePlan) -> None:
+        self._keeps = beside.hides_copies
+        if self._keeps:
+            self._domain.engine.keep(self._own, self._call.blocks[self._domain.rank])
+
     def gathered_view(self) -> torch.Tensor:
         if self._arrived:
             self._call.keep(self._own)
+        elif self._keeps:
+            self._domain.engine.wait_kept()
+            self._call.wait_for_all()
         else:
             self._call.receive(self._own)
         return self._call.gathered
@@ -134,6 +151,9 @@ class DirectGather(FusedGather):
     def start(self) -> None:
         self._open()  # nothing is sent before it is known whether there is a product
 
+    def keep_own(self, beside: EnginePlan) -> None:
+        """Nothing was pushed that a copy could follow."""
+
     def gathered_view(self) -> torch.Tensor:
         if not self._is_over:  # no product (a frozen input): the peers need the rows all the same
             self._push()
@@ -152,6 +172,9 @@ class LowLatencyGather:
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         return torch.mm(self._x, b_kn)
+
+    def keep_own(self, beside: EnginePlan) -> None:
+        """The kernel that sends does."""
 
     def gathered_view(self) -> torch.Tensor:
         return self._x

@@ -47,6 +47,8 @@ def column_backward(
         if wants_dx:
             dgrad = plan.dgrad_alone if dw is None else plan.dgrad
             scatter = start_scatter(domain, dgrad, tags.dgrad, dy_shard_n, w_shard_n)
+            if gather is not None:
+                gather.keep_own(dgrad)
         if dw is not None:
             gathered = x if gather is None else gather.gathered_view()
             assert gathered is not None
@@ -77,6 +79,8 @@ def row_backward(
         gather = start_gather(domain, plan.dgrad, tags.dgrad, dy_shard_m)
         if wants_dx:
             dx_shard_k = gather.matmul(w_shard_k)
+            if dw is not None:
+                gather.keep_own(plan.dgrad)
         if dw is not None:
             with profiled(tags.ranges[2]):
                 dw.add(gather.gathered_view(), x())

@@ -101,6 +101,13 @@ class EnginePlan:
         return self.variant.split_reduction or self.nodes > 1
 
     @property
+    def hides_copies(self) -> bool:
+        """Whether a copy within the GPU, enqueued behind what the plan pushes, is hidden by the plan's kernel. That outlasts its
+        pushes, since it waits for the peers', and its last wave of tiles leaves SMs to the copy."""
+        outlasts = self.kind == GATHER or (self.kind == SCATTER and not self.reduces_later)
+        return outlasts and self.method == "fused" and self.nodes == 1
+
+    @property
     def sends_ahead(self) -> bool:
         """Whether copies send an operand, which may leave before the product of the part before it."""
         return self.kind == A2A_GEMM and TRAITS[self.method].pushes

@@ -81,6 +81,14 @@ class CopyEngine(Protocol):
         """Enqueue copies of what lies at peers, once the caller's stream has come here. `join` waits for them, too."""
         ...
 
+    def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Enqueue a copy within this rank's memory behind what is pushed: `source` has been pushed from in this operator."""
+        ...
+
+    def wait_kept(self) -> None:
+        """The caller's stream goes on only when what was to be kept last is copied."""
+        ...
+
     def begin_ahead(self) -> None:
         """What is pushed or pulled from here on is the next operator's. The next `join` need not wait for it."""
         ...

@@ -19,6 +19,7 @@ class StreamCopyEngine:
         self._driver = driver
         self._held: list[torch.Tensor] = []  # keeps sources from the allocator until the stream has read them
         self._forked, self._joined, self._ended = driver.new_event(), driver.new_event(), driver.new_event()
+        self._kept = driver.new_event()
         self._ahead: int | None = None  # how many sources are held for the operator that runs, where the next has begun
         self._last_stream: int | None = None  # that an operator was called in
         self.stream = torch.cuda.Stream(device, priority=-1)
@@ -53,6 +54,14 @@ class StreamCopyEngine:
         # enqueued yet.
         kernel()  # first: what waits on the device is enqueued after what it waits for (rule 4)
         self._enqueue(source, routes)
+
+    def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        # The driver copies within a GPU by a kernel. Beside a product that fills every SM it runs in the last wave of tiles.
+        failed = self._driver.copy(target.data_ptr(), source.data_ptr(), target.nbytes, self._handle)
+        self._driver.check(failed or self._driver.record_event(self._kept, self._handle))
+
+    def wait_kept(self) -> None:
+        self._driver.check(self._driver.wait_event(self._driver.current_stream(), self._kept, 0))
 
     def begin_ahead(self) -> None:
         self._ahead = len(self._held)

@@ -78,6 +78,13 @@ class HostCopyEngine:
         self.push(source, routes)  # first: an interpreted kernel returns at its end, and its last tiles need the peers'
         kernel()
 
+    def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.pull([source], [target])
+
+    def wait_kept(self) -> None:
+        with self._idle:
+            self._idle.wait_for(lambda: self._pending == 0)
+
     def begin_ahead(self) -> None:
         self._ahead = 0
 

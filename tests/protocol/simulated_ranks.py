@@ -207,6 +207,12 @@ class SimulatedEngine:
         self.push(source, routes)
         kernel()
 
+    def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.pull([source], [target])
+
+    def wait_kept(self) -> None:
+        self.join()
+
     def begin_ahead(self) -> None:
         """As the thread of a CPU process: join waits for everything."""
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("greenlet")
 
+from overlap_train.planning.schedule import kinds
 from overlap_train.planning.variants import PLAIN, Variant
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
+from tests.protocol.simulated_streams import StreamSimulation
 
 MICROBATCHES = 2
 
@@ -183,6 +186,33 @@ def test_fault_is_caught(fault: str) -> None:
     gathered_input = "keep" if "kept" in fault else "regather"
     with FAULTS[fault].planted():
         assert "wrong result" in str(assert_caught(mlp("chunked", Simulation(2), gathered_input), range(40)))
+
+
+KEPT = "self._domain.engine.wait_kept()\n            self._call.wait_for_all()"
+BESIDE = "            self._domain.engine.keep(self._own, self._call.blocks[self._domain.rank])\n"
+KEPT_FAULTS = {
+    "own rows read before they are copied": Fault(GATHER, KEPT, "self._call.wait_for_all()", reload=REBUILT),
+    "own rows not copied beside the product": Fault(GATHER, BESIDE, "            pass\n", reload=REBUILT),
+    "own rows copied to a peer's place": Fault(GATHER, BESIDE, BESIDE.replace("rank]", "rank - 1]"), reload=REBUILT),
+}
+
+
+@pytest.mark.parametrize("fault", KEPT_FAULTS)
+@pytest.mark.parametrize("machine", [Simulation, StreamSimulation], ids=["processes", "streams"])
+def test_own_rows_that_are_copied_beside_a_product_are_complete(machine: type[Simulation], fault: str) -> None:
+    """Where one persistent kernel outlasts what is pushed, the own rows go into the slot behind the pushes (keep_own)."""
+    problem = mlp("fused", machine(2))
+    with KEPT_FAULTS[fault].planted():
+        assert "wrong result" in str(assert_caught(problem, range(40)))
+
+
+@pytest.mark.parametrize("variant", [Variant(split_reduction=True), Variant()], ids=["ends before", "outlasts"])
+def test_own_rows_are_copied_beside_a_kernel_that_outlasts_the_pushes(variant: Variant) -> None:
+    """A kernel that waits for no partials ends before its pushes, and a copy behind them would hold the weight gradient."""
+    engine, kept = core("operators.all_gather_gemm").ChunkedGather, []
+    with mock.patch.object(engine, "keep_own", lambda gather, beside: kept.append((beside.kind, beside.hides_copies))):
+        assert_passes(mlp("fused", Simulation(2), variant=variant), range(1))
+    assert set(kept) == {(kinds.GATHER, True), (kinds.SCATTER, not variant.split_reduction)}
 
 
 CHUNK_FAULTS = [

@@ -178,6 +178,10 @@ def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
             done.append("x is sent")
             super().start()
 
+        def keep_own(self, beside: EnginePlan) -> None:
+            done.append(f"x is kept beside the {beside.kind}")
+            super().keep_own(beside)
+
         def gathered_view(self) -> torch.Tensor:
             done.append("x is waited for")
             return super().gathered_view()
@@ -211,7 +215,8 @@ def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
 def test_the_tuner_runs_a_columns_backward_as_autograd_does() -> None:
     for by_autograd, by_tuner in values(run_ranks(2, _orders)):
         assert by_autograd == by_tuner
-        assert by_autograd == ["x is sent", "dx is multiplied and sent", "x is waited for", "dx is waited for"]
+        kept = "x is kept beside the scatter"
+        assert by_autograd == ["x is sent", "dx is multiplied and sent", kept, "x is waited for", "dx is waited for"]
 
 
 def _at_home(rank: int, world: int, homes: str) -> Choices:

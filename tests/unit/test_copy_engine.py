@@ -101,7 +101,7 @@ def test_what_the_driver_refuses_is_not_signalled(monkeypatch: pytest.MonkeyPatc
 def test_a_join_does_not_wait_for_what_was_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the event of the mark, and holds what is still to be sent; the next join waits for all."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(cuda_stream="copies"))
-    driver = Mock(current_stream=lambda: "caller", **{"new_event.side_effect": ["forked", "joined", "ended"]})
+    driver = Mock(current_stream=lambda: "caller", **{"new_event.side_effect": ["forked", "joined", "ended", "kept"]})
     engine = StreamCopyEngine(torch.device("cpu"), driver)
     for mark in (False, True):
         if mark:
@@ -115,3 +115,30 @@ def test_a_join_does_not_wait_for_what_was_sent_ahead(monkeypatch: pytest.Monkey
     engine.join()
     driver.record_event.assert_called_once_with("joined", "copies")
     assert driver.wait_event.call_count == 2 and not engine._held
+
+
+def test_what_is_kept_is_copied_behind_the_pushes_and_waited_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(cuda_stream="copies"))
+    driver = Mock(current_stream=lambda: "caller", **{"new_event.side_effect": ["forked", "joined", "ended", "kept"]})
+    driver.record_event.return_value = driver.copy.return_value = 0
+    engine, source, target = StreamCopyEngine(torch.device("cpu"), driver), torch.ones(4), torch.zeros(4)
+    engine.keep(source, target)
+    engine.wait_kept()
+    enqueued = [one for one in driver.mock_calls if one[0] in ("copy", "record_event", "wait_event")]
+    assert enqueued == [
+        call.copy(target.data_ptr(), source.data_ptr(), 16, "copies"),
+        call.record_event("kept", "copies"),
+        call.wait_event("caller", "kept", 0),
+    ]
+
+
+def test_what_is_kept_is_copied_by_the_thread_behind_the_pushes() -> None:
+    engine, counter, source = HostCopyEngine(timeout_s=10.0), torch.zeros(1, dtype=torch.int64), torch.ones(4)
+    route = Route(0, torch.zeros(4), torch.zeros(1, dtype=torch.int64), EPOCH, (counter, 1))
+    engine.push(source, [route])
+    engine.keep(source, target := torch.zeros(4))
+    assert not target.any()
+    threading.Timer(0.1, lambda: counter.fill_(1)).start()
+    engine.wait_kept()
+    assert route.signal == EPOCH and target.tolist() == [1.0] * 4
+    engine.close()

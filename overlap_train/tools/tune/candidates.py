@@ -179,6 +179,7 @@ def backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) 
             x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
             gather = start_gather(domain, whole, wgrad, x_shard_m)
             scatter = start_scatter(domain, plan, tag, o.left, o.right)
+            gather.keep_own(plan)
             torch.mm(o.left.t(), gather.gathered_view())
             return scatter.finish()
 

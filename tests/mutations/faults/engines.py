@@ -14,6 +14,14 @@ START = In(
     f"{OPERATORS}/start.py", (f"{PROTOCOL}/test_processes.py::test_layouts_freezing_microbatches_and_recomputation",)
 )
 GATHER = In(f"{OPERATORS}/all_gather_gemm.py", (f"{LINEAR_RUNS}::test_chunked_passes",))
+KEPT = In(GATHER.file, (f"{LINEAR_RUNS}::test_fused_passes",))
+BESIDE = f"{LINEAR_RUNS}::test_own_rows_are_copied_beside_a_kernel_that_outlasts_the_pushes"
+OUTLASTS = In("overlap_train/planning/engine_plan.py", (BESIDE,))
+COLUMN_ROW = In(f"{OPERATORS}/column_row.py", (BESIDE,))
+TUNED = In(
+    "overlap_train/tools/tune/candidates.py",
+    (f"{PROTOCOL}/test_tuning_processes.py::test_the_tuner_runs_a_columns_backward_as_autograd_does",),
+)
 SCATTER = In(
     f"{OPERATORS}/gemm_reduce_scatter.py",
     (f"{PROTOCOL}/test_interleaving_gemm_reduce_scatter.py::test_chunked_passes",),
@@ -47,6 +55,28 @@ KINDS = In(
 FAULTS = [
     GATHER("gathered x is complete before it has come", "self._call.receive(self._own)", "self._call.keep(self._own)"),
     GATHER("the own rows are missing in gathered x", "self._call.receive(self._own)", "self._call.wait_for_all()"),
+    KEPT("own rows: read before they are copied beside a product", "            self._domain.engine.wait_kept()\n", ""),
+    KEPT(
+        "own rows: not copied beside a product",
+        "            self._domain.engine.keep(self._own, self._call.blocks[self._domain.rank])\n",
+        "            pass\n",
+    ),
+    OUTLASTS(
+        "own rows: copied behind pushes that outlast the kernel",
+        " and not self.reduces_later)\n        return",
+        ")\n        return",
+    ),
+    TUNED("own rows: the tuner measures a copy that training hides", "            gather.keep_own(plan)\n", ""),
+    COLUMN_ROW(
+        "own rows: a column linear copies them behind its product",
+        "                gather.keep_own(dgrad)\n",
+        "                pass\n",
+    ),
+    COLUMN_ROW(
+        "own rows: a row linear copies them behind its product",
+        "                gather.keep_own(plan.dgrad)\n",
+        "                pass\n",
+    ),
     GATHER("the own rows are missing after a product", "self._call.keep(self._own)", "pass"),
     GATHER("kept x stays in its slot", "return self.gathered_view().clone()", "return self.gathered_view()", FOOTPRINT),
     GATHER(

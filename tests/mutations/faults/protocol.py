@@ -48,6 +48,22 @@ FAULTS = [
     OWN_BLOCK("nobody waits beside the copy", "rank, 0, count, 0, row_ptr", "rank, 0, 0, row_ptr"),
     HOST_WAITS("the own block goes to a peer's place", "kept_ptr=call.blocks[self.rank]", "kept_ptr=call.blocks[0]"),
     HOST_WAITS("a program too few copies the own block", "grid = (1 + min(", "grid = (min("),
+    # own rows that go into a slot beside a product
+    STREAM(
+        "what is kept is copied in the caller's stream",
+        "target.nbytes, self._handle)\n        self._driver.check(failed or",
+        "target.nbytes, self._driver.current_stream())\n        self._driver.check(failed or",
+    ),
+    STREAM(
+        "the caller waits for what was kept before",
+        "record_event(self._kept, self._handle))",
+        "record_event(self._joined, self._handle))",
+    ),
+    THREAD(
+        "what is kept is not waited for",
+        "wait_for(lambda: self._pending == 0)\n\n    def begin_ahead",
+        "wait_for(lambda: True)\n\n    def begin_ahead",
+    ),
     # waits on the device
     SIGNAL(
         "a wait polls for its own epoch and no later one",

@@ -62,6 +62,11 @@ def _wgrad(work: Work, us: float, *needs: Token) -> Kernel:
     return Kernel(WGRAD, GEMM, us, work.system.gap_us, needs=needs)
 
 
+def gathered_rows(work: Work, arrivals: tuple[Token, ...]) -> list[Kernel]:
+    """What a weight gradient waits for: the peers' blocks and, unless the product before it hides that, the copy of the own."""
+    return [*([] if work.plan.hides_copies else [own_block(work)]), wait(work, arrivals)]
+
+
 def own_block(work: Work) -> Kernel:
     """The copy of the own block beside the gathered ones: read and written."""
     return copied(work, 2 * work.shard_bytes, "copy of the own block")
@@ -71,7 +76,7 @@ def row_dx(work: Work) -> Part:
     """The input gradient of a row linear, and dy complete."""
     kernels, sending = forward(work)
     is_dense = work.plan.method in ("collective", LOW_LATENCY)  # and no slot, where the own block has to be copied to
-    gathered = [] if is_dense else [own_block(work), wait(work, work.all_arrivals())]
+    gathered = [] if is_dense else gathered_rows(work, work.all_arrivals())
     return [*kernels, *gathered], sending
 
 
@@ -92,7 +97,7 @@ def _column(work: Work) -> Part:
     start = [*give(again), *epoch(work, work.world > 1), *ahead.until(1)]
     (kernels, sending), finish = outbound_part(replace(work, follows=work.topology.nodes > 1), ahead)
     before, after = cut_at_wgrad(work, kernels)
-    middle = [*before, own_block(work), wait(work, arrivals), wgrad]
+    middle = [*before, *gathered_rows(work, arrivals), wgrad]
     return [*start, *middle, *after, *finish], [*inside_node(again), *sending]
 
 
