@@ -31,8 +31,8 @@ class Gather(Protocol):
         ...
 
     def keep_own(self, beside: EnginePlan) -> None:
-        """Copy this rank's shard beside the others for gathered_view, if the product launched last, of the plan `beside`, hides
-        that."""
+        """Start to copy this rank's shard to its place among the others, which gathered_view wants, if the kernel of the plan
+        `beside`, which was launched last, hides that."""
         ...
 
     def gathered_view(self) -> torch.Tensor:
@@ -152,7 +152,7 @@ class DirectGather(FusedGather):
         self._open()  # nothing is sent before it is known whether there is a product
 
     def keep_own(self, beside: EnginePlan) -> None:
-        """Nothing was pushed that a copy could follow."""
+        """A guard: nothing was pushed that a copy could follow."""
 
     def gathered_view(self) -> torch.Tensor:
         if not self._is_over:  # no product (a frozen input): the peers need the rows all the same

@@ -103,7 +103,7 @@ class EnginePlan:
     @property
     def hides_copies(self) -> bool:
         """Whether a copy within the GPU, enqueued behind what the plan pushes, is hidden by the plan's kernel. That outlasts its
-        pushes, since it waits for the peers', and its last wave of tiles leaves SMs to the copy."""
+        pushes, since it waits for the peers', and its last wave of tiles leaves SMs to the copy unless it is full."""
         outlasts = self.kind == GATHER or (self.kind == SCATTER and not self.reduces_later)
         return outlasts and self.method == "fused" and self.nodes == 1
 

@@ -82,7 +82,11 @@ class CopyEngine(Protocol):
         ...
 
     def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Enqueue a copy within this rank's memory behind what is pushed: `source` has been pushed from in this operator."""
+        """Enqueue a copy within this rank's memory behind what is pushed. Both are contiguous.
+
+        This operator has pushed from `source` before. That push ordered the copy behind what the caller's stream had enqueued by
+        then, and it keeps `source` alive until `join`.
+        """
         ...
 
     def wait_kept(self) -> None:
