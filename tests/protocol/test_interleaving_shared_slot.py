@@ -52,7 +52,7 @@ def test_barriers_in_a_row(device_waits: bool) -> None:
 def without_a_peer(method: str, operator: str) -> Build:
     """One call of rank 0, whose peer does not come. Slots hold zeros: what is not poisoned looks like a result."""
     x, b = integers(2 * TILE, TILE, seed=1), integers(TILE, TILE, seed=2)
-    machine = Simulation(2, timeout_s=0.01)
+    machine = Simulation(2, timeout_s=0.01, device_waits=operator == "gathered rows")
 
     def build(scheduler: Scheduler) -> Callable[[], None]:
         results: list[torch.Tensor] = []
@@ -65,10 +65,14 @@ def without_a_peer(method: str, operator: str) -> Build:
                 results.append(run(domain))
 
         def run(domain: SimulatedDomain) -> torch.Tensor:
-            if operator == "gather":
+            if operator != "scatter":
                 plan = domain.plan(method, x[:TILE], b.t()).fprop
                 gather = core("operators.start").start_gather(domain, plan, tag_of("call"), x[:TILE])
-                return gather.matmul(b)[TILE:]
+                y = gather.matmul(b)
+                if operator == "gather":
+                    return y[TILE:]
+                gather.keep_own(plan)
+                return gather.gathered_view()[TILE : TILE + 1]  # a weight gradient reads it: one row shows there
             plan = domain.plan(method, x, b.t(), "LINEAR_REDUCE_SCATTER").fprop
             return core("operators.start").start_scatter(domain, plan, tag_of("call"), x, b).finish()
 
@@ -87,3 +91,8 @@ def without_a_peer(method: str, operator: str) -> Build:
 def test_what_has_not_come_is_nan_in_the_result(operator: str, method: str) -> None:
     """The loss shows it even where nobody calls an operator or `check` any more."""
     assert_passes(without_a_peer(method, operator), range(1), spin=True)
+
+
+def test_what_has_not_come_is_nan_in_gathered_rows_whose_own_were_kept_beside_a_product() -> None:
+    """All that orders their data is the kernel's own wait; the wait behind it shows in the weight gradient that one failed."""
+    assert_passes(without_a_peer("fused", "gathered rows"), range(1), spin=True)
