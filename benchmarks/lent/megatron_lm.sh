@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Trains Llama-3 8B's sizes by Megatron-LM's own pretrain_gpt.py with TransformerEngine's modules on two GPUs, and prints the median
-# time of a step of each variant, the last loss and gradient norm:
+# Trains Llama-3 8B's sizes by Megatron-LM's own pretrain_gpt.py with TransformerEngine's modules on this machine's GPUs, and prints
+# the median time of a step of each variant, the last loss and gradient norm:
 #   benchmarks/lent/megatron_lm.sh SCRIPT OUT VARIANT...
 # SCRIPT: pretrain_gpt.py of a checkout (its folder may hold that, gpt_builders.py and model_provider.py alone: the rest is in the
 # megatron-core wheel). VARIANT: te (no overlap), userbuffers (their defaults), ring (row linears' scatters by ring exchange), ours
-# (our launcher with --overlap-train); cp_te, cp_ours: context parallelism 2 by a2a, 32768 tokens, 2 layers. ITERS: steps, of which
-# the first four do not count (default 14). LIMIT: seconds of a variant (default 120). TE_ENV: see session.sh.
+# (our launcher with --overlap-train), with tensor parallelism over all GPUs; cp_te, cp_ours: context parallelism over all of them by
+# a2a, 32768 tokens, 2 layers. ITERS: steps, of which the first four do not count (default 14). LIMIT: seconds of a variant (default
+# 120). TE_ENV: see session.sh.
 # Stock pip has no Apex: all but ours run without gradient accumulation fusion.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
@@ -16,6 +17,7 @@ mkdir -p "$out"
 # shellcheck disable=SC1090
 . "${TE_ENV:-/tmp/te_site/env.sh}" || exit 1
 export CUDA_DEVICE_MAX_CONNECTIONS=1
+gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
 ring=$out/ring.yaml
 for product in proj_fprop fc2_fprop; do
   echo "$product: {method: ring_exchange, num_sm: 1, cga_size: 1, set_sm_margin: false, num_splits: 2}"
@@ -25,7 +27,7 @@ done >"$ring"
 train() {
   local name=$1 seq=$2 layers=$3 samples=$4
   shift 4
-  timeout "${LIMIT:-120}" .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+  timeout "${LIMIT:-120}" .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
     -m overlap_train.integrations.megatron "$script" --num-layers "$layers" --hidden-size 4096 --ffn-hidden-size 14336 \
     --num-attention-heads 32 --group-query-attention --num-query-groups 8 --seq-length "$seq" --max-position-embeddings "$seq" \
     --position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear \
@@ -39,9 +41,9 @@ train() {
   echo "$name: status $status; $median; $(grep -oE 'lm loss: [0-9.E+-]+|grad norm: [0-9.]+' "$out/$name.log" | tail -n 2 | paste -sd ' ')"
 }
 
-tensor="--tensor-model-parallel-size 2 --sequence-parallel"
+tensor="--tensor-model-parallel-size $gpus --sequence-parallel"
 # Without the last flag the data loader makes a mask of 1 GiB for each sample: four of eight steps took twice as long or longer.
-context="--context-parallel-size 2 --cp-comm-type a2a --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader"
+context="--context-parallel-size $gpus --cp-comm-type a2a --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader"
 for variant in "$@"; do
   # shellcheck disable=SC2086 # lists
   case $variant in
