@@ -112,8 +112,10 @@ class ChunkedGather:
         if self._arrived:
             self._call.keep(self._own)
         elif self._keeps:
-            self._domain.engine.wait_kept()
+            # This wait, in which nothing is left to wait for, takes 3 us more if it comes behind the copy. If it fails, it writes
+            # into a peer's block, which the copy leaves alone.
             self._call.wait_for_all()
+            self._domain.engine.wait_kept()
         else:
             self._call.receive(self._own)
         return self._call.gathered

@@ -24,6 +24,7 @@ import torch
 
 from tests.protocol.interleaving import Scheduler
 
+importlib.import_module("overlap_train.linear")  # what is imported first under a planted fault would keep it
 TILE = 16
 POLLS_PER_SECOND = 10_000  # of a simulated host wait, as the operators assume of the interpreter's
 SLOT_BYTES = 8192

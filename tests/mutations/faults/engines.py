@@ -65,7 +65,7 @@ FAULTS = [
     KEPT("own rows: read before they are copied beside a product", "            self._domain.engine.wait_kept()\n", ""),
     GIVEN_UP(
         "own rows: a wait that failed does not show beside them",
-        "            self._domain.engine.wait_kept()\n            self._call.wait_for_all()\n",
+        "            self._call.wait_for_all()\n            self._domain.engine.wait_kept()\n",
         "            self._domain.engine.wait_kept()\n",
     ),
     KEPT(
