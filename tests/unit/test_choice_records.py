@@ -47,6 +47,7 @@ LEFT_OUT = {
     "h100x2/ragged/rounds20": AUTO_ALONE,
     "h200x2/ragged/rounds20": AUTO_ALONE,
     "h200x2/small_m/rounds15": AUTO_ALONE,
+    "h200x4/ragged": AUTO_ALONE,
     "h100x2/hierarchical": NODES,
     "h100x2/hierarchical/eight_chunks": NODES,
     "h100x4/hierarchical": NODES,
