@@ -37,7 +37,7 @@ train() {
     "$@" >"$out/$name.log" 2>&1
   local status=$? median
   median=$(grep -oE 'elapsed time per iteration \(ms\): [0-9.]+' "$out/$name.log" | grep -oE '[0-9.]+$' | tail -n +5 | sort -n |
-    awk '{ms[NR] = $1} END {if (NR) printf "median of %d steps %.1f ms", NR, ms[int((NR + 1) / 2)]}')
+    awk '{ms[NR] = $1} END {if (NR) printf "median of %d steps %.1f ms", NR, (ms[int((NR + 1) / 2)] + ms[int(NR / 2) + 1]) / 2}')
   echo "$name: status $status; $median; $(grep -oE 'lm loss: [0-9.E+-]+|grad norm: [0-9.]+' "$out/$name.log" | tail -n 2 | paste -sd ' ')"
 }
 

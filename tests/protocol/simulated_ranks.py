@@ -24,7 +24,10 @@ import torch
 
 from tests.protocol.interleaving import Scheduler
 
-importlib.import_module("overlap_train.linear")  # what is imported first under a planted fault would keep it
+# What is imported for the first time under a planted fault would keep it for the tests that follow.
+for _module in ("linear", "ulysses.exchange", "ulysses.two_groups"):
+    importlib.import_module(f"overlap_train.{_module}")
+
 TILE = 16
 POLLS_PER_SECOND = 10_000  # of a simulated host wait, as the operators assume of the interpreter's
 SLOT_BYTES = 8192

@@ -275,6 +275,14 @@ def test_the_command_checks_a_folder(capsys: pytest.CaptureFixture[str], tmp_pat
         command.main(["--check", str(tmp_path)])
 
 
+def test_a_record_of_layers_alone_is_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Recorded after the planner's rules were made, untuned; with the own block beside the product (keep_own)."""
+    assert command.main(["--check", str(BENCHMARKS / "h200x2" / "te"), "--plot", str(tmp_path / "check.png")]) == 0
+    said = capsys.readouterr().out
+    assert "layers, all (held out)          18       1.9%     -5.3%           0" in said and "methods" not in said
+    assert command.main(["--check", str(BENCHMARKS / "h200x2" / "te"), "--system", "h20"]) == 1
+
+
 def test_the_picture_cuts_nothing_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a row takes, and however far off it is; and the same scale for a record that is nearly right."""
     drawn: list[Any] = []

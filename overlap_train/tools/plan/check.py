@@ -18,7 +18,7 @@ from ..pictures.machine import nodes_of
 from .estimates import COLLECTIVE, Estimate, estimate, work_of
 from .inputs import Linear
 from .prediction import forward_pass
-from .records import Row, connections_of, pass_of, rows_of, tuned
+from .records import Row, connections_of, holds_layers_alone, pass_of, rows_of, tuned
 from .simulation.backward import backward
 from .simulation.programs import program
 
@@ -52,7 +52,9 @@ class Compared:
 
 
 def compare(folder: Path, system: System) -> list[Compared]:
-    """Every row of the folder's operators.json."""
+    """Every row of the folder's operators.json; none where it holds layers alone."""
+    if holds_layers_alone(folder):
+        return []
     rows = rows_of(folder, "operators.json")
     return (_in_one_node if nodes_of(rows[0]) == 1 else _across_nodes)(folder, rows, system)
 

@@ -189,5 +189,6 @@ def _check(asked: Asked) -> int:
     layers = [one for folder, system in systems.items() for one in check.compare_layers(folder, system)]
     print(*check.report(operators, layers), sep="\n")
     if asked.plot:
-        print(picture.draw_check(operators, Path(asked.plot)))
-    return 1 if check.mean_error(one for one in operators if one.is_method) > check.MEAN else 0
+        print(picture.draw_check(operators or layers, Path(asked.plot)))
+    judged = [one for one in operators if one.is_method] or layers
+    return 1 if check.mean_error(judged) > check.MEAN else 0

@@ -35,9 +35,14 @@ def _record(path: Path) -> tuple[list[Row], Row]:
         raise ValueError(f"{path} cannot be read as a record ({failure}); name a folder that bench wrote") from failure
 
 
+def holds_layers_alone(folder: Path) -> bool:
+    """Whether a record has layers and no operators."""
+    return (folder / "layers.json").exists() and not (folder / "operators.json").exists()
+
+
 def machine_of(folder: Path, names: Iterable[str]) -> str | None:
-    """The GPU of the folder's operators.json by one of these names: h100 for "NVIDIA H100 80GB HBM3". None: none of them."""
-    _, hardware = _record(folder / "operators.json")
+    """The GPU of a record by one of these names: h100 for "NVIDIA H100 80GB HBM3". None: none of them."""
+    _, hardware = _record(folder / ("layers.json" if holds_layers_alone(folder) else "operators.json"))
     words = re.findall(r"\w+", str(hardware.get("device", "")).lower())
     return next((name for name in names if name in words), None)
 
