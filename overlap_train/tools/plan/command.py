@@ -187,8 +187,10 @@ def _check(asked: Asked) -> int:
     systems = {one: read_system(asked.system or machine_of(one, SYSTEMS) or DEFAULT) for one in folders}
     operators = [one for folder, system in systems.items() for one in check.compare(folder, system)]
     layers = [one for folder, system in systems.items() for one in check.compare_layers(folder, system)]
+    judged = [one for one in operators if one.is_method] or layers
+    if not judged:
+        raise ValueError(f"--check {' '.join(asked.check)}: no row is planned (attention blocks are not); name another record")
     print(*check.report(operators, layers), sep="\n")
     if asked.plot:
         print(picture.draw_check(operators or layers, Path(asked.plot)))
-    judged = [one for one in operators if one.is_method] or layers
     return 1 if check.mean_error(judged) > check.MEAN else 0
