@@ -287,7 +287,7 @@ def test_a_record_of_layers_alone_is_checked(capsys: pytest.CaptureFixture[str],
     said = capsys.readouterr().out
     assert "layers, all (held out)          18       1.9%     -5.3%           0" in said and "methods" not in said
     assert command.main(["--check", str(BENCHMARKS / "h200x2" / "te"), "--system", "h20"]) == 1
-    with pytest.raises(ValueError, match="no row is planned"):
+    with pytest.raises(ValueError, match="no row that is planned"):
         command.main(["--check", str(BENCHMARKS / "h200x2" / "ulysses" / "blocks")])
 
 

@@ -172,7 +172,13 @@ def report(operators: Sequence[Compared], layers: Sequence[Compared]) -> list[st
 
 
 def mean_error(some: Iterable[Compared]) -> float:
-    return statistics.mean(abs(one.error) for one in some)
+    """Raises ValueError where there is nothing."""
+    errors = [abs(one.error) for one in some]
+    if not errors:
+        raise ValueError(
+            "--check: the records hold no row that is planned (attention blocks are not); name another one"
+        )
+    return statistics.mean(errors)
 
 
 def _by_kind(some: Sequence[Compared]) -> dict[str, list[Compared]]:

@@ -188,8 +188,6 @@ def _check(asked: Asked) -> int:
     operators = [one for folder, system in systems.items() for one in check.compare(folder, system)]
     layers = [one for folder, system in systems.items() for one in check.compare_layers(folder, system)]
     judged = [one for one in operators if one.is_method] or layers
-    if not judged:
-        raise ValueError(f"--check {' '.join(asked.check)}: no row is planned (attention blocks are not); name another record")
     print(*check.report(operators, layers), sep="\n")
     if asked.plot:
         print(picture.draw_check(operators or layers, Path(asked.plot)))
