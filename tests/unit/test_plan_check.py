@@ -212,7 +212,7 @@ def test_exchanges_between_nodes_keep_the_host_as_long_as_was_measured() -> None
 
 @pytest.mark.parametrize("us", [240.0, 460.0])
 def test_another_figure_of_the_host_is_further_off(us: float, tmp_path: Path) -> None:
-    """By the calls whose products are half as long as the network: a third of the time to simulate, and as many exchanges."""
+    """By calls whose products are half as long as the network: a fifth of the time to simulate, as many exchanges in each."""
     errors: list[float] = []
     for record, name in (("h200x2", "h200"), ("h100x4", "h100")):
         rows = rows_of(BENCHMARKS / record / "hierarchical", "operators.json")

@@ -187,8 +187,8 @@ def _check(asked: Asked) -> int:
     systems = {one: read_system(asked.system or machine_of(one, SYSTEMS) or DEFAULT) for one in folders}
     operators = [one for folder, system in systems.items() for one in check.compare(folder, system)]
     layers = [one for folder, system in systems.items() for one in check.compare_layers(folder, system)]
-    judged = [one for one in operators if one.is_method] or layers
+    error = check.mean_error([one for one in operators if one.is_method] or layers)
     print(*check.report(operators, layers), sep="\n")
     if asked.plot:
         print(picture.draw_check(operators or layers, Path(asked.plot)))
-    return 1 if check.mean_error(judged) > check.MEAN else 0
+    return 1 if error > check.MEAN else 0
