@@ -1,7 +1,9 @@
 """`chunked` all-to-alls across nodes on GPUs: one block is multiplied while the next crosses the network.
 
     A2A + GEMM    exchange 1, the own node's products, then for each chunk: let its exchange arrive, multiply it; with the blocks
-                  before it where they are shallow. Further exchanges are enqueued in between
+                  before it where they are shallow. Further exchanges are enqueued in between. Between two ranks, in many chunks
+                  (EnginePlan.by_rows): exchange 1, the own terms of the first chunk; then for each chunk: let its exchange
+                  arrive, multiply both blocks side by side
     GEMM + A2A    for each chunk of a far rank: multiply, let the exchange before the last arrive, start its own; the own node's
                   products in between. Some exchanges start after a weight gradient, where there is one
 
@@ -42,20 +44,47 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         return self._sent[crossing.sent.block].chunk(self._call.chunks)[crossing.sent.chunk]
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        topology, plan = self._domain.topology, self._plan
-        self._b_blocks = b_kn.chunk(topology.world, dim=0)
-        first, *others = multiplied_together(topology, plan.together)
-        with self._engine.products(plan.send_sms):
-            total, done = product_in_fp32(*self._of_own_node(first)), len(first)
-            for blocks in others:
-                if done < topology.local:
-                    self._crossings.go_ahead(done, topology.world)
-                    add_product_in_fp32(total, *self._of_own_node(blocks))
-                else:
-                    self._add_far(blocks, done, total)
-                done += len(blocks)
+        self._b_blocks = b_kn.chunk(self._domain.world_size, dim=0)
+        with self._engine.products(self._plan.send_sms):
+            if self._plan.by_rows:
+                self._multiply_rows(b_kn, y)
+            else:
+                y.copy_(self._sum_of_blocks())
         self._arrived = True
-        return y.copy_(total)
+        return y
+
+    def _multiply_rows(self, b_kn: torch.Tensor, y: torch.Tensor) -> None:
+        """y = chunk by chunk of both ranks' blocks, side by side, @ b_kn. While the first chunk crosses, its own terms are
+        multiplied; their sum is in fp32."""
+        own, peer, call = self._domain.rank, 1 - self._domain.rank, self._call
+        mine, (first, *others) = self._sent[own].chunk(call.chunks), y.chunk(call.chunks)
+        total = product_in_fp32(mine[0], self._b_blocks[own])
+        self._bring(0)
+        add_product_in_fp32(total, call.chunk_of(peer, 0), self._b_blocks[peer])
+        first.copy_(total)
+        for chunk, rows in enumerate(others, start=1):
+            self._bring(chunk)
+            parts = [mine[chunk] if rank == own else call.chunk_of(peer, chunk) for rank in range(2)]
+            torch.mm(_joined(parts, 1), b_kn, out=rows)
+
+    def _bring(self, chunk: int) -> None:
+        """Let a chunk from the peer arrive, and wait for it."""
+        self._crossings.bring_chunk(chunk)
+        self._call.wait_chunk(1 - self._domain.rank, chunk)
+
+    def _sum_of_blocks(self) -> torch.Tensor:
+        """The products of all blocks with their rows of b, in fp32, in the order in which they arrive."""
+        topology = self._domain.topology
+        first, *others = multiplied_together(topology, self._plan.together)
+        total, done = product_in_fp32(*self._of_own_node(first)), len(first)
+        for blocks in others:
+            if done < topology.local:
+                self._crossings.go_ahead(done, topology.world)
+                add_product_in_fp32(total, *self._of_own_node(blocks))
+            else:
+                self._add_far(blocks, done, total)
+            done += len(blocks)
+        return total
 
     def _of_own_node(self, blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Wait for these blocks of the own node; return them side by side, and their rows of b."""

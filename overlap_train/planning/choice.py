@@ -50,7 +50,7 @@ def winner_of(pass_: Pass, device: torch.device, table: Table, nodes: int) -> Wi
 
 def untuned(pass_: Pass, device: torch.device, nodes: int = 1) -> Choice:
     """What `auto` takes where nothing was measured."""
-    method, why = (method_in_node if nodes == 1 else method_across_nodes)(pass_, device)
+    method, why = method_in_node(pass_, device) if nodes == 1 else method_across_nodes(pass_, device, nodes)
     return Choice(method, f"auto: not tuned: {why}")
 
 

@@ -59,7 +59,7 @@ def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-IN, OUT = "x mm x x mm mm x mm mm", "mm x mm mm x mm mm x mm x mm mm"
+IN, ROWS, OUT = "x mm x x mm mm x mm mm", "x mm x mm x mm x mm mm", "mm x mm mm x mm mm x mm x mm mm"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,12 @@ def test_exchanges_are_enqueued_between_products(operator: str, method: str, ord
     short = ["mm" if "mm" in name else {"kernel": "k", "x": "x"}.get(name, "") for name in enqueued]
     found = " ".join(name for name in short if name and (method == "fused" or name != "k"))
     assert found.startswith(order)
+
+
+def test_exchanges_are_enqueued_between_products_of_rows(enqueued: list[str]) -> None:
+    """A2A + GEMM of two ranks, four chunks by rows: one exchange is enqueued ahead, and the first product needs none."""
+    run_seed(PROBLEMS["to_rows"]("chunked", NodeSimulation(2, chunks=4, by_rows=True), 1), 0)
+    assert " ".join("mm" if "mm" in name else "x" for name in enqueued if "mm" in name or name == "x") == ROWS
 
 
 @pytest.mark.parametrize("chunks", [1, 8])

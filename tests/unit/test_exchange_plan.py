@@ -19,6 +19,7 @@ from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_TO_ALL, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import HOPPER, PORTABLE
+from overlap_train.planning.variants import Variant
 from tests.unit.test_plan import _hopper as _hopper
 
 BF16, GPU = torch.bfloat16, torch.device("cuda", 0)
@@ -86,12 +87,19 @@ def test_across_nodes_they_overlap() -> None:
 
 
 @pytest.mark.usefixtures("_hopper")
-def test_one_kernel_multiplies_what_one_exchange_brings() -> None:
-    """A2A + GEMM of two ranks; of more every tile would wait for several exchanges."""
-    for world, nodes, method in ((2, 2, "fused"), (4, 2, "chunked"), (4, 4, "chunked")):
-        pass_ = Pass(A2A_GEMM, 32768, 4096, 4096, BF16, world)
-        assert choose("auto", pass_, GPU, UNTUNED, nodes=nodes).method == method
-        assert choose("auto", replace(pass_, dtype=torch.float32), GPU, UNTUNED, nodes=nodes).method == "chunked"
+def test_the_library_multiplies_at_once_what_comes_at_once() -> None:
+    """A chunk of an all-to-all from all ranks; a chunk of a gather from one rank a node. One kernel takes what would be several
+    products."""
+    for world, nodes in ((2, 2), (4, 2), (4, 4)):
+        one_a_node = world == nodes
+        found = {
+            kind: choose("auto", Pass(kind, 32768, 4096, 4096, BF16, world), GPU, UNTUNED, nodes=nodes).method
+            for kind in (A2A_GEMM, GATHER, SCATTER, GEMM_A2A)
+        }
+        gathers = "chunked" if one_a_node else "fused"
+        assert found == {A2A_GEMM: "chunked", GATHER: gathers, SCATTER: "fused", GEMM_A2A: "fused"}
+        whole = Pass(SCATTER, 32768, 4096, 4096, torch.float32, world)
+        assert choose("auto", whole, GPU, UNTUNED, nodes=nodes).method == "chunked", "no kernel of ours"
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -99,12 +107,28 @@ def test_shallow_blocks_are_multiplied_together() -> None:
     """At least 1024 features at once, where a node has so many; of GPUs, across nodes."""
 
     def together(k: int, nodes: int = 2, device: torch.device = GPU, kind: str = A2A_GEMM) -> int:
-        pass_, choice = Pass(kind, 16384, 4096, k, BF16, 8), Choice("chunked", "asked for")
-        weight = torch.empty(8, 8, dtype=BF16)
-        return engine_plan(choice, pass_, Topology(nodes, 8 // nodes, 0), device, weight, NodeNetwork(4, 9)).together
+        return a2a_plan(8, k, nodes, device, kind).together
 
     assert [together(8 * depth) for depth in (1024, 1000, 512, 300, 8)] == [1, 2, 2, 4, 4]
     assert together(4096, nodes=1) == together(4096, device=torch.device("cpu")) == together(4096, kind=GEMM_A2A) == 1
+
+
+def a2a_plan(
+    world: int, k: int, nodes: int, device: torch.device = GPU, kind: str = A2A_GEMM, chunks: int = 0,
+    method: str = "chunked",
+) -> EnginePlan:  # fmt: skip
+    choice, weight = Choice(method, "asked for", Variant(chunks=chunks)), torch.empty(8, 8, dtype=BF16)
+    topology = Topology(nodes, world // nodes, 0)
+    return engine_plan(choice, Pass(kind, 16384, 4096, k, BF16, world), topology, device, weight, NodeNetwork(4, 9))
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_many_chunks_of_two_ranks_are_multiplied_by_rows() -> None:
+    """A2A + GEMM of GPUs that are a node each, by the library."""
+    assert a2a_plan(2, 4096, 2, chunks=8).by_rows and not a2a_plan(2, 4096, 2, chunks=4).by_rows
+    others = [(4, 4096, 2), (4, 4096, 4), (2, 4096, 1), (2, 4096, 2, torch.device("cpu")), (2, 4096, 2, GPU, GEMM_A2A)]
+    assert not any(a2a_plan(*case, chunks=8).by_rows for case in others)
+    assert not a2a_plan(2, 4096, 2, chunks=8, method="fused").by_rows
 
 
 @pytest.mark.usefixtures("_hopper")

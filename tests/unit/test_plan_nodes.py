@@ -428,6 +428,23 @@ def test_shallow_blocks_are_multiplied_side_by_side() -> None:
     assert copy == pytest.approx(2 * (2 * SHARD + 2 * 2 * 1000 * 64_000) / 1e6), "and so are both operands"
 
 
+def test_two_ranks_multiply_many_chunks_by_rows() -> None:
+    """The own terms of the first chunk, then the peer's, their sum in fp32; then both blocks of each chunk side by side."""
+    made = work(A2A_GEMM, 2, 1, rank=1, chunks=4)
+    made = replace(made, plan=replace(made.plan, by_rows=True))
+    kernels = [kernel for kernel in program(made).kernels if kernel.name != "next_epoch_kernel"]
+    first, *others = ([kernel for kernel in kernels if kernel.name == name] for name in ("wait_kernel", "library gemm"))
+    assert [kernel.needs for kernel in first] == [(arrived("call", 0, chunk),) for chunk in range(4)]
+    assert [kernel.us for kernel in others[0]] == pytest.approx(
+        [made.terms_us(1, 4, True), made.terms_us(1, 4, False), *[made.rows_us(4)] * 3]
+    )
+    assert kernels[0].name == "library gemm", "it waits for nothing"
+    copies = [(kernel.name, kernel.us) for kernel in kernels if kernel.name.startswith("copy")]
+    rows = 500 / 4
+    both = ("copy of the blocks", pytest.approx(2 * rows * 2000 * 2 / 1e6))
+    assert copies == [("copy of the sum", pytest.approx(6 * rows * 64 / 1e6)), both, both, both]
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_sum_in_fp32_is_written_read_and_copied(nodes: int) -> None:
     """Beside what a product in bf16 writes. Inside a node block by block, too."""

@@ -34,6 +34,9 @@ ORDER_OF_TURNS = f"{STREAMED}::test_exchanges_are_enqueued_between_products"
 BESIDE_WGRAD = f"{STREAMED}::test_a_weight_gradient_stands_between_exchanges_of_dx"
 SHALLOW = f"{EXCHANGED}::test_shallow_blocks_are_multiplied_together"
 EXCHANGES = In("overlap_train/operators/node_exchanges.py", (PASSES,))
+BY_ROWS = In(
+    "overlap_train/operators/node_exchanges.py", (f"{EXCHANGED}::test_chunks_of_two_ranks_are_multiplied_side_by_side",)
+)
 CROSSINGS = In("overlap_train/operators/crossings.py", (PASSES,))
 TURNS = In("overlap_train/planning/schedule/turns.py", ("tests/unit/test_turns.py",))
 QUEUES = "tests/unit/test_plan_queue.py"
@@ -205,6 +208,15 @@ FAULTS = [
               "self._call, _joined([self._b_blocks[block] for", "self._call, _joined([self._b_blocks[blocks[0]] for", SHALLOW),
     EXCHANGES("too few exchanges are enqueued for blocks that are multiplied together",
               "topology.local + len(blocks) - 1) * call.chunks", "topology.local) * call.chunks", SHALLOW),
+    BY_ROWS("every chunk is multiplied as the first", "call.chunk_of(peer, chunk) for rank", "call.chunk_of(peer, 0) for rank"),
+    BY_ROWS("the own chunk is the first", "[mine[chunk] if rank", "[mine[0] if rank"),
+    BY_ROWS("blocks lie in the order in which they come", "for rank in range(2)]", "for rank in (own, peer)]"),
+    BY_ROWS("a chunk is multiplied before it has come", "        self._call.wait_chunk(1 - self._domain.rank, chunk)\n", ""),
+    BY_ROWS("the peer's terms are multiplied before they have come", "        self._bring(0)\n", ""),
+    BY_ROWS("the peer's terms replace the own ones", "        add_product_in_fp32(total, call.chunk_of(peer, 0)",
+            "        total.zero_()\n        add_product_in_fp32(total, call.chunk_of(peer, 0)"),
+    BY_ROWS("the peer's terms are multiplied by the own rows of b", "self._b_blocks[peer])", "self._b_blocks[own])"),
+    BY_ROWS("a chunk is waited for that nobody lets arrive", "        self._crossings.bring_chunk(chunk)\n", ""),
     EXCHANGES("columns of the own node stay with who multiplies them",
               "            self._domain.engine.push(self._staging, [self._call.routes(inside)[place]])\n", "            pass\n"),
     CROSSINGS(
@@ -376,10 +388,15 @@ FAULTS = [
     EXCHANGE_PRODUCTS("products of GEMM + A2A beside the network spare none",
                       "with engine.products(self._plan.spared_sms)", "with engine.products(0)"),
     EXCHANGE_PRODUCTS("products of A2A + GEMM beside the network spare none",
-                      "self._engine.products(plan.send_sms)", "self._engine.products(0)"),
+                      "self._engine.products(self._plan.send_sms)", "self._engine.products(0)"),
     EXCHANGE_CHUNKS("CPU processes multiply blocks together",
                     'topology.nodes == 1 or device.type != "cuda":', "topology.nodes == 1:"),
     TOGETHER("blocks are multiplied together whose sum takes less", "_DEEP = 1024", "_DEEP = 512"),
+    EXCHANGE_CHUNKS("long first chunks are multiplied by rows", " and chunks == CHUNK_COUNTS[-1]\n", "\n"),
+    EXCHANGE_CHUNKS("CPU processes multiply by rows",
+                    'topology.world == 2 and device.type == "cuda" and chunks', "topology.world == 2 and chunks"),
+    EXCHANGE_CHUNKS("ranks of one node multiply by rows", "topology.nodes == topology.world == 2", "topology.world == 2"),
+    EXCHANGE_CHUNKS("a kernel's plan is by rows", 'choice.method == "chunked" and _by_rows', "_by_rows"),
     EXCHANGE_CHUNKS("chunks of GEMM + A2A are counted by all columns",
                     "pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)", "pass_.n"),
     SMS_OF("products spare what NCCL has by default",

@@ -50,7 +50,10 @@ def gathered(work: Work) -> Iterator[Item]:
 
 def received(work: Work) -> Iterator[Item]:
     """A2A + GEMM: block by block, and across nodes several of a node at once, side by side. Then their sum in fp32 is copied into
-    the result."""
+    the result. Or by rows (_received_by_rows)."""
+    if work.plan.by_rows:
+        yield from _received_by_rows(work)
+        return
     ahead, done = crossings(work), 0
     yield from ahead.until(1)
     for blocks in multiplied_together(work.topology, work.plan.together):
@@ -63,6 +66,23 @@ def received(work: Work) -> Iterator[Item]:
             yield from _far_terms(work, blocks, done, ahead)
         done += len(blocks)
     yield copied(work, (FP32 + BF16) * work.m_shard * work.pass_.n, "copy of the sum")
+
+
+def _received_by_rows(work: Work) -> Iterator[Item]:
+    """Two ranks: the own terms of the first chunk while it crosses, then the peer's; each further chunk of both at once, side by
+    side."""
+    chunks, ahead, own = work.plan.chunks, crossings(work), work.topology.rank
+    rows = work.m_shard // chunks
+    yield from ahead.until(1)
+    yield from _terms(work, (own,), (), chunks)
+    yield from ahead.bring_chunk(0, chunks)
+    yield from _terms(work, (1 - own,), (0,), chunks)
+    yield copied(work, (FP32 + BF16) * rows * work.pass_.n, "copy of the sum")
+    for chunk in range(1, chunks):
+        yield from ahead.bring_chunk(chunk, chunks)
+        yield wait(work, work.arrivals(chunk))
+        yield copied(work, 2 * rows * work.pass_.k * work.pass_.dtype.itemsize)
+        yield beside_exchanges(work, partial(work.rows_us, chunks))
 
 
 def _far_terms(work: Work, blocks: tuple[int, ...], done: int, ahead: Exchanges) -> Iterator[Item]:

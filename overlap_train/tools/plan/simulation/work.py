@@ -111,6 +111,11 @@ class Work:
         spared = self.plan.spared_sms
         return cost.library_gemm_us(self.system, rows, self.block_columns, depth, parts, spared, late_waves)
 
+    def rows_us(self, chunks: int, late_waves: int = 0) -> float:
+        """Microseconds of the product of one of `chunks` equal parts of the rows of A2A + GEMM, of all ranks' terms at once."""
+        rows, parts, spared = self.m_shard // chunks, chunks * self.parts, self.plan.spared_sms
+        return cost.library_gemm_us(self.system, rows, self.pass_.n, self.pass_.k, parts, spared, late_waves)
+
     def terms_us(self, blocks: int, chunks: int, is_first: bool, late_waves: int = 0) -> float:
         """Microseconds of the product of `blocks` ranks' terms in A2A + GEMM, or of one of `chunks` equal parts of it. Their sum
         is in fp32: the first product writes twice the bytes of another product, later ones read and write it."""
