@@ -51,11 +51,12 @@ te_step() {
 mfu=recipes/compare_mfu.py
 big="--model llama3-8b,llama3-70b --layers 4,2" variants=megatron,chunked,fused,direct,overlap
 graphs=megatron,overlap,megatron_graph,overlap_graph te=te,te_userbuffers,te_userbuffers_ring,te_overlap
+big_too=""
 memory='import torch; print(sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())) >> 30)'
-if [ "$(.venv/bin/python -c "$memory")" -lt 200 ]; then
-  # Variants stand side by side. Of 8B with TP 2 each takes 20 GiB of a GPU: four are too many for 80 GB.
-  big="--model llama3-8b --layers 4" variants=megatron,fused,overlap graphs=megatron_graph,overlap_graph te=te_userbuffers_ring,te_overlap
-fi
+memory=$(.venv/bin/python -c "$memory")
+# Variants stand side by side. Of 70B with TP 2 each takes 34 GiB of a GPU, of 8B 18: three and six fit in 140 GB, four of 8B do not in 80.
+if [ "$memory" -lt 400 ]; then big="--model llama3-8b --layers 4" big_too="--model llama3-70b --layers 2"; fi
+if [ "$memory" -lt 200 ]; then big_too="" variants=megatron,fused,overlap graphs=megatron_graph,overlap_graph te=te_userbuffers_ring,te_overlap; fi
 step tune-8b 35 -m overlap_train tune --model llama3-8b --seq 8192 4096 2048
 step tune-70b 25 -m overlap_train tune --model llama3-70b --seq 8192
 mlps="11008,4096 14336,4096 28672,8192 53248,16384 29568,8192" # the weights of the operator benchmark: N,K of the columns
@@ -91,6 +92,8 @@ step timeline 15 -m overlap_train bench timeline --out "$out"
 step timeline_ulysses 20 -m overlap_train bench timeline --what ulysses --out "$out/ulysses"
 # shellcheck disable=SC2086
 step mfu 150 $mfu $big --global-batch-size 4 --quick --variants "$variants" --out "$out/mfu"
+# shellcheck disable=SC2086
+[ -z "$big_too" ] || step mfu_70b 120 $mfu $big_too --global-batch-size 4 --quick --variants megatron,chunked,overlap --out "$out/mfu_70b"
 step mfu_8_layers 60 $mfu --model llama3-8b --layers 8 --global-batch-size 2 --quick --variants megatron,overlap --out "$out/mfu_8_layers"
 # shellcheck disable=SC2086
 step mfu_one_micro_batch 90 $mfu $big --quick --out "$out/mfu_one_micro_batch"

@@ -175,15 +175,15 @@ def compared(path: Path, system: System) -> list[Compared]:
 @pytest.mark.parametrize(
     ("folder", "method", "mean", "worst", "above"),
     [
-        (".", "auto", 0.037, 0.124, 2), ("many_queues", "auto", 0.04, 0.126, 3),
-        (".", "chunked", 0.028, 0.08, 0), ("many_queues", "chunked", 0.053, 0.12, 1),
+        (".", "auto", 0.05, 0.148, 3), ("many_queues", "auto", 0.049, 0.131, 3), ("rounds5", "auto", 0.044, 0.096, 0),
+        (".", "chunked", 0.032, 0.08, 0), ("many_queues", "chunked", 0.044, 0.109, 1), (".", "fused", 0.046, 0.148, 3),
     ],
 )  # fmt: skip
 def test_two_nodes_are_predicted(folder: str, method: str, mean: float, worst: float, above: int) -> None:
     """Over a wire of one speed: that of the fastest row. Products alone are shorter there than planned: the GPU rests while it
     waits for the network. CUDA_DEVICE_MAX_CONNECTIONS is the record's."""
     path = BENCHMARKS / "h200x2" / "hierarchical" / folder
-    assert connections_of(path) == (1 if folder == "." else 8)
+    assert connections_of(path) == (8 if folder == "many_queues" else 1)
     errors = [one.error for one in compared(path, H200) if one.what == method]
     assert len(errors) == 24 and sum(map(abs, errors)) / 24 <= mean and max(errors) <= worst
     assert sum(abs(error) > WORST for error in errors) == above
@@ -202,12 +202,12 @@ def hosts(record: str, system: System) -> list[float]:
 
 
 def test_exchanges_between_nodes_keep_the_host_as_long_as_was_measured() -> None:
-    """One figure is fitted to both records, and they differ. With 44 microseconds an exchange each call was planned three to
-    eight times too short."""
+    """One figure is fitted to older records of both machines, and they differ. With 44 microseconds an exchange each call was
+    planned three to eight times too short."""
     alone, two = hosts("h200x2", H200), hosts("h100x4", SYSTEMS["h100"])
     errors = [*alone, *two]
-    assert (len(alone), len(two)) == (48, 16)
-    assert sum(map(abs, errors)) / 64 <= 0.21 and min(errors) > -0.56 and max(errors) < 0.58
+    assert (len(alone), len(two)) == (72, 16)
+    assert sum(map(abs, errors)) / 88 <= 0.24 and min(errors) > -0.56 and max(errors) < 0.72
 
 
 @pytest.mark.parametrize("us", [240.0, 460.0])

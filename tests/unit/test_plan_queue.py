@@ -43,7 +43,7 @@ from tests.unit.test_turns import gather_steps, scatter_steps, time_of
 
 H200 = SYSTEMS["h200"]
 KINDS = (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)
-RECORD = Path(__file__).parents[2] / "benchmarks" / "h200x2" / "hierarchical" / "timeline.json"
+RECORD = Path(__file__).parents[2] / "benchmarks" / "h200x2" / "hierarchical" / "waves" / "timeline.json"
 # Nothing takes time but products and bytes; before Hopper products are not in clusters.
 BARE = replace(H200, capability=(8, 0), gap_us=0.0, wait_us=0.0, nic_us=0.0, push_us=0.0, ramp_us=0.0, memory_gbs=1e12)
 
