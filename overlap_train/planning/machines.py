@@ -18,9 +18,9 @@ from .hardware import SUM_GBS
 _BLACKWELL = (10, 0)
 # Of CUDA_DEVICE_MAX_CONNECTIONS: what Megatron-Core asks for before Blackwell, and what CUDA takes where nobody sets it.
 _ASKED_FOR, _OF_CUDA = 1, 8
-# Fitted to the 64 overlapping calls of h200x2/hierarchical and h100x4/hierarchical, NCCL over sockets, beside host_call_us: 20 %
-# off in the mean, from -55 % (calls of one or two exchanges) to +57 %. In an older record, h100x2/hierarchical, whose blocks went
-# in other chunks, an exchange took 0.05 to 0.6 ms. No other network was tried.
+# Fitted to the 64 overlapping calls of h200x2/hierarchical (of ffc543d3) and h100x4/hierarchical, NCCL over sockets, beside
+# host_call_us: 20 % off in the mean, from -55 % (calls of one or two exchanges) to +57 %; 23 % off in a later record. In an older
+# one, h100x2/hierarchical, whose blocks went in other chunks, an exchange took 0.05 to 0.6 ms. No other network was tried.
 _HOST_EXCHANGE_US = 340.0
 
 

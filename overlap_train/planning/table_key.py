@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 # Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.
-KERNELS = 4
+KERNELS = 5
 _NONE = "not installed"  # of overlap-train: a checkout on the path
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Fields that older files lack, and what such a file means. Files leave them out where they have this value: names stay the same.
@@ -40,7 +40,7 @@ class Key:
     nodes: that the ranks are on, as many on each. network, queues: between nodes of GPUs, else as in LEFT_OUT. network: what
     carries data, nccl or nvshmem. queues: hardware queues of all streams of a GPU, one (CUDA_DEVICE_MAX_CONNECTIONS=1) or many:
     in one, an exchange holds up products that are enqueued after it. A GEMM + RS whose product takes twice as long as the network
-    took 31.6 ms by `fused` and 35.8 by `chunked` in one queue, 32.0 and 28.9 with many (h200x2/hierarchical).
+    takes 31 ms by `fused` and 36 by `chunked` in one queue, 32 by both with many (h200x2/hierarchical).
     """
 
     gpu: str  # "cpu" without one

@@ -9,14 +9,14 @@ from .schedule.kinds import A2A_GEMM, GATHER
 from .waves import on_hopper
 
 # Between nodes of GPUs each block is an exchange of its own, which takes the host and the network's latency: a shorter one
-# goes by NCCL. Else the library multiplies what one exchange brings (`chunked`), and one kernel (`fused`) what would be several
-# products by the library: what the ranks of a node bring of a gather, and what leaves, chunk by chunk.
+# goes by NCCL. Else the library multiplies what one exchange brings (`chunked`). One kernel (`fused`) multiplies where that would
+# be several products: what the ranks of a node bring of a gather; what leaves chunk by chunk.
 # An exchange keeps the host for 0.2 to 0.4 ms (machines.py: host_exchange_us), in which a NIC of 25 to 50 GB/s carries 5 to 20
-# MB. 2877 planned passes (Llama-3 8B to 405B and Qwen3 32B on 2 and 4 nodes of 1, 4 and 8 H200, H800 and H20): those with
-# blocks of 4 to 8 MiB would take 1.33 times as long as NCCL + cuBLAS with 0.34 ms an exchange, and 1.04 times with 0.2; those
-# with 8 to 16 MiB are 1.09 and 1.21 times as fast. From 8 MiB on 22 % of all passes take more than 3 % longer than by the best
-# of the three, and the mean loss is 4.8 %; from 4 MiB on 27 and 10 %, from 16 on 28 and 6.5 %. With 0.2 ms the mean loss is
-# least with 8 MiB, too. On two H200 that play two nodes 32 MiB were measured, and nothing shorter.
+# MB. By the rule before 9b58449, 2877 planned passes (Llama-3 8B to 405B and Qwen3 32B on 2 and 4 nodes of 1, 4 and 8 H200, H800
+# and H20): those with blocks of 4 to 8 MiB would take 1.33 times as long as NCCL + cuBLAS with 0.34 ms an exchange, and 1.04
+# times with 0.2; those with 8 to 16 MiB are 1.09 and 1.21 times as fast. From 8 MiB on 22 % of all passes take more than 3 %
+# longer than by the best of the three, and the mean loss is 4.8 %; from 4 MiB on 27 and 10 %, from 16 on 28 and 6.5 %. With 0.2
+# ms the mean loss is least with 8 MiB, too. On two H200 that play two nodes 32 MiB were measured, and nothing shorter.
 LEAST_BLOCK = 8 << 20
 
 
@@ -27,9 +27,10 @@ def method_across_nodes(pass_: Pass, device: torch.device, nodes: int) -> tuple[
     block = pass_.m // pass_.world * pass_.row_features * pass_.dtype.itemsize
     if block < LEAST_BLOCK:
         return "collective", f"blocks of {block / 2**20:.2g} MiB are too short to cross nodes one by one"
-    # Beside `fused` in one run between two nodes of one H200, gathers took 0.95 of its time and A2A + GEMM 0.97 (six passes each,
-    # 0.88 to 1.02): as many products of the same rows, and cuBLAS is faster than our kernel beside NCCL. A tile of A2A + GEMM of
-    # more ranks waits for several exchanges; products rank by rank do not.
+    # Gathers between two nodes of one H200 took 0.95 of the time of `fused` (six passes, 0.88 to 1.02): both multiply the same
+    # rows at a time, and beside NCCL cuBLAS is faster than our kernel. More nodes are planned, not measured. A2A + GEMM by rows
+    # (EnginePlan.by_rows, a network below 10 GB/s) took 0.97 to 0.99. Rank by rank it took 1.06 there; over 25 and 50 GB/s, where
+    # blocks have four chunks, 0.83 to 1.01 of `fused` are planned. Of more ranks a tile of `fused` waits for several exchanges.
     at_once = pass_.kind == A2A_GEMM or (pass_.kind == GATHER and nodes == pass_.world)
     if not at_once and on_hopper(pass_, device):
         return "fused", "GPUs on several nodes, one kernel for all blocks"

@@ -132,6 +132,16 @@ def test_many_chunks_of_two_ranks_are_multiplied_by_rows() -> None:
 
 
 @pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize(("gbs", "chunks"), [(0.0, 4), (2.4, 8), (9.0, 8), (25.0, 4), (50.0, 4)])
+def test_auto_multiplies_by_rows_over_slow_networks(gbs: float, chunks: int) -> None:
+    """Only there blocks have eight chunks. By a faster one, or one that nobody has measured, `chunked` goes rank by rank."""
+    pass_, weight = Pass(A2A_GEMM, 32768, 8192, 8192, BF16, 2), torch.empty(8, 8, dtype=BF16)
+    choice = choose("auto", pass_, GPU, UNTUNED, nodes=2)
+    plan = engine_plan(choice, pass_, Topology(2, 1, 0), GPU, weight, NodeNetwork(2, 0, gbs))
+    assert (plan.method, plan.chunks, plan.by_rows) == ("chunked", chunks, chunks == 8)
+
+
+@pytest.mark.usefixtures("_hopper")
 def test_chunks_that_cross_nodes_of_gpus_are_products_that_fill_a_gpu() -> None:
     """Of 16384 rows A2A + GEMM multiplies 8192 for all 4096 columns, GEMM + A2A for half of them."""
 
