@@ -115,9 +115,10 @@ def _fault(module: str, old: str, new: str, *reload: str) -> Fault:
 BLAS, ENGINE, START, COLUMN, ULYSSES = (
     "gpu.blas", "protocol.node_streams", "operators.start", "operators.column_row", "ulysses.exchange"
 )  # fmt: skip
-BRACKET, FIRST = (
-    "        with self._engine.products(plan.send_sms):\n",
-    "total, done = product_in_fp32(*self._of_own_node(first)), len(first)\n",
+BRACKET, BY_ROWS, PRODUCTS = (
+    "        with self._engine.products(self._plan.send_sms):\n",
+    "            if self._plan.by_rows:\n                self._multiply_rows(b_kn, y)\n            else:\n",
+    "y.copy_(self._sum_of_blocks())\n",
 )
 SET, BACK = "        self._count_on(handle, count)\n", "self._count_on(handle, before.value)"
 FAULTS = {
@@ -141,10 +142,11 @@ FAULTS = {
         _fault(EXCHANGES, "with engine.products(self._plan.spared_sms)", "with engine.products(0)"), "to_heads",
     ),
     "what goes to rows spares none": (
-        _fault(EXCHANGES, "self._engine.products(plan.send_sms)", "self._engine.products(0)"), "to_rows",
+        _fault(EXCHANGES, "self._engine.products(self._plan.send_sms)", "self._engine.products(0)"), "to_rows",
     ),
-    "the first product comes too early": (
-        _fault(EXCHANGES, f"{BRACKET}            {FIRST}", f"        {FIRST}{BRACKET}"), "to_rows",
+    "products to rows come too early": (
+        _fault(EXCHANGES, f"{BRACKET}{BY_ROWS}                {PRODUCTS}", f"        {PRODUCTS}{BRACKET}            pass\n"),
+        "to_rows",
     ),
     "no weight gradient spares any": (
         _fault(START, "return domain.engine.products(started.spared_sms)", "return _NONE_SPARED", COLUMN, "linear"),
