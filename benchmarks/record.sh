@@ -54,9 +54,14 @@ graphs=megatron,overlap,megatron_graph,overlap_graph te=te,te_userbuffers,te_use
 big_too=""
 memory='import torch; print(sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())) >> 30)'
 memory=$(.venv/bin/python -c "$memory")
-# Variants stand side by side. Of 70B with TP 2 each takes 34 GiB of a GPU, of 8B 18: three and six fit in 140 GB, four of 8B do not in 80.
-if [ "$memory" -lt 400 ]; then big="--model llama3-8b --layers 4" big_too="--model llama3-70b --layers 2"; fi
-if [ "$memory" -lt 200 ]; then big_too="" variants=megatron,fused,overlap graphs=megatron_graph,overlap_graph te=te_userbuffers_ring,te_overlap; fi
+# Variants stand side by side. Of 70B with TP 2 each takes 34 GiB of a GPU, of 8B 18: three and six fit in 140 GB, four of 8B do
+# not in 80.
+if [ "$memory" -lt 400 ]; then
+  big="--model llama3-8b --layers 4" big_too="--model llama3-70b --layers 2"
+fi
+if [ "$memory" -lt 200 ]; then
+  big_too="" variants=megatron,fused,overlap graphs=megatron_graph,overlap_graph te=te_userbuffers_ring,te_overlap
+fi
 step tune-8b 35 -m overlap_train tune --model llama3-8b --seq 8192 4096 2048
 step tune-70b 25 -m overlap_train tune --model llama3-70b --seq 8192
 mlps="11008,4096 14336,4096 28672,8192 53248,16384 29568,8192" # the weights of the operator benchmark: N,K of the columns

@@ -1,4 +1,4 @@
-"""`chunked` all-to-alls across nodes on GPUs: one block is multiplied while the next crosses the network.
+"""`chunked` all-to-alls across nodes on GPUs: one block, or chunk, is multiplied while the next crosses the network.
 
     A2A + GEMM    exchange 1, the own node's products, then for each chunk: let its exchange arrive, multiply it; with the blocks
                   before it where they are shallow. Further exchanges are enqueued in between. Between two ranks, in many chunks

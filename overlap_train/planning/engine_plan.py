@@ -61,8 +61,8 @@ class EnginePlan:
     workspace. send_sms, reduce_sms, wait_sms: those that NCCL has between nodes, sums of this node's partials, and waits of
     one CTA; other_sms: those of what another group sends beside it. Products leave all of these. nodes: that the group spans.
     crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
-    multiplies at once across nodes of GPUs. by_rows: whether it multiplies two ranks' blocks chunk
-    by chunk, side by side. beside_wgrad: whether a weight gradient is multiplied while its result leaves.
+    multiplies at once across nodes of GPUs. by_rows: whether it multiplies two ranks' blocks chunk by chunk, side by side.
+    beside_wgrad: whether a weight gradient is multiplied while its result leaves.
     """
 
     kind: str
