@@ -433,7 +433,9 @@ def test_two_ranks_multiply_many_chunks_by_rows() -> None:
     made = work(A2A_GEMM, 2, 1, rank=1, chunks=4)
     made = replace(made, plan=replace(made.plan, by_rows=True))
     kernels = [kernel for kernel in program(made).kernels if kernel.name != "next_epoch_kernel"]
-    waits, products = ([kernel for kernel in kernels if kernel.name == name] for name in ("wait_kernel", "library gemm"))
+    waits, products = (
+        [kernel for kernel in kernels if kernel.name == name] for name in ("wait_kernel", "library gemm")
+    )
     assert [kernel.needs for kernel in waits] == [(arrived("call", 0, chunk),) for chunk in range(4)]
     assert [kernel.us for kernel in products] == pytest.approx(
         [made.terms_us(1, 4, True), made.terms_us(1, 4, False), *[made.rows_us(4)] * 3]
