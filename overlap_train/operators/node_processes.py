@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import torch
 
 from ..planning.schedule.crossings import Crossing
 from ..planning.schedule.legs import Leg, Legs
+from ..planning.schedule.order import chunks_after_own
 from ..protocol.copy_thread import run_push
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_slot import NodeCall
@@ -40,22 +42,24 @@ class NodeGather(ChunkedGather):
             run_push(route.push(self._call.blocks))
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        """Multiply blocks of the own node whole, and those of each far node chunk by chunk, in the order in which they come."""
-        call, world, local = self._call, self._domain.world_size, self._domain.topology.local
+        """Multiply blocks of the own node whole, and those of each far node a few chunks at a time (order.py: chunks_after_own),
+        in the order in which they come."""
+        call, topology, world = self._call, self._domain.topology, self._domain.world_size
         y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
-        blocks, near = y.unflatten(0, (world, -1)), local - 1
+        blocks, near = y.unflatten(0, (world, -1)), topology.local - 1
         torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
         for done, source in enumerate(self._plan.sources[:near], start=1):
             self._go_ahead(done, world)
             call.wait(source)
             torch.mm(call.blocks[source], b_kn, out=blocks[source])
-        for turn, crossing in enumerate(self._plan.crossings):
-            self._go_ahead(call.chunks + turn, call.chunks * (world // local))
-            self._bring(turn + 1)
-            first, chunk = near + turn // call.chunks * local, crossing.received.chunk
-            for source in self._plan.sources[first : first + local]:
-                call.wait_chunk(source, chunk)
-                torch.mm(call.chunk_of(source, chunk), b_kn, out=blocks[source].chunk(call.chunks)[chunk])
+        for node, chunks in product(range(1, topology.nodes), chunks_after_own(topology, call.chunks)):
+            turn = (node - 1) * call.chunks
+            self._go_ahead(call.chunks + turn + chunks[0], call.chunks * topology.nodes)
+            self._bring(turn + chunks[-1] + 1)
+            first = node * topology.local - 1
+            for source in self._plan.sources[first : first + topology.local]:
+                rows = call.wait_chunks(source, chunks)
+                torch.mm(call.blocks[source][rows], b_kn, out=blocks[source][rows])
         self._arrived = True
         return y
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 # Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.
-KERNELS = 5
+KERNELS = 6
 _NONE = "not installed"  # of overlap-train: a checkout on the path
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Fields that older files lack, and what such a file means. Files leave them out where they have this value: names stay the same.

@@ -90,10 +90,16 @@ class NodeCall(Call):
         """int64 [1]: the word that comes over the network with a leg."""
         return self.slot.crossed[leg.fills, leg.chunk : leg.chunk + 1]
 
-    def chunk_rows(self, chunk: int) -> slice:
-        """The rows of a chunk within its block."""
+    def chunk_rows(self, chunk: int, count: int = 1) -> slice:
+        """The rows of `count` chunks, from this one on, within their block."""
         rows = self._shape[0] // self.chunks
-        return slice(chunk * rows, (chunk + 1) * rows)
+        return slice(chunk * rows, (chunk + count) * rows)
+
+    def wait_chunks(self, block: int, chunks: range) -> slice:
+        """Wait for these chunks of a block; return their rows within it."""
+        for chunk in chunks:
+            self.wait_chunk(block, chunk)
+        return self.chunk_rows(chunks[0], len(chunks))
 
     @property
     def abort(self) -> torch.Tensor:

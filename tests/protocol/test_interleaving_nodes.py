@@ -59,13 +59,14 @@ def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-IN, ROWS, OUT = "x mm x x mm mm x mm mm", "x mm x mm x mm x mm mm", "mm x mm mm x mm mm x mm x mm mm"
+IN, OUT = "x mm x x mm mm x mm mm", "mm x mm mm x mm mm x mm x mm mm"
+GATHERED, ROWS = "x mm x x mm x mm mm", "x mm mm x x mm mm x mm"  # two chunks in one product, first or last
 
 
 @pytest.mark.parametrize(
     ("operator", "method", "order"),
     [
-        ("gather", "chunked", IN), ("to_rows", "chunked", IN), ("scatter", "chunked", OUT), ("to_heads", "chunked", OUT),
+        ("gather", "chunked", GATHERED), ("to_rows", "chunked", IN), ("scatter", "chunked", OUT), ("to_heads", "chunked", OUT),
         ("gather", "fused", "k x k x x k"),  # the epoch's kernel, and the product's for the own rows
     ],
 )  # fmt: skip
@@ -78,7 +79,8 @@ def test_exchanges_are_enqueued_between_products(operator: str, method: str, ord
 
 
 def test_exchanges_are_enqueued_between_products_of_rows(enqueued: list[str]) -> None:
-    """A2A + GEMM of two ranks, four chunks by rows: one exchange is enqueued ahead, and the first product needs none."""
+    """A2A + GEMM of two ranks, four chunks by rows, the last two at once. The first two products need no exchange, and two more
+    are enqueued before the third, the peer's terms of the first chunk."""
     run_seed(PROBLEMS["to_rows"]("chunked", NodeSimulation(2, chunks=4, by_rows=True), 1), 0)
     found = " ".join("mm" if "mm" in name else "x" for name in enqueued if "mm" in name or name == "x")
     assert found == f"{ROWS} mm", "then the problem's own product"
@@ -364,7 +366,8 @@ FAULTS = {
     ),
     "a node's sum is sent before it is made": (in_networks(SENT, SENT_FIRST), "scatter 4 2"),
     "a chunk is multiplied before it is here": (
-        Fault(PROCESSES, "                call.wait_chunk(source, chunk)\n", ""), "gather 2 1",
+        in_workspace(Fault("protocol.node_slot", "            self.wait_chunk(block, chunk)\n", "            pass\n")),
+        "gather 2 1",
     ),
     "the first chunk is waited for instead": (
         in_workspace(Fault("protocol.waits", "first_chunk=chunk or 0", "first_chunk=0")), "gather 2 1",

@@ -38,7 +38,7 @@ from overlap_train.tools.plan.simulation.timeline import (
     arrived,
 )
 from overlap_train.tools.plan.simulation.work import Work
-from tests.protocol.test_interleaving_nodes import IN, OUT
+from tests.protocol.test_interleaving_nodes import GATHERED, IN, OUT, ROWS
 from tests.unit.test_turns import gather_steps, scatter_steps, time_of
 
 H200 = SYSTEMS["h200"]
@@ -149,7 +149,13 @@ def without(order: str, *names: str) -> str:
 def test_the_order_is_that_of_the_operators(kind: str) -> None:
     """test_interleaving_nodes.py holds the operators to the same: two nodes of one rank, four chunks."""
     found = without(order_of(forward(work(kind))[0]), "a", "k", "s")
-    assert found.startswith(IN if kind in (GATHER, A2A_GEMM) else OUT)
+    assert found.startswith({GATHER: GATHERED, A2A_GEMM: IN}.get(kind, OUT))
+
+
+def test_the_order_of_products_by_rows_is_that_of_the_operator() -> None:
+    made = work(A2A_GEMM)
+    found = order_of(forward(replace(made, plan=replace(made.plan, by_rows=True)))[0])
+    assert without(found, "a", "k") == ROWS
 
 
 def test_fused_kernels_stand_between_exchanges() -> None:
@@ -168,7 +174,7 @@ def test_fused_kernels_stand_between_exchanges() -> None:
         (GEMM_A2A, "fused", "k x k a x dw x a x a x a a"),
         (SCATTER, "chunked", f"k x {8 * 'mm '}a s x dw s x s x s x a a a a"),
         (GEMM_A2A, "chunked", f"k x {8 * 'mm '}a x dw x a x a x a a"),
-        (GATHER, "chunked", "k x mm x a x mm a mm x a mm a mm dw"),
+        (GATHER, "chunked", "k x mm x a x a mm x a mm a mm dw"),
     ],
 )
 def test_a_weight_gradient_stands_where_the_operators_have_it(kind: str, method: str, order: str) -> None:
@@ -227,13 +233,14 @@ def test_products_behind_an_exchange_take_one_wave_more() -> None:
 
 
 def test_a_gathers_products_take_one_wave_more_while_the_network_is_busy() -> None:
-    """Nine waves instead of eight, until the last exchange has ended."""
+    """Nine waves instead of eight, until the last exchange has ended. In that profile a product took one chunk; today the first
+    ones take four and two."""
     measured = [one["end"] - one["start"] for one in recorded("all_gather_linear chunked") if one["kind"] == "gemm"]
     *busy, last = measured[1:]
     assert len(busy) == 7 and all(us / last == pytest.approx(9 / 8, rel=0.02) for us in busy)
     system = replace(at_its_clock("all_gather_linear"), **NO_POWER_LIMIT)
     *planned, alone = [s.end - s.start for s in products_of(run(program(work(GATHER, system, 8)), system))][1:]
-    assert [us / alone for us in planned] == pytest.approx([9 / 8] * 7, rel=0.02)
+    assert [us / alone for us in planned] == pytest.approx([4 + 1 / 8, 2 + 1 / 8, 1 + 1 / 8], rel=0.02)
 
 
 def test_a_launch_takes_what_has_been_let_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

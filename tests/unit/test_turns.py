@@ -11,6 +11,7 @@ import pytest
 
 from overlap_train.planning.schedule.crossings import crossings
 from overlap_train.planning.schedule.kinds import GEMM_A2A, SCATTER
+from overlap_train.planning.schedule.order import chunks_after_own, chunks_by_rows
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.schedule.turns import EXCHANGE, FAR, NEAR, exchanges_ahead, exchanges_before_wgrad, leaving
 from overlap_train.planning.variants import CHUNK_COUNTS
@@ -49,7 +50,8 @@ def time_of(steps: list[Step], one_queue: bool) -> float:
 def gather_steps(
     nodes: int, local: int, chunks: int, ratio: float, ahead: Callable[[int, int, int], int] = exchanges_ahead
 ) -> list[Step]:
-    """The products of the own node's blocks, then one for each chunk of a far node; the network takes 1. As NodeGather has it."""
+    """The products of the own node's blocks, then of a few chunks of a far node at a time; the network takes 1. As NodeGather has
+    it."""
     exchanges, world, steps, at = (nodes - 1) * chunks, nodes * local, list[Step](), list[int]()
 
     def enqueue_until(count: int) -> None:
@@ -61,9 +63,9 @@ def gather_steps(
     for done in range(local):
         enqueue_until(ahead(exchanges, done, world))
         steps.append(Step("products", ratio / world))
-    for turn in range(exchanges):
-        enqueue_until(max(turn + 2, ahead(exchanges, chunks + turn, nodes * chunks)))
-        steps.append(Step("products", ratio / nodes / chunks, after=at[turn]))
+    for turn, some in product(range(0, exchanges, chunks), chunks_after_own(Topology(nodes, local, 0), chunks)):
+        enqueue_until(max(turn + some[-1] + 2, ahead(exchanges, chunks + turn + some[0], nodes * chunks)))
+        steps.append(Step("products", ratio / nodes / chunks * len(some), after=at[turn + some[-1]]))
     return steps
 
 
@@ -96,11 +98,36 @@ def test_one_hardware_queue_costs_little(nodes: int, local: int, chunks: int) ->
 
 def test_a_worse_order_would_be_seen() -> None:
     """Exchanges in turns with products, and own rows last: as they were."""
-    turns = gather_steps(2, 1, 8, 1.0, ahead=lambda exchanges, done, parts: 0)
+    turns = gather_steps(3, 1, 8, 1.05, ahead=lambda exchanges, done, parts: 0)
     units = leaving(SCATTER, Topology(2, 1, 0), 8, between=8)
     own_last = scatter_steps(2, 1, 8, 1.0, sorted(units, key=lambda step: step[0] == NEAR))
     for steps in (turns, own_last):
         assert time_of(steps, one_queue=True) > 1.2 * time_of(steps, one_queue=False)
+
+
+@pytest.mark.parametrize("chunks", CHUNK_COUNTS)
+def test_products_of_several_chunks_take_each_once_in_order(chunks: int) -> None:
+    halves = [chunks_after_own(Topology(nodes, 2, 0), chunks) for nodes in (2, 3)]
+    for taken in (*halves, chunks_by_rows(chunks)):
+        assert [chunk for some in taken for chunk in some] == list(range(chunks))
+        assert all(chunks % len(some) == 0 for some in taken), "planned as one of so many equal parts"
+        assert len(taken[0]) == 1 or taken in halves
+    assert all(len(some) == 1 for some in halves[1]), "of three nodes"
+    assert len(halves[0][-1]) == 1, "the last chunk leaves little to do"
+
+
+def test_a_gather_takes_half_of_the_chunks_then_half_of_the_rest() -> None:
+    assert [len(some) for some in chunks_after_own(Topology(2, 1, 0), 8)] == [4, 2, 1, 1]
+    assert [len(some) for some in chunks_by_rows(8)] == [1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("chunks", CHUNK_COUNTS)
+def test_products_of_several_chunks_wait_no_longer_than_those_of_one(chunks: int, one_queue: bool) -> None:
+    """Where a product of four chunks takes as long as four of one: no time is lost, and fewer products read the weight."""
+    for ratio in RATIOS:
+        few = time_of(gather_steps(2, 1, chunks, ratio), one_queue)
+        assert few <= max(1.0, ratio) + ratio / 2 / chunks + 1e-9, ratio
 
 
 def fused_backward_steps(sends_again: bool, ratio: float, before: int, chunks: int) -> list[Step]:

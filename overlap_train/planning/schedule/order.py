@@ -44,6 +44,34 @@ def multiplied_together(topology: Topology, together: int) -> tuple[tuple[int, .
     return tuple(node[first : first + together] for node in nodes for first in range(0, topology.local, together))
 
 
+# Products of few rows read their weight often: 4096 rows of 8192 x 173056 and 345600 take 1.01 to 1.05 times as long in four
+# products, 1.04 to 1.11 in eight, 1.13 to 1.17 in sixteen (H100, benchmarks/probes/gemm_parts.py). So a product takes several
+# chunks wherever it does not wait for them.
+@cache
+def chunks_after_own(topology: Topology, chunks: int) -> tuple[range, ...]:
+    """The chunks of a far block that a gather's products take. Between two nodes half of them, half of what is left, and so on:
+    of eight 4, 2, 1 and 1.
+
+    The own node's rows are half of the product. If the network takes as long as all of it, half of the chunks are there by then.
+    If it takes longer, the last chunk counts, and if it takes less, all are there. Of more nodes the own node's rows are less.
+    """
+    if topology.nodes != 2:
+        return tuple(range(chunk, chunk + 1) for chunk in range(chunks))
+    starts, left = [0], chunks
+    while left > 1:
+        left -= left // 2
+        starts.append(chunks - left)
+    return tuple(range(first, end) for first, end in zip(starts, [*starts[1:], chunks], strict=True))
+
+
+@cache
+def chunks_by_rows(chunks: int) -> tuple[range, ...]:
+    """The chunks that the products of A2A + GEMM by rows take: one, one, then two at a time. The own terms of the first and the
+    last of these are multiplied before anything has come: what the last chunks leave to do is half a product."""
+    starts = [*range(min(2, chunks)), *range(2, chunks, 2)]
+    return tuple(range(first, end) for first, end in zip(starts, [*starts[1:], chunks], strict=True))
+
+
 def _shifted(topology: Topology, nodes: int, places: int) -> int:
     """The rank so many nodes, and places in a node, further."""
     node, place = (topology.node + nodes) % topology.nodes, (topology.rank + places) % topology.local

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ....planning.schedule.order import multiplied_together, targets
-from .across_nodes import far_turns, multiplied, turns
+from ....planning.schedule.order import chunks_after_own, chunks_by_rows, multiplied_together, targets
+from .across_nodes import multiplied, turns
 from .copies import copied
 from .enqueued import Exchanges, Item, in_turns
 from .sending import crossings
@@ -32,20 +32,29 @@ def wait(work: Work, tokens: tuple[Token, ...]) -> Kernel:
 
 
 def gathered(work: Work) -> Iterator[Item]:
-    """Blocks of the own node whole, those of far nodes by the chunks in which they cross the network."""
+    """Blocks of the own node whole, those of far nodes a few chunks at a time (chunks_after_own)."""
     chunks, nodes, ahead = work.plan.chunks, work.topology.nodes, crossings(work)
-    whole, part = (beside_exchanges(work, partial(work.chunk_us, count)) for count in (1, chunks))
+    whole = beside_exchanges(work, partial(work.chunk_us, 1))
     yield from ahead.until(1)
     yield whole
     for done, source in enumerate(work.plan.sources[: work.topology.local - 1], start=1):
         yield from ahead.go_ahead(done, work.world)
         yield wait(work, tuple(arrived(work.call, source, c) for c in range(chunks)))
         yield whole
-    for turn, units in enumerate(far_turns(work)):
-        yield from ahead.go_ahead(chunks + turn, chunks * nodes)
-        yield from ahead.bring(turn + 1)
-        for unit in units:
-            yield from (wait(work, (arrived(work.call, *unit),)), part)
+    for turn in range(0, (nodes - 1) * chunks, chunks):
+        for taken in chunks_after_own(work.topology, chunks):
+            yield from ahead.go_ahead(chunks + turn + taken[0], chunks * nodes)
+            yield from ahead.bring(turn + taken[-1] + 1)
+            yield from _far_chunks(work, turn // chunks, taken)
+
+
+def _far_chunks(work: Work, node: int, taken: range) -> Iterator[Kernel]:
+    """These chunks of each block of the node-th far node."""
+    local, parts = work.topology.local, work.plan.chunks // len(taken)
+    first = (node + 1) * local - 1
+    for source in work.plan.sources[first : first + local]:
+        yield from (wait(work, (arrived(work.call, source, chunk),)) for chunk in taken)
+        yield beside_exchanges(work, partial(work.chunk_us, parts))
 
 
 def received(work: Work) -> Iterator[Item]:
@@ -69,20 +78,24 @@ def received(work: Work) -> Iterator[Item]:
 
 
 def _received_by_rows(work: Work) -> Iterator[Item]:
-    """Two ranks: the own terms of the first chunk while it crosses, then the peer's; each further chunk of both at once, side by
-    side."""
-    chunks, ahead, own = work.plan.chunks, crossings(work), work.topology.rank
-    rows = work.m_shard // chunks
+    """Two ranks, a few chunks at a time: both blocks at once, side by side. Of the first and the last of these the own terms come
+    while the first chunk crosses, the peer's when they are there."""
+    chunks, ahead, in_turn = work.plan.chunks, crossings(work), chunks_by_rows(work.plan.chunks)
+    in_parts = dict.fromkeys((in_turn[0], in_turn[-1]))
     yield from ahead.until(1)
-    yield from _terms(work, (own,), (), chunks)
-    yield from ahead.bring_chunk(0, chunks)
-    yield from _terms(work, (1 - own,), (0,), chunks)
-    yield copied(work, (FP32 + BF16) * rows * work.pass_.n, "copy of the sum")
-    for chunk in range(1, chunks):
-        yield from ahead.bring_chunk(chunk, chunks)
-        yield wait(work, work.arrivals(chunk))
-        yield copied(work, 2 * rows * work.pass_.k * work.pass_.dtype.itemsize)
-        yield beside_exchanges(work, partial(work.rows_us, chunks))
+    for taken in in_parts:
+        yield beside_exchanges(work, partial(work.terms_us, 1, chunks // len(taken), True))
+    yield from ahead.go_ahead(sum(map(len, in_parts)) + 1, 2 * chunks)
+    for taken in in_turn:
+        rows, parts = work.m_shard * len(taken) // chunks, chunks // len(taken)
+        yield from ahead.bring(taken[-1] + 1)
+        yield from (wait(work, work.arrivals(chunk)) for chunk in taken)
+        if taken in in_parts:
+            yield beside_exchanges(work, partial(work.terms_us, 1, parts, False))
+            yield copied(work, (FP32 + BF16) * rows * work.pass_.n, "copy of the sum")
+        else:
+            yield copied(work, 2 * rows * work.pass_.k * work.pass_.dtype.itemsize)
+            yield beside_exchanges(work, partial(work.rows_us, parts))
 
 
 def _far_terms(work: Work, blocks: tuple[int, ...], done: int, ahead: Exchanges) -> Iterator[Item]:
