@@ -50,6 +50,7 @@ LEFT_OUT = {
     "h200x4/ragged": AUTO_ALONE,
     "h100x2/hierarchical": NODES,
     "h100x2/hierarchical/eight_chunks": NODES,
+    "h100x2/hierarchical/rounds5": NODES,
     "h100x4/hierarchical": NODES,
     "h200x2/hierarchical": NODES,
     "h200x2/hierarchical/rounds5": NODES,

@@ -175,18 +175,27 @@ def compared(path: Path, system: System) -> list[Compared]:
 @pytest.mark.parametrize(
     ("folder", "method", "mean", "worst", "above"),
     [
-        (".", "auto", 0.05, 0.148, 3), ("many_queues", "auto", 0.049, 0.131, 3), ("rounds5", "auto", 0.044, 0.096, 0),
-        (".", "chunked", 0.032, 0.08, 0), ("many_queues", "chunked", 0.044, 0.109, 1), (".", "fused", 0.046, 0.148, 3),
+        (".", "auto", 0.053, 0.148, 3), ("many_queues", "auto", 0.052, 0.131, 3), ("rounds5", "auto", 0.047, 0.096, 0),
+        (".", "chunked", 0.035, 0.08, 0), ("many_queues", "chunked", 0.048, 0.109, 1), (".", "fused", 0.046, 0.148, 3),
     ],
 )  # fmt: skip
 def test_two_nodes_are_predicted(folder: str, method: str, mean: float, worst: float, above: int) -> None:
     """Over a wire of one speed: that of the fastest row. Products alone are shorter there than planned: the GPU rests while it
-    waits for the network. CUDA_DEVICE_MAX_CONNECTIONS is the record's."""
+    waits for the network. CUDA_DEVICE_MAX_CONNECTIONS is the record's. Of what is gathered or received the records have products
+    of one chunk each, the plan of several."""
     path = BENCHMARKS / "h200x2" / "hierarchical" / folder
     assert connections_of(path) == (8 if folder == "many_queues" else 1)
     errors = [one.error for one in compared(path, H200) if one.what == method]
     assert len(errors) == 24 and sum(map(abs, errors)) / 24 <= mean and max(errors) <= worst
     assert sum(abs(error) > WORST for error in errors) == above
+
+
+def test_two_nodes_whose_products_take_several_chunks_are_predicted() -> None:
+    """On 2 x H100, a machine that nothing was fitted to, with the schedule of today."""
+    found = compared(BENCHMARKS / "h100x2" / "hierarchical" / "rounds5", SYSTEMS["h100"])
+    errors = [abs(one.error) for one in found if one.is_method]
+    assert len(errors) == 24 and sum(errors) / 24 <= 0.044 and max(errors) <= 0.102
+    assert sum(error > WORST for error in errors) == 1
 
 
 def test_two_nodes_of_two_gpus_are_predicted() -> None:

@@ -44,8 +44,8 @@ def multiplied_together(topology: Topology, together: int) -> tuple[tuple[int, .
     return tuple(node[first : first + together] for node in nodes for first in range(0, topology.local, together))
 
 
-# Products of few rows read their weight often: 4096 rows of 8192 x 173056 and 345600 take 1.01 to 1.05 times as long in four
-# products, 1.04 to 1.11 in eight, 1.13 to 1.17 in sixteen (H100, benchmarks/probes/gemm_parts.py). So a product takes several
+# Products of few rows read their weight often: 4096 rows of 8192 x 173056 and 345600 take 1.03 to 1.05 times as long in four
+# products, 1.05 to 1.11 in eight, 1.15 to 1.17 in sixteen (H100, benchmarks/probes/gemm_parts.py). So a product takes several
 # chunks wherever it does not wait for them.
 @cache
 def chunks_after_own(topology: Topology, chunks: int) -> tuple[range, ...]:
