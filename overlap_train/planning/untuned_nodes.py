@@ -30,8 +30,8 @@ def method_across_nodes(pass_: Pass, device: torch.device, nodes: int) -> tuple[
     # Gathers between two nodes of one H200 took 0.95 of the time of `fused` (six passes, 0.88 to 1.02): both multiplied the same
     # rows at a time, and beside NCCL cuBLAS is faster than our kernel. More nodes are planned, not measured. A2A + GEMM by rows
     # (EnginePlan.by_rows, a network below 10 GB/s) took 0.97 to 0.99. That was with one chunk a product (schedule/order.py has
-    # several). Rank by rank A2A + GEMM took 1.06 there; over 25 and 50 GB/s, where blocks have four chunks, 0.83 to 1.01 of `fused`
-    # are planned. Of more ranks a tile of `fused` waits for several exchanges.
+    # several). Rank by rank A2A + GEMM took 1.06 there; over 25 and 50 GB/s, where blocks have four chunks, 0.83 to 1.01 of
+    # `fused` are planned. Of more ranks a tile of `fused` waits for several exchanges.
     at_once = pass_.kind == A2A_GEMM or (pass_.kind == GATHER and nodes == pass_.world)
     if not at_once and on_hopper(pass_, device):
         return "fused", "GPUs on several nodes, one kernel for all blocks"
