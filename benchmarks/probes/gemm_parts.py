@@ -1,8 +1,8 @@
-"""What it costs to multiply the rows of a product in parts, which all read the weight.
+"""What it costs to multiply the rows of a product in parts.
 
     python benchmarks/probes/gemm_parts.py
 
-x [4096, 8192] @ w.T for two weights [N, 8192], by cuBLAS in bf16, in so many products of equally many rows, on all SMs and on the
+x [4096, 8192] @ w.T for two weights [N, 8192], by cuBLAS in bf16, in 1 to 16 products of equally many rows, on all SMs and on the
 130 that NCCL leaves. Also in eight parts with both halves of the features apart, added in fp32. In turns; medians of five, in
 milliseconds, and over the whole product.
 """
@@ -53,7 +53,7 @@ def measure(columns: int, device: torch.device) -> None:
         torch.randn(*shape, device=device, dtype=torch.bfloat16)
         for shape in ((ROWS, FEATURES), (columns, FEATURES), (ROWS, columns))
     )
-    calls = {f"{parts} parts": partial(in_parts, x, w.t(), y, parts) for parts in PARTS}
+    calls = {f"{parts} part{'s' * (parts > 1)}": partial(in_parts, x, w.t(), y, parts) for parts in PARTS}
     calls["8 parts in halves"] = partial(in_halves, x, w.t(), y, 8)
     ways = {(name, spared): call for spared in (0, NETWORK_SMS) for name, call in calls.items()}
     times: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
@@ -61,7 +61,7 @@ def measure(columns: int, device: torch.device) -> None:
     for _ in range(ROUNDS):
         for (name, spared), call in ways.items():
             times[name, spared].append(milliseconds(call, blas, spared))
-    whole = statistics.median(times["1 parts", 0])
+    whole = statistics.median(times["1 part", 0])
     for (name, spared), found in times.items():
         median = statistics.median(found)
         print(f"N={columns}, {name}, {spared} SMs spared: {median:.2f} ms, {median / whole:.3f}", flush=True)

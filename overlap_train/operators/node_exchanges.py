@@ -2,8 +2,9 @@
 
     A2A + GEMM    exchange 1, the own node's products, then for each chunk: let its exchange arrive, multiply it; with the blocks
                   before it where they are shallow. Further exchanges are enqueued in between. Between two ranks, in many chunks
-                  (EnginePlan.by_rows): exchange 1, the own terms of the first and the last chunks; then for one or two chunks
-                  at a time: let their exchanges arrive, multiply both blocks side by side
+                  (EnginePlan.by_rows): exchange 1, the own terms of the first chunk and of the last two, exchanges 2 and 3;
+                  then for one or two chunks at a time: let their exchanges arrive, multiply both blocks side by side, or of the
+                  first and the last ones the peer's terms alone, which are added in fp32
     GEMM + A2A    for each chunk of a far rank: multiply, let the exchange before the last arrive, start its own; the own node's
                   products in between. Some exchanges start after a weight gradient, where there is one
 
@@ -58,8 +59,9 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         are multiplied while the first chunk crosses; their sum is in fp32."""
         own, peer, call = self._domain.rank, 1 - self._domain.rank, self._call
         in_turn = chunks_by_rows(call.chunks)
-        sums = {chunks: self._own_terms(chunks) for chunks in (in_turn[0], in_turn[-1])}
-        # The third exchange is enqueued before the first sum: with one hardware queue it would begin only after it, 0.7 ms late.
+        sums = {chunks: self._own_terms(chunks) for chunks in dict.fromkeys((in_turn[0], in_turn[-1]))}
+        # As if the peer's terms of the first chunk were enqueued, too: so the third exchange comes before them. Behind them it
+        # would begin 0.7 ms late, with one hardware queue.
         self._crossings.go_ahead(sum(map(len, sums)) + 1, 2 * call.chunks)
         for chunks in in_turn:
             self._crossings.bring(chunks[-1] + 1)

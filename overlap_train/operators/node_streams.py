@@ -1,7 +1,7 @@
-"""`chunked` across nodes on GPUs: one chunk is multiplied while the next crosses the network (protocol/node_streams.py).
+"""`chunked` across nodes on GPUs: some chunks are multiplied while the next ones cross the network (protocol/node_streams.py).
 
-    gather     exchange 1, own node's products, then for each chunk: let its exchange arrive, multiply it; further exchanges are
-               enqueued in between
+    gather     exchange 1, own node's products, then for a few chunks at a time (schedule/order.py: chunks_after_own): let their
+               exchanges arrive, multiply them; further exchanges are enqueued in between
     scatter    for each chunk of a far twin: multiply, add what the node's ranks have for it, start its exchange; the own node's
                products in between. The sums of the other nodes arrive last. Some exchanges start after a weight gradient,
                where there is one
@@ -29,7 +29,7 @@ from .persistent import aligned
 
 
 class NodeStreamGather(NodeGather):
-    """AG + GEMM across nodes of GPUs (a Gather). One chunk is multiplied while the next crosses the network."""
+    """AG + GEMM across nodes of GPUs (a Gather). Some chunks are multiplied while the next ones cross the network."""
 
     def _push(self) -> None:
         call, engine = self._call, self._domain.engine

@@ -61,8 +61,8 @@ class EnginePlan:
     workspace. send_sms, reduce_sms, wait_sms: those that NCCL has between nodes, sums of this node's partials, and waits of
     one CTA; other_sms: those of what another group sends beside it. Products leave all of these. nodes: that the group spans.
     crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
-    multiplies at once across nodes of GPUs. by_rows: whether it multiplies two ranks' blocks chunk by chunk, side by side.
-    beside_wgrad: whether a weight gradient is multiplied while its result leaves.
+    multiplies at once across nodes of GPUs. by_rows: whether it multiplies some rows of two ranks' blocks at once, side by
+    side. beside_wgrad: whether a weight gradient is multiplied while its result leaves.
     """
 
     kind: str
@@ -165,11 +165,13 @@ def _together(pass_: Pass, topology: Topology, device: torch.device) -> int:
 
 
 def _by_rows(kind: str, topology: Topology, device: torch.device, chunks: int) -> bool:
-    """Whether A2A + GEMM by the library multiplies a chunk of both ranks at once, and not rank by rank with the sum in fp32.
+    """Whether A2A + GEMM by the library multiplies both ranks' terms of some rows at once, and not rank by rank with the sum in
+    fp32.
 
-    Between two H200 as two nodes that took 0.97 to 0.99 of the time of `fused`; rank by rank, on another day, 1.06. With fewer
-    chunks the first one, in which half of the terms wait, is too long: 3.98 ms instead of 3.82 with four (simulated, 32768 x
-    8192 x 8192). With more ranks a chunk waits for several exchanges: 7 and 15 % longer between 3 and 4 nodes of one (simulated).
+    Between two H200 as two nodes that took 0.97 to 0.99 of the time of `fused`; rank by rank, on another day, 1.06. With four
+    chunks it takes as long, or longer: 3.83 ms instead of 3.82 over 50 GB/s, 6.48 instead of 6.12 over 25 (simulated, 32768 x
+    8192 x 8192). With more ranks a chunk waits for several exchanges: 7 and 15 % longer between 3 and 4 nodes of one (simulated,
+    one chunk a product).
     """
     two_nodes_of_one = topology.nodes == topology.world == 2
     return kind == A2A_GEMM and two_nodes_of_one and device.type == "cuda" and chunks == CHUNK_COUNTS[-1]

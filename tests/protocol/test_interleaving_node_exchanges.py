@@ -55,7 +55,7 @@ def test_shallow_blocks_are_multiplied_together(world: int, node_ranks: int, tog
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2, 8])
 def test_chunks_of_two_ranks_are_multiplied_side_by_side(chunks: int, one_queue: bool) -> None:
-    """The first one in two parts: its own terms while the peer's cross."""
+    """The own terms of the first and the last ones are multiplied before the peer's have come."""
     machine = NodeSimulation(2, node_ranks=1, chunks=chunks, by_rows=True, one_queue=one_queue)
     assert_passes(to_rows("chunked", machine, 4), range(4))
 

@@ -86,6 +86,23 @@ def test_exchanges_are_enqueued_between_products_of_rows(enqueued: list[str]) ->
     assert found == f"{ROWS} mm", "then the problem's own product"
 
 
+def test_exchanges_of_three_nodes_are_enqueued_ahead_of_a_gathers_products(enqueued: list[str]) -> None:
+    """Of one rank, four chunks, each a product: a third of the product is the own rows', and three of eight exchanges come before
+    the next."""
+    run_seed(PROBLEMS["gather"]("chunked", NodeSimulation(3, chunks=4), 1), 0)
+    found = " ".join("mm" if "mm" in name else "x" for name in enqueued if "mm" in name or name == "x")
+    assert found.startswith("x mm x x mm x mm x mm mm x mm x mm x mm mm")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_products_of_several_chunks_pass_in_one_hardware_queue(world: int) -> None:
+    """All of these chunks are let arrive before the product waits for them."""
+    assert_passes(
+        PROBLEMS["gather"]("chunked", NodeSimulation(world, node_ranks=world // 2, chunks=8, one_queue=True), 2),
+        range(2),
+    )
+
+
 @pytest.mark.parametrize("chunks", [1, 8])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("operator", PROBLEMS)

@@ -55,6 +55,7 @@ LEFT_OUT = {
     "h200x2/hierarchical": NODES,
     "h200x2/hierarchical/rounds5": NODES,
     "h200x2/hierarchical/many_queues": NODES,
+    "h200x2/hierarchical/one_chunk_at_a_time": NODES,
     "h200x2/ulysses/table6": AUTO_ALONE,
 }
 OPERATORS = tuple(folder for folder in folders_with("operators.json") if folder not in LEFT_OUT)  # of `bench operators`

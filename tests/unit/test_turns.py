@@ -48,7 +48,12 @@ def time_of(steps: list[Step], one_queue: bool) -> float:
 
 
 def gather_steps(
-    nodes: int, local: int, chunks: int, ratio: float, ahead: Callable[[int, int, int], int] = exchanges_ahead
+    nodes: int,
+    local: int,
+    chunks: int,
+    ratio: float,
+    ahead: Callable[[int, int, int], int] = exchanges_ahead,
+    taken: Callable[[Topology, int], tuple[range, ...]] = chunks_after_own,
 ) -> list[Step]:
     """The products of the own node's blocks, then of a few chunks of a far node at a time; the network takes 1. As NodeGather has
     it."""
@@ -63,7 +68,7 @@ def gather_steps(
     for done in range(local):
         enqueue_until(ahead(exchanges, done, world))
         steps.append(Step("products", ratio / world))
-    for turn, some in product(range(0, exchanges, chunks), chunks_after_own(Topology(nodes, local, 0), chunks)):
+    for turn, some in product(range(0, exchanges, chunks), taken(Topology(nodes, local, 0), chunks)):
         enqueue_until(max(turn + some[-1] + 2, ahead(exchanges, chunks + turn + some[0], nodes * chunks)))
         steps.append(Step("products", ratio / nodes / chunks * len(some), after=at[turn + some[-1]]))
     return steps
@@ -97,7 +102,7 @@ def test_one_hardware_queue_costs_little(nodes: int, local: int, chunks: int) ->
 
 
 def test_a_worse_order_would_be_seen() -> None:
-    """Exchanges in turns with products, and own rows last: as they were."""
+    """Exchanges in turns with products (three nodes: of two it costs nothing any more), and own rows last."""
     turns = gather_steps(3, 1, 8, 1.05, ahead=lambda exchanges, done, parts: 0)
     units = leaving(SCATTER, Topology(2, 1, 0), 8, between=8)
     own_last = scatter_steps(2, 1, 8, 1.0, sorted(units, key=lambda step: step[0] == NEAR))
@@ -111,9 +116,9 @@ def test_products_of_several_chunks_take_each_once_in_order(chunks: int) -> None
     for taken in (*halves, chunks_by_rows(chunks)):
         assert [chunk for some in taken for chunk in some] == list(range(chunks))
         assert all(chunks % len(some) == 0 for some in taken), "planned as one of so many equal parts"
-        assert len(taken[0]) == 1 or taken in halves
     assert all(len(some) == 1 for some in halves[1]), "of three nodes"
     assert len(halves[0][-1]) == 1, "the last chunk leaves little to do"
+    assert len(chunks_by_rows(chunks)[0]) == 1, "the first one begins early"
 
 
 def test_a_gather_takes_half_of_the_chunks_then_half_of_the_rest() -> None:
@@ -124,10 +129,17 @@ def test_a_gather_takes_half_of_the_chunks_then_half_of_the_rest() -> None:
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize("chunks", CHUNK_COUNTS)
 def test_products_of_several_chunks_wait_no_longer_than_those_of_one(chunks: int, one_queue: bool) -> None:
-    """Where a product of four chunks takes as long as four of one: no time is lost, and fewer products read the weight."""
-    for ratio in RATIOS:
-        few = time_of(gather_steps(2, 1, chunks, ratio), one_queue)
-        assert few <= max(1.0, ratio) + ratio / 2 / chunks + 1e-9, ratio
+    """If a product of four chunks takes as long as four of one. It takes less."""
+
+    def one_by_one(topology: Topology, chunks: int) -> tuple[range, ...]:
+        return tuple(range(chunk, chunk + 1) for chunk in range(chunks))
+
+    for ratio, local in product(RATIOS, (1, 2, 8)):
+        few, many = (
+            time_of(gather_steps(2, local, chunks, ratio, taken=taken), one_queue)
+            for taken in (chunks_after_own, one_by_one)
+        )
+        assert few <= many + 1e-9, ratio
 
 
 def fused_backward_steps(sends_again: bool, ratio: float, before: int, chunks: int) -> list[Step]:
