@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, product, repeat
+from itertools import chain, pairwise, product, repeat, starmap
 
 from .kinds import A2A_GEMM, EXCHANGES, GATHER, INBOUND
 from .topology import Topology
@@ -61,15 +61,14 @@ def chunks_after_own(topology: Topology, chunks: int) -> tuple[range, ...]:
     while left > 1:
         left -= left // 2
         starts.append(chunks - left)
-    return tuple(range(first, end) for first, end in zip(starts, [*starts[1:], chunks], strict=True))
+    return tuple(starmap(range, pairwise([*starts, chunks])))
 
 
 @cache
 def chunks_by_rows(chunks: int) -> tuple[range, ...]:
     """The chunks that the products of A2A + GEMM by rows take: one, one, then two at a time. The own terms of the first and the
     last of these are multiplied before anything has come: what the last chunks leave to do is half a product."""
-    starts = [*range(min(2, chunks)), *range(2, chunks, 2)]
-    return tuple(range(first, end) for first, end in zip(starts, [*starts[1:], chunks], strict=True))
+    return tuple(starmap(range, pairwise([*range(min(2, chunks)), *range(2, chunks, 2), chunks])))
 
 
 def _shifted(topology: Topology, nodes: int, places: int) -> int:

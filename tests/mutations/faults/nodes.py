@@ -274,7 +274,7 @@ FAULTS = [
               "self._go_ahead(turn", f"{STREAMED}::test_exchanges_of_three_nodes_are_enqueued_ahead_of_a_gathers_products"),
     TAKEN("of three nodes half of a block is waited for", "if topology.nodes != 2:", "if False:"),
     TAKEN("a gather ends with two chunks at once", "while left > 1:", "while left > 2:"),
-    TAKEN("all chunks but the first are multiplied one by one", "range(2, chunks, 2)]", "range(2, chunks)]"),
+    TAKEN("all chunks but the first are multiplied one by one", "*range(2, chunks, 2), chunks", "*range(2, chunks), chunks"),
     PROCESSES("products of several chunks begin before the last is let arrive", "self._bring(turn + chunks[-1] + 1)",
               "self._bring(turn + chunks[0] + 1)", f"{STREAMED}::test_products_of_several_chunks_pass_in_one_hardware_queue"),
     EXCHANGES("all-to-alls are not enqueued ahead", "go_ahead(done * call.chunks + chunk * len(blocks),", "go_ahead(0,",
