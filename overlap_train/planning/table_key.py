@@ -26,21 +26,24 @@ from typing import Any
 import torch
 
 # Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.
-KERNELS = 6
+KERNELS = 5
+# The same of what runs in groups that span nodes alone: their schedule. Tables of one node stay.
+CROSSINGS = 1
 _NONE = "not installed"  # of overlap-train: a checkout on the path
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Fields that older files lack, and what such a file means. Files leave them out where they have this value: names stay the same.
-LEFT_OUT: Mapping[str, Any] = {"nodes": 1, "network": "nccl", "queues": "one"}
+LEFT_OUT: Mapping[str, Any] = {"nodes": 1, "crossings": 0, "network": "nccl", "queues": "one"}
 
 
 @dataclass(frozen=True)
 class Key:
     """What measurements depend on besides the shape.
 
-    nodes: that the ranks are on, as many on each. network, queues: between nodes of GPUs, else as in LEFT_OUT. network: what
-    carries data, nccl or nvshmem. queues: hardware queues of all streams of a GPU, one (CUDA_DEVICE_MAX_CONNECTIONS=1) or many:
-    in one, an exchange holds up products that are enqueued after it. A GEMM + RS whose product takes twice as long as the network
-    takes 31 ms by `fused` and 36 by `chunked` in one queue, 32 by both with many (h200x2/hierarchical).
+    nodes: that the ranks are on, as many on each. crossings: CROSSINGS where there are several. network, queues: between nodes of
+    GPUs, else as in LEFT_OUT. network: what carries data, nccl or nvshmem. queues: hardware queues of all streams of a GPU, one
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) or many: in one, an exchange holds up products that are enqueued after it. A GEMM + RS whose
+    product takes twice as long as the network takes 31 ms by `fused` and 36 by `chunked` in one queue, 32 by both with many
+    (h200x2/hierarchical).
     """
 
     gpu: str  # "cpu" without one
@@ -51,6 +54,7 @@ class Key:
     world: int
     kernels: int = KERNELS
     nodes: int = 1
+    crossings: int = 0
     network: str = "nccl"
     queues: str = "one"
 
@@ -69,7 +73,7 @@ class Key:
 
 def key_of(device: torch.device, world: int, nodes: int = 1, network: str = "auto") -> Key:
     """The Key of this machine and installation, for `world` ranks on `nodes` nodes. network: of OverlapConfig."""
-    key = replace(_key_in_node(device, world), nodes=nodes)
+    key = replace(_key_in_node(device, world), nodes=nodes, crossings=CROSSINGS if nodes > 1 else 0)
     if nodes == 1 or device.type != "cuda":
         return key
     queues = "one" if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" else "many"

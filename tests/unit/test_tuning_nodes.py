@@ -22,7 +22,7 @@ from overlap_train.planning.passes import Pass
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED, Table, Winner, path_of, read, save
-from overlap_train.planning.table_key import KERNELS, Key, key_of
+from overlap_train.planning.table_key import CROSSINGS, KERNELS, Key, key_of
 from overlap_train.planning.tiling import equal_chunks
 from overlap_train.planning.variants import PLAIN, Variant
 from overlap_train.tools.tune.candidates import candidates, variants_to_run
@@ -96,6 +96,17 @@ def test_files_from_before_nodes_were_counted_mean_one(tmp_path: Path) -> None:
         assert not read(str(tmp_path), TWO).winners
     save(str(tmp_path), ONE, [])
     assert json.loads(file.read_text())["key"] == older, "an older installation can still read it"
+
+
+def test_a_schedule_across_nodes_counts_there_alone(tmp_path: Path) -> None:
+    """Of one node the name stays. A file of an older schedule, which does not tell its number, is not used."""
+    one, two = (key_of(CPU, 4, nodes) for nodes in (1, 2))
+    assert "crossings" not in one.as_dict() and two.as_dict()["crossings"] == CROSSINGS
+    older = replace(two, crossings=0)
+    assert two.file_name != older.file_name
+    shutil.copy(save(str(tmp_path), older, [ACROSS]), path_of(str(tmp_path), two))
+    with pytest.warns(UserWarning, match="it was measured with"):
+        assert not read(str(tmp_path), two).winners
 
 
 @pytest.mark.parametrize("network", ["auto", "nvshmem"])

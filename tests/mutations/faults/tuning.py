@@ -25,6 +25,8 @@ FAULTS = [
         "if name not in LEFT_OUT or value != LEFT_OUT[name]}", "if name not in LEFT_OUT}"),
     KEY("files from before nodes were counted are another's", "if name not in LEFT_OUT or value != LEFT_OUT[name]}", "}"),
     TABLE("files from before nodes were counted cannot be read", 'LEFT_OUT | document["key"]', 'document["key"]'),
+    KEY("a schedule across nodes counts inside one", "CROSSINGS if nodes > 1 else 0", "CROSSINGS"),
+    KEY("a schedule across nodes does not count", "CROSSINGS if nodes > 1 else 0", "0"),
     KEY("what was measured in one hardware queue counts for many", '== "1" else "many"', '== "1" else "one"'),
     KEY("hardware queues count inside a node", 'if nodes == 1 or device.type != "cuda":', 'if device.type != "cuda":'),
     KEY("hardware queues count for CPU processes", 'if nodes == 1 or device.type != "cuda":', "if nodes == 1:"),
