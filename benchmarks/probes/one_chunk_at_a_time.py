@@ -58,4 +58,4 @@ def multiply_rows(self: NodeStreamAllToAllGemm, b_kn: torch.Tensor, y: torch.Ten
 if __name__ == "__main__":
     NodeGather.matmul, NodeStreamAllToAllGemm._multiply_rows = gather, multiply_rows  # type: ignore[method-assign]
     sys.argv[1:1] = ["bench", "hierarchical"]
-    main()
+    sys.exit(main())
