@@ -34,14 +34,7 @@ from .hopper_tiles import (
     pass_tile,
 )
 from .signal import finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_both
-from .tiles import (
-    WHOLE,
-    columns_of,
-    cut_of_scatter,
-    scatter_pair,
-    scatter_strip,
-    tile_and_side,
-)
+from .tiles import WHOLE, columns_of, cut_of_scatter, scatter_pair, scatter_strip, tile_and_side
 
 
 @gluon.jit

@@ -14,17 +14,14 @@ if not (_Path(__file__).parent / "kernels").is_dir():
 
 if TYPE_CHECKING:
     from .config import OverlapConfig
+    from .group.registry import check, forget_graphs, graphed, shutdown
     from .linear import all_gather_linear, linear_reduce_scatter
-    from .operators.attention_layout import Rotary
-    from .operators.qk_norm import QkNorm
     from .planning.choice import Choice, choose
-    from .planning.heads import AttentionHeads
-    from .planning.passes import Pass
-    from .planning.sequence import SequenceLayout
-    from .runtime.graph import forget_graphs, graphed
-    from .runtime.registry import check, shutdown
+    from .select.passes import Pass
     from .symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
     from .ulysses.attention import attention_output_linear, qkv_all_to_all
+    from .ulysses.attention_layout import QkNorm, Rotary
+    from .ulysses.layout import AttentionHeads, SequenceLayout
     from .ulysses.linears import all_to_all_linear, linear_all_to_all
     from .ulysses.shards import SequenceShards
 
@@ -33,15 +30,12 @@ _MODULES = {
     "config": ("OverlapConfig",),
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
     "planning.choice": ("Choice", "choose"),
-    "operators.attention_layout": ("Rotary",),
-    "operators.qk_norm": ("QkNorm",),
-    "planning.heads": ("AttentionHeads",),
-    "planning.passes": ("Pass",),
-    "planning.sequence": ("SequenceLayout",),
-    "runtime.graph": ("forget_graphs", "graphed"),
-    "runtime.registry": ("check", "shutdown"),
+    "select.passes": ("Pass",),
+    "group.registry": ("check", "forget_graphs", "graphed", "shutdown"),
     "symmetric.agreement": ("OverlapMismatchError", "OverlapTimeoutError"),
     "ulysses.attention": ("attention_output_linear", "qkv_all_to_all"),
+    "ulysses.attention_layout": ("QkNorm", "Rotary"),
+    "ulysses.layout": ("AttentionHeads", "SequenceLayout"),
     "ulysses.linears": ("all_to_all_linear", "linear_all_to_all"),
     "ulysses.shards": ("SequenceShards",),
 }

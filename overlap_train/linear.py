@@ -1,4 +1,13 @@
-"""The public operators of tensor and sequence parallelism, and their autograd functions (Ulysses' are in `ulysses/`).
+"""torch.autograd.Function at less host time: what torch does on each call for transforms that nobody uses is left out.
+
+The passes of the column and the row linear of tensor parallelism, each one operator of its group.
+
+    column    forward  AG(x) + GEMM    backward  GEMM + RS for dx, beside AG(x) for dw, whose GEMM runs under the end of the RS
+    row       forward  GEMM + RS       backward  AG(dy) + GEMM for dx; dw with the dy just gathered
+
+linear.py gives them to autograd. Under Ulysses, parts of a long sequence call them one by one (ulysses/two_groups.py).
+
+The public operators of tensor and sequence parallelism, and their autograd functions (Ulysses' are in `ulysses/`).
 
 Forward and backward share two engines, crossed: the dgrad of one operator is the forward engine of the other.
 
@@ -13,19 +22,112 @@ W ranks; M global rows (the product of all leading dimensions, the first of whic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable as refusing
 
 from .config import OverlapConfig
-from .operators.autograd import applied, once_differentiable
-from .operators.call_plan import plan_of
-from .operators.column_row import column_backward, column_forward, row_backward, row_forward
-from .operators.planned import OnPlan, PlannedLinear
-from .operators.weight_gradient import WeightGradient
-from .planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+from .group.domain import profiled
+from .ops.plan_cache import OnPlan, PlannedLinear, plan_of
+from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+from .ops.table import start_gather, start_scatter
+from .ops.wgrad import WeightGradient
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`. Its half in Python looks for torch.func's wrappers in every argument, which takes 2.4 of 7 microseconds.
+    Inside of torch.func's transforms it refuses the function by name; outside of them its half in C++ does all the work."""
+    in_c: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*arguments: Any) -> Any:
+        return (function.apply if torch._C._are_functorch_transforms_active() else in_c)(*arguments)
+
+    return apply
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator for a backward that cannot be differentiated. It switches gradients off and on again, 2.5 microseconds:
+    here only where they are on (create_graph=True)."""
+    refused = refusing(backward)
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Any) -> Any:
+        return (refused if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return once
+
+
+def column_forward(
+    linear: PlannedLinear, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T, x for backward: [M, K] if it is kept, else the shard)."""
+    domain, plan, tags = linear.domain, linear.plan, linear.tags
+    with linear.forward:
+        gather = start_gather(domain, plan.fprop, tags.fprop, x_shard_m)
+        y_shard_n = gather.matmul(w_shard_n.t())
+        return y_shard_n, gather.gathered_copy() if linear.keeps else x_shard_m
+
+
+def column_backward(
+    linear: PlannedLinear, dy_shard_n: torch.Tensor, x: torch.Tensor | None, w_shard_n: torch.Tensor,
+    dw: WeightGradient | None, wants_dx: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """dx_shard_m [M/W, K] = reduce_scatter(dy_shard_n @ w_shard_n), or None.
+
+    x: as column_forward returned it. dw: gets dy_shard_n.T @ all_gather(x); None: it is not wanted, and x neither.
+    """
+    domain, plan, tags = linear.domain, linear.plan, linear.tags
+    dx_shard_m = scatter = gather = None
+    wgrad = None if dw is None else plan.wgrad
+    with linear.backward(wants_dx, dw is not None):
+        if wgrad is not None:
+            assert x is not None
+            gather = start_gather(domain, wgrad, tags.wgrad, x)
+        if wants_dx:
+            dgrad = plan.dgrad_alone if dw is None else plan.dgrad
+            scatter = start_scatter(domain, dgrad, tags.dgrad, dy_shard_n, w_shard_n)
+            if gather is not None:
+                gather.keep_own(dgrad)
+        if dw is not None:
+            gathered = x if gather is None else gather.gathered_view()
+            assert gathered is not None
+            with profiled(tags.ranges[2]), domain.span.products_beside(None if scatter is None else plan.dgrad):
+                dw.add(dy_shard_n, gathered)
+        if scatter is not None:
+            dx_shard_m = scatter.finish()
+    return dx_shard_m
+
+
+def row_forward(linear: PlannedLinear, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor) -> torch.Tensor:
+    """y_shard_m [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T)."""
+    with linear.forward:
+        return start_scatter(linear.domain, linear.plan.fprop, linear.tags.fprop, x_shard_k, w_shard_k.t()).finish()
+
+
+def row_backward(
+    linear: PlannedLinear, dy_shard_m: torch.Tensor, x: Callable[[], torch.Tensor], w_shard_k: torch.Tensor,
+    dw: WeightGradient | None, wants_dx: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """dx_shard_k [M, K/W] = all_gather(dy_shard_m) @ w_shard_k, or None.
+
+    x: gives x_shard_k, or its blocks of columns, when dx is under way. dw: gets all_gather(dy_shard_m).T @ x_shard_k; None: it is
+    not wanted.
+    """
+    domain, plan, tags, dx_shard_k = linear.domain, linear.plan, linear.tags, None
+    with linear.backward(True, dw is not None):  # the peers want dy_shard_m, whatever this rank does
+        gather = start_gather(domain, plan.dgrad, tags.dgrad, dy_shard_m)
+        if wants_dx:
+            dx_shard_k = gather.matmul(w_shard_k)
+            if dw is not None:
+                gather.keep_own(plan.dgrad)
+        if dw is not None:
+            with profiled(tags.ranges[2]):
+                dw.add(gather.gathered_view(), x())
+    return dx_shard_k
 
 
 def all_gather_linear(

@@ -13,15 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap_train import (
-    OverlapConfig,
-    all_gather_linear,
-    all_to_all_linear,
-    linear_all_to_all,
-    linear_reduce_scatter,
-)
-from overlap_train.protocol.layout import BARRIER
-from overlap_train.runtime.registry import domain_of
+from overlap_train import OverlapConfig, all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
+from overlap_train.group.registry import domain_of
+from overlap_train.group.slots import BARRIER
 
 # Sizes no tile divides, a single row per rank, a single column, several leading dimensions, several tiles.
 SHAPES = {
@@ -84,7 +78,7 @@ def cut_into(chunks_of: Callable[[int], int]) -> dict[str, Callable[..., int]]:
     def count(m_shard: int, *_: Any, **__: Any) -> int:
         return chunks_of(m_shard)
 
-    return {f"overlap_train.planning.engine_plan.{name}": count for name in ("chunk_count", "direct_chunk_count")}
+    return {f"overlap_train.ops.plan.{name}": count for name in ("chunk_count", "direct_chunk_count")}
 
 
 def check_exact(name: str, actual: torch.Tensor | None, full: torch.Tensor, dim: int | None, case: Case) -> None:

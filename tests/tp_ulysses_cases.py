@@ -18,7 +18,7 @@ from overlap_train import (
     attention_output_linear,
     qkv_all_to_all,
 )
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group.registry import domain_of
 
 B, HIDDEN, DIM = 2, 24, 8
 CONTIGUOUS = SequenceLayout()

@@ -19,7 +19,8 @@ import torch
 
 def share() -> None:
     """Before the first communicator and before the GPU is used."""
-    from overlap_train.operators import hopper, kernel_args
+    from overlap_train.ops import launch as hopper
+    from overlap_train.ops import launch as kernel_args
     from overlap_train.tools.measure.pretended import pretend_nodes
 
     pretend_nodes(1)

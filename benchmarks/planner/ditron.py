@@ -18,10 +18,10 @@ import torch
 
 from overlap_train.planning.choice import choose
 from overlap_train.planning.machines import SYSTEMS, System
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.tiling import Target
+from overlap_train.schedule.order import GATHER, SCATTER
+from overlap_train.select.passes import Pass
+from overlap_train.select.tiling import Target
 from overlap_train.tools.plan.estimates import COLLECTIVE, estimate, methods_of, work_of
 from overlap_train.tools.plan.prediction import FORWARD, Prediction
 from overlap_train.tools.plan.simulation.programs import program

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from overlap_train.gpu.blas import Blas
+from overlap_train.gpu.driver import Blas
 
 ROWS, FEATURES, COLUMNS = 4096, 8192, (173056, 345600)
 PARTS, ROUNDS, CALLS = (1, 2, 4, 8, 16), 5, 4

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
-from overlap_train.planning.engine_plan import EnginePlan
+from overlap_train.ops.plan import EnginePlan
 from overlap_train.tools.bench.layer_data import Data, Outcome, forward_backward, six_gemms_alone
 from overlap_train.tools.measure.shapes import LAYERS
 from overlap_train.tools.measure.timing import Call

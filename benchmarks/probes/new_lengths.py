@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
-from overlap_train.runtime.registry import made_domain
+from overlap_train.group.registry import made_domain
 
 TIMES = 4  # each length: three slots, and one more
 GROUP = 20  # lengths: a step of each, then all of them again

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from overlap_train.cli import main
-from overlap_train.operators.all_to_all_gemm import add_product_in_fp32, product_in_fp32
-from overlap_train.operators.node_exchanges import NodeStreamAllToAllGemm
-from overlap_train.operators.node_processes import NodeGather
+from overlap_train.nodes.ops import NodeStreamAllToAllGemm
+from overlap_train.nodes.process_ops import NodeGather
+from overlap_train.ops.a2a_gemm import add_product_in_fp32, product_in_fp32
 
 gather_now, rows_now = NodeGather.matmul, NodeStreamAllToAllGemm._multiply_rows
 

@@ -20,19 +20,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap_train
 from overlap_train.gpu.driver import _SIGNATURES, CudaDriver
-from overlap_train.gpu.entry import layout_of
-from overlap_train.gpu.launch import Launcher
-from overlap_train.operators import settled
-from overlap_train.planning.schedule.crossings import Crossing
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.gpu.launch import Launcher, layout_of
+from overlap_train.group import domain
+from overlap_train.group.copy_engine import StreamCopyEngine
+from overlap_train.group.topology import Nodes
+from overlap_train.nodes.connect import AcrossNodes
+from overlap_train.nodes.streams import NodeExchangeEngine
+from overlap_train.nodes.transport import Piece
+from overlap_train.ops import plan_cache as settled
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.tiling import Target
-from overlap_train.protocol.copy_stream import StreamCopyEngine
-from overlap_train.protocol.node_networks import NodeExchangeEngine
-from overlap_train.runtime import domain
-from overlap_train.runtime.across_nodes import AcrossNodes
-from overlap_train.symmetric.inter_node import Piece
-from overlap_train.symmetric.topology import Nodes
+from overlap_train.schedule.inter_node import Crossing
+from overlap_train.schedule.order import Topology
+from overlap_train.select.tiling import Target
 
 HOPPER, SMS = Target((9, 0)), 132
 
@@ -144,7 +143,7 @@ LAUNCHING = ("kernel_args", "portable", "low_latency", "gemm_reduce_scatter")
 def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
     """Bracket in which this process is a rank of a group, and host tensors are taken for a GPU's."""
     stack = ExitStack()
-    make_plan, registry = settled.make_plan, "overlap_train.runtime.registry"
+    make_plan, registry = settled.make_plan, "overlap_train.group.registry"
 
     def planned(
         spec: Any, config: Any, table: Any, topology: Any, x: torch.Tensor, w: torch.Tensor, **network: Any
@@ -154,12 +153,12 @@ def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
     stream = SimpleNamespace(cuda_stream=1, synchronize=lambda: None)
     for name, instead in {
         f"{registry}.OverlapDomain": IdleDomain,
-        "overlap_train.runtime.domain.AcrossNodes": IdleAcrossNodes,
-        "overlap_train.runtime.domain.Agreement": Echo,
-        "overlap_train.operators.settled.make_plan": planned,
-        "overlap_train.operators.runs_here.why_not": lambda *arguments: None,
-        "overlap_train.operators.plan_book.read": lambda domain: UNTUNED,  # only rank 0 would have one
-        "overlap_train.operators.hopper.multiprocessors": lambda device: SMS,
+        "overlap_train.group.domain.AcrossNodes": IdleAcrossNodes,
+        "overlap_train.group.domain.Agreement": Echo,
+        "overlap_train.ops.plan_cache.make_plan": planned,
+        "overlap_train.ops.plan_cache.why_not": lambda *arguments: None,
+        "overlap_train.ops.plan_cache.read": lambda domain: UNTUNED,  # only rank 0 would have one
+        "overlap_train.ops.launch.multiprocessors": lambda device: SMS,
         **{f"overlap_train.operators.{module}.on_a_gpu": lambda domain: True for module in LAUNCHING},
         "torch.cuda.Stream": lambda *arguments, **options: stream,
         "torch.cuda.synchronize": lambda device=None: None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from overlap_train.planning.tiling import equal_chunks
+from overlap_train.select.tiling import equal_chunks
 
 Shape = tuple[tuple[int, ...], int, int]  # rows, k, n: as of tests/linear_cases.py
 

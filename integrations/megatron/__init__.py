@@ -20,18 +20,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention.self_attention import UlyssesSelfAttention
-    from .cpu import run_without_cuda
-    from .enabling.enable import enable
-    from .enabling.first_table import print_table
-    from .enabling.graphing import graphed_model, graphed_passes
-    from .enabling.reporting import report
-    from .enabling.table import Report
-    from .linears.accumulation_fusion import provide_accumulation_fusion
-    from .linears.column_row import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
-    from .norm import LayerNorm, Norm, RMSNorm
-    from .spec.attention import SDPACoreAttention
-    from .spec.gpt import gpt_block_spec
+    from overlap_train.integrations.megatron.attention.self_attention import UlyssesSelfAttention
+    from overlap_train.integrations.megatron.cpu import run_without_cuda
+    from overlap_train.integrations.megatron.enabling.enable import enable
+    from overlap_train.integrations.megatron.enabling.first_table import print_table
+    from overlap_train.integrations.megatron.enabling.graphing import graphed_model, graphed_passes
+    from overlap_train.integrations.megatron.enabling.reporting import report
+    from overlap_train.integrations.megatron.enabling.table import Report
+    from overlap_train.integrations.megatron.linears.accumulation_fusion import provide_accumulation_fusion
+    from overlap_train.integrations.megatron.linears.column_row import (
+        OverlappedColumnParallelLinear,
+        OverlappedRowParallelLinear,
+    )
+    from overlap_train.integrations.megatron.norm import LayerNorm, Norm, RMSNorm
+    from overlap_train.integrations.megatron.spec.attention import SDPACoreAttention
+    from overlap_train.integrations.megatron.spec.gpt import gpt_block_spec
 
 _HOME = {
     "attention.self_attention": ("UlyssesSelfAttention",),

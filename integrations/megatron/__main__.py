@@ -2,7 +2,7 @@
 
 import sys
 
-from .launcher.script import main
+from overlap_train.integrations.megatron.launcher.script import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from .cpu import run_without_cuda
+from overlap_train.integrations.megatron.cpu import run_without_cuda
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..methods import TRAITS
-from .passes import SCATTER_AND_WGRAD, Pass
+from ..select.passes import SCATTER_AND_WGRAD, Pass
 from .table import Table, Winner
 from .untuned import method_in_node
 from .untuned_nodes import method_across_nodes

@@ -23,8 +23,8 @@ import torch
 
 from ..config import flag_name
 from ..methods import TRAITS
+from ..select.passes import KINDS, Bucket, Pass, dtype_name
 from ..warn import warn_user
-from .passes import KINDS, Bucket, Pass, dtype_name
 from .table_key import LEFT_OUT, Key
 from .variants import PLAIN, VARIANTS, Variant
 

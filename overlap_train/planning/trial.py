@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..methods import TRAITS
+from ..select.low_latency import serving
+from ..select.passes import Bucket, Pass
 from .choice import may_choose, untuned, winner_of
-from .low_latency import serving
-from .passes import Bucket, Pass
 from .table import SAME, Table, Winner
 from .waves import on_hopper
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from .low_latency import LOW_LATENCY, pays
-from .passes import Pass
-from .schedule.kinds import A2A_GEMM, EXCHANGES, GATHER
+from ..schedule.order import A2A_GEMM, EXCHANGES, GATHER
+from ..select.low_latency import LOW_LATENCY, pays
+from ..select.passes import Pass
 from .untuned_variant import is_late, outweighs
 from .waves import fills_a_wave, fills_tiles, on_hopper, waits_in_a_wave
 

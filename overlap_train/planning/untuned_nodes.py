@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .passes import Pass
-from .schedule.kinds import A2A_GEMM, GATHER
+from ..schedule.order import A2A_GEMM, GATHER
+from ..select.passes import Pass
 from .waves import on_hopper
 
 # Between nodes of GPUs each block is an exchange of its own, which takes the host and the network's latency: a shorter one

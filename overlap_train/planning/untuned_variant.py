@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..methods import TRAITS
-from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule.kinds import GATHER, SCATTER
+from ..schedule.order import GATHER, SCATTER
+from ..select.passes import SCATTER_AND_WGRAD, Pass
 from .variants import Variant
 from .waves import saves_a_wave
 

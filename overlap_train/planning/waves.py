@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
+from ..schedule.order import GATHER, SCATTER
+from ..select.passes import SCATTER_AND_WGRAD, Pass
+from ..select.tiling import FILLS_A_GPU, HOPPER_TILE, chunk_count, count_waves, tma_reads
 from .hardware import SUM_GBS
-from .passes import SCATTER_AND_WGRAD, Pass
-from .schedule.kinds import GATHER, SCATTER
-from .tiling import FILLS_A_GPU, HOPPER_TILE, chunk_count, count_waves, tma_reads
 
 # A scatter whose tiles are one wave that leaves at most this part of the SMs idle: direct sends it under its product. 256 x 16384
 # x 26624, 128 tiles on 132 SMs, took 350 and 363 us in two passes, by low_latency 367 and 374, by NCCL and cuBLAS 365 and 373. On

@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .agreement import Agreement
-from .allocation import on_all_ranks
+from .agreement import Agreement, on_all_ranks
 
 
 class SymmetricHeap(Protocol):

@@ -1,6 +1,14 @@
-"""Ranks of a group tell each other something, within a time limit, through the key-value store of their process group.
+"""Questions to the job's key-value store: answered in time, or given up.
+
+torch waits without end for a store whose process is stopped, whatever time-out the store has: torch 2.11 waited 25 s, until the
+process went on, for one with a time-out of 5. Where the process is dead, torch raises at once.
+
+Ranks of a group tell each other something, within a time limit, through the key-value store of their process group.
 
 A collective of gloo or NCCL waits as long as the group says and names nobody. Here a rank that does not come is named.
+
+What all ranks of a group have, or none of them: memory, a library that has started, a mapping. One that has not is named on
+every rank.
 """
 
 from __future__ import annotations
@@ -10,16 +18,41 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from ..config import flag_name
 from ..warn import warn_user
 from .bounded import Callers
-from .store import answer
 
 T = TypeVar("T")
+
+
+def answer(ask: Callable[[], T], limit_s: float) -> T:
+    """What `ask` returns or raises. It runs in a thread of its own, which is left behind where no answer comes.
+
+    Raises:
+        TimeoutError: no answer came in time.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(ask())
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="overlap_train store", daemon=True).start()
+    except RuntimeError:  # no thread can be started: none in functions of atexit, from Python 3.12 on
+        return ask()
+    return future.result(limit_s)
+
+
 # Beyond the time-out, and for each rank: a rank that is late is named first, by a question for each.
 _ANSWER_S, _ANSWER_OF_RANK_S = 1.0, 1e-3
 # A library takes its time to start, however short a wait in training may be. On 2 x H100 NVSHMEM still connected after 60 s.
@@ -186,3 +219,37 @@ class Agreement:
         """Who has not come, in words; empty: all have."""
         late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of the group" if late else ""
+
+
+def on_all_ranks(make: Callable[[], T], agreement: Agreement, what: str) -> T:
+    """What `make` returns, if it returns on every rank. Collective. what: what the ranks do here, for errors.
+
+    Raises:
+        RuntimeError: on every rank, if one of them raised, with what that one said.
+    """
+    try:
+        made = make()
+    except Exception as failure:  # libraries raise classes of their own
+        agreement.all_succeed(str(failure) or repr(failure), what)
+        raise
+    agreement.all_succeed(None, what)
+    return made
+
+
+def allocated(make: Callable[[], torch.Tensor], nbytes: int, agreement: Agreement, what: str) -> torch.Tensor:
+    """The memory that `make` returns, of `nbytes` bytes. Collective. what: what the ranks do here, for errors.
+
+    Raises:
+        RuntimeError: on every rank, if one of them has no room.
+    """
+    memory, error = None, None
+    try:
+        memory = make()
+    except Exception as failure:  # torch raises RuntimeError, nvshmem4py a class of its own
+        error = (
+            f"{nbytes} bytes: {failure}; leave more room on its GPU, with fewer rows in a call or less memory for exchanges "
+            f"({flag_name('exchange_mib')}), or take another provider ({flag_name('provider')})"
+        )
+    agreement.all_succeed(error, what)
+    assert memory is not None
+    return memory

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .agreement import Agreement
-from .allocation import allocated
+from .agreement import Agreement, allocated
 
 
 class AloneHeap:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
-from .allocation import allocated, on_all_ranks
+from .agreement import Agreement, OverlapMismatchError, OverlapTimeoutError, allocated, on_all_ranks
 from .bounded import Callers, bounded
 
 _START, _ALLOCATE = "overlap_train: start NVSHMEM", "overlap_train: allocate NVSHMEM memory"

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .agreement import Agreement
-from .allocation import allocated, on_all_ranks
+from .agreement import Agreement, allocated, on_all_ranks
 from .bounded import Callers, bounded
 
 _ALLOCATE = "overlap_train: allocate torch symmetric memory"

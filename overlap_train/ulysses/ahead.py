@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..operators.all_to_all_gemm import Receiver
-from ..operators.gemm_all_to_all import Exchange
-from ..operators.start import start_all_to_all_gemm, start_gemm_all_to_all, start_pulled_gemm_all_to_all
-from ..planning.engine_plan import EnginePlan
-from ..protocol.tags import Tag
-from ..runtime.domain import OverlapDomain
+from ..group.domain import OverlapDomain
+from ..group.tags import Tag
+from ..ops.a2a_gemm import Receiver
+from ..ops.gemm_a2a import Exchange
+from ..ops.plan import EnginePlan
+from ..ops.table import start_all_to_all_gemm, start_gemm_all_to_all, start_pulled_gemm_all_to_all
 
 Give = Callable[[], torch.Tensor]
 Read = Callable[[Any], None]  # takes what `start` returns

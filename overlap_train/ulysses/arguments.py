@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..operators.attention_layout import Rotary
-from ..operators.qk_norm import QkNorm
-from ..planning.heads import AttentionHeads
-from ..planning.sequence import SequenceLayout
+from .attention_layout import QkNorm, Rotary
+from .layout import AttentionHeads, SequenceLayout
 
 
 def sequence_error(

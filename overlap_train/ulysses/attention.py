@@ -8,23 +8,14 @@ import torch
 
 from ..config import OverlapConfig
 from ..linear import run_eagerly
-from ..operators.attention_layout import Rotary
-from ..operators.call_plan import refuse
-from ..operators.planned import OnPlan
-from ..operators.qk_norm import QkNorm
-from ..planning.heads import AttentionHeads
-from ..planning.sequence import SequenceLayout
-from ..planning.spec import (
-    ALL_GATHER_LINEAR,
-    ALL_TO_ALL_LINEAR,
-    LINEAR_ALL_TO_ALL,
-    LINEAR_REDUCE_SCATTER,
-    OperatorSpec,
-)
+from ..ops.plan_cache import OnPlan, refuse
+from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
 from .arguments import heads_error, lengths_error, sequence_error
+from .attention_layout import QkNorm, Rotary
 from .calls import Terms, heads_linear, rows_linear
 from .exchange import Linear
 from .groups import refuse_in_both
+from .layout import AttentionHeads, SequenceLayout
 from .linears import apply_to_rows
 from .qkv import Received, apply_qkv
 from .shards import SequenceShards, shards_error

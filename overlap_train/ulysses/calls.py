@@ -12,16 +12,14 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
-from ..operators.call_plan import plan_of, refuse
-from ..operators.in_trial import InTrial
-from ..operators.planned import OnPlan, Planned
-from ..operators.trials import Trial
-from ..planning.heads import AttentionHeads
-from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
-from ..runtime.domain import OverlapDomain
-from ..runtime.registry import domain_of
+from ..group.domain import OverlapDomain
+from ..group.registry import domain_of
+from ..ops.plan_cache import InTrial, OnPlan, Planned, plan_of, refuse
+from ..ops.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
+from ..ops.trials import Trial
 from .arguments import weight_error
 from .exchange import Linear
+from .layout import AttentionHeads
 from .parts import Part, cut_exchange
 from .turns import TimedLinear
 

@@ -16,11 +16,11 @@ from typing import Self
 
 import torch
 
-from ..operators.all_to_all_gemm import Receiver
-from ..operators.gemm_all_to_all import Exchange
-from ..operators.start import products_beside, start_all_to_all_gemm, start_gemm_all_to_all
-from ..operators.weight_gradient import WeightGradient
-from ..runtime.profiling import profiled
+from ..group.domain import profiled
+from ..ops.a2a_gemm import Receiver
+from ..ops.gemm_a2a import Exchange
+from ..ops.table import start_all_to_all_gemm, start_gemm_all_to_all
+from ..ops.wgrad import WeightGradient
 from .ahead import Give, ProductStep, Read, Step, run_steps
 from .copies import summed_copies
 from .parts import Part
@@ -119,7 +119,7 @@ class Linear(InParts):
                 blocks = receiver.received_view()
             if x is not None:
                 ahead = None if part is self.parts[-1] else part.exchange.plan.dgrad
-                with profiled(part.exchange.tags.ranges[2]), products_beside(part.exchange.domain, ahead):
+                with profiled(part.exchange.tags.ranges[2]), part.exchange.domain.span.products_beside(ahead):
                     gradient.add(_of_weight(self, blocks), self.rows(x, part))
 
         run_steps([part.backward(partial(dy.give, part), partial(multiply, part)) for part in self.parts])
@@ -187,7 +187,7 @@ class Linear(InParts):
         """Add to dw the product of a part's dy and the blocks [W, rows, K/W] that it received. Meanwhile dx leaves, if it is
         wanted."""
         dy_rows, started = self.rows(dy, part), None if dx is None else part.exchange.plan.dgrad
-        with profiled(part.exchange.tags.ranges[2]), products_beside(part.exchange.domain, started):
+        with profiled(part.exchange.tags.ranges[2]), part.exchange.domain.span.products_beside(started):
             gradient.add(dy_rows, blocks.view(self.world_size, len(dy_rows), -1))
 
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
-from ..operators.plan_book import book_of, made_book
-from ..planning.spec import ALL_TO_ALL, OperatorSpec
-from ..runtime.domain import OverlapDomain
-from ..runtime.registry import domain_of
+from ..group.domain import OverlapDomain
+from ..group.registry import domain_of
+from ..ops.plan_cache import book_of, made_book
+from ..ops.spec import ALL_TO_ALL, OperatorSpec
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
-from ..linear import as_rows, run_eagerly
-from ..operators.autograd import applied, once_differentiable
-from ..planning.heads import AttentionHeads
+from ..linear import applied, as_rows, once_differentiable, run_eagerly
 from .calls import Terms, heads_linear, rows_linear
 from .exchange import Linear
+from .layout import AttentionHeads
 from .rows import RankRows, Rows
 from .two_groups import ShardedLinear
 

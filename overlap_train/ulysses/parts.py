@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from ..config import OverlapConfig
-from ..operators.planned import PlannedLinear
+from ..group.slots import SLOTS
+from ..ops.plan_cache import PlannedLinear
 from ..planning.hardware import GEMM_TFLOPS
-from ..protocol.layout import SLOTS
 from .ahead import Give, Read, Step
 
 _MIB = 1 << 20

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from ..linear import as_rows
-from ..operators.attention_layout import Rotary
-from ..operators.autograd import applied, once_differentiable
-from ..operators.qk_norm import HeadNorm, QkNorm
-from ..planning.heads import AttentionHeads
+from ..linear import applied, as_rows, once_differentiable
+from .attention_layout import HeadNorm, QkNorm, Rotary
 from .exchange import Linear
+from .layout import AttentionHeads
 from .rows import HeadRows
 from .two_groups import ShardedLinear
 

@@ -6,8 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ..operators.attention_layout import Heads, Rotary, pack, unpack
-from ..operators.qk_norm import HeadNorm
+from .attention_layout import HeadNorm, Heads, Rotary, pack, unpack
 from .parts import Part
 
 

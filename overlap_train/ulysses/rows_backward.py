@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ..operators.all_to_all_gemm import Receiver
+from ..ops.a2a_gemm import Receiver
 from .ahead import run_steps
 from .parts import Part
 from .rows import Rows

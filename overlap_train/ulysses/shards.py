@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..planning.sequence import SequenceLayout
 from .calls import like
 from .exchange import Linear
 from .groups import Groups
+from .layout import SequenceLayout
 from .linears import rank_rows
 from .rows import Rows, SequenceRows, UnequalRows
 from .two_groups import ShardedLinear

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..operators.trials import Timed, TimedBracket, Trial
+from ..ops.trials import Timed, TimedBracket, Trial
 from .exchange import Linear
 from .rows import Rows
 

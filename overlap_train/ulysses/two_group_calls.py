@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import OverlapConfig
-from ..operators.call_plan import plan_of
-from ..operators.planned import Planned
-from ..planning.heads import AttentionHeads
-from ..planning.refusals import why_not_together
-from ..planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
-from ..runtime.registry import domain_of
+from ..group.registry import domain_of
+from ..ops.plan import why_not_together
+from ..ops.plan_cache import Planned, plan_of
+from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ..symmetric.agreement import OverlapMismatchError
 from .arguments import weight_error
 from .calls import Terms, like, rows_of_position
 from .groups import Groups, nodes_of_groups, of_tensor, refuse_in_both
+from .layout import AttentionHeads
 from .parts import cut, parts_that_hide
 from .two_groups import ShardedLinear, ShardedPart
 

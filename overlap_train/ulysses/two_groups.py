@@ -25,11 +25,10 @@ from itertools import pairwise
 
 import torch
 
-from ..operators.all_to_all_gemm import Receiver
-from ..operators.column_row import column_backward, column_forward, row_backward, row_forward
-from ..operators.planned import PlannedLinear
-from ..operators.start import products_beside
-from ..operators.weight_gradient import WeightGradient
+from ..linear import column_backward, column_forward, row_backward, row_forward
+from ..ops.a2a_gemm import Receiver
+from ..ops.plan_cache import PlannedLinear
+from ..ops.wgrad import WeightGradient
 from .ahead import run_steps
 from .copies import summed_copies
 from .exchange import InParts
@@ -71,7 +70,7 @@ class ShardedPart(Part):
 
     def _beside_exchange(self) -> AbstractContextManager[None]:
         """Bracket of the library's products; kernels have it in their plan."""
-        return products_beside(self.exchange.domain, self.exchange.plan.fprop)
+        return self.exchange.domain.span.products_beside(self.exchange.plan.fprop)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mfu.alone_ulysses import HeadsAlone, SequenceAlone
 from overlap_train.integrations.megatron.attention import collective
 from overlap_train.integrations.megatron.linears.conditions import divides_weights
 from overlap_train.integrations.megatron.linears.ulysses import exchanges
-from overlap_train.operators.weight_gradient import weight_gradient
+from overlap_train.ops.wgrad import weight_gradient
 
 
 class Wholes:

@@ -13,9 +13,8 @@ from torch.autograd.function import once_differentiable
 from overlap_train import QkNorm, Rotary
 from overlap_train.integrations.megatron.linears.exchange import Exchange
 from overlap_train.integrations.megatron.linears.ulysses import UlyssesColumnParallelLinear, UlyssesRowParallelLinear
-from overlap_train.operators.attention_layout import Heads, pack, unpack
-from overlap_train.operators.qk_norm import HeadNorm
-from overlap_train.operators.weight_gradient import weight_gradient
+from overlap_train.ops.wgrad import weight_gradient
+from overlap_train.ulysses.attention_layout import HeadNorm, Heads, pack, unpack
 
 
 class _ToHeads(torch.autograd.Function):

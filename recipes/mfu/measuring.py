@@ -21,7 +21,7 @@ from mfu.plan import Plan, settings_for
 from mfu.trained import Shared, Trained, start
 from mfu.variants import obstacle
 from overlap_train import OverlapConfig
-from overlap_train.runtime.graph import forget_graphs
+from overlap_train.group.registry import forget_graphs
 from overlap_train.tools.measure.timing import Pace, measure, order_of
 from overlap_train.tools.measure.world import World, heat
 

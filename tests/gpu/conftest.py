@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import overlap_train
 from overlap_train import OverlapConfig
-from overlap_train.operators import hopper, kernel_args
-from overlap_train.operators.kernel_args import multiprocessors
+from overlap_train.ops import launch as hopper
+from overlap_train.ops import launch as kernel_args
+from overlap_train.ops.launch import multiprocessors
 from overlap_train.tools.measure.pretended import pretend_nodes
 from tests.linear_cases import Case
 

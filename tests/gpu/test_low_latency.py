@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig
-from overlap_train.operators import low_latency
-from overlap_train.planning.arguments import Request
-from overlap_train.planning.low_latency import flagged_bytes
-from overlap_train.protocol.tags import Tag
-from overlap_train.runtime.domain import OverlapDomain
-from overlap_train.runtime.prepare import prepare
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group.domain import OverlapDomain
+from overlap_train.group.memory import Request, prepare
+from overlap_train.group.registry import domain_of
+from overlap_train.group.tags import Tag
+from overlap_train.ops import low_latency
+from overlap_train.select.low_latency import flagged_bytes
 from tests.gpu import test_mismatched_calls
 from tests.linear_cases import OPERATORS, SHAPES, Case
 

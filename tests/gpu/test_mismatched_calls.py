@@ -28,7 +28,7 @@ from overlap_train import (
     linear_all_to_all,
     linear_reduce_scatter,
 )
-from overlap_train.operators.all_gather_gemm import ChunkedGather
+from overlap_train.ops.ag_gemm import ChunkedGather
 from tests.gpu.conftest import share_gpus
 from tests.linear_cases import Case
 from tests.ports import free_ports

@@ -29,15 +29,15 @@ from overlap_train import (
     linear_all_to_all,
     linear_reduce_scatter,
 )
+from overlap_train.group.registry import domain_of
+from overlap_train.group.slots import SLOTS
+from overlap_train.nodes.nccl import NcclExchange, NcclTransport
+from overlap_train.nodes.puts import NvshmemPuts
+from overlap_train.nodes.streams import NodeStreamEngine
+from overlap_train.nodes.transport import Piece, Place
 from overlap_train.planning import choice
-from overlap_train.planning.schedule.crossings import Crossing
 from overlap_train.planning.variants import Variant
-from overlap_train.protocol.layout import SLOTS
-from overlap_train.protocol.node_streams import NodeStreamEngine
-from overlap_train.runtime.registry import domain_of
-from overlap_train.symmetric.inter_node import Piece, Place
-from overlap_train.symmetric.nccl import NcclExchange, NcclTransport
-from overlap_train.symmetric.puts import NvshmemPuts
+from overlap_train.schedule.inter_node import Crossing
 from overlap_train.tools.doctor import network
 from overlap_train.tools.doctor.report import OK, Finding
 from overlap_train.tools.measure.world import World

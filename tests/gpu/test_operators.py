@@ -11,24 +11,21 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from overlap_train import all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
-from overlap_train.operators.kernel_args import multiprocessors
-from overlap_train.operators.start import start_gather, start_scatter
-from overlap_train.planning.arguments import Request
+from overlap_train.group.memory import Request, prepare
+from overlap_train.group.registry import domain_of
+from overlap_train.group.slots import Call
+from overlap_train.group.tags import Tag, epoch_of
+from overlap_train.ops.launch import multiprocessors
+from overlap_train.ops.plan import EnginePlan, make_plan
+from overlap_train.ops.spec import ALL_GATHER_LINEAR
+from overlap_train.ops.table import start_gather, start_scatter
 from overlap_train.planning.choice import choose
-from overlap_train.planning.engine_plan import EnginePlan
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import make_plan
-from overlap_train.planning.schedule.kinds import SCATTER
-from overlap_train.planning.schedule.legs import legs
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.tiling import HOPPER_TILE, chunk_count, count_waves, direct_chunk_count
 from overlap_train.planning.variants import VARIANTS, Variant
-from overlap_train.protocol.slot import Call
-from overlap_train.protocol.tags import Tag, epoch_of
-from overlap_train.runtime.prepare import prepare
-from overlap_train.runtime.registry import domain_of
+from overlap_train.schedule.order import SCATTER, Topology
+from overlap_train.schedule.transfers import legs
+from overlap_train.select.passes import Pass
+from overlap_train.select.tiling import HOPPER_TILE, chunk_count, count_waves, direct_chunk_count
 from tests.linear_cases import OPERATORS, SHAPES, Case, cut_into, poison, rounding_bound
 
 SHAPES_OF_TILES = {

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, OverlapTimeoutError, all_gather_linear, linear_reduce_scatter
-from overlap_train.protocol.copy_engine import Route
-from overlap_train.protocol.copy_stream import StreamCopyEngine
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group.copy_engine import Route, StreamCopyEngine
+from overlap_train.group.registry import domain_of
 from tests.linear_cases import OPERATORS, Case
 
 MILLISECOND = 1_800_000  # cycles

@@ -15,8 +15,8 @@ from overlap_train import (
     qkv_all_to_all,
     shutdown,
 )
-from overlap_train.protocol.node_streams import NodeStreamEngine
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group.registry import domain_of
+from overlap_train.nodes.streams import NodeStreamEngine
 from overlap_train.symmetric.nvshmem import is_installed
 from overlap_train.ulysses import two_group_calls
 from tests.tp_ulysses_cases import ulysses_across_nodes

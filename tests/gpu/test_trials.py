@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import overlap_train
 from overlap_train import OverlapConfig
-from overlap_train.runtime.registry import made_domain
+from overlap_train.group.registry import made_domain
 from tests.linear_cases import OPERATORS, Case
 
 STEPS = 10

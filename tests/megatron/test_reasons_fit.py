@@ -25,11 +25,11 @@ from overlap_train.integrations.megatron.enabling import reporting
 from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from overlap_train.integrations.megatron.linears import conditions, in_model, transformer_engine, two_groups, ulysses
 from overlap_train.planning.choice import choose
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.table import UNTUNED, Table, Winner
 from overlap_train.planning.trial import methods_to_try
 from overlap_train.planning.variants import IN_CHUNKS, PLAIN, VARIANTS
+from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from overlap_train.select.passes import Pass
 
 BF16, GPU, CPU = torch.bfloat16, torch.device("cuda", 0), torch.device("cpu")
 # 1 Mi tokens; Qwen's vocabulary; Llama-3 405B's feed-forward layer. 1024 ranks, and a class with a long name.

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig, shutdown
+from overlap_train.group.registry import made_domain
 from overlap_train.integrations.megatron import print_table, report
 from overlap_train.integrations.megatron.enabling import first_table, reporting
 from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from overlap_train.integrations.megatron.linears.in_model import overlapped_linears
-from overlap_train.planning.passes import Pass
 from overlap_train.planning.table import Winner, save
 from overlap_train.planning.table_key import key_of
-from overlap_train.runtime.registry import made_domain
+from overlap_train.select.passes import Pass
 from tests.megatron.linears import column_pair, run
 from tests.megatron.models import (
     BATCH,

@@ -19,13 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap_train import (
-    OverlapConfig,
-    all_gather_linear,
-    all_to_all_linear,
-    linear_all_to_all,
-    linear_reduce_scatter,
-)
+from overlap_train import OverlapConfig, all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
 from tests.nodes.network import missing, running
 from tests.nodes.ranks import started
 from tests.processes import values

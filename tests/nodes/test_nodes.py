@@ -22,8 +22,8 @@ from overlap_train import (
     linear_all_to_all,
     linear_reduce_scatter,
 )
-from overlap_train.protocol.node_engine import NodeEngine
-from overlap_train.runtime.registry import made_domain
+from overlap_train.group.registry import made_domain
+from overlap_train.nodes.host_engine import NodeEngine
 from overlap_train.tools.doctor.network import GLOO, Settings, check_network
 from overlap_train.tools.doctor.report import OK, Finding
 from overlap_train.tools.measure.world import World

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-import overlap_train.operators.start  # noqa: F401  # before a fault is planted in what it imports
+import overlap_train.ops.table  # noqa: F401  # before a fault is planted in what it imports
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.simulated_blas import NETWORK_SMS, SimulatedBlas
 from tests.protocol.simulated_gpu import Operation, SimulatedDriver, SimulatedGpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overlap_train import AttentionHeads, Rotary
-from overlap_train.operators.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
+from overlap_train.ulysses.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
 
 S, B = 8, 2
 CASES = [  # heads, rotated features, interleaved pairs; more heads than a program moves, dimensions that are no power of two

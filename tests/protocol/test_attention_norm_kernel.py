@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from overlap_train import AttentionHeads, QkNorm
-from overlap_train.operators import attention_layout
-from overlap_train.operators.attention_layout import Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
-from overlap_train.operators.qk_norm import HeadNorm
+from overlap_train.ulysses import attention_layout
+from overlap_train.ulysses.attention_layout import HeadNorm, Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
 from tests.protocol.test_attention_layout_kernel import IDS, ROWS, B, S, after_nan, nan_heads, nothing_in_front, rotary
 
 CASES = [  # heads, rotated features, interleaved pairs; more heads than a program moves, dimensions that are no power of two

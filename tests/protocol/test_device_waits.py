@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overlap_train.group import tags
+from overlap_train.group.tags import Tag
 from overlap_train.kernels import signal_words as words
 from overlap_train.kernels.own_block import wait_and_keep_kernel
 from overlap_train.kernels.signal import next_epoch_kernel, wait_kernel
-from overlap_train.protocol import tags
-from overlap_train.protocol.tags import Tag
 
 WORLD, RANK, POLLS = 4, 1, 30
 FC1 = Tag("fc1/fprop", "all_gather_linear, [4, 8]")

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import shutdown
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.symmetric.gloo import GlooTransport
-from overlap_train.symmetric.inter_node import Place
+from overlap_train.nodes.gloo import GlooTransport
+from overlap_train.nodes.transport import Place
+from overlap_train.schedule.order import Topology
 from overlap_train.tools.doctor import gathers, network
 from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding
 from overlap_train.tools.measure.world import World

@@ -33,12 +33,12 @@ from overlap_train import (
     qkv_all_to_all,
     shutdown,
 )
-from overlap_train.operators.node_processes import NodeGemmAllToAll
-from overlap_train.planning.sequence import SequenceLayout
-from overlap_train.protocol.node_engine import NodeEngine
-from overlap_train.protocol.slot_use import SlotUse
-from overlap_train.runtime.registry import made_domain
+from overlap_train.group.registry import made_domain
+from overlap_train.group.workspace import SlotUse
+from overlap_train.nodes.host_engine import NodeEngine
+from overlap_train.nodes.process_ops import NodeGemmAllToAll
 from overlap_train.ulysses import parts
+from overlap_train.ulysses.layout import SequenceLayout
 from tests.linear_cases import to_heads, to_rows
 from tests.processes import Outcome, run_ranks, values
 from tests.protocol.test_nodes import case_of

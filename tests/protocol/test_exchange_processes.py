@@ -23,7 +23,7 @@ from overlap_train import (
     qkv_all_to_all,
     shutdown,
 )
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group.registry import domain_of
 from overlap_train.ulysses import parts
 from tests.linear_cases import OPERATORS, Case, to_heads, to_rows
 from tests.processes import run_ranks, values

@@ -21,9 +21,8 @@ from overlap_train import (
     linear_all_to_all,
     linear_reduce_scatter,
 )
-from overlap_train.protocol.copy_engine import Route
-from overlap_train.protocol.copy_thread import HostCopyEngine
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group.copy_engine import HostCopyEngine, Route
+from overlap_train.group.registry import domain_of
 from tests.processes import Outcome, run_ranks, values
 
 TIMEOUT_S = 2.0

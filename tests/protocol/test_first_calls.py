@@ -21,8 +21,8 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
-from overlap_train.operators import plan_book
-from overlap_train.runtime.registry import made_domain
+from overlap_train.group.registry import made_domain
+from overlap_train.ops import plan_cache as plan_book
 from tests.processes import run_ranks, values
 
 TIMEOUT_S = 2.0
@@ -51,7 +51,7 @@ def test_80_layers_of_one_shape_agree_once() -> None:
 
 
 def _many_lengths(rank: int, world: int) -> tuple[int, int]:
-    from overlap_train.protocol import slot
+    from overlap_train.group import slots as slot
 
     plan_book._MOST_PLANS = slot._MOST_CALLS = 2  # of this process; at most twice that is kept
     for rows in [*range(1, 11), *range(1, 11)]:

@@ -22,8 +22,8 @@ from overlap_train import (
     qkv_all_to_all,
     shutdown,
 )
-from overlap_train.protocol.layout import BARRIER
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group.registry import domain_of
+from overlap_train.group.slots import BARRIER
 from overlap_train.symmetric import host
 from overlap_train.symmetric.agreement import Agreement
 from tests.linear_cases import Case, poison

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.nodes.gloo import GlooTransport
+from overlap_train.nodes.transport import Place
+from overlap_train.schedule.order import Topology
 from overlap_train.symmetric.agreement import Agreement
-from overlap_train.symmetric.gloo import GlooTransport
-from overlap_train.symmetric.inter_node import Place
 from tests.processes import run_ranks, values
 
 

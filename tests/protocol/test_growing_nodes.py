@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, linear_reduce_scatter
-from overlap_train.protocol.node_engine import NodeEngine
+from overlap_train.nodes.host_engine import NodeEngine
 from tests.processes import run_ranks, values
 
 

@@ -16,8 +16,8 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from overlap_train.planning.schedule import kinds
 from overlap_train.planning.variants import PLAIN, Variant
+from overlap_train.schedule import order as kinds
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler

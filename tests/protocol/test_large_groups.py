@@ -15,10 +15,10 @@ import torch
 pytest.importorskip("greenlet")
 
 from overlap_train.gpu.launch import Launch, LaunchCache
-from overlap_train.operators import start
-from overlap_train.operators.node_streams import NodeStreamScatter
-from overlap_train.protocol.layout import Layout
-from overlap_train.protocol.node_slot import NodeCall
+from overlap_train.group.slots import Layout
+from overlap_train.nodes.ops import NodeStreamScatter
+from overlap_train.nodes.slots import NodeCall
+from overlap_train.ops import table as start
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import tag_of
 from tests.protocol.simulated_nodes import NodeSimulation

@@ -19,13 +19,15 @@ import torch
 pytest.importorskip("greenlet")
 
 from overlap_train.gpu.launch import Launch, LaunchCache
-from overlap_train.gpu.specialisation import kinds
+from overlap_train.gpu.ptx_check import kinds
 from overlap_train.kernels.low_latency import UNALIGNED
-from overlap_train.operators import gemm_reduce_scatter, low_latency, persistent
-from overlap_train.operators.all_gather_gemm import LowLatencyGather
-from overlap_train.operators.gemm_reduce_scatter import LowLatencyScatter
-from overlap_train.operators.kernel_args import GatherOperands, ScatterOperands
-from overlap_train.operators.node_streams import add_blocks
+from overlap_train.nodes.ops import add_blocks
+from overlap_train.ops import gemm_rs as gemm_reduce_scatter
+from overlap_train.ops import launch as persistent
+from overlap_train.ops import low_latency
+from overlap_train.ops.ag_gemm import LowLatencyGather
+from overlap_train.ops.gemm_rs import LowLatencyScatter
+from overlap_train.ops.launch import GatherOperands, ScatterOperands
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import tag_of
 from tests.protocol.simulated_nodes import NodeSimulation

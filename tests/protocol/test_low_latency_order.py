@@ -14,10 +14,8 @@ import pytest
 
 pytest.importorskip("greenlet")
 
-from overlap_train.planning.schedule.kinds import GATHER, SCATTER
-from overlap_train.planning.schedule.legs import legs
-from overlap_train.planning.schedule.order import sources, targets, tile_order
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.schedule.order import GATHER, SCATTER, Topology, sources, targets, tile_order
+from overlap_train.schedule.transfers import legs
 from tests.protocol.actors import Actor
 from tests.protocol.faults import Fault
 from tests.protocol.interleaving import Scheduler

@@ -21,9 +21,9 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
-from overlap_train.operators.all_gather_gemm import ChunkedGather
-from overlap_train.operators.all_to_all_gemm import ChunkedAllToAllGemm
-from overlap_train.runtime import prepare
+from overlap_train.group import memory as prepare
+from overlap_train.ops.a2a_gemm import ChunkedAllToAllGemm
+from overlap_train.ops.ag_gemm import ChunkedGather
 from overlap_train.symmetric import host
 from overlap_train.symmetric.agreement import Agreement
 from tests.linear_cases import OPERATORS, Case

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, OverlapMismatchError, OverlapTimeoutError, all_gather_linear, shutdown
-from overlap_train.planning.arguments import Request
-from overlap_train.runtime.prepare import prepare
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group.memory import Request, prepare
+from overlap_train.group.registry import domain_of
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values
 

@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 
-from overlap_train.planning.schedule import crossings
-from overlap_train.planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.legs import NETWORK, NODE_SUM, NVLINK
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.schedule import inter_node as crossings
+from overlap_train.schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER, Topology
+from overlap_train.schedule.transfers import NETWORK, NODE_SUM, NVLINK
 from tests.protocol.mutation import planted
 
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
 CHUNKS = 2
-PACKAGE = "overlap_train.planning.schedule"
+PACKAGE = "overlap_train.schedule"
 FILES = ("topology", "order", "legs", "crossings")  # each imports from those before
 KINDS = (GATHER, SCATTER, *EXCHANGES)
 

@@ -29,16 +29,16 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
-from overlap_train.operators.node_processes import NodeAllToAllGemm, NodeGather, NodeGemmAllToAll, NodeScatter
+from overlap_train.group.domain import barrier
+from overlap_train.group.registry import domain_of, made_domain
+from overlap_train.group.tags import Tag
+from overlap_train.group.waits import next_epoch_on_host
+from overlap_train.nodes.connect import NodeWaits
+from overlap_train.nodes.gloo import GlooTransport
+from overlap_train.nodes.host_engine import Later, NodeEngine
+from overlap_train.nodes.process_ops import NodeAllToAllGemm, NodeGather, NodeGemmAllToAll, NodeScatter
 from overlap_train.planning import choice
 from overlap_train.planning.variants import Variant
-from overlap_train.protocol.node_engine import Later, NodeEngine
-from overlap_train.protocol.node_workspace import NodeWaits
-from overlap_train.protocol.tags import Tag
-from overlap_train.protocol.waits import next_epoch_on_host
-from overlap_train.runtime.domain import barrier
-from overlap_train.runtime.registry import domain_of, made_domain
-from overlap_train.symmetric.gloo import GlooTransport
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
 from tests.processes import Outcome, run_ranks, values
 

@@ -8,7 +8,7 @@ from tests.processes import run_ranks, values
 
 
 def _found(rank: int, world: int) -> tuple[bool, bool]:
-    from overlap_train.operators.portable import is_interpreted
+    from overlap_train.ops.launch import is_interpreted
     from tests import faster_interpreter
 
     return is_interpreted(), faster_interpreter.is_installed()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
-from overlap_train.operators import persistent
+from overlap_train.ops import launch as persistent
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
 from tests.processes import run_ranks, values
 

@@ -8,10 +8,8 @@ import triton
 import triton.language as tl
 
 from overlap_train.kernels.order import exchange_piece, gather_tile, received_block, scatter_tile
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.legs import legs
-from overlap_train.planning.schedule.order import sources, targets, tile_order
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology, sources, targets, tile_order
+from overlap_train.schedule.transfers import legs
 
 SIZES = [(1, 1, 1), (2, 1, 3), (2, 2, 2), (3, 2, 3), (4, 4, 1), (8, 8, 2)]
 NODES = [(2, 1, 2, 1), (2, 2, 1, 3), (2, 3, 2, 2), (3, 2, 2, 1)]  # nodes, ranks of each, chunks, tiles

@@ -19,9 +19,17 @@ from overlap_train.kernels.tiles import (
     tiles_in_run,
     tiles_in_scatter,
 )
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.order import Strips, Unit, strip_order, units_in_run
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.schedule.order import (
+    A2A_GEMM,
+    GATHER,
+    GEMM_A2A,
+    SCATTER,
+    Strips,
+    Topology,
+    Unit,
+    strip_order,
+    units_in_run,
+)
 from tests.unit.hopper_model import python_of
 
 Strip = tuple[int, int]  # (unit, number in it)

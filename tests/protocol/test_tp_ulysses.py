@@ -22,8 +22,8 @@ from overlap_train import (
     qkv_all_to_all,
     shutdown,
 )
-from overlap_train.protocol.layout import SLOTS
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group.registry import domain_of
+from overlap_train.group.slots import SLOTS
 from overlap_train.ulysses import parts
 from overlap_train.ulysses.groups import Groups, _worst, nodes_of_groups
 from tests.linear_cases import rounding_bound

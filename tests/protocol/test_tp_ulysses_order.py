@@ -24,8 +24,8 @@ from overlap_train import (
     attention_output_linear,
     qkv_all_to_all,
 )
-from overlap_train.protocol import copy_thread
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group import copy_engine as copy_thread
+from overlap_train.group.registry import domain_of
 from overlap_train.ulysses import parts, two_groups
 from tests.processes import Outcome, run_ranks, values
 from tests.tp_ulysses_cases import DIM, HIDDEN, B, Grid, grid

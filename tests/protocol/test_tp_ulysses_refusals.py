@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_train import AttentionHeads, OverlapConfig, OverlapTimeoutError, attention_output_linear, qkv_all_to_all
-from overlap_train.operators.plan_book import PlanBook
+from overlap_train.ops.plan_cache import PlanBook
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import grid
 

@@ -16,17 +16,21 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from overlap_train.group.domain import OverlapDomain
+from overlap_train.group.registry import made_domain
 from overlap_train.methods import TRAITS
-from overlap_train.operators import in_trial, plan_book, trial_book, trials, tuning_file
-from overlap_train.operators.call_plan import plan_of
+from overlap_train.ops import plan_cache as in_trial
+from overlap_train.ops import plan_cache as plan_book
+from overlap_train.ops import plan_cache as trial_book
+from overlap_train.ops import plan_cache as tuning_file
+from overlap_train.ops import trials
+from overlap_train.ops.plan_cache import plan_of
+from overlap_train.ops.spec import ALL_GATHER_LINEAR
 from overlap_train.planning import choice
-from overlap_train.planning.passes import SCATTER_AND_WGRAD
-from overlap_train.planning.schedule.kinds import GATHER
-from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import read
 from overlap_train.planning.table_key import key_of
-from overlap_train.runtime.domain import OverlapDomain
-from overlap_train.runtime.registry import made_domain
+from overlap_train.schedule.order import GATHER
+from overlap_train.select.passes import SCATTER_AND_WGRAD
 from tests.processes import run_ranks, values
 
 STEPS, M, N, K = 12, 16, 6, 4  # global sizes

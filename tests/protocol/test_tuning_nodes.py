@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_all_to_all, linear_reduce_scatter, shutdown
-from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule.kinds import GATHER, GEMM_A2A, SCATTER
+from overlap_train.group.registry import made_domain
 from overlap_train.planning.table import Winner, read, save
 from overlap_train.planning.table_key import Key, key_of
-from overlap_train.runtime.registry import made_domain
+from overlap_train.schedule.order import GATHER, GEMM_A2A, SCATTER
+from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
 from tests.processes import run_ranks, values
 from tests.script_server import ScriptServer
 

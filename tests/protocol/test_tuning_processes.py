@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
-from overlap_train.operators.all_gather_gemm import ChunkedGather
-from overlap_train.operators.gemm_reduce_scatter import ChunkedScatter
-from overlap_train.operators.start import GATHERS, SCATTERS
+from overlap_train.group.domain import OverlapDomain
+from overlap_train.group.registry import made_domain
+from overlap_train.group.tags import Tag
+from overlap_train.ops.ag_gemm import ChunkedGather
+from overlap_train.ops.gemm_rs import ChunkedScatter
+from overlap_train.ops.plan import EnginePlan
+from overlap_train.ops.table import GATHERS, SCATTERS
 from overlap_train.planning.choice import Choice
-from overlap_train.planning.engine_plan import EnginePlan
-from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import Winner, path_of, read, save
 from overlap_train.planning.table_key import key_of
-from overlap_train.protocol.tags import Tag
-from overlap_train.runtime.domain import OverlapDomain
-from overlap_train.runtime.registry import made_domain
+from overlap_train.schedule.order import GATHER, SCATTER
+from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.tools.measure.cases import Case
 from overlap_train.tools.measure.operands import make_operands
 from overlap_train.tools.measure.results import Results

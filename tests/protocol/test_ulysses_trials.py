@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import AttentionHeads, OverlapConfig, all_to_all_linear, linear_all_to_all
+from overlap_train.group.registry import made_domain
 from overlap_train.methods import TRAITS
-from overlap_train.operators import trial_book, trials
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
-from overlap_train.runtime.registry import made_domain
+from overlap_train.ops import plan_cache as trial_book
+from overlap_train.ops import trials
+from overlap_train.schedule.order import A2A_GEMM, GEMM_A2A
 from overlap_train.ulysses import calls, parts
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values

@@ -116,7 +116,7 @@ def padded(dataset: Any, first: int, settings: Any, share: Any, device: Any) -> 
 def symmetric_bytes() -> int:
     from megatron.core import parallel_state
 
-    from overlap_train.runtime.registry import made_domain
+    from overlap_train.group.registry import made_domain
 
     domain = made_domain(parallel_state.get_tensor_model_parallel_group())
     return 0 if domain is None else domain.layout.nbytes

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from overlap_train.planning.tiling import tma_reads
+from overlap_train.select.tiling import tma_reads
 from tests.unit import hopper_ptx
 
 

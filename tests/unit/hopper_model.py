@@ -20,11 +20,9 @@ from overlap_train.kernels import hopper_all_gather_gemm as gather
 from overlap_train.kernels import hopper_all_to_all_gemm as receive
 from overlap_train.kernels import hopper_gemm_reduce_scatter as scatter
 from overlap_train.kernels.signal_words import MAX_CHUNKS
-from overlap_train.operators.hopper import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, PART_M
-from overlap_train.planning.schedule.kinds import GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.order import units_in_run
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.tiling import HOPPER_TILE
+from overlap_train.ops.launch import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, PART_M
+from overlap_train.schedule.order import GEMM_A2A, SCATTER, Topology, units_in_run
+from overlap_train.select.tiling import HOPPER_TILE
 
 
 class Nothing:

@@ -61,7 +61,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from overlap_train.operators.hopper import (
+    from overlap_train.ops.launch import (
         BLOCK_K,
         BLOCK_M,
         BLOCK_N,
@@ -73,9 +73,8 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         STAGES_DIRECT,
         STEP,
     )
-    from overlap_train.planning.schedule.kinds import GEMM_A2A, SCATTER
-    from overlap_train.planning.schedule.order import units_in_run
-    from overlap_train.planning.tiling import HOPPER_TILE
+    from overlap_train.schedule.order import GEMM_A2A, SCATTER, units_in_run
+    from overlap_train.select.tiling import HOPPER_TILE
 
     module = __import__(f"overlap_train.kernels.{kernel_name}", fromlist=["kernel"])
     kernel = getattr(module, f"{kernel_name}_kernel")

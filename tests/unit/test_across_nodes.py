@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.protocol.layout import Layout
-from overlap_train.runtime import across_nodes
-from overlap_train.runtime.across_nodes import AcrossNodes
+from overlap_train.group.slots import Layout
+from overlap_train.nodes import connect as across_nodes
+from overlap_train.nodes.connect import AcrossNodes
+from overlap_train.schedule.order import Topology
 
 GPU, TWO_BY_TWO = torch.device("cuda", 0), Topology(2, 2, 3)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError
 from overlap_train.symmetric import agreement
-from overlap_train.symmetric import store as key_value_store
+from overlap_train.symmetric import agreement as key_value_store
 from overlap_train.symmetric.agreement import Agreement
 from overlap_train.symmetric.bounded import Callers
 

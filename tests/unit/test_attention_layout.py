@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overlap_train import AttentionHeads, Rotary
-from overlap_train.operators.attention_layout import Heads, pack, unpack
+from overlap_train.ulysses.attention_layout import Heads, pack, unpack
 
 HEADS, S, B = AttentionHeads(6, 2, 8), 5, 3
 

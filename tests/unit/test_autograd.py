@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.operators.autograd import applied
+from overlap_train.linear import applied
 
 
 class Squared(torch.autograd.Function):

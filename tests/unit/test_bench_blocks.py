@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.planning.sequence import SequenceLayout
 from overlap_train.tools.bench.attention_blocks import by_nccl, expected_of
 from overlap_train.tools.bench.attention_data import Data, check_block, check_outcome, worst_tile
 from overlap_train.tools.bench.attention_parts import in_torchs_words
 from overlap_train.tools.measure.models import MODELS, Model
 from overlap_train.tools.measure.world import World
+from overlap_train.ulysses.layout import SequenceLayout
 from tests.processes import run_ranks, values
 
 CPU = torch.device("cpu")

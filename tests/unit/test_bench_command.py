@@ -15,9 +15,9 @@ import torch
 
 from overlap_train import cli
 from overlap_train.flags import from_args
-from overlap_train.planning.passes import Pass
 from overlap_train.planning.table import Winner, save
 from overlap_train.planning.table_key import key_of
+from overlap_train.select.passes import Pass
 from overlap_train.tools.bench import command, kinds, layers, plots
 from overlap_train.tools.measure import methods
 from overlap_train.tools.measure.cases import EXCHANGES, OPS, PASSES

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig
-from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED
+from overlap_train.schedule.order import Topology
 from overlap_train.tools.bench import hierarchical, node_domains, operators, output, plots
 from overlap_train.tools.bench.hierarchical import Shapes, hierarchical_cases
 from overlap_train.tools.bench.node_domains import Domains

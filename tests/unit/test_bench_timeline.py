@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.runtime.registry import domain_of
+from overlap_train.group.registry import domain_of
 from overlap_train.tools.bench import timeline
 from overlap_train.tools.bench.timeline import last_call, record
 from overlap_train.tools.measure.models import TINY

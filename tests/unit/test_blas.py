@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.gpu.blas import Blas
+from overlap_train.gpu.driver import Blas
 
 GPU = torch.device("cuda", 0)
 

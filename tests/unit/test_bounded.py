@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.nodes import nccl
+from overlap_train.schedule.order import Topology
 from overlap_train.symmetric import bounded as room
-from overlap_train.symmetric import nccl, nvshmem, torch_symm
+from overlap_train.symmetric import nvshmem, torch_symm
 from overlap_train.symmetric.bounded import Callers, WatchingProcess, bounded
 
 CPU = torch.device("cpu")

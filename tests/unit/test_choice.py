@@ -9,14 +9,12 @@ import torch
 
 from overlap_train.config import METHODS
 from overlap_train.planning.choice import alone, choose, untuned
-from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule.kinds import GATHER, SCATTER
-from overlap_train.planning.schedule.order import Strips, strip_order, units_in_run
-from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED, Table, Winner
-from overlap_train.planning.tiling import HOPPER_TILE
 from overlap_train.planning.untuned import FEW_ROWS, SMALL_M, SMALL_M_DIRECT
 from overlap_train.planning.variants import PLAIN, VARIANTS, Variant
+from overlap_train.schedule.order import GATHER, SCATTER, Strips, Topology, strip_order, units_in_run
+from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.select.tiling import HOPPER_TILE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 WORLD = 4

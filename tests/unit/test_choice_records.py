@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
+from overlap_train.ops.plan import chunks_of
 from overlap_train.planning.choice import choose
-from overlap_train.planning.engine_plan import chunks_of
-from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule.kinds import EXCHANGES, GATHER
 from overlap_train.planning.table import UNTUNED, Winner
-from overlap_train.planning.tiling import tma_reads
 from overlap_train.planning.variants import PLAIN, method_of
+from overlap_train.schedule.order import EXCHANGES, GATHER
+from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.select.tiling import tma_reads
 from overlap_train.tools.plan.records import pass_of, rows_of, tuned
 from overlap_train.tools.tune.candidates import NOISE
 from overlap_train.ulysses.parts import cut_exchange

@@ -8,9 +8,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from overlap_train.protocol.copy_engine import Push, Route
-from overlap_train.protocol.copy_stream import StreamCopyEngine
-from overlap_train.protocol.copy_thread import HostCopyEngine, run_push
+from overlap_train.group.copy_engine import HostCopyEngine, Push, Route, StreamCopyEngine, run_push
 
 EPOCH = torch.tensor([7])
 

@@ -13,9 +13,8 @@ import torch
 
 from overlap_train.planning.choice import untuned
 from overlap_train.planning.hardware import HARDWARE, Hardware, hardware_of
-from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
+from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.tools.doctor import gpus, links, network, operator
 from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding
 from overlap_train.tools.measure.models import MODELS

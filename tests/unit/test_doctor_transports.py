@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from overlap_train import OverlapConfig
 from overlap_train.flags import NETWORKS
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.schedule.order import Topology
 from overlap_train.tools.doctor import command, examination, job, links, memory, network, operator
 from overlap_train.tools.doctor.flags import Doctor
 from overlap_train.tools.doctor.network import Settings, check_network

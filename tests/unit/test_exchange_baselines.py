@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
+from overlap_train.schedule.order import A2A_GEMM, GEMM_A2A
 from overlap_train.tools.bench import exchange_baselines
 from overlap_train.tools.bench.exchange_baselines import shares_of, three_parts, three_weights
 from overlap_train.tools.measure.cases import Case

@@ -9,17 +9,20 @@ import torch
 
 from overlap_train.config import OverlapConfig
 from overlap_train.methods import TRAITS
-from overlap_train.planning.arguments import all_to_all_linear_error, linear_all_to_all_error
+from overlap_train.ops.plan import EnginePlan, NodeNetwork, engine_plan, make_plan, sent_again
+from overlap_train.ops.spec import (
+    ALL_TO_ALL,
+    ALL_TO_ALL_LINEAR,
+    LINEAR_ALL_TO_ALL,
+    all_to_all_linear_error,
+    linear_all_to_all_error,
+)
 from overlap_train.planning.choice import Choice, choose, may_choose, untuned
-from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, engine_plan, sent_again
-from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.plan import make_plan
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.spec import ALL_TO_ALL, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.tiling import HOPPER, PORTABLE
 from overlap_train.planning.variants import Variant
+from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
+from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.select.tiling import HOPPER, PORTABLE
 from tests.unit.test_plan import _hopper as _hopper
 
 BF16, GPU = torch.bfloat16, torch.device("cuda", 0)

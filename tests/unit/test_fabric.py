@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.gpu.fabric import FabricMemory, _Properties
+from overlap_train.group.topology import FabricMemory, _Properties
 
 GPU = torch.device("cuda", 3)
 GRANULARITY = 2 << 20

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from overlap_train.planning.arguments import Request
-from overlap_train.runtime.first_call import FirstCall, ask
+from overlap_train.group.memory import FirstCall, Request, ask
 from overlap_train.symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
 
 WHAT, WRONG = "fc1: agree on its first call", "fc1: w has 3 rows"

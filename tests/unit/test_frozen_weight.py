@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.operators.planned import Planned
+from overlap_train.ops.plan import Plan, make_plan
+from overlap_train.ops.plan_cache import Planned
+from overlap_train.ops.spec import ALL_GATHER_LINEAR
 from overlap_train.planning import choice
-from overlap_train.planning.plan import Plan, make_plan
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import UNTUNED
+from overlap_train.schedule.order import Topology
 
 GPU = torch.device("cuda", 0)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.symmetric import gloo
+from overlap_train.nodes import gloo
+from overlap_train.schedule.order import Topology
 from overlap_train.symmetric.agreement import OverlapTimeoutError
 
 ALONE = Topology(1, 2, 1)  # no receivers

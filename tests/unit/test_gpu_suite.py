@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from overlap_train import operators
+from overlap_train import ops as operators
 from tests.gpu import conftest
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.planning.arguments import Request
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.protocol.tags import Tag
-from overlap_train.runtime import graph
-from overlap_train.runtime.domain import OverlapDomain
-from overlap_train.runtime.prepare import prepare
-from overlap_train.symmetric.topology import Nodes
+from overlap_train.group import registry as graph
+from overlap_train.group.domain import OverlapDomain
+from overlap_train.group.memory import Request, prepare
+from overlap_train.group.tags import Tag
+from overlap_train.group.topology import Nodes
+from overlap_train.schedule.order import Topology
 
 FC1 = Tag("fc1", "")
 

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from overlap_train.gpu.ptx_check import missing
-from overlap_train.operators.hopper import STEP
+from overlap_train.ops.launch import STEP
 from tests.unit import hopper_ptx
 from tests.unit.ptx_flow import reachable_without
 

@@ -15,13 +15,22 @@ import torch
 
 pytest.importorskip("triton")
 
-from overlap_train.operators import hopper
-from overlap_train.operators.gemm_all_to_all import FusedGemmAllToAll
-from overlap_train.operators.gemm_reduce_scatter import FusedScatter
-from overlap_train.operators.kernel_args import GatherOperands, ScatterOperands
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.order import Strips, Unit, sources, strip_order, units_in_run
-from overlap_train.planning.tiling import HOPPER, HOPPER_TILE, count_waves
+from overlap_train.ops import launch as hopper
+from overlap_train.ops.gemm_a2a import FusedGemmAllToAll
+from overlap_train.ops.gemm_rs import FusedScatter
+from overlap_train.ops.launch import GatherOperands, ScatterOperands
+from overlap_train.schedule.order import (
+    A2A_GEMM,
+    GATHER,
+    GEMM_A2A,
+    SCATTER,
+    Strips,
+    Unit,
+    sources,
+    strip_order,
+    units_in_run,
+)
+from overlap_train.select.tiling import HOPPER, HOPPER_TILE, count_waves
 from tests.unit.hopper_model import SMS, Product, Stored, run_gather, run_scatter
 
 # (rows of a rank, chunks): within a tile, around one, of many; chunks that end within tiles, too

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from overlap_train.planning.schedule.in_flight import START, InFlight, Step, most_in_flight
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from overlap_train.schedule.inter_node import START, InFlight, Step, most_in_flight
+from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 
 
 def short(steps: Iterable[Step]) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_train.group.tags import Tag
+from overlap_train.group.waits import BoundedWaits, _next_epoch_launch
 from overlap_train.kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
-from overlap_train.operators.kernel_args import GatherOperands, grid_size, protocol_arguments, receiving_arguments
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.protocol.tags import Tag
-from overlap_train.protocol.waits import BoundedWaits, _next_epoch_launch
+from overlap_train.ops.launch import GatherOperands, grid_size, protocol_arguments, receiving_arguments
+from overlap_train.schedule.order import Topology
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 WORLD, RANK, LIMIT_S = 3, 1, 2.5
@@ -102,7 +102,7 @@ def test_every_counter_of_a_slot_is_reset(world: int) -> None:
 
 
 def test_a_grid_has_a_cta_per_sm_or_per_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlap_train.operators.kernel_args.multiprocessors", lambda device: 132)
+    monkeypatch.setattr("overlap_train.ops.launch.multiprocessors", lambda device: 132)
     assert (grid_size(1000, GPU, 0), grid_size(7, GPU, 0), grid_size(1000, CPU, 0)) == ((132,), (7,), (1,))
     assert (grid_size(1000, GPU, 9), grid_size(125, GPU, 9), grid_size(7, GPU, 9)) == ((123,), (123,), (7,))
     assert grid_size(1000, GPU, 140) == (1,)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from overlap_train.protocol.layout import BARRIER, Layout, with_room
+from overlap_train.group.slots import BARRIER, Layout, with_room
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 72, 600])

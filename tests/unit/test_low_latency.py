@@ -12,16 +12,14 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.gpu.ptx_check import WORD_STORED, missing
+from overlap_train.group.slots import SLOTS, Layout
+from overlap_train.ops.plan import Plan, make_plan, why_not
+from overlap_train.ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.choice import untuned
-from overlap_train.planning.low_latency import LOW_LATENCY, MOST_BYTES, flagged_bytes, pays, serves
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import Plan, make_plan
-from overlap_train.planning.refusals import why_not
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED
-from overlap_train.protocol.layout import SLOTS, Layout
+from overlap_train.schedule.order import A2A_GEMM, GATHER, Topology
+from overlap_train.select.low_latency import LOW_LATENCY, MOST_BYTES, flagged_bytes, pays, serves
+from overlap_train.select.passes import Pass
 from tests.unit import hopper_ptx
 
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16

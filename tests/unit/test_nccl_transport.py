@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.planning.schedule.crossings import crossings
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.protocol.watchdog import FaultRecord
-from overlap_train.symmetric import nccl
+from overlap_train.group.faults import FaultRecord
+from overlap_train.nodes import nccl
+from overlap_train.nodes.transport import Piece
+from overlap_train.schedule.inter_node import crossings
+from overlap_train.schedule.order import A2A_GEMM, GATHER, Topology
 from overlap_train.symmetric.agreement import OverlapTimeoutError
 from overlap_train.symmetric.bounded import Callers
-from overlap_train.symmetric.inter_node import Piece
 
 CPU = torch.device("cpu")
 TOPOLOGY = Topology(3, 2, 3)  # rank 1 of node 1: its twins are 1 and 5

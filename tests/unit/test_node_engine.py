@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from overlap_train import OverlapTimeoutError
-from overlap_train.protocol.node_engine import NodeEngine
-from overlap_train.protocol.watchdog import FaultRecord
-from overlap_train.symmetric.gloo import GlooTransport
+from overlap_train.group.faults import FaultRecord
+from overlap_train.nodes.gloo import GlooTransport
+from overlap_train.nodes.host_engine import NodeEngine
 
 Started = tuple[NodeEngine, FaultRecord]
 

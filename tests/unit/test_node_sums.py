@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.symmetric import node_sums
+from overlap_train.nodes import sums as node_sums
+from overlap_train.schedule.order import Topology
 
 CPU, BF16, EIGHT = torch.device("cpu"), torch.bfloat16, Topology(2, 8, 0)
 H100 = {1: 61.0, 4: 235.0, 8: 446.0, 16: 818.0, 32: 1341.0}  # GB/s of 8 blocks by so many CTAs

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from overlap_train.symmetric import nvshmem, open_heap, torch_symm
-from overlap_train.symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
-from overlap_train.symmetric.allocation import on_all_ranks
+from overlap_train.symmetric.agreement import OverlapMismatchError, OverlapTimeoutError, on_all_ranks
 from overlap_train.symmetric.bounded import Callers
 
 CPU = torch.device("cpu")

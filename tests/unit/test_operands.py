@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.operators import persistent
-from overlap_train.operators.kernel_args import GatherOperands, ScatterOperands
-from overlap_train.planning.tiling import HOPPER, PORTABLE
+from overlap_train.ops import launch as persistent
+from overlap_train.ops.launch import GatherOperands, ScatterOperands
+from overlap_train.select.tiling import HOPPER, PORTABLE
 
 BF16 = torch.bfloat16
 

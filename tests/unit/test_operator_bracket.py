@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import pytest
 
 from overlap_train import OverlapTimeoutError
-from overlap_train.protocol.tags import Tag
-from overlap_train.runtime import bracket
-from overlap_train.runtime.bracket import Operator
+from overlap_train.group import domain as bracket
+from overlap_train.group.domain import Operator
+from overlap_train.group.tags import Tag
 
 
 def test_a_begin_that_raises_ends_as_the_operator_would() -> None:

@@ -16,9 +16,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from overlap_train.gpu.entry import Entry, entry_of, layout_of
-from overlap_train.gpu.launch import Launch, LaunchCache, PackedLaunch, _Configuration
-from overlap_train.gpu.parameters import PackedArguments, Parameters
+from overlap_train.gpu.launch import (
+    Entry,
+    Launch,
+    LaunchCache,
+    PackedArguments,
+    PackedLaunch,
+    Parameters,
+    _Configuration,
+    entry_of,
+    layout_of,
+)
 from overlap_train.gpu.ptx_check import Verifier
 from tests.unit import hopper_ptx
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from overlap_train.config import OverlapConfig
-from overlap_train.protocol.layout import SLOTS
+from overlap_train.group.slots import SLOTS
 from overlap_train.ulysses.parts import cut, cut_exchange, parts_that_hide
 
 MIB = 1 << 20

@@ -12,19 +12,33 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.planning import tiling
-from overlap_train.planning.arguments import all_gather_error, reduce_scatter_error
-from overlap_train.planning.cache import BoundedCache
+from overlap_train.cache import BoundedCache
+from overlap_train.group.slots import BARRIER, SLOTS, Layout
+from overlap_train.ops.plan import (
+    EnginePlan,
+    NodeNetwork,
+    Plan,
+    barrier_first,
+    chunks_of,
+    engine_plan,
+    make_plan,
+    sent_again,
+    why_not,
+)
+from overlap_train.ops.spec import (
+    ALL_GATHER_LINEAR,
+    ALL_TO_ALL,
+    LINEAR_REDUCE_SCATTER,
+    all_gather_error,
+    reduce_scatter_error,
+)
 from overlap_train.planning.choice import Choice, choose
-from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, chunks_of, engine_plan, sent_again
-from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.plan import Plan, barrier_first, make_plan
-from overlap_train.planning.refusals import why_not
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED, Table, Winner
-from overlap_train.planning.tiling import (
+from overlap_train.planning.variants import Variant
+from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
+from overlap_train.select import tiling
+from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.select.tiling import (
     HOPPER,
     LIBRARY,
     PORTABLE,
@@ -35,8 +49,6 @@ from overlap_train.planning.tiling import (
     pays_in_short_chunks,
     products_that_fill,
 )
-from overlap_train.planning.variants import Variant
-from overlap_train.protocol.layout import BARRIER, SLOTS, Layout
 from tests.linear_cases import cut_into
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.operators import plan_book, settled
-from overlap_train.operators.plan_book import PlanBook
-from overlap_train.operators.planned import Planned
-from overlap_train.operators.runs_here import other_table
-from overlap_train.planning.cache import BoundedCache
-from overlap_train.planning.plan import make_plan
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+from overlap_train.cache import BoundedCache
+from overlap_train.ops import plan_cache as plan_book
+from overlap_train.ops import plan_cache as settled
+from overlap_train.ops.plan import make_plan
+from overlap_train.ops.plan_cache import PlanBook, Planned, other_table
+from overlap_train.ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.planning.table import UNTUNED
+from overlap_train.schedule.order import Topology
 
 X, W, BIAS = torch.empty(4, 8), torch.empty(6, 8), torch.empty(6)
 CONFIG = OverlapConfig(method="chunked")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from overlap_train.planning.machines import SYSTEMS, System
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import UNTUNED
+from overlap_train.schedule.order import GATHER, SCATTER
+from overlap_train.select.passes import Pass
 from overlap_train.tools.plan import command, picture
 from overlap_train.tools.plan.check import (
     CALIBRATED,

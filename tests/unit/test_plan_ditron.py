@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from overlap_train.planning.schedule.kinds import GATHER, SCATTER
+from overlap_train.schedule.order import GATHER, SCATTER
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "planner"
 Cells = dict[tuple[Any, str], list[Any]]  # by table and kind of operator

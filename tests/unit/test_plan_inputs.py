@@ -17,7 +17,7 @@ import torch
 from overlap_train.planning import cost
 from overlap_train.planning.hardware import hardware_of
 from overlap_train.planning.machines import NETWORK_SPEEDS, SPEEDS, SYSTEMS
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.schedule.order import Topology
 from overlap_train.tools.doctor import command as doctor
 from overlap_train.tools.doctor import network
 from overlap_train.tools.doctor.links import judge_links, judge_speed

@@ -12,14 +12,12 @@ import torch
 
 from overlap_train.planning import cost
 from overlap_train.planning.machines import SYSTEMS
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule.crossings import crossings
-from overlap_train.planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.legs import ARRIVED, LANDED, NETWORK, NODE_SUM, OPERAND, Leg, legs
-from overlap_train.planning.schedule.order import sources
-from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.tiling import HOPPER, HOPPER_TILE
+from overlap_train.schedule.inter_node import crossings
+from overlap_train.schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER, Topology, sources
+from overlap_train.schedule.transfers import ARRIVED, LANDED, NETWORK, NODE_SUM, OPERAND, Leg, legs
+from overlap_train.select.passes import Pass
+from overlap_train.select.tiling import HOPPER, HOPPER_TILE
 from overlap_train.tools.plan.estimates import work_of
 from overlap_train.tools.plan.simulation import across_nodes, programs, sending
 from overlap_train.tools.plan.simulation.backward import backward, wgrad_us

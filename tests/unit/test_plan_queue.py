@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from overlap_train.planning.machines import SYSTEMS, System
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule import in_flight
-from overlap_train.planning.schedule.crossings import crossings
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.legs import legs
-from overlap_train.planning.schedule.order import sources
-from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED
+from overlap_train.schedule import inter_node as in_flight
+from overlap_train.schedule.inter_node import crossings
+from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology, sources
+from overlap_train.schedule.transfers import legs
+from overlap_train.select.passes import Pass
 from overlap_train.tools.bench.timeline import last_call
 from overlap_train.tools.plan.estimates import work_of
 from overlap_train.tools.plan.simulation import backward, enqueued

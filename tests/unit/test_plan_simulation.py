@@ -13,12 +13,22 @@ import pytest
 import torch
 
 from overlap_train.planning.machines import SYSTEMS
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
-from overlap_train.planning.schedule.legs import legs
-from overlap_train.planning.schedule.order import Strips, strip_order, tile_order, units_in_run
-from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED
+from overlap_train.schedule.order import (
+    A2A_GEMM,
+    EXCHANGES,
+    GATHER,
+    GEMM_A2A,
+    INBOUND,
+    SCATTER,
+    Strips,
+    Topology,
+    strip_order,
+    tile_order,
+    units_in_run,
+)
+from overlap_train.schedule.transfers import legs
+from overlap_train.select.passes import Pass
 from overlap_train.tools.plan.estimates import METHODS, work_of
 from overlap_train.tools.plan.simulation import simulated_rank as simulator
 from overlap_train.tools.plan.simulation.backward import backward

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from overlap_train.planning.machines import SYSTEMS, System
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import UNTUNED
+from overlap_train.schedule.order import GATHER, SCATTER
+from overlap_train.select.passes import Pass
 from overlap_train.tools.bench.timeline import last_call
 from overlap_train.tools.plan.estimates import Estimate, estimate, work_of
 from overlap_train.tools.plan.simulation.programs import program

@@ -14,7 +14,6 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.planning import cost
-from overlap_train.planning.heads import AttentionHeads
 from overlap_train.planning.machines import SYSTEMS
 from overlap_train.tools.plan import replay
 from overlap_train.tools.plan.estimates import COLLECTIVE, METHODS
@@ -24,6 +23,7 @@ from overlap_train.tools.plan.simulation.simulate import simulate
 from overlap_train.tools.plan.simulation.timeline import COPIES, EXCHANGES, GEMM, Program, Span, Timeline
 from overlap_train.tools.plan.two_groups import Projection, in_parts, projection
 from overlap_train.ulysses import ahead, two_group_calls
+from overlap_train.ulysses.layout import AttentionHeads
 
 H200 = SYSTEMS["h200"]
 OURS = METHODS[:-1]

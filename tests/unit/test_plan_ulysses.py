@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from overlap_train.planning.machines import H200, System
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GEMM_A2A
 from overlap_train.planning.table import UNTUNED
+from overlap_train.schedule.order import A2A_GEMM, GEMM_A2A
+from overlap_train.select.passes import Pass
 from overlap_train.tools.plan.estimates import COLLECTIVE, METHODS, Estimate, estimate, work_of
 from overlap_train.tools.plan.inputs import PLANNED_MODELS, Strategy
 from overlap_train.tools.plan.prediction import BACKWARD, FORWARD, Prediction, predict

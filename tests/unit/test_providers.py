@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overlap_train.symmetric import nvshmem, resolve_provider
-from overlap_train.symmetric.allocation import allocated
+from overlap_train.symmetric.agreement import allocated
 from overlap_train.symmetric.bounded import Callers
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.symmetric.inter_node import Place
-from overlap_train.symmetric.puts import NvshmemPuts
+from overlap_train.nodes.puts import NvshmemPuts
+from overlap_train.nodes.transport import Place
 
 STREAM, SET = 77, 9
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from overlap_train import AttentionHeads, QkNorm, Rotary
-from overlap_train.operators.attention_layout import Heads, pack, unpack
-from overlap_train.operators.qk_norm import HeadNorm
+from overlap_train.ulysses.attention_layout import HeadNorm, Heads, pack, unpack
 from tests.unit.test_attention_layout import as_complex, rotary
 
 HEADS, S, B = AttentionHeads(6, 2, 8), 5, 3

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig, OverlapTimeoutError, check
-from overlap_train.runtime import registry
+from overlap_train.group import registry
 
 CPU = torch.device("cpu")
 FIRST = OverlapConfig(provider="host", symmetric_mib=64, timeout_s=5.0)

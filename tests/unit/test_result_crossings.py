@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.operators.crossings import ResultCrossings
-from overlap_train.planning.schedule.kinds import GEMM_A2A, SCATTER
+from overlap_train.nodes.crossings import ResultCrossings
+from overlap_train.schedule.order import GEMM_A2A, SCATTER
 
 
 class Engine:

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from overlap_train import OverlapConfig
-from overlap_train.planning.arguments import Request
-from overlap_train.protocol.layout import SLOTS, Layout, with_room
-from overlap_train.runtime.domain import OverlapDomain
-from overlap_train.runtime.prepare import room_of
-from overlap_train.runtime.room import Room
+from overlap_train.group.domain import OverlapDomain
+from overlap_train.group.memory import Request, Room, room_of
+from overlap_train.group.slots import SLOTS, Layout, with_room
 
 MIB = 1 << 20
 NEEDED = 67 * MIB // 16  # three slots: 12.6 MiB; with room 13.5

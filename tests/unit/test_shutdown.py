@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from overlap_train import OverlapTimeoutError, shutdown
-from overlap_train.runtime import registry
+from overlap_train.group import registry
 from overlap_train.symmetric import nvshmem
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from overlap_train.protocol.layout import SLOTS
-from overlap_train.protocol.slot_use import SlotUse
+from overlap_train.group.slots import SLOTS
+from overlap_train.group.workspace import SlotUse
 
 # calls of each operator of a layer: forward of column, row, column, row; backward of row, column, row, column
 LAYER = [1, 1, 1, 1, 1, 2, 1, 2]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.gpu.ptx_check import Verifier
-from overlap_train.gpu.specialisation import kinds
+from overlap_train.gpu.ptx_check import Verifier, kinds
 from tests.unit import hopper_ptx
 
 SIZES = (1, 2, 5, 15, 16, 17, 32, 48, 2**31 - 1, 2**31, 2**32, 2**33 + 1, 2**63 - 1, 2**63, 2**63 + 16, -1, -16)

@@ -14,11 +14,19 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.planning.refusals import why_not_across_nodes, why_not_together
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER
-from overlap_train.symmetric import reach, topology
-from overlap_train.symmetric.reach import GpuPlace, GpuSample, new_sample, read_token
-from overlap_train.symmetric.topology import NodeSettings, find_nodes, nodes_error
+from overlap_train.group import topology
+from overlap_train.group import topology as reach
+from overlap_train.group.topology import (
+    GpuPlace,
+    GpuSample,
+    NodeSettings,
+    find_nodes,
+    new_sample,
+    nodes_error,
+    read_token,
+)
+from overlap_train.ops.plan import why_not_across_nodes, why_not_together
+from overlap_train.schedule.order import A2A_GEMM, GATHER
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 Reached = list[tuple[int, ...]]
@@ -132,7 +140,7 @@ class Hosts:
 
 
 def sample_of(place: GpuPlace) -> GpuSample:
-    memory = mock.patch("overlap_train.gpu.fabric.FabricMemory", return_value=Fabric(place.fabric))
+    memory = mock.patch("overlap_train.group.topology.FabricMemory", return_value=Fabric(place.fabric))
     with memory, mock.patch.object(reach, "_boot", return_value=place.boot):
         return GpuSample(GPU)
 

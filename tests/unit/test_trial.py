@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from overlap_train.methods import TRAITS
-from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import Table, Winner
 from overlap_train.planning.trial import is_known, key_of, methods_to_try, winners
+from overlap_train.schedule.order import GATHER, SCATTER
+from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FPROP = Pass(GATHER, 64, 32, 16, torch.float32, 2)  # whose default on the CPU is chunked

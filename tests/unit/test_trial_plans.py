@@ -11,18 +11,15 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
+from overlap_train.group.memory import may_hold
 from overlap_train.methods import TRAITS
-from overlap_train.operators import settled
-from overlap_train.operators.in_trial import InTrial
-from overlap_train.operators.plan_book import PlanBook
-from overlap_train.operators.planned import Planned
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.plan import make_plan
-from overlap_train.planning.schedule.kinds import GATHER
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.spec import ALL_GATHER_LINEAR
+from overlap_train.ops import plan_cache as settled
+from overlap_train.ops.plan import make_plan
+from overlap_train.ops.plan_cache import InTrial, PlanBook, Planned
+from overlap_train.ops.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import Table, Winner
-from overlap_train.runtime.prepare import may_hold
+from overlap_train.schedule.order import GATHER, Topology
+from overlap_train.select.passes import Pass
 
 GPU = torch.device("cuda", 0)
 CONFIG = OverlapConfig(tune_steps=20)

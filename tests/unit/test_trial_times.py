@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-from overlap_train.operators import trials
-from overlap_train.operators.trials import Timed, TimedBracket, Trial, work_of
-from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
-from overlap_train.planning.schedule.kinds import GATHER
-from overlap_train.runtime.bracket import Operator
+from overlap_train.group.domain import Operator
+from overlap_train.ops import trials
+from overlap_train.ops.trials import Timed, TimedBracket, Trial, work_of
+from overlap_train.schedule.order import GATHER
+from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
 
 FPROP = Pass(GATHER, 8, 3, 4, torch.float32, 2)
 WORK = work_of(FPROP)

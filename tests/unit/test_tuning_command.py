@@ -9,9 +9,9 @@ import torch
 
 from overlap_train import OverlapConfig, cli
 from overlap_train.flags import option_fields
-from overlap_train.planning.passes import Pass
 from overlap_train.planning.table import Winner
 from overlap_train.planning.table_key import key_of
+from overlap_train.select.passes import Pass
 from overlap_train.tools.measure import methods
 from overlap_train.tools.measure.models import MODELS
 from overlap_train.tools.tune.cases import model_cases, one_a_bucket

@@ -15,16 +15,15 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.operators import tuning_file
+from overlap_train.ops import plan_cache as tuning_file
+from overlap_train.ops.plan import EnginePlan, NodeNetwork, engine_plan
 from overlap_train.planning.choice import Choice, choose, untuned
-from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, engine_plan
-from overlap_train.planning.passes import Pass
-from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.table import UNTUNED, Table, Winner, path_of, read, save
 from overlap_train.planning.table_key import CROSSINGS, KERNELS, Key, key_of
-from overlap_train.planning.tiling import equal_chunks
 from overlap_train.planning.variants import PLAIN, Variant
+from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
+from overlap_train.select.passes import Pass
+from overlap_train.select.tiling import equal_chunks
 from overlap_train.tools.tune.candidates import candidates, variants_to_run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

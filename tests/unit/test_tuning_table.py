@@ -22,11 +22,11 @@ import torch
 from overlap_train import OverlapConfig
 from overlap_train.planning import table as table_module
 from overlap_train.planning import table_key
-from overlap_train.planning.passes import Pass, rounded_up
-from overlap_train.planning.schedule.kinds import GATHER, SCATTER
 from overlap_train.planning.table import Table, Winner, path_of, read, save
 from overlap_train.planning.table_key import Key, key_of
 from overlap_train.planning.variants import PLAIN, VARIANTS, Variant, method_of
+from overlap_train.schedule.order import GATHER, SCATTER
+from overlap_train.select.passes import Pass, rounded_up
 from overlap_train.tools.measure.timing import Timing
 from overlap_train.tools.tune.candidates import NOISE, WORTH_LAUNCHES, candidates, decide, variants_to_run
 

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
-from overlap_train.planning.schedule.crossings import crossings
-from overlap_train.planning.schedule.kinds import GEMM_A2A, SCATTER
-from overlap_train.planning.schedule.order import chunks_after_own, chunks_by_rows
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.schedule.turns import EXCHANGE, FAR, NEAR, exchanges_ahead, exchanges_before_wgrad, leaving
 from overlap_train.planning.variants import CHUNK_COUNTS
+from overlap_train.schedule.inter_node import (
+    EXCHANGE,
+    FAR,
+    NEAR,
+    crossings,
+    exchanges_ahead,
+    exchanges_before_wgrad,
+    leaving,
+)
+from overlap_train.schedule.order import GEMM_A2A, SCATTER, Topology, chunks_after_own, chunks_by_rows
 
 SIZES = [(2, 1), (2, 2), (3, 1), (3, 2), (8, 1), (4, 8)]
 RATIOS = [0.5 + step / 20 for step in range(31)]  # products over network

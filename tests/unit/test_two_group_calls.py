@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from overlap_train.config import OverlapConfig
-from overlap_train.operators.planned import Planned
-from overlap_train.operators.start import products_beside
-from overlap_train.planning.heads import AttentionHeads
-from overlap_train.planning.plan import make_plan
-from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.spec import ALL_GATHER_LINEAR
+from overlap_train.ops.plan import make_plan
+from overlap_train.ops.plan_cache import Planned
+from overlap_train.ops.spec import ALL_GATHER_LINEAR
+from overlap_train.ops.table import products_beside
 from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.tiling import Target
+from overlap_train.schedule.order import Topology
+from overlap_train.select.tiling import Target
 from overlap_train.ulysses import two_group_calls
 from overlap_train.ulysses.calls import Terms
+from overlap_train.ulysses.layout import AttentionHeads
 
 TERMS = Terms(OverlapConfig(method="fused", network_sms=4), "linear_qkv")
 

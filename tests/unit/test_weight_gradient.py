@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap_train.operators.weight_gradient import WeightGradient, weight_gradient
+from overlap_train.ops.wgrad import WeightGradient, weight_gradient
 
 N, K, ROWS = 3, 5, 6
 # Exact in fp32, and halfway between two values of the dtype.

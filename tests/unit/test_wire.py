@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.planning.schedule.topology import Topology
+from overlap_train.group.domain import OverlapDomain
+from overlap_train.nodes import wire
+from overlap_train.nodes import wire as bursts
+from overlap_train.nodes.streams import NodeStreamEngine
 from overlap_train.planning.sm_budget import SmBudget
-from overlap_train.protocol.node_streams import NodeStreamEngine
-from overlap_train.runtime.domain import OverlapDomain
-from overlap_train.symmetric import bursts, wire
+from overlap_train.schedule.order import Topology
 from overlap_train.symmetric.agreement import OverlapTimeoutError
 
 CPU, TOPOLOGY = torch.device("cpu"), Topology(2, 2, 0)

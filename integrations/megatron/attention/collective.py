@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ..linears.exchange import Exchange
+from overlap_train.integrations.megatron.linears.exchange import Exchange
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

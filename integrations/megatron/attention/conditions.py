@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from .core import heads_of, is_transformer_engines
+from overlap_train.integrations.megatron.attention.core import heads_of, is_transformer_engines
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

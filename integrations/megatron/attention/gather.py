@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError
-from overlap_train.protocol.watchdog import poll
+from overlap_train.group.faults import poll
+from overlap_train.integrations.megatron.linears.exchange import Exchange
 from overlap_train.warn import warn_user
-
-from ..linears.exchange import Exchange
 
 
 @torch.no_grad()

@@ -7,12 +7,12 @@ from typing import Any
 
 from megatron.core.transformer.attention import Attention
 
-from ..linears.context_parallel import ULYSSES, comm_type
-from ..linears.in_model import Model, chunks_of
-from .conditions import why_not_turned
-from .core import core_of_rank
-from .self_attention import UlyssesSelfAttention
-from .whole import WholeSequence
+from overlap_train.integrations.megatron.attention.conditions import why_not_turned
+from overlap_train.integrations.megatron.attention.core import core_of_rank
+from overlap_train.integrations.megatron.attention.self_attention import UlyssesSelfAttention
+from overlap_train.integrations.megatron.attention.whole import WholeSequence
+from overlap_train.integrations.megatron.linears.context_parallel import ULYSSES, comm_type
+from overlap_train.integrations.megatron.linears.in_model import Model, chunks_of
 
 SLOTS = ("qkv", "proj")  # of an attention's linears
 

@@ -15,8 +15,7 @@ from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.transformer.identity_op import IdentityOp
 
 from overlap_train import QkNorm
-
-from ..norm import RMSNorm
+from overlap_train.integrations.megatron.norm import RMSNorm
 
 HOOKS = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook.<locals>."  # functions that are defined there

@@ -23,16 +23,21 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from overlap_train import Rotary, SequenceLayout
-
-from ..linears.context_parallel import ULYSSES
-from ..linears.exchange import Exchange
-from ..linears.ulysses import exchanges
-from ..packed import ZIGZAG, ZIGZAG_OF_PACK, Documents, cut_of, documents_of
-from .collective import Heads, collective_to_heads, collective_to_rows
-from .conditions import bad_setting, in_full, refuse_call
-from .core import core_of_rank, heads_of, is_transformer_engines, without_group, without_rows
-from .norms import norm_within
-from .whole import WholeSequence
+from overlap_train.integrations.megatron.attention.collective import Heads, collective_to_heads, collective_to_rows
+from overlap_train.integrations.megatron.attention.conditions import bad_setting, in_full, refuse_call
+from overlap_train.integrations.megatron.attention.core import (
+    core_of_rank,
+    heads_of,
+    is_transformer_engines,
+    without_group,
+    without_rows,
+)
+from overlap_train.integrations.megatron.attention.norms import norm_within
+from overlap_train.integrations.megatron.attention.whole import WholeSequence
+from overlap_train.integrations.megatron.linears.context_parallel import ULYSSES
+from overlap_train.integrations.megatron.linears.exchange import Exchange
+from overlap_train.integrations.megatron.linears.ulysses import exchanges
+from overlap_train.integrations.megatron.packed import ZIGZAG, ZIGZAG_OF_PACK, Documents, cut_of, documents_of
 
 
 class UlyssesSelfAttention(SelfAttention):

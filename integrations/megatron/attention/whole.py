@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import AttentionHeads, OverlapConfig, Rotary, SequenceLayout
-
-from ..linears.exchange import Exchange
-from ..packed import Documents
-from .gather import gathered
+from overlap_train.integrations.megatron.attention.gather import gathered
+from overlap_train.integrations.megatron.linears.exchange import Exchange
+from overlap_train.integrations.megatron.packed import Documents
 
 _MASK, _FREQS, _ROTARY = "mask", "freqs", "rotary"
 # Of each kind 8, but less of what is large and new with each micro-batch: a mask [b, 1, s, s] has 1 GiB at 32768 tokens, the

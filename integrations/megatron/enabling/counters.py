@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from overlap_train.runtime.registry import made_domain
-
-from ..linears.in_model import Model, groups_of, overlapped_linears
+from overlap_train.group.registry import made_domain
+from overlap_train.integrations.megatron.linears.in_model import Model, groups_of, overlapped_linears
 
 
 def counters(model: Model) -> dict[str, float]:

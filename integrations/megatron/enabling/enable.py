@@ -22,10 +22,13 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from overlap_train import OverlapConfig
 from overlap_train.config import check_type
-
-from ..linears.accumulation_fusion import provide_accumulation_fusion
-from ..linears.conditions import WAY_TO_FALL_BACK, bad_combination
-from ..linears.in_model import (
+from overlap_train.integrations.megatron.enabling.first_table import FirstTable, heading, stage
+from overlap_train.integrations.megatron.enabling.reporting import report
+from overlap_train.integrations.megatron.enabling.table import Report
+from overlap_train.integrations.megatron.enabling.ulysses import find_attentions
+from overlap_train.integrations.megatron.linears.accumulation_fusion import provide_accumulation_fusion
+from overlap_train.integrations.megatron.linears.conditions import WAY_TO_FALL_BACK, bad_combination
+from overlap_train.integrations.megatron.linears.in_model import (
     Model,
     chunks_of,
     is_candidate,
@@ -34,12 +37,8 @@ from ..linears.in_model import (
     overlapped_linears,
     slot_of,
 )
-from ..linears.main_grad import mark_shared_weights
-from ..linears.transformer_engine import fused_mlp
-from .first_table import FirstTable, heading, stage
-from .reporting import report
-from .table import Report
-from .ulysses import find_attentions
+from overlap_train.integrations.megatron.linears.main_grad import mark_shared_weights
+from overlap_train.integrations.megatron.linears.transformer_engine import fused_mlp
 
 OLDEST, NEWEST = (0, 16), (0, 20)  # no note on these: 0.16 and 0.19 are tested, and our hooks fit 0.20-dev
 

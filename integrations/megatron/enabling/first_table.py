@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..linears.in_model import Model, chunks_of, overlapped_linears
-from .reporting import report
-from .table import Report
+from overlap_train.integrations.megatron.enabling.reporting import report
+from overlap_train.integrations.megatron.enabling.table import Report
+from overlap_train.integrations.megatron.linears.in_model import Model, chunks_of, overlapped_linears
 
 
 class FirstTable:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from overlap_train import graphed
-
-from ..linears.in_model import Model, groups_of, overlapped_linears
+from overlap_train.integrations.megatron.linears.in_model import Model, groups_of, overlapped_linears
 
 
 @contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..linears.conditions import divides_weights, standing_exchange_reason
-from ..linears.in_model import groups_of, is_row
-from ..linears.ulysses import exchanges
+from overlap_train.integrations.megatron.linears.conditions import divides_weights, standing_exchange_reason
+from overlap_train.integrations.megatron.linears.in_model import groups_of, is_row
+from overlap_train.integrations.megatron.linears.ulysses import exchanges
 
 
 def passes(linear: Any) -> tuple[str, str, str]:

@@ -6,15 +6,21 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from overlap_train.operators.plan_book import made_book
-from overlap_train.runtime.registry import made_domain
-
-from ..attention.in_model import is_ulysses, sharing_attentions, why_not_ulysses
-from ..linears.conditions import standing_exchange_reason, standing_reason
-from ..linears.in_model import Model, groups_of, is_overlapped, named_linears, slot_of, why_not
-from ..linears.ulysses import exchanges
-from .passes import exchanges_now, in_two_groups, passes
-from .table import LinearReport, Report
+from overlap_train.group.registry import made_domain
+from overlap_train.integrations.megatron.attention.in_model import is_ulysses, sharing_attentions, why_not_ulysses
+from overlap_train.integrations.megatron.enabling.passes import exchanges_now, in_two_groups, passes
+from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
+from overlap_train.integrations.megatron.linears.conditions import standing_exchange_reason, standing_reason
+from overlap_train.integrations.megatron.linears.in_model import (
+    Model,
+    groups_of,
+    is_overlapped,
+    named_linears,
+    slot_of,
+    why_not,
+)
+from overlap_train.integrations.megatron.linears.ulysses import exchanges
+from overlap_train.ops.plan_cache import made_book
 
 
 def report(model: Model, problem: str | None = None) -> Report:

@@ -9,12 +9,17 @@ from typing import Any
 import torch
 
 from overlap_train import OverlapConfig
-
-from ..attention.conditions import in_full
-from ..attention.in_model import SLOTS, is_asked_for, sharing_attentions, turn, why_not_ulysses
-from ..attention.whole import WholeSequence
-from ..linears.in_model import overlap_linear, why_not
-from ..linears.ulysses import exchange_in, why_no_exchange
+from overlap_train.integrations.megatron.attention.conditions import in_full
+from overlap_train.integrations.megatron.attention.in_model import (
+    SLOTS,
+    is_asked_for,
+    sharing_attentions,
+    turn,
+    why_not_ulysses,
+)
+from overlap_train.integrations.megatron.attention.whole import WholeSequence
+from overlap_train.integrations.megatron.linears.in_model import overlap_linear, why_not
+from overlap_train.integrations.megatron.linears.ulysses import exchange_in, why_no_exchange
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,16 @@ import torch.distributed as dist
 
 import overlap_train
 from overlap_train import OverlapConfig
-
-from . import advice
-from .after_import import Action
-from .patches import SUPPORTED, calling_spec_functions, no_place, replace, with_our_flags, without_makefile
+from overlap_train.integrations.megatron.launcher import advice
+from overlap_train.integrations.megatron.launcher.after_import import Action
+from overlap_train.integrations.megatron.launcher.patches import (
+    SUPPORTED,
+    calling_spec_functions,
+    no_place,
+    replace,
+    with_our_flags,
+    without_makefile,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +71,8 @@ class ScriptHooks:
         if self._overlap is None:
             return
         self._assert_enabled("the script has ended")
-        from ..enabling.first_table import print_table
-        from ..enabling.graphing import release_full_iteration_graphs
+        from overlap_train.integrations.megatron.enabling.first_table import print_table
+        from overlap_train.integrations.megatron.enabling.graphing import release_full_iteration_graphs
 
         overlap_train.check()
         print_table(self._chunks)  # of a run without a training step
@@ -137,7 +143,7 @@ class ScriptHooks:
         return model_provider
 
     def _enable(self, chunks: list[torch.nn.Module]) -> None:
-        from ..enabling import enable
+        from overlap_train.integrations.megatron.enabling import enable
 
         enable.enable(chunks, self._overlap)
         self._chunks.extend(chunks)
@@ -154,7 +160,7 @@ class ScriptHooks:
             self._assert_enabled("training has begun")
             overlap_train.check()  # replays of a CUDA graph call no operator that would
             result = log(*args, **kwargs)
-            from ..enabling.counters import write_counters
+            from overlap_train.integrations.megatron.enabling.counters import write_counters
 
             write_counters(self._chunks, signature.bind(*args, **kwargs).arguments["iteration"])
             return result
@@ -171,7 +177,7 @@ class ScriptHooks:
 
 
 def _bracketing(wrapper: type[Any]) -> type[Any]:
-    from ..enabling.graphing import bracketing
+    from overlap_train.integrations.megatron.enabling.graphing import bracketing
 
     return bracketing(wrapper)
 
@@ -184,8 +190,8 @@ def _note_how_packs_are_cut(chunks: list[torch.nn.Module]) -> None:
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from ..attention.self_attention import UlyssesSelfAttention
-    from ..packed import cuts_packs_as_sequences
+    from overlap_train.integrations.megatron.attention.self_attention import UlyssesSelfAttention
+    from overlap_train.integrations.megatron.packed import cuts_packs_as_sequences
 
     args = advice.arguments_of_script()
     if not getattr(args, "dataloader_inter_document_masking", False) or getattr(args, "sft", False):

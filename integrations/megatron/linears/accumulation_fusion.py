@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from overlap_train.operators.weight_gradient import accumulate
+from overlap_train.ops.wgrad import accumulate
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 _LAYERS = "megatron.core.tensor_parallel.layers"

@@ -14,10 +14,9 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from overlap_train import all_gather_linear, linear_reduce_scatter
-
-from .conditions import fallback_reason
-from .main_grad import fused_alike, through_main_grad
-from .state import LinearOverlap
+from overlap_train.integrations.megatron.linears.conditions import fallback_reason
+from overlap_train.integrations.megatron.linears.main_grad import fused_alike, through_main_grad
+from overlap_train.integrations.megatron.linears.state import LinearOverlap
 
 if TYPE_CHECKING:
     ParallelLinear = ColumnParallelLinear | RowParallelLinear

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from overlap_train.planning.arguments import other_autocast
-from overlap_train.runtime.graph import is_graphed
-
-from .context_parallel import has_ulysses
+from overlap_train.group.registry import is_graphed
+from overlap_train.integrations.megatron.linears.context_parallel import has_ulysses
+from overlap_train.ops.spec import other_autocast
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import AttentionHeads, SequenceLayout, SequenceShards
-
-from .state import LinearOverlap
+from overlap_train.integrations.megatron.linears.state import LinearOverlap
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig
-
-from .column_row import OVERLAPPED, attach
-from .conditions import divides_weights, standing_reason
-from .state import LinearOverlap
-from .transformer_engine import is_te_linear, overlap_te_linear, standing_te_reason
-from .ulysses import exchanges
+from overlap_train.integrations.megatron.linears.column_row import OVERLAPPED, attach
+from overlap_train.integrations.megatron.linears.conditions import divides_weights, standing_reason
+from overlap_train.integrations.megatron.linears.state import LinearOverlap
+from overlap_train.integrations.megatron.linears.transformer_engine import (
+    is_te_linear,
+    overlap_te_linear,
+    standing_te_reason,
+)
+from overlap_train.integrations.megatron.linears.ulysses import exchanges
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.operators.trials import Trial
-from overlap_train.planning.plan import Plan
-
-from .main_grad import accumulates
+from overlap_train.integrations.megatron.linears.main_grad import accumulates
+from overlap_train.ops.plan import Plan
+from overlap_train.ops.trials import Trial
 
 
 @dataclass

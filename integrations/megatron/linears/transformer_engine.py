@@ -20,10 +20,9 @@ import torch
 from megatron.core.extensions import transformer_engine as megatron_te
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
-
-from .conditions import fallback_reason, standing_reason
-from .main_grad import is_fused
-from .state import LinearOverlap
+from overlap_train.integrations.megatron.linears.conditions import fallback_reason, standing_reason
+from overlap_train.integrations.megatron.linears.main_grad import is_fused
+from overlap_train.integrations.megatron.linears.state import LinearOverlap
 
 
 @dataclass

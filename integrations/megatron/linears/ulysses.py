@@ -21,13 +21,26 @@ from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from overlap_train import OverlapConfig, QkNorm, Rotary, attention_output_linear, qkv_all_to_all
-
-from .column_row import OverlappedColumnParallelLinear, OverlappedRowParallelLinear, attach
-from .conditions import divides_weights, exchange_reason, standing_exchange_reason
-from .exchange import Exchange, UlyssesOverlap
-from .main_grad import fused_alike, through_main_grad
-from .transformer_engine import TEFallback, TELinearOverlap, normed, te_feature, te_forms
-from .two_groups import parts_of_call, why_apart
+from overlap_train.integrations.megatron.linears.column_row import (
+    OverlappedColumnParallelLinear,
+    OverlappedRowParallelLinear,
+    attach,
+)
+from overlap_train.integrations.megatron.linears.conditions import (
+    divides_weights,
+    exchange_reason,
+    standing_exchange_reason,
+)
+from overlap_train.integrations.megatron.linears.exchange import Exchange, UlyssesOverlap
+from overlap_train.integrations.megatron.linears.main_grad import fused_alike, through_main_grad
+from overlap_train.integrations.megatron.linears.transformer_engine import (
+    TEFallback,
+    TELinearOverlap,
+    normed,
+    te_feature,
+    te_forms,
+)
+from overlap_train.integrations.megatron.linears.two_groups import parts_of_call, why_apart
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

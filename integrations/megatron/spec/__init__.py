@@ -3,6 +3,6 @@
 `--spec overlap_train.integrations.megatron.spec gpt_block_spec` names this package.
 """
 
-from .gpt import gpt_block_spec
+from overlap_train.integrations.megatron.spec.gpt import gpt_block_spec
 
 __all__ = ["gpt_block_spec"]

@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from ..packed import documents_of
-from .packed import Softmax, packed_attention
+from overlap_train.integrations.megatron.packed import documents_of
+from overlap_train.integrations.megatron.spec.packed import Softmax, packed_attention
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -16,10 +16,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from ..attention.self_attention import UlyssesSelfAttention
-from ..attention.whole import WholeSequence
-from ..norm import Norm
-from .attention import SDPACoreAttention
+from overlap_train.integrations.megatron.attention.self_attention import UlyssesSelfAttention
+from overlap_train.integrations.megatron.attention.whole import WholeSequence
+from overlap_train.integrations.megatron.norm import Norm
+from overlap_train.integrations.megatron.spec.attention import SDPACoreAttention
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from ..packed import Documents
+from overlap_train.integrations.megatron.packed import Documents
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...config import OverlapConfig
-from ...planning.sequence import SequenceLayout
 from ...ulysses.attention import attention_output_linear, qkv_all_to_all
+from ...ulysses.layout import SequenceLayout
 from ...ulysses.shards import SequenceShards
 from ..measure.models import Model
 from ..measure.results import Row

@@ -12,9 +12,9 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from ...operators.attention_layout import Rotary
-from ...planning.heads import AttentionHeads
-from ...runtime.registry import check as check_timeouts
+from ...group.registry import check as check_timeouts
+from ...ulysses.attention_layout import Rotary
+from ...ulysses.layout import AttentionHeads
 from ..measure.models import Model
 from ..measure.timing import Call
 from ..measure.world import World

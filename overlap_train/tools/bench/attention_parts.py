@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...operators.attention_layout import Heads, Rotary, pack, unpack
-from ...planning.heads import AttentionHeads
-from ...planning.sequence import SequenceLayout
+from ...ulysses.attention_layout import Heads, Rotary, pack, unpack
+from ...ulysses.layout import AttentionHeads, SequenceLayout
 from ..measure.operands import all_to_all
 from ..measure.world import World
 from .attention_data import Data

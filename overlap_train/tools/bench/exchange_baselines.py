@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ...planning.schedule.kinds import GEMM_A2A
+from ...schedule.order import GEMM_A2A
 from ..measure.cases import Case
 from ..measure.models import MODELS
 from ..measure.operands import Operands, all_to_all, exchanged

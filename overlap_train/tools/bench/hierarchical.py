@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...planning.schedule.kinds import A2A_GEMM
+from ...schedule.order import A2A_GEMM
 from ..measure.cases import EXCHANGES, OPS, Case
 from ..measure.runs import Session
 from ..measure.timing import Call

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from ...runtime.registry import check as check_timeouts
+from ...group.registry import check as check_timeouts
 from ..measure.check import Reference, check, product_reference, scatter_reference
 from ..measure.operands import gathered
 from ..measure.shapes import Layer

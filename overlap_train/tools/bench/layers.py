@@ -20,9 +20,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ...group.registry import forget_graphs, graphed
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ...planning import table, table_key
-from ...runtime.graph import forget_graphs, graphed
 from ..measure.check import Reference
 from ..measure.results import Row
 from ..measure.runs import Session, Settings

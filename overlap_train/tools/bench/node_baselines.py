@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...planning.schedule.kinds import GATHER, GEMM_A2A, SCATTER
-from ...planning.schedule.topology import Topology
+from ...schedule.order import GATHER, GEMM_A2A, SCATTER, Topology
 from ..measure.cases import Case
 from ..measure.operands import Operands, side_by_side
 from ..measure.runs import Run

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...operators.plan_book import book_of
+from ...group.domain import OverlapDomain
+from ...ops.plan_cache import book_of
 from ...planning.choice import Choice, choose
-from ...planning.low_latency import serving
-from ...runtime.domain import OverlapDomain
+from ...select.low_latency import serving
 from ..measure.cases import Case
 from ..measure.pretended import pretends
 from ..measure.runs import Session
@@ -72,14 +72,14 @@ class Domains:
         """What a row says about its domain. Nothing inside one node."""
         if self.own.topology.nodes == 1:
             return {}
-        sums = domain.settled(domain.config).reduce_sms if domain.topology.local > 1 else 0
+        sums = domain.span.settled(domain.config).reduce_sms if domain.topology.local > 1 else 0
         sms = {"network_sms": sms_of(domain), "probe_sms": sms_of(self.own), "reduce_sms": sums}
         return sms | {"nodes": self.own.topology.nodes, "emulated": pretends()}
 
 
 def sms_of(domain: OverlapDomain) -> int:
     """The SMs that the network of a domain may hold. Between CPU processes it is what was asked for, and has no meaning."""
-    return domain.settled(domain.config).network_sms
+    return domain.span.settled(domain.config).network_sms
 
 
 def _domain(session: Session, received: Sequence[int], sms: int) -> OverlapDomain:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from ...planning.schedule.kinds import GEMM_A2A
-from ...protocol.layout import SLOTS
+from ...group.slots import SLOTS
+from ...schedule.order import GEMM_A2A
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
 from ..measure.cases import EXCHANGES, Case
 from ..measure.results import Row

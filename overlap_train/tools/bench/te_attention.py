@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...operators.attention_layout import Rotary
-from ...planning.heads import AttentionHeads
-from ...planning.sequence import SequenceLayout
+from ...ulysses.attention_layout import Rotary
+from ...ulysses.layout import AttentionHeads, SequenceLayout
 from ..measure.world import World
 from .attention_data import Block, Data
 from .attention_parts import Unpacked

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ...config import OverlapConfig
+from ...group.registry import shutdown
 from ...linear import all_gather_linear, linear_reduce_scatter
-from ...runtime.registry import shutdown
 from ..measure.models import MODELS
 from ..measure.world import World
 from ..pictures.held_up import remarks

@@ -12,13 +12,12 @@ from functools import partial
 import torch
 
 from ... import check as check_timeouts
-from ...operators.start import start_gather
-from ...planning.arguments import Request
+from ...group.domain import OverlapDomain
+from ...group.memory import Request, prepare
+from ...group.tags import Tag
+from ...ops.table import start_gather
 from ...planning.choice import Choice
 from ...planning.variants import CHUNK_COUNTS, Variant
-from ...protocol.tags import Tag
-from ...runtime.domain import OverlapDomain
-from ...runtime.prepare import prepare
 from ..measure.cases import Case
 from ..measure.operands import Operands
 from ..measure.runs import plan_of

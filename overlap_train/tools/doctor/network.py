@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from ... import OverlapConfig
-from ...runtime.domain import OverlapDomain
-from ...runtime.registry import domain_of
+from ...group.domain import OverlapDomain
+from ...group.registry import domain_of
 from ..measure import timing
 from ..measure.world import World
 from .gathers import CHUNKS, Gathers, Trial, connected

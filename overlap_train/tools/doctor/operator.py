@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from ... import OverlapConfig, all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
 from ... import check as check_timeouts
+from ...group.registry import domain_of
 from ...methods import TRAITS
 from ...planning.hardware import hardware_of
-from ...planning.tiling import tma_reads
-from ...runtime.registry import domain_of
+from ...select.tiling import tma_reads
 from ..measure import timing
 from ..measure.operands import gathered
 from ..measure.pretended import pretends

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...planning.passes import Pass
-from ...planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from ...select.passes import Pass
 
 OPS = ("ag_gemm", "gemm_rs")
 EXCHANGES = (GEMM_A2A, A2A_GEMM)  # Ulysses': linear_all_to_all and all_to_all_linear

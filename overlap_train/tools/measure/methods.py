@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ...group.registry import domain_of
 from ...methods import TRAITS
-from ...operators.portable import is_interpreted
-from ...runtime.registry import domain_of
+from ...ops.launch import is_interpreted
 from .runs import Session
 
 

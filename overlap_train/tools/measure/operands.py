@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...planning.schedule.kinds import GEMM_A2A
+from ...schedule.order import GEMM_A2A
 from .cases import EXCHANGES, Case
 from .world import World
 

@@ -9,18 +9,16 @@ from functools import partial
 import torch
 
 from ...config import OverlapConfig
-from ...operators.start import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
-from ...planning.arguments import Request
+from ...group.domain import OverlapDomain
+from ...group.memory import Request, prepare
+from ...group.registry import check as check_timeouts
+from ...group.registry import domain_of
+from ...group.tags import Tag
+from ...ops.plan import EnginePlan, engine_plan, network_of
+from ...ops.table import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
 from ...planning.choice import Choice, alone
-from ...planning.engine_plan import EnginePlan, engine_plan
-from ...planning.low_latency import MOST_BYTES, flagged_bytes
-from ...planning.plan import network_of
-from ...planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from ...protocol.tags import Tag
-from ...runtime.domain import OverlapDomain
-from ...runtime.prepare import prepare
-from ...runtime.registry import check as check_timeouts
-from ...runtime.registry import domain_of
+from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from ...select.low_latency import MOST_BYTES, flagged_bytes
 from .cases import Case
 from .check import Reference, check, product_reference, scatter_reference
 from .operands import Operands, make_operands
@@ -102,7 +100,7 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
     """How the case runs by a choice; like: one of its input sets."""
     weight = like.right if like.right.is_contiguous() else like.right.t()
     planned = case.planned(domain.world_size, like.left.dtype)
-    network = network_of(domain.settled(domain.config), domain.network_gbs)
+    network = network_of(domain.span.settled(domain.config), domain.span.network_gbs)
     return engine_plan(choice, planned, domain.topology, domain.device, weight, network)
 
 

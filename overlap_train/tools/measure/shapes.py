@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...planning.schedule.kinds import A2A_GEMM, GEMM_A2A
+from ...schedule.order import A2A_GEMM, GEMM_A2A
 from .cases import Case, cases_of, check_divisible
 from .models import MODELS, TINY
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...planning.machines import System
-from ...planning.schedule.kinds import EXCHANGES
 from ...planning.table import UNTUNED, Table
+from ...schedule.order import EXCHANGES
 from ..measure.shapes import LAYERS
 from ..pictures.machine import nodes_of
 from .estimates import COLLECTIVE, Estimate, estimate, work_of

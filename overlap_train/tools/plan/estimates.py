@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from ...methods import TRAITS
+from ...ops.plan import NodeNetwork, engine_plan
 from ...planning.choice import alone, choose
 from ...planning.cost import communication_sms
-from ...planning.engine_plan import NodeNetwork, engine_plan
 from ...planning.machines import System
-from ...planning.passes import Pass
-from ...planning.schedule.topology import Topology
 from ...planning.table import Table
-from ...planning.tiling import Target
+from ...schedule.order import Topology
+from ...select.passes import Pass
+from ...select.tiling import Target
 from .simulation.simulate import simulate
 from .simulation.timeline import Program, Timeline
 from .simulation.work import AttentionSide, Work

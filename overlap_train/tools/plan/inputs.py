@@ -8,8 +8,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...planning.heads import AttentionHeads
 from ...planning.machines import SYSTEMS, System
+from ...ulysses.layout import AttentionHeads
 from ..measure.models import MODELS, TINY, Model
 
 Kind = TypeVar("Kind", System, "Strategy", Model)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...operators.weight_gradient import WeightGradient
-from ...planning.schedule.kinds import SCATTER
+from ...ops.wgrad import WeightGradient
+from ...schedule.order import SCATTER
 from ...ulysses.parts import Part as Positions
 from ...ulysses.two_groups import ShardedPart
 from .replay import Domain, Recording

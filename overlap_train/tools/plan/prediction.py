@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...planning.machines import System
-from ...planning.passes import Pass
-from ...planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...planning.table import SAME, UNTUNED
-from ...planning.tiling import HOPPER_TILE
+from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from ...select.passes import Pass
+from ...select.tiling import HOPPER_TILE
 from ..measure.models import Model
 from .estimates import COLLECTIVE, METHODS, Estimate, estimate, methods_of, work_of
 from .fits import check

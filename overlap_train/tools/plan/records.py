@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ...planning.passes import KINDS, Pass
 from ...planning.table import Table, Winner
 from ...planning.variants import method_of
+from ...select.passes import KINDS, Pass
 from ..measure.cases import Case
 
 Row = dict[str, Any]

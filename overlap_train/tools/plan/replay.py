@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...group.slots import SLOTS
+from ...group.tags import Tag
+from ...group.workspace import SlotUse, Workspace
+from ...ops.plan import EnginePlan
 from ...planning import cost
-from ...planning.engine_plan import EnginePlan
 from ...planning.machines import System
-from ...planning.passes import Pass
-from ...planning.schedule.kinds import A2A_GEMM
-from ...planning.schedule.legs import Legs
-from ...protocol.layout import SLOTS
-from ...protocol.slot_use import SlotUse
-from ...protocol.tags import Tag
-from ...protocol.workspace import Workspace
+from ...schedule.order import A2A_GEMM
+from ...schedule.transfers import Legs
+from ...select.passes import Pass
 from .simulation.backward import own_block
 from .simulation.by_library import wait
 from .simulation.enqueued import Part

@@ -13,18 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from ...config import OverlapConfig
-from ...operators.planned import PlannedLinear, tags_of
+from ...ops.plan import EnginePlan, Plan, make_plan
+from ...ops.plan_cache import PlannedLinear, tags_of
+from ...ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ...planning import cost
-from ...planning.engine_plan import EnginePlan
-from ...planning.heads import AttentionHeads
 from ...planning.machines import System
-from ...planning.passes import Pass
-from ...planning.plan import Plan, make_plan
-from ...planning.schedule.kinds import GATHER, SCATTER
-from ...planning.schedule.topology import Topology
-from ...planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ...planning.table import UNTUNED
-from ...planning.tiling import Target
+from ...schedule.order import GATHER, SCATTER, Topology
+from ...select.passes import Pass
+from ...select.tiling import Target
+from ...ulysses.layout import AttentionHeads
 from ...ulysses.rows import SequenceRows
 from ...ulysses.two_group_calls import Sizes
 from ...ulysses.two_groups import ShardedLinear

@@ -11,19 +11,19 @@ from dataclasses import replace
 
 import torch
 
+from ...group.domain import OverlapDomain
+from ...group.tags import Tag
 from ...methods import TRAITS
-from ...operators.start import start_gather, start_scatter
+from ...ops.plan import chunks_of, sent_again
+from ...ops.table import start_gather, start_scatter
 from ...planning.choice import Choice, may_choose, untuned
-from ...planning.engine_plan import chunks_of, sent_again
-from ...planning.low_latency import serving
-from ...planning.passes import SCATTER_AND_WGRAD, Pass
-from ...planning.schedule.kinds import EXCHANGES, GATHER, SCATTER
 from ...planning.table import Winner
-from ...planning.tiling import equal_chunks
 from ...planning.variants import IN_CHUNKS, PLAIN, VARIANTS, Variant, method_of
 from ...planning.waves import saves_a_wave
-from ...protocol.tags import Tag
-from ...runtime.domain import OverlapDomain
+from ...schedule.order import EXCHANGES, GATHER, SCATTER
+from ...select.low_latency import serving
+from ...select.passes import SCATTER_AND_WGRAD, Pass
+from ...select.tiling import equal_chunks
 from ..measure.cases import Case
 from ..measure.operands import Operands
 from ..measure.runs import Inputs, Run, Session, overlapped, plan_of, problem_of, tag_of
@@ -156,12 +156,12 @@ def working(case: Case, methods: Sequence[str], domain: OverlapDomain, session: 
 def runs_of(case: Case, methods: Sequence[str], domain: OverlapDomain, like: Operands) -> dict[str, Run]:
     """Every method, in every variant."""
     planned, nodes = case.planned(domain.world_size, like.left.dtype), domain.topology.nodes
-    domain.settled(domain.config)  # the network is measured
+    domain.span.settled(domain.config)  # the network is measured
     run_of = backward if planned.kind == SCATTER_AND_WGRAD else overlapped
     return {
         variant.named(method): run_of(case, domain, Choice(method, "a candidate", variant), like)
         for method in methods
-        for variant in variants_to_run(planned, method, domain.device, nodes, domain.network_gbs)
+        for variant in variants_to_run(planned, method, domain.device, nodes, domain.span.network_gbs)
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...config import OverlapConfig
-from ...planning.schedule.kinds import A2A_GEMM, GEMM_A2A
+from ...schedule.order import A2A_GEMM, GEMM_A2A
 from ...ulysses.parts import cut_exchange
 from ..measure.cases import OPS, Case, cases_of, check_divisible
 from ..measure.models import MODELS

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 
 from ....methods import TRAITS
 from ....planning import cost
-from ....planning.schedule.kinds import GATHER, INBOUND
-from ....planning.schedule.legs import ARRIVED, LANDED, NETWORK, NODE_SUM, Leg
-from ....planning.schedule.order import Unit
-from ....planning.schedule.turns import leaving
+from ....schedule.inter_node import leaving
+from ....schedule.order import GATHER, INBOUND, Unit
+from ....schedule.transfers import ARRIVED, LANDED, NETWORK, NODE_SUM, Leg
 from .timeline import COMPUTE, COPIES, PASSED_ON, TO_NETWORK, Kernel, Token, arrived, landed, stored
 from .work import Work
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from ....ops.plan import sent_again
 from ....planning import cost
-from ....planning.engine_plan import sent_again
-from ....planning.low_latency import LOW_LATENCY
-from ....planning.schedule.kinds import A2A_GEMM, GATHER, INBOUND, SCATTER
+from ....schedule.order import A2A_GEMM, GATHER, INBOUND, SCATTER
+from ....select.low_latency import LOW_LATENCY
 from .by_library import beside_exchanges, wait
 from .copies import copied, give
 from .enqueued import Item, Part, cut_at_wgrad

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ....planning.schedule.order import chunks_after_own, chunks_by_rows, multiplied_together, targets
+from ....schedule.order import chunks_after_own, chunks_by_rows, multiplied_together, targets
 from .across_nodes import multiplied, turns
 from .copies import copied
 from .enqueued import Exchanges, Item, in_turns

@@ -10,9 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ....planning.machines import System
-from ....planning.schedule.crossings import Crossing
-from ....planning.schedule.in_flight import START, InFlight, Step, most_in_flight
-from ....planning.schedule.turns import EXCHANGE
+from ....schedule.inter_node import EXCHANGE, START, Crossing, InFlight, Step, most_in_flight
 from .across_nodes import turns
 from .timeline import Arrival, Kernel, Send, arrived, landed
 from .work import Work

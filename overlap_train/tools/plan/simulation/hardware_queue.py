@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ....planning.schedule.legs import NETWORK
+from ....schedule.transfers import NETWORK
 from .timeline import GEMM, Arrival, Kernel, Send
 
 Action = Callable[[], None]

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ....planning import cost
-from ....planning.schedule.kinds import SCATTER
-from ....planning.schedule.order import Strips, Unit, strip_order, units_in_run
-from ....planning.tiling import HOPPER, count_waves
+from ....schedule.order import SCATTER, Strips, Unit, strip_order, units_in_run
+from ....select.tiling import HOPPER, count_waves
 from .timeline import Tile, Token, arrived, stored
 from .work import Work
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ....planning import cost
-from ....planning.low_latency import LOW_LATENCY
 from ....planning.machines import System
-from ....planning.schedule.kinds import GATHER, INBOUND, SCATTER
-from ....planning.schedule.legs import NETWORK
+from ....schedule.order import GATHER, INBOUND, SCATTER
+from ....schedule.transfers import NETWORK
+from ....select.low_latency import LOW_LATENCY
 from .across_nodes import far_arrivals, node_sums
 from .by_library import gathered, leaving_products, product, received, wait
 from .copies import give, put_together, take

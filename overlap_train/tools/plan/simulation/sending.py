@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ....methods import TRAITS
-from ....planning.schedule.kinds import INBOUND
-from ....planning.schedule.legs import NETWORK, Leg
+from ....schedule.order import INBOUND
+from ....schedule.transfers import NETWORK, Leg
 from .across_nodes import in_order, lane_of, made, waits_for
 from .enqueued import Exchanges
 from .timeline import Send, Token

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ....planning.schedule.legs import NETWORK, NVLINK, Leg
-from ....planning.schedule.topology import Topology
+from ....schedule.order import Topology
+from ....schedule.transfers import NETWORK, NVLINK, Leg
 from .clock import Clock
 from .hardware_queue import Action
 from .simulated_rank import SimulatedRank

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ....planning.schedule.legs import Leg
+from ....schedule.transfers import Leg
 from .clock import Clock
 from .hardware_queue import Action, HardwareQueue, SharedSms
 from .timeline import COMMUNICATION, WAITING, Kernel, Program, Send, Span, Tile, Token

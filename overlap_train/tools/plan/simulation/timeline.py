@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ....planning.schedule.legs import Leg
-from ....planning.schedule.topology import Topology
+from ....schedule.order import Topology
+from ....schedule.transfers import Leg
 
 Token = tuple[str | int, ...]
 GEMM, COMPUTE, COMMUNICATION, WAITING = "gemm", "compute", "communication", "waiting"  # kinds of spans

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ....ops.plan import EnginePlan
 from ....planning import cost
-from ....planning.engine_plan import EnginePlan
 from ....planning.machines import System
-from ....planning.passes import Pass
-from ....planning.schedule.kinds import A2A_GEMM, EXCHANGES, GEMM_A2A
-from ....planning.schedule.topology import Topology
+from ....schedule.order import A2A_GEMM, EXCHANGES, GEMM_A2A, Topology
+from ....select.passes import Pass
 from .timeline import Token, arrived
 
 STARTED = "started"

@@ -1,0 +1,286 @@
+"""Named ranges around what the operators enqueue, for torch.profiler and Nsight Systems.
+
+The brackets around an operator: one thread at a time; before it slots are free, after it pushes are done and waits checked.
+
+The overlap domain of a process group: its heap, slots and copy engine. All state that outlives a call hangs here.
+
+registry.py knows the domains of this process. bracket.py is around each operator. prepare.py makes room for what is new.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..config import OverlapConfig
+from ..gpu.driver import CudaDriver
+from ..gpu.launch import Launcher
+from ..schedule.order import Topology
+from ..symmetric import SymmetricHeap
+from ..symmetric.agreement import Agreement
+from .collective_calls import CollectiveCalls, collective_calls
+from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
+from .faults import FaultRecord
+from .slots import Layout
+from .span import OneNode, span_of
+from .tags import Tag
+from .topology import Nodes, NodeSettings, find_nodes
+from .workspace import Workspace
+
+OUTSIDE: AbstractContextManager[Any] = nullcontext()
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """The range overlap_train/<name>, as in overlap_train/fc1/fprop, while torch.profiler or emit_nvtx is on. Half a microsecond
+    otherwise."""
+    return torch.profiler.record_function(f"overlap_train/{name}") if is_profiling() else OUTSIDE
+
+
+class Domain(Protocol):
+    """What brackets need of an OverlapDomain. They look it up each time: the engine is replaced when nodes are connected, the
+    workspace when memory grows."""
+
+    engine: CopyEngine
+    workspace: Workspace
+    fault: FaultRecord
+    in_use: threading.RLock
+
+    def check_usable(self, tag: Tag, slots: int) -> None:
+        """Raise RuntimeError where an operator cannot run now."""
+
+
+def _another_thread(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name}: another thread of this process is in an operator of the same group; the ranks' calls of a "
+        f"group need one order: call from one thread, or give each thread a group of its own"
+    )
+
+
+class Exclusively:
+    """The bracket that OverlapDomain.exclusively returns. Raises RuntimeError while another thread is in an operator."""
+
+    def __init__(self, lock: threading.RLock, name: str) -> None:
+        self._lock, self._name = lock, name
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(False):
+            raise _another_thread(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class Idle:
+    """A bracket in which no operator of a group is under way, and none begins in another thread.
+
+    Raises RuntimeError while one is, also in this thread, where a signal handler runs in the middle of whatever was interrupted:
+    what the operator goes on with would be gone, and its pushes would wait without end for a copy engine that has ended.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if self._lock._is_owned() or not self._lock.acquire(False):  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "shutdown: an operator is under way, in another thread or, where a signal handler calls shutdown, in this one; "
+                "call it when the operator has returned"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class Operator:
+    """The bracket that OverlapDomain.operator returns. As a generator it would take 2 microseconds more. A linear keeps its
+    bracket, which saves another one."""
+
+    def __init__(self, domain: Domain, tag: Tag, slots: int, barrier_first: bool, shown_as: str) -> None:
+        self._domain, self._tag, self._slots, self._barrier_first = domain, tag, slots, barrier_first
+        self._shown_as, self._range = shown_as, OUTSIDE
+
+    def __enter__(self) -> None:
+        domain, slots = self._domain, self._slots
+        domain.check_usable(self._tag, slots)
+        domain.fault.check()
+        if not domain.in_use.acquire(False):
+            raise _another_thread(self._tag.op)
+        try:
+            domain.engine.begin()
+            if slots:
+                domain.workspace.begin(self._tag, slots, self._barrier_first)
+            if self._shown_as and is_profiling():
+                self._range = profiled(self._shown_as)
+                self._range.__enter__()
+        except BaseException:
+            self.__exit__(True)
+            raise
+
+    def __exit__(self, raised: object, *_: object) -> None:
+        domain = self._domain
+        if self._range is not OUTSIDE:
+            self._range, ended = OUTSIDE, self._range
+            ended.__exit__(None, None, None)
+        try:
+            domain.engine.join()  # whatever was raised: pushes must not outlive the operator, the next one resets their counters
+            if raised is not None and self._slots:
+                if domain.workspace.use.is_ahead:
+                    domain.engine.join()
+                domain.workspace.use.invalidate()
+        finally:
+            domain.in_use.release()
+        if raised is None:
+            domain.fault.check()
+
+
+class OverlapDomain:
+    """The ranks that exchange chunks with each other, and what they share. Made by `domain_of`, by all ranks together."""
+
+    workspace: Workspace
+
+    @torch.inference_mode(False)  # what outlives a call is written to by calls outside of it, too
+    def __init__(self, group: dist.ProcessGroup, config: OverlapConfig, device: torch.device) -> None:
+        self.group, self.config, self.device = group, config, device
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.on_gpu = device.type == "cuda"
+        self.launcher = Launcher(CudaDriver(device)) if self.on_gpu else None
+        self.engine: CopyEngine = (
+            HostCopyEngine(config.timeout_s)
+            if self.launcher is None
+            else StreamCopyEngine(device, self.launcher.driver)
+        )
+        self.fault = FaultRecord(device, self.rank, config.timeout_s)
+        self.layout = Layout(self.world_size, 0)
+        self.heap: SymmetricHeap | None = None
+        self.closed = False
+        self.graphed = False  # inside graph.graphed
+        self.captured = False  # a CUDA graph holds addresses of the heap
+        self.book: object | None = None  # kept for a layer above: a PlanBook (operators/plan_book.py)
+        self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
+        self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """The nodes of the group. Collective at its first use: where the group's plans begin, before any memory is shared."""
+        config = self.config
+        settings = NodeSettings(config.node_ranks, config.network, config.network_sms, config.reduce_sms)
+        return find_nodes(self.agreement, self.device, settings)
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes of the group, as this rank sees them."""
+        return self.nodes.topology
+
+    @cached_property
+    def collective_calls(self) -> CollectiveCalls:
+        """What each call of a collective enters. Collective at its first use."""
+        return collective_calls(self.agreement, self.fault, self.device)
+
+    def is_capturing(self) -> bool:
+        """Whether the caller's stream is being captured into a CUDA graph."""
+        return self.on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def check_usable(self, tag: Tag, slots: int) -> None:
+        """Check that an operator can run here now.
+
+        Raises:
+            RuntimeError: the symmetric memory is gone; or the operator is captured into a CUDA graph, across nodes or outside
+                `graphed`, so that no barriers would be around its replays.
+        """
+        if self.closed or (slots and self.heap is None):
+            raise RuntimeError(
+                f"{tag.op}: the symmetric memory of its group is gone, by shutdown(); a backward belongs before shutdown()"
+            )
+        if not slots or not self.is_capturing():
+            return
+        if not self.span.graphs:
+            raise RuntimeError(
+                f"{tag.op}: a CUDA graph is being captured in a group that spans nodes, whose exchanges the host has to watch; "
+                f"train without CUDA graphs, or use method='collective'"
+            )
+        if not self.graphed:
+            raise RuntimeError(
+                "an operator was called while a CUDA graph is captured, but not inside overlap_train.graphed(group), without "
+                "which replays and eager calls overwrite each other's data; capture inside it (of Megatron's own graphs only "
+                "those of the full iteration are), or train without CUDA graphs"
+            )
+
+    def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Operator:
+        """The bracket of one autograd pass of an operator. It may be kept, and entered again and again.
+
+        Calls from several streams run in the order of their brackets. At its end the bracket joins all pushes; then their sources
+        may be freed.
+
+        Args:
+            slots: how many gathers and scatters the pass makes by way of symmetric memory, at most. It waits for each of them.
+            barrier_first: whether the pass starts with a barrier.
+            shown_as: the name of its range in profiles.
+
+        Raises:
+            RuntimeError: see check_usable; or another thread is in an operator of the same group.
+            OverlapTimeoutError, OverlapMismatchError: a wait has failed, in an earlier pass or in this one. The bracket does not
+                wait for the device to find that out.
+        """
+        return Operator(self, tag, slots, barrier_first, shown_as)
+
+    def begin_ahead(self) -> None:
+        """Begin the next operator before the running one has read, or pulled, what it receives. The next one's bracket follows.
+
+        The next operator makes one call. The running one has sent everything by copies, or its ranks have met in a barrier and
+        pull. (What a kernel is yet to send would come after what the next operator sends.)
+        """
+        self.engine.begin_ahead()
+        self.workspace.begin_ahead()
+
+    def exclusively(self, name: str) -> AbstractContextManager[None]:
+        """A bracket that one thread of this process may be in at a time: the ranks' calls of a group need one order.
+
+        Raises:
+            RuntimeError: another thread is in an operator of this group.
+        """
+        return Exclusively(self.in_use, name)
+
+    @cached_property
+    def span(self) -> OneNode:
+        """How the ranks reach each other. Collective at its first use."""
+        return span_of(self)
+
+    def take_memory(self, heap: SymmetricHeap, workspace: Workspace, layout: Layout) -> None:
+        """Let calls use a new heap and its slots, in place of those before, which are closed."""
+        self._close_heap()
+        self.heap, self.layout, self.workspace = heap, layout, workspace
+
+    def _close_heap(self) -> None:
+        """Unmap the heap at once. torch's heap waits for the device when it is freed. Later that could happen between the launch
+        of a kernel and its pushes (copy_stream.py)."""
+        if self.heap is None:
+            return
+        del self.workspace  # it holds views of the heap,
+        gc.collect()  # in objects that refer to each other: only the collector frees them
+        self.heap.close()
+        self.heap = None
+
+    def close(self) -> None:
+        """End the engine and give the symmetric memory back. Collective over the group. Nothing runs in this domain any more."""
+        self.closed = True
+        self.fault.looks.clear()  # they refer to it: without them its thread ends with it
+        self.engine.close()
+        self.agreement.forget()
+        if self.heap is not None and self.on_gpu:
+            torch.cuda.synchronize(self.device)
+            self.agreement.barrier("overlap_train: shutdown")  # nobody still pushes into memory that is unmapped next
+        self._close_heap()
+
+
+def barrier(domain: OverlapDomain, tag: Tag) -> None:
+    """Hold all ranks' streams until every rank has come here. Afterwards all slots are free."""
+    with domain.operator(tag, slots=0):
+        domain.workspace.barrier(tag)

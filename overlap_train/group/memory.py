@@ -1,0 +1,245 @@
+"""The first call with some shapes: ranks compare what they ask for, and the group's heap grows until it holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..config import flag_name
+from ..symmetric.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
+from .domain import OverlapDomain, barrier
+from .slots import SLOTS, Layout, with_room
+from .tags import Tag
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one operator call, forward and backward, asks of its group. Ranks must agree on it.
+
+    what: shapes, dtype and how it runs, in words. slot_bytes: symmetric memory that one of its calls receives; 0 for none.
+    flagged_bytes: the same of a call whose data come as flagged words.
+    """
+
+    operator: str
+    what: str
+    slot_bytes: int
+    flagged_bytes: int = 0
+
+    @property
+    def shares_memory(self) -> bool:
+        return bool(self.slot_bytes or self.flagged_bytes)
+
+    def covering(self, other: Request) -> Request:
+        """This request, of memory that is enough for the other one, too."""
+        return replace(
+            self,
+            slot_bytes=max(self.slot_bytes, other.slot_bytes),
+            flagged_bytes=max(self.flagged_bytes, other.flagged_bytes),
+        )
+
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Room:
+    """The symmetric memory that a domain has, and may have.
+
+    layout: of what is there; None: nothing. world_size: ranks of the group. most_mib: OverlapConfig.symmetric_mib. exchange_mib:
+    OverlapConfig.exchange_limit_mib. is_captured: a CUDA graph holds addresses of it. staged_blocks: blocks that a rank holds
+    beside the slots, to send from.
+    """
+
+    layout: Layout | None
+    world_size: int
+    most_mib: int
+    exchange_mib: int
+    is_captured: bool
+    staged_blocks: int = 0
+
+    def holds(self, request: Request) -> bool:
+        """Whether what is there is enough."""
+        return self.layout is not None and self._needed(request) == self.layout
+
+    def may_hold(self, request: Request) -> bool:
+        """Whether what is there is enough, or may grow until it is."""
+        return self.holds(request) or (not self.is_captured and self._fits(self._needed(request)))
+
+    def grown(self, request: Request, name: str) -> Layout:
+        """The layout to allocate for a request that it does not hold. name: what errors call the operator.
+
+        Raises:
+            ValueError: it may not grow so far.
+        """
+        needed = self._needed(request)
+        if self.is_captured:
+            raise ValueError(
+                f"{name} with {request.what} needs more symmetric memory, but a CUDA graph holds addresses of what is "
+                f"there; run the largest shapes before capturing, or free the graph, call overlap_train.forget_graphs(group) on "
+                f"all ranks and capture again"
+            )
+        if not self._fits(needed):
+            raise ValueError(
+                f"symmetric_mib={self.most_mib} is too small: {name} with {request.what} needs "
+                f"{-(-self._nbytes(needed) // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
+                f"{(needed.slot_bytes + needed.flagged_bytes) / _MIB:.1f} MiB{self._staging(needed)}); raise "
+                f"OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
+            )
+        # With more room than is needed, longer rows cost no agreement.
+        roomy = needed.covering(with_room(request.slot_bytes), with_room(request.flagged_bytes))
+        return roomy if self._fits(roomy) and not self._passes_limit(needed, roomy) else needed
+
+    def _staging(self, layout: Layout) -> str:
+        """What is held beside the slots, in words."""
+        return f", and {layout.block_bytes / _MIB:.1f} MiB to send from" if self.staged_blocks else ""
+
+    def _passes_limit(self, needed: Layout, roomy: Layout) -> bool:
+        """Whether exchanges, whose parts were cut to fit into exchange_mib, would have more than that for the sake of room."""
+        slots, roomy_slots = (SLOTS * (one.slot_bytes + one.flagged_bytes) for one in (needed, roomy))
+        return slots <= self.exchange_mib * _MIB < roomy_slots
+
+    def _needed(self, request: Request) -> Layout:
+        there = self.layout or Layout(self.world_size, 0)
+        return there.covering(request.slot_bytes, request.flagged_bytes)
+
+    def _fits(self, layout: Layout) -> bool:
+        return self._nbytes(layout) <= self.most_mib * _MIB
+
+    def _nbytes(self, layout: Layout) -> int:
+        return layout.nbytes + self.staged_blocks * layout.block_bytes
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """What one rank says about the first call.
+
+    problem: what is wrong with its arguments or its machine, or None. terms: what must be equal on all ranks besides the request,
+    in words. name: what its errors call the operator.
+    """
+
+    problem: str | None
+    request: Request
+    terms: str
+    name: str
+
+
+def ask(agreement: Agreement, mine: FirstCall, what: str) -> None:
+    """Hear what all ranks say about the first call, and check it. Collective. what: what they do here, for errors.
+
+    Raises:
+        ValueError: they differ, or one has a problem; on every rank that came.
+        OverlapTimeoutError, OverlapMismatchError: a rank did not come. Where this rank has a problem, it is a ValueError.
+    """
+    try:
+        said = agreement.exchange(mine, what, kind="first call")
+    except (OverlapTimeoutError, OverlapMismatchError) as unheard:
+        if mine.problem is None:
+            raise
+        raise ValueError(mine.problem) from unheard  # peers that are in a call that they know do not ask
+    compare(agreement.rank, said)
+
+
+def compare(rank: int, all_ranks: Sequence[FirstCall]) -> None:
+    """Check that all ranks say the same and none has a problem. rank: this one.
+
+    Raises:
+        ValueError: they do not; on every rank.
+    """
+    for number, said in enumerate(all_ranks):
+        if said.problem is not None:
+            raise ValueError(said.problem if number == rank else f"{said.problem} (on rank {number} of the group)")
+    mine = all_ranks[rank]
+    for number, theirs in enumerate(all_ranks):
+        difference = _difference(mine, theirs, number)
+        if difference is not None:
+            raise ValueError(f"{mine.name}: {difference}")
+
+
+def _difference(mine: FirstCall, theirs: FirstCall, rank: int) -> str | None:
+    """Where this rank and rank `rank` differ, in words with a way out, or None."""
+    if theirs.request != mine.request:
+        return (
+            f"this rank has {mine.request.operator} of {mine.request.what}, rank {rank} of the group has {theirs.name}: "
+            f"{theirs.request.operator} of {theirs.request.what}; all ranks of a group must call the same operator with the same "
+            f"shapes and dtype; where they have different numbers of rows, pad them to the largest"
+        )
+    if theirs.terms != mine.terms:
+        return (
+            f"this rank has {mine.terms}, rank {rank} of the group has {theirs.terms}; all ranks of a group need the same "
+            f"OverlapConfig, the same trained operands, and nvshmem4py installed on all or none"
+        )
+    if theirs.name != mine.name:
+        return (
+            f"rank {rank} of the group calls it {theirs.name!r}; a call has the same name= on all ranks, which recognise each "
+            f"other's calls by it"
+        )
+    return None
+
+
+def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: str, trains: str = "") -> None:
+    """Make sure that every rank asks for the same, and that the heap holds it. Collective, and for new requests only.
+
+    Args:
+        problem: what is wrong with this rank's arguments, or None.
+        name: what errors call the operator.
+        trains: which operands get gradients, in words; ranks must agree on it, too.
+
+    Raises:
+        ValueError: on every rank, if any rank has a problem, the ranks ask for different things, or it does not fit.
+        OverlapTimeoutError: a rank did not come.
+        RuntimeError: a CUDA graph is being captured; or the symmetric memory could not be had, on every rank.
+    """
+    if domain.is_capturing():
+        raise RuntimeError(
+            f"{name} with {request.what} is new to its group, and a CUDA graph is being captured, in which ranks can "
+            f"neither agree nor compile; run what is captured twice before capturing it"
+        )
+    terms, unmet = _terms(domain, request)
+    mine = FirstCall(problem or unmet, request, f"{terms}; {trains}", name)
+    what = f"{name}: agree on its first call with {request.what}"
+    ask(domain.agreement, mine, what)
+    room = room_of(domain)
+    if request.shares_memory and not room.holds(request):
+        _reallocate(domain, room.grown(request, name))
+
+
+def may_hold(domain: OverlapDomain, request: Request) -> bool:
+    """Whether the heap holds what a request needs, or may grow until it does."""
+    return not request.shares_memory or room_of(domain).may_hold(request)
+
+
+def room_of(domain: OverlapDomain) -> Room:
+    """The symmetric memory that a domain has, and may have."""
+    layout = None if domain.heap is None else domain.layout
+    limits = domain.config.symmetric_mib, domain.config.exchange_limit_mib
+    return Room(layout, domain.world_size, *limits, domain.captured, domain.span.staged_blocks)
+
+
+def _terms(domain: OverlapDomain, request: Request) -> tuple[str, str | None]:
+    """(the settings in which all ranks must agree, in words; why this rank cannot have symmetric memory, or None)."""
+    config = domain.config  # exchange_mib: of all calls, because room for longer rows depends on it (room.py)
+    limits = f"symmetric_mib={config.symmetric_mib}, exchange_mib={config.exchange_mib}, timeout_s={config.timeout_s:g}"
+    limits += ", a captured CUDA graph" * domain.captured
+    if not request.shares_memory:
+        return limits, None
+    try:
+        return f"provider={domain.span.provider()}, {limits}", None
+    except ValueError as error:
+        return limits, str(error)
+
+
+@torch.inference_mode(False)  # as the domain's other state, calls outside of it write to it, too
+def _reallocate(domain: OverlapDomain, layout: Layout) -> None:
+    """Replace the heap by a larger one, once for each larger shape. Collective.
+
+    The new heap is opened first. If that fails, it fails on all ranks alike, and calls that fit the old heap go on.
+    """
+    if domain.heap is not None:
+        domain.span.meet_before_growth()
+    if domain.on_gpu:
+        torch.cuda.synchronize(domain.device)
+    domain.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
+    domain.take_memory(*domain.span.new_memory(layout), layout)
+    barrier(domain, Tag("overlap_train/open", "barrier"))  # loads its kernel, which a capture of a graph could not

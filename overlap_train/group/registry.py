@@ -1,0 +1,199 @@
+"""The overlap domains of this process, one a process group.
+
+Operators inside a CUDA graph.
+
+The device counts epochs, so that a replay sends new ones. But a graph uses the same slots at every replay, and calls before and
+after it do not know which ones (docs/design.md, rule 3). Therefore a graph begins and ends with a barrier of signals, 10
+microseconds each.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from ..config import OverlapConfig, check_type
+from .domain import Idle, OverlapDomain, barrier
+from .tags import Tag
+
+# Settings that all calls of a group share.
+DOMAIN_WIDE = ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms")
+
+_domains: dict[dist.ProcessGroup, OverlapDomain] = {}
+# Of two threads one makes a group's domain: ranks count how many they have made (Agreement).
+_making = threading.RLock()
+
+
+def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device) -> OverlapDomain:
+    """The domain of `group`, made at its first use. Symmetric memory is allocated when the first operator asks for it.
+
+    Raises:
+        ValueError: no group, this process is not in it, or one of DOMAIN_WIDE differs from the domain's.
+    """
+    domain = _domains.get(group)
+    if domain is None:
+        check_type(config)
+        if group is None:  # as torch calls the group of all ranks, which tensor parallelism rarely means
+            raise ValueError(
+                "group=None: pass the tensor-parallel group; of all ranks it is torch.distributed.group.WORLD"
+            )
+        if dist.get_rank(group) < 0:
+            raise ValueError(
+                f"group={group}: rank {dist.get_rank()} is not a member; pass a group that contains this rank"
+            )
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"input is on {device}, the current device is {torch.cuda.current_device()}; set_device first"
+            )
+        with _making:
+            domain = _domains.get(group) or OverlapDomain(group, config or OverlapConfig(), device)
+            _domains[group] = domain
+    if domain.closed:
+        raise RuntimeError(
+            "an operator was called in a process that was forked from a rank of its group; the symmetric memory is that rank's: "
+            "call operators there"
+        )
+    _check_same(domain, group, config, device)
+    return domain
+
+
+def _close_in_child() -> None:
+    """A forked process has no copy engine: what waits for its pushes would wait without end."""
+    for domain in _domains.values():
+        domain.closed, domain.book = True, None  # without plans, each call comes to domain_of
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def made_domain(group: dist.ProcessGroup) -> OverlapDomain | None:
+    """The domain of `group` if an operator has made it. Does not communicate."""
+    return _domains.get(group)
+
+
+def _check_same(
+    domain: OverlapDomain, group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device
+) -> None:
+    if device != domain.device:
+        raise ValueError(
+            f"input is on {device}, but the group's symmetric memory is on {domain.device}; use one device"
+        )
+    if group.size() != domain.world_size:
+        raise ValueError(f"group has {group.size()} ranks, its symmetric memory {domain.world_size}; call shutdown()")
+    if config is None or config is domain.config:
+        return
+    check_type(config)
+    for name in DOMAIN_WIDE:
+        mine, theirs = getattr(config, name), getattr(domain.config, name)
+        if mine != theirs:
+            raise ValueError(
+                f"{name}={mine!r}, but the group's domain was made with {theirs!r}; call shutdown() to change it"
+            )
+
+
+def check() -> None:
+    """Raise OverlapTimeoutError if a wait of this process has given up. Every operator checks before and after, so this is needed
+    after the last operator of a program and after replays of a CUDA graph, which call no operator."""
+    for domain in list(_domains.values()):  # another thread may make one meanwhile
+        domain.fault.check()
+
+
+def shutdown() -> None:
+    """Free all symmetric memory. Collective over every group that was used; call it before destroy_process_group.
+
+    Raises:
+        RuntimeError: an operator is under way, in another thread or in this one, as in a signal handler. Nothing has ended then.
+    """
+    # In one order on all ranks, which may have used their groups in different orders.
+    domains = sorted(_domains.values(), key=lambda domain: domain.group.group_name)
+    with ExitStack() as idle:
+        for domain in domains:
+            idle.enter_context(Idle(domain.in_use))
+        _domains.clear()
+        _close(domains)
+
+
+def _close(domains: list[OverlapDomain]) -> None:
+    """Close them all, and then NVSHMEM's world if one of them was in it. Raises the first error."""
+    providers = {domain.heap.provider for domain in domains if domain.heap is not None}
+    errors: list[Exception] = []
+    for domain in domains:
+        try:
+            domain.close()
+        except Exception as error:  # the others end all the same
+            errors.append(error)
+    # After an error it would wait, too, for the rank for which a domain could not be closed.
+    if "nvshmem" in providers and not errors:
+        from ..symmetric.nvshmem import finalize
+
+        finalize()
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def graphed(group: dist.ProcessGroup) -> Iterator[None]:
+    """Bracket of all operators of `group` that are captured into one CUDA graph.
+
+        with torch.cuda.graph(graph), overlap_train.graphed(group):
+            y = model(x)
+            y.backward(dy)
+
+    Keep this order: a capture that begins inside `graphed` would have no barriers. All ranks capture the same operators, in one
+    stream. They replay the graph equally often, in the stream of the eager calls or ordered with them by events. Run the same
+    twice before capturing: then kernels are compiled and symmetric memory is there. A replay calls no operator; `check()` after
+    it raises what a wait in it has found. Calls of the method collective are captured as PyTorch captures NCCL's.
+
+    Raises:
+        ValueError: no operator of this group has run yet.
+    """
+    domain = made_domain(group)
+    if domain is None or domain.book is None:
+        raise ValueError(
+            "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
+        )
+    domain.graphed = True
+    try:
+        # Without a heap all calls are collectives, and so are all that can be captured across nodes.
+        uses_slots = domain.heap is not None and domain.span.graphs
+        with _between_barriers(domain) if uses_slots else nullcontext():
+            yield
+        # Not before: a capture that failed leaves no graph. One of collectives holds no address of the heap.
+        domain.captured |= domain.is_capturing() and uses_slots
+    finally:
+        domain.graphed = False
+
+
+@contextmanager
+def _between_barriers(domain: OverlapDomain) -> Iterator[None]:
+    workspace = domain.workspace
+    before = copy.deepcopy(workspace.use)
+    try:
+        barrier(domain, Tag("graph/begin", "barrier"))
+        yield
+        barrier(domain, Tag("graph/end", "barrier"))
+    except BaseException:
+        before.invalidate()
+        raise
+    finally:
+        # Capturing runs nothing, not even barriers: eager calls before the first replay go on where they were.
+        workspace.use = before
+
+
+def forget_graphs(group: dist.ProcessGroup) -> None:
+    """Allow symmetric memory to be replaced again. All ranks call it, and none replays a graph that was captured before."""
+    domain = made_domain(group)
+    if domain is not None:
+        domain.captured = False
+
+
+def is_graphed(group: dist.ProcessGroup) -> bool:
+    """Whether operators of this group are called inside `graphed`."""
+    domain = made_domain(group)
+    return domain is not None and domain.graphed

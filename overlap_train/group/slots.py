@@ -1,0 +1,293 @@
+"""Where things lie in the symmetric heap.
+
+Slots, signals and epochs.
+
+A slot is W blocks in symmetric memory, block s written by rank s alone, in one or more chunks of rows, with one signal a chunk.
+(In a call that is pulled a rank writes block d of its own slot, for rank d, and the signals are those of a barrier.) The epoch
+counts the uses of a slot. A signal carries the epoch and the fingerprint of the call whose chunk is there (tags.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from ..cache import BoundedCache
+from ..gpu.launch import LaunchCache, Launcher
+from ..kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
+from ..schedule.order import Topology, targets
+from ..schedule.transfers import Leg, Legs
+from ..symmetric import SymmetricHeap
+from .copy_engine import Route
+from .tags import Tag
+
+SLOTS = 3  # what two operators in a row use: two calls and one (slot_use.py)
+BARRIER = SLOTS  # one slot more, for signals only
+_ALIGN = 4096
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in the heap: signals of all slots, then their blocks, then their flagged words.
+
+    slot_bytes: of the blocks of one slot. flagged_bytes: of its flagged words (kernels/flagged_words.py), which have memory of
+    their own because blocks are any bytes, and so could look like a flag.
+    """
+
+    world_size: int
+    slot_bytes: int
+    flagged_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.flagged_offset(BARRIER)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of a slot."""
+        return self.slot_bytes // self.world_size
+
+    def offset(self, slot: int) -> int:
+        """Byte offset of a slot's blocks."""
+        return _aligned((BARRIER + 1) * self.signals_bytes) + slot * _aligned(self.slot_bytes)
+
+    def size(self, slot: int) -> int:
+        """Bytes of a slot's blocks; the barrier has none."""
+        return 0 if slot == BARRIER else self.slot_bytes
+
+    def flagged_offset(self, slot: int) -> int:
+        """Byte offset of a slot's flagged words."""
+        return self.offset(BARRIER) + slot * _aligned(self.flagged_bytes)
+
+    def flagged_size(self, slot: int) -> int:
+        """Bytes of a slot's flagged words; the barrier has none."""
+        return 0 if slot == BARRIER else self.flagged_bytes
+
+    def signals_offset(self, slot: int) -> int:
+        """Byte offset of a slot's W x MAX_CHUNKS signals."""
+        return slot * self.signals_bytes
+
+    @property
+    def signals_bytes(self) -> int:
+        return self.world_size * MAX_CHUNKS * 8
+
+    def covering(self, slot_bytes: int, flagged_bytes: int = 0) -> Layout:
+        """The smallest layout that holds both this one and slots of the given sizes."""
+        return Layout(self.world_size, max(self.slot_bytes, slot_bytes), max(self.flagged_bytes, flagged_bytes))
+
+
+def with_room(slot_bytes: int) -> int:
+    """slot_bytes, rounded up to eight steps between powers of two: so many times at most the heap grows until rows are twice as
+    many, whatever lengths come. Up to an eighth more memory; none for 1 to 16 times a power of two, as most models have it."""
+    step = 1 << max(0, (slot_bytes - 1).bit_length() - 4)
+    return -(-slot_bytes // step) * step
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+_MOST_CALLS = 256  # kinds of calls that a slot remembers
+_PLANS_OF_A_CALL = 8  # gathers of one shape: forwards, input gradients, and what is gathered again
+
+
+def _addresses(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device)
+
+
+class Counters:
+    """What the kernels of one product count, int64 words on the device, in the order of kernels/signal_words.py."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.left = words[:1]  # CTAs that have exited
+        self.claimed = words[1:2]  # tiles that a CTA has taken
+        self.sent = words[2:3]  # pieces of the own rows that a CTA has taken to store them at the peers
+        self.here = words[3:4]  # chunks that may be multiplied, in their order (kernels/arrivals.py)
+        self.complete = words[FIRST_COUNTERS:]  # stored tiles, or pieces, by destination and chunk
+
+
+class Slot:
+    """One slot as this rank sees it, and as it sees the peers'."""
+
+    def __init__(self, heap: SymmetricHeap, layout: Layout, index: int, rank: int, device: torch.device) -> None:
+        start, words = layout.offset(index), layout.signals_offset(index)
+        size, world = layout.size(index), layout.world_size
+        views = [heap.view(peer) for peer in range(world)]
+        self.memory = [view[start : start + size] for view in views]
+        signals = [
+            view[words : words + layout.signals_bytes].view(torch.int64).view(world, MAX_CHUNKS) for view in views
+        ]
+        self.signals = signals[rank]  # int64 [W, MAX_CHUNKS], row s written by rank s
+        self.outgoing = [words[rank] for words in signals]  # the row that this rank writes at each peer
+        self.outgoing_at = _addresses(self.outgoing, device)  # int64 [W], for kernels that signal peers themselves
+        self.memory_at = _addresses(self.memory, device)  # int64 [W], for kernels that store at peers themselves
+        start, size = layout.flagged_offset(index), layout.flagged_size(index)
+        flagged = [view[start : start + size].view(torch.int64) for view in views]
+        self.flagged = flagged[rank]  # int64, in W blocks as large as the call wants them, block s written by rank s
+        self.flagged_at = _addresses(flagged, device)  # int64 [W]
+        self._count(world, device)
+
+    def _count(self, world: int, device: torch.device) -> None:
+        """Make what this rank alone counts."""
+        count = FIRST_COUNTERS + world * MAX_CHUNKS
+        self.control = torch.zeros(1 + count, dtype=torch.int64, device=device)
+        self.epoch = self.control[:1]  # as a signal has it; on the device, where a replayed graph goes on counting
+        self.counted = self.control[1:]
+        self.counters = Counters(self.counted)  # reset when the epoch advances
+        # of kernels that send everything themselves: at their end they reset these, and advance the epoch that no copy sends
+        self.direct_counters = Counters(torch.zeros(count, dtype=torch.int64, device=device))
+        self.calls: BoundedCache[Hashable, Call] = BoundedCache(_MOST_CALLS)
+
+
+class Waits(Protocol):
+    """How a rank waits in the calls of its domain (BoundedWaits in waits.py). Every wait has a time limit.
+
+    A wait that fails raises OverlapTimeoutError or OverlapMismatchError: at once on the CPU. On a GPU it raises the flag `abort`,
+    and FaultRecord.check raises the error later.
+
+    launcher: launches kernels; None on the CPU. abort: int64 [1], not zero once a wait of this rank on the device has failed.
+    """
+
+    rank: int
+    world_size: int
+    launcher: Launcher | None
+    abort: torch.Tensor
+
+    def next_epoch(self, call: Call) -> None:
+        """Advance the slot's epoch by `call.tag` and reset its counters, before copies send anything."""
+        ...
+
+    def wait(self, call: Call, first: int, count: int) -> None:
+        """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks, from rank `first` on, are here.
+        The own block counts as here."""
+        ...
+
+    def wait_chunk(self, call: Call, first: int, chunk: int, count: int) -> None:
+        """Hold the caller's stream (on the CPU: the caller) until one chunk of the blocks of `count` ranks, from rank `first` on,
+        is here."""
+        ...
+
+    def receive(self, call: Call, own: torch.Tensor) -> None:
+        """Copy own [block shape] into this rank's block, and hold the caller's stream (on the CPU: the caller) until the blocks
+        of all other ranks are here."""
+        ...
+
+    def barrier(self, call: Call) -> None:
+        """Advance the slot's epoch, send it to every peer as the signal of chunk 0, and hold the caller's stream (on the CPU: the
+        caller) until each peer has sent the same."""
+        ...
+
+
+class Call:
+    """One kind of use of one slot: blocks [W, *block shape] of one dtype, each sent in `chunks` equal parts.
+
+    Everything here holds for every call of that kind, of whatever linear, but `tag`: the call that uses the slot now.
+    """
+
+    tag: Tag
+
+    def __init__(self, waits: Waits, slot: Slot, shape: torch.Size, dtype: torch.dtype, chunks: int) -> None:
+        self._waits = waits
+        self.slot, self.chunks = slot, chunks
+        self.rank, self.world_size = waits.rank, waits.world_size
+        self._shape, self._dtype = shape, dtype
+        self.peers = targets(Topology(1, self.world_size, self.rank))
+        pieces = self.world_size * chunks
+        self.launches = LaunchCache(waits.launcher, pieces)
+        # A plan has one entry for what it sends, and across nodes one for each chunk that it passes on.
+        most = _MOST_CALLS + _PLANS_OF_A_CALL * pieces
+        self._routes: BoundedCache[tuple[Legs, int, int], list[Route]] = BoundedCache(most)
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """The blocks [W, *block shape] of this rank's own slot; a call whose data come as flagged words has none."""
+        return self._blocks(self.slot.memory[self.rank])
+
+    @torch.inference_mode(False)  # a view of an inference tensor is one, which later calls could not write
+    def _blocks(self, memory: torch.Tensor) -> torch.Tensor:
+        count = self.world_size * self._shape.numel()
+        return memory[: count * self._dtype.itemsize].view(self._dtype).view(self.world_size, *self._shape)
+
+    @cached_property
+    @torch.inference_mode(False)
+    def gathered(self) -> torch.Tensor:
+        """The blocks of a gather [M/W, K], one below the other: [M, K]."""
+        return self.blocks.flatten(0, 1)
+
+    def chunk_of(self, block: int, chunk: int) -> torch.Tensor:
+        """One chunk [rows / chunks, ...] of a block of the own slot."""
+        return self.blocks[block].chunk(self.chunks)[chunk]
+
+    def remote_block(self, peer: int) -> torch.Tensor:
+        """This rank's block [block shape] in the slot of `peer`: where it is sent; or, where blocks are pulled, what `peer` has
+        left for it."""
+        return self._blocks(self.slot.memory[peer])[self.rank]
+
+    @cached_property
+    @torch.inference_mode(False)
+    def incoming(self) -> list[torch.Tensor]:
+        """The blocks for this rank that each of `peers` has left in its own slot, [block shape] each."""
+        return [self.remote_block(peer) for peer in self.peers]
+
+    def routes(self, legs: Legs, tiles: int = 0, pitch: int = 0) -> list[Route]:
+        """The copy engine's way for each leg of a schedule.
+
+        Args:
+            tiles: what the counter of stored tiles, or strips, reaches when a chunk is complete, for legs that leave after them.
+            pitch: elements from one block of the source to the next; 0: they lie one after the other.
+        """
+        pitch = pitch or self._shape.numel()
+        key = (legs, tiles, pitch)
+        return self._routes.get(key) or self._routes.put(key, [self._route(leg, tiles, pitch) for leg in legs])
+
+    def _route(self, leg: Leg, tiles: int, pitch: int) -> Route:
+        chunk = self.remote_block(leg.target).chunk(self.chunks)[leg.chunk]
+        first = leg.block * pitch + leg.chunk * chunk.numel()
+        word = leg.target * MAX_CHUNKS + leg.chunk
+        after = (self.slot.counters.complete[word : word + 1], tiles) if leg.after_tiles else None
+        signal = self.slot.outgoing[leg.target][leg.chunk : leg.chunk + 1]
+        return Route(first, chunk, signal, self.slot.epoch, after)
+
+    def next_epoch(self) -> None:
+        """Advance the slot's epoch and reset its counters, before copies send anything. Kernels that send everything themselves
+        advance the epoch at their end."""
+        self._waits.next_epoch(self)
+
+    def reset_counters(self) -> None:
+        """Reset the slot's counters, before a kernel that claims tiles and where the epoch advances after it (barrier)."""
+        self.slot.counted.zero_()
+
+    def wait(self, first: int, count: int = 1) -> None:
+        """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks, from rank `first` on, are here.
+        The own block counts as here."""
+        self._waits.wait(self, first, count)
+
+    def wait_chunk(self, first: int, chunk: int, count: int = 1) -> None:
+        """Hold the caller's stream (on the CPU: the caller) until one chunk of the blocks of `count` ranks, from rank `first` on,
+        is here. The own block counts as here."""
+        self._waits.wait_chunk(self, first, chunk, count)
+
+    def wait_for_all(self) -> None:
+        """Hold the caller's stream until the blocks of all other ranks are here."""
+        self._waits.wait(self, 0, self.world_size)
+
+    def wait_for_start(self) -> None:
+        """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""
+        self._waits.wait_chunk(self, 0, 0, self.world_size)
+
+    def keep(self, own: torch.Tensor) -> None:
+        """Copy own [block shape], contiguous, into this rank's block."""
+        self.blocks[self.rank].copy_(own)
+
+    def receive(self, own: torch.Tensor) -> None:
+        """Copy own [block shape], contiguous, into this rank's block, and hold the caller's stream until the blocks of all other
+        ranks are here."""
+        self._waits.receive(self, own)
+
+    def barrier(self) -> None:
+        """Hold the caller's stream (on the CPU: the caller) until every rank has come here; no block is sent."""
+        self._waits.barrier(self)

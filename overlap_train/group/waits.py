@@ -1,0 +1,144 @@
+"""How a rank waits for blocks, or for its peers: on the CPU the caller polls, on GPUs a kernel of one warp holds its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..gpu.launch import Launch, Launcher
+from .faults import FaultRecord, poll
+from .slots import Call
+from .tags import has_arrived, is_same_call, next_word
+
+# How the own block is copied: 32 bytes a thread and turn in bf16, by at most eight CTAs on each SM of an H200.
+_KEPT_AT_ONCE, _MOST_KEEPERS = 2048, 1056
+
+
+class BoundedWaits:
+    """The Waits of one domain (slot.py), each bounded by timeout_s: on the CPU the caller polls, on a GPU a kernel holds the
+    stream. launcher: launches kernels; None on the CPU."""
+
+    def __init__(
+        self, rank: int, world_size: int, timeout_s: float, fault: FaultRecord, launcher: Launcher | None
+    ) -> None:
+        self.rank, self.world_size, self.timeout_s, self.launcher = rank, world_size, timeout_s, launcher
+        self._fault = fault
+        self.know, self.abort = fault.know, fault.abort
+        self.wait: Callable[[Call, int, int], None] = self.on_host if launcher is None else self.on_stream
+        self.wait_chunk: Callable[[Call, int, int, int], None] = (
+            self.chunk_on_host if launcher is None else self.chunk_on_stream
+        )
+        self.receive: Callable[[Call, torch.Tensor], None] = (
+            self.receive_on_host if launcher is None else self.receive_on_stream
+        )
+        self.barrier: Callable[[Call], None] = self.barrier_on_host if launcher is None else self.barrier_on_stream
+        self.next_epoch: Callable[[Call], None] = next_epoch_on_host if launcher is None else next_epoch_on_stream
+
+    def on_host(self, call: Call, first: int, count: int) -> None:
+        for chunk in range(call.chunks):
+            self.chunk_on_host(call, first, chunk, count)
+
+    def chunk_on_host(self, call: Call, first: int, chunk: int, count: int) -> None:
+        for source in range(first, first + count):
+            if source != self.rank:
+                self._wait_for_word(call, source, chunk)
+
+    def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
+        word, expected = call.slot.signals[source, chunk], int(call.slot.epoch)
+        late = partial(self._fault.warn_late, source, chunk, expected)
+        in_time = poll(lambda: has_arrived(word.item(), expected) or self._is_over(), self.timeout_s, late=late)
+        seen = int(word)
+        if not (in_time or has_arrived(seen, expected)) or not is_same_call(seen, expected):
+            self._fault.fail(source, chunk, expected, seen)
+
+    def _is_over(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        return False
+
+    def receive_on_host(self, call: Call, own: torch.Tensor) -> None:
+        call.keep(own)
+        self.wait(call, 0, self.world_size)
+
+    def barrier_on_host(self, call: Call) -> None:
+        next_epoch_on_host(call)
+        for peer in call.peers:
+            call.slot.outgoing[peer][:1].copy_(call.slot.epoch)
+        self.chunk_on_host(call, 0, 0, self.world_size)
+
+    def on_stream(self, call: Call, first: int, count: int) -> None:
+        call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count))
+
+    def chunk_on_stream(self, call: Call, first: int, chunk: int, count: int) -> None:
+        key = ("wait for a chunk", first, chunk, count)
+        call.launches.run(key, (), partial(self._wait_launch, call, first, count, chunk))
+
+    def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None) -> Launch:
+        """The Launch of the kernel that waits for the blocks of `count` ranks, from rank `first` on. chunk: only that one of
+        each; None: all."""
+        from ..kernels.signal import wait_kernel  # imports Triton
+
+        arguments = self._arguments(call, first, chunk) | dict(first=first, count=count, first_chunk=chunk or 0)
+        constants = dict(CHUNKS=call.chunks if chunk is None else 1, TIMED=True, BLOCK=1024, num_warps=1)
+        return Launch(wait_kernel, (1,), arguments, constants)
+
+    def receive_on_stream(self, call: Call, own: torch.Tensor) -> None:
+        at = own.data_ptr()
+        call.launches.run(("receive", at % 16 == 0), (at,), partial(self._receive_launch, call, own))
+
+    def _receive_launch(self, call: Call, own: torch.Tensor) -> Launch:
+        from ..kernels.own_block import wait_and_keep_kernel
+
+        size, arguments = own.numel(), self._arguments(call, 0) | dict(count=self.world_size)
+        arguments |= dict(own_ptr=own, kept_ptr=call.blocks[self.rank], size=size)
+        constants = dict(CHUNKS=call.chunks, TIMED=True, BLOCK=_KEPT_AT_ONCE, num_warps=4)
+        grid = (1 + min(-(-size // _KEPT_AT_ONCE), _MOST_KEEPERS),)
+        return Launch(wait_and_keep_kernel, grid, arguments, constants, (("own_ptr",),))
+
+    def _arguments(self, call: Call, first: int, chunk: int | None = None) -> dict[str, Any]:
+        """The arguments of a kernel that waits for the blocks of rank `first` and others. row_ptr: where it writes NaN if a wait
+        fails."""
+        victim = first if first != self.rank else (first + 1) % self.world_size  # a block that will be read
+        row = call.blocks[victim] if chunk is None else call.chunk_of(victim, chunk)
+        return dict(
+            signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, abort_ptr=self._fault.abort, record_ptr=self._fault.record,
+            limit=int(self.timeout_s * 1e9), rank=self.rank, row_ptr=row, row_size=row.shape[-1],
+        )  # fmt: skip
+
+    def barrier_on_stream(self, call: Call) -> None:
+        call.launches.run("barrier", (call.tag.word,), partial(self._barrier_launch, call))
+
+    def _barrier_launch(self, call: Call) -> Launch:
+        from ..kernels.signal import barrier_kernel
+
+        slot = call.slot
+        arguments = dict(
+            epoch_ptr=slot.epoch, outgoing_at_ptr=slot.outgoing_at, signals_ptr=slot.signals, abort_ptr=self._fault.abort,
+            record_ptr=self._fault.record, tag=call.tag.word, limit=int(self.timeout_s * 1e9), rank=self.rank,
+        )  # fmt: skip
+        constants = dict(WORLD=self.world_size, TIMED=True, num_warps=1)
+        return Launch(barrier_kernel, (1,), arguments, constants, (("tag",),))
+
+
+def next_epoch_on_host(call: Call) -> None:
+    """Advance the slot's epoch and reset its counters, before anything is sent."""
+    word = next_word(int(call.slot.epoch), call.tag)
+    call.reset_counters()
+    call.slot.epoch.fill_(word)
+
+
+def next_epoch_on_stream(call: Call) -> None:
+    """Advance the slot's epoch and reset its counters, in the caller's stream."""
+    call.launches.run("next epoch", (call.tag.word,), partial(_next_epoch_launch, call))
+
+
+def _next_epoch_launch(call: Call) -> Launch:
+    from ..kernels.signal import next_epoch_kernel
+
+    control: torch.Tensor = call.slot.control
+    counters = len(control) - 1
+    block = max(1024, 1 << (counters - 1).bit_length())  # 1024 serve 127 ranks
+    arguments = dict(epoch_ptr=control, tag=call.tag.word, count=counters)
+    return Launch(next_epoch_kernel, (1,), arguments, dict(BLOCK=block, num_warps=1), (("tag",),))

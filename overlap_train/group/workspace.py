@@ -1,0 +1,145 @@
+"""Which slots are free: each rank works it out for itself, from the calls that all ranks make alike.
+
+Operators are numbered. Whoever has received the blocks of operator n from every peer knows that every peer is done with operator
+n - 1: a peer sends blocks of n only after finishing n - 1. In operator n + 1 the slots of n - 1 and before are free.
+
+    two calls an operator, as in a column linear's backward, then one      three slots suffice: all that a dense GPT does
+    two calls, then two again                                              a barrier in between (workspace.py)
+
+An operator may begin ahead: it sends its blocks before what the running one receives is read. So a peer that has sent blocks of n
+ahead has read those of n - 2, but perhaps not of n - 1. Before a rank sends n + 1, it waits for the first block of n from every
+peer. Then the slot of n - 2 is free. Three slots suffice: n + 1 is sent, n is about to be read, a peer may still read n - 1.
+
+The slots of a domain: the state that outlives a call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..symmetric import SymmetricHeap
+from .slots import BARRIER, SLOTS, Call, Layout, Slot
+from .tags import Tag, epoch_of
+from .waits import BoundedWaits
+
+_LONG_AGO = -2
+
+
+class SlotUse:
+    """The number of the operator that runs, or was begun ahead, and of the last that used each slot.
+
+    _sent_after: the last operator that each rank was done with when it sent for that one. _free: the slots of those that, as this
+    rank knows, all are done with. has_raised: an operator has, and ranks have not met since.
+    """
+
+    def __init__(self) -> None:
+        self._operator = 0
+        self._sent_after = _LONG_AGO
+        self.clear()
+        self.is_ahead = False  # the next operator has begun
+
+    def begin(self) -> None:
+        """Count another operator. One that took no slot is not counted: nothing was received in it."""
+        if not self.is_ahead and self._operator in self._last_used:
+            self.receive()
+            self._sent_after = self._operator
+            self._operator += 1
+        self.is_ahead = False
+
+    def begin_ahead(self) -> None:
+        """Count another operator, before anything that the one that runs has received is read."""
+        self._sent_after = self._operator - 1
+        self._operator += 1
+        self.is_ahead = True
+
+    def receive(self) -> None:
+        """Blocks of the operator that runs have come from every peer."""
+        self._free = [slot for slot, user in enumerate(self._last_used) if user <= self._sent_after]
+
+    def free(self) -> list[int]:
+        """The slots that, as this rank knows, no rank reads any more."""
+        return self._free
+
+    def take(self) -> int:
+        """The first free slot, for a call of this operator: the same slots again and again, as far as that goes."""
+        slot, *self._free = self.free()
+        self._last_used[slot] = self._operator
+        return slot
+
+    def clear(self) -> None:
+        """All ranks have met: every slot is free."""
+        self._last_used, self._free = [_LONG_AGO] * SLOTS, list(range(SLOTS))
+        self.has_raised = False
+
+    def invalidate(self) -> None:
+        """The operator has raised, perhaps before it had received anything: no slot is known to be free before ranks meet."""
+        self._last_used, self._free = [self._operator] * SLOTS, []
+        self.is_ahead = False
+        self.has_raised = True
+
+
+class Workspace:
+    """Three slots, which gathers and scatters alike take as they get free, and a barrier for when they do not."""
+
+    _last: Call  # that was opened
+
+    def __init__(self, heap: SymmetricHeap, layout: Layout, device: torch.device, waits: BoundedWaits) -> None:
+        self._waits = waits
+        self.slots = [self._slot(heap, layout, index, device) for index in range(SLOTS)]
+        self._barrier = self._slot(heap, layout, BARRIER, device)
+        self.use = SlotUse()
+
+    def _slot(self, heap: SymmetricHeap, layout: Layout, index: int, device: torch.device) -> Slot:
+        return Slot(heap, layout, index, self._waits.rank, device)
+
+    def _new_call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, chunks: int) -> Call:
+        return Call(self._waits, slot, block_shape, dtype, chunks)
+
+    def begin(self, tag: Tag, calls: int, barrier_first: bool) -> None:
+        """Start an operator that opens up to so many calls: afterwards there are slots for them.
+
+        One that has begun ahead goes on: it has its slot.
+        """
+        goes_on = self.use.is_ahead
+        self.use.begin()
+        if not goes_on and (barrier_first or len(self.use.free()) < calls):
+            self.barrier(self._after_error(tag) if self.use.has_raised else tag.barrier)
+
+    def _after_error(self, tag: Tag) -> Tag:
+        """The tag of the barrier after an operator that raised. It says how often each slot was used.
+
+        One rank may have raised before it used its slot, and a peer after that. Then later waits on this slot would take the
+        blocks of an earlier call for their own, or wait for a use that never comes. On a GPU the host waits here for what it has
+        enqueued: only the device knows its epochs. A capture forbids that."""
+        if self._waits.launcher is not None and torch.cuda.is_current_stream_capturing():
+            return tag.barrier
+        uses = ", ".join(str(epoch_of(int(slot.epoch))) for slot in self.slots)
+        return Tag(f"{tag.op}/barrier", f"barrier after an error, slots used {uses} times")
+
+    def begin_ahead(self) -> None:
+        """Start the next operator, of one call, before the last call of this one is waited for."""
+        if not self.use.free():
+            self._last.wait_for_start()
+            self.use.receive()
+        self.use.begin_ahead()
+
+    def open(self, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int = 1) -> Call:
+        """Start a call on a free slot."""
+        self._last = self._call(self.slots[self.use.take()], block_shape, dtype, tag, chunks)
+        return self._last
+
+    def barrier(self, tag: Tag) -> None:
+        """Hold the caller's stream until every rank has come here: what they enqueued before is done, every slot is free."""
+        try:
+            self._call(self._barrier, torch.Size([0]), torch.int64, tag, 1).barrier()
+        except BaseException:
+            self.use.invalidate()
+            raise
+        self.use.clear()
+
+    def _call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int) -> Call:
+        self._waits.know(tag)
+        key = (block_shape, dtype, chunks)
+        call = slot.calls.get(key) or slot.calls.put(key, self._new_call(slot, block_shape, dtype, chunks))
+        call.tag = tag
+        return call

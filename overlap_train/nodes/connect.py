@@ -1,0 +1,221 @@
+"""The slots of a group that spans nodes, how its ranks wait, and how they meet.
+
+What a domain needs if its group spans nodes: an engine that carries data between them, and a heap with slots for it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ..config import OverlapConfig, flag_name
+from ..gpu.driver import Blas
+from ..gpu.launch import Launcher
+from ..group.domain import barrier
+from ..group.faults import FaultRecord
+from ..group.slots import Call, Layout, Slot
+from ..group.span import OneNode
+from ..group.tags import Tag
+from ..group.waits import BoundedWaits
+from ..group.workspace import Workspace
+from ..ops.plan import EnginePlan
+from ..planning.sm_budget import SmBudget, in_words
+from ..schedule.order import Topology
+from ..symmetric import SymmetricHeap, open_heap, resolve_provider
+from ..symmetric.agreement import say_on_rank_0
+from .gloo import GlooTransport
+from .host_engine import NodeEngine
+from .nccl import NcclTransport
+from .puts import PUT_GBS, NvshmemPuts
+from .slots import NodeCall, NodeSlot
+from .streams import NodeExchangeEngine, NodePutEngine, NodeStreamEngine
+from .sums import settle
+from .wire import connect
+
+
+class NodeWaits(BoundedWaits):
+    """Waits on the host end, too, when one of another thread of this rank has failed."""
+
+    def __init__(
+        self, topology: Topology, timeout_s: float, fault: FaultRecord, engine: NodeEngine | NodeStreamEngine,
+        launcher: Launcher | None,
+    ) -> None:  # fmt: skip
+        super().__init__(topology.rank, topology.world, timeout_s, fault, launcher)
+        self.topology, self._engine = topology, engine
+        self.barrier = self.barrier_in_two_steps
+
+    def _is_over(self) -> bool:
+        return self._fault.failed
+
+    def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
+        super()._wait_for_word(call, source, chunk)
+        self._fault.check()
+
+    def barrier_in_two_steps(self, call: Call) -> None:
+        """The twins meet, then the ranks of each node: who hears from a rank of the own node knows that its twins are here."""
+        assert isinstance(call, NodeCall)
+        topology = self.topology
+        call.next_epoch()
+        self._engine.barrier(call, topology)
+        for node in range(topology.nodes):
+            if node != topology.node:
+                self.wait(call, topology.twin(node), 1)
+        beside = [rank for rank in topology.ranks_of(topology.node) if rank != self.rank]
+        for rank in beside:
+            call.slot.words[rank][self.rank, :1].copy_(call.slot.epoch)
+        for rank in beside:
+            self.wait(call, rank, 1)
+
+
+class NodeWorkspace(Workspace):
+    """The Workspace of a group that spans nodes: slots and calls are NodeSlot and NodeCall."""
+
+    _waits: NodeWaits
+
+    def _slot(self, heap: SymmetricHeap, layout: Layout, index: int, device: torch.device) -> Slot:
+        return NodeSlot(heap, layout, index, self._waits.topology, device)
+
+    def _new_call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, chunks: int) -> Call:
+        assert isinstance(slot, NodeSlot)
+        return NodeCall(self._waits, slot, block_shape, dtype, chunks)
+
+
+def link_of(topology: Topology, block: int) -> str:
+    """How block `block` of a slot comes to this rank, for errors."""
+    sender, node = topology.sender(block), block // topology.local
+    if sender == block and node != topology.node:
+        return f" (of node {node}, over the network to this node {topology.node}, which may be down)"
+    if sender == block:
+        return f" (of this node {node}, over shared memory)"
+    return (
+        f" (of node {node}, by way of rank {sender} of this node {topology.node}; the network between them may be down)"
+    )
+
+
+class SeveralNodes(OneNode):
+    """A group that spans nodes: an engine carries data between them, and ranks map the memory of their own node."""
+
+    graphs = False  # the host watches exchanges
+
+    @property
+    def reach(self) -> str:  # type: ignore[override]
+        return "nodes of GPUs" if self.domain.on_gpu else "nodes of CPU processes"
+
+    def products_beside(self, started: EnginePlan | None) -> AbstractContextManager[None]:
+        if started is None or not started.slots or not started.spared_sms:
+            return nullcontext()
+        engine = self.domain.engine
+        assert isinstance(engine, NodeStreamEngine)
+        return engine.products(started.spared_sms)
+
+    @property
+    def by_nvshmem(self) -> bool:
+        """Whether NVSHMEM carries data between the nodes."""
+        return self.domain.on_gpu and self.domain.config.network == "nvshmem"
+
+    @property
+    def staged_blocks(self) -> int:  # type: ignore[override]
+        """How many blocks of symmetric memory a rank holds beside its slots, to send from."""
+        return int(self.by_nvshmem)
+
+    def provider(self) -> str:
+        """The name of the provider of the domain's symmetric memory.
+
+        Raises:
+            ValueError: it cannot serve the group, or carry data between its nodes.
+        """
+        domain, topology = self.domain, self.domain.topology
+        node = None if self.by_nvshmem else topology.ranks_of(topology.node)
+        provider = resolve_provider(domain.group, domain.config.provider, domain.device, node)
+        if self.by_nvshmem and provider != "nvshmem":
+            raise ValueError(
+                f"network='nvshmem' with symmetric memory of {provider}: it needs NVSHMEM's for the whole group; install "
+                f"nvshmem4py, leave NVSHMEM's one world to this group, or use network='nccl' ({flag_name('network')})"
+            )
+        return provider
+
+    @property
+    def is_connected(self) -> bool:  # type: ignore[override]
+        """Whether the nodes are connected."""
+        return isinstance(self.domain.engine, NodeEngine | NodeStreamEngine)
+
+    @property
+    def network_gbs(self) -> float:  # type: ignore[override]
+        """GB/s that the network carries in each direction, the same on all ranks. Measured where NCCL connects the nodes."""
+        engine = self.domain.engine
+        return engine.gbs if isinstance(engine, NodeStreamEngine) else 0.0
+
+    def settled(self, config: OverlapConfig) -> OverlapConfig:
+        """`config` with the network_sms and reduce_sms of the connected nodes, which are measured if the config says 0.
+
+        On CPUs and, before the nodes are connected, during a capture it is `config` itself. Collective at its first use: it
+        connects the nodes.
+        """
+        if not self.domain.on_gpu or (self.domain.is_capturing() and not self.is_connected):
+            return config
+        engine = self.engine()
+        assert isinstance(engine, NodeStreamEngine)
+        return replace(config, network_sms=engine.network.sms, reduce_sms=engine.reduce_sms)
+
+    def engine(self) -> NodeEngine | NodeStreamEngine:
+        """The engine that carries data between the nodes. Its first use makes it and connects the nodes; collective."""
+        domain = self.domain
+        if isinstance(domain.engine, NodeEngine | NodeStreamEngine):
+            return domain.engine
+        engine = self._new_engine()
+        domain.engine.close()
+        domain.engine, domain.fault.link_of = engine, partial(link_of, domain.topology)
+        return engine
+
+    def _new_engine(self) -> NodeEngine | NodeStreamEngine:
+        domain, topology = self.domain, self.domain.topology
+        if domain.launcher is None:
+            timeout_s = domain.config.timeout_s
+            return NodeEngine(timeout_s, GlooTransport(domain.agreement, topology, timeout_s), domain.fault)
+        device, driver, fault = domain.device, domain.launcher.driver, domain.fault
+        if self.by_nvshmem:
+            sms = self._sms_of_sums(PUT_GBS, 0)
+            return NodePutEngine(device, driver, NvshmemPuts(driver), fault, Blas(device), sms)
+        by = partial(NcclTransport, domain.agreement, topology, device, domain.config.timeout_s, fault)
+        nccl, gbs = connect(domain.agreement, topology, device, self._budget, by, fault)
+        with ExitStack() as opened:  # what fails leaves no communicator open, and no thread that watches it
+            opened.callback(nccl.close, orderly=False)
+            sms = self._sms_of_sums(gbs, nccl.sms)
+            engine = NodeExchangeEngine(device, driver, nccl, fault, Blas(device), sms, gbs)
+            opened.pop_all()
+        return engine
+
+    @property
+    def _budget(self) -> SmBudget:
+        config = self.domain.config
+        return SmBudget(self.domain.topology.local, config.network_sms, config.reduce_sms)
+
+    def _sms_of_sums(self, wire_gbs: float, network: int) -> int:
+        """The SMs of the sum of a node, beside NCCL's `network`. Collective. Rank 0 prints what all communication holds."""
+        domain, topology = self.domain, self.domain.topology
+        asked, most = domain.config.reduce_sms, self._budget.for_sums(network)
+        sms = settle(domain.agreement, topology, domain.device, wire_gbs, asked, most)
+        say_on_rank_0(domain.rank, in_words(network, sms if topology.local > 1 else 0))
+        return sms
+
+    def new_memory(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
+        """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""
+        domain, topology, engine = self.domain, self.domain.topology, self.engine()
+        node = topology.ranks_of(topology.node)
+        nbytes = layout.nbytes + self.staged_blocks * layout.block_bytes
+        heap = open_heap(domain.agreement, nbytes, domain.config.provider, domain.device, node, carries=self.by_nvshmem)
+        if isinstance(engine, NodeEngine):
+            engine.network.attach({rank: heap.view(rank) for rank in node})
+        elif isinstance(engine, NodePutEngine):
+            engine.network.attach(heap.view(topology.rank), layout.nbytes)
+        domain.agreement.barrier("overlap_train: grow symmetric memory")  # every rank receives into the new heap now
+        waits = NodeWaits(topology, domain.config.timeout_s, domain.fault, engine, domain.launcher)
+        return heap, NodeWorkspace(heap, layout, domain.device, waits)
+
+    def meet_before_growth(self) -> None:
+        """Nobody has waited for what an operator that raised has sent. It comes before the words of this barrier; else it could
+        come into the new heap, as if a call there had sent it."""
+        barrier(self.domain, Tag("overlap_train/grow", "barrier"))

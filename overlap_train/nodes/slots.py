@@ -1,0 +1,126 @@
+"""Slots of a group that spans nodes.
+
+Block b of a slot at a rank has one writer in every call (`Topology.sender`): its own rank, where that is a twin of this one; else
+its twin in this node, which passes on what came over the network (gather) or adds its own part of the sum for it (scatter).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..cache import BoundedCache
+from ..group.copy_engine import Route
+from ..group.slots import _MOST_CALLS, Call, Layout, Slot, Waits
+from ..group.tags import next_word
+from ..kernels.signal_words import MAX_CHUNKS
+from ..schedule.order import Topology
+from ..schedule.transfers import ARRIVED, LANDED, Leg
+from ..symmetric import SymmetricHeap
+from .transport import Place
+
+
+class NodeSlot(Slot):
+    """A slot as this rank sees it, and as it sees those of its node. Of others it knows where things lie, as everywhere."""
+
+    def __init__(
+        self, heap: SymmetricHeap, layout: Layout, index: int, topology: Topology, device: torch.device
+    ) -> None:
+        self.topology = topology
+        self.start, self.words_start = layout.offset(index), layout.signals_offset(index)
+        size, end = layout.size(index), self.words_start + layout.signals_bytes
+        views = {peer: heap.view(peer) for peer in topology.ranks_of(topology.node)}
+        self.node_memory = {peer: view[self.start : self.start + size] for peer, view in views.items()}
+        self.words = {
+            peer: view[self.words_start : end].view(torch.int64).view(layout.world_size, MAX_CHUNKS)
+            for peer, view in views.items()
+        }
+        own = self.node_memory[topology.rank]
+        self.memory = [self.node_memory.get(rank, own[:0]) for rank in range(layout.world_size)]
+        self.signals = self.words[topology.rank]
+        # What came over the network beside the data, where it has to become a signal only after them. By sender and chunk: all
+        # that one sends in a call, for whomever, has the same word.
+        self.crossed = torch.zeros_like(self.signals)
+        self._count(layout.world_size, device)
+        # Kernels that send by themselves stay inside a node: of these addresses nothing is read.
+        self.outgoing_at = self.memory_at = torch.zeros(layout.world_size, dtype=torch.int64, device=device)
+        self.word = 0  # as `epoch` on the device. No graph is replayed across nodes, so the host can count
+        self.calls = BoundedCache(_MOST_CALLS)
+
+
+class NodeCall(Call):
+    """A call on a slot of a group that spans nodes."""
+
+    slot: NodeSlot
+
+    def __init__(self, waits: Waits, slot: NodeSlot, shape: torch.Size, dtype: torch.dtype, chunks: int) -> None:
+        super().__init__(waits, slot, shape, dtype, chunks)
+        self._orders: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def order(self, blocks: tuple[int, ...]) -> torch.Tensor:
+        """The numbers of these blocks, int64 on the device, for a kernel. Made there: a copy from the host would wait for the
+        stream."""
+        if blocks not in self._orders:
+            numbers = [torch.arange(block, block + 1, device=self.blocks.device) for block in blocks]
+            self._orders[blocks] = torch.cat(numbers)
+        return self._orders[blocks]
+
+    def _route(self, leg: Leg, tiles: int, pitch: int) -> Route:
+        """The copy engine's way for a leg inside the node. What is passed on carries the word that came with it: of a call that
+        this rank is not in, too."""
+        chunk = self._blocks(self.slot.node_memory[leg.target])[leg.fills].chunk(self.chunks)[leg.chunk]
+        signal = self.slot.words[leg.target][leg.fills, leg.chunk : leg.chunk + 1]
+        if leg.carries == LANDED:
+            return Route(0, chunk, signal, self.crossed(leg), None)
+        first = leg.block * pitch + leg.chunk * chunk.numel()
+        word = self.signal_of(leg.block, leg.chunk) if leg.carries == ARRIVED else self.slot.epoch
+        after = (self.stored_tiles(leg.block, leg.chunk), tiles) if leg.after_tiles else None
+        return Route(first, chunk, signal, word, after)
+
+    def stored_tiles(self, block: int, chunk: int) -> torch.Tensor:
+        """int64 [1]: how many tiles, or strips, a kernel has stored of a chunk of a block."""
+        word = block * MAX_CHUNKS + chunk
+        return self.slot.counters.complete[word : word + 1]
+
+    def signal_of(self, block: int, chunk: int) -> torch.Tensor:
+        """The signal, int64 [1], of a chunk of the own slot."""
+        return self.slot.signals[block, chunk : chunk + 1]
+
+    def crossed(self, leg: Leg) -> torch.Tensor:
+        """int64 [1]: the word that comes over the network with a leg."""
+        return self.slot.crossed[leg.fills, leg.chunk : leg.chunk + 1]
+
+    def chunk_rows(self, chunk: int, count: int = 1) -> slice:
+        """The rows of `count` chunks, from this one on, within their block."""
+        rows = self._shape[0] // self.chunks
+        return slice(chunk * rows, (chunk + count) * rows)
+
+    def wait_chunks(self, block: int, chunks: range) -> slice:
+        """Wait for these chunks of a block; return their rows within it."""
+        for chunk in chunks:
+            self.wait_chunk(block, chunk)
+        return self.chunk_rows(chunks[0], len(chunks))
+
+    @property
+    def abort(self) -> torch.Tensor:
+        """int64 [1]: not zero once a wait of this rank has given up."""
+        return self._waits.abort
+
+    def place(self, leg: Leg) -> Place:
+        """The place of the chunk that a leg over the network carries."""
+        return self.place_of(leg.target, leg.fills, leg.chunk)
+
+    def place_of(self, target: int, block: int, chunk: int) -> Place:
+        """Where a chunk of a block lies in the heap of any rank of another node, with its signal."""
+        nbytes = self._shape.numel() * self._dtype.itemsize
+        data = self.slot.start + block * nbytes + chunk * (nbytes // self.chunks)
+        receiver = self.slot.topology.receiver(target)
+        return Place(receiver, target, data, self.slot.words_start + 8 * (block * MAX_CHUNKS + chunk))
+
+    def next_epoch(self) -> None:
+        self.slot.word = next_word(self.slot.word, self.tag)
+        super().next_epoch()
+
+    @property
+    def word(self) -> int:
+        """The word of this call's signals: the epoch, as the host counts it for transports that it tells what to signal."""
+        return self.slot.word

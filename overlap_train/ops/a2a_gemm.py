@@ -1,0 +1,168 @@
+"""AllToAll + GEMM: y_shard_m [M/W, N] = sum over s of block s [M/W, K/W] @ the s-th rows of b_kn [K, N].
+
+Each rank sends the d-th block of rows of x_shard_k [M, K/W] to rank d, from the caller's tensor, where blocks may lie apart. Of
+what it receives, block s holds rank s's columns of its own rows. The GEMM walks the blocks in the order in which they arrive, its
+own first, in one fp32 accumulator (planning/schedule/ has the orders).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..group.domain import OverlapDomain
+from ..group.tags import Tag
+from ..schedule.transfers import Legs
+from ..select.tiling import HOPPER
+from . import launch
+from .launch import GatherOperands, should_run_async
+from .plan import EnginePlan
+
+
+class Receiver(Protocol):
+    """Blocks [W, M/W, K/W] on their way, block s from rank s."""
+
+    def start(self) -> None:
+        """Start the sends."""
+        ...
+
+    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """y [M/W, N] = block by block @ b_kn [K, N]; once. Returns y."""
+        ...
+
+    def received_view(self) -> torch.Tensor:
+        """[W, M/W, K/W], complete; valid until the operator ends (the slot is then free for others)."""
+        ...
+
+    def received_copy(self) -> torch.Tensor:
+        """What all ranks have sent, complete, as [M, K/W], in memory of its own."""
+        ...
+
+
+class CollectiveAllToAllGemm:
+    """NCCL or gloo, then one GEMM over all blocks side by side."""
+
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
+        self._domain, self._tag, self._sent = domain, tag, sent
+
+    def start(self) -> None:
+        self._domain.collective_calls.enter(self._tag)
+        self._received = self._sent.new_empty(self._sent.shape[:2].numel(), self._sent.shape[2])
+        aside = should_run_async(self._sent)
+        self._work = dist.all_to_all_single(
+            self._received, self._sent.flatten(0, 1), group=self._domain.group, async_op=aside
+        )
+
+    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """One GEMM over all columns, side by side, as the baselines do it: the copy costs less than sums in fp32 memory."""
+        return torch.mm(self.received_view().transpose(0, 1).flatten(1), b_kn, out=y)
+
+    def received_view(self) -> torch.Tensor:
+        return self.received_copy().unflatten(0, (self._domain.world_size, -1))
+
+    def received_copy(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._received
+
+
+class ChunkedAllToAllGemm:
+    """A library GEMM for each block, after a wait for it; their sum is kept in fp32."""
+
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
+        self._domain, self._plan, self._tag, self._sent = domain, plan, tag, sent
+        self._arrived = False  # whether all blocks have been waited for
+
+    def start(self) -> None:
+        self._open()
+        self._push()
+
+    def _open(self) -> None:
+        self._call = self._domain.workspace.open(self._sent.shape[1:], self._sent.dtype, self._tag, self._plan.chunks)
+
+    def _push(self) -> None:
+        self._call.next_epoch()
+        self._send(self._plan.legs)
+
+    def _send(self, legs: Legs) -> None:
+        self._domain.engine.push(self._sent, self._call.routes(legs, pitch=self._sent.stride(0)))
+
+    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rank = self._domain.rank
+        b_blocks = b_kn.chunk(self._domain.world_size, dim=0)
+        total = product_in_fp32(self._sent[rank], b_blocks[rank])
+        for source in self._plan.sources:
+            self._call.wait(source)
+            add_product_in_fp32(total, self._call.blocks[source], b_blocks[source])
+        self._arrived = True
+        return y.copy_(total)
+
+    def received_view(self) -> torch.Tensor:
+        own = self._sent[self._domain.rank]
+        if self._arrived:
+            self._call.keep(own)
+        else:
+            self._call.receive(own)
+        return self._call.blocks
+
+    def received_copy(self) -> torch.Tensor:
+        return self.received_view().flatten(0, 1).clone()
+
+
+class FusedAllToAllGemm(ChunkedAllToAllGemm):
+    """One persistent kernel whose tiles wait at each block's edge."""
+
+    _sends = False  # whether the kernel stores the blocks at the peers
+
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
+        reads_all = self._sends or plan.kernels != HOPPER  # and not only the own block
+        super().__init__(domain, plan, tag, sent.contiguous() if reads_all else sent)
+
+    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self._multiply(GatherOperands(self._sent, b_kn, y, self._sends))
+        return y
+
+    def _multiply(self, operands: GatherOperands) -> None:
+        """Fill operands.y."""
+        launch.receive_and_multiply(self._domain, self._call, self._plan, operands)
+
+
+class DirectAllToAllGemm(FusedAllToAllGemm):
+    """The FusedAllToAllGemm whose kernel also sends the own blocks to the peers: there are no copies, and no host time for
+    them."""
+
+    _sends = True
+    _is_over = False  # as FusedGather's
+
+    def start(self) -> None:
+        self._open()  # nothing is sent before it is known whether there is a product
+
+    def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self._is_over = True
+        return super().matmul(b_kn, y)
+
+    def received_view(self) -> torch.Tensor:
+        if not self._is_over:  # no product (a frozen input): the peers need the blocks all the same
+            self._push()
+            self._is_over = True
+        return super().received_view()
+
+
+def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] @ b [K, N] in fp32, whatever their dtype."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    total = a.new_empty(len(a), b.shape[1], dtype=torch.float32)
+    return torch.mm(a.float(), b.float(), out=total)  # autocast leaves out= alone
+
+
+def add_product_in_fp32(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total [M, N] fp32 += a [M, K] @ b [K, N]."""
+    if a.dtype != torch.float32 and a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())

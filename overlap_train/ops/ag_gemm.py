@@ -1,0 +1,185 @@
+"""AllGather + GEMM: y [M, N] = all_gather(x_shard_m [M/W, K]) @ b_kn [K, N].
+
+Each rank sends its shard from the caller's tensor into every peer's slot, with a signal after each chunk: by the copy engine, or
+(direct) by stores of the GEMM's own kernel. The GEMM walks the shards in the order in which they arrive, its own first, and waits
+for each (planning/schedule/ has the orders).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..group.domain import OverlapDomain
+from ..group.tags import Tag
+from . import collective as collectives
+from . import launch, low_latency
+from .launch import GatherOperands, should_run_async
+from .plan import EnginePlan
+
+
+class Gather(Protocol):
+    """x [M, K] on its way: row block s comes from rank s."""
+
+    def start(self) -> None:
+        """Send this rank's shard; nobody waits yet."""
+        ...
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        """x [M, K] @ b_kn [K, N] -> [M, N]; may be called again, with another b."""
+        ...
+
+    def keep_own(self, beside: EnginePlan) -> None:
+        """Start to copy this rank's shard to its place among the others, which gathered_view wants, if the kernel of the plan
+        `beside`, which was launched last, hides that."""
+        ...
+
+    def gathered_view(self) -> torch.Tensor:
+        """x [M, K], complete; valid until the operator ends (the slot is then free for others)."""
+        ...
+
+    def gathered_copy(self) -> torch.Tensor:
+        """x [M, K], complete, in memory of its own."""
+        ...
+
+
+class CollectiveGather:
+    """NCCL or gloo, then one GEMM: nothing overlaps inside the operator."""
+
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
+        self._domain, self._tag, self._own = domain, tag, x_shard_m
+        self._x = x_shard_m.new_empty(x_shard_m.shape[0] * domain.world_size, x_shard_m.shape[1])
+
+    def start(self) -> None:
+        self._domain.collective_calls.enter(self._tag)
+        aside = should_run_async(self._x)
+        self._work = collectives.all_gather(self._x, self._own, self._domain.group, aside)
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        return torch.mm(self.gathered_view(), b_kn)
+
+    def keep_own(self, beside: EnginePlan) -> None:
+        """NCCL does."""
+
+    def gathered_view(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._x
+
+    def gathered_copy(self) -> torch.Tensor:
+        return self.gathered_view()
+
+
+class ChunkedGather:
+    """Library GEMMs on shards, each after a wait for its shard."""
+
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
+        self._domain, self._plan, self._tag, self._own = domain, plan, tag, x_shard_m
+        self._arrived = False  # whether all blocks have been waited for
+        self._keeps = False  # whether the own shard is on its way into the slot
+
+    def start(self) -> None:
+        self._open()
+        self._push()
+
+    def _open(self) -> None:
+        self._call = self._domain.workspace.open(self._own.shape, self._own.dtype, self._tag, self._plan.chunks)
+
+    def _push(self) -> None:
+        self._call.next_epoch()
+        self._domain.engine.push(self._own, self._call.routes(self._plan.legs))
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        # Returned whole and not as a view: callers may write into the result (Megatron's cross entropy does), which autograd
+        # refuses for views that were made inside an autograd function.
+        world, m_shard, n = self._domain.world_size, self._own.shape[0], b_kn.shape[1]
+        y = self._own.new_empty(world * m_shard, n)
+        blocks = y.view(world, m_shard, n)  # unflatten takes 2 us more
+        torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
+        for source in self._plan.sources:
+            self._call.wait(source)
+            torch.mm(self._call.blocks[source], b_kn, out=blocks[source])
+        self._arrived = True
+        return y
+
+    def keep_own(self, beside: EnginePlan) -> None:
+        self._keeps = beside.hides_copies
+        if self._keeps:
+            self._domain.engine.keep(self._own, self._call.blocks[self._domain.rank])
+
+    def gathered_view(self) -> torch.Tensor:
+        if self._arrived:
+            self._call.keep(self._own)
+        elif self._keeps:
+            # The product has waited for the same rows, so this finds them here. It lets a wait that failed show in dw: it writes
+            # NaN into a peer's block, which the copy leaves alone. Behind the copy, which ends last, it would cost 4 to 5 us.
+            self._call.wait_for_all()
+            self._domain.engine.wait_kept()
+        else:
+            self._call.receive(self._own)
+        return self._call.gathered
+
+    def gathered_copy(self) -> torch.Tensor:
+        return self.gathered_view().clone()
+
+
+class FusedGather(ChunkedGather):
+    """One persistent kernel whose tiles wait for their chunk."""
+
+    _sends = False  # whether the kernel stores the own rows at the peers
+    _is_over = False  # whether the kernel has run, or copies have sent what it would have
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        if self._is_over:  # everything is here, and a kernel that has run has used up its tile counter
+            return self.gathered_view() @ b_kn
+        self._is_over = True
+        y = self._own.new_empty(self._own.shape[0] * self._domain.world_size, b_kn.shape[1])
+        # _arrived stays False: gathered_view, which the weight gradient calls later, waits once more. That takes 3 us if all
+        # waits of this kernel were met. If one failed, the second wait fails at once and writes NaN into x: dw then shows it.
+        self._multiply(GatherOperands(self._own, b_kn, y, self._sends))
+        return y
+
+    def _multiply(self, operands: GatherOperands) -> None:
+        """Fill operands.y."""
+        launch.receive_and_multiply(self._domain, self._call, self._plan, operands)
+
+
+class DirectGather(FusedGather):
+    """The FusedGather whose kernel also sends the own rows to the peers: there are no copies, and no host time for them."""
+
+    _sends = True
+
+    def start(self) -> None:
+        self._open()  # nothing is sent before it is known whether there is a product
+
+    def keep_own(self, beside: EnginePlan) -> None:
+        """A guard: nothing was pushed that a copy could follow."""
+
+    def gathered_view(self) -> torch.Tensor:
+        if not self._is_over:  # no product (a frozen input): the peers need the rows all the same
+            self._push()
+            self._is_over = True
+        return super().gathered_view()
+
+
+class LowLatencyGather:
+    """One kernel sends the own rows, and writes them and what arrives into one tensor [M, K]; then one library GEMM."""
+
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
+        self._domain, self._plan, self._tag, self._own = domain, plan, tag, x_shard_m
+
+    def start(self) -> None:
+        self._x = low_latency.gather(self._domain, self._tag, self._own, self._plan.spared_sms)
+
+    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        return torch.mm(self._x, b_kn)
+
+    def keep_own(self, beside: EnginePlan) -> None:
+        """The kernel that sends does."""
+
+    def gathered_view(self) -> torch.Tensor:
+        return self._x
+
+    def gathered_copy(self) -> torch.Tensor:
+        return self._x

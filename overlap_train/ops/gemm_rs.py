@@ -1,0 +1,156 @@
+"""GEMM + ReduceScatter: y_shard_m [M/W, N] = this rank's rows of the sum over ranks of a_mk [M, K/W] @ b_kn [K/W, N].
+
+The GEMM computes the peers' rows first and its own last (planning/schedule/ has the order). A destination's rows leave as
+soon as they are complete. The own rows then add the partials that have arrived, in fp32 and in a fixed order: the same bits on
+every run. The last tiles of a persistent kernel do that, or a kernel of its own in `finish` (chunked, and fused with
+`Variant.split_reduction`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from ..gpu.launch import Launch
+from ..group.domain import OverlapDomain
+from ..group.slots import Call
+from ..group.tags import Tag
+from . import collective as collectives
+from . import launch, low_latency
+from .launch import ScatterOperands, aligned, on_a_gpu, should_run_async
+from .plan import EnginePlan
+
+
+class Scatter(Protocol):
+    """y_shard_m [M/W, N] on its way."""
+
+    def start(self) -> None:
+        """Start the GEMM and the sends; across nodes some sends may start in `finish`."""
+        ...
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the peers' partials; y_shard_m, complete."""
+        ...
+
+
+class CollectiveScatter:
+    """One GEMM, then NCCL or gloo; a long one (`should_run_async`) runs beside what the caller does before `finish`."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
+    ) -> None:
+        self._domain, self._tag, self._a, self._b = domain, tag, a_mk, b_kn
+
+    def start(self) -> None:
+        self._domain.collective_calls.enter(self._tag)
+        self._partial = torch.mm(self._a, self._b)
+        self._y = self._partial.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])
+        aside = should_run_async(self._partial)
+        self._work = collectives.reduce_scatter(self._y, self._partial, self._domain.group, aside)
+
+    def finish(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._y
+
+
+class ChunkedScatter:
+    """A library GEMM for each destination's rows, pushed as it ends; the reduction is a pass of its own."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
+    ) -> None:
+        self._domain, self._plan, self._tag, self._a, self._b = domain, plan, tag, a_mk, b_kn
+
+    def start(self) -> None:
+        domain, world, (m, k) = self._domain, self._domain.world_size, self._a.shape
+        self._partials = self._a.new_empty(world, m // world, self._b.shape[1])  # block d: rows of rank d
+        self._call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag)
+        self._call.next_epoch()
+        rows = self._a.view(world, m // world, k)  # strided or expanded, too; unflatten takes 2 us more
+        for target, legs in self._plan.legs.by_target:
+            torch.mm(rows[target], self._b, out=self._partials[target])
+            domain.engine.push(self._partials, self._call.routes(legs))
+        torch.mm(rows[domain.rank], self._b, out=self._partials[domain.rank])
+
+    def finish(self) -> torch.Tensor:
+        return reduce_partials(self._domain, self._call, self._partials[self._domain.rank])
+
+
+class FusedScatter:
+    """One persistent kernel. A counter per destination and chunk releases its push by the copy engine."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
+    ) -> None:
+        self._domain, self._plan, self._tag = domain, plan, tag
+        self._a, self._b = launch.operand(plan, a_mk), b_kn
+
+    def start(self) -> None:
+        self._open()
+        staging = self._a.new_empty(self._domain.world_size, *self._y.shape)
+        launch.multiply_and_push(self._domain, self._call, self._plan, self._operands(staging))
+
+    def _open(self) -> None:
+        self._y = self._a.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])  # perhaps a partial
+        self._call = self._domain.workspace.open(self._y.shape, self._a.dtype, self._tag, self._plan.chunks)
+
+    def _operands(self, staging: torch.Tensor | None) -> ScatterOperands:
+        return ScatterOperands(self._a, self._b, staging, self._y)
+
+    def finish(self) -> torch.Tensor:
+        if self._plan.reduces_later:
+            return reduce_partials(self._domain, self._call, self._y)
+        return self._y
+
+
+class DirectScatter(FusedScatter):
+    """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
+
+    def start(self) -> None:
+        self._open()
+        launch.multiply_and_send(self._domain, self._call, self._plan, self._operands(None))
+
+
+class LowLatencyScatter:
+    """One library GEMM; then, after what the caller does meanwhile, one kernel that sends and adds."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
+    ) -> None:
+        self._domain, self._plan, self._tag, self._a, self._b = domain, plan, tag, a_mk, b_kn
+
+    def start(self) -> None:
+        self._partial = torch.mm(self._a, self._b)
+
+    def finish(self) -> torch.Tensor:
+        return low_latency.scatter(self._domain, self._tag, self._partial, self._plan.spared_sms)
+
+
+def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> torch.Tensor:
+    """own [M/W, N] + what the peers send [W, M/W, N] in rank order, the own block left out, summed in fp32 -> own's dtype."""
+    call.wait_for_all()
+    if on_a_gpu(domain):
+        y = torch.empty_like(own)
+        values = (own.data_ptr(), y.data_ptr())
+        call.launches.run(("reduce", aligned(*values)), values, partial(_reduce_launch, domain, call, own, y))
+        return y
+    total = own.to(torch.float32, copy=True)  # not a view, which autograd would refuse to have written into
+    for source in range(call.world_size):
+        if source != call.rank:
+            total = total + call.blocks[source]
+    return total.to(own.dtype)
+
+
+def _reduce_launch(domain: OverlapDomain, call: Call, own: torch.Tensor, y: torch.Tensor) -> Launch:
+    from ..kernels.gemm_reduce_scatter import reduce_partials_kernel
+
+    block = 1024
+    arguments = dict(
+        own_ptr=own, received_ptr=call.blocks, y_ptr=y, size=own.numel(), rank=call.rank, abort_ptr=domain.fault.abort
+    )  # fmt: skip
+    constants = dict(WORLD=call.world_size, BLOCK=block)
+    grid = (-(-own.numel() // block),)
+    return Launch(reduce_partials_kernel, grid, arguments, constants, (("own_ptr",), ("y_ptr",)))

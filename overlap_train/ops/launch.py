@@ -1,0 +1,373 @@
+"""Launches of the persistent kernels: warp-specialised Gluon on Hopper, plain Triton elsewhere, interpreted on CPUs.
+
+The kernels for Hopper need TMA: bf16 or fp16, rows that start on 16 bytes, a GPU of compute capability 9 (select/tiling.py). The
+plain ones serve other GPUs, fp32, sizes that TMA refuses, and Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..gpu.launch import Launch
+from ..group.domain import OverlapDomain
+from ..group.slots import Call
+from ..schedule.order import A2A_GEMM, GEMM_A2A, units_in_run
+from ..select.tiling import HOPPER, HOPPER_TILE
+from .plan import MOST_DIRECT_PEERS, EnginePlan
+
+BLOCK_M, BLOCK_N, BLOCK_K = HOPPER_TILE.block_m, HOPPER_TILE.block_n, HOPPER_TILE.block_k
+# A strip, which each of two multiplying groups has of a tile, and half a tile's columns: it stores one such quarter at a time.
+PART_M, HALF_N = BLOCK_M // HOPPER_TILE.parts, BLOCK_N // 2
+# Tiles that are stored at a peer leave at NVLink's pace: a buffer for each quarter of one, and a stage less, hide that.
+STAGES, STAGES_DIRECT, BUFFERS_DIRECT = HOPPER_TILE.num_stages, 3, 2
+# What a CTA that sends rows has in flight, in elements. More takes from the product and sends no faster: 8192 x 14336 x 4096 took
+# 7 us longer than with the copy engine with 1024, 22 with 2048 (of 637); with copies as long as the product, 8192 x 2048 x 4096
+# took 162 us with 1024, 161 with 2048, 165 with 4096 (2 x H200, benchmarks/notes.md).
+STEP = 1024
+# Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, then 232 and
+# 40. Triton counts the first group only.
+LAUNCH = {"num_warps": HOPPER_TILE.num_warps, "maxnreg": 168}
+# A poll in Triton's interpreter takes about 0.1 ms, and the interpreter has no clock: its time-out is a number of polls.
+_INTERPRETER_POLLS_PER_SECOND = 10_000
+
+
+@dataclass(slots=True)  # made at each call: frozen it would take 0.4 microseconds more
+class GatherOperands:
+    """What a product of what arrives is made of.
+
+    sends: the kernel stores own at the peers. leaves: it multiplies the chunks that are counted so far; the next launch goes on
+    from there (kernels/arrivals.py).
+
+    AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N]
+    A2A + GEMM   own [W, M/W, K/W]   y [M/W, N] = own and the peers' blocks, side by side, @ b_kn [K, N]
+
+    Blocks of own may lie apart where the kernel reads its own one alone: Hopper's, where it sends nothing.
+    """
+
+    own: torch.Tensor
+    b_kn: torch.Tensor
+    y: torch.Tensor
+    sends: bool
+    leaves: bool = False
+
+
+@dataclass(slots=True)
+class ScatterOperands:
+    """What a product that leaves is made of.
+
+    GEMM + RS    y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send
+    GEMM + A2A   y [M/W, N/W], the own block of a_mk [M/W, K] @ b_kn [K, N]
+
+    staging: [W, *y.shape], where what the peers get is written; None: at the peers.
+    """
+
+    a_mk: torch.Tensor
+    b_kn: torch.Tensor
+    staging: torch.Tensor | None
+    y: torch.Tensor
+
+
+@dataclass(frozen=True)
+class KernelArguments:
+    """What all kernels are told by the same name."""
+
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+
+
+def on_a_gpu(domain: OverlapDomain) -> bool:
+    """Whether kernels are compiled for a GPU, and not run by the interpreter, which has no clock and takes small pieces."""
+    return domain.device.type == "cuda"
+
+
+def protocol_arguments(domain: OverlapDomain, call: Call, direct: bool) -> KernelArguments:
+    """The arguments and constants that tell a kernel of one call the protocol: rank, signals, epoch, counters, time limit, tag.
+    direct: the kernel stores at the peers itself, and advances the epoch."""
+    counters = call.slot.direct_counters if direct else call.slot.counters
+    timeout_s, on_gpu = domain.config.timeout_s, on_a_gpu(domain)
+    arguments = dict(
+        rank=domain.rank, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, outgoing_at_ptr=call.slot.outgoing_at,
+        counter_ptr=counters.claimed, complete_ptr=counters.complete, left_ptr=counters.left,
+        abort_ptr=domain.fault.abort, record_ptr=domain.fault.record, tag=call.tag.word,
+        limit=int(timeout_s * (1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)),
+    )  # fmt: skip
+    return KernelArguments(arguments, dict(WORLD=domain.world_size, LOCAL=domain.topology.local, CHUNKS=call.chunks))
+
+
+def receiving_arguments(domain: OverlapDomain, call: Call, operands: GatherOperands) -> KernelArguments:
+    """What a kernel that multiplies what arrives is told besides: whether it leaves, and whether it stores the own rows at the
+    peers, and in which pieces.
+
+    A chunk must have fewer than 2^31 elements, 4 GiB in bf16.
+
+    PIECE: elements that are claimed and counted at once: 32 KB in bf16, which take a CTA a few microseconds; two or more of a
+    chunk in the tests.
+    """
+    slot = call.slot
+    arguments = dict(
+        sent_ptr=slot.direct_counters.sent, memory_at_ptr=slot.memory_at, leaves=int(operands.leaves),
+        here_ptr=slot.counters.here,
+    )  # fmt: skip
+    return KernelArguments(arguments, dict(DIRECT=operands.sends, PIECE=16384 if on_a_gpu(domain) else 64))
+
+
+def sending_constants(plan: EnginePlan, direct: bool) -> dict[str, Any]:
+    """Which form of the kernel that multiplies and sends a plan takes. direct: it stores at the peers itself."""
+    exchange = plan.kind == GEMM_A2A
+    return dict(DIRECT=direct, REDUCE=not exchange and not plan.reduces_later, EXCHANGE=exchange)
+
+
+def grid_size(programs: int, device: torch.device, spared_sms: int) -> tuple[int]:
+    """One CTA per SM but those that are spared, or per program if there are fewer, and at least one. One in the interpreter,
+    which runs them in turn."""
+    if device.type != "cuda":
+        return (1,)
+    return (max(1, min(programs, multiprocessors(device) - spared_sms)),)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a GPU; 132 on H100 and H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# NCCL on a stream of its own costs 10 microseconds of host time for the events, as long as it takes for 4 MB.
+_SHORTEST_ASYNC = 8 << 20
+
+
+def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> None:
+    """Launch the kernel of AG + GEMM or A2A + GEMM that fills `operands.y`."""
+    operands = readable(plan, operands)
+    own, b_kn, y = operands.own, operands.b_kn, operands.y
+    own_at = own.data_ptr()
+    block = own[domain.rank] if plan.kind == A2A_GEMM else own
+    addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr())
+    # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
+    how = (plan.kernels, operands.sends, operands.leaves)
+    key = (plan.kind, how, plan.spared_sms, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
+    call.launches.run(
+        key,
+        (*addresses, call.tag.word),
+        lambda: _gather_launch(domain, call, plan, operands, block),
+    )
+
+
+def readable(plan: EnginePlan, operands: GatherOperands) -> GatherOperands:
+    """`operands`, with a copy of own where TMA could not read it: it wants its start aligned."""
+    if plan.kernels != HOPPER or operands.own.data_ptr() % 16 == 0:
+        return operands
+    return replace(operands, own=operands.own.clone(memory_format=torch.contiguous_format))
+
+
+def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
+    """Launch the kernel of GEMM + RS or GEMM + A2A that fills `operands.y`, and `operands.staging` or, where that is None, the
+    peers' slots.
+
+    GEMM + RS with `EnginePlan.reduces_later` leaves the own partial there, GEMM + A2A the own block.
+    """
+    a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
+    written = y if staging is None else staging
+    addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())
+    layout = (a_mk.stride(), b_kn.shape, b_kn.stride())  # a's shape follows, as above
+    how = (plan.kernels, staging is None, plan.reduces_later)
+    key = (plan.kind, how, plan.spared_sms, layout, _compiled_for(plan, addresses))
+    call.launches.run(
+        key,
+        (*addresses, call.tag.word),
+        lambda: _scatter_launch(domain, call, plan, operands),
+    )
+
+
+def multiply_and_push(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
+    """multiply_and_send into `operands.staging`, whose chunks the copy engine pushes as soon as their tiles are counted."""
+    assert operands.staging is not None
+    routes = call.routes(plan.legs, tiles=tiles_of_chunk(plan, operands.y))
+    call.next_epoch()
+    domain.engine.launch(lambda: multiply_and_send(domain, call, plan, operands), operands.staging, routes)
+
+
+def tiles_of_chunk(plan: EnginePlan, y: torch.Tensor) -> int:
+    """What a kernel has counted when it has stored a chunk of a block shaped as y."""
+    rows, cols = y.shape
+    return plan.tile.counted(rows // plan.chunks, cols)
+
+
+def operand(plan: EnginePlan, a_mk: torch.Tensor) -> torch.Tensor:
+    """a_mk, or a copy where TMA could not read it: an expanded gradient, a slice that starts between 16-byte words."""
+    if plan.kernels != HOPPER:
+        return a_mk
+    pitch, step = a_mk.stride()
+    nbytes = pitch * a_mk.itemsize
+    readable = step == 1 and nbytes > 0 and nbytes % 16 == 0 and a_mk.data_ptr() % 16 == 0
+    return a_mk if readable else a_mk.clone(memory_format=torch.contiguous_format)
+
+
+def should_run_async(whole: torch.Tensor) -> bool:
+    """Whether a collective that gathers or scatters `whole` runs beside the caller's stream and not in it."""
+    return whole.nbytes > _SHORTEST_ASYNC
+
+
+def aligned(*addresses: int) -> tuple[bool, ...]:
+    """What Triton compiles a kernel for: which pointers are on 16 bytes."""
+    return tuple(address % 16 == 0 for address in addresses)
+
+
+def _compiled_for(plan: EnginePlan, addresses: tuple[int, ...]) -> tuple[bool, ...] | None:
+    """Which addresses are aligned, for the key of a launch; None for the Hopper kernels, which take aligned operands only."""
+    return None if plan.kernels == HOPPER else aligned(*addresses)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, as was decided when they were first imported."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from ..kernels.all_gather_gemm import all_gather_gemm_kernel
+
+    return isinstance(all_gather_gemm_kernel, InterpretedFunction)
+
+
+def _gather_launch(
+    domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands, block: torch.Tensor
+) -> Launch:
+    """The Launch of the kernel that receives and multiplies (receive_and_multiply). Values replaced at each launch: own block,
+    own, b, y, tag. block: own [M/W, K] in AG + GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
+    own, b_kn, y, sends = operands.own, operands.b_kn, operands.y, operands.sends
+    (m_shard, k), n = own.shape[-2:], b_kn.shape[1]
+    exchange = plan.kind == A2A_GEMM
+    blocks = 1 if exchange else domain.world_size  # of rows of y
+    received = "received" if exchange else "gathered"
+    arguments: dict[str, Any] = dict(own_ptr=own, m_shard=m_shard, n=n, k=k)
+    if plan.kernels == HOPPER:
+        kernel = _hopper_kernel(plan)
+        arguments |= dict(
+            own_desc=_descriptor(block, PART_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
+            y_desc=_stored(y, blocks * call.chunks),
+        ) | {f"{received}_desc": _descriptor(call.blocks.flatten(0, 1), PART_M, BLOCK_K)}  # fmt: skip
+        constants = _hopper_constants(b_kn, STAGES) | {"STEP": STEP}
+        # Tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
+        halves = 2 * HOPPER_TILE.count(m_shard // call.chunks, n, blocks * call.chunks)
+        programs = multiprocessors(domain.device) if sends else halves
+        replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc",), ("tag",))
+    else:
+        kernel = _portable_kernel(plan)
+        arguments |= dict(b_ptr=b_kn, y_ptr=y, stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1))
+        arguments[f"{received}_ptr"] = call.blocks
+        constants, programs = _portable_constants(plan, domain), plan.tile.count(m_shard, n) * blocks
+        replaced = ((), ("own_ptr",), ("b_ptr",), ("y_ptr",), ("tag",))  # it finds the own block from own
+    protocol, receiving = protocol_arguments(domain, call, direct=sends), receiving_arguments(domain, call, operands)
+    return Launch(
+        kernel,
+        grid_size(programs, domain.device, plan.spared_sms),
+        arguments | protocol.arguments | receiving.arguments,
+        constants | protocol.constants | receiving.constants,
+        replaced,
+    )
+
+
+def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> Launch:
+    """The Launch of the kernel that multiplies and sends (multiply_and_send). Values replaced at each launch: a, b, staging (on
+    Hopper unused where the kernel stores at the peers, else y then), y, tag."""
+    a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
+    m_shard, n = y.shape
+    direct = staging is None
+    sending = sending_constants(plan, direct)
+    arguments: dict[str, Any] = dict(m_shard=m_shard, n=n, k=a_mk.shape[1])
+    if plan.kernels == HOPPER:
+        kernel = _hopper_kernel(plan)
+        arguments |= dict(
+            a_desc=_descriptor(a_mk, PART_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
+            y_desc=_stored(y, call.chunks), received_desc=_descriptor(call.blocks.flatten(0, 1), PART_M, HALF_N),
+        )  # fmt: skip
+        arguments |= _places(domain, call, staging, arguments["y_desc"])
+        run = units_in_run(plan.kind, domain.world_size, call.chunks, direct, sending["REDUCE"])
+        constants = _hopper_constants(b_kn, STAGES_DIRECT if direct else STAGES)
+        constants |= {"RUN": run, "BUFFERS": BUFFERS_DIRECT if direct else 1}
+        count = HOPPER_TILE.count(m_shard, n)
+        replaced = (("a_desc",), ("b_desc", "b_half_desc"), () if direct else ("to1_desc",), ("y_desc",), ("tag",))
+    else:
+        kernel = _portable_kernel(plan)
+        arguments |= dict(
+            a_ptr=a_mk, b_ptr=b_kn, staging_ptr=y if staging is None else staging, received_ptr=call.blocks, y_ptr=y,
+            stride_am=a_mk.stride(0), stride_ak=a_mk.stride(1), stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1),
+            memory_at_ptr=call.slot.memory_at,
+        )  # fmt: skip
+        constants, count = _portable_constants(plan, domain), plan.tile.count(m_shard, n)
+        replaced = (("a_ptr",), ("b_ptr",), ("staging_ptr",), ("y_ptr",), ("tag",))
+    protocol = protocol_arguments(domain, call, direct)
+    return Launch(
+        kernel,
+        grid_size(count * domain.world_size, domain.device, plan.spared_sms),
+        arguments | protocol.arguments,
+        constants | protocol.constants | sending,
+        replaced,
+    )
+
+
+def _hopper_kernel(plan: EnginePlan) -> Any:
+    from ..kernels import hopper_all_gather_gemm, hopper_all_to_all_gemm, hopper_gemm_reduce_scatter
+
+    if not plan.receives:
+        return hopper_gemm_reduce_scatter.hopper_gemm_reduce_scatter_kernel
+    if plan.kind == A2A_GEMM:
+        return hopper_all_to_all_gemm.hopper_all_to_all_gemm_kernel
+    return hopper_all_gather_gemm.hopper_all_gather_gemm_kernel
+
+
+def _portable_kernel(plan: EnginePlan) -> Any:
+    from ..kernels import all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter
+
+    if not plan.receives:
+        return gemm_reduce_scatter.gemm_reduce_scatter_kernel
+    return all_to_all_gemm.all_to_all_gemm_kernel if plan.kind == A2A_GEMM else all_gather_gemm.all_gather_gemm_kernel
+
+
+def _places(domain: OverlapDomain, call: Call, staging: torch.Tensor | None, unused: Any) -> dict[str, Any]:
+    """The descriptors of where the kernel stores the peers' blocks: in `staging`, or at each peer."""
+    if staging is not None:
+        places = [_stored(staging.flatten(0, 1), domain.world_size * call.chunks)]
+    else:
+        places = [_stored(call.remote_block(peer), call.chunks) for peer in call.peers] or [unused]
+    places += places[:1] * (MOST_DIRECT_PEERS - len(places))  # every parameter wants a value
+    return {f"to{step}_desc": place for step, place in enumerate(places, start=1)}
+
+
+def _hopper_constants(b_kn: torch.Tensor, stages: int) -> dict[str, Any]:
+    tile = dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=HOPPER_TILE.group_m)
+    return dict(STAGES=stages, B_IS_NK=b_kn.stride(0) == 1, **tile, **LAUNCH)
+
+
+def _portable_constants(plan: EnginePlan, domain: OverlapDomain) -> dict[str, Any]:
+    tile = plan.tile
+    return dict(
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, PRECISION="ieee", TIMED=on_a_gpu(domain),
+    )  # fmt: skip
+
+
+def _operand(b_kn: torch.Tensor, cols: int) -> Any:
+    """The descriptor of b_kn [K, N] as it lies in memory, [N, K] or [K, N], in panels of `cols` columns."""
+    if b_kn.stride(0) == 1:
+        return _descriptor(b_kn.t(), cols, BLOCK_K)
+    return _descriptor(b_kn, BLOCK_K, cols)
+
+
+def _stored(matrix: torch.Tensor, chunks: int) -> Any:
+    """The descriptor of a matrix [*, N] of `chunks` chunks of rows that is stored: TMA leaves out what lies beyond a chunk."""
+    return _descriptor(matrix.unflatten(0, (chunks, -1)), 1, PART_M, HALF_N)
+
+
+def _descriptor(tensor: torch.Tensor, *block: int) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor, list(block), _shared_layout(block, tensor.dtype))
+
+
+@functools.cache
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+
+    return NVMMASharedLayout.get_default_for(list(block), bfloat16 if dtype == torch.bfloat16 else float16)

@@ -1,0 +1,114 @@
+"""The table of operators: by how a group's ranks reach each other, by operator and method the class that runs a pass.
+
+nodes/ adds its own for groups that span nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..group.domain import OverlapDomain
+from ..group.tags import Tag
+from ..schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from .a2a_gemm import (
+    ChunkedAllToAllGemm,
+    CollectiveAllToAllGemm,
+    DirectAllToAllGemm,
+    FusedAllToAllGemm,
+    Receiver,
+)
+from .ag_gemm import ChunkedGather, CollectiveGather, DirectGather, FusedGather, Gather, LowLatencyGather
+from .gemm_a2a import (
+    ChunkedGemmAllToAll,
+    CollectiveGemmAllToAll,
+    DirectGemmAllToAll,
+    Exchange,
+    FusedGemmAllToAll,
+    PulledChunkedGemmAllToAll,
+    PulledFusedGemmAllToAll,
+)
+from .gemm_rs import ChunkedScatter, CollectiveScatter, DirectScatter, FusedScatter, LowLatencyScatter, Scatter
+from .plan import EnginePlan
+
+Engines = dict[str, dict[str, Any]]  # by operator and method
+
+IN_NODE: Engines = {
+    GATHER: {
+        "collective": CollectiveGather,
+        "chunked": ChunkedGather,
+        "fused": FusedGather,
+        "direct": DirectGather,
+        "low_latency": LowLatencyGather,
+    },
+    SCATTER: {
+        "collective": CollectiveScatter,
+        "chunked": ChunkedScatter,
+        "fused": FusedScatter,
+        "direct": DirectScatter,
+        "low_latency": LowLatencyScatter,
+    },
+    GEMM_A2A: {
+        "collective": CollectiveGemmAllToAll,
+        "chunked": ChunkedGemmAllToAll,
+        "fused": FusedGemmAllToAll,
+        "direct": DirectGemmAllToAll,
+    },
+    A2A_GEMM: {
+        "collective": CollectiveAllToAllGemm,
+        "chunked": ChunkedAllToAllGemm,
+        "fused": FusedAllToAllGemm,
+        "direct": DirectAllToAllGemm,
+    },
+}
+PULLED = {"chunked": PulledChunkedGemmAllToAll, "fused": PulledFusedGemmAllToAll}
+TABLE: dict[str, Engines] = {"node": IN_NODE}  # by `OneNode.reach`
+
+
+def register(reach: str, engines: Engines) -> None:
+    """Add the engines of groups whose ranks reach each other in another way. `collective` is the same for all."""
+    TABLE[reach] = {kind: {"collective": IN_NODE[kind]["collective"], **methods} for kind, methods in engines.items()}
+
+
+def start_gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> Gather:
+    """A started engine that gathers x_shard_m [M/W, K]."""
+    return _started(domain, plan, tag, x_shard_m.contiguous())
+
+
+def start_scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor) -> Scatter:
+    """A started engine that multiplies and reduces."""
+    return _started(domain, plan, tag, a_mk, b_kn)
+
+
+def start_gemm_all_to_all(
+    domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor,
+    into: torch.Tensor | None = None,
+) -> Exchange:  # fmt: skip
+    """A started engine that multiplies and exchanges.
+
+    into: [W, M/W, N/W], each block contiguous, where the result belongs. The GEMM writes the own block there, which leaves the
+    peers' to be copied out of the slot. None: all stay in the slot, for who reads them there.
+    """
+    return _started(domain, plan, tag, a_shard_m, b_kn, into)
+
+
+def start_pulled_gemm_all_to_all(
+    domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor, into: torch.Tensor
+) -> Exchange:
+    """A started engine that multiplies and exchanges, whose blocks the ranks pull (plan.may_pull). `into` [W, M/W, N/W] is
+    complete when the operator ends."""
+    exchange = PULLED[plan.method](domain, plan, tag, a_shard_m, b_kn, into)
+    exchange.start()
+    return exchange
+
+
+def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> Receiver:
+    """A started engine that exchanges sent [W, M/W, K/W]: block d goes to rank d. Each block is contiguous."""
+    return _started(domain, plan, tag, sent)
+
+
+def _started(domain: OverlapDomain, plan: EnginePlan, tag: Tag, *operands: torch.Tensor | None) -> Any:
+    engine = TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, *operands)
+    engine.start()
+    return engine

@@ -1,1 +1,0 @@
-"""The state of a process group: its domain, the registry of all domains, and CUDA graphs."""

@@ -1,0 +1,199 @@
+"""The kinds of pass that have a schedule: AG + GEMM, GEMM + RS, A2A + GEMM, GEMM + A2A.
+
+Which ranks form a node, and who acts there for ranks of other nodes.
+
+Whose block comes next when a rank sends and when it multiplies, and in which order it computes tiles.
+
+kernels/order.py and kernels/tiles.py work out the same on the GPU, each rank from its own number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, pairwise, product, repeat, starmap
+
+GATHER, SCATTER = "gather", "scatter"
+A2A_GEMM, GEMM_A2A = "a2a_gemm", "gemm_a2a"
+INBOUND = (GATHER, A2A_GEMM)  # what arrives is multiplied; the others multiply what leaves
+EXCHANGES = (A2A_GEMM, GEMM_A2A)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`nodes` nodes of `local` ranks each, numbered node by node, of which this is rank `rank`."""
+
+    nodes: int
+    local: int
+    rank: int
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.local
+
+    @property
+    def node(self) -> int:
+        """The node of this rank."""
+        return self.rank // self.local
+
+    def twin(self, node: int) -> int:
+        """The rank of `node` with the same local rank as this one."""
+        return node * self.local + self.rank % self.local
+
+    def ranks_of(self, node: int) -> range:
+        """All ranks of `node`."""
+        return range(node * self.local, (node + 1) * self.local)
+
+    def sender(self, block: int) -> int:
+        """Who writes block `block` of this rank's slots, in every call: rank `block` if that is a twin, else its twin here."""
+        return block if block == self.twin(block // self.local) else self.node * self.local + block % self.local
+
+    def receiver(self, target: int) -> int:
+        """Who takes from the network what this rank sends to `target` of another node: the only rank there that it is connected
+        with."""
+        return self.twin(target // self.local)
+
+
+Unit = tuple[int, int]  # (block, chunk)
+
+
+def targets(topology: Topology) -> tuple[int, ...]:
+    """The other ranks in the order in which this one sends to them, or computes for them: far nodes first, in each node the
+    nearest following first."""
+    nodes, locals_ = range(1, topology.nodes + 1), range(1, topology.local + 1)
+    return tuple(_shifted(topology, node, place) for node in nodes for place in locals_)[:-1]
+
+
+def sources(topology: Topology, kind: str = GATHER) -> tuple[int, ...]:
+    """The other ranks in the order in which their blocks arrive: own node first, in each node the nearest preceding first.
+
+    Of a far node a gather brings the twin's block first, and the others by way of this node. In an all-to-all every rank there
+    sends to its twin last.
+    """
+    first = int(kind in EXCHANGES)
+    near = [_shifted(topology, 0, -place) for place in range(1, topology.local)]
+    nodes, locals_ = range(1, topology.nodes), range(first, topology.local + first)
+    return *near, *(_shifted(topology, -node, -place) for node in nodes for place in locals_)
+
+
+@cache
+def multiplied_together(topology: Topology, together: int) -> tuple[tuple[int, ...], ...]:
+    """The blocks of a2a_gemm in the order in which the library multiplies them: the own one, then as they arrive; up to
+    `together` of one node at once."""
+    nodes = _by_node((topology.rank, *sources(topology, A2A_GEMM)), topology.local)
+    return tuple(node[first : first + together] for node in nodes for first in range(0, topology.local, together))
+
+
+# Products of few rows are slow: 4096 rows of 8192 x 173056 and 345600 take 1.03 to 1.05 times as long in four products, 1.05 to
+# 1.11 in eight (1.02 to 1.05 on the SMs that NCCL leaves), 1.15 to 1.17 in sixteen (H100, benchmarks/probes/gemm_parts.py). So a
+# product takes several chunks wherever it does not wait for them.
+@cache
+def chunks_after_own(topology: Topology, chunks: int) -> tuple[range, ...]:
+    """The chunks of a far block that a gather's products take. Between two nodes half of them, half of what is left, and so on:
+    of eight 4, 2, 1 and 1.
+
+    The own node's rows are half of the product. If the network takes as long as all of it, half of the chunks are there by then.
+    If it takes longer, the last chunk counts, and if it takes less, all are there. Of more nodes the own node's rows are less.
+    """
+    if topology.nodes != 2:
+        return tuple(range(chunk, chunk + 1) for chunk in range(chunks))
+    starts, left = [0], chunks
+    while left > 1:
+        left -= left // 2
+        starts.append(chunks - left)
+    return tuple(starmap(range, pairwise([*starts, chunks])))
+
+
+@cache
+def chunks_by_rows(chunks: int) -> tuple[range, ...]:
+    """The chunks that the products of A2A + GEMM by rows take: one, one, then two at a time. The own terms of the first and the
+    last of these are multiplied before anything has come: what the last chunks leave to do is half a product."""
+    return tuple(starmap(range, pairwise([*range(min(2, chunks)), *range(2, chunks, 2), chunks])))
+
+
+def _shifted(topology: Topology, nodes: int, places: int) -> int:
+    """The rank so many nodes, and places in a node, further."""
+    node, place = (topology.node + nodes) % topology.nodes, (topology.rank + places) % topology.local
+    return node * topology.local + place
+
+
+def tile_order(
+    kind: str, topology: Topology, chunks: int, tiles: int, interleaved: bool = False
+) -> Iterator[tuple[int, int, int]]:
+    """(block, chunk, tile) in the order in which a portable kernel takes tiles; `tiles` of each chunk."""
+    run = units_in_run(kind, topology.world, chunks, interleaved, adds=False)
+    return (place for place, _ in strip_order(kind, topology, chunks, Strips(tiles, 1, 1, run), interleaved))
+
+
+@dataclass(frozen=True)
+class Strips:
+    """How chunks are cut: strips of rows of each, columns of tiles, strips of a tile, and chunks of a run (units_in_run)."""
+
+    rows: int
+    columns: int
+    parts: int
+    run: int
+
+
+def strip_order(
+    kind: str, topology: Topology, chunks: int, strips: Strips, interleaved: bool = False
+) -> Iterator[tuple[tuple[int, int, int], tuple[Unit, ...]]]:
+    """((block, chunk, number in it), (block, chunk) of each of its parts) of each tile, in the order in which a persistent kernel
+    takes them.
+
+    Strips are numbered through the chunks of a run. So a tile's strips may be of two chunks: it belongs to the last one's and
+    comes before the others of that. A strip that is missing at the end of a run counts as one of the run's last chunk.
+
+    gather: block s is the shard of rank s. scatter: block d are the rows of rank d; gemm_a2a: its columns. a2a_gemm: there is the
+    own block only. interleaved: a kernel that stores tiles at the peers takes tiles for all of them in turn; skewed ranks would
+    otherwise hit the same destination, halve its ingress bandwidth, and stay skewed.
+    """
+    units = _units(kind, topology, chunks)
+    starts = range(0, len(units), strips.run)
+    runs = [list(_tiles_of_run(units[start : start + strips.run], strips)) for start in starts]
+    if interleaved:
+        assert topology.nodes == 1, "kernels that store at the peers stay in their node"
+        *foreign, own = runs
+        runs = [[tile for turn in zip(*foreign, strict=True) for tile in turn], own]
+    numbers = Counter[Unit]()
+    for parts in chain.from_iterable(runs):
+        yield (*parts[-1], numbers[parts[-1]]), parts
+        numbers[parts[-1]] += 1
+
+
+def units_in_run(kind: str, world: int, chunks: int, interleaved: bool, adds: bool) -> int:
+    """How many chunks a run has, in which tiles may cross from one to the next: all, those of one block, or all but the own
+    block. The last run may have fewer.
+
+    In GEMM + A2A each block has other columns of b, and the strips of a tile share those. Blocks that take turns do not follow
+    one another. adds: own tiles wait for the peers' partials. With a peer's strip above, one would wait for such tiles of the
+    peers. Then all resident CTAs might hold one, and those behind them would never begin (rule 4).
+    """
+    if kind in EXCHANGES or (interleaved and kind not in INBOUND and world > 2):
+        return chunks
+    return chunks * (max(1, world - 1) if adds else world)
+
+
+def _units(kind: str, topology: Topology, chunks: int) -> list[Unit]:
+    rank, numbers = topology.rank, range(chunks)
+    if kind == A2A_GEMM:
+        return list(product((rank,), numbers))
+    if kind != GATHER:
+        return list(product((*targets(topology), rank), numbers))
+    near, *far = _by_node((rank, *sources(topology)), topology.local)
+    return [*product(near, numbers), *((block, chunk) for node in far for chunk in numbers for block in node)]
+
+
+def _by_node(blocks: tuple[int, ...], local: int) -> list[tuple[int, ...]]:
+    """Blocks in an order that takes one node after the other, node by node."""
+    return [blocks[first : first + local] for first in range(0, len(blocks), local)]
+
+
+def _tiles_of_run(run: list[Unit], strips: Strips) -> Iterator[tuple[Unit, ...]]:
+    """The chunks of the strips of each tile."""
+    numbered = [unit for unit in run for _ in range(strips.rows)]
+    numbered += run[-1:] * (-len(numbered) % strips.parts)
+    for first in range(0, len(numbered), strips.parts):
+        yield from repeat(tuple(numbered[first : first + strips.parts]), strips.columns)

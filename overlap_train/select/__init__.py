@@ -1,0 +1,1 @@
+"""Which method runs a pass, and what it costs."""
