@@ -102,7 +102,7 @@ class SeveralNodes(OneNode):
 
     @property
     def reach(self) -> str:  # type: ignore[override]
-        return "nodes of GPUs" if self.domain.on_gpu else "nodes of CPU processes"
+        return "nodes of GPUs" if isinstance(self.domain.engine, NodeStreamEngine) else "nodes of CPU processes"
 
     def products_beside(self, started: EnginePlan | None) -> AbstractContextManager[None]:
         if started is None or not started.slots or not started.spared_sms:

@@ -15,7 +15,7 @@ for _kernel in ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter", "lo
 
 # What runs their kernels, engines, and what is made of them, in that order.
 ENGINES = (
-    "operators.persistent",
+    "ops.launch",
     *(f"operators.{name}" for name in ("all_gather_gemm", "gemm_reduce_scatter", "all_to_all_gemm", "gemm_all_to_all")),
     *(
         f"operators.{name}"
@@ -43,11 +43,11 @@ class Fault:
 
 def in_slot(old: str, new: str, report: str = "wrong result") -> Fault:
     """A fault of slot.py, which workspace.py imports."""
-    return Fault("protocol.slot", old, new, report, _IMPORTERS)
+    return Fault("group.slots", old, new, report, _IMPORTERS)
 
 
-_IMPORTERS = ("protocol.workspace",)  # of slot.py and slot_use.py
-SLOT_REUSED_EARLY = Fault("protocol.slot_use", "self._sent_after]", "self._sent_after + 1]", reload=_IMPORTERS)
+_IMPORTERS = ("group.workspace",)  # of slot.py and slot_use.py
+SLOT_REUSED_EARLY = Fault("group.workspace", "self._sent_after]", "self._sent_after + 1]", reload=_IMPORTERS)
 _COPY = "push.target.copy_(push.source)\n"
 _SIGNAL = "push.signal.copy_(push.epoch)\n"
 _WORD = "word = signal_word(source, chunk)"
@@ -83,9 +83,9 @@ _OF_PUSHES = (  # and of epochs that the host has counted
 def host_faults(device_waits: bool = False) -> dict[str, Fault]:
     """Faults of the host code, for either operator and any method. device_waits: a kernel advances the epoch."""
     epoch = {
-        "no epoch increment": Fault("protocol.waits", _FILL, "pass", "wrong result|deadlock"),
+        "no epoch increment": Fault("group.waits", _FILL, "pass", "wrong result|deadlock"),
         "epoch forgotten": Fault(
-            "protocol.waits", "next_word(int(call.slot.epoch)", "next_word(0", "wrong result|deadlock"
+            "group.waits", "next_word(int(call.slot.epoch)", "next_word(0", "wrong result|deadlock"
         ),
     }
     if device_waits:
@@ -98,15 +98,15 @@ def host_faults(device_waits: bool = False) -> dict[str, Fault]:
             "epoch forgotten": Fault("kernels.signal", _NEXT_EPOCH, forgotten, "wrong result|deadlock"),
         }
     return epoch | {
-        "flag before data": Fault("protocol.copy_thread", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
-        "dropped signal": Fault("protocol.copy_thread", _SIGNAL, "pass\n", "deadlock"),
-        "dropped data": Fault("protocol.copy_thread", _COPY, "pass\n"),
+        "flag before data": Fault("group.copy_engine", _COPY, f"{_SIGNAL}    pause(0.0)\n    {_COPY}"),
+        "dropped signal": Fault("group.copy_engine", _SIGNAL, "pass\n", "deadlock"),
+        "dropped data": Fault("group.copy_engine", _COPY, "pass\n"),
         "slot reused one operator early": SLOT_REUSED_EARLY,
-        "always the same slot": Fault("protocol.slot_use", "if user <= self._sent_after", "", reload=_IMPORTERS),
+        "always the same slot": Fault("group.workspace", "if user <= self._sent_after", "", reload=_IMPORTERS),
         "wrong block at the peer": in_slot("memory[peer])[self.rank]", "memory[peer])[peer]"),
         "wrong signal word": in_slot("outgoing[leg.target]", "outgoing[self.rank]", "deadlock"),
         "operator ends before its pushes": Fault(
-            "runtime.bracket", "domain.engine.join()  # whatever", "pass  # whatever", reload=("runtime.domain",)
+            "group.domain", "domain.engine.join()  # whatever", "pass  # whatever", reload=("group.domain",)
         ),
     }
 
@@ -119,7 +119,7 @@ def fused_faults(kernel: str) -> dict[str, Fault]:
 
     order = "a wait acquires at system scope"
     return {
-        "counters not zeroed": Fault("protocol.waits", _RESET, "pass", "wrong result|deadlock"),
+        "counters not zeroed": Fault("group.waits", _RESET, "pass", "wrong result|deadlock"),
         "signal of another chunk": in_slot(_SIGNAL_OF_LEG, "signal = self.slot.outgoing[leg.target][:1]", "deadlock"),
         "no wait": Fault(kernel, "arrived = wait_signal(", "arrived = source == source  # "),
         "wait for somebody else": Fault(kernel, _WORD, _WORD.replace("source", "(2 * rank + WORLD - source) % WORLD")),
@@ -146,7 +146,7 @@ def storing_faults(kernel: str, *between: str) -> dict[str, Fault]:
     shared = {
         name: fault
         for name, fault in (host_faults() | fused_faults(kernel)).items()
-        if fault.module != "protocol.copy_thread" and name not in _OF_PUSHES
+        if fault.module != "group.copy_engine" and name not in _OF_PUSHES
     }
     return shared | {
         "count does not acquire": in_signal(_COUNT, "acq_rel", "release", "acquires and is released"),

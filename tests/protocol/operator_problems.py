@@ -41,7 +41,7 @@ def gathers(
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t()).fprop
-        gather = core("operators.start").start_gather(domain, plan, tag_of("gather"), own)
+        gather = core("ops.table").start_gather(domain, plan, tag_of("gather"), own)
         if again:
             gather.matmul(mine * 2)
         return gather.gathered_view() @ mine if complete else gather.matmul(mine)
@@ -65,7 +65,7 @@ def scatters(
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         variant = core("planning.variants").Variant(split_reduction=split_reduction)
         plan = domain.plan(method, own, mine.t(), "LINEAR_REDUCE_SCATTER", variant).fprop
-        return core("operators.start").start_scatter(domain, plan, tag_of("scatter"), own, mine).finish()
+        return core("ops.table").start_scatter(domain, plan, tag_of("scatter"), own, mine).finish()
 
     return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, rows)), before)
 
@@ -88,7 +88,7 @@ def to_heads(
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t(), "LINEAR_ALL_TO_ALL").fprop
-        start = core("operators.start").start_gemm_all_to_all
+        start = core("ops.table").start_gemm_all_to_all
         into = own.new_empty(world, rows, columns) if in_place else None
         return start(domain, plan, tag_of("to_heads"), own, mine, into).received().flatten(0, 1).clone()
 
@@ -123,7 +123,7 @@ def to_rows(
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t(), "ALL_TO_ALL_LINEAR").fprop
         sent = own.unflatten(0, (world, -1))
-        receiver = core("operators.start").start_all_to_all_gemm(domain, plan, tag_of("to_rows"), sent)
+        receiver = core("ops.table").start_all_to_all_gemm(domain, plan, tag_of("to_rows"), sent)
         if complete:
             return receiver.received_view().transpose(0, 1).flatten(1) @ mine
         y = receiver.matmul(mine, own.new_empty(TILE, columns))
@@ -172,7 +172,7 @@ def _calls(
 
 def tag_of(op: str, what: str = "") -> Any:
     """How ranks know the call `op`."""
-    return core("protocol.tags").Tag(op, what)
+    return core("group.tags").Tag(op, what)
 
 
 def integers(*shape: int, seed: int) -> torch.Tensor:

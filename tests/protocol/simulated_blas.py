@@ -63,7 +63,7 @@ class SimulatedBlas:
             mock.patch.object(ctypes, "CDLL", return_value=library),
             mock.patch.object(torch.cuda, "get_device_properties", return_value=of_gpu),
         ):
-            return core("gpu.blas").Blas(torch.device("cuda", 0))
+            return core("gpu.driver").Blas(torch.device("cuda", 0))
 
     def sms(self, rank: int) -> int:
         """How many a product that the rank enqueues now counts on."""

@@ -41,7 +41,7 @@ class _Group(StreamSimulation):
         """A side stream more on the GPU of that member."""
         gpu = _gpu_of(self, scheduler, self.members[rank])
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
-            return core("protocol.copy_stream").StreamCopyEngine(torch.device("cpu"), SimulatedDriver(gpu))
+            return core("group.copy_engine").StreamCopyEngine(torch.device("cpu"), SimulatedDriver(gpu))
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _gpu_of(group: _Group | _FarGroup, scheduler: Scheduler, member: int) -> Sim
 
 def _domains(group: _Group | _FarGroup, scheduler: Scheduler) -> dict[int, SimulatedDomain]:
     """By the members' numbers in all."""
-    layout = core("protocol.layout").Layout(group.world_size, SLOT_BYTES, 0)
+    layout = core("group.slots").Layout(group.world_size, SLOT_BYTES, 0)
     heap = SimulatedHeap(group.world_size, layout)
     group.memory.update({rank: Memory() for rank in range(group.world_size)})
     found = {}

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-import overlap_train.ops.table  # noqa: F401  # before a fault is planted in what it imports
+import overlap_train.nodes  # noqa: F401  # before a fault is planted in what it imports
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.simulated_blas import NETWORK_SMS, SimulatedBlas
 from tests.protocol.simulated_gpu import Operation, SimulatedDriver, SimulatedGpu
@@ -46,7 +46,7 @@ class NodeSimulation(StreamSimulation):
     blas: SimulatedBlas = field(default_factory=SimulatedBlas)
 
     def topology(self, rank: int) -> Any:
-        return core("planning.schedule.topology").Topology(self.world_size // self.node_ranks, self.node_ranks, rank)
+        return core("schedule.order").Topology(self.world_size // self.node_ranks, self.node_ranks, rank)
 
     def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
         self.posted.clear()
@@ -67,10 +67,10 @@ class NodeSimulation(StreamSimulation):
         """The real engine on simulated side streams."""
         gpu = self.new_gpu(scheduler, rank)
         driver = SimulatedDriver(gpu)
-        networks, fault = core("protocol.node_networks"), SimpleNamespace(failed=False)
+        networks, fault = core("nodes.streams"), SimpleNamespace(failed=False)
         network: Any = SimulatedNccl(gpu, driver, self.topology(rank), self.posted, self.blas)
         if self.puts:
-            network = core("symmetric.puts").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps, rank))
+            network = core("nodes.puts").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps, rank))
         make = networks.NodePutEngine if self.puts else networks.NodeExchangeEngine
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
             return make(torch.device("cpu"), driver, network, fault, self.blas.of_a_rank())
@@ -89,12 +89,13 @@ class NodeDomain(SimulatedDomain):
     ) -> None:
         super().__init__(simulation, scheduler, heap, layout, rank)
         self.topology, self._simulation = simulation.topology(rank), simulation
-        waits = core("protocol.node_workspace").NodeWaits(
+        waits = core("nodes.connect").NodeWaits(
             self.topology, simulation.timeout_s, self.fault, self.engine, None
         )
         waits.wait, waits.wait_chunk = waits.on_stream, waits.chunk_on_stream
-        waits.next_epoch = core("protocol.waits").next_epoch_on_stream
-        self.workspace = core("protocol.node_workspace").NodeWorkspace(heap, layout, self.device, waits)
+        waits.next_epoch = core("group.waits").next_epoch_on_stream
+        self.workspace = core("nodes.connect").NodeWorkspace(heap, layout, self.device, waits)
+        self.span = core("nodes").SeveralNodes(self)
         simulation.heaps[rank] = memory = heap.view(rank)
         if simulation.puts:
             self.engine.network.attach(memory, layout.nbytes)
@@ -104,8 +105,8 @@ class NodeDomain(SimulatedDomain):
         **settings: Any,
     ) -> Any:  # fmt: skip
         """variant: across nodes a method runs in one way."""
-        planning, config = core("planning.plan"), core("config").OverlapConfig(method=method, **settings)
-        table, spec = core("planning.table").UNTUNED, getattr(core("planning.spec"), spec)
+        planning, config = core("ops.plan"), core("config").OverlapConfig(method=method, **settings)
+        table, spec = core("planning.table").UNTUNED, getattr(core("ops.spec"), spec)
         plan = planning.make_plan(spec, config, table, self.topology, x, w)
         return replace(
             plan, **{part: self._in_chunks(getattr(plan, part)) for part in ("fprop", "dgrad", "dgrad_alone")}
@@ -118,10 +119,10 @@ class NodeDomain(SimulatedDomain):
         return replace(
             engine,
             chunks=chunks,
-            legs=core("planning.schedule.legs").legs(*of_kind),
-            crossings=core("planning.schedule.crossings").crossings(*of_kind),
+            legs=core("schedule.transfers").legs(*of_kind),
+            crossings=core("schedule.inter_node").crossings(*of_kind),
             together=together,
-            by_rows=engine.kind == core("planning.schedule.kinds").A2A_GEMM and self._simulation.by_rows,
+            by_rows=engine.kind == core("schedule.order").A2A_GEMM and self._simulation.by_rows,
             send_sms=0 if self._simulation.puts else self._simulation.send_sms,
             reduce_sms=self._simulation.reduce_sms,
         )

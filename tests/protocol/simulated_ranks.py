@@ -58,7 +58,7 @@ class Simulation:
     def ranks(self, scheduler: Scheduler) -> list[SimulatedDomain]:
         """The domains of all ranks, with an engine actor each; patches the core for the duration of the run."""
         self.memory.update({rank: Memory() for rank in range(self.world_size)})
-        layout = core("protocol.layout").Layout(self.world_size, SLOT_BYTES, 2 * SLOT_BYTES)
+        layout = core("group.slots").Layout(self.world_size, SLOT_BYTES, 2 * SLOT_BYTES)
         heap = SimulatedHeap(self.world_size, layout)
         self.patch(scheduler)
         domains = [self.domain(scheduler, heap, layout, rank) for rank in range(self.world_size)]
@@ -88,12 +88,12 @@ class Simulation:
 
     def patch(self, scheduler: Scheduler) -> None:
         """Put the simulated machine under the core for the duration of the run."""
-        tiling = core("planning.tiling")
+        tiling = core("select.tiling")
         scheduler.patch(tiling, "_INTERPRETED", tiling.TileConfig(TILE, TILE, TILE))
-        scheduler.patch(core("operators.portable"), "grid_size", lambda *args: (self.ctas,))
-        scheduler.patch(core("operators.low_latency"), "grid_size", lambda *args: (self.ctas,))
-        scheduler.patch(core("operators.low_latency"), "_PART", WORDS_AT_ONCE)
-        for waiting in ("protocol.waits", "protocol.copy_thread"):
+        scheduler.patch(core("ops.launch"), "grid_size", lambda *args: (self.ctas,))
+        scheduler.patch(core("ops.low_latency"), "grid_size", lambda *args: (self.ctas,))
+        scheduler.patch(core("ops.low_latency"), "_PART", WORDS_AT_ONCE)
+        for waiting in ("group.waits", "group.copy_engine"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
         scheduler.patch(
             core("kernels.signal"), "clock", lambda spins, TIMED: spins
@@ -128,31 +128,32 @@ class SimulatedDomain:
         self, simulation: Simulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int
     ) -> None:
         self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
-        self.topology = core("planning.schedule.topology").Topology(1, self.world_size, rank)
+        self.topology = core("schedule.order").Topology(1, self.world_size, rank)
         self.memory = simulation.memory[rank]
         self.graphed = self.captured = self.closed = False
         self.book, self.in_use = object(), threading.RLock()
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
-        self.fault = core("protocol.watchdog").FaultRecord(self.device, rank, simulation.timeout_s)
+        self.fault = core("group.faults").FaultRecord(self.device, rank, simulation.timeout_s)
         self.heap, self.layout = heap, layout
         self.engine = simulation.engine(scheduler, rank)
-        waits = core("protocol.waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)
+        waits = core("group.waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)
         if simulation.device_waits:
             waits.wait, waits.barrier = waits.on_stream, waits.barrier_on_stream
             waits.wait_chunk = waits.chunk_on_stream
-            waits.next_epoch = core("protocol.waits").next_epoch_on_stream
-        self.workspace = core("protocol.workspace").Workspace(heap, layout, self.device, waits)
+            waits.next_epoch = core("group.waits").next_epoch_on_stream
+        self.workspace = core("group.workspace").Workspace(heap, layout, self.device, waits)
+        self.span = core("group.span").OneNode(self)
 
     def operator(
         self, tag: Any, slots: int, barrier_first: bool = False, shown_as: str = ""
     ) -> AbstractContextManager[None]:
-        return core("runtime.domain").OverlapDomain.operator(self, tag, slots, barrier_first, shown_as)
+        return core("group.domain").OverlapDomain.operator(self, tag, slots, barrier_first, shown_as)
 
     def check_usable(self, tag: Any, slots: int) -> None:
-        core("runtime.domain").OverlapDomain.check_usable(self, tag, slots)
+        core("group.domain").OverlapDomain.check_usable(self, tag, slots)
 
     def begin_ahead(self) -> None:
-        core("runtime.domain").OverlapDomain.begin_ahead(self)
+        core("group.domain").OverlapDomain.begin_ahead(self)
 
     def plan(
         self,
@@ -164,10 +165,10 @@ class SimulatedDomain:
         **settings: Any,
     ) -> Any:
         """The plan of an operator for operands like these. variant: how every pass runs, instead of what the choice says."""
-        planning, config = core("planning.plan"), core("config").OverlapConfig(method=method, **settings)
+        planning, config = core("ops.plan"), core("config").OverlapConfig(method=method, **settings)
         topology = self.topology
         plan = planning.make_plan(
-            getattr(core("planning.spec"), spec), config, core("planning.table").UNTUNED, topology, x, w
+            getattr(core("ops.spec"), spec), config, core("planning.table").UNTUNED, topology, x, w
         )
         if variant is None:
             return plan
@@ -182,7 +183,7 @@ class SimulatedDomain:
 
 def _varied(engine: Any, topology: Any, variant: Any) -> Any:
     chunks = 1 if variant.whole else engine.chunks
-    legs = core("planning.schedule.legs").legs(engine.kind, topology, chunks, engine.method == "fused")
+    legs = core("schedule.transfers").legs(engine.kind, topology, chunks, engine.method == "fused")
     return dataclasses.replace(engine, variant=variant, chunks=chunks, legs=legs)
 
 
@@ -204,7 +205,7 @@ class SimulatedEngine:
         self._queue += [route.push(source) for route in routes]
 
     def pull(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-        pull = core("protocol.copy_thread").Pull
+        pull = core("group.copy_engine").Pull
         self._queue += [pull(source, target) for source, target in zip(sources, targets, strict=True)]
 
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Any]) -> None:
@@ -227,7 +228,7 @@ class SimulatedEngine:
         self._closed = True
 
     def _work(self) -> None:
-        copies = core("protocol.copy_thread")
+        copies = core("group.copy_engine")
         while True:
             self._scheduler.wait_until(lambda: self._queue or self._closed, "a push or the end")
             if not self._queue:

@@ -33,7 +33,7 @@ class StreamSimulation(Simulation):
         """The real engine on a simulated side stream."""
         self.gpus[rank] = gpu = SimulatedGpu(scheduler, rank, self.one_queue)
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
-            return core("protocol.copy_stream").StreamCopyEngine(torch.device("cpu"), SimulatedDriver(gpu))
+            return core("group.copy_engine").StreamCopyEngine(torch.device("cpu"), SimulatedDriver(gpu))
 
     def patch(self, scheduler: Scheduler) -> None:
         """As `Simulation.patch`, and host actors enqueue on their rank's current stream."""

@@ -14,7 +14,7 @@ from tests.protocol.faults import Fault, fused_faults, host_faults, storing_faul
 from tests.protocol.operator_problems import gathers
 from tests.protocol.simulated_ranks import Simulation
 
-OPERATOR, KERNEL, SENDER = "operators.all_gather_gemm", "kernels.all_gather_gemm", "kernels.p2p_store"
+OPERATOR, KERNEL, SENDER = "ops.ag_gemm", "kernels.all_gather_gemm", "kernels.p2p_store"
 
 WAY = "        first = chunk.to"
 TELL = "notify_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, word)"

@@ -23,8 +23,8 @@ from tests.protocol.test_interleaving_gemm_reduce_scatter import (
 from tests.protocol.test_interleaving_gemm_reduce_scatter import DIRECT_FAULTS as SCATTERING_DIRECT
 from tests.protocol.test_interleaving_gemm_reduce_scatter import FUSED_FAULTS as SCATTERING_FUSED
 
-OUT, OUT_KERNEL = "operators.gemm_all_to_all", "kernels.gemm_reduce_scatter"
-IN, IN_KERNEL, SENDER = "operators.all_to_all_gemm", "kernels.all_to_all_gemm", "kernels.p2p_store"
+OUT, OUT_KERNEL = "ops.gemm_a2a", "kernels.gemm_reduce_scatter"
+IN, IN_KERNEL, SENDER = "ops.a2a_gemm", "kernels.all_to_all_gemm", "kernels.p2p_store"
 OWN_TILE = "            tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)\n"
 OWN_PRODUCT = "torch.mm(self._a, columns[domain.rank], out=self._own_place())"
 WAIT_OUT, WAIT_IN = "        self._call.wait_for_all()\n", "            self._call.receive(own)\n"

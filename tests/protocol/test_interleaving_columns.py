@@ -75,7 +75,7 @@ def test_ranks_meet_where_asked_and_where_slots_run_out(count: int, barrier_firs
 BARRIER = "self.barrier(self._after_error(tag) if self.use.has_raised else tag.barrier)"
 
 
-@pytest.mark.parametrize("fault", [Fault("protocol.workspace", BARRIER, "self.use.clear()")], ids=["no barrier"])
+@pytest.mark.parametrize("fault", [Fault("group.workspace", BARRIER, "self.use.clear()")], ids=["no barrier"])
 def test_without_a_barrier_a_slot_is_written_that_is_still_read(fault: Fault) -> None:
     problem = columns("chunked", Simulation(3))
     with fault.planted():

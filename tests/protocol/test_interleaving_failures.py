@@ -23,7 +23,7 @@ def raises_behind_its_push(domain: SimulatedDomain, method: str = "chunked") -> 
     own = torch.full((TILE, TILE), torch.nan)
     with contextlib.suppress(MemoryError), domain.operator(tag_of("broken"), slots=1):
         plan = domain.plan(method, own, own).fprop
-        core("operators.start").start_gather(domain, plan, tag_of("broken"), own)
+        core("ops.table").start_gather(domain, plan, tag_of("broken"), own)
         raise MemoryError
 
 
@@ -41,7 +41,7 @@ def test_the_operator_behind_one_that_raised_waits_for_all_ranks(
 
 
 def test_without_doubt_it_overwrites_what_a_peer_still_reads() -> None:
-    with Fault("runtime.bracket", "domain.workspace.use.invalidate()", "pass", reload=("runtime.domain",)).planted():
+    with Fault("group.domain", "domain.workspace.use.invalidate()", "pass", reload=("group.domain",)).planted():
         error = assert_caught(gathers("chunked", Simulation(3), before=raises_behind_its_push), range(60))
     assert "wrong result" in str(error)
 
@@ -59,7 +59,7 @@ def late_meeting(late: int = 1) -> Build:
             domain.workspace.barrier(tag_of("fc1"))
             gave_up.append(domain.rank)
             ones = torch.ones(TILE, TILE)
-            plan, gathers = domain.plan("chunked", ones, ones).fprop, core("operators.start")
+            plan, gathers = domain.plan("chunked", ones, ones).fprop, core("ops.table")
             gathered[domain.rank] = gathers.start_gather(domain, plan, tag_of("fc1"), ones).gathered_view()
             if domain.rank != late:
                 with pytest.raises(OverlapTimeoutError, match=f"fc1: rank {domain.rank} waited"):
@@ -98,7 +98,7 @@ def gives_up(aborted: bool) -> Build:
             x, b = torch.ones(2 * TILE, TILE), torch.ones(2 * TILE, TILE)
             plan, exchange = (
                 domain.plan("fused", x, b.t(), "ALL_TO_ALL_LINEAR").fprop,
-                core("operators.start"),
+                core("ops.table"),
             )
             receiver = exchange.start_all_to_all_gemm(domain, plan, tag_of("proj"), x.unflatten(0, (2, -1)))
             if domain.rank == 0:

@@ -14,7 +14,7 @@ from tests.protocol.faults import Fault, fused_faults, host_faults, in_slot, sto
 from tests.protocol.operator_problems import scatters
 from tests.protocol.simulated_ranks import TILE, Simulation
 
-OPERATOR, KERNEL = "operators.gemm_reduce_scatter", "kernels.gemm_reduce_scatter"
+OPERATOR, KERNEL = "ops.gemm_rs", "kernels.gemm_reduce_scatter"
 
 STORE = "                tl.store(staging_ptr"
 ANNOUNCE = "notify_copy_engine(complete_ptr + signal_word(target, chunk))"
@@ -45,10 +45,10 @@ FUSED_FAULTS = {
     "announced without barrier": in_signal(BARRIER, BARRIER.replace("tl.debug_barrier()", "pass"), "without a CTA bar"),
     "announced relaxed": Fault("kernels.signal", RELEASE, RELEASE.replace("release", "relaxed"), "released", (KERNEL,)),
     "announced at GPU scope": Fault("kernels.signal", RELEASE, RELEASE.replace("sys", "gpu"), "released", (KERNEL,)),
-    "push does not wait for its rows": Fault("protocol.copy_thread", "counter.item() >= goal", "counter.item() >= 0"),
+    "push does not wait for its rows": Fault("group.copy_engine", "counter.item() >= goal", "counter.item() >= 0"),
     "push waits for all tiles but one": in_slot(GOAL, GOAL.replace("tiles", "tiles - 1")),
     "push waits for the tiles of a whole block": Fault(
-        "operators.persistent", OF_CHUNK, OF_CHUNK.replace(" // plan.chunks", ""), DEADLOCK
+        "ops.launch", OF_CHUNK, OF_CHUNK.replace(" // plan.chunks", ""), DEADLOCK
     ),
     "push waits for another chunk": in_slot(COUNTER, COUNTER.replace("leg.chunk", "0"), "wrong result|deadlock"),
     "push waits for another counter": in_slot(COUNTER, COUNTER.replace("leg.target", "self.rank"), DEADLOCK),
@@ -84,12 +84,12 @@ CHUNKED_FAULTS = {
 }
 CHUNKED_ON_HOST_FAULTS = {
     "stale epoch": Fault(
-        "protocol.waits",
+        "group.waits",
         "has_arrived(word.item(), expected)",
         "has_arrived(word.item(), expected - (1 << 32))",
         "wrong|Mismatch",
     ),
-    "wait for one peer only": Fault("protocol.waits", "range(first, first + count)", "range(first, first + 1)"),
+    "wait for one peer only": Fault("group.waits", "range(first, first + count)", "range(first, first + 1)"),
 }
 CHUNKED_ON_DEVICE_FAULTS = {
     "stale epoch": Fault(

@@ -25,7 +25,7 @@ MACHINES: dict[str, Callable[[], Simulation]] = {
 
 def replays(domain: SimulatedDomain) -> None:
     """A replay of a graph of one call, which uses the first slot each time."""
-    core("runtime.graph").barrier(domain, tag_of("begin"))
+    core("group.registry").barrier(domain, tag_of("begin"))
 
 
 def forgetful(domain: SimulatedDomain) -> None:
@@ -71,9 +71,9 @@ def test_a_broken_barrier_is_caught(fault: Fault) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault("protocol.waits", "call.slot.outgoing[peer][:1].copy_(call.slot.epoch)", "pass", "deadlock"),
-        Fault("protocol.waits", "        self.chunk_on_host(call, 0, 0, self.world_size)\n", ""),
-        Fault("protocol.waits", "        next_epoch_on_host(call)\n", ""),
+        Fault("group.waits", "call.slot.outgoing[peer][:1].copy_(call.slot.epoch)", "pass", "deadlock"),
+        Fault("group.waits", "        self.chunk_on_host(call, 0, 0, self.world_size)\n", ""),
+        Fault("group.waits", "        next_epoch_on_host(call)\n", ""),
     ],
     ids=["nobody knocks", "nobody waits", "the epoch stays"],
 )
@@ -89,8 +89,8 @@ def test_capturing_leaves_the_use_of_slots_as_it_was() -> None:
     def capture(domain: SimulatedDomain) -> None:
         domain.workspace.use.take()
         with (
-            mock.patch.object(core("runtime.graph"), "made_domain", return_value=domain),
-            core("runtime.graph").graphed(None),
+            mock.patch.object(core("group.registry"), "made_domain", return_value=domain),
+            core("group.registry").graphed(None),
         ):
             free.append(("inside", domain.workspace.use.free()))
         free.append(("behind", domain.workspace.use.free()))

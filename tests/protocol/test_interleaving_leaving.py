@@ -83,7 +83,7 @@ def in_four_chunks(operator: str) -> Build:
 
 
 def in_operators(old: str, new: str) -> Fault:
-    return Fault("operators.fused_node_streams", old, new, reload=("operators.start",))
+    return Fault("nodes.ops", old, new, reload=("ops.table",))
 
 
 def in_kernel(operator: str, old: str, new: str) -> Fault:

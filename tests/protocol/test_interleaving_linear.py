@@ -102,7 +102,7 @@ def planned(
     hidden = x.new_empty(x.shape[0] * domain.world_size, w1.shape[0])
     first = domain.plan(method, x, w1, **settings)
     second = domain.plan(method, hidden, w2, "LINEAR_REDUCE_SCATTER", **settings)
-    return tuple(core("operators.plan_book").Planned(domain, plan) for plan in (first, second))
+    return tuple(core("ops.plan_cache").Planned(domain, plan) for plan in (first, second))
 
 
 def _forward(
@@ -165,14 +165,14 @@ def test_so_does_a_reduction_behind_the_weight_gradient() -> None:
     assert_passes(mlp("fused", Simulation(2), variant=Variant(whole=True, split_reduction=True)), range(4))
 
 
-GATHER = "operators.all_gather_gemm"
+GATHER = "ops.ag_gemm"
 RECEIVED = "self._call.receive(self._own)"
-REBUILT = ("operators.column_row", "linear")
+REBUILT = ("linear", "linear")
 FAULTS = {
     "gathered x not waited for": Fault(GATHER, RECEIVED, "self._call.keep(self._own)", reload=REBUILT),
     "own block not copied": Fault(GATHER, RECEIVED, "self._call.wait_for_all()", reload=REBUILT),
     "kept x not copied out of its slot": Fault(
-        "operators.all_gather_gemm",
+        "ops.ag_gemm",
         "return self.gathered_view().clone()",
         "return self.gathered_view()",
         reload=REBUILT,
@@ -209,14 +209,14 @@ def test_own_rows_that_are_copied_beside_a_product_are_complete(machine: type[Si
 @pytest.mark.parametrize("variant", [Variant(split_reduction=True), Variant()], ids=["ends before", "outlasts"])
 def test_own_rows_are_copied_beside_a_kernel_that_outlasts_the_pushes(variant: Variant) -> None:
     """A kernel that waits for no partials ends before its pushes, and a copy behind them would hold the weight gradient."""
-    engine, kept = core("operators.all_gather_gemm").ChunkedGather, []
+    engine, kept = core("ops.ag_gemm").ChunkedGather, []
     with mock.patch.object(engine, "keep_own", lambda gather, beside: kept.append((beside.kind, beside.hides_copies))):
         assert_passes(mlp("fused", Simulation(2), variant=variant), range(1))
     assert set(kept) == {(kinds.GATHER, True), (kinds.SCATTER, not variant.split_reduction)}
 
 
 CHUNK_FAULTS = [
-    (Fault("protocol.waits", "range(call.chunks)", "range(1)"), False),
+    (Fault("group.waits", "range(call.chunks)", "range(1)"), False),
     (Fault("kernels.signal", "tl.static_range(CHUNKS)", "tl.static_range(1)"), True),
 ]
 

@@ -25,7 +25,7 @@ from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, co
 from tests.protocol.test_interleaving_linear import mlp
 from tests.protocol.test_interleaving_shared_slot import gather_and_barrier
 
-METHOD, WORDS, KERNEL, CALLS = "low_latency", "kernels.flagged_words", "kernels.low_latency", "operators.low_latency"
+METHOD, WORDS, KERNEL, CALLS = "low_latency", "kernels.flagged_words", "kernels.low_latency", "ops.low_latency"
 EPOCH = 1 << 32
 SOMEHOW = "wrong result|deadlock|Mismatch"
 LAST_PART_MISSING = ("while part < parts:", "while part < parts - 1:")

@@ -81,11 +81,11 @@ def exchanged_backward(machine: NodeSimulation, calls: int = 2, first: Before | 
                 (own, own_dy) = (operand[call, rank] for operand in operands)
                 plan = domain.plan(machine.method, own, w, "ALL_TO_ALL_LINEAR")
                 with domain.operator(tag_of("backward"), slots=2):
-                    start = core("operators.start").start_all_to_all_gemm
+                    start = core("ops.table").start_all_to_all_gemm
                     receiver = start(domain, plan.wgrad, tag_of("x"), own.unflatten(0, (world, TILE)))
                     if first is not None:
                         first(domain)
-                    send = core("operators.start").start_gemm_all_to_all
+                    send = core("ops.table").start_gemm_all_to_all
                     exchange = send(domain, plan.dgrad, tag_of("dx"), own_dy, w)
                     blocks[call, rank] = receiver.received_view()
                     dx[call, rank] = exchange.received()
@@ -201,7 +201,7 @@ def test_a_part_ends_when_it_has_crossed_though_nobody_reads_it() -> None:
         def host(domain: SimulatedDomain) -> None:
             first, second = x[domain.rank].clone(), x[domain.rank].clone()
             plan = domain.plan("chunked", first.flatten(0, 1), torch.ones(TILE, 4 * TILE), "ALL_TO_ALL_LINEAR").fprop
-            start = core("operators.start").start_all_to_all_gemm
+            start = core("ops.table").start_all_to_all_gemm
             with domain.operator(tag_of("first"), slots=1):
                 receiver = start(domain, plan, tag_of("first"), first)
                 domain.begin_ahead()
@@ -247,7 +247,7 @@ def test_memory_of_what_landed_is_held_until_it_is_passed_on() -> None:
             plan = domain.plan("chunked", x.flatten(0, 1), torch.ones(TILE, 4 * TILE), "ALL_TO_ALL_LINEAR").fprop
             landings = []
             with domain.operator(tag_of("call"), slots=1):
-                start = core("operators.start").start_all_to_all_gemm
+                start = core("ops.table").start_all_to_all_gemm
                 receiver = start(domain, plan, tag_of("call"), x)
                 landings += [landing for _, landing in receiver._crossings._under_way]
                 receiver.received_view()
@@ -280,7 +280,7 @@ def test_what_lands_names_the_call_that_it_is_of() -> None:
                 tag_of(f"layer {domain.rank // 3}"),
             )
             with domain.operator(tag_of("call"), slots=1):
-                start = core("operators.start").start_all_to_all_gemm
+                start = core("ops.table").start_all_to_all_gemm
                 start(domain, plan.fprop, tag, x).received_view()
 
         machine.spawn_hosts(scheduler, host)
@@ -288,5 +288,5 @@ def test_what_lands_names_the_call_that_it_is_of() -> None:
 
     run_seed(build, 0, spin=True)
     for rank in (0, 1, 2):
-        with pytest.raises(core("protocol.watchdog").OverlapMismatchError, match="but rank 3 is in"):
+        with pytest.raises(core("group.faults").OverlapMismatchError, match="but rank 3 is in"):
             faults[rank].check()

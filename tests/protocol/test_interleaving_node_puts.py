@@ -74,13 +74,13 @@ FAULTS = {
         in_networks("call.word, self._sending.cuda_stream)", "call.word, 0)", "wrong|deadlock|Mismatch"),
         "scatter 4 2",
     ),
-    "nothing is staged": (Fault("symmetric.puts", STAGED, ""), "gather 2 1"),
+    "nothing is staged": (Fault("nodes.puts", STAGED, ""), "gather 2 1"),
     "a signal of the call before": (in_networks("call.word,", "call.word - (1 << 32),", "deadlock"), "gather 2 1"),
     "a put without its signal": (
-        Fault("symmetric.puts", "nbytes, *told)", "nbytes, self._start, *told[1:])", "deadlock|wrong"), "to_heads 2 1",
+        Fault("nodes.puts", "nbytes, *told)", "nbytes, self._start, *told[1:])", "deadlock|wrong"), "to_heads 2 1",
     ),
     "all is for the twin": (
-        Fault("symmetric.puts", "self._set, place.rank, stream)", "self._set, place.receiver, stream)", "wrong|deadlock"),
+        Fault("nodes.puts", "self._set, place.rank, stream)", "self._set, place.receiver, stream)", "wrong|deadlock"),
         "to_rows 4 2",
     ),
     "what has come is passed on before it is there": (
@@ -122,5 +122,5 @@ def test_a_twin_in_another_call_is_named() -> None:
     build, faults = wrong_calls(NodeSimulation(2, timeout_s=3e-7, puts=True), lambda rank: f"layer {rank}")
     run_seed(build, 0, spin=True)
     for rank, fault in faults.items():
-        with pytest.raises(core("protocol.watchdog").OverlapMismatchError, match=f"rank {rank} is in layer {rank}"):
+        with pytest.raises(core("group.faults").OverlapMismatchError, match=f"rank {rank} is in layer {rank}"):
             fault.check()

@@ -131,9 +131,9 @@ def backward(machine: NodeSimulation, calls: int = 2, first: Before = lambda dom
                 own, own_dy = (operand[call, rank] for operand in operands)
                 plan = domain.plan(machine.method, own, w[rank].t())
                 with domain.operator(tag_of("backward"), slots=2):
-                    gather = core("operators.start").start_gather(domain, plan.fprop, tag_of("x"), own)
+                    gather = core("ops.table").start_gather(domain, plan.fprop, tag_of("x"), own)
                     first(domain)
-                    start = core("operators.start").start_scatter
+                    start = core("ops.table").start_scatter
                     scatter = start(domain, plan.dgrad, tag_of("dx"), own_dy, w[rank])
                     gathered[call, rank] = gather.gathered_view()
                     dx[call, rank] = scatter.finish()
@@ -196,8 +196,8 @@ def dx_of_a_frozen_column(machine: NodeSimulation) -> Build:
 
     def run(domain: SimulatedDomain) -> None:
         x, dy, w = torch.ones(TILE, TILE), torch.ones(machine.world_size * TILE, TILE), torch.ones(TILE, TILE)
-        linear = core("operators.plan_book").Planned(domain, domain.plan(machine.method, x, w)).linear("linear")
-        core("operators.column_row").column_backward(linear, dy, None, w, None, True)
+        linear = core("ops.plan_cache").Planned(domain, domain.plan(machine.method, x, w)).linear("linear")
+        core("linear").column_backward(linear, dy, None, w, None, True)
 
     return in_one_pass(machine, run)
 
@@ -209,7 +209,7 @@ def dx_of_a_frozen_projection(machine: NodeSimulation) -> Build:
         world, exchange, parts = machine.world_size, core("ulysses.exchange"), core("ulysses.parts")
         dx, dy, w = (torch.ones(rows * TILE, TILE * columns) for rows, columns in ((world, 1), (1, 1), (1, world)))
         plan = domain.plan(machine.method, dx, w, "ALL_TO_ALL_LINEAR", main_grad="off")
-        linear = core("operators.plan_book").Planned(domain, plan).linear("linear")
+        linear = core("ops.plan_cache").Planned(domain, plan).linear("linear")
         whole = exchange.Linear((parts.Part(0, TILE, linear),), w, w, None, 1)
         whole.rows_backward(None, dy, core("ulysses.rows").RankRows(dx, world, 1))
 
@@ -223,7 +223,7 @@ def dx_alone(machine: NodeSimulation) -> Build:
         x, dy, w = torch.ones(TILE, TILE), torch.ones(machine.world_size * TILE, TILE), torch.ones(TILE, TILE)
         plan = domain.plan(machine.method, x, w).dgrad
         with domain.operator(tag_of("backward"), slots=1):
-            core("operators.start").start_scatter(domain, plan, tag_of("dx"), dy, w).finish()
+            core("ops.table").start_scatter(domain, plan, tag_of("dx"), dy, w).finish()
 
     return in_one_pass(machine, run)
 
@@ -251,7 +251,7 @@ def test_a_weight_gradient_stands_between_exchanges_of_dx(
 
     end: `finish` begins, before which the weight gradient comes.
     """
-    scatter = core("operators.node_streams").NodeStreamScatter
+    scatter = core("nodes.ops").NodeStreamScatter
     finish = scatter.finish
 
     def noted_finish(one: Any) -> Any:
@@ -273,19 +273,19 @@ def in_turns(machine: NodeSimulation, order: str) -> Build:
         eye, tag = torch.eye(TILE), tag_of(kind)
         if kind == "g":
             plan = domain.plan(machine.method, own[0], eye).fprop
-            return core("operators.start").start_gather(domain, plan, tag, own[0]).matmul(eye)
+            return core("ops.table").start_gather(domain, plan, tag, own[0]).matmul(eye)
         if kind == "s":
             plan = domain.plan(machine.method, own.flatten(0, 1), eye, "LINEAR_REDUCE_SCATTER").fprop
-            return core("operators.start").start_scatter(domain, plan, tag, own.flatten(0, 1), eye).finish()
+            return core("ops.table").start_scatter(domain, plan, tag, own.flatten(0, 1), eye).finish()
         if kind == "r":
             plan = domain.plan(
                 machine.method, own.flatten(0, 1), torch.ones(TILE, world * TILE), "ALL_TO_ALL_LINEAR"
             ).fprop
-            start = core("operators.start").start_all_to_all_gemm
+            start = core("ops.table").start_all_to_all_gemm
             return start(domain, plan, tag, own).received_view().clone()
         columns = own.transpose(0, 1).flatten(1)  # block d for rank d
         plan = domain.plan(machine.method, eye, columns.t(), "LINEAR_ALL_TO_ALL").fprop
-        return core("operators.start").start_gemm_all_to_all(domain, plan, tag, eye, columns).received().clone()
+        return core("ops.table").start_gemm_all_to_all(domain, plan, tag, eye, columns).received().clone()
 
     def expected(kind: str, rank: int, all_ranks: torch.Tensor) -> torch.Tensor:
         if kind == "g":
@@ -325,7 +325,7 @@ def test_a_slot_that_operators_of_several_kinds_reuse_early_is_found() -> None:
 
 
 PROCESSES, STREAMS, EXCHANGES = (f"operators.node_{name}" for name in ("processes", "streams", "exchanges"))
-CROSSINGS = "operators.crossings"
+CROSSINGS = "nodes.crossings"
 ARRIVE = "            exchange.arrive()\n"
 OWN = "            if landing is None:\n"
 SIGNAL = f"{OWN}                self._tell(call, received)\n"
@@ -337,17 +337,17 @@ LEFT = "self._order(stream.cuda_stream, current)"
 
 def in_streams(old: str, new: str, report: str = "wrong result") -> Fault:
     """A fault of the engine, whose class the operators know."""
-    return Fault("protocol.node_streams", old, new, report, ("protocol.node_networks", *ENGINES))
+    return Fault("nodes.streams", old, new, report, ("nodes.streams", *ENGINES))
 
 
 def in_networks(old: str, new: str, report: str = "wrong result") -> Fault:
     """A fault of how something crosses the network."""
-    return Fault("protocol.node_networks", old, new, report)
+    return Fault("nodes.streams", old, new, report)
 
 
 def in_workspace(fault: Fault) -> Fault:
     """A fault of what the workspace of several nodes is made of."""
-    return replace(fault, reload=(*fault.reload, "protocol.node_workspace"))
+    return replace(fault, reload=(*fault.reload, "nodes.connect"))
 
 
 _SEND = "self.network.exchange(crossing, Piece(source, call.slot.epoch), Piece(into, call.crossed(received)))\n"
@@ -383,11 +383,11 @@ FAULTS = {
     ),
     "a node's sum is sent before it is made": (in_networks(SENT, SENT_FIRST), "scatter 4 2"),
     "a chunk is multiplied before it is here": (
-        in_workspace(Fault("protocol.node_slot", "            self.wait_chunk(block, chunk)\n", "            pass\n")),
+        in_workspace(Fault("nodes.slots", "            self.wait_chunk(block, chunk)\n", "            pass\n")),
         "gather 2 1",
     ),
     "the first chunk is waited for instead": (
-        in_workspace(Fault("protocol.waits", "first_chunk=chunk or 0", "first_chunk=0")), "gather 2 1",
+        in_workspace(Fault("group.waits", "first_chunk=chunk or 0", "first_chunk=0")), "gather 2 1",
     ),
     "sums of other nodes are not waited for": (
         Fault(STREAMS, "            call.wait(block)\n", "            pass\n"), "scatter 2 1",
@@ -420,7 +420,7 @@ def test_what_nobody_waits_for_is_passed_on_before_the_operator_ends() -> None:
             own = x[domain.rank].clone()
             plan = domain.plan("chunked", own, own)
             with domain.operator(tag_of("call"), slots=1):
-                gather = core("operators.start").start_gather(domain, plan.fprop, tag_of("x"), own)
+                gather = core("ops.table").start_gather(domain, plan.fprop, tag_of("x"), own)
                 if domain.rank % 2:
                     seen[domain.rank] = gather.gathered_view().view(4, TILE, TILE).sum(0)
             own.fill_(torch.nan)
@@ -472,10 +472,10 @@ def started(
     if operator == "gather":
         shard = own[:TILE]
         plan = domain.plan(method, shard, shard).fprop
-        gather = core("operators.start").start_gather(domain, plan, tag_of("call"), shard)
+        gather = core("ops.table").start_gather(domain, plan, tag_of("call"), shard)
         return lambda: gather.matmul(torch.eye(TILE)).unflatten(0, (2, TILE))
     plan = domain.plan(method, own, own.new_empty(2 * TILE, 2 * TILE), "ALL_TO_ALL_LINEAR").fprop
-    start = core("operators.start").start_all_to_all_gemm
+    start = core("ops.table").start_all_to_all_gemm
     receiver = start(domain, plan, tag_of("call"), own.unflatten(0, (2, TILE)))
     y = own.new_empty(TILE, 2 * TILE)
     return lambda: receiver.matmul(torch.eye(2 * TILE), y).unflatten(1, (2, TILE)).transpose(0, 1)
@@ -531,12 +531,12 @@ def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:
     """Rule 4: each rank's sum waits for what its neighbour computes after its own sum. With a queue for each stream nobody would
     notice."""
     first = Fault(
-        "planning.schedule.turns",
+        "schedule.inter_node",
         "    return tuple(_in_turns(leaves, stays, between))\n",
         "    alone = _in_turns([units[-1:] for units in leaves], stays, between)\n"
         "    others = [(NEAR, units[:-1]) for units in leaves]\n"
         "    return (*alone, *others)\n",
-        reload=ENGINES[ENGINES.index("operators.crossings") :],
+        reload=ENGINES[ENGINES.index("nodes.crossings") :],
     )
     with first.planted():
         assert_passes(problem("scatter", 4, 2), range(2))
@@ -546,7 +546,7 @@ def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:
 
 def test_twins_that_start_their_exchanges_in_different_order_are_found() -> None:
     """The model itself: what NCCL would hang in, or mix up."""
-    turned = Fault("planning.schedule.crossings", "    mine, found = legs(kind, topology, chunks, tiled), []\n",
+    turned = Fault("schedule.inter_node", "    mine, found = legs(kind, topology, chunks, tiled), []\n",
                    "    mine, found = legs(kind, topology, chunks, tiled), []\n"
                    "    if topology.rank == 0:\n        mine = Legs(mine.all[::-1])\n")  # fmt: skip
     with turned.planted():
@@ -557,7 +557,7 @@ def test_twins_that_start_their_exchanges_in_different_order_are_found() -> None
 def test_a_sum_holds_as_many_sms_as_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products spare them, and those of NCCL. Sums of a node have 16 tiles here. The last one, beside which nothing runs, has a
     program for each of its tiles."""
-    kernel, streams = core("kernels.add_blocks"), core("operators.node_streams")
+    kernel, streams = core("kernels.add_blocks"), core("nodes.ops")
     for bytes_of_a_tile in ("ON_FEW_SMS", "ON_ALL_SMS"):
         monkeypatch.setattr(kernel, bytes_of_a_tile, TILE * TILE * 4 // 2 // 16)
     grids, spared, launch = Counter[tuple[int, int]](), set[int](), streams.Launch
@@ -571,7 +571,7 @@ def test_a_sum_holds_as_many_sms_as_its_plan_says(monkeypatch: pytest.MonkeyPatc
         return nullcontext()
 
     monkeypatch.setattr(streams, "Launch", recorded)
-    monkeypatch.setattr(core("protocol.node_streams").NodeStreamEngine, "products", products)
+    monkeypatch.setattr(core("nodes.streams").NodeStreamEngine, "products", products)
     machine = NodeSimulation(4, node_ranks=2, send_sms=2, reduce_sms=3)
     assert_passes(PROBLEMS["scatter"]("chunked", machine, 1), range(2))
     assert spared == {2 + 3} and set(grids) == {(1, 3), (2, 32)}
@@ -609,7 +609,7 @@ def wrong_calls(machine: NodeSimulation, op_of: Callable[[int], str]) -> tuple[B
             x = integers(TILE, TILE, seed=1)
             plan, tag = domain.plan("chunked", x, x), tag_of(op_of(domain.rank))
             with domain.operator(tag_of("call"), slots=1):
-                core("operators.start").start_gather(domain, plan.fprop, tag, x).matmul(x)
+                core("ops.table").start_gather(domain, plan.fprop, tag, x).matmul(x)
 
         machine.spawn_hosts(scheduler, host)
         return lambda: None
@@ -622,7 +622,7 @@ def test_a_twin_in_another_call_is_named() -> None:
     build, faults = wrong_calls(NodeSimulation(2, timeout_s=3e-7), lambda rank: f"layer {rank}")
     run_seed(build, 0, spin=True)
     for rank, fault in faults.items():
-        with pytest.raises(core("protocol.watchdog").OverlapMismatchError, match=f"rank {rank} is in layer {rank}"):
+        with pytest.raises(core("group.faults").OverlapMismatchError, match=f"rank {rank} is in layer {rank}"):
             fault.check()
 
 
@@ -631,5 +631,5 @@ def test_what_is_passed_on_names_the_call_that_it_is_of() -> None:
     build, faults = wrong_calls(NodeSimulation(4, node_ranks=2, timeout_s=3e-7), lambda rank: f"layer {rank // 3}")
     run_seed(build, 0, spin=True)
     for rank in (0, 1, 2):
-        with pytest.raises(core("protocol.watchdog").OverlapMismatchError, match="but rank 3 is in"):
+        with pytest.raises(core("group.faults").OverlapMismatchError, match="but rank 3 is in"):
             faults[rank].check()

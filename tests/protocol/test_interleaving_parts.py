@@ -74,7 +74,7 @@ def passes(method: str, machine: Simulation, backward: bool = False) -> Build:
 def _one_pass(
     domain: SimulatedDomain, method: str, x: Packed, rows: torch.Tensor, w: torch.Tensor, backward: bool
 ) -> list[torch.Tensor]:
-    exchange, plan_book, parts = core("ulysses.exchange"), core("operators.plan_book"), core("ulysses.parts")
+    exchange, plan_book, parts = core("ulysses.exchange"), core("ops.plan_cache"), core("ulysses.parts")
     spec = "LINEAR_ALL_TO_ALL" if backward else "ALL_TO_ALL_LINEAR"
     operand = rows[:TILE] if backward else rows.new_empty(domain.world_size * TILE, TILE)
     weight = w if backward else w.t()
@@ -99,25 +99,25 @@ def test_parts_pass_on_streams(one_queue: bool) -> None:
     assert_passes(passes("chunked", StreamSimulation(2, one_queue=one_queue), backward=True), range(3))
 
 
-IN_WORKSPACE = ("protocol.workspace",)
+IN_WORKSPACE = ("group.workspace",)
 FAULTS = {
     "reused before the reader is done": Fault(
-        "protocol.slot_use",
+        "group.workspace",
         "self._sent_after = self._operator - 1",
         "self._sent_after = self._operator",
         reload=IN_WORKSPACE,
     ),
-    "sent before it is known that a slot is free": Fault("protocol.workspace", "self._last.wait_for_start()", "pass"),
+    "sent before it is known that a slot is free": Fault("group.workspace", "self._last.wait_for_start()", "pass"),
     "a first chunk is waited for at one peer": in_slot(
         "wait_chunk(self, 0, 0, self.world_size)", "wait_chunk(self, 0, 0, 2)"
     ),
 }
 ON_STREAMS = {
     "sources are reused before they are sent": Fault(
-        "protocol.copy_stream", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"
+        "group.copy_engine", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"
     ),
     "the mark comes too early": Fault(
-        "protocol.copy_stream", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
+        "group.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
     ),
 }
 
@@ -138,7 +138,7 @@ def test_fault_of_streams_is_caught(fault: str) -> None:
 
 def _order(method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of rank 0, in its first pass."""
-    engines, order = core("operators.start"), []
+    engines, order = core("ops.table"), []
     engine = engines.ALL_TO_ALL_GEMMS[method]
 
     def noted(what: str, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -86,7 +86,7 @@ def _one_pass(
 
 
 def _linear(domain: SimulatedDomain, method: str, spec: str, of_part: torch.Tensor, w: torch.Tensor) -> Any:
-    exchange, plan_book, parts = core("ulysses.exchange"), core("operators.plan_book"), core("ulysses.parts")
+    exchange, plan_book, parts = core("ulysses.exchange"), core("ops.plan_cache"), core("ulysses.parts")
     planned = plan_book.Planned(domain, domain.plan(method, of_part, w, spec, main_grad="off"))
     of_call = tuple(parts.Part(first, first + TILE, planned.linear("linear")) for first in range(0, PARTS * TILE, TILE))
     return exchange.Linear(of_call, w, w, None, 1)
@@ -132,7 +132,7 @@ def test_parts_pass_on_streams(one_queue: bool) -> None:
 def _order(method: str, monkeypatch: pytest.MonkeyPatch, rows: Any = None) -> list[str]:
     """What rank 0 does in its first pass: products that begin, of parts that are pulled or not, and operators that end."""
     order: list[str] = []
-    step, bracket = core("ulysses.ahead").ProductStep, core("runtime.bracket").Operator
+    step, bracket = core("ulysses.ahead").ProductStep, core("group.domain").Operator
 
     def domain_of(noted: Any) -> Any:
         return noted.domain if isinstance(noted, step) else noted._domain
@@ -156,7 +156,7 @@ def test_which_parts_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the last, where copies send and what arrives has its place."""
     assert [part for part in _order("chunked", monkeypatch) if part != "end"] == ["pulled"] * (PARTS - 1) + ["pushed"]
     assert _order("direct", monkeypatch) == _order("chunked", monkeypatch, Taken) == ["pushed", "end"] * PARTS
-    two = SimpleNamespace(world_size=2, rank=0, topology=core("planning.schedule.topology").Topology(1, 2, 0))
+    two = SimpleNamespace(world_size=2, rank=0, topology=core("schedule.order").Topology(1, 2, 0))
     plan = SimulatedDomain.plan(two, "fused", torch.empty(TILE, TILE), torch.empty(2 * TILE, TILE), "LINEAR_ALL_TO_ALL")  # type: ignore[arg-type]
     assert plan.fprop.may_pull and not replace(plan.fprop, nodes=2).may_pull
 
@@ -166,13 +166,13 @@ def test_the_next_product_begins_before_one_is_pulled(monkeypatch: pytest.Monkey
     assert order == ["pulled", *["pulled", "end"] * (PARTS - 2), "pushed", "end", "end"]
 
 
-IN_SLOTS, ABOVE = ("protocol.workspace",), ("ulysses.ahead", "ulysses.parts", "ulysses.exchange")
+IN_SLOTS, ABOVE = ("group.workspace",), ("ulysses.ahead", "ulysses.parts", "ulysses.exchange")
 MEET = "        self._call.barrier()\n        self._domain.workspace.use.receive()\n"
 PULL = "        self._domain.engine.pull(self._call.incoming, [self._into[peer] for peer in self._call.peers])\n"
 
 
 def _of_engine(old: str, new: str, report: str = "wrong result") -> Fault:
-    return Fault("operators.pulled_all_to_all", old, new, report, ABOVE)
+    return Fault("ops.gemm_a2a", old, new, report, ABOVE)
 
 
 FAULTS = {
@@ -180,10 +180,10 @@ FAULTS = {
     "the peers do not hear of it": _of_engine("        self._call.barrier()\n", ""),
     "put into another rank's place": _of_engine("[self._into[peer] for peer", "[self._into[peer - 1] for peer"),
     "pulled out of the own slot": Fault(
-        "protocol.slot", "self.remote_block(peer) for peer", "self.blocks[peer] for peer", reload=IN_SLOTS
+        "group.slots", "self.remote_block(peer) for peer", "self.blocks[peer] for peer", reload=IN_SLOTS
     ),
     "left before the slot is free": Fault(
-        "protocol.slot_use",
+        "group.workspace",
         "self._sent_after = self._operator - 1",
         "self._sent_after = self._operator",
         reload=IN_SLOTS,
@@ -192,15 +192,15 @@ FAULTS = {
 FUSED = {"tiles of the call before are taken for claimed": _of_engine("        self._call.reset_counters()\n", "", ".")}
 ON_STREAMS = {
     "pulled before the caller's stream has come": Fault(
-        "protocol.copy_stream",
+        "group.copy_engine",
         "        self._fork()\n        self._held += targets\n",
         "        self._held += targets\n",
     ),
     "the operator does not wait for what is pulled": Fault(
-        "protocol.copy_stream", "        self._held += targets\n", ""
+        "group.copy_engine", "        self._held += targets\n", ""
     ),
     "the mark comes too early": Fault(
-        "protocol.copy_stream", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
+        "group.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
     ),
 }
 

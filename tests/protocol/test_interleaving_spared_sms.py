@@ -44,7 +44,7 @@ def output_backward(machine: NodeSimulation, x_is: str = "sent again", wants_dx:
 
         def host(domain: SimulatedDomain) -> None:
             rank = domain.rank
-            planned = core("operators.plan_book").Planned(
+            planned = core("ops.plan_cache").Planned(
                 domain, domain.plan("chunked", x[rank, :, :TILE].flatten(0, 1), w, "ALL_TO_ALL_LINEAR", main_grad="off")
             )
             parts = [
@@ -113,7 +113,7 @@ def _fault(module: str, old: str, new: str, *reload: str) -> Fault:
 
 
 BLAS, ENGINE, START, COLUMN, ULYSSES = (
-    "gpu.blas", "protocol.node_streams", "operators.start", "operators.column_row", "ulysses.exchange"
+    "gpu.driver", "nodes.streams", "ops.table", "linear", "ulysses.exchange"
 )  # fmt: skip
 BRACKET, BY_ROWS, PRODUCTS = (
     "        with self._engine.products(self._plan.send_sms):\n",
@@ -129,7 +129,7 @@ FAULTS = {
         _fault(BLAS, f"{SET}        try:\n            yield\n", f"        try:\n            yield\n    {SET}"), "gather",
     ),
     "the engine spares none": (
-        _fault(ENGINE, "else self._blas.sparing(spared_sms)", "else nullcontext()", "protocol.node_networks", *ENGINES),
+        _fault(ENGINE, "else self._blas.sparing(spared_sms)", "else nullcontext()", "nodes.streams", *ENGINES),
         "to_rows",
     ),
     "a gather spares none": (
@@ -208,7 +208,7 @@ def of_weight_gradients(
 ) -> dict[int, list[int]]:
     """How many SMs each weight gradient counts on, by rank."""
     found: dict[int, list[int]] = defaultdict(list)
-    gradient = core("operators.weight_gradient").WeightGradient
+    gradient = core("ops.wgrad").WeightGradient
     add = gradient.add
 
     def noted(self: Any, dy: torch.Tensor, x: torch.Tensor) -> None:

@@ -45,19 +45,19 @@ def test_forward_and_backward_pass(one_queue: bool) -> None:
 BOTH_CHUNKED = ["gather chunked", "scatter chunked"]
 ALL = [*BOTH_CHUNKED, "gather fused", "scatter fused"]
 FAULTS = [
-    ("flag before data", Fault("protocol.copy_stream", COPY, f"{SIGNAL}; {COPY}"), ["gather chunked", "scatter fused"]),
-    ("dropped signal", Fault("protocol.copy_stream", SIGNAL, "pass", "deadlock"), ["gather chunked", "scatter fused"]),
-    ("fork without wait", Fault("protocol.copy_stream", FORK, "failed", "deadlock|wrong"), ALL),
+    ("flag before data", Fault("group.copy_engine", COPY, f"{SIGNAL}; {COPY}"), ["gather chunked", "scatter fused"]),
+    ("dropped signal", Fault("group.copy_engine", SIGNAL, "pass", "deadlock"), ["gather chunked", "scatter fused"]),
+    ("fork without wait", Fault("group.copy_engine", FORK, "failed", "deadlock|wrong"), ALL),
     (
         "fork without record",
-        Fault("protocol.copy_stream", "record_event(self._forked", "current_stream(), (self._forked", "deadlock|wrong"),
+        Fault("group.copy_engine", "record_event(self._forked", "current_stream(), (self._forked", "deadlock|wrong"),
         BOTH_CHUNKED,
     ),
-    ("join without wait", Fault("protocol.copy_stream", JOIN, "failed"), ALL),
+    ("join without wait", Fault("group.copy_engine", JOIN, "failed"), ALL),
     (
         "join without record",
         Fault(
-            "protocol.copy_stream",
+            "group.copy_engine",
             "failed = self._driver.record_event(self._joined",
             "failed = self._driver.current_stream(), (self._joined",
         ),
@@ -65,15 +65,15 @@ FAULTS = [
     ),
     (
         "push without fork",
-        Fault("protocol.copy_stream", FORKED_PUSH, FORKED_PUSH.replace("self._fork()", "pass"), "deadlock|wrong"),
+        Fault("group.copy_engine", FORKED_PUSH, FORKED_PUSH.replace("self._fork()", "pass"), "deadlock|wrong"),
         BOTH_CHUNKED,
     ),
     (
         "kernel's pushes without fork",
-        Fault("protocol.copy_stream", "        self._fork()\n        # No host", "        # No host", "deadlock|wrong"),
+        Fault("group.copy_engine", "        self._fork()\n        # No host", "        # No host", "deadlock|wrong"),
         ["scatter fused"],
     ),
-    ("push without its counter", Fault("protocol.copy_stream", WAIT, "0"), ["scatter fused"]),
+    ("push without its counter", Fault("group.copy_engine", WAIT, "0"), ["scatter fused"]),
     (
         "no epoch increment",
         Fault("kernels.signal", NEXT_EPOCH, f"{NEXT_EPOCH} - (1 << 32)", "wrong|deadlock"),
@@ -97,7 +97,7 @@ def test_fault_is_caught(fault: Fault, problem: str) -> None:
 def test_pushes_enqueued_before_their_kernel_deadlock_with_one_hardware_queue() -> None:
     """Rule 4 under CUDA_DEVICE_MAX_CONNECTIONS=1; with a queue for each stream nobody would notice."""
     fault = Fault(
-        "protocol.copy_stream", KERNEL, f"        self._enqueue(source, routes)\n        return kernel()\n{KERNEL}"
+        "group.copy_engine", KERNEL, f"        self._enqueue(source, routes)\n        return kernel()\n{KERNEL}"
     )
     with fault.planted():
         assert_passes(scatters("fused", StreamSimulation(2)), range(4))

@@ -89,7 +89,7 @@ def _overwriting(start: Callable[..., Any]) -> Callable[..., Any]:
 
 def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
     """As two_group_calls.py plans it. method: of the products."""
-    plan_book, two_groups = core("operators.plan_book"), core("ulysses.two_groups")
+    plan_book, two_groups = core("ops.plan_cache"), core("ulysses.two_groups")
     shard, both = w.new_empty(TILE, TILE), w.new_empty(2 * TILE, TILE)
     of_all = w.new_empty(rank.ulysses.world_size * 2 * TILE, TILE)
     settings: dict[str, Any] = dict(main_grad="off")
@@ -225,13 +225,13 @@ def test_kernels_that_take_the_sms_of_the_network(which: str, one_queue: bool) -
 
 FAULTS = {
     "an exchange is read before it has come": Fault(
-        "operators.all_to_all_gemm", "self._call.receive(own)", "self._call.keep(own)",
+        "ops.a2a_gemm", "self._call.receive(own)", "self._call.keep(own)",
         reload=tuple(f"ulysses.{name}" for name in ("ahead", "parts", "exchange", "rows_backward", "two_groups"))),
     "what an operator sends ahead is given to others": Fault(
-        "protocol.copy_stream", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"),
+        "group.copy_engine", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"),
     "the next operator's mark comes too early": Fault(
-        "protocol.copy_stream", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"),
-    "sent before it is known that a slot is free": Fault("protocol.workspace", "self._last.wait_for_start()", "pass"),
+        "group.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"),
+    "sent before it is known that a slot is free": Fault("group.workspace", "self._last.wait_for_start()", "pass"),
 }  # fmt: skip
 
 

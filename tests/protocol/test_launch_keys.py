@@ -43,7 +43,7 @@ Site = Callable[[SimulatedDomain, Make], None]
 
 def a_domain(machine: Simulation) -> SimulatedDomain:
     """Rank 0 of a machine that does not run. All its calls take one slot."""
-    layout = core("protocol.layout").Layout(WORLD, SLOT_BYTES, 2 * SLOT_BYTES)
+    layout = core("group.slots").Layout(WORLD, SLOT_BYTES, 2 * SLOT_BYTES)
     machine.memory[0] = Memory()
     domain = machine.domain(Scheduler(0), SimulatedHeap(WORLD, layout), layout, 0)
     domain.workspace.begin(TAG, 1, False)
